@@ -1,0 +1,12 @@
+"""Every test sees eight CPU devices, strict shapes and strict warnings, whatever the machine has."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("MOE_JAX_TEST_PLATFORM", "cpu")
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+os.environ.setdefault("XDG_CACHE_HOME", os.path.join(os.path.dirname(__file__), "..", ".pytest_cache", "xdg"))
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_threefry_partitionable", True)
