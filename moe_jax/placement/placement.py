@@ -1,0 +1,190 @@
+"""Which device holds which expert, for all layers at once.
+
+Enters: the home device of every expert, the copies held for one step, and the rule that sends a token to a holder.
+Leaves: a frozen, checked `Placement` that answers how many tokens go where. It moves no parameters and knows no times.
+
+Letters: L layers, S sources (= devices), E experts, D devices, n copies, m share rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.placement import checks, routing
+
+RULES = ("nearest", "home", "shares")
+SHARE_ONE = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """Hold homes, copies and the token rule of every layer.
+
+    Args:
+      home: int [L, E], the device that owns parameters and optimizer state of an expert: exactly one.
+      copies: int [n, 3], rows (layer, expert, device): who else holds the parameters during a step.
+      shares: int [m, 4] or [m, 5], rows (layer, expert, device, share[, source node]). Shares are in units of 2^-16 and
+        sum to 2^16 for each (layer, expert, source node). Without a source node (or with -1) a row counts for every
+        node that has no rows of its own for that expert.
+      rule: one of `nearest`, `home`, `shares`, for all layers or one per layer.
+      devices: D; taken from the largest device id, or from the loads, when not given.
+      devices_per_node: devices that share a node, by rising id; all of them when not given.
+      guest_slots: if given, the most copies that one device may hold in one layer.
+
+    Raises:
+      UserError: an expert without a home or with two, a copy listed twice, too many copies, or wrong shares.
+    """
+
+    home: np.ndarray
+    copies: np.ndarray | None = None
+    shares: np.ndarray | None = None
+    rule: str | tuple[str, ...] = "nearest"
+    devices: int | None = None
+    devices_per_node: int | None = None
+    guest_slots: int | None = None
+
+    def __post_init__(self):
+        home = checks.whole_array("home", self.home, 2)
+        copies = checks.rows("copies", self.copies, 3)
+        shares = checks.share_rows(self.shares)
+        inferred = self.devices is None
+        devices = int(self.devices) if not inferred else int(max(home.max(initial=0), copies[:, 2].max(initial=0))) + 1
+        per_node = devices if self.devices_per_node is None else int(self.devices_per_node)
+        rule = (self.rule,) * home.shape[0] if isinstance(self.rule, str) else tuple(self.rule)
+        copies = copies[np.lexsort(copies.T[::-1])]
+        shares = shares[np.lexsort(shares[:, [2, 4, 1, 0]].T)]
+        checks.check_sizes(home, devices, per_node, rule, RULES)
+        checks.check_home(home, devices)
+        checks.check_copies(home, copies, devices, self.guest_slots)
+        checks.check_shares(home, copies, shares, rule, devices // per_node, devices, SHARE_ONE)
+        for name, value in (("home", home), ("copies", copies), ("shares", shares)):
+            value.setflags(write=False)
+            object.__setattr__(self, name, value)
+        for name, value in (("rule", rule), ("devices", devices), ("devices_per_node", per_node)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_devices_inferred", inferred)
+
+    @classmethod
+    def even(cls, layers: int, experts: int, devices: int, devices_per_node: int | None = None, **fields) -> Placement:
+        """Home experts d E/D ... (d+1) E/D - 1 of every layer on device d: plain expert parallelism."""
+        if min(layers, experts, devices) < 1 or experts % devices:
+            raise UserError(
+                f"experts ({experts}) must be a positive multiple of devices ({devices}) and layers ({layers}) at "
+                f"least 1; "
+                f"use a multiple of {max(devices, 1)} experts or fewer devices"
+            )
+        home = np.broadcast_to(np.arange(experts, dtype=np.int32) // (experts // devices), (layers, experts))
+        return cls(home.copy(), devices=devices, devices_per_node=devices_per_node, **fields)
+
+    @classmethod
+    def from_rows(cls, layers: int, experts: int, homes, **fields) -> Placement:
+        """Build from rows (layer, expert, device), one for each expert; a lost or doubly homed expert is an error."""
+        homes = checks.rows("homes", homes, 3)
+        return cls(checks.home_from_rows(layers, experts, homes), **fields)
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return self.home.shape[0]
+
+    @property
+    def experts(self) -> int:
+        """E, of one layer."""
+        return self.home.shape[1]
+
+    @property
+    def nodes(self) -> int:
+        """Groups of `devices_per_node` devices."""
+        return self.devices // self.devices_per_node
+
+    def replace(self, **fields) -> Placement:
+        """Return this placement with some fields changed, checked again."""
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self._devices_inferred and "devices" not in fields:
+            kept["devices"] = None
+            kept["devices_per_node"] = None if self.nodes == 1 else self.devices_per_node
+        return Placement(**{**kept, **fields})
+
+    @functools.cached_property
+    def holds(self) -> np.ndarray:
+        """bool [L, E, D]: the device has the expert's parameters during a step, as home or as copy."""
+        held = np.zeros((self.layers, self.experts, self.devices), bool)
+        np.put_along_axis(held, self.home[:, :, None], True, axis=2)
+        held[tuple(self.copies.T)] = True
+        held.setflags(write=False)
+        return held
+
+    @functools.cached_property
+    def candidates(self) -> routing.Candidates:
+        """The holders a token may choose between, as slices of sorted rows."""
+        return routing.build_candidates(self)
+
+    def destinations(self, loads: np.ndarray) -> np.ndarray:
+        """Count tokens by destination: loads int [L, S, E] -> int64 [L, S, E, D]."""
+        placed, loads = self._matched(loads)
+        flow = routing.route(placed, loads)
+        counts = np.zeros((*loads.shape, placed.devices), np.int64)
+        counts[flow.layer, flow.source, flow.expert, flow.device] = flow.tokens
+        return counts
+
+    def device_loads(self, loads: np.ndarray) -> np.ndarray:
+        """Count the tokens that each device computes: loads int [L, S, E] -> H int64 [L, D]."""
+        return self.computed_and_received(loads)[0]
+
+    def received(self, loads: np.ndarray) -> np.ndarray:
+        """Count the tokens that each device gets from other devices: loads int [L, S, E] -> R int64 [L, D]."""
+        return self.computed_and_received(loads)[1]
+
+    def computed_and_received(self, loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (H, R), both int64 [L, D], from one pass over the tokens."""
+        placed, loads = self._matched(loads)
+        flow = routing.route(placed, loads)
+        key = flow.layer * placed.devices + flow.device
+        size = placed.layers * placed.devices
+        total = np.bincount(key, flow.tokens, size)
+        own = np.bincount(key, flow.tokens * (flow.source == flow.device), size)
+        shape = (placed.layers, placed.devices)
+        return np.rint(total).astype(np.int64).reshape(shape), np.rint(total - own).astype(np.int64).reshape(shape)
+
+    def pair_loads(self, loads: np.ndarray) -> np.ndarray:
+        """Count tokens by (source, destination), what a bucket holds: loads int [L, S, E] -> int64 [L, S, D]."""
+        placed, loads = self._matched(loads)
+        flow = routing.route(placed, loads)
+        key = (flow.layer * placed.devices + flow.source) * placed.devices + flow.device
+        sums = np.bincount(key, flow.tokens, placed.layers * placed.devices**2)
+        return np.rint(sums).astype(np.int64).reshape(placed.layers, placed.devices, placed.devices)
+
+    def fingerprint(self) -> str:
+        """Hash everything that decides numbers or bytes, so that processes can compare their plans."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self.home, self.copies, self.shares):
+            digest.update(repr(array.shape).encode() + np.ascontiguousarray(array, np.int32).tobytes())
+        digest.update(repr((self.rule, self.devices, self.devices_per_node)).encode())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and self.fingerprint() == other.fingerprint()
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint())
+
+    def _matched(self, loads: np.ndarray) -> tuple[Placement, np.ndarray]:
+        """Check loads against the sizes; a placement whose device count was inferred grows to the sources."""
+        loads = checks.loads_array(loads)
+        placed = self
+        if self._devices_inferred and loads.ndim == 3 and loads.shape[1] > self.devices:
+            per_node = loads.shape[1] if self.nodes == 1 else self.devices_per_node
+            placed = self.replace(devices=loads.shape[1], devices_per_node=per_node)
+        if loads.shape != (placed.layers, placed.devices, placed.experts):
+            raise UserError(
+                f"loads have shape [layers, sources, experts] = {loads.shape}, but the placement has "
+                f"{placed.layers} layers, "
+                f"{placed.devices} devices (a source is a device) and {placed.experts} experts; use loads of the "
+                f"same run"
+            )
+        return placed, loads

@@ -1,0 +1,204 @@
+"""Which holder a token goes to: the rule of the placement, counted for all tokens at once.
+
+Enters: a Placement and loads [L, S, E]. Leaves: rows (layer, source, expert, device, tokens). The token of rank i among
+the n of (source, expert) goes to the first candidate j with num_j n // den > i: num_j = j + 1 and den = c for an even
+split over c candidates, num_j = the running sum of shares and den = 2^16 for shares. Nothing here chooses copies.
+
+Letters: L layers, S sources, E experts, D devices, Nn nodes, h holder rows, m share rows, q rows with tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import numpy as np
+
+if typing.TYPE_CHECKING:
+    from moe_jax.placement.placement import Placement
+
+SHARE_BITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """Lists of candidates as slices of two sorted row tables.
+
+    Devices of a node have neighbouring ids, so in rows sorted by (layer, expert, device) the holders of an expert on
+    one
+    node are a slice too.
+
+    Attributes:
+      holder: int32 [h], devices by rising (layer, expert, device).
+      start, count: int32 [L, E], the slice of all holders.
+      node_start, node_count: int32 [L, E, Nn], the slice on one node.
+      share_device: int32 [m], share_num: int64 [m], running sums of shares within a slice.
+      share_start, share_count: int32 [L, E, Nn]; count 0 where no shares apply.
+    """
+
+    holder: np.ndarray
+    start: np.ndarray
+    count: np.ndarray
+    node_start: np.ndarray
+    node_count: np.ndarray
+    share_device: np.ndarray
+    share_num: np.ndarray
+    share_start: np.ndarray
+    share_count: np.ndarray
+
+
+class Flow(typing.NamedTuple):
+    """Rows of tokens with one source, expert and destination; all arrays have the same length."""
+
+    layer: np.ndarray
+    source: np.ndarray
+    expert: np.ndarray
+    device: np.ndarray
+    tokens: np.ndarray
+
+
+def build_candidates(placement: Placement) -> Candidates:
+    """Sort holders and share rows into slices."""
+    layers, experts, nodes = placement.layers, placement.experts, placement.nodes
+    held = placement.holds.reshape(layers, experts, nodes, placement.devices_per_node)
+    node_count = held.sum(axis=3, dtype=np.int32)
+    count = node_count.sum(axis=2, dtype=np.int32)
+    start = (np.cumsum(count.ravel()) - count.ravel()).reshape(count.shape).astype(np.int32)
+    node_start = (np.cumsum(node_count.ravel()) - node_count.ravel()).reshape(node_count.shape).astype(np.int32)
+    share = _share_slices(placement)
+    return Candidates(np.nonzero(placement.holds)[2].astype(np.int32), start, count, node_start, node_count, *share)
+
+
+def _share_slices(placement: Placement) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    layers, experts, nodes = placement.layers, placement.experts, placement.nodes
+    layer, expert, device, share, node = placement.shares.T.astype(np.int64)
+    key = (layer * experts + expert) * (nodes + 1) + node + 1  # column 0: rows for every node without its own
+    count = np.bincount(key, minlength=layers * experts * (nodes + 1))
+    start = np.cumsum(count) - count
+    before = np.concatenate([[0], np.cumsum(share)])
+    num = before[1:] - before[start[key]] if len(key) else np.zeros(0, np.int64)
+    count = count.reshape(layers, experts, nodes + 1)
+    start = start.reshape(layers, experts, nodes + 1)
+    own = count[:, :, 1:] > 0
+    slice_start = np.where(own, start[:, :, 1:], start[:, :, :1]).astype(np.int32)
+    slice_count = np.where(own, count[:, :, 1:], count[:, :, :1]).astype(np.int32)
+    return device.astype(np.int32), num, slice_start, slice_count
+
+
+def choose_slices(placement: Placement, layer: np.ndarray, source: np.ndarray, expert: np.ndarray):
+    """Return (kind, start, count, device) of each (layer, source, expert): 0 one device, 1 even split, 2 shares.
+
+    `start` points into `Candidates.holder` for kind 1 and into `share_device` for kind 2; `device` is set for kind 0.
+    """
+    lists = placement.candidates
+    node = source // placement.devices_per_node
+    rule = np.array([("nearest", "home", "shares").index(name) for name in placement.rule])[layer]
+    on_node = lists.node_count[layer, expert, node]
+    start = np.where(on_node > 0, lists.node_start[layer, expert, node], lists.start[layer, expert])
+    count = np.where(on_node > 0, on_node, lists.count[layer, expert])
+    device = lists.holder[start]
+    kind = (count > 1).astype(np.int8)
+    home = placement.home[layer, expert]
+    device = np.where(rule == 1, home, device)
+    kind[rule == 1] = 0
+    local = placement.holds[layer, expert, source]
+    device = np.where(local, source, device)
+    kind[local] = 0
+    by_share = (rule == 2) & (lists.share_count[layer, expert, node] > 0)
+    kind[by_share] = 2
+    start = np.where(by_share, lists.share_start[layer, expert, node], start)
+    count = np.where(by_share, lists.share_count[layer, expert, node], np.where(kind == 0, 1, count))
+    return kind, start, count, device
+
+
+def route(placement: Placement, loads: np.ndarray) -> Flow:
+    """Count tokens by destination: loads int64 [L, S, E] -> rows without zeros."""
+    layer, source, expert = np.nonzero(loads)
+    tokens = loads[layer, source, expert]
+    kind, start, count, device = choose_slices(placement, layer, source, expert)
+    one = kind == 0
+    parts = [Flow(layer[one], source[one], expert[one], device[one].astype(np.int64), tokens[one])]
+    many = np.flatnonzero(~one)
+    if len(many):
+        row = np.repeat(many, count[many])
+        first = np.cumsum(count[many]) - count[many]
+        j = np.arange(len(row)) - np.repeat(first, count[many])
+        parts.append(
+            _split(
+                placement,
+                Flow(layer[row], source[row], expert[row], row, tokens[row]),
+                kind[row],
+                start[row],
+                count[row],
+                j,
+            )
+        )
+    flow = Flow(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    keep = flow.tokens > 0
+    return Flow(*(column[keep] for column in flow))
+
+
+def _split(placement: Placement, rows: Flow, kind, start, count, j) -> Flow:
+    """Give candidate j of each row its part of the row's tokens."""
+    lists = placement.candidates
+    even = kind == 1
+    at = np.where(even, start + (j + rows.source % count) % count, start + j)
+    device = np.empty(len(j), np.int64)
+    num = np.empty(len(j), np.int64)
+    before = np.empty(len(j), np.int64)
+    device[even] = lists.holder[at[even]]
+    num[even], before[even] = j[even] + 1, j[even]
+    if not even.all():
+        shared = ~even
+        device[shared] = lists.share_device[at[shared]]
+        num[shared] = lists.share_num[at[shared]]
+        before[shared] = np.where(j[shared] > 0, lists.share_num[at[shared] - 1], 0)
+    den = np.where(even, count, 1 << SHARE_BITS)
+    tokens = num * rows.tokens // den - before * rows.tokens // den
+    return Flow(rows.layer, rows.source, rows.expert, device, tokens)
+
+
+def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (H, R) [L, D] as real numbers for real loads: the rule without its rounding, in time linear in the loads.
+
+    Planners judge placements with this; it differs from the counted rule by less than one token per (source, expert).
+    """
+    layers, devices, per_node, nodes = placement.layers, placement.devices, placement.devices_per_node, placement.nodes
+    lists = placement.candidates
+    loads = np.asarray(loads, np.float64)
+    by_device = loads.transpose(0, 2, 1)  # [L, E, S]
+    by_node = by_device.reshape(layers, placement.experts, nodes, per_node).sum(axis=3)
+    shared = lists.share_count > 0
+    held = placement.holds.reshape(layers, placement.experts, nodes, per_node)
+    own = np.where(placement.holds, by_device, 0.0).reshape(held.shape)
+    own = np.where(shared[..., None], 0.0, own)
+    away = np.where(shared, 0.0, by_node) - own.sum(axis=3)  # tokens of each node whose device lacks the expert
+    computed = own.sum(axis=1).reshape(layers, devices)
+    local = computed.copy()
+    home_rule = np.array([name == "home" for name in placement.rule])
+    if home_rule.any():
+        sent = np.where(home_rule[:, None], away.sum(axis=2), 0.0)
+        flat = np.arange(layers)[:, None] * devices + placement.home
+        computed += np.bincount(flat.ravel(), sent.ravel(), layers * devices).reshape(layers, devices)
+        away = np.where(home_rule[:, None, None], 0.0, away)
+    inside = np.where(lists.node_count > 0, away / np.maximum(lists.node_count, 1), 0.0)
+    outside = np.where(lists.node_count > 0, 0.0, away).sum(axis=2) / lists.count
+    computed += (held * (inside + outside[:, :, None])[..., None]).sum(axis=1).reshape(layers, devices)
+    if len(placement.shares):
+        _add_shared(placement, by_node, by_device, computed, local)
+    return computed, computed - local
+
+
+def _add_shared(placement: Placement, by_node, by_device, computed, local) -> None:
+    lists = placement.candidates
+    layer, expert, node = np.nonzero(lists.share_count)
+    count = lists.share_count[layer, expert, node]
+    row = np.repeat(np.arange(len(count)), count)
+    j = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    at = lists.share_start[layer, expert, node][row] + j
+    part = (lists.share_num[at] - np.where(j > 0, lists.share_num[at - 1], 0)) / (1 << SHARE_BITS)
+    device = lists.share_device[at]
+    layer, expert, node = layer[row], expert[row], node[row]
+    np.add.at(computed, (layer, device), part * by_node[layer, expert, node])
+    mine = device // placement.devices_per_node == node
+    np.add.at(local, (layer[mine], device[mine]), (part * by_device[layer, expert, device])[mine])

@@ -1,0 +1,175 @@
+"""Placement against an oracle that walks over single tokens, and every way to get one wrong."""
+
+import numpy as np
+import pytest
+
+from moe_jax.errors import UserError
+from moe_jax.placement import Placement, routing
+
+
+def random_placement(rng, layers=3, experts=8, devices=8, per_node=4, rule=None):
+    """Draw homes, 0-3 copies of an expert, and shares for some (expert, node) pairs."""
+    home = rng.integers(0, devices, (layers, experts))
+    rule = tuple(rng.choice(["nearest", "home", "shares"], layers)) if rule is None else (rule,) * layers
+    copies, shares = [], []
+    for layer in range(layers):
+        for expert in range(experts):
+            others = [d for d in range(devices) if d != home[layer, expert]]
+            extra = rng.choice(others, rng.integers(0, 4), replace=False).tolist()
+            copies += [(layer, expert, d) for d in extra]
+            if rule[layer] == "shares" and rng.random() < 0.7:
+                holders = [int(home[layer, expert]), *extra]
+                for node in range(-1, devices // per_node):
+                    if rng.random() < 0.6:
+                        cut = np.sort(rng.integers(0, 65537, len(holders) - 1))
+                        part = np.diff(np.r_[0, cut, 65536])
+                        shares += [(layer, expert, d, p, node) for d, p in zip(holders, part, strict=True)]
+    return Placement(home, np.array(copies), np.array(shares) if shares else None, rule, devices, per_node)
+
+
+def walk_tokens(placement, loads):
+    """Send tokens one by one, straight from the rule: counts [L, S, E, D]."""
+    counts = np.zeros((*loads.shape, placement.devices), int)
+    per_node = placement.devices_per_node
+    for layer, source, expert in np.ndindex(loads.shape):
+        n = int(loads[layer, source, expert])
+        holders = {int(placement.home[layer, expert])}
+        holders |= {int(d) for row_l, row_e, d in placement.copies if (row_l, row_e) == (layer, expert)}
+        node = source // per_node
+        mine = [r for r in placement.shares if (r[0], r[1]) == (layer, expert)]
+        rows = [r for r in mine if r[4] == node] or [r for r in mine if r[4] == -1]
+        for i in range(n):
+            if placement.rule[layer] == "shares" and rows:
+                cum, chosen = 0, None
+                for row in sorted(rows, key=lambda r: r[2]):
+                    cum += int(row[3])
+                    if chosen is None and np.uint32(cum * n) // np.uint32(65536) > i:
+                        chosen = int(row[2])
+            elif source in holders:
+                chosen = source
+            elif placement.rule[layer] == "home":
+                chosen = int(placement.home[layer, expert])
+            else:
+                near = sorted(d for d in holders if d // per_node == node) or sorted(holders)
+                near = near[source % len(near) :] + near[: source % len(near)]
+                chosen = next(d for j, d in enumerate(near) if (j + 1) * n // len(near) > i)
+            counts[layer, source, expert, chosen] += 1
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_destinations_match_walked_tokens(seed):
+    rng = np.random.default_rng(seed)
+    placement = random_placement(rng)
+    loads = rng.integers(0, 30, (3, 8, 8)) * (rng.random((3, 8, 8)) < 0.7)
+    counts = placement.destinations(loads)
+    np.testing.assert_array_equal(counts, walk_tokens(placement, loads))
+    np.testing.assert_array_equal(counts.sum(3), loads)
+    np.testing.assert_array_equal(placement.device_loads(loads), counts.sum((1, 2)))
+    own = np.einsum("lded->ld", counts)
+    np.testing.assert_array_equal(placement.received(loads), counts.sum((1, 2)) - own)
+    np.testing.assert_array_equal(placement.pair_loads(loads), counts.sum(2))
+
+
+def test_destinations_go_only_to_holders():
+    rng = np.random.default_rng(0)
+    placement = random_placement(rng)
+    counts = placement.destinations(np.full((3, 8, 8), 50))
+    assert not counts.sum(1)[~placement.holds].any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_expected_is_within_one_token_per_source_and_expert(seed):
+    rng = np.random.default_rng(seed)
+    placement = random_placement(rng)
+    loads = rng.integers(0, 5000, (3, 8, 8))
+    computed, received = routing.expected(placement, loads)
+    np.testing.assert_allclose(computed, placement.device_loads(loads), atol=64)
+    np.testing.assert_allclose(received, placement.received(loads), atol=64)
+    np.testing.assert_allclose(computed.sum(1), loads.sum((1, 2)))
+
+
+def test_nearest_rotates_even_splits_by_source():
+    # Expert 0 on devices 0 and 1 of node 0; sources 2 and 3 (node 1) split 3 tokens over [0, 1], rotated by source
+    # mod 2:
+    # source 2 starts at 0 -> floor(3/2) = 1 for the first, 2 for the second; source 3 starts at 1.
+    placement = Placement([[0]], [(0, 0, 1)], devices=4, devices_per_node=2)
+    counts = placement.destinations(np.array([[[0], [0], [3], [3]]]))[0, :, 0]
+    np.testing.assert_array_equal(counts, [[0, 0, 0, 0], [0, 0, 0, 0], [1, 2, 0, 0], [2, 1, 0, 0]])
+
+
+def test_even_homes_neighbouring_experts_and_needs_a_multiple():
+    np.testing.assert_array_equal(Placement.even(2, 4, 2).home, [[0, 0, 1, 1]] * 2)
+    with pytest.raises(UserError, match=r"experts \(6\) must be a positive multiple of devices \(4\)"):
+        Placement.even(1, 6, 4)
+
+
+def test_equal_placements_have_equal_fingerprints():
+    a = Placement([[0, 1]], [(0, 1, 0), (0, 0, 1)])
+    b = Placement([[0, 1]], [(0, 0, 1), (0, 1, 0)])
+    assert a == b and hash(a) == hash(b) and a != a.replace(rule="home")
+
+
+def test_inferred_devices_grow_to_the_sources():
+    placement = Placement([[0, 1]])
+    assert placement.destinations(np.ones((1, 3, 2), int)).shape == (1, 3, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"home": [[0, -1]]}, r"layer 0, expert 1: home device -1 does not exist .*loses its parameters"),
+        ({"home": [[0, 2]]}, r"layer 0, expert 1: home device 2 does not exist"),
+        ({"home": [[0, 0.5]]}, r"home must hold whole numbers"),
+        ({"copies": [(0, 1, 1)]}, r"layer 0, expert 1, device 1: a copy on its own home"),
+        ({"copies": [(0, 0, 1), (0, 0, 1)]}, r"layer 0, expert 0, device 1: copy listed twice"),
+        ({"copies": [(0, 0, 2)]}, r"layer 0, expert 0, device 2: copy on a device outside 0..1"),
+        ({"copies": [(1, 0, 1)]}, r"copies: layer 1, expert 0 does not exist"),
+        (
+            {"copies": [(0, 0, 1)], "guest_slots": 0},
+            r"layer 0, device 1: 1 copies \(experts \[0\]\) exceed guest_slots \(0\)",
+        ),
+        ({"rule": "far"}, r"layer 0: rule 'far' is not one of nearest, home, shares"),
+        ({"rule": ("home", "home")}, r"rule has 2 entries for 1 layers"),
+        ({"shares": [(0, 0, 0, 65536)]}, r"layer 0, expert 0, device 0: share rows in a layer whose rule is 'nearest'"),
+        (
+            {"shares": [(0, 0, 0, 65535)], "rule": "shares"},
+            r"layer 0, expert 0, device 0: shares .* sum to 65535, not 65536",
+        ),
+        (
+            {"shares": [(0, 0, 1, 65536)], "rule": "shares"},
+            r"expert 0, device 1: share for a device that does not hold",
+        ),
+        ({"shares": [(0, 0, 0, 65536, 1)], "rule": "shares"}, r"source node 1 in 0..0"),
+        ({"devices_per_node": 3}, r"devices \(2\) must be a positive multiple of devices_per_node \(3\)"),
+    ],
+)
+def test_wrong_placements_name_the_place_and_the_rule(fields, message):
+    with pytest.raises(UserError, match=message):
+        Placement(**{"home": [[0, 1]], "devices": 2, **fields})
+
+
+@pytest.mark.parametrize(
+    ("homes", "message"),
+    [
+        ([(0, 0, 0)], r"layer 0, expert 1: has no home"),
+        ([(0, 0, 0), (0, 1, 1), (0, 1, 0)], r"layer 0, expert 1: is homed on devices \[1, 0\]"),
+    ],
+)
+def test_home_rows_lose_or_repeat_an_expert(homes, message):
+    with pytest.raises(UserError, match=message):
+        Placement.from_rows(1, 2, homes)
+
+
+@pytest.mark.parametrize(
+    ("loads", "message"),
+    [
+        (np.array([[[1, 2], [-3, 4]]]), r"layer 0, source 1, expert 0: load -3"),
+        (np.array([[[1.0, 2.5], [3, 4]]]), r"layer 0, source 0, expert 1: load 2.5"),
+        (np.ones((1, 2, 3), int), r"\(1, 2, 3\), but the placement has 1 layers, 2 devices .* and 2 experts"),
+        (np.ones((2, 2), int), r"loads must have dims"),
+    ],
+)
+def test_wrong_loads_are_named(loads, message):
+    with pytest.raises(UserError, match=message):
+        Placement([[0, 1]], devices=2).device_loads(loads)
