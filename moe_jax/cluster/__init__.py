@@ -1,0 +1,22 @@
+"""The machines: sizes, links, speeds, fitted collectives, and the presets of the papers' clusters."""
+
+from moe_jax.cluster.cluster import Cluster
+from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_saa, parm_choice
+from moe_jax.cluster.read import read_cluster, write_cluster
+from moe_jax.cluster.topology import LinkTraffic, all_reduce_bytes, broadcast_bytes, exchange_seconds, link_traffic
+
+__all__ = [
+    "Cluster",
+    "Fit",
+    "LinkTraffic",
+    "ParmChoice",
+    "all_reduce_bytes",
+    "broadcast_bytes",
+    "exchange_seconds",
+    "fit_alpha_beta",
+    "fit_saa",
+    "link_traffic",
+    "parm_choice",
+    "read_cluster",
+    "write_cluster",
+]

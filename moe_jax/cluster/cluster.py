@@ -1,0 +1,127 @@
+"""What is known about the machines: sizes, link speeds, compute speed, fitted collectives.
+
+Enters: numbers from a preset or from calibration. Leaves: a frozen, checked `Cluster`. A figure that nobody gave is
+None; whoever needs it asks by `need` and gets an error that names the field and the asker, never an invented number.
+
+Units: bytes, seconds, FLOP/s; bandwidths count one direction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from moe_jax.cluster.fits import Fit
+from moe_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Describe a cluster of equal nodes; None marks what is not known.
+
+    Attributes:
+      name: what reports call it.
+      nodes, devices_per_node: sizes.
+      intra_bandwidth: bytes/s of one device's link inside its node (of its only link when `flat`).
+      inter_bandwidth: bytes/s between one node and the network, shared by the devices of the node.
+      intra_latency, inter_latency: seconds of an empty message.
+      flat: every device hangs on one switch by a link of its own; nodes then share nothing.
+      flops: FLOP/s that one device reaches in large matrix products.
+      memory_bytes: memory of one device.
+      fits: collective name (for example `all_to_all:expert`) to its fitted times.
+      device: what one device is, in words; source: where the figures come from.
+    """
+
+    name: str = "unnamed"
+    nodes: int | None = None
+    devices_per_node: int | None = None
+    intra_bandwidth: float | None = None
+    inter_bandwidth: float | None = None
+    intra_latency: float | None = None
+    inter_latency: float | None = None
+    flat: bool = False
+    flops: float | None = None
+    memory_bytes: float | None = None
+    fits: tuple[tuple[str, Fit], ...] = ()
+    device: str = ""
+    source: str = ""
+
+    def __post_init__(self):
+        for field in ("nodes", "devices_per_node"):
+            value = getattr(self, field)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UserError(
+                    f"Cluster.{field} ({value!r}) must be a whole number of at least 1, or None when not known"
+                )
+        for field in ("intra_bandwidth", "inter_bandwidth", "flops", "memory_bytes"):
+            self._check_number(field, above_zero=True)
+        for field in ("intra_latency", "inter_latency"):
+            self._check_number(field, above_zero=False)
+        if not isinstance(self.flat, bool):
+            raise UserError(f"Cluster.flat ({self.flat!r}) must be True or False")
+        items = self.fits.items() if isinstance(self.fits, dict) else self.fits
+        object.__setattr__(self, "fits", tuple(sorted((name, Fit.of(name, value)) for name, value in items)))
+
+    def _check_number(self, field: str, above_zero: bool) -> None:
+        value = getattr(self, field)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserError(f"Cluster.{field} ({value!r}) must be a finite number, or None when not known")
+        if value < 0 or (above_zero and value == 0):
+            raise UserError(f"Cluster.{field} ({value!r}) must be {'above' if above_zero else 'at least'} 0")
+
+    @property
+    def devices(self) -> int | None:
+        """All devices, where both sizes are known."""
+        if self.nodes is None or self.devices_per_node is None:
+            return None
+        return self.nodes * self.devices_per_node
+
+    def need(self, field: str, asker: str):
+        """Return a field that must be known.
+
+        Raises:
+          UserError: it is absent; the message names field, cluster and asker.
+        """
+        value = getattr(self, field)
+        if value is None:
+            raise UserError(
+                f"{asker} needs Cluster.{field}, which cluster {self.name!r} leaves absent; "
+                f"set Cluster.{field} in its file, or use a file written by calibrate"
+            )
+        return value
+
+    def bandwidth(self, asker: str) -> float:
+        """Return the one W that scalar formulas use: the slow link's, where links differ."""
+        if self.flat or self.nodes == 1:
+            return self.need("intra_bandwidth", asker)
+        inter = self.need("inter_bandwidth", asker)
+        return inter if self.intra_bandwidth is None else min(inter, self.intra_bandwidth)
+
+    def fit(self, collective: str, asker: str) -> Fit:
+        """Return the fitted times of a collective, or raise an error that names it and who asked."""
+        for name, value in self.fits:
+            if name == collective:
+                return value
+        known = ", ".join(name for name, _ in self.fits) or "none"
+        raise UserError(
+            f"{asker} needs Cluster.fits[{collective!r}], which cluster {self.name!r} leaves absent (it has: {known}); "
+            "run calibrate on these devices"
+        )
+
+    def sized(self, nodes: int | None, devices_per_node: int | None) -> Cluster:
+        """Return the cluster with other sizes where they are given."""
+        return dataclasses.replace(
+            self,
+            nodes=self.nodes if nodes is None else nodes,
+            devices_per_node=self.devices_per_node if devices_per_node is None else devices_per_node,
+        )
+
+    def check_devices(self, devices: int, what: str) -> None:
+        """Check that the cluster has as many devices as `what` (a trace, a mesh) has."""
+        if self.devices != devices:
+            raise UserError(
+                f"{what} has {devices} devices, but cluster {self.name!r} has nodes ({self.nodes}) x devices_per_node "
+                f"({self.devices_per_node}) = {self.devices}; set both so that their product is {devices}"
+            )

@@ -1,0 +1,118 @@
+"""Times of collectives as straight lines, and the choice between two schedules that follows from them.
+
+Enters: measured sizes and seconds. Leaves: `Fit` (seconds = alpha + beta x + gamma y) with its R^2, and Parm's pick.
+Sizes are in whatever unit the caller measured; alpha is in seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import numpy as np
+
+from moe_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Fit:
+    """Hold seconds = alpha + beta x + gamma y; gamma is 0 for a collective with one size."""
+
+    alpha: float
+    beta: float
+    gamma: float = 0.0
+    r2: float | None = None
+
+    @classmethod
+    def of(cls, name: str, value) -> Fit:
+        """Accept a Fit, (alpha, beta[, gamma]) or a mapping with these names."""
+        if isinstance(value, Fit):
+            return value
+        try:
+            fit = cls(**value) if isinstance(value, dict) else cls(*value)
+            numbers = [fit.alpha, fit.beta, fit.gamma]
+            wrong = any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers)
+        except TypeError:
+            wrong = True
+        if wrong or not np.isfinite(numbers).all():
+            raise UserError(
+                f"Cluster.fits[{name!r}] ({value!r}) must be alpha, beta[, gamma] in seconds and seconds per unit"
+            )
+        return fit
+
+    def seconds(self, x: float, y: float = 0.0) -> float:
+        """Return the predicted time of sizes x and y."""
+        return self.alpha + self.beta * x + self.gamma * y
+
+
+class ParmChoice(typing.NamedTuple):
+    """The faster of Parm's two schedules, with both predicted communication times in seconds."""
+
+    schedule: str
+    s1_seconds: float
+    s2_seconds: float
+
+
+def fit_alpha_beta(sizes, seconds) -> Fit:
+    """Fit seconds = alpha + beta size by least squares.
+
+    Args:
+      sizes: [n] at least two different ones.
+      seconds: [n] measured times.
+
+    Returns:
+      the fit, with R^2 = 1 - residual / total variance (1 where all times are equal).
+
+    Source: Parm, equation 12.
+    """
+    return _least_squares(["size"], [sizes], seconds)
+
+
+def fit_saa(x, y, seconds) -> Fit:
+    """Fit the three constants of a simultaneous all-to-all (size x) and all-gather (size y).
+
+    Source: Parm, section V; x and y vary apart here, so that their slopes can be told apart.
+    """
+    return _least_squares(["x", "y"], [x, y], seconds)
+
+
+def parm_choice(x: float, y: float, gathered: float, a2a: Fit, gather: Fit, saa: Fit | None = None) -> ParmChoice:
+    """Pick s1 or s2 for one layer from fitted collectives.
+
+    Args:
+      x: size of one EP&ESP all-to-all, E C M N_ESP / N_MP.
+      y: size gathered by s2, E C M.
+      gathered: size gathered by s1, N M.
+      a2a, gather: fits of the all-to-all over EP&ESP and the all-gather over MP.
+      saa: fit of the simultaneous form; without it s2 runs the two one after the other.
+
+    Returns:
+      the pick (s1 when equal) and both times.
+
+    Source: Parm, equations 13 and 14.
+    """
+    s1 = 2 * a2a.seconds(x) + gather.seconds(gathered)
+    last = a2a.seconds(x) + gather.seconds(y) if saa is None else saa.seconds(x, y)
+    s2 = a2a.seconds(x) + last
+    return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
+
+
+def _least_squares(names: list[str], columns: list, seconds) -> Fit:
+    times = np.asarray(seconds, np.float64)
+    matrix = np.stack([np.ones(len(times)), *(np.asarray(column, np.float64) for column in columns)], axis=1)
+    if not np.isfinite(matrix).all() or not np.isfinite(times).all():
+        raise UserError(f"a fit over {' and '.join(names)} needs finite sizes and times; drop the failed measurements")
+    # Columns differ by orders of magnitude: scale them, or the rank test takes a large size for the only column.
+    scale = np.abs(matrix).max(axis=0)
+    scale[scale == 0] = 1.0
+    answer, _, rank, _ = np.linalg.lstsq(matrix / scale, times, rcond=None)
+    if rank < matrix.shape[1]:
+        raise UserError(
+            f"a fit over {' and '.join(names)} needs at least {matrix.shape[1]} measurements at different sizes, got "
+            f"{len(times)} of rank {rank}; measure more sizes"
+        )
+    coefficients = answer / scale
+    residual = float(((matrix @ coefficients - times) ** 2).sum())
+    total = float(((times - times.mean()) ** 2).sum())
+    r2 = 1.0 if total == 0 else 1.0 - residual / total
+    return Fit(*(float(c) for c in coefficients), *([0.0] if len(names) == 1 else []), r2)

@@ -1,0 +1,149 @@
+"""Cluster files, absent figures, link traffic, and fits with known answers."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from moe_jax.cluster import (
+    Cluster,
+    Fit,
+    all_reduce_bytes,
+    exchange_seconds,
+    fit_alpha_beta,
+    fit_saa,
+    link_traffic,
+    parm_choice,
+    read_cluster,
+    write_cluster,
+)
+from moe_jax.errors import UserError
+
+PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
+NAMES = "parm_a parm_b johnny trevor hpwnv hpnv lpwnv hecate_a hecate_b flat_3gbs_30tflops".split()
+
+
+def test_every_preset_ships_and_says_where_its_figures_come_from():
+    assert sorted(path.stem for path in PRESETS.glob("*.gin")) == sorted(NAMES)
+    for name in NAMES:
+        cluster = read_cluster(PRESETS / f"{name}.gin")
+        assert cluster.name == name
+        assert cluster.source or name == "flat_3gbs_30tflops"
+        assert "absent" in (PRESETS / f"{name}.gin").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "per_node", "inter"),
+    [
+        ("parm_b", 8, 4, 12.5e9),
+        ("johnny", 2, 8, 6.25e9),
+        ("trevor", 16, 4, 12.5e9),
+        ("hecate_a", 4, 8, 12.5e9),
+        ("hecate_b", 4, 8, 50e9),
+    ],
+)
+def test_presets_carry_the_papers_figures(name, nodes, per_node, inter):
+    cluster = read_cluster(PRESETS / f"{name}.gin")
+    assert (cluster.nodes, cluster.devices_per_node, cluster.inter_bandwidth) == (nodes, per_node, inter)
+    assert cluster.flops is None
+
+
+def test_json_keeps_every_field(tmp_path):
+    cluster = Cluster(name="here", nodes=2, devices_per_node=4, flops=1e12, fits={"all_to_all:expert": (1e-5, 2e-9)})
+    write_cluster(cluster, tmp_path / "cluster.json")
+    assert read_cluster(tmp_path / "cluster.json") == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Cluster.nodes = 2\nnodes = 3", r"c.gin:2: 'nodes = 3' is not a line 'Cluster.field = value'"),
+        ("Cluster.flop = 1e12", r"Cluster has no field 'flop'; its fields are name, nodes"),
+        ("Cluster.flops = 1e12 * 2", r"c.gin:1: '1e12 \* 2' of Cluster.flops is not a Python literal"),
+        ("Cluster.nodes = 2\nCluster.nodes = 2", r"c.gin:2: Cluster.nodes is bound twice"),
+        ("Cluster.nodes = 0", r"Cluster.nodes \(0\) must be a whole number of at least 1"),
+        ("Cluster.flops = -1.0", r"Cluster.flops \(-1.0\) must be above 0"),
+        ("Cluster.fits = {'a2a': (1,)}", r"Cluster.fits\['a2a'\] .* must be alpha, beta"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path, text, message):
+    (tmp_path / "c.gin").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_cluster(tmp_path / "c.gin")
+
+
+def test_missing_files_and_wrong_json_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"cluster file .* does not exist"):
+        read_cluster(tmp_path / "none.gin")
+    (tmp_path / "c.json").write_text("[]")
+    with pytest.raises(UserError, match="c.json is not a calibration file"):
+        read_cluster(tmp_path / "c.json")
+
+
+def test_absent_field_names_field_cluster_and_asker():
+    johnny = read_cluster(PRESETS / "johnny.gin")
+    with pytest.raises(UserError, match=r"planner 'fastermoe' needs Cluster.flops, which cluster 'johnny' leaves
+    absent"):
+        johnny.need("flops", "planner 'fastermoe'")
+    with pytest.raises(UserError, match=r"calls needs Cluster.fits\['saa'\]|schedule needs Cluster.fits\['saa'\]"):
+        johnny.fit("saa", "schedule")
+    with pytest.raises(UserError, match=r"a trace has 12 devices, but cluster 'johnny' has nodes \(2\) x .*\(8\) = 16"):
+        johnny.check_devices(12, "a trace")
+
+
+def test_bandwidth_is_the_slow_links():
+    assert read_cluster(PRESETS / "flat_3gbs_30tflops.gin").bandwidth("test") == 3e9
+    assert read_cluster(PRESETS / "johnny.gin").bandwidth("test") == 6.25e9
+    assert read_cluster(PRESETS / "hecate_a.gin").bandwidth("test") == 12.5e9
+
+
+def test_link_traffic_follows_the_tree():
+    # Two nodes of two. 0 -> 1 stays inside (5); 0 -> 2 (7) and 3 -> 1 (11) cross; 2 -> 2 moves nothing.
+    pairs = np.zeros((4, 4))
+    pairs[0, 1], pairs[0, 2], pairs[3, 1], pairs[2, 2] = 5, 7, 11, 100
+    cluster = Cluster(nodes=2, devices_per_node=2, intra_bandwidth=8.0, inter_bandwidth=1.0)
+    traffic = link_traffic(cluster, pairs)
+    np.testing.assert_array_equal(traffic.device_up, [12, 0, 0, 11])
+    np.testing.assert_array_equal(traffic.device_down, [0, 16, 7, 0])
+    np.testing.assert_array_equal(traffic.node_up, [7, 11])
+    np.testing.assert_array_equal(traffic.node_down, [11, 7])
+    assert exchange_seconds(cluster, pairs, "test") == 11  # the node link: 11 / 1 > 16 / 8
+    flat = Cluster(nodes=2, devices_per_node=2, intra_bandwidth=8.0, flat=True)
+    assert exchange_seconds(flat, pairs, "test") == 2
+
+
+def test_ring_all_reduce_bytes():
+    assert all_reduce_bytes(100.0, 4) == 150
+
+
+def test_fit_recovers_a_line_and_its_r2():
+    sizes = np.array([1e3, 1e5, 1e6, 1e7])
+    fit = fit_alpha_beta(sizes, 2e-5 + 3e-10 * sizes)
+    np.testing.assert_allclose([fit.alpha, fit.beta, fit.r2], [2e-5, 3e-10, 1.0], rtol=1e-9)
+    # Residuals +-1 around a flat line through 4 points: no slope explains them, R^2 = 0.
+    flat = fit_alpha_beta([0, 1, 2, 3], [1, -1, -1, 1])
+    np.testing.assert_allclose([flat.alpha, flat.beta, flat.r2], 0, atol=1e-12)
+
+
+def test_fit_saa_recovers_three_constants():
+    rng = np.random.default_rng(0)
+    x, y = rng.uniform(1e4, 1e7, (2, 12))
+    fit = fit_saa(x, y, 1e-4 + 2e-9 * x + 5e-10 * y)
+    np.testing.assert_allclose([fit.alpha, fit.beta, fit.gamma], [1e-4, 2e-9, 5e-10], rtol=1e-6)
+
+
+def test_fit_needs_different_sizes():
+    with pytest.raises(UserError, match="a fit over size needs at least 2 measurements at different sizes, got 3"):
+        fit_alpha_beta([5, 5, 5], [1, 2, 3])
+    with pytest.raises(UserError, match="a fit over x and y needs at least 3"):
+        fit_saa([1, 2, 3], [2, 4, 6], [1, 2, 3])
+
+
+def test_parm_choice_by_hand():
+    # a2a(4) = 1 + 2*4 = 9, gather(10) = 10, gather(2) = 2: s1 = 2*9 + 10 = 28, s2 = 9 + (9 + 2) = 20.
+    a2a, gather = Fit(1.0, 2.0), Fit(0.0, 1.0)
+    assert parm_choice(4, 2, 10, a2a, gather) == ("s2", 28.0, 20.0)
+    # With K f > 1 s2 gathers more than s1 and loses: gather(20) = 20 -> s2 = 9 + 29 = 38.
+    assert parm_choice(4, 20, 10, a2a, gather).schedule == "s1"
+    # A measured SAA hides the gather: 1 + 2*4 + 0.1*20 = 11 -> s2 = 20.
+    assert parm_choice(4, 20, 10, a2a, gather, Fit(1.0, 2.0, 0.1)) == ("s2", 28.0, 20.0)
