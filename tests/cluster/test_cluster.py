@@ -82,10 +82,9 @@ def test_missing_files_and_wrong_json_are_named(tmp_path):
 
 def test_absent_field_names_field_cluster_and_asker():
     johnny = read_cluster(PRESETS / "johnny.gin")
-    with pytest.raises(UserError, match=r"planner 'fastermoe' needs Cluster.flops, which cluster 'johnny' leaves
-    absent"):
+    with pytest.raises(UserError, match=r"planner 'fastermoe' needs Cluster.flops, which cluster 'johnny'"):
         johnny.need("flops", "planner 'fastermoe'")
-    with pytest.raises(UserError, match=r"calls needs Cluster.fits\['saa'\]|schedule needs Cluster.fits\['saa'\]"):
+    with pytest.raises(UserError, match=r"schedule needs Cluster.fits\['saa'\]"):
         johnny.fit("saa", "schedule")
     with pytest.raises(UserError, match=r"a trace has 12 devices, but cluster 'johnny' has nodes \(2\) x .*\(8\) = 16"):
         johnny.check_devices(12, "a trace")
