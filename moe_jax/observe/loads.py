@@ -1,0 +1,222 @@
+"""Expert loads of a run, kept in parts while it trains and as one file when it ends.
+
+Letters: T samples, L layers, S sources (members of the expert-parallel group), E experts.
+
+Enters: loads int32 [L, S, E] of a step, on the host. Leaves: loads/part_*.npz, then loads.npz with
+    loads       int32 [T, L, S, E]   tokens that source s routed to expert e
+    iterations  int64 [T]            the step of each sample, rising
+    sources     int64 [T]            S of each sample; smaller than the array's S where the run resumed on another mesh
+When S differs between samples the missing sources are filled with zeros, logged once. Read a trace with `read_loads`,
+whoever made it. Nothing here knows where experts live.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.observe.atomic import TEMPORARY_SUFFIX, atomic_file, disk_errors_named
+from moe_jax.observe.run_folder import RunFolder
+
+PART_RECORDS = 64
+PART_BYTES = 4 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class LoadsTrace(NamedTuple):
+    """A recorded trace: `loads` [T, L, S, E] non-negative integers, `iterations` [T] rising integers."""
+
+    loads: np.ndarray
+    iterations: np.ndarray
+
+
+class LoadsRecorder:
+    """Take the loads of every n-th step.
+
+    A sample is on the disk when `record` returns: the open part is rewritten atomically with each sample, and is closed
+    at PART_RECORDS samples or PART_BYTES, which bounds that work. So a kill loses no sample that a checkpoint counts as
+    done.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every: int, *, resume_step: int | None = None) -> None:
+        """Open the parts, cut to what the restored checkpoint knows.
+
+        Args:
+          folder: the run folder.
+          every: steps from one sample to the next; 0 records none.
+          resume_step: the last step that the restored checkpoint contains; later samples are cut, and loads.npz goes
+            until it is merged again. None starts a new run: all samples go.
+
+        Raises:
+          UserError: `every` is negative, or a part is damaged or cannot be written.
+        """
+        if every < 0:
+            raise UserError(f"train.loads_every ({every}) must be 0 (record none) or a positive number of steps")
+        self.every = every
+        self._folder = RunFolder(folder)
+        self._loads: list[np.ndarray] = []
+        self._iterations: list[int] = []
+        with disk_errors_named(self._folder.loads_parts):
+            self._folder.loads_parts.mkdir(exist_ok=True)
+            self._folder.loads.unlink(missing_ok=True)
+            for leftover in self._folder.loads_parts.glob("*" + TEMPORARY_SUFFIX):
+                leftover.unlink()
+        self.last_step = self._cut_after(-1 if resume_step is None else resume_step)
+
+    def due(self, step: int) -> bool:
+        """Return whether `record` would take this step, so that the loop fetches loads only then."""
+        return self.every > 0 and step % self.every == 0
+
+    def record(self, step: int, loads: np.ndarray) -> bool:
+        """Write the sample of a step if it is due; return whether it was.
+
+        Args:
+          step: later than every step recorded before.
+          loads: integers [L, S, E], anything that NumPy can read.
+        """
+        if not self.due(step):
+            return False
+        loads = np.asarray(loads)
+        if loads.ndim != 3 or loads.dtype.kind not in "iu":
+            raise ValueError(
+                f"loads must be integers [layers, sources, experts], not {loads.dtype} {list(loads.shape)}"
+            )
+        if self.last_step is not None and step <= self.last_step:
+            raise ValueError(f"step ({step}) must be later than the last recorded one ({self.last_step})")
+        if self._loads and (self._loads[0].shape != loads.shape or self._part_is_full()):
+            self._loads, self._iterations = [], []
+        self._loads.append(loads.astype(np.int32))
+        self._iterations.append(int(step))
+        self._write_part(np.stack(self._loads), np.asarray(self._iterations, np.int64))
+        self.last_step = int(step)
+        return True
+
+    def merge(self) -> Path | None:
+        """Write loads.npz from the parts, one part in memory at a time; the parts stay, so that a longer run can go on.
+
+        Returns:
+          Its path; None, and no file, when nothing was recorded.
+
+        Raises:
+          UserError: a part is damaged, the parts are of two models, or the disk is full.
+        """
+        parts = self._parts()
+        if not parts:
+            return None
+        shapes, iterations = [], []
+        for part in parts:
+            trace = read_loads(part)
+            shapes.append(trace.loads.shape)
+            iterations.append(trace.iterations)
+        if len({(L, E) for _, L, _, E in shapes}) > 1:
+            raise UserError(f"the parts of {self._folder.loads_parts} have shapes {shapes}: they are not of one model")
+        T, S = sum(shape[0] for shape in shapes), max(shape[2] for shape in shapes)
+        if any(shape[2] != S for shape in shapes):
+            _log.warning("loads.npz: sources were %s along the run; filled with zeros to %d", [s[2] for s in shapes], S)
+        sources = np.concatenate([np.full(shape[0], shape[2], np.int64) for shape in shapes])
+        with atomic_file(self._folder.loads) as file:
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+                with archive.open("loads.npy", "w", force_zip64=True) as member:
+                    _write_loads(member, parts, (T, shapes[0][1], S, shapes[0][3]))
+                for name, values in (("iterations", np.concatenate(iterations)), ("sources", sources)):
+                    with archive.open(name + ".npy", "w") as member:
+                        np.lib.format.write_array(member, values, allow_pickle=False)
+        return self._folder.loads
+
+    def _parts(self) -> list[Path]:
+        return sorted(self._folder.loads_parts.glob("part_*.npz"))
+
+    def _part_is_full(self) -> bool:
+        return len(self._loads) >= PART_RECORDS or sum(sample.nbytes for sample in self._loads) >= PART_BYTES
+
+    def _write_part(self, loads: np.ndarray, iterations: np.ndarray) -> None:
+        """Write one part under the name of its first step, so that parts sort by time."""
+        with atomic_file(self._folder.loads_parts / f"part_{iterations[0]:010d}.npz") as file:
+            np.savez(file, loads=loads, iterations=iterations)
+
+    def _cut_after(self, last_kept: int) -> int | None:
+        """Drop all samples after step `last_kept`; return the last step that stays."""
+        last_step = None
+        for part in self._parts():
+            if int(part.stem.removeprefix("part_")) > last_kept:
+                with disk_errors_named(part):
+                    part.unlink()
+                continue
+            trace = read_loads(part)
+            keep = trace.iterations <= last_kept
+            if not keep.all():
+                self._write_part(trace.loads[keep], trace.iterations[keep])
+            last_step = int(trace.iterations[keep][-1])
+        return last_step
+
+
+def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
+    """Read and check a trace of loads.
+
+    Args:
+      path: an npz file with `loads` [T, L, S, E] and `iterations` [T]; other keys are ignored.
+
+    Returns:
+      A `LoadsTrace`.
+
+    Raises:
+      UserError: the file is missing or no npz, lacks a key, or its arrays break a rule above; names the first bad
+        entry.
+    """
+    loads, iterations = _arrays(path)
+    if loads.ndim != 4:
+        raise UserError(f"{path}: loads has shape {list(loads.shape)}; it must be [steps, layers, sources, experts]")
+    if loads.dtype.kind not in "iu":
+        raise UserError(f"{path}: loads has dtype {loads.dtype}; they are counts of tokens and must be integers")
+    if iterations.dtype.kind not in "iu" or iterations.shape != loads.shape[:1]:
+        raise UserError(
+            f"{path}: iterations is {iterations.dtype} {list(iterations.shape)}; it must be integers [{len(loads)}],"
+            " one for each step of loads"
+        )
+    if loads.size and loads.min() < 0:
+        sample, layer, source, expert = np.argwhere(loads < 0)[0].tolist()
+        value = loads[sample, layer, source, expert]
+        raise UserError(
+            f"{path}: loads[{sample}, {layer}, {source}, {expert}] ({value}: layer {layer}, source {source}, expert"
+            f" {expert}) is negative; they are counts of tokens"
+        )
+    if (np.diff(iterations.astype(np.int64)) <= 0).any():
+        sample = int(np.argmax(np.diff(iterations.astype(np.int64)) <= 0)) + 1
+        raise UserError(f"{path}: iterations[{sample}] ({iterations[sample]}) must be later than the one before it")
+    return LoadsTrace(loads, iterations)
+
+
+def _arrays(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return `loads` and `iterations` as they stand in the file."""
+    try:
+        # Opened here, since np.load leaves a damaged file open.
+        with open(path, "rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
+                raise UserError(f"{path} is a single array; a trace is an npz file with `loads` and `iterations`")
+            absent = [name for name in ("loads", "iterations") if name not in archive]
+            if absent:
+                raise UserError(f"{path} has no {' and no '.join(absent)}; it has {sorted(archive)}")
+            return archive["loads"], archive["iterations"]
+    except UserError:
+        raise
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is not a readable npz file of plain arrays ({error})") from error
+
+
+def _write_loads(member: IO[bytes], parts: list[Path], shape: tuple[int, int, int, int]) -> None:
+    """Stream the samples of all parts into one .npy, missing sources as zeros."""
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.int32)), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(member, header)
+    for part in parts:
+        loads = read_loads(part).loads.astype(np.int32)
+        missing = shape[2] - loads.shape[2]
+        member.write(np.pad(loads, ((0, 0), (0, 0), (0, missing), (0, 0))).tobytes())

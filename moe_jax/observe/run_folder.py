@@ -1,0 +1,164 @@
+"""The one place that knows how the files of a run are called.
+
+Enters: the path of a work folder. Leaves: the paths inside it, and small text files written atomically. It decides
+nothing: whether a folder that holds another config is an error is the caller's question.
+
+    config.gin            what the user bound          metrics.jsonl      one JSON object a step
+    operative_config.gin  what the program used        evaluations.jsonl  one JSON object an evaluation
+    environment.json      versions, devices, mesh      loads/ loads.npz   parts while training, merged at the end
+    checkpoints/          orbax                        plots/ report.html pictures, and all of it on one page
+    tensorboard/          events                       profile/           traces of train.profile_steps
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_jax.errors import UserError
+from moe_jax.observe.atomic import disk_errors_named, write_atomically
+
+METRICS = "metrics.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+
+
+class RunFolder:
+    """Paths of one run. Usable wherever a path is (`os.fspath`), equal when the paths are."""
+
+    def __init__(self, path: str | os.PathLike[str], *, create: bool = True):
+        """Name the run at `path`.
+
+        Args:
+          path: the work folder; `~` is expanded.
+          create: make the folder with its parents, and prove that it can be written to. Readers give False.
+
+        Raises:
+          UserError: the folder cannot be made or written to, or (create=False) does not exist.
+        """
+        self.path = Path(path).expanduser()
+        if create:
+            with disk_errors_named(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+            probe = write_atomically(self.path / ".writable", "moe_jax\n")
+            with disk_errors_named(probe):
+                probe.unlink(missing_ok=True)
+        elif not self.path.is_dir():
+            raise UserError(f"run folder {self.path} does not exist; give the --workdir of a run")
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    def __repr__(self) -> str:
+        return f"RunFolder({os.fspath(self.path)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunFolder) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.gin"
+
+    @property
+    def operative_config(self) -> Path:
+        return self.path / "operative_config.gin"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / EVALUATIONS
+
+    @property
+    def loads_parts(self) -> Path:
+        return self.path / "loads"
+
+    @property
+    def loads(self) -> Path:
+        return self.path / "loads.npz"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    def held_config(self, other_than: str) -> str | None:
+        """Return the config text this folder holds when it differs from `other_than`, else None.
+
+        None also when the folder holds no config yet. White space at the ends of lines and text is no difference.
+        """
+        held = read_text(self.config)
+        return held if held is not None and _trimmed(held) != _trimmed(other_than) else None
+
+    def write_config(self, text: str) -> Path:
+        """Write config.gin: what the user bound."""
+        return write_atomically(self.config, _ending_in_newline(text))
+
+    def write_operative_config(self, text: str) -> Path:
+        """Write operative_config.gin: what the program used, defaults included."""
+        return write_atomically(self.operative_config, _ending_in_newline(text))
+
+    def write_environment(self, record: Mapping[str, Any]) -> Path:
+        """Write environment.json from plain data (see `environment_record`)."""
+        return write_atomically(self.environment, json.dumps(record, indent=2, allow_nan=False) + "\n")
+
+    def read_environment(self) -> dict[str, Any]:
+        """Return environment.json as a dict, empty when there is none.
+
+        Raises:
+          UserError: the file is not a JSON object.
+        """
+        text = read_text(self.environment)
+        if text is None:
+            return {}
+        try:
+            record = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{self.environment} is not JSON ({error}); remove it") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{self.environment} holds a {type(record).__name__}, not a JSON object; remove it")
+        return record
+
+
+def read_text(path: Path) -> str | None:
+    """Return the UTF-8 text of `path`, None where it does not exist; a UserError when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path} ({error}); remove it or give another --workdir") from error
+
+
+def _trimmed(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _ending_in_newline(text: str) -> str:
+    return text if text.endswith("\n") else text + "\n"

@@ -1,0 +1,137 @@
+import numpy as np
+import pytest
+
+import moe_jax.observe.loads as loads_module
+from moe_jax.errors import UserError
+from moe_jax.observe import LoadsRecorder, read_loads
+
+
+def sample(step, sources=2):
+    """[2 layers, sources, 3 experts], every entry another number."""
+    return (100 * step + np.arange(6 * sources)).reshape(2, sources, 3)
+
+
+def record_steps(folder, steps, *, every=10, sources=2, **options):
+    recorder = LoadsRecorder(folder, every, **options)
+    for step in steps:
+        recorder.record(step, sample(step, sources))
+    return recorder
+
+
+def part_names(folder):
+    return sorted(path.name for path in (folder / "loads").iterdir())
+
+
+def test_record_takes_every_nth_step_and_merge_joins_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(loads_module, "PART_RECORDS", 2)
+    recorder = record_steps(tmp_path, range(1, 56))
+    assert not recorder.due(15) and recorder.due(20)
+    assert part_names(tmp_path) == ["part_0000000010.npz", "part_0000000030.npz", "part_0000000050.npz"]
+    trace = read_loads(recorder.merge())
+    assert trace.loads.dtype == np.int32 and trace.loads.shape == (5, 2, 2, 3)
+    np.testing.assert_array_equal(trace.iterations, [10, 20, 30, 40, 50])
+    np.testing.assert_array_equal(trace.loads, [sample(step) for step in (10, 20, 30, 40, 50)])
+
+
+def test_record_is_on_disk_when_it_returns(tmp_path):
+    record_steps(tmp_path, [10, 20])
+    # Another process, as after a kill: no close, no merge before it.
+    trace = read_loads(LoadsRecorder(tmp_path, 10, resume_step=20).merge())
+    np.testing.assert_array_equal(trace.iterations, [10, 20])
+
+
+@pytest.mark.parametrize(
+    ("resume_step", "kept"), [(30, [10, 20, 30]), (25, [10, 20]), (9, []), (99, [10, 20, 30, 40, 50])]
+)
+def test_resume_cuts_parts_at_the_restored_step(tmp_path, monkeypatch, resume_step, kept):
+    """Parts hold (10, 20), (30, 40), (50): cuts at a border, inside a part, before all, after all."""
+    monkeypatch.setattr(loads_module, "PART_RECORDS", 2)
+    record_steps(tmp_path, [10, 20, 30, 40, 50]).merge()
+    recorder = LoadsRecorder(tmp_path, 10, resume_step=resume_step)
+    assert not (tmp_path / "loads.npz").exists()
+    assert recorder.last_step == (kept[-1] if kept else None)
+    recorder.record(100, sample(100))
+    trace = read_loads(recorder.merge())
+    np.testing.assert_array_equal(trace.iterations, [*kept, 100])
+    np.testing.assert_array_equal(trace.loads, [sample(step) for step in [*kept, 100]])
+
+
+def test_new_run_removes_samples_and_leftovers(tmp_path):
+    record_steps(tmp_path, [10, 20]).merge()
+    (tmp_path / "loads" / "part_0000000030.npz.tmp").write_bytes(b"half")
+    recorder = LoadsRecorder(tmp_path, 10)
+    assert part_names(tmp_path) == []
+    assert recorder.merge() is None
+    assert not (tmp_path / "loads.npz").exists()
+
+
+def test_part_closes_at_its_size_in_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(loads_module, "PART_BYTES", 2 * sample(1).size * 4)
+    record_steps(tmp_path, [10, 20, 30])
+    assert part_names(tmp_path) == ["part_0000000010.npz", "part_0000000030.npz"]
+
+
+def test_merge_fills_sources_of_another_mesh_and_says_so(tmp_path, caplog):
+    record_steps(tmp_path, [10], sources=4)
+    recorder = record_steps(tmp_path, [20], sources=2, resume_step=10)
+    path = recorder.merge()
+    assert "sources were [4, 2] along the run" in caplog.text
+    trace = read_loads(path)
+    np.testing.assert_array_equal(trace.loads[0], sample(10, 4))
+    np.testing.assert_array_equal(trace.loads[1, :, :2], sample(20, 2))
+    assert trace.loads[1, :, 2:].sum() == 0
+    np.testing.assert_array_equal(np.load(path)["sources"], [4, 2])
+
+
+def test_every_zero_records_nothing_and_negative_is_an_error(tmp_path):
+    assert not LoadsRecorder(tmp_path, 0).record(0, sample(0))
+    with pytest.raises(UserError, match=r"train.loads_every \(-1\) must be 0"):
+        LoadsRecorder(tmp_path, -1)
+
+
+def test_record_refuses_other_shapes_types_and_old_steps(tmp_path):
+    recorder = record_steps(tmp_path, [10])
+    with pytest.raises(ValueError, match=r"not float64 \[2, 2, 3\]"):
+        recorder.record(20, sample(20) * 1.0)
+    with pytest.raises(ValueError, match=r"not int64 \[2, 3\]"):
+        recorder.record(20, sample(20)[0])
+    with pytest.raises(ValueError, match=r"step \(10\) must be later"):
+        recorder.record(10, sample(10))
+
+
+GOOD = {"loads": np.ones((2, 1, 2, 3), np.int32), "iterations": np.array([10, 20])}
+NEGATIVE = GOOD["loads"].copy()
+NEGATIVE[1, 0, 1, 2] = -4
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"iterations": GOOD["iterations"]}, r"has no loads; it has \['iterations'\]"),
+        ({"x": np.zeros(1)}, "has no loads and no iterations"),
+        (GOOD | {"loads": np.ones((2, 2, 3), np.int32)}, r"loads has shape \[2, 2, 3\]; it must be \[steps, layers"),
+        (GOOD | {"loads": np.ones((2, 1, 2, 3))}, "loads has dtype float64"),
+        (GOOD | {"loads": NEGATIVE}, r"loads\[1, 0, 1, 2\] \(-4: layer 0, source 1, expert 2\) is negative"),
+        (GOOD | {"iterations": np.array([10])}, r"iterations is int64 \[1\]; it must be integers \[2\]"),
+        (GOOD | {"iterations": np.array([0.5, 1.0])}, r"iterations is float64 \[2\]"),
+        (GOOD | {"iterations": np.array([10, 10])}, r"iterations\[1\] \(10\) must be later"),
+        (GOOD | {"loads": np.array([None, 1])}, "not a readable npz file of plain arrays"),
+    ],
+)
+def test_read_loads_names_what_is_wrong(tmp_path, arrays, message):
+    path = tmp_path / "trace.npz"
+    np.savez(path, **arrays)
+    with pytest.raises(UserError, match=message):
+        read_loads(path)
+
+
+def test_read_loads_of_no_npz_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match="not a readable npz"):
+        read_loads(tmp_path / "none.npz")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(UserError, match="is a single array"):
+        read_loads(tmp_path / "one.npy")
+    np.savez(tmp_path / "cut.npz", **GOOD)
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-40])
+    with pytest.raises(UserError, match="not a readable npz"):
+        read_loads(tmp_path / "cut.npz")

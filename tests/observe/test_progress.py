@@ -1,0 +1,191 @@
+import io
+import os
+
+import pytest
+
+from moe_jax.observe import Progress, short_time, with_prefix
+
+
+class Terminal(io.StringIO):
+    """A terminal of a given width; `screen` plays carriage returns as a terminal would."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 99
+
+    def screen(self):
+        lines = []
+        for line in self.getvalue().split("\n"):
+            shown = ""
+            for piece in line.split("\r"):
+                shown = piece + shown[len(piece) :]
+            lines.append(shown.rstrip())
+        return lines
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.delenv("TERM", raising=False)
+    set_width(monkeypatch, 100)
+    return Terminal()
+
+
+def set_width(monkeypatch, columns):
+    monkeypatch.setattr("os.get_terminal_size", lambda fileno: os.terminal_size((columns, 24)))
+
+
+def run(progress, clock, steps, seconds=2.0):
+    for step in steps:
+        clock.now += seconds
+        progress.update(step, loss=6.0 / step, tokens_per_second=1234.5, device_load=1.25)
+
+
+def test_live_line_shows_all_numbers(terminal):
+    clock = Clock()
+    progress = Progress(10, terminal, clock=clock)
+    assert progress.live
+    run(progress, clock, [1, 2, 3])
+    # Step 1 at 2 s and step 3 at 6 s: 2 s a step, 7 steps left.
+    assert terminal.screen() == [
+        "step  3/10  " + "━" * 9 + "╸" + "─" * 22 + "  loss 2.0000  1.23k tokens/s  load 1.25x  14s left"
+    ]
+    run(progress, clock, range(4, 11))
+    progress.close()
+    assert terminal.screen() == [
+        "step 10/10  " + "━" * 32 + "  loss 0.6000  1.23k tokens/s  load 1.25x  done",
+        "",
+    ]
+
+
+def test_time_left_leaves_the_first_compilation_out(terminal):
+    clock = Clock()
+    progress = Progress(10, terminal, start_step=2, clock=clock)
+    run(progress, clock, [3], seconds=60.0)
+    assert "left" not in terminal.screen()[-1]
+    run(progress, clock, [4], seconds=1.0)
+    assert terminal.screen()[-1].endswith("6s left")
+
+
+@pytest.mark.parametrize("columns", range(1, 130, 3))
+def test_live_line_never_reaches_the_last_column(terminal, monkeypatch, columns):
+    set_width(monkeypatch, columns)
+    clock = Clock()
+    run(Progress(10, terminal, clock=clock), clock, range(1, 10))
+    (line,) = terminal.screen()
+    assert len(line) <= columns - 1
+    assert line.startswith("step  9/10"[: columns - 1].rstrip())
+
+
+def test_narrow_terminal_keeps_loss_before_the_bar(terminal, monkeypatch):
+    set_width(monkeypatch, 40)
+    clock = Clock()
+    run(Progress(10, terminal, clock=clock), clock, [1, 2])
+    assert terminal.screen() == ["step  2/10  loss 3.0000  16s left"]
+
+
+def test_live_line_is_not_drawn_more_often_than_eyes_see(terminal):
+    clock = Clock()
+    run(Progress(1000, terminal, clock=clock), clock, range(1, 500), seconds=0.01)
+    assert 45 <= terminal.getvalue().count("\r") <= 55
+
+
+def test_note_stands_above_the_live_line(terminal):
+    clock = Clock()
+    progress = Progress(10, terminal, clock=clock)
+    run(progress, clock, [1, 2])
+    progress.note("held-out loss 3.2")
+    assert terminal.screen()[0] == "held-out loss 3.2"
+    assert terminal.screen()[1].startswith("step  2/10")
+
+
+def test_without_a_terminal_one_plain_line_every_n_steps():
+    stream, clock = io.StringIO(), Clock()
+    with Progress(25, stream, every=10, clock=clock) as progress:
+        run(progress, clock, range(1, 26))
+        progress.note("saved")
+    assert stream.getvalue().splitlines() == [
+        "step 10/25 | loss 0.6000 | 1.23k tokens/s | device load max/mean 1.25 | 30s left",
+        "step 20/25 | loss 0.3000 | 1.23k tokens/s | device load max/mean 1.25 | 10s left",
+        "step 25/25 | loss 0.2400 | 1.23k tokens/s | device load max/mean 1.25 | done",
+        "saved",
+    ]
+    assert "\r" not in stream.getvalue()
+
+
+def test_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert not Progress(10, terminal).live
+
+
+def test_terminal_without_unicode_gets_an_ascii_bar(terminal):
+    terminal.encoding = "ascii"
+    clock = Clock()
+    run(Progress(10, terminal, clock=clock), clock, [1, 2])
+    assert terminal.getvalue().isascii() and "======>....." in terminal.getvalue()
+
+
+@pytest.mark.parametrize("error", [OSError("no size"), ValueError("closed")])
+def test_terminal_without_a_size_is_taken_as_80_columns(terminal, monkeypatch, error):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr("os.get_terminal_size", fail)
+    clock = Clock()
+    run(Progress(10, terminal, clock=clock), clock, range(1, 10))
+    assert len(terminal.screen()[0]) <= 79
+
+
+def test_closed_stream_is_logged_once_and_never_raises(terminal, caplog):
+    clock = Clock()
+    progress = Progress(10, terminal, clock=clock)
+    run(progress, clock, [1])
+    terminal.close()
+    run(progress, clock, [2, 3])
+    progress.note("text")
+    progress.close()
+    assert caplog.text.count("progress is no longer shown") == 1
+
+
+def test_progress_of_a_pipe_that_is_gone(caplog):
+    read, write = os.pipe()
+    os.close(read)
+    clock = Clock()
+    with open(write, "w") as stream:
+        run(Progress(3, stream, every=1, clock=clock), clock, [1, 2, 3])
+        assert caplog.text.count("progress is no longer shown") == 1
+        # What never reached the pipe must not surprise the interpreter when it closes the stream.
+        with pytest.raises(BrokenPipeError):
+            stream.close()
+
+
+def test_missing_numbers_are_left_out(terminal):
+    Progress(10, terminal).update(1, loss=float("nan"))
+    assert terminal.screen()[0].endswith("loss nan")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.00"), (9.994, "9.99"), (9.996, "10.0"), (99.96, "100"), (999.4, "999"), (999.6, "1.00k"), (1234, "1.23k"),
+     (5.6e12, "5.60T"), (2.5e15, "2.50P")],
+)  # fmt: skip
+def test_with_prefix(value, text):
+    assert with_prefix(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m 00s"), (125, "2m 05s"), (11520, "3h 12m"), (187200, "2d 04h")]
+)
+def test_short_time(seconds, text):
+    assert short_time(seconds) == text
