@@ -1,0 +1,200 @@
+"""From DataConfig.path to documents: which files there are, in which order, and the text in them.
+
+Enters: a DataConfig. Leaves: an ordered list of sources, and from each source its text in pieces. The order is that of
+the names, never that of the file system. Tokens are no business of this file.
+"""
+
+import codecs
+import glob
+import gzip
+import json
+import os
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple, cast
+
+from moe_jax.data.config import DataConfig
+from moe_jax.errors import UserError
+
+BLOCK_BYTES = 4 << 20  # a text file is read in blocks, so that one file of many gigabytes needs no such memory
+
+# In the standard library's tree: not its text (other people's packages, tests), or different on each machine.
+_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")
+
+
+class Piece(NamedTuple):
+    """Hold a stretch of one document's text; documents longer than a block come in several."""
+
+    text: str
+    ends_document: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Name one file and what it was when it was found.
+
+    Args:
+      path: how to open it, in the user's own wording, so that messages read as the user wrote.
+      size: bytes.
+      mtime_ns: time of the last change.
+      field: the key of the text in each line of a .jsonl file; '' for a file that is one text.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+    field: str
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the text of the documents in this file; a document without any text is left out.
+
+        Raises:
+          UserError: naming the file, and the line where there is one.
+        """
+        try:
+            opened = gzip.open(self.path, "rb") if self.path.endswith(".gz") else open(self.path, "rb")
+            with cast(BinaryIO, opened) as file:
+                yield from _json_pieces(file, self.path, self.field) if self.field else _text_pieces(file, self.path)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UserError(f"{self.path}: not a whole gzip file ({error}); compress it again") from error
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read ({error.strerror}); check DataConfig.path") from error
+
+
+def find_documents(config: DataConfig) -> list[Source]:
+    """List the files that config.path names, each once, in an order that depends on their names only.
+
+    Folders are read recursively without hidden entries; their files are sorted by relative name. Entries of a comma
+    list keep the order in which the user wrote them.
+
+    Raises:
+      UserError: when an entry names nothing.
+    """
+    names = _standard_library() if not config.path else _named_files(config.path)
+    sources: dict[str, Source] = {}
+    for name in names:
+        identity = os.path.realpath(name)
+        if identity not in sources:
+            sources[identity] = _describe(name, config.field)
+    return list(sources.values())
+
+
+def iterate_texts(sources: Iterable[Source]) -> Iterator[str]:
+    """Yield all text, piece by piece, without the borders of documents."""
+    for source in sources:
+        for piece in source.pieces():
+            yield piece.text
+
+
+def _describe(name: str, field: str) -> Source:
+    try:
+        stat = os.stat(name)
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read ({error.strerror}); check DataConfig.path") from error
+    lines = name.endswith((".jsonl", ".jsonl.gz"))
+    return Source(path=name, size=stat.st_size, mtime_ns=stat.st_mtime_ns, field=field if lines else "")
+
+
+def _named_files(path: str) -> Iterator[str]:
+    whole = os.path.expanduser(path)
+    entries = [whole] if os.path.exists(whole) else [os.path.expanduser(part.strip()) for part in path.split(",")]
+    if not any(entries):
+        raise UserError(f"DataConfig.path ({path!r}) names nothing; give a file, a folder or a glob")
+    for entry in filter(None, entries):
+        found = [entry] if os.path.exists(entry) else sorted(glob.glob(entry, recursive=True))
+        if not found:
+            raise UserError(
+                f"DataConfig.path ({path!r}): {entry!r} is no file, no folder and matches nothing here; correct it, "
+                "or leave it out to train on Python's own sources"
+            )
+        files = [file for name in found for file in (_files_below(name) if os.path.isdir(name) else [name])]
+        if not files:
+            raise UserError(f"DataConfig.path ({path!r}): {entry!r} holds no files; put text files or .jsonl there")
+        yield from files
+
+
+def _files_below(folder: str, skip: Iterable[str] = ()) -> list[str]:
+    """List the files under a folder by sorted relative name; links are followed, each folder is entered once."""
+    seen, names = set(), []
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        seen.add(os.path.realpath(parent))
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name[0] != "." and name not in skip and os.path.realpath(os.path.join(parent, name)) not in seen
+        )
+        names += [os.path.join(parent, name) for name in files if name[0] != "."]
+    return sorted(names, key=lambda name: os.path.relpath(name, folder).split(os.sep))
+
+
+def _standard_library() -> list[str]:
+    folder = sysconfig.get_path("stdlib")
+    names = [
+        name
+        for name in _files_below(folder, skip=_NOT_THE_LIBRARY)
+        if name.endswith(".py") and not os.path.basename(name).startswith(_MACHINE_MADE)
+    ]
+    if not names:
+        raise UserError(
+            "DataConfig.path ('') means Python's own sources, and this Python came without them; name a text file, "
+            "a folder or a .jsonl file there"
+        )
+    return names
+
+
+def _text_pieces(file: BinaryIO, name: str) -> Iterator[Piece]:
+    """Yield one document, cut after the last line end of each block (or anywhere in a block without one)."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    lines, carry, started = 0, "", False
+    block = file.read(BLOCK_BYTES)
+    while block:
+        following = file.read(BLOCK_BYTES)
+        try:
+            text = carry + decoder.decode(block, final=not following)
+        except UnicodeDecodeError as error:
+            line = lines + error.object[: error.start].count(b"\n") + 1
+            raise UserError(
+                f"{name}:{line}: not UTF-8 ({error.reason}); convert the file, or name only the text files, for "
+                "example DataConfig.path = 'folder/**/*.txt'"
+            ) from error
+        lines += block.count(b"\n")
+        cut = len(text) if not following else text.rfind("\n") + 1 or len(text)
+        carry = text[cut:]
+        if text or started:
+            started = True
+            yield Piece(text[:cut], not following)
+        block = following
+
+
+def _json_pieces(file: BinaryIO, name: str, field: str) -> Iterator[Piece]:
+    """Yield one document a line; blank lines and empty texts are left out."""
+    for number, line in enumerate(file, start=1):
+        where = f"{name}:{number}"
+        try:
+            text_line = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            if not text_line.strip():
+                continue
+            record = json.loads(text_line)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 ({error.reason}); convert the file") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not a JSON object on one line ({error}); correct or remove the line") from error
+        if not isinstance(record, dict):
+            raise UserError(
+                f"{where}: holds a {type(record).__name__}, but each line must be a JSON object; correct it"
+            )
+        if field not in record:
+            raise UserError(f"{where}: has no field {field!r} (it has {sorted(record)}); set DataConfig.field")
+        text = record[field]
+        if not isinstance(text, str):
+            raise UserError(f"{where}: field {field!r} holds a {type(text).__name__}, not text; set DataConfig.field")
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # JSON can spell half a character: "\ud800"
+                raise UserError(f"{where}: field {field!r} holds half a surrogate pair; remove it") from error
+        if text:
+            yield Piece(text, True)

@@ -1,0 +1,146 @@
+"""Between text and token ids: the byte tokenizer, and any Hugging Face tokenizer.json.
+
+Enters: text. Leaves: 1-d int32 ids below `vocab_size`. `encode` never adds an end or a mask: the cache puts `end_id`
+after each document, and only masked-language-model inputs ever hold `mask_id`.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from moe_jax.data.config import DataConfig
+from moe_jax.errors import UserError
+
+END_NAMES = (
+    "<|endoftext|>", "<|end_of_text|>", "<|end|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>", "[SEP]",
+)  # fmt: skip
+MASK_NAMES = ("<|mask|>", "[MASK]", "<mask>", "<|mdm_mask|>")
+
+
+class Tokenizer(Protocol):
+    """Turn text into ids and back.
+
+    Attributes:
+      name: names this very mapping; two tokenizers with the same name give the same ids.
+      vocab_size: every id is below it, end and mask included.
+      end_id: closes a document.
+      mask_id: stands for a hidden token; never in the corpus.
+    """
+
+    name: str
+    vocab_size: int
+    end_id: int
+    mask_id: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, int32 [tokens]."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text, as `encode` would."""
+        ...
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Return the text of ids; end and mask show as `<|end|>` and `<|mask|>` or by their name in the file."""
+        ...
+
+
+class ByteTokenizer:
+    """Give each byte of the UTF-8 text its own id: no file, no training, no unknown token, on any machine.
+
+    258 ids: 0-255 are the bytes, 256 ends a document, 257 is the mask. End and mask are not borrowed from the bytes,
+    because every byte up to 0x7F may stand in a text, and a text that ended itself would be another text.
+    """
+
+    name = "byte"
+    vocab_size = 258
+    end_id = 256
+    mask_id = 257
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: np.ndarray) -> str:
+        marks = {self.end_id: b"<|end|>", self.mask_id: b"<|mask|>"}
+        parts = (bytes([i]) if i < 256 else marks.get(i, b"\xff") for i in np.asarray(ids).tolist())
+        return b"".join(parts).decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """Read a tokenizer.json with the `tokenizers` package.
+
+    Ends and masks are found by their usual names (END_NAMES, MASK_NAMES); one that the file lacks gets the next free
+    id, so `vocab_size` can be one or two above the file's. Truncation and padding that the file asks for are switched
+    off: they would cut documents without a word.
+
+    Raises:
+      UserError: when the package or the file is missing, or the file is not a tokenizer.
+    """
+
+    def __init__(self, path: str):
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise UserError(
+                f"DataConfig.tokenizer ({path!r}) needs the package 'tokenizers', which is not installed; "
+                "pip install tokenizers, or set DataConfig.tokenizer = 'byte'"
+            ) from error
+        try:
+            with open(os.path.expanduser(path), "rb") as file:
+                text = file.read()
+        except OSError as error:
+            raise UserError(
+                f"DataConfig.tokenizer ({path!r}) must be 'byte' or the path of a tokenizer.json ({error.strerror}); "
+                "python -m moe_jax.data.train_tokenizer makes one"
+            ) from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(text)
+        except Exception as error:  # the package raises plain Exception
+            raise UserError(f"DataConfig.tokenizer ({path!r}) is not a tokenizer.json ({error}); name one") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        size = max(ids.values(), default=-1) + 1  # not the count: ids may have holes
+        self._marks = {}
+        self.end_id = next((ids[name] for name in END_NAMES if name in ids), size)
+        if self.end_id == size:
+            self._marks[size] = "<|end|>"
+            size += 1
+        self.mask_id = next((ids[name] for name in MASK_NAMES if name in ids), size)
+        if self.mask_id == size:
+            self._marks[size] = "<|mask|>"
+            size += 1
+        self.vocab_size = size
+        self.name = "tokenizer.json " + hashlib.blake2b(text, digest_size=16).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        fast = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
+        return [np.array(item.ids, np.int32) for item in fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: np.ndarray) -> str:
+        parts, run = [], []
+        for i in np.asarray(ids).tolist():
+            if i in self._marks:
+                parts += [self._tokenizer.decode(run, skip_special_tokens=False), self._marks[i]]
+                run = []
+            else:
+                run.append(i)
+        return "".join([*parts, self._tokenizer.decode(run, skip_special_tokens=False)])
+
+
+def build_tokenizer(config: DataConfig) -> Tokenizer:
+    """Build the tokenizer that config.tokenizer names.
+
+    Raises:
+      UserError: when it is neither 'byte' nor a readable tokenizer.json.
+    """
+    return ByteTokenizer() if config.tokenizer == "byte" else HuggingFaceTokenizer(config.tokenizer)

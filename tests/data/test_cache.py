@@ -1,0 +1,227 @@
+"""A cache is whole or absent: kills, races, damage, full disks; and what is in it."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe_jax.data import ByteTokenizer, DataConfig, build_cache, cache
+from moe_jax.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+END = ByteTokenizer.end_id
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Name three documents, ab, c and déf, and a folder for the cache."""
+    (tmp_path / "text").mkdir()
+    for name, text in (("1.txt", "ab"), ("2.txt", "c"), ("3.txt", "déf")):
+        (tmp_path / "text" / name).write_text(text)
+    return DataConfig(path=str(tmp_path / "text"), cache_dir=str(tmp_path / "cache"), held_out_fraction=0.2)
+
+
+def caches(config):
+    return [path for path in Path(config.cache_dir).glob("tokens-*") if path.is_dir()]
+
+
+def left_over(config):
+    return list(Path(config.cache_dir).glob(".building-*"))
+
+
+def start(code, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+class Untouched(ByteTokenizer):
+    """Fail when asked to encode: for caches that must be found, not built."""
+
+    def encode_batch(self, texts):
+        raise AssertionError("the cache was built again")
+
+
+def test_build_cache_holds_each_document_and_its_end(config):
+    built = build_cache(config)
+    # é is two bytes: ab$ c$ d??f$ are 3 + 2 + 5 tokens.
+    expected = [*b"ab", END, *b"c", END, *"déf".encode(), END]
+    assert built.tokens.tolist() == expected and built.tokens.dtype == np.uint16
+    assert built.ends.tolist() == [3, 5, 10]
+    assert (built.meta.tokens, built.meta.documents, built.meta.max_id) == (10, 3, END)
+    # 0.2 of 10 tokens: the last two, because one document of three can be no fifth of the text.
+    assert built.train.read(0, 99).tolist() == expected[:8] and built.held_out.read(0, 99).tolist() == expected[8:]
+
+
+@pytest.mark.parametrize("characters", [1, 2, 3, 100])
+def test_build_cache_is_the_same_for_any_batch_of_text(config, monkeypatch, tmp_path, characters):
+    whole = build_cache(config)
+    monkeypatch.setattr(cache, "BATCH_CHARACTERS", characters)
+    monkeypatch.setattr("moe_jax.data.corpus.BLOCK_BYTES", characters)
+    again = build_cache(DataConfig(path=config.path, cache_dir=str(tmp_path / "other")))
+    assert again.meta == whole.meta
+    np.testing.assert_array_equal(again.ends, whole.ends)
+
+
+def test_build_cache_is_found_again_until_the_text_changes(config):
+    first = build_cache(config)
+    assert build_cache(config, Untouched()).meta == first.meta
+    Path(config.path, "2.txt").write_text("cc")
+    changed = build_cache(config)
+    assert changed.meta.tokens == 11 and changed.meta.content != first.meta.content
+    Path(config.path, "2.txt").write_text("dd")  # as long as before, but changed a second later
+    os.utime(Path(config.path, "2.txt"), (time.time() + 1,) * 2)
+    assert build_cache(config).tokens.tolist()[3:5] == [*b"dd"]
+    assert len(caches(config)) == 3
+
+
+def test_build_cache_wide_vocabulary_takes_four_bytes(config):
+    class Wide(ByteTokenizer):
+        name, vocab_size, end_id = "wide", 70_001, 70_000
+
+    assert build_cache(config, Wide()).tokens.tolist()[2] == 70_000
+
+
+def test_build_cache_refuses_a_token_outside_the_vocabulary(config):
+    with pytest.raises(
+        UserError,
+        match=r"the corpus holds token 256 \(DataConfig.tokenizer 'byte', 258 ids\), which is outside the model's "
+        r"vocabulary; ModelConfig.vocab_size \(256\) must be at least 257",
+    ):
+        build_cache(config, vocab_size=256)
+    build_cache(config, vocab_size=257)
+
+
+def test_build_cache_refuses_files_without_text(tmp_path):
+    (tmp_path / "e.txt").write_text("")
+    config = DataConfig(path=str(tmp_path / "e.txt"), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="names 1 files and none holds any text; name one that does"):
+        build_cache(config)
+    assert not caches(config) and not left_over(config)
+
+
+KILLED = """
+import os, signal, sys
+from moe_jax.data import ByteTokenizer, DataConfig, build_cache, cache
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+cache.BATCH_CHARACTERS = 1  # one document at a time
+class Dying(ByteTokenizer):
+    def encode_batch(self, texts):
+        if sys.argv[3] == "writing" and texts == ["c"]:
+            die()
+        return super().encode_batch(texts)
+if sys.argv[3] == "renaming":
+    os.replace = die
+build_cache(DataConfig(path=sys.argv[1], cache_dir=sys.argv[2], held_out_fraction=0.2), Dying())
+"""
+
+
+@pytest.mark.parametrize("moment", ["writing", "renaming"])
+def test_build_cache_killed_leaves_nothing_taken_for_a_cache(config, tmp_path, moment):
+    process = start(KILLED, config.path, config.cache_dir, moment)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not caches(config) and len(left_over(config)) == 1  # it was at work, and nothing looks finished
+    undisturbed = build_cache(DataConfig(path=config.path, cache_dir=str(tmp_path / "other"), held_out_fraction=0.2))
+    assert build_cache(config).meta == undisturbed.meta  # the dead builder's lock is gone with it
+    for left in left_over(config):  # two days later the remains are swept away
+        os.utime(left, (time.time() - 2 * 86400,) * 2)
+        for file in left.iterdir():
+            os.utime(file, (time.time() - 2 * 86400,) * 2)
+    Path(config.path, "4.txt").write_text("new")
+    build_cache(config)
+    assert not left_over(config)
+
+
+RACING = """
+import fcntl, sys, time
+from moe_jax.data import DataConfig, build_cache, cache
+if sys.argv[3] == "no locks":
+    def flock(*_): raise OSError("no locks here")
+    fcntl.flock = flock
+write = cache._write
+def slowly(*arguments):
+    print("built")
+    meta = write(*arguments)
+    time.sleep(0.3)
+    return meta
+cache._write = slowly
+time.sleep(max(0.0, float(sys.argv[4]) - time.time()))
+built = build_cache(DataConfig(path=sys.argv[1], cache_dir=sys.argv[2], held_out_fraction=0.2))
+print(built.meta.content, built.tokens.sum(), "jax" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("locks", ["locks", "no locks"])
+def test_build_cache_by_three_processes_at_once(config, tmp_path, locks):
+    begin = str(time.time() + 1.0)
+    processes = [start(RACING, config.path, config.cache_dir, locks, begin) for _ in range(3)]
+    outputs = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    one = build_cache(config, Untouched())
+    # Nobody imported jax, and all read the same tokens.
+    assert {out.splitlines()[-1] for out, _ in outputs} == {f"{one.meta.content} {one.tokens.sum()} False"}
+    assert len(caches(config)) == 1 and not left_over(config)
+    if locks == "locks":
+        assert sum("built" in out for out, _ in outputs) == 1  # the others waited
+
+
+def test_build_cache_gives_way_to_a_builder_that_was_faster(config, monkeypatch):
+    write, other = cache._write, DataConfig(path=config.path, cache_dir=config.cache_dir, held_out_fraction=0.3)
+
+    def overtaken(*arguments):
+        meta = write(*arguments)
+        monkeypatch.setattr(cache, "_write", write)
+        monkeypatch.setattr(cache, "LOCK_SECONDS", 0.0)
+        build_cache(other)
+        return meta
+
+    monkeypatch.setattr(cache, "_write", overtaken)
+    assert build_cache(config).meta.tokens == 10
+    assert len(caches(config)) == 1 and not left_over(config)
+
+
+@pytest.mark.parametrize("damage", ["short tokens", "no meta", "bad meta", "foreign meta"])
+def test_build_cache_builds_a_damaged_cache_again(config, damage):
+    whole = build_cache(config)
+    (folder,) = caches(config)
+    if damage == "short tokens":
+        (folder / "tokens.bin").write_bytes(b"abc")
+    elif damage == "no meta":
+        (folder / "meta.json").unlink()
+    else:
+        (folder / "meta.json").write_text("{" if damage == "bad meta" else '{"format": 1}')
+    again = build_cache(config)
+    assert again.meta == whole.meta and again.tokens.tolist()[:3] == [*b"ab", END]
+    assert len(caches(config)) == 1 and not left_over(config)
+
+
+def test_build_cache_on_a_full_disk_says_so_and_cleans_up(config, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cache.os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot be written or read \(No space left on device\); make room there or s"):
+        build_cache(config)
+    assert not caches(config) and not left_over(config)
+
+
+def test_build_cache_where_it_may_not_write_names_the_folder(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    blocked = DataConfig(path=config.path, cache_dir=str(tmp_path / "file" / "cache"))
+    with pytest.raises(
+        UserError, match=r"the token cache in '.*file/cache' cannot be written .*set DataConfig.cache_d"
+    ):
+        build_cache(blocked)
+
+
+def test_build_cache_of_the_standard_library(tmp_path):
+    built = build_cache(DataConfig(cache_dir=str(tmp_path)))
+    assert built.meta.tokens == built.meta.source_bytes + built.meta.documents  # a token a byte, and the ends
+    assert 0.01 <= len(built.held_out) / built.meta.tokens <= 0.04  # 0.02 asked, within a factor of two

@@ -1,0 +1,145 @@
+"""Which files are found, in which order, and what a bad one is told."""
+
+import gzip
+import json
+import os
+
+import pytest
+
+from moe_jax.data import DataConfig, corpus, find_documents, iterate_texts
+from moe_jax.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Hold b.txt, a/z.txt, a/data.jsonl, c.jsonl.gz, an empty file and things that are hidden."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "b.txt").write_text("B text")
+    (tmp_path / "a" / "z.txt").write_text("Z text")
+    (tmp_path / "a" / "data.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"id": 2, "text": "two"}\n')
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n'))
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / ".hidden.txt").write_text("hidden")
+    return tmp_path
+
+
+def names(path, folder):
+    return [os.path.relpath(source.path, folder) for source in find_documents(DataConfig(path=str(path)))]
+
+
+def test_find_documents_folder_is_sorted_and_recursive(folder):
+    # Sorted part by part: the folder "a" before "b.txt" before "c.jsonl.gz" before "empty.txt".
+    assert names(folder, folder) == ["a/data.jsonl", "a/z.txt", "b.txt", "c.jsonl.gz", "empty.txt"]
+
+
+def test_find_documents_order_is_not_that_of_the_file_system(folder, monkeypatch):
+    forward = names(folder, folder)
+    walk = os.walk
+
+    def backwards(top, **kwargs):
+        for parent, folders, files in walk(top, **kwargs):
+            folders.sort(reverse=True)
+            yield parent, folders, sorted(files, reverse=True)
+
+    monkeypatch.setattr(corpus.os, "walk", backwards)
+    assert names(folder, folder) == forward
+
+
+def test_find_documents_globs_and_lists_keep_the_users_order_and_count_once(folder):
+    path = f"{folder}/b.txt, {folder}/**/*.txt"
+    # The glob matches a/z.txt, b.txt and empty.txt; b.txt was named before it.
+    assert names(path, folder) == ["b.txt", "a/z.txt", "empty.txt"]
+    assert names(f"{folder}/*a", folder) == ["a/data.jsonl", "a/z.txt"]  # a glob may match a folder
+
+
+def test_find_documents_a_name_with_comma_or_star_is_itself(tmp_path):
+    (tmp_path / "x,y*.txt").write_text("odd")
+    assert names(tmp_path / "x,y*.txt", tmp_path) == ["x,y*.txt"]
+
+
+def test_find_documents_enters_a_linked_folder_once(folder):
+    os.symlink(folder, folder / "a" / "loop")
+    os.symlink(folder / "a", folder / "d")
+    # a/loop leads back to a folder that is being read, d to one that was read: neither adds a file.
+    assert names(folder, folder) == ["a/data.jsonl", "a/z.txt", "b.txt", "c.jsonl.gz", "empty.txt"]
+
+
+def test_iterate_texts_reads_text_jsonl_and_gzip(folder):
+    assert list(iterate_texts(find_documents(DataConfig(path=str(folder))))) == [
+        *("one", "two"),  # the blank line and the empty text are no documents
+        *("Z text", "B text", "three"),
+    ]
+
+
+def test_iterate_texts_field_names_the_key(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"body": "héé"}\n')
+    assert list(iterate_texts(find_documents(DataConfig(path=str(tmp_path), field="body")))) == ["héé"]
+
+
+def test_pieces_cut_a_long_text_after_line_ends_and_lose_nothing(tmp_path, monkeypatch):
+    # Blocks of 5 bytes: mark + "ab", which has no line end, so it is cut where it ends | "\ncde" and half of é, cut
+    # after the line end | the other half and "\nlon", cut after the line end, with "cde" from before.
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 5)
+    (tmp_path / "t.txt").write_bytes("\ufeffab\ncdeé\nlonger than a block".encode())
+    (source,) = find_documents(DataConfig(path=str(tmp_path)))
+    pieces = list(source.pieces())
+    assert "".join(piece.text for piece in pieces) == "ab\ncdeé\nlonger than a block"  # without the byte order mark
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [piece.text for piece in pieces][:3] == ["ab", "\n", "cdeé\n"]
+
+
+def test_find_documents_default_is_the_standard_library_without_its_tests():
+    sources = find_documents(DataConfig())
+    parts = {part for source in sources for part in source.path.split(os.sep)}
+    assert len(sources) > 300 and sum(source.size for source in sources) > 5e6
+    assert all(source.path.endswith(".py") for source in sources)
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("d.jsonl", b'{"text": "a"}\n{"text": \n', r"d.jsonl:2: not a JSON object on one line .*; correct or remove"),
+        ("d.jsonl", b'{"body": "a", "id": 1}\n', r"d.jsonl:1: has no field 'text' \(it has \['body', 'id'\]\); set Da"),
+        ("d.jsonl", b'{"text": 7}\n', r"d.jsonl:1: field 'text' holds a int, not text; set DataConfig.field"),
+        ("d.jsonl", b'["a"]\n', r"d.jsonl:1: holds a list, but each line must be a JSON object"),
+        ("d.jsonl", b'{"text": "a"}\n\xff\xfe\n', r"d.jsonl:2: not UTF-8"),
+        ("d.jsonl", b'{"text": "\\ud800"}\n', r"d.jsonl:1: field 'text' holds half a surrogate pair; remove it"),
+        ("t.txt", b"one\ntwo \xff\n", r"t.txt:2: not UTF-8 .*; convert the file, or name only the text files"),
+        ("t.txt.gz", b"no gzip", r"t.txt.gz: not a whole gzip file"),
+        ("d.jsonl.gz", gzip.compress(b'{"text": "abc"}' * 99)[:-9], r"d.jsonl.gz: not a whole gzip file"),
+    ],
+)
+def test_pieces_name_the_file_and_line_of_bad_data(tmp_path, name, content, text):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=text):
+        list(iterate_texts(find_documents(DataConfig(path=str(tmp_path)))))
+
+
+def test_pieces_line_number_counts_over_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 4)
+    (tmp_path / "t.txt").write_bytes(b"a\nb\nc\nd\n\xff\n")  # the bad byte stands in line 5, in the third block
+    with pytest.raises(UserError, match=r"t.txt:5: not UTF-8"):
+        list(iterate_texts(find_documents(DataConfig(path=str(tmp_path)))))
+
+
+def test_find_documents_names_what_is_missing(tmp_path):
+    with pytest.raises(UserError, match=r"no_such' is no file, no folder and matches nothing here; correct it"):
+        find_documents(DataConfig(path=f"{tmp_path}/no_such"))
+    with pytest.raises(UserError, match=r"holds no files; put text files or .jsonl there"):
+        find_documents(DataConfig(path=str(tmp_path)))
+    with pytest.raises(UserError, match=r"DataConfig.path \(','\) names nothing; give a file"):
+        find_documents(DataConfig(path=","))
+
+
+def test_find_documents_says_when_python_has_no_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match="this Python came without them; name a text file"):
+        find_documents(DataConfig())
+
+
+def test_pieces_accept_any_json_spelling_of_a_character(tmp_path):
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "a \U0001f600"}) + "\n")  # spelled as a surrogate pair
+    assert list(iterate_texts(find_documents(DataConfig(path=str(tmp_path))))) == ["a \U0001f600"]

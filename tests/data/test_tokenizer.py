@@ -1,0 +1,104 @@
+"""One test class for every tokenizer, then what is special to each."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moe_jax.data import ByteTokenizer, DataConfig, build_tokenizer
+from moe_jax.data.train_tokenizer import train_tokenizer
+from moe_jax.errors import UserError
+
+TEXT = "def f(x):\n    return 'né' * x  # \U0001f600\n" * 3
+
+
+@pytest.fixture(params=["byte", "trained"])
+def tokenizer(request, tmp_path):
+    if request.param == "byte":
+        return build_tokenizer(DataConfig())
+    (tmp_path / "t.txt").write_text(TEXT)
+    out = str(tmp_path / "tokenizer.json")
+    train_tokenizer(DataConfig(path=str(tmp_path / "t.txt")), out, 300)
+    return build_tokenizer(DataConfig(tokenizer=out))
+
+
+class TestEveryTokenizer:
+    def test_decode_undoes_encode(self, tokenizer):
+        for text in (TEXT, "", "\x00\x7f \t\n", "never seen: жß"):
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    def test_encode_gives_int32_below_vocab_size_without_end_or_mask(self, tokenizer):
+        ids = tokenizer.encode(TEXT)
+        assert ids.dtype == np.int32 and ids.ndim == 1
+        assert 0 <= ids.min() and ids.max() < tokenizer.vocab_size
+        assert not np.isin(ids, [tokenizer.end_id, tokenizer.mask_id]).any()
+
+    def test_encode_batch_is_encode_of_each(self, tokenizer):
+        texts = [TEXT, "", "a"]
+        for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True):
+            np.testing.assert_array_equal(ids, tokenizer.encode(text))
+
+    def test_end_and_mask_are_two_ids_and_show(self, tokenizer):
+        assert len({tokenizer.end_id, tokenizer.mask_id}) == 2
+        assert max(tokenizer.end_id, tokenizer.mask_id) < tokenizer.vocab_size
+        ids = [*tokenizer.encode("a"), tokenizer.end_id, *tokenizer.encode("b"), tokenizer.mask_id]
+        shown = tokenizer.decode(np.array(ids))
+        assert shown.startswith("a<|end") and "b<|mask|>" in shown
+
+
+def test_byte_tokenizer_is_utf8():
+    # é is C3 A9 in UTF-8.
+    assert ByteTokenizer().encode("aé").tolist() == [0x61, 0xC3, 0xA9]
+    assert ByteTokenizer.vocab_size == 258
+
+
+def test_byte_tokenizer_decode_shows_what_is_no_text():
+    # Half a character, and an id that only a model with a padded vocabulary can produce.
+    assert ByteTokenizer().decode(np.array([0x61, 0xC3, 0x62, 300])) == "a\ufffdb\ufffd"
+
+
+@pytest.fixture
+def word_file(tmp_path):
+    """Write a tokenizer.json of whole words with a hole in the ids, truncation at 2 and no end or mask."""
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "words.json"
+    path.write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+                "padding": None,
+                "added_tokens": [],
+                "normalizer": None,
+                "pre_tokenizer": {"type": "WhitespaceSplit"},
+                "post_processor": None,
+                "decoder": None,
+                "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 7}, "unk_token": "a"},
+            }
+        )
+    )
+    return str(path)
+
+
+def test_hugging_face_tokenizer_appends_missing_marks_after_the_largest_id(word_file):
+    tokenizer = build_tokenizer(DataConfig(tokenizer=word_file))
+    # Ids 0, 1, 7: three words, but the next free id is 8.
+    assert (tokenizer.end_id, tokenizer.mask_id, tokenizer.vocab_size) == (8, 9, 10)
+
+
+def test_hugging_face_tokenizer_never_truncates(word_file):
+    assert build_tokenizer(DataConfig(tokenizer=word_file)).encode("c b a c").tolist() == [7, 1, 0, 7]
+
+
+def test_build_tokenizer_refuses(tmp_path):
+    with pytest.raises(UserError, match=r"\('bytes'\) must be 'byte' or the path of a tokenizer.json \(No such file"):
+        build_tokenizer(DataConfig(tokenizer="bytes"))
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(UserError, match=r"x.json'\) is not a tokenizer.json \(.*\); name one"):
+        build_tokenizer(DataConfig(tokenizer=str(tmp_path / "x.json")))
+
+
+def test_build_tokenizer_says_which_package_is_missing(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(UserError, match="needs the package 'tokenizers', which is not installed; pip install"):
+        build_tokenizer(DataConfig(tokenizer="t.json"))
