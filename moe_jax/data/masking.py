@@ -1,0 +1,61 @@
+"""Hide tokens for a masked language model.
+
+Enters: tokens [b, S], the rows of one process. Leaves: inputs and targets [b, S] int32, weights [b, S] float32. Whether
+a token is hidden depends on (seed, step, global row, column) alone, so the split of rows over hosts changes nothing.
+Which rows a batch holds is no business of this file.
+
+b rows of this process, S tokens of a window.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_jax.data.keyed_random import hash64, uniform
+
+_PURPOSE = 2  # keeps these numbers apart from those of stream.py
+
+
+def mask_tokens(
+    tokens: np.ndarray,
+    step: int,
+    row_offset: int,
+    seed: int,
+    vocab_size: int,
+    mask_id: int,
+    rate: float = 0.15,
+    special_ids: Sequence[int] = (),
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Hide `rate` of the tokens: 80% behind the mask, 10% behind a random token, 10% left as they are.
+
+    Args:
+      tokens: integers [b, S].
+      step: the training step.
+      row_offset: the global row of tokens[0].
+      seed: `train.seed`.
+      vocab_size: the tokenizer's, so that a random token is one that the tokenizer knows.
+      mask_id: the tokenizer's.
+      rate: the chance of each token to be hidden.
+      special_ids: ids that are neither hidden nor drawn, such as the end of a document.
+
+    Returns:
+      inputs: int32 [b, S], tokens with some hidden.
+      targets: int32 [b, S], the tokens as they were.
+      weights: float32 [b, S], 1 where a token was chosen and the loss counts, else 0.
+
+    Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018), section 3.1.
+    """
+    rows, length = tokens.shape
+    row = (row_offset + np.arange(rows))[:, None]
+    column = np.arange(length)[None, :]
+    special = np.unique([mask_id, *special_ids])
+
+    chosen = (uniform(_PURPOSE, seed, step, 0, row, column) < rate) & ~np.isin(tokens, special)
+    fate = uniform(_PURPOSE, seed, step, 1, row, column)
+    drawn = (hash64(_PURPOSE, seed, step, 2, row, column) % np.uint64(vocab_size - special.size)).astype(np.int64)
+    for skipped in special:  # ascending, so that each id that is not special is reached exactly once
+        drawn += drawn >= skipped
+
+    inputs = np.where(chosen & (fate < 0.8), mask_id, tokens)
+    inputs = np.where(chosen & (fate >= 0.8) & (fate < 0.9), drawn, inputs)
+    return inputs.astype(np.int32), tokens.astype(np.int32), chosen.astype(np.float32)

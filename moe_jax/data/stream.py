@@ -1,0 +1,191 @@
+"""Windows of tokens by step: what a training step and an evaluation read.
+
+Enters: a TokenCache and a step. Leaves: int32 [b, S + 1]; row[:-1] are inputs and row[1:] their targets. Windows lie S
+apart and share one token, so each token is a target once an epoch, but for the first and the fewer than S that fill no
+window at the end. Documents are packed one after the other. Nothing here is state: a batch is a function of (corpus,
+sequence_length, batch_size, seed, step), so the order cannot depend on hosts, devices or threads, and a resumed run
+needs its step only.
+
+S sequence length, B global rows of a batch, b those of one host.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_jax.data.cache import TokenCache
+from moe_jax.data.keyed_random import shuffled
+from moe_jax.data.split import TokenSpan
+from moe_jax.errors import UserError
+
+_PURPOSE = 1  # keeps these numbers apart from those of masking.py
+_CHUNK = 1 << 22
+
+
+class TokenStream:
+    """Give the batch of any step, in an order shuffled anew each epoch.
+
+    Row r of step s is window number s B + r of an endless sequence of epochs, so a batch may cross from one epoch into
+    the next and may be larger than the corpus.
+
+    Args:
+      cache: the corpus.
+      sequence_length: S.
+      batch_size: B, over all hosts.
+      seed: `train.seed`.
+      split: 'train' or 'held_out'.
+
+    Raises:
+      UserError: when the part is shorter than one window.
+    """
+
+    def __init__(self, cache: TokenCache, *, sequence_length: int, batch_size: int, seed: int, split: str = "train"):
+        span = _span(cache, split)
+        if len(span) < sequence_length + 1:
+            raise UserError(
+                f"the {split} part of the corpus has {len(span)} tokens, fewer than one window of "
+                f"DataConfig.sequence_length ({sequence_length}) + 1; set DataConfig.sequence_length to at most "
+                f"{max(1, len(span) - 1)} or name more text in DataConfig.path"
+            )
+        self.windows = (len(span) - 1) // sequence_length
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.seed = seed
+        self._span = span
+        self._content = cache.meta.content
+
+    def batch(self, step: int, rows: slice | None = None) -> np.ndarray:
+        """Return the rows of a step, int32 [b, S + 1].
+
+        Args:
+          step: from 0.
+          rows: which of the B global rows; None gives all. A host passes its own.
+        """
+        row = np.arange(self.batch_size, dtype=np.int64)[rows or slice(None)]
+        epoch, place = np.divmod(step * self.batch_size + row, self.windows)
+        window = shuffled(place, self.windows, _PURPOSE, self.seed, epoch)
+        out = np.empty((row.size, self.sequence_length + 1), np.int32)
+        for i, start in enumerate((window * self.sequence_length).tolist()):
+            out[i] = self._span.read(start, start + self.sequence_length + 1)
+        return out
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps about the data before `step`: plain values, for JSON."""
+        return {
+            "step": step,
+            "epoch": step * self.batch_size // self.windows,
+            "content": self._content,
+            "sequence_length": self.sequence_length,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+        }
+
+    def check_position(self, saved: dict[str, Any]):
+        """Refuse to go on from a checkpoint whose next batch would be another one.
+
+        Raises:
+          UserError: naming the binding, the old and the new value.
+        """
+        bindings = {
+            "content": "DataConfig.path or DataConfig.tokenizer (hash of the tokens)",
+            "sequence_length": "DataConfig.sequence_length",
+            "batch_size": "train.batch_size",
+            "seed": "train.seed",
+        }
+        now = self.position(0)
+        for key, binding in bindings.items():
+            if saved.get(key) != now[key]:
+                raise UserError(
+                    f"{binding} was {saved.get(key)} in the checkpoint and is {now[key]} now, so the data would not "
+                    "go on where it stopped; set it back, or start a new run with --init_from"
+                )
+
+
+class HeldOutBatch(NamedTuple):
+    """Hold one evaluation batch.
+
+    Args:
+      tokens: int32 [b, S + 1]; 0 where there is no token.
+      weights: float32 [b, S], 1 for each target that counts, else 0. Sum of weighted losses over sum of weights,
+        both taken over all batches and hosts, is the exact mean.
+    """
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+
+def held_out_batches(
+    cache: TokenCache, *, sequence_length: int, batch_size: int, limit: int = 0, rows: slice | None = None
+) -> Iterator[HeldOutBatch]:
+    """Yield the held-out windows, in the order of the text, every batch of the same shape.
+
+    Without a limit each held-out token but the first is a target once. With one, that many windows are taken, spread
+    evenly over the held-out text.
+
+    Args:
+      cache: the corpus.
+      sequence_length: S.
+      batch_size: B, over all hosts; the last batch is filled up with rows of weight 0.
+      limit: the most windows; 0 takes all.
+      rows: which of the B global rows; None gives all. All hosts get the same number of batches.
+    """
+    windows = _held_out_windows(cache.held_out, sequence_length, limit)
+    for first in range(0, len(windows), batch_size):
+        numbers = np.full(batch_size, -1, np.int64)
+        numbers[: len(windows) - first] = windows[first : first + batch_size]
+        numbers = numbers[rows or slice(None)]
+        tokens = np.zeros((numbers.size, sequence_length + 1), np.int32)
+        weights = np.zeros((numbers.size, sequence_length), np.float32)
+        for i, window in enumerate(numbers.tolist()):
+            if window >= 0:
+                start = window * sequence_length
+                ids = cache.held_out.read(start, start + sequence_length + 1)
+                tokens[i, : ids.size] = ids
+                weights[i, : ids.size - 1] = 1
+        yield HeldOutBatch(tokens, weights)
+
+
+def held_out_entropy(cache: TokenCache, *, sequence_length: int, vocab_size: int, limit: int = 0) -> float:
+    """Return the unigram entropy, in nats, of exactly the targets that `held_out_batches` counts.
+
+    No model that ignores context can have a lower held-out loss, not even one fitted to the held-out text itself.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    for window in _held_out_windows(cache.held_out, sequence_length, limit).tolist():
+        start = window * sequence_length
+        counts += np.bincount(cache.held_out.read(start + 1, start + sequence_length + 1), minlength=vocab_size)
+    return _entropy(counts)
+
+
+def unigram_entropy(tokens: np.ndarray | TokenSpan, vocab_size: int) -> float:
+    """Return the entropy, in nats a token, of how often each id stands in `tokens`.
+
+    Args:
+      tokens: ids below vocab_size, integers [n], or a part of a cache.
+      vocab_size: ids that there are.
+    """
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(tokens), _CHUNK):
+        stop = start + _CHUNK
+        chunk = tokens.read(start, stop) if isinstance(tokens, TokenSpan) else np.asarray(tokens[start:stop])
+        counts += np.bincount(chunk, minlength=vocab_size)
+    return _entropy(counts)
+
+
+def _entropy(counts: np.ndarray) -> float:
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def _held_out_windows(span: TokenSpan, sequence_length: int, limit: int) -> np.ndarray:
+    """Return the numbers of the windows to evaluate, int64, ascending."""
+    count = -(-(len(span) - 1) // sequence_length)
+    taken = min(limit, count) if limit else count
+    return np.arange(taken) * count // taken
+
+
+def _span(cache: TokenCache, split: str) -> TokenSpan:
+    if split not in ("train", "held_out"):
+        raise UserError(f"split ({split!r}) must be 'train' or 'held_out'; name one of the two")
+    return cache.train if split == "train" else cache.held_out
