@@ -122,7 +122,7 @@ def device_load_figure(metrics: Records) -> Figure:
     Args:
       metrics: records with `device_load_max_over_mean`, one number per layer.
     """
-    figure = new_figure(7.2, 3.8)
+    figure = new_figure(7.2, 4.0)
     axes = figure.subplots()
     style_axes(axes)
     steps, per_layer = column(metrics, "device_load_max_over_mean")
@@ -149,7 +149,8 @@ def device_load_figure(metrics: Records) -> Figure:
     axes.set_ylabel("tokens per device, max / mean")
     title_axes(axes, "Device load: the fullest device against the mean")
     span_axes(axes, steps)
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=2 if 1 < L <= len(_NAMED) else 1)
+    # Below the axes: noisy lines leave no corner free.
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK)
     return figure
 
 

@@ -41,13 +41,13 @@ body { margin: 0 auto; max-width: 60rem; padding: 2.5rem 1.25rem 4rem; backgroun
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 .3rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.1rem; margin: 2.6rem 0 .8rem; }
 .lead { color: var(--quiet); margin: 0 0 1.8rem; }
-.numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); gap: .75rem; margin: 0; }
-.numbers div { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: .8rem 1rem; }
+.numbers { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .75rem; margin: 0; }
+.numbers div { background: var(--card); border: 1px solid var(--line); border-radius: .6rem; padding: .7rem .9rem; }
 .numbers dt { color: var(--quiet); font-size: .8rem; }
 .numbers dd { margin: 0; }
 .numbers .value { font-size: 1.35rem; font-weight: 650; font-variant-numeric: tabular-nums; }
 .numbers .aside { color: var(--quiet); font-size: .8rem; }
-figure { margin: 0 0 1.8rem; }
+figure { margin: 2rem 0; }
 img { display: block; width: 100%; height: auto; background: #fff; border: 1px solid var(--line); border-radius: .6rem;
   padding: .6rem; }
 figcaption { color: var(--quiet); font-size: .875rem; margin-top: .5rem; }
@@ -151,7 +151,7 @@ def _figure(picture: Path) -> str:
     caption = _CAPTIONS.get(picture.name, picture.stem)
     data = base64.b64encode(picture.read_bytes()).decode("ascii")
     return (
-        f'<figure style="margin-top:2rem"><img alt="{html.escape(caption)}" src="data:image/png;base64,{data}">'
+        f'<figure><img alt="{html.escape(caption)}" src="data:image/png;base64,{data}">'
         f"<figcaption>{html.escape(caption)}</figcaption></figure>"
     )
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import math
@@ -148,3 +149,28 @@ def test_column_takes_the_records_that_have_it():
     np.testing.assert_array_equal(steps, [1, 3])
     np.testing.assert_array_equal(values, [[1.0, np.nan], [3.0, 4.0]])
     assert column(records, "b")[0].shape == (0,)
+
+
+def test_write_on_a_full_disk_is_a_user_error_and_resumes(tmp_path):
+    class HalfThenFull:
+        """Takes ten bytes, then none, as a disk does that fills up."""
+
+        def __init__(self, file):
+            self.file, self.room = file, 10
+
+        def write(self, data):
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.room = 0
+            return self.file.write(data[:10])
+
+        def close(self):
+            self.file.close()
+
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"loss": 1.0})
+        writer._file = HalfThenFull(writer._file)
+        with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl \(No space left on device\); free space"):
+            writer.write(2, {"loss": 1.0})
+    write_steps(tmp_path, [2], resume_step=1)
+    assert steps_in(tmp_path) == [1, 2]
