@@ -1,13 +1,13 @@
-"""The three ways in which a run ends on purpose; an entry point turns each into one line and an exit code."""
+"""The errors that a command turns into one line and an exit code. Everything else is a bug and shows its traceback."""
 
 
 class UserError(ValueError):
-    """Report a user's mistake: one line with every value by name, the rule and the remedy. Exit code 2."""
+    """A user's mistake: the message carries every value by name, the rule and the remedy. Exit code 2."""
 
 
 class NonFiniteError(RuntimeError):
-    """Stop a run whose loss is not finite; the last good checkpoint stays. Exit code 3."""
+    """A loss or gradient that is not finite; names the step and the first gradient leaf. Exit code 3."""
 
 
 class HostLostError(RuntimeError):
-    """End the job on every host because one of them is gone. Exit code 4."""
+    """A process of a multi-host run that died or fell silent; names it. Exit code 4."""

@@ -1,0 +1,310 @@
+"""Starts this process' part of a job on one or several hosts, and ends it. No arrays.
+
+In: a HostsConfig (from flags) and the environment (Slurm, Open MPI, Kubernetes). Out: `Hosts`, that is who this process
+is among how many, with jax.distributed started where there are several. Around it stand a rendezvous before
+(rendezvous.py), a watch for lost processes during (watchdog.py) and an agreed stop at the end (stop_signal.py).
+
+    with start_hosts(HostsConfig(coordinator=..., num_processes=..., process_id=...)) as hosts:
+        ...                                            # jax.devices() now spans all processes
+
+`--coordinator` is where process 0 listens for the rendezvous; the port of jax's own service is free to choose, so
+process 0 picks it and tells the others. Call this before anything that asks jax for devices.
+"""
+
+import dataclasses
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import jax
+
+from moe_jax.errors import HostLostError, NonFiniteError, UserError
+from moe_jax.mesh.rendezvous import connect, gather_peers
+from moe_jax.mesh.stop_signal import StopSignal
+from moe_jax.mesh.watchdog import EXIT_HOST_LOST, Watchdog
+
+__all__ = ["EXIT_HOST_LOST", "Hosts", "HostsConfig", "StopSignal", "exit_code_of", "start_hosts"]
+
+# An exception of a step that speaks of communication is probably a lost process' doing: wait for the watch to name it.
+_COMMUNICATION_WORDS = ("gloo", "nccl", "unavailable", "deadline", "socket", "connection", "coordination", "aborted")
+_JAX_HEARTBEAT_MARGIN_SECONDS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """Who this process is; what is None is read from the environment, and with nothing there it is alone.
+
+    Attributes:
+      coordinator: "host:port" of process 0, as every process reaches it.
+      num_processes: processes of the job.
+      process_id: this one's index, 0 to num_processes - 1.
+      start_timeout_seconds: how long to wait for the other processes.
+      lost_after_seconds: silence after which a process counts as lost; one that is killed is noticed at once.
+      stall_after_seconds: time without a step after which a process ends the job; 0 = never.
+      shutdown_timeout_seconds: how long the end may wait for the other processes.
+    """
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    start_timeout_seconds: int = 300
+    lost_after_seconds: float = 30.0
+    stall_after_seconds: float = 0.0
+    shutdown_timeout_seconds: int = 60
+
+    def __post_init__(self):
+        if self.coordinator is not None:
+            _split_address(self.coordinator)
+        if self.num_processes is not None and self.num_processes < 1:
+            raise UserError(f"num_processes ({self.num_processes}) must be at least 1")
+        if self.process_id is not None and not 0 <= self.process_id < (self.num_processes or self.process_id + 1):
+            raise UserError(
+                f"process_id ({self.process_id}) must lie in 0..num_processes - 1 (num_processes = "
+                f"{self.num_processes}); number the processes from 0"
+            )
+        for name in ("start_timeout_seconds", "lost_after_seconds", "shutdown_timeout_seconds"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"{name} ({getattr(self, name)}) must be positive")
+        if self.stall_after_seconds < 0:
+            raise UserError(f"stall_after_seconds ({self.stall_after_seconds}) must be 0 (never) or positive")
+
+
+class Hosts:
+    """This process among the processes of its job; as a context manager it ends the process rightly.
+
+    In a job of one process everything here does nothing, and exceptions pass through. With several processes, leaving
+    the `with` block
+      - normally, or after `close`: waits for all others to do the same;
+      - by an exception: prints it, tells the others and exits (2 user's error, 3 not finite, 4 lost process, else 1).
+        No atexit hook runs then: jax's is a barrier with processes that will not come.
+    """
+
+    def __init__(
+        self,
+        *,
+        process_index: int = 0,
+        process_count: int = 1,
+        watchdog: Watchdog | None = None,
+        lost_after_seconds: float = 30.0,
+    ):
+        self.process_index, self.process_count = process_index, process_count
+        self._watchdog = watchdog
+        self._lost_after_seconds = lost_after_seconds
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what only one may write."""
+        return self.process_index == 0
+
+    def touch(self, step: int) -> None:
+        """Note that a step was made, for `stall_after_seconds`."""
+        if self._watchdog:
+            self._watchdog.touch(step)
+
+    def gather_text(self, topic: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
+        """Return every process' text on a topic, in the order of the processes; a barrier with a time limit.
+
+        Args:
+          topic: a name that all processes use, each once.
+
+        Raises:
+          HostLostError: a process did not come in time.
+        """
+        if self._watchdog is None:
+            return [text]
+        return self._watchdog.gather_text(topic, text, timeout_seconds)
+
+    def close(self) -> None:
+        """Leave the job together with all other processes; a second call does nothing."""
+        if self._watchdog is None:
+            return
+        jax.distributed.shutdown()  # waits for all; the watch still runs, in case one of them dies now
+        self._watchdog.leave()
+        self._watchdog = None
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this process because of an exception, unless another process turns out to be its cause.
+
+        Several processes only. When a process dies, the step of the others may raise before the watch has spoken; the
+        watch then ends this process, naming the one that died.
+        """
+        assert self._watchdog is not None, "a process alone ends by its exception"
+        code, line = exit_code_of(error), f"{type(error).__name__}: {error}"
+        if code == 1:
+            communication = any(word in line.lower() for word in _COMMUNICATION_WORDS)
+            self._watchdog.await_verdict(self._lost_after_seconds + 5.0 if communication else 1.0)
+            if not isinstance(error, SystemExit):
+                traceback.print_exception(error)
+        elif not isinstance(error, SystemExit):
+            print(error, file=sys.stderr)
+        self._watchdog.fail(code, line.splitlines()[0])
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, _type, error: BaseException | None, _traceback) -> None:
+        if self._watchdog is None:
+            return
+        if error is None or (isinstance(error, SystemExit) and exit_code_of(error) == 0):
+            self.close()
+        else:
+            self.fail(error)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code that a command ends with after an exception."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    for kind, code in ((UserError, 2), (NonFiniteError, 3), (HostLostError, EXIT_HOST_LOST), (KeyboardInterrupt, 130)):
+        if isinstance(error, kind):
+            return code
+    return 1
+
+
+def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str] = os.environ) -> Hosts:
+    """Start jax.distributed if flags or environment name several processes; return this process' place.
+
+    Raises:
+      UserError: flags that are incomplete or contradict each other or those of another process.
+      HostLostError: another process did not come in time.
+    """
+    config, local_device_ids = resolve_hosts(config or HostsConfig(), environment)
+    count, index = config.num_processes, config.process_id
+    if count == 1 or config.coordinator is None or count is None or index is None:
+        return Hosts()
+    if jax.distributed.is_initialized():
+        raise RuntimeError("start_hosts must be called once, and instead of jax.distributed.initialize")
+    host, port = _split_address(config.coordinator)
+    if index == 0:
+        jax_port = _free_port()
+        peers = gather_peers(count=count, port=port, offer=str(jax_port), seconds=config.start_timeout_seconds)
+    else:
+        hub, offer = connect(index=index, count=count, host=host, port=port, seconds=config.start_timeout_seconds)
+        peers, jax_port = [hub], int(offer)
+    watchdog = Watchdog(
+        index=index,
+        count=count,
+        peers=peers,
+        lost_seconds=config.lost_after_seconds,
+        stall_seconds=config.stall_after_seconds,
+    )
+    hosts = Hosts(
+        process_index=index,
+        process_count=count,
+        watchdog=watchdog,
+        lost_after_seconds=config.lost_after_seconds,
+    )
+    # jax's own notice of SIGTERM takes the signal from Python's handlers; StopSignal agrees on a step without it.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            f"[{host}]:{jax_port}" if ":" in host else f"{host}:{jax_port}",
+            count,
+            index,
+            local_device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=config.start_timeout_seconds,
+            heartbeat_timeout_seconds=int(config.lost_after_seconds) + _JAX_HEARTBEAT_MARGIN_SECONDS,
+            shutdown_timeout_seconds=config.shutdown_timeout_seconds,
+        )
+    except Exception as error:
+        hosts.fail(error)
+    return hosts
+
+
+def resolve_hosts(
+    config: HostsConfig, environment: Mapping[str, str] = os.environ
+) -> tuple[HostsConfig, list[int] | None]:
+    """Fill in from the environment what the flags leave open.
+
+    The flags win; then JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; then what jax's own cluster
+    detection reads from Slurm, Open MPI or Kubernetes.
+
+    Returns: the completed config (num_processes = 1 for a process alone) and the device ids of this process on its
+      host, or None for all of them.
+    """
+    coordinator = config.coordinator or environment.get("JAX_COORDINATOR_ADDRESS")
+    count = _first_int(config.num_processes, environment, "JAX_NUM_PROCESSES")
+    index = _first_int(config.process_id, environment, "JAX_PROCESS_ID")
+    local_device_ids = None
+    launcher = find_launcher(environment)
+    if launcher == "Open MPI":  # version 5 tells its ranks, but neither jax nor us where process 0 is
+        count = _first_int(count, environment, "OMPI_COMM_WORLD_SIZE")
+        index = _first_int(index, environment, "OMPI_COMM_WORLD_RANK")
+    if launcher and count != 1 and (launcher != "Kubernetes" or None in (coordinator, count, index)):
+        found = _detect(launcher, coordinator, count, index, config.start_timeout_seconds)
+        coordinator, count, index, local_device_ids = found
+    if "JAX_LOCAL_DEVICE_IDS" in environment:
+        local_device_ids = None  # jax reads it
+    given = {"coordinator": coordinator, "num_processes": count, "process_id": index}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if len(missing) == 3 or count == 1:
+        return dataclasses.replace(config, coordinator=None, num_processes=1, process_id=0), None
+    if missing:
+        shown = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        raise UserError(
+            f"{shown} given, but not {', '.join(missing)}, and the environment does not tell (no Slurm, Open MPI or "
+            f"Kubernetes job): give all three, or none for a process alone"
+        )
+    return dataclasses.replace(config, **given), local_device_ids
+
+
+def find_launcher(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return which launcher started this process as one of several, if one did."""
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+    if (_first_int(None, environment, "OMPI_COMM_WORLD_SIZE") or 1) > 1:
+        return "Open MPI"
+    if all(name in environment for name in slurm) and (_first_int(None, environment, "SLURM_NTASKS") or 1) > 1:
+        return "Slurm"
+    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        return "Kubernetes"
+    return None
+
+
+def _detect(
+    launcher: str, coordinator: str | None, count: int | None, index: int | None, seconds: int
+) -> tuple[str | None, int | None, int | None, list[int] | None]:
+    """Ask jax what a launcher's environment says; the only private name of jax in this file."""
+    try:
+        from jax._src.clusters import ClusterEnv
+
+        found = ClusterEnv.auto_detect_unset_distributed_params(coordinator, count, index, None, None, seconds)
+    except Exception as error:  # whatever a launcher's variables, an API server or another jax may bring
+        raise UserError(
+            f"this looks like a job of {launcher}, but jax could not read it ({type(error).__name__}: {error}); give "
+            f"--coordinator, --num_processes and --process_id"
+        ) from error
+    if None in found[:3]:
+        raise UserError(
+            f"this looks like a job of {launcher}, but jax does not find coordinator, number and index of the "
+            f"processes in it; give --coordinator, --num_processes and --process_id, or install what jax misses (the "
+            f"package `kubernetes` there, `mpi4py` under Open MPI 5)"
+        )
+    return found
+
+
+def _first_int(value: int | None, environment: Mapping[str, str], name: str) -> int | None:
+    if value is not None or name not in environment:
+        return value
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise UserError(f"{name} ({environment[name]!r} in the environment) must be a whole number") from None
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(
+            f"coordinator ({address!r}) must be host:port with a port in 1..65535, as in 10.0.0.1:8476 or [::1]:8476"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as listener:
+        return listener.getsockname()[1]

@@ -1,0 +1,197 @@
+"""The device mesh, and which of its axes play which part in an MoE model.
+
+Enters: a `MeshConfig` (group sizes) and a list of devices. Leaves: `Roles`, that is one named `jax.sharding.Mesh` and,
+for each kind of group, the tuple of mesh axes that spans it. Nothing here moves data.
+
+    device index = (data_index * EP + expert_index) * ESP + shard_index
+
+            data = 2                      axes, slowest first
+      +----------+----------+
+      | EP = 2   | EP = 2   |             data           replicas of the expert groups   (N_EDP)
+      | +--+--+  | +--+--+  |             expert         experts split over devices      (N_EP)
+      | |01|23|  | |45|67|  |             expert_shard   hidden dim of each expert split (N_ESP)
+      | +--+--+  | +--+--+  |
+      +----------+----------+             model = 4: devices 0-3 and 4-7 (MP groups lie innermost)
+
+A model-parallel (MP) group is the `model` innermost devices, however they cut across the other groups. Where its edge
+falls inside one of the three axes, that axis is split in two, and the inner part is called `<axis>_mp`. So every role
+is a tuple of axes, and N_MP and N_ESP are independent. Dense data parallelism = all devices / model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from moe_jax.errors import UserError
+
+AXES = ("data", "expert", "expert_shard")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the groups; devices = data x expert x expert_shard, and model divides that.
+
+    Attributes:
+      data: replicas of the expert groups (N_EDP).
+      expert: expert-parallel devices (N_EP); -1 takes the devices that are left.
+      expert_shard: devices among which each expert's hidden dim is split (N_ESP).
+      model: model-parallel devices (N_MP): attention heads and dense hidden dim split.
+      devices_per_node: where the fast links end; 0 means that all devices stand in one node.
+    """
+
+    data: int = 1
+    expert: int = -1
+    expert_shard: int = 1
+    model: int = 1
+    devices_per_node: int = 0
+
+    def __post_init__(self):
+        for name in ("data", "expert_shard", "model"):
+            if getattr(self, name) < 1:
+                raise UserError(f"MeshConfig.{name} ({getattr(self, name)}) must be at least 1")
+        if self.expert < 1 and self.expert != -1:
+            raise UserError(f"MeshConfig.expert ({self.expert}) must be at least 1, or -1 for the devices that are left")
+        if self.devices_per_node < 0:
+            raise UserError(f"MeshConfig.devices_per_node ({self.devices_per_node}) must be 0 (one node) or positive")
+
+    def resolve(self, num_devices: int) -> MeshConfig:
+        """Return the same config with `expert` filled in; raise UserError where the sizes do not make `num_devices`."""
+        rest = self.data * self.expert_shard
+        expert = self.expert
+        if expert == -1:
+            if num_devices % rest:
+                raise UserError(
+                    f"{num_devices} devices cannot be split into MeshConfig.data ({self.data}) x expert_shard "
+                    f"({self.expert_shard}) = {rest} groups; choose sizes whose product divides {num_devices}"
+                )
+            expert = num_devices // rest
+        if rest * expert != num_devices:
+            raise UserError(
+                f"MeshConfig.data ({self.data}) x expert ({expert}) x expert_shard ({self.expert_shard}) = "
+                f"{rest * expert}, but there are {num_devices} devices; change one of the sizes, or run on "
+                f"{rest * expert} devices (--host_devices={rest * expert} on a CPU)"
+            )
+        if num_devices % self.model:
+            raise UserError(
+                f"MeshConfig.model ({self.model}) must divide the {num_devices} devices; set it to a divisor"
+            )
+        per_node = self.devices_per_node or num_devices
+        if num_devices % per_node:
+            raise UserError(
+                f"MeshConfig.devices_per_node ({per_node}) must divide the {num_devices} devices; set it to a divisor"
+            )
+        return dataclasses.replace(self, expert=expert, devices_per_node=per_node)
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """A mesh and the axes that span each kind of group.
+
+    Attributes:
+      config: the resolved MeshConfig.
+      mesh: the named mesh; all axes are Auto.
+      data, expert, expert_shard, model: axes of one group of that kind, slowest first; () for model = 1.
+      dense: axes of dense data parallelism, that is all that are not in `model`.
+    """
+
+    config: MeshConfig
+    mesh: Mesh
+    data: tuple[str, ...]
+    expert: tuple[str, ...]
+    expert_shard: tuple[str, ...]
+    model: tuple[str, ...]
+    dense: tuple[str, ...]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All axes of the mesh, slowest first."""
+        return tuple(self.mesh.axis_names)
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """Return the number of devices in a group that spans `axes`."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def num_devices(self) -> int:
+        return self.mesh.size
+
+    def sharding(self, *spec) -> NamedSharding:
+        """Return the NamedSharding of this mesh for a partition spec given entry by entry."""
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+
+def mesh_axes(config: MeshConfig, num_devices: int) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Return the mesh's axes with their sizes, slowest first, and the axes of the MP group.
+
+    Args:
+      config: a MeshConfig that `resolve` has filled in.
+      num_devices: product of data, expert and expert_shard.
+
+    Raises:
+      UserError: if the edge of the MP group does not fall on a clean split of an axis.
+    """
+    sizes = {"data": config.data, "expert": config.expert, "expert_shard": config.expert_shard}
+    axes: list[tuple[str, int]] = []
+    inside: list[str] = []
+    inner = 1  # devices in one block of the axes already placed, from the innermost outwards
+    for name in reversed(AXES):
+        outer = inner * sizes[name]
+        if config.model >= outer:
+            split = sizes[name]  # the whole axis lies inside the MP group
+        elif config.model <= inner:
+            split = 1
+        else:
+            split, remainder = divmod(config.model, inner)
+            if remainder or sizes[name] % split:
+                raise UserError(
+                    f"MeshConfig.model ({config.model}) does not cut the mesh of data ({config.data}) x expert "
+                    f"({config.expert}) x expert_shard ({config.expert_shard}) = {num_devices} devices evenly; make "
+                    "model and expert_shard powers of two"
+                )
+        if config.model >= outer and config.model % outer:
+            raise UserError(
+                f"MeshConfig.model ({config.model}) must be a multiple or a divisor of expert_shard x expert = {outer}"
+            )
+        if split > 1:
+            axes.append((f"{name}_mp", split))
+            inside.append(f"{name}_mp")
+        if split == 1 or sizes[name] > split:
+            axes.append((name, sizes[name] // split))
+        inner = outer
+    return dict(reversed(axes)), tuple(reversed(inside))
+
+
+def build_mesh(config: MeshConfig, devices) -> Roles:
+    """Lay `devices` out as the config says.
+
+    Args:
+      config: group sizes; `expert` may be -1.
+      devices: JAX devices, in the order of the device index (neighbours should share a node).
+
+    Returns:
+      Roles over one mesh of all the devices.
+
+    Raises:
+      UserError: if the sizes do not fit the number of devices.
+    """
+    config = config.resolve(len(devices))
+    shape, model = mesh_axes(config, len(devices))
+    grid = np.asarray(devices, dtype=object).reshape(tuple(shape.values()))
+    mesh = Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+    def role(name):
+        return tuple(axis for axis in shape if axis == name or axis == f"{name}_mp")
+
+    return Roles(
+        config=config,
+        mesh=mesh,
+        data=role("data"),
+        expert=role("expert"),
+        expert_shard=role("expert_shard"),
+        model=model,
+        dense=tuple(axis for axis in shape if axis not in model),
+    )

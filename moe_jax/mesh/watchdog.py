@@ -1,0 +1,257 @@
+"""Ends this process when another one of its job is gone, so that none waits for ever. No arrays, no jax.
+
+In: the connections that the rendezvous made, a star round process 0. Out: one line on stderr that names the lost
+process, and exit code 4; and texts gathered from all processes with a time limit. A killed process is noticed when the
+kernel closes its connection, a vanished machine by its silence.
+
+The coordination service of jax.distributed notices a death too, but then aborts the process from C++ (exit code 134 and
+a stack trace), and the Python callback that could replace this cannot take its own argument. When process 0 dies that
+abort comes within milliseconds: a handler of SIGABRT lets the verdict found here go first.
+"""
+
+import ctypes
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moe_jax.errors import HostLostError
+from moe_jax.mesh.rendezvous import Peer
+
+EXIT_HOST_LOST = 4
+# Outcomes of the whole job (a user's mistake, a loss that is not finite) rather than of one machine: every process ends
+# with the same code, so that a scheduler decides alike whichever it looks at.
+_SHARED_EXIT_CODES = (2, 3)
+_ABORT_WAIT_SECONDS = 5.0
+_FAREWELL_SECONDS = 2.0
+_GRACE_SECONDS = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why this process has to end: the line to print, the exit code, and how long it may still end by itself."""
+
+    line: str
+    exit_code: int = EXIT_HOST_LOST
+    grace_seconds: float = 0.0
+
+
+class Watchdog:
+    """Watch the other processes from a thread; process 0 watches all, the others watch process 0.
+
+    Args:
+      index, count: this process and the number of processes.
+      peers: process 0's connection to every other process, or another process' connection to process 0.
+      lost_seconds: silence after which a process counts as lost.
+      stall_seconds: time without `touch` after which this process reports itself as stuck; 0 = never.
+    """
+
+    def __init__(
+        self, *, index: int, count: int, peers: Sequence[Peer], lost_seconds: float = 30.0, stall_seconds: float = 0.0
+    ):
+        self._index, self._count, self._peers = index, count, tuple(peers)
+        self._lost_seconds, self._stall_seconds = lost_seconds, stall_seconds
+        self._self = f"process {index} ({socket.gethostname()})"
+        self._send_lock, self._end_lock = threading.Lock(), threading.Lock()
+        self._verdict: Verdict | None = None
+        self._verdict_reached, self._stopped = threading.Event(), threading.Event()
+        self._heard = threading.Condition()
+        self._said: dict[str, dict[int, str]] = {}  # process 0: what it has heard of a topic so far
+        self._texts: dict[str, list[str]] = {}  # topics on which everybody has spoken
+        self._touched: tuple[float, int] | None = None
+        for peer in self._peers:
+            peer.connection.settimeout(lost_seconds)  # bounds sending; reading waits for the selector
+            peer.last_heard = time.monotonic()
+        self._abort_handler = _handle_abort(self._on_abort)  # kept: C holds no reference
+        threading.Thread(target=self._watch, name="moe_jax watchdog", daemon=True).start()
+
+    # Called by the owner of this process.
+
+    def touch(self, step: int) -> None:
+        """Note that this process made a step."""
+        self._touched = (time.monotonic(), step)
+
+    def await_verdict(self, seconds: float) -> None:
+        """Return after some seconds, unless there is a reason to end by then: the watch ends this process for it."""
+        if self._verdict_reached.wait(seconds):
+            threading.Event().wait()
+
+    def gather_text(self, topic: str, text: str, seconds: float) -> list[str]:
+        """Return every process' text on a topic, in the order of the processes: a barrier with a time limit.
+
+        Args:
+          topic: a name that all processes use, each once.
+
+        Raises:
+          HostLostError: some processes did not speak in time; process 0 names them.
+        """
+        if self._index == 0:
+            self._take_text(topic, 0, text)
+        else:
+            self._broadcast({"kind": "say", "topic": topic, "text": text})
+        with self._heard:
+            if not self._heard.wait_for(lambda: topic in self._texts, timeout=seconds):
+                said = self._said.get(topic, {})
+                missing = [i for i in range(self._count) if i not in said] if self._index == 0 else "(process 0 knows)"
+                raise HostLostError(
+                    f"processes {missing} of {self._count} did not reach {topic!r} within {seconds:g} s"
+                )
+            return self._texts.pop(topic)
+
+    def fail(self, exit_code: int, line: str) -> None:
+        """End this process alone, telling the others why; does not return."""
+        what = f"{self._self} ended with exit code {exit_code}" + (f": {line}" if line else "")
+        shared = exit_code if exit_code in _SHARED_EXIT_CODES else EXIT_HOST_LOST
+        self._stopped.set()
+        self._send_verdict(Verdict(line=what, exit_code=shared, grace_seconds=_GRACE_SECONDS))
+        _exit_now(exit_code)
+
+    def leave(self) -> None:
+        """End the watch, at an end that all processes have agreed on."""
+        self._stopped.set()
+        self._broadcast({"kind": "bye"})
+        _restore_abort()
+
+    # The watch.
+
+    def _watch(self) -> None:
+        try:
+            self._watch_peers()
+        except Exception as error:  # a watch that is gone in silence would bring the hang back
+            self._end(Verdict(line=f"the watch of {self._self} failed: {error!r}"))
+
+    def _watch_peers(self) -> None:
+        selector = selectors.DefaultSelector()
+        for peer in self._peers:
+            selector.register(peer.connection, selectors.EVENT_READ, peer)
+        beat_seconds = min(2.0, self._lost_seconds / 5)
+        next_beat = time.monotonic()
+        while not self._stopped.is_set():
+            if time.monotonic() >= next_beat:
+                self._broadcast({"kind": "beat"})
+                next_beat = time.monotonic() + beat_seconds
+            for key, _ in selector.select(timeout=max(0.0, next_beat - time.monotonic())):
+                if not self._read(key.data):
+                    selector.unregister(key.fileobj)
+            self._judge_silence()
+
+    def _read(self, peer: Peer) -> bool:
+        """Handle what one peer sent; False once its connection is closed."""
+        messages = peer.receive()
+        if messages is None:
+            if not peer.has_left and not self._stopped.is_set():
+                self._end(Verdict(line=f"{peer} died: its connection closed"))
+            return False
+        for message in messages:
+            match message["kind"]:
+                case "bye":
+                    peer.has_left = True
+                case "end":
+                    self._end(Verdict(**message["verdict"]))
+                case "say":
+                    self._take_text(message["topic"], peer.index, message["text"])
+                case "texts":
+                    with self._heard:
+                        self._texts[message["topic"]] = message["texts"]
+                        self._heard.notify_all()
+        return True
+
+    def _judge_silence(self) -> None:
+        now = time.monotonic()
+        for peer in self._peers:
+            if not peer.has_left and now - peer.last_heard > self._lost_seconds:
+                self._end(Verdict(line=f"{peer} is lost: silent for {now - peer.last_heard:.0f} s"))
+        if self._stall_seconds and self._touched:
+            since, step = now - self._touched[0], self._touched[1]
+            if since > self._stall_seconds:
+                self._end(Verdict(line=f"{self._self} is stuck: no step for {since:.0f} s after step {step}"))
+
+    def _take_text(self, topic: str, index: int, text: str) -> None:
+        """Note, as process 0, one process' text; the last one sends all of them to everybody."""
+        with self._heard:
+            said = self._said.setdefault(topic, {})
+            said[index] = text
+            if len(said) < self._count:
+                return
+            texts = self._texts[topic] = [said[i] for i in range(self._count)]
+            del self._said[topic]
+            self._heard.notify_all()
+        self._broadcast({"kind": "texts", "topic": topic, "texts": texts})
+
+    def _broadcast(self, message: dict) -> None:
+        with self._send_lock:
+            for peer in self._peers:
+                peer.send(message)
+
+    # The end.
+
+    def _end(self, verdict: Verdict) -> None:
+        """Tell the others and end this process; the first verdict stands."""
+        if self._verdict is None:
+            self._verdict = verdict
+            self._verdict_reached.set()
+            self._send_verdict(verdict)
+        time.sleep(self._verdict.grace_seconds)
+        with self._end_lock:  # never released: one line, whichever thread comes first
+            print(
+                f"moe_jax: {self._verdict.line}; {self._self} ends with exit code {self._verdict.exit_code}",
+                file=sys.stderr,
+            )
+            _exit_now(self._verdict.exit_code)
+
+    def _send_verdict(self, verdict: Verdict) -> None:
+        self._broadcast({"kind": "end", "verdict": vars(verdict)})
+        if (
+            self._index == 0
+        ):  # the coordination service lives here: once it is gone, the others abort, stack trace and all
+            _await_closed(self._peers, verdict.grace_seconds + _FAREWELL_SECONDS)
+
+    def _on_abort(self, _signal: int) -> None:
+        if self._verdict_reached.wait(_ABORT_WAIT_SECONDS) and self._verdict is not None:
+            self._end(self._verdict)
+
+
+def _handle_abort(function: Callable[[int], None]):
+    """Run a Python function at abort(), in the thread that aborts; return what must be kept alive.
+
+    The signal module cannot do this: its handlers run in the main thread, which never comes to it.
+    """
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_int)(function)
+    libc = ctypes.CDLL(None)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(int(signal.SIGABRT), callback)
+    return callback
+
+
+def _restore_abort() -> None:
+    libc = ctypes.CDLL(None)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(int(signal.SIGABRT), ctypes.c_void_p(0))  # SIG_DFL
+
+
+def _await_closed(peers: Sequence[Peer], seconds: float) -> None:
+    """Wait until all other ends are closed, whatever lies unread before that."""
+    hung_up = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+    deadline = time.monotonic() + seconds
+    still_open = {peer.connection.fileno() for peer in peers}
+    while still_open and (left := deadline - time.monotonic()) > 0:
+        poller = select.poll()
+        for descriptor in still_open:
+            poller.register(descriptor, hung_up)
+        still_open -= {descriptor for descriptor, _ in poller.poll(left * 1000)}
+
+
+def _exit_now(exit_code: int) -> None:
+    """Leave without the atexit hooks, one of which is a barrier among processes that may be gone."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os._exit(exit_code)

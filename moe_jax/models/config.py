@@ -1,0 +1,99 @@
+"""What a model is: its sizes and choices. Host side; no arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_jax.errors import UserError
+
+CHOICES = {
+    "kind": ("gpt", "bert"),
+    "activation": ("gelu", "swiglu"),
+    "positions": ("learned", "rotary"),
+    "attention": ("xla", "cudnn"),
+    "dtype": ("float32", "bfloat16", "float64"),
+    "remat": ("none", "block", "dots"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A pre-norm Transformer with MoE feed-forward layers.
+
+    Attributes:
+      kind: 'gpt' (causal, next token) or 'bert' (bidirectional, masked tokens).
+      layers: Transformer blocks.
+      moe_every: 1, every block is MoE; 2, every second one is.
+      model_dim: M; heads: attention heads, each of model_dim / heads.
+      hidden_dim: F, hidden dim of an expert.
+      dense_hidden_dim: hidden dim of the dense blocks' FFN (moe_every = 2); 0 means 4 M.
+      vocab_size: 0 takes the tokenizer's, rounded up to a multiple of 128.
+      max_length: positions, with learned ones.
+      activation: of experts and FFN, 'gelu' (two matrices) or 'swiglu' (three).
+      positions: 'learned' or 'rotary'.
+      attention: implementation of `jax.nn.dot_product_attention`, 'xla' or 'cudnn'.
+      dtype: compute dtype; parameters are float32 (float64 where this is float64).
+      remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results) or 'block' (everything).
+      loss_chunk: tokens whose logits are alive at once in the cross-entropy, per device.
+      mask_rate: share of tokens masked, 'bert' only.
+    """
+
+    kind: str = "gpt"
+    layers: int = 4
+    moe_every: int = 1
+    model_dim: int = 128
+    heads: int = 4
+    hidden_dim: int = 256
+    dense_hidden_dim: int = 0
+    vocab_size: int = 0
+    max_length: int = 1024
+    activation: str = "gelu"
+    positions: str = "learned"
+    attention: str = "xla"
+    dtype: str = "float32"
+    remat: str = "none"
+    loss_chunk: int = 1024
+    mask_rate: float = 0.15
+
+    def __post_init__(self):
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(f"ModelConfig.{name} ({getattr(self, name)!r}) must be one of {', '.join(choices)}")
+        for name in ("layers", "model_dim", "heads", "hidden_dim", "max_length", "loss_chunk"):
+            if getattr(self, name) < 1:
+                raise UserError(f"ModelConfig.{name} ({getattr(self, name)}) must be at least 1")
+        if self.moe_every not in (1, 2):
+            raise UserError(f"ModelConfig.moe_every ({self.moe_every}) must be 1 (every block) or 2 (every second block)")
+        if self.layers % self.moe_every:
+            raise UserError(
+                f"ModelConfig.layers ({self.layers}) must be divisible by ModelConfig.moe_every ({self.moe_every})"
+            )
+        if self.model_dim % self.heads:
+            raise UserError(
+                f"ModelConfig.model_dim ({self.model_dim}) must be divisible by ModelConfig.heads ({self.heads})"
+            )
+        if self.positions == "rotary" and (self.model_dim // self.heads) % 2:
+            raise UserError(
+                f"rotary positions need an even head size, not model_dim ({self.model_dim}) / heads ({self.heads}) = "
+                f"{self.model_dim // self.heads}"
+            )
+        if not 0 < self.mask_rate < 1:
+            raise UserError(f"ModelConfig.mask_rate ({self.mask_rate}) must lie between 0 and 1")
+
+    @property
+    def moe_layers(self) -> int:
+        """L, the number of MoE layers."""
+        return self.layers // self.moe_every
+
+    @property
+    def head_dim(self) -> int:
+        return self.model_dim // self.heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Hidden dim of the dense FFN in the blocks without experts."""
+        return self.dense_hidden_dim or 4 * self.model_dim
+
+    @property
+    def param_dtype(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"

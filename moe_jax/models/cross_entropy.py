@@ -1,0 +1,51 @@
+"""Cross-entropy of a large vocabulary, a chunk of tokens at a time, so that the logits are never all alive.
+
+Enters: final activations [t, M], the output table [V, M], targets and weights [t]. Leaves: the weighted sum of the
+token losses, in at least float32. The caller divides by the global number of target tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.varying import cast_varying, varying_axes
+
+
+def token_losses(x, table, targets):
+    """Return -log p(target) [n] for x [n, M], table [V, M], targets int32 [n]."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    logits = jnp.einsum("tm,vm->tv", x, table, preferred_element_type=wide)
+    picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    return jax.scipy.special.logsumexp(logits, axis=-1) - picked
+
+
+def chunked_cross_entropy(x, table, targets, weights, chunk: int):
+    """Return sum_i weights_i * loss_i, with at most `chunk` rows of logits alive.
+
+    Args:
+      x: [t, M]; table: [V, M]; targets: int32 [t]; weights: float [t], 0 where a token is no target.
+      chunk: tokens per chunk; the last chunk is padded with weight 0.
+    """
+    tokens = x.shape[0]
+    chunk = min(chunk, tokens)
+    pieces = -(-tokens // chunk)
+    pad = pieces * chunk - tokens
+    if pad:
+        x = jnp.pad(x, ((0, pad), (0, 0)))
+        targets, weights = jnp.pad(targets, (0, pad)), jnp.pad(weights, (0, pad))
+
+    @jax.checkpoint
+    def piece(x, targets, weights):
+        losses = token_losses(x, table, targets)
+        return jnp.sum(losses * weights.astype(losses.dtype))
+
+    def body(total, inputs):
+        return total + piece(*inputs), None
+
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    zero = cast_varying(jnp.zeros((), wide), varying_axes(x, table, targets, weights))
+    shape = (pieces, chunk)
+    inputs = (x.reshape(*shape, -1), targets.reshape(shape), weights.reshape(shape))
+    return lax.scan(body, zero, inputs)[0]

@@ -1,0 +1,351 @@
+"""A language model on a mesh: parameters, their layout, and the loss of one global microbatch.
+
+Enters: parameters {'dense': ..., 'bank': ...}, a batch of token ids, and the plan's tables. Leaves: the global loss and
+`StepStats`. One `shard_map` goes round the whole stack, so every collective of forward and backward is written in the
+open; the gradient is taken outside it. The loop over layers is a scan over units, and the bank enters it as a constant.
+Letters: B global sequences, b here, Sq positions, t = b Sq tokens, M model dim, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.dispatch.route import record
+from moe_jax.dispatch.tables import Tables
+from moe_jax.errors import UserError
+from moe_jax.mesh.roles import Roles
+from moe_jax.mesh.sharding import dense_specs, expert_specs, gather_tree
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.cross_entropy import chunked_cross_entropy
+from moe_jax.models.transformer import Transformer, Unit
+from moe_jax.moe.bank import open_sink, with_sink
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.gate import balance_loss, z_loss
+from moe_jax.moe.layer import init_bank, layer_sizes, make_moe
+
+
+@record
+class Batch:
+    """One global microbatch, rows in the order of the data stream.
+
+    Attributes:
+      inputs: int32 [B, Sq] token ids.
+      targets: int32 [B, Sq].
+      weights: float [B, Sq], 1 on a target token, else 0 (BERT: the masked ones; padding: 0).
+    """
+
+    inputs: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+
+
+@record
+class StepStats:
+    """What one microbatch tells beside its loss; all global, replicated but for `loads`.
+
+    Attributes:
+      cross_entropy: float [], loss per target token, in nats.
+      aux_loss: float [], mean over layers of the load-balancing loss, unweighted.
+      z_loss: float [], mean over layers of the gate's z-loss, unweighted.
+      loads: int32 [L, sources, E], choices of each source's tokens per expert.
+      gate_entropy: float [L], mean entropy of the gate's softmax, in nats.
+      dropped: int32 [L], choices that a capacity dropped.
+      passes: int32 [L], passes that each MoE layer took; 1 without overflow.
+    """
+
+    cross_entropy: jax.Array
+    aux_loss: jax.Array
+    z_loss: jax.Array
+    loads: jax.Array
+    gate_entropy: jax.Array
+    dropped: jax.Array
+    passes: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the parameters of one model lie on one mesh.
+
+    Attributes:
+      params, state: pytrees of PartitionSpec for parameters and for optimizer moments.
+      sink: {name: PartitionSpec} of the bank's gradients.
+      gather: pytree of int for the dense leaves: dim to gather inside the model, -1 for none.
+      dp_stage: ZeRO stage of the experts under the `dp` schedule, else None.
+    """
+
+    params: dict
+    state: dict
+    sink: dict
+    gather: dict
+    dp_stage: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModel:
+    """Names, shapes and layout of a model; arrays live in the training state.
+
+    Attributes:
+      config, moe: what the model is.
+      vocab_size: V.
+      roles: the mesh.
+      zero_stage: 0, 1 or 3, of the dense parameters.
+      expert_zero_stage: 0-3, of the experts under the `dp` schedule.
+    """
+
+    config: ModelConfig
+    moe: MoEConfig
+    vocab_size: int
+    roles: Roles
+    zero_stage: int = 1
+    expert_zero_stage: int = 1
+
+    def __post_init__(self):
+        if self.zero_stage not in (0, 1, 3):
+            raise UserError(f"train.zero_stage ({self.zero_stage}) must be 0, 1 or 3")
+        if self.expert_zero_stage not in (0, 1, 2, 3):
+            raise UserError(f"train.expert_zero_stage ({self.expert_zero_stage}) must be 0, 1, 2 or 3")
+        heads, parts = self.config.heads, self.roles.size(self.roles.model)
+        if heads % parts:
+            raise UserError(
+                f"ModelConfig.heads ({heads}) must be divisible by MeshConfig.model ({parts}); set MeshConfig.model to a "
+                f"divisor of {heads}"
+            )
+        layer_sizes(self.moe, self.roles, 1)
+
+    def init(self, key) -> dict:
+        """Return fresh parameters {'dense': nested dict, 'bank': {name: [D S, ...]}} with an even placement.
+
+        Values depend on the key and the model only, never on the mesh; call it under `jax.jit` with the layout's
+        shardings as `out_shardings` and each device makes its own part.
+        """
+        config, moe = self.config, self.moe
+        dense_key, expert_key = jax.random.split(key)
+        model = Transformer(config, moe.num_experts, self.vocab_size, nnx.Rngs(dense_key))
+        bank = init_bank(
+            expert_key,
+            config.moe_layers,
+            moe.num_experts,
+            self.roles.size(self.roles.expert),
+            model_dim=config.model_dim,
+            hidden_dim=config.hidden_dim,
+            activation=config.activation,
+            dtype=config.param_dtype,
+            output_scale=(2 * config.layers) ** -0.5,
+        )
+        return {"dense": nnx.to_pure_dict(nnx.state(model)), "bank": bank}
+
+    def shapes(self) -> dict:
+        """Return the parameters as a pytree of ShapeDtypeStruct; nothing is computed."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    def layout(self) -> Layout:
+        """Return where every leaf lies."""
+        shapes = self.shapes()
+        abstract = nnx.eval_shape(
+            lambda: Transformer(self.config, self.moe.num_experts, self.vocab_size, nnx.Rngs(0))
+        )
+        flat = {path: leaf for path, leaf in nnx.to_flat_state(nnx.state(abstract))}
+
+        def of_path(path, leaf, function):
+            keys = tuple(entry.key for entry in path)
+            return function(keys, leaf)
+
+        dense = shapes["dense"]
+        with_path = lambda function: jax.tree_util.tree_map_with_path(  # noqa: E731
+            lambda path, leaf: of_path(path, leaf, function), dense
+        )
+        model_dims = with_path(lambda keys, _: flat[keys].get_metadata().get("model_dim", -1))
+        stacked = with_path(lambda keys, _: keys[0] == "units")
+        params, state, gather = dense_specs(
+            jax.tree.map(lambda leaf: tuple(leaf.shape), dense), model_dims, stacked, self.roles, self.zero_stage
+        )
+        dp_stage = self.expert_zero_stage if self.moe.schedule == "dp" else None
+        bank = {name: tuple(leaf.shape) for name, leaf in shapes["bank"].items()}
+        bank_params, sink, bank_state = expert_specs(bank, self.roles, self.zero_stage, dp_stage)
+        return Layout(
+            params={"dense": params, "bank": bank_params},
+            state={"dense": state, "bank": bank_state},
+            sink=sink,
+            gather=gather,
+            dp_stage=dp_stage,
+        )
+
+
+def make_loss(
+    model: LanguageModel, layout: Layout, batch_size: int, length: int, *, training: bool = True, microbatches: int = 1
+) -> Callable:
+    """Return the loss of one global microbatch as a function to be jitted and differentiated.
+
+    Args:
+      model: what to compute.
+      layout: where the parameters lie, from `model.layout()`.
+      batch_size: B, global sequences of a microbatch.
+      length: Sq.
+      training: with gate noise, if the gate has any.
+      microbatches: of one step; the gate losses of each count 1 / microbatches.
+
+    Returns:
+      loss(params, batch: Batch, tables: Tables, key, first_row int32 [], normalizer float []) ->
+      (float [], StepStats). The first is the sum of the token losses over `normalizer` plus the weighted gate losses;
+      `first_row` is the number of the microbatch's first sequence within the step, which keys the noise.
+
+    Raises:
+      UserError: if the batch does not divide over the data-parallel devices, or is longer than the positions.
+    """
+    roles, config = model.roles, model.config
+    shards = roles.size(roles.dense)
+    if batch_size % shards:
+        raise UserError(
+            f"train.batch_size per accumulation step ({batch_size}) must be divisible by the {shards} data-parallel "
+            f"devices; set it to a multiple of {shards}"
+        )
+    if config.positions == "learned" and length > config.max_length:
+        raise UserError(
+            f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({config.max_length}); raise "
+            "ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
+        )
+    stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches)
+    rows, table_specs = P(roles.dense), Tables(device_of=P(), group_of=P(), slots=P(roles.expert))
+    stats_specs = StepStats(P(), P(), P(), P(None, roles.expert), P(), P(), P())
+    sharded = jax.shard_map(
+        stack,
+        mesh=roles.mesh,
+        in_specs=(
+            layout.params["dense"], layout.params["bank"], layout.sink, Batch(rows, rows, rows), table_specs, P(), P(), P(),
+        ),
+        out_specs=(P(), stats_specs),
+    )  # fmt: skip
+
+    def loss(params, batch, tables, key, first_row, normalizer):
+        bank, sink = with_sink(params["bank"])
+        return sharded(params["dense"], bank, sink, batch, tables, key, first_row, normalizer)
+
+    return loss
+
+
+def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, training: bool, microbatches: int):
+    """Return the body of the shard_map: everything that one device does to its `rows` sequences."""
+    config, moe_config, roles = model.config, model.moe, model.roles
+    dtype = jnp.dtype(config.dtype)
+    tokens = rows * length
+    apply_moe = make_moe(moe_config, roles, tokens, config.activation)
+    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, moe_config.num_experts, nnx.Rngs(0))))[0]
+    transformer = nnx.split(
+        nnx.eval_shape(lambda: Transformer(config, moe_config.num_experts, model.vocab_size, nnx.Rngs(0)))
+    )[0]
+    parts = roles.size(roles.dense)
+    bank_store = _make_bank_store(model, layout)
+
+    def reduce_model(x):
+        return lax.psum(x, roles.model) if roles.model else x
+
+    def stack(dense, bank, sink, batch, tables, key, first_row, normalizer):
+        device = lax.axis_index(roles.dense)
+        token_ids = (first_row + device * rows) * length + jnp.arange(tokens, dtype=jnp.int32)
+        slots = tables.slots[0]
+        bank = jax.tree.map(lambda leaf: lax.stop_gradient(leaf).astype(dtype), bank)
+        sink = {name: open_sink(leaf, slots) for name, leaf in sink.items()}
+        outer = {name: leaf for name, leaf in dense.items() if name != "units"}
+        outer = gather_tree(outer, {name: layout.gather[name] for name in outer}, roles.dense, parts)
+
+        def body(x, inputs):
+            unit_params, layer_sink, device_of, group_of, layer_slots, layer = inputs
+            unit = nnx.merge(graph, gather_tree(unit_params, layout.gather["units"], roles.dense, parts))
+            layer_tables = Tables(device_of=device_of, group_of=group_of, slots=layer_slots)
+            noise_key = jax.random.fold_in(key, layer) if training and moe_config.gate_noise > 0 else None
+
+            def moe(normed, w_gate):
+                weights, doors, layer_tables_here = bank_store(bank, layer_sink, layer_tables)
+                y, stats, passes = apply_moe(
+                    normed, token_ids, w_gate, weights, doors, layer_tables_here, noise_key
+                )
+                return y, (stats, passes)
+
+            return unit(x, moe, reduce_model)
+
+        units = nnx.merge(transformer, {**outer, "units": dense["units"]})
+        x = units.embedding(batch.inputs, dtype)
+        inputs = (
+            dense["units"], sink, tables.device_of, tables.group_of, slots,
+            jnp.arange(config.moe_layers, dtype=jnp.int32),
+        )  # fmt: skip
+        x, (gate_stats, passes) = lax.scan(_checkpointed(body, config.remat), x, inputs)
+        with jax.named_scope("loss"):
+            x = units.norm(x).reshape(tokens, -1)
+            table = units.embedding.tokens[...].astype(dtype)
+            total = chunked_cross_entropy(
+                x, table, batch.targets.reshape(-1), batch.weights.reshape(-1), config.loss_chunk
+            )
+        cross_entropy = lax.psum(total, roles.dense) / normalizer
+        return _finish(cross_entropy, gate_stats, passes, tokens * parts)
+
+    def _finish(cross_entropy, gate_stats, passes, global_tokens):
+        probability, squared, entropy, dropped = lax.psum(
+            (gate_stats.probability, gate_stats.squared_logsumexp, gate_stats.entropy, gate_stats.dropped), roles.dense
+        )
+        inside = tuple(axis for axis in roles.dense if axis not in roles.expert)
+        counts = lax.psum(gate_stats.counts, inside) if inside else gate_stats.counts
+        total = lax.psum(gate_stats.counts, roles.dense)
+        aux = jnp.mean(balance_loss(total, probability, global_tokens, moe_config.top_k))
+        z = jnp.mean(z_loss(squared, global_tokens))
+        gate_loss = moe_config.aux_loss_weight * aux + moe_config.z_loss_weight * z
+        loss = cross_entropy + gate_loss / microbatches
+        stats = StepStats(
+            cross_entropy=cross_entropy,
+            aux_loss=aux,
+            z_loss=z,
+            loads=counts[:, None],
+            gate_entropy=entropy / global_tokens,
+            dropped=dropped,
+            passes=passes,
+        )
+        return loss, stats
+
+    return stack
+
+
+def _checkpointed(body, remat: str):
+    """Wrap the body of the layer loop in the activation checkpointing policy that `ModelConfig.remat` names."""
+    if remat == "none":
+        return body
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
+def _make_bank_store(model: LanguageModel, layout: Layout):
+    """Return store(bank, layer_sink, tables) -> (bank, doors, tables) that one MoE layer computes with.
+
+    Under every schedule but `dp` the bank is used as it lies. Under `dp`, stage 2 scatters each layer's gradient as it
+    comes, and stage 3 gathers each layer's parameters too; both along the hidden dim.
+    """
+    roles = model.roles
+
+    def hidden_dim(name):
+        return 1 if name == "w_out" else 2
+
+    def is_split(specs, name):
+        spec = specs[name]
+        return len(spec) > hidden_dim(name) and spec[hidden_dim(name)] is not None
+
+    def gather(name, value):
+        return lax.all_gather(value, roles.data, axis=hidden_dim(name), tiled=True)
+
+    def store(bank, layer_sink, tables):
+        if layout.dp_stage not in (2, 3):
+            return bank, layer_sink, tables
+        doors = {n: gather(n, v) if is_split(layout.sink, n) else v for n, v in layer_sink.items()}
+        if layout.dp_stage == 2:
+            return bank, doors, tables
+        weights = {n: v[tables.slots] for n, v in bank.items()}
+        weights = {n: gather(n, v) if is_split(layout.params["bank"], n) else v for n, v in weights.items()}
+        compact = jnp.arange(tables.slots.shape[0], dtype=jnp.int32)
+        return weights, doors, Tables(device_of=tables.device_of, group_of=tables.group_of, slots=compact)
+
+    return store

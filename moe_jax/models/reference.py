@@ -1,0 +1,89 @@
+"""The whole model on one device, layer after layer, in plain JAX: the oracle for loss and every gradient.
+
+Enters: the same parameters as the real model, with experts as [L, E, ...] instead of a bank, and a batch. Leaves: the
+loss. No mesh, no scan, no module: formulas on dictionaries.
+Letters: B sequences, Sq positions, M model dim, H heads, Dh head dim, L MoE layers, E experts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.models.config import ModelConfig
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.reference import reference_moe
+
+
+def layer_norm(x, p):
+    mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+    return (x - mean) / jnp.sqrt(variance + 1e-5) * p["scale"][None, None] + p["bias"][None, None]
+
+
+def rotary(x):
+    """Rotate x [B, Sq, H, Dh]: feature pair (i, i + Dh/2) of position s by s * 10000^(-2i/Dh)."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)[None]
+    turn = jnp.exp(1j * angle)[None, :, None]
+    turned = (x[..., :half] + 1j * x[..., half:]) * turn
+    return jnp.concatenate([turned.real, turned.imag], -1)
+
+
+def attention(x, p, config: ModelConfig):
+    h = layer_norm(x, p["norm"])
+    q, k, v = (jnp.einsum("bsm,mhd->bshd", h, p["qkv"][:, i]) + p["qkv_bias"][i][None, None] for i in range(3))
+    if config.positions == "rotary":
+        q, k = rotary(q), rotary(k)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(config.head_dim)
+    if config.kind == "gpt":
+        causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
+        scores = jnp.where(causal, scores, -jnp.inf)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
+    return jnp.einsum("bshd,hdm->bsm", mixed, p["out"]) + p["out_bias"][None, None]
+
+
+def feed_forward(x, p):
+    h = layer_norm(x, p["norm"])
+    up = h @ p["w_in"] + p["in_bias"][None, None]
+    hidden = jax.nn.silu(h @ p["w_gate"]) * up if "w_gate" in p else jax.nn.gelu(up)
+    return hidden @ p["w_out"] + p["out_bias"][None, None]
+
+
+def reference_loss(params, inputs, targets, weights, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1):
+    """Return the loss that the real model must reproduce.
+
+    Args:
+      params: {'dense': as in the real model, 'experts': {name: [L, E, ...]}}.
+      inputs, targets: int32 [B, Sq]; weights: float [B, Sq].
+      config, moe: the model.
+      noise: list of L arrays [B Sq, E] of standard normal noise, or None.
+      drop_groups: in capacity mode, groups of consecutive tokens that are gated each on their own.
+
+    Returns:
+      loss [], with (cross-entropy [], loads int32 [L, E]) beside it.
+    """
+    dense = params["dense"]
+    x = dense["embedding"]["tokens"][inputs]
+    if config.positions == "learned":
+        x = x + dense["embedding"]["positions"][None, : inputs.shape[1]]
+    gate_loss, loads = 0.0, []
+    for layer in range(config.moe_layers):
+        p = jax.tree.map(lambda leaf: leaf[layer], dense["units"])  # noqa: B023
+        if config.moe_every == 2:
+            x = x + attention(x, p["dense_attention"], config)
+            x = x + feed_forward(x, p["dense"])
+        x = x + attention(x, p["attention"], config)
+        h = layer_norm(x, p["gate"]["norm"]).reshape(-1, x.shape[-1])
+        experts = {name: value[layer] for name, value in params["experts"].items()}
+        layer_noise = None if noise is None else noise[layer]
+        y, balance, z, counts = reference_moe(
+            h, p["gate"]["w_gate"], experts, moe, noise=layer_noise, drop_groups=drop_groups
+        )
+        x = x + y.reshape(x.shape)
+        gate_loss = gate_loss + (moe.aux_loss_weight * balance + moe.z_loss_weight * z) / config.moe_layers
+        loads.append(counts)
+    x = layer_norm(x, dense["norm"])
+    log_probs = jax.nn.log_softmax(x @ dense["embedding"]["tokens"].T, -1)
+    picked = jnp.take_along_axis(log_probs, targets[..., None], -1)[..., 0]
+    cross_entropy = -jnp.sum(picked * weights) / jnp.sum(weights)
+    return cross_entropy + gate_loss, (cross_entropy, jnp.stack(loads))

@@ -1,0 +1,193 @@
+"""The parts of a Transformer, as Flax modules: what they hold, and what they do to this device's tokens.
+
+Enters: activations x [b, Sq, M] of this device (all of its MP group's tokens). Leaves: the same shape. Modules give
+structure, names and initial values; they are called inside `shard_map` on merged parameters, one unit at a time. A unit
+is what the layer loop scans: an MoE block, or a dense block followed by an MoE block.
+Letters: b sequences here, Sq positions, M model dim, H heads here, Dh head dim, F hidden dim here.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moe_jax.models.config import ModelConfig
+
+
+def normal(key, shape, scale, dtype):
+    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def along_last(vector, like):
+    """Return a vector [n] in the dtype of `like` [..., n] and with as many dims, ready to add or multiply."""
+    return vector.astype(like.dtype).reshape((1,) * (like.ndim - 1) + vector.shape)
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation over the last dim, in at least float32."""
+
+    def __init__(self, dim: int, dtype):
+        self.scale = nnx.Param(jnp.ones((dim,), dtype))
+        self.bias = nnx.Param(jnp.zeros((dim,), dtype))
+
+    def __call__(self, x):
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean = jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
+        normed = (wide - mean) * jax.lax.rsqrt(variance + 1e-5)
+        return (normed * along_last(self.scale[...], wide) + along_last(self.bias[...], wide)).astype(x.dtype)
+
+
+def rotate(x, positions):
+    """Turn pairs of features by their position's angle. x [b, Sq, H, Dh], positions int32 [Sq]. Source: RoFormer."""
+    half = x.shape[-1] // 2
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    frequency = 10000.0 ** (-jnp.arange(half, dtype=wide) / half)
+    angle = positions.astype(wide)[:, None, None] * frequency[None, None]  # [Sq, 1, half]
+    cos, sin = jnp.cos(angle)[None], jnp.sin(angle)[None]
+    first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attend(q, k, v, causal: bool, implementation: str):
+    """Return softmax(q k^T / sqrt(Dh)) v for [b, Sq, H, Dh] each; float64 stays float64, which JAX's function does not."""
+    if q.dtype != jnp.float64:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    if causal:
+        index = jnp.arange(q.shape[1])
+        scores = jnp.where((index[:, None] >= index[None])[None, None], scores, jnp.finfo(scores.dtype).min)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+
+class Attention(nnx.Module):
+    """Pre-norm multi-head self-attention. Under MP each device holds some of the heads."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        dim, heads, head_dim, dtype = config.model_dim, config.heads, config.head_dim, config.param_dtype
+        self.config = config
+        self.norm = LayerNorm(dim, dtype)
+        self.qkv = nnx.Param(normal(rngs.params(), (dim, 3, heads, head_dim), dim**-0.5, dtype), model_dim=2)
+        self.qkv_bias = nnx.Param(jnp.zeros((3, heads, head_dim), dtype), model_dim=1)
+        scale = (2 * config.layers * dim) ** -0.5
+        self.out = nnx.Param(normal(rngs.params(), (heads, head_dim, dim), scale, dtype), model_dim=0)
+        self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
+
+    def __call__(self, x, reduce):
+        """Return the residual branch [b, Sq, M]; `reduce` sums partial results over the MP group."""
+        dtype, config = x.dtype, self.config
+        with jax.named_scope("attention"):
+            h = self.norm(x)
+            qkv = jnp.einsum("bsm,mchd->cbshd", h, self.qkv[...].astype(dtype))
+            qkv = qkv + self.qkv_bias[...].astype(dtype)[:, None, None]
+            q, k, v = qkv[0], qkv[1], qkv[2]
+            if config.positions == "rotary":
+                positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+                q, k = rotate(q, positions), rotate(k, positions)
+            mixed = attend(q, k, v, config.kind == "gpt", config.attention)
+            out = reduce(jnp.einsum("bshd,hdm->bsm", mixed, self.out[...].astype(dtype)))
+            return out + along_last(self.out_bias[...], out)
+
+
+class FeedForward(nnx.Module):
+    """Pre-norm dense FFN. Under MP each device holds a part of the hidden dim."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        dim, hidden, dtype = config.model_dim, config.ffn_dim, config.param_dtype
+        self.norm = LayerNorm(dim, dtype)
+        self.w_in = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1)
+        self.in_bias = nnx.Param(jnp.zeros((hidden,), dtype), model_dim=0)
+        if config.activation == "swiglu":
+            self.w_gate = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1)
+        scale = (2 * config.layers * hidden) ** -0.5
+        self.w_out = nnx.Param(normal(rngs.params(), (hidden, dim), scale, dtype), model_dim=0)
+        self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
+        self.swiglu = config.activation == "swiglu"
+
+    def __call__(self, x, reduce):
+        """Return the residual branch [b, Sq, M]; `reduce` sums partial results over the MP group."""
+        dtype = x.dtype
+        with jax.named_scope("feed_forward"):
+            h = self.norm(x)
+            up = h @ self.w_in[...].astype(dtype)
+            up = up + along_last(self.in_bias[...], up)
+            if self.swiglu:
+                up = jax.nn.silu(h @ self.w_gate[...].astype(dtype)) * up
+            else:
+                up = jax.nn.gelu(up)
+            out = reduce(up @ self.w_out[...].astype(dtype))
+            return out + along_last(self.out_bias[...], out)
+
+
+class Gate(nnx.Module):
+    """Norm and gate weight of one MoE layer; its experts live in the bank."""
+
+    def __init__(self, config: ModelConfig, num_experts: int, rngs: nnx.Rngs):
+        self.norm = LayerNorm(config.model_dim, config.param_dtype)
+        shape = (config.model_dim, num_experts)
+        self.w_gate = nnx.Param(normal(rngs.params(), shape, config.model_dim**-0.5, config.param_dtype))
+
+
+class Unit(nnx.Module):
+    """One turn of the layer loop: an MoE block, or a dense block and an MoE block."""
+
+    def __init__(self, config: ModelConfig, num_experts: int, rngs: nnx.Rngs):
+        if config.moe_every == 2:
+            self.dense_attention = Attention(config, rngs)
+            self.dense = FeedForward(config, rngs)
+        self.attention = Attention(config, rngs)
+        self.gate = Gate(config, num_experts, rngs)
+        self.has_dense = config.moe_every == 2
+
+    def __call__(self, x, moe, reduce):
+        """Run the unit.
+
+        Args:
+          x: [b, Sq, M].
+          moe: function ([t, M] normed tokens, w_gate [M, E]) -> ([t, M], auxiliary).
+          reduce: sums partial results over the MP group.
+
+        Returns:
+          ([b, Sq, M], what `moe` returned beside the tokens).
+        """
+        if self.has_dense:
+            x = x + self.dense_attention(x, reduce)
+            x = x + self.dense(x, reduce)
+        x = x + self.attention(x, reduce)
+        with jax.named_scope("moe"):
+            tokens = self.gate.norm(x).reshape(-1, x.shape[-1])
+            y, aux = moe(tokens, self.gate.w_gate[...])
+        return x + y.reshape(x.shape), aux
+
+
+class Embedding(nnx.Module):
+    """Token and, if learned, position embeddings; the token table serves as the output head too."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, rngs: nnx.Rngs):
+        dtype = config.param_dtype
+        self.tokens = nnx.Param(normal(rngs.params(), (vocab_size, config.model_dim), 0.02, dtype))
+        if config.positions == "learned":
+            self.positions = nnx.Param(normal(rngs.params(), (config.max_length, config.model_dim), 0.02, dtype))
+        self.learned = config.positions == "learned"
+
+    def __call__(self, token_ids, dtype):
+        """Return [b, Sq, M] for int32 [b, Sq]."""
+        x = self.tokens[...].astype(dtype)[token_ids]
+        if self.learned:
+            x = x + self.positions[...].astype(dtype)[None, : token_ids.shape[1]]
+        return x
+
+
+class Transformer(nnx.Module):
+    """All parameters of a model but the experts: embedding, stacked units [U, ...], final norm."""
+
+    def __init__(self, config: ModelConfig, num_experts: int, vocab_size: int, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=config.moe_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make_units(rngs):
+            return Unit(config, num_experts, rngs)
+
+        self.embedding = Embedding(config, vocab_size, rngs)
+        self.units = make_units(rngs)
+        self.norm = LayerNorm(config.model_dim, config.param_dtype)

@@ -1,0 +1,91 @@
+"""Grouped matmul as loops over row blocks: about the FLOPs of the rows there are, with plain XLA matmuls.
+
+The choice on a CPU, where XLA expands `lax.ragged_dot` to G times the work. See `row_blocks` for the loops and
+`matmul_contract` for what enters and leaves.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.moe.matmul_contract import GroupedWeights, register
+from moe_jax.moe.row_blocks import block_heights, for_each_block
+
+Array = jax.Array
+
+ROWS_BY_WEIGHT = (((1,), (0,)), ((), ()))  # [R, K] x [K, N] -> [R, N]
+ROWS_BY_TRANSPOSED = (((1,), (1,)), ((), ()))  # [R, N] x [K, N] -> [R, K]
+ROWS_BY_ROWS = (((0,), (0,)), ((), ()))  # [R, K] x [R, N] -> [K, N]
+
+
+def multiply(a: Array, b: Array, dims) -> Array:
+    """Return a matmul that accumulates in at least float32."""
+    return lax.dot_general(a, b, dims, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+
+
+def choose_heights(rows: int, groups: int, weight_elements: int) -> tuple[int, ...]:
+    """Return the ladder of block heights for a matmul of `rows` rows with weights of `weight_elements` elements each.
+
+    The more work there is, the more compile time it may cost to save some of it.
+    """
+    flops = 2 * rows * weight_elements
+    return block_heights(rows, groups, steps=4 if flops > 2e9 else 2 if flops > 1e8 else 1)
+
+
+def split_sizes(group_sizes: Array, operands) -> list[tuple[Array, Array]]:
+    """Return for each operand its groups' sizes and the first row of its first group."""
+    parts, offset, first_row = [], 0, jnp.zeros((), jnp.int32)
+    for operand in operands:
+        sizes = group_sizes[offset : offset + operand.slots.shape[0]]
+        parts.append((sizes, first_row))
+        offset += operand.slots.shape[0]
+        first_row = first_row + jnp.sum(sizes, dtype=jnp.int32)
+    return parts
+
+
+def zeros_varying_like(shape, dtype, *like) -> Array:
+    """Return zeros that may be the carry of a loop whose body mixes them with `like`."""
+    return cast_varying(jnp.zeros(shape, dtype), varying_axes(*like))
+
+
+@register("blocked")
+class BlockedMatmul:
+    """One XLA matmul per row block; forward and backward are loops of a dynamic trip count."""
+
+    def multiply(self, lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> Array:
+        rows = lhs.shape[0]
+        out = zeros_varying_like((rows, operands[0].bank.shape[2]), lhs.dtype, lhs)
+        for operand, (sizes, first_row) in zip(operands, split_sizes(group_sizes, operands), strict=True):
+
+            def step(out, block, operand=operand):
+                weight = block.pick(operand.bank, operand.slots, lhs.dtype)
+                return block.write(out, multiply(block.read(lhs), weight, ROWS_BY_WEIGHT))
+
+            heights = choose_heights(rows, sizes.shape[0], operand.bank[0].size)
+            out = for_each_block(sizes, heights, rows, out, step, first_row)
+        return out
+
+    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]):
+        rows = lhs.shape[0]
+        dlhs = zeros_varying_like(lhs.shape, lhs.dtype, lhs)
+        dweights = []
+        for operand, (sizes, first_row) in zip(operands, split_sizes(group_sizes, operands), strict=True):
+
+            def step(carry, block, operand=operand):
+                dlhs, dweight = carry
+                d = block.read(dout)
+                dlhs = block.write(dlhs, multiply(d, block.pick(operand.bank, operand.slots, lhs.dtype), ROWS_BY_TRANSPOSED))
+                if dweight is not None:
+                    dweight = block.add_to_group(dweight, multiply(block.read(lhs), d, ROWS_BY_ROWS))
+                return dlhs, dweight
+
+            dweight = None
+            if operand.sink is not None:
+                dweight = zeros_varying_like(operand.sink.shape, operand.sink.dtype, lhs)
+            heights = choose_heights(rows, sizes.shape[0], operand.bank[0].size)
+            dlhs, dweight = for_each_block(sizes, heights, rows, (dlhs, dweight), step, first_row)
+            dweights.append(dweight)
+        return dlhs, tuple(dweights)

@@ -1,0 +1,77 @@
+"""The experts' feed-forward networks on rows that are sorted by expert.
+
+Enters: rows `[R, M]` sorted by group, `group_sizes [G]`, and per weight the `GroupedWeights` of the groups. Leaves: rows
+`[R, M]`, zero past the last group. Does not move tokens, weighs nothing with gate probabilities, and sums nothing over
+devices: with F split over `expert_shard` the result is this shard's part of a sum.
+
+Letters: R rows of this shard, M model dim, F hidden dim (this shard's part), G groups, S rows of a weight bank.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.moe.grouped_matmul import GroupedWeights, grouped_matmul
+
+Array = jax.Array
+
+
+def _gelu(up: Array) -> Array:
+    return jax.nn.gelu(up)
+
+
+def _swiglu(up: Array, gate: Array) -> Array:
+    return jax.nn.silu(gate) * up
+
+
+# name -> (the weights that make the hidden rows, what turns their products into hidden rows)
+_ACTIVATIONS = {"gelu": (("w_in",), _gelu), "swiglu": (("w_in", "w_gate"), _swiglu)}
+
+
+def weight_names(activation: str) -> tuple[str, ...]:
+    """Return the names of an expert's weights, w_out last.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation ({activation!r}) is unknown; choose one of {', '.join(_ACTIVATIONS)}")
+    return (*_ACTIVATIONS[activation][0], "w_out")
+
+
+def expert_ffn(
+    rows: Array,
+    group_sizes: Array,
+    weights: dict[str, tuple[GroupedWeights, ...]],
+    *,
+    activation: str,
+    implementation: str,
+) -> Array:
+    """Apply to each group's rows its expert: act(rows w_in) w_out, or (silu(rows w_gate) * rows w_in) w_out.
+
+    Args:
+        rows: float [R, M], sorted by group, without gaps; rows past sum(group_sizes) may hold anything.
+        group_sizes: int32 [G].
+        weights: w_in [S, M, F], w_out [S, F, M], and w_gate [S, M, F] for 'swiglu', each as operands of a
+            `grouped_matmul`: the groups of the first operand come first.
+        activation: 'gelu' (its tanh form) or 'swiglu'.
+        implementation: of the grouped matmul; a name from `implementations()`.
+
+    Returns:
+        float [R, M] in the dtype of `rows`. The activation runs in at least float32.
+
+    Raises:
+        ValueError: an unknown name, a missing weight, or shapes that do not fit.
+    """
+    names = weight_names(activation)
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise ValueError(f"activation {activation!r} needs the weights {', '.join(names)}; missing: {', '.join(missing)}")
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    pre = [
+        grouped_matmul(rows, group_sizes, weights[name], implementation=implementation).astype(wide)
+        for name in names[:-1]
+    ]
+    hidden = _ACTIVATIONS[activation][1](*pre).astype(rows.dtype)
+    return grouped_matmul(hidden, group_sizes, weights["w_out"], implementation=implementation)

@@ -1,0 +1,201 @@
+"""The MoE layer: gate, dispatch, experts, combine, put together.
+
+`make_moe` is the functional core, for use inside `shard_map`: this device's tokens [t, M] in, tokens out. `MoELayer` is
+the same as a Flax module for a user's own model: global tokens [..., M] in, tokens and losses out; it opens the
+`shard_map` by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.dispatch.tables import even_tables
+from moe_jax.errors import UserError
+from moe_jax.mesh.roles import Roles
+from moe_jax.moe.bank import open_sink, with_sink
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.experts import expert_ffn, weight_names
+from moe_jax.moe.gate import balance_loss, choose_experts, z_loss
+from moe_jax.moe.grouped_matmul import GroupedWeights, default_implementation
+from moe_jax.schedules import LayerSizes, build_schedule
+
+
+def layer_sizes(config: MoEConfig, roles: Roles, tokens: int) -> LayerSizes:
+    """Return the static sizes of one layer on a device whose MP group holds `tokens` tokens."""
+    devices = roles.size(roles.expert)
+    if config.num_experts % devices:
+        raise UserError(
+            f"MoEConfig.num_experts ({config.num_experts}) must be divisible by the expert axis ({devices}); set "
+            f"MeshConfig.expert to a divisor of {config.num_experts}"
+        )
+    return LayerSizes(
+        tokens=tokens,
+        top_k=config.top_k,
+        num_experts=config.num_experts,
+        groups=config.num_experts // devices,
+        capacity=None if config.dropless else config.capacity(tokens),
+        bucket_slack=config.bucket_slack,
+    )
+
+
+def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
+    """Return the layer as a function of this device's tokens.
+
+    Args:
+      config: the layer.
+      roles: the mesh whose axes its collectives use.
+      tokens: t, tokens of this device's MP group.
+      activation: 'gelu' or 'swiglu'.
+
+    Returns:
+      apply(x [t, M], token_ids int32 [t], w_gate [M, E], bank, sink, tables, noise_key) -> (y [t, M], GateStats, passes)
+      with bank {name: [S, ...]}, sink {name: [G, ...]} of this layer, `Tables` of this layer, and a PRNG key or None.
+    """
+    schedule = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens))
+    implementation = config.grouped_matmul
+    if implementation == "auto":
+        implementation = default_implementation(roles.mesh.devices.flat[0].platform)
+
+    def apply(x, token_ids, w_gate, bank, sink, tables, noise_key=None):
+        gate = functools.partial(_gate, w_gate=w_gate, config=config, noise_key=noise_key)
+        weights = {
+            name: (GroupedWeights(bank=bank[name], slots=tables.slots, sink=sink[name] if sink else None),)
+            for name in bank
+        }
+
+        def experts(rows, group_sizes):
+            return expert_ffn(rows, group_sizes, weights, activation=activation, implementation=implementation)
+
+        return schedule(x, token_ids, gate, experts, tables)
+
+    return apply
+
+
+def _gate(x, token_ids, *, w_gate, config, noise_key):
+    return choose_experts(x, w_gate, config, noise_key=noise_key, token_ids=token_ids)
+
+
+def init_expert(key, model_dim: int, hidden_dim: int, activation: str, dtype, output_scale: float = 1.0) -> dict:
+    """Return the weights of one expert, {name: [M, F] or [F, M]}; normal, scaled by 1 / sqrt(fan in)."""
+    weights = {}
+    for index, name in enumerate(weight_names(activation)):
+        shape = (hidden_dim, model_dim) if name == "w_out" else (model_dim, hidden_dim)
+        scale = shape[0] ** -0.5 * (output_scale if name == "w_out" else 1.0)
+        weights[name] = (scale * jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)).astype(dtype)
+    return weights
+
+
+def init_bank(key, layers: int, experts: int, devices: int, **sizes) -> dict:
+    """Return the bank {name: [D S, ...]} of an even placement; expert (l, e) depends on fold_in(layer, expert) alone.
+
+    Args:
+      key: PRNG key.
+      layers: L; experts: E; devices: D; sizes: as in `init_expert`.
+    """
+    held = experts // devices
+    device, layer, place = np.meshgrid(np.arange(devices), np.arange(layers), np.arange(held), indexing="ij")
+    layer_ids = jnp.asarray(layer.reshape(-1))
+    expert_ids = jnp.asarray((device * held + place).reshape(-1))
+
+    def one(layer_id, expert_id):
+        return init_expert(jax.random.fold_in(jax.random.fold_in(key, layer_id), expert_id), **sizes)
+
+    return jax.vmap(one)(layer_ids, expert_ids)
+
+
+class MoELayer(nnx.Module):
+    """A mixture of experts as a drop-in for a feed-forward layer, on one device or on a mesh.
+
+    Calling it with tokens [..., M] returns (tokens [..., M], loss, loads): the same shape, the weighted auxiliary and
+    z-loss to add to yours (float []), and how many tokens each source device sent to each expert (int32 [D, E]). The
+    leading dims together must divide over all devices of the mesh.
+
+    Attributes:
+      w_gate: [M, E] parameter.
+      bank: {name: [E, ...]} parameters, experts in order, sharded over the mesh's expert axis.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        model_dim: int,
+        hidden_dim: int,
+        roles: Roles,
+        rngs: nnx.Rngs,
+        activation: str = "gelu",
+        dtype=jnp.float32,
+    ):
+        """Initialise the layer.
+
+        Args:
+          config: gate, capacity and schedule.
+          model_dim: M; hidden_dim: F.
+          roles: the mesh, from `moe_jax.mesh.build_mesh`.
+          rngs: Flax random streams; `params` is used.
+          activation: 'gelu' or 'swiglu'.
+          dtype: of the parameters.
+
+        Raises:
+          UserError: if E does not divide over the expert axis.
+        """
+        devices = roles.size(roles.expert)
+        layer_sizes(config, roles, 1)
+        bank = init_bank(
+            rngs.params(),
+            1,
+            config.num_experts,
+            devices,
+            model_dim=model_dim,
+            hidden_dim=hidden_dim,
+            activation=activation,
+            dtype=dtype,
+        )
+        self.config, self.roles, self.activation = config, roles, activation
+        scale = model_dim**-0.5
+        self.w_gate = nnx.Param(scale * jax.random.normal(rngs.params(), (model_dim, config.num_experts), dtype))
+        sharding = roles.sharding(roles.expert)
+        self.bank = nnx.Dict({name: nnx.Param(jax.device_put(value, sharding)) for name, value in bank.items()})
+
+    def __call__(self, x, *, noise_key=None):
+        """Apply the layer to tokens [..., M]; see the class for what comes back."""
+        tokens = x.reshape(-1, x.shape[-1])
+        roles, config = self.roles, self.config
+        shards = roles.size(roles.dense)
+        if tokens.shape[0] % shards:
+            raise UserError(
+                f"the MoE layer got {tokens.shape[0]} tokens, which do not divide over {shards} devices; pad the batch "
+                f"to a multiple of {shards}"
+            )
+        apply = make_moe(config, roles, tokens.shape[0] // shards, self.activation)
+        tables = even_tables(1, config.num_experts, roles.size(roles.expert))
+
+        def body(x, token_ids, w_gate, bank, sink, tables):
+            layer = jax.tree.map(lambda a: a[0], tables)
+            layer = type(tables)(device_of=layer.device_of, group_of=layer.group_of, slots=layer.slots[0])
+            sink = {name: open_sink(value, layer.slots[None])[0] for name, value in sink.items()}
+            y, stats, _ = apply(x, token_ids, w_gate, bank, sink, layer, noise_key)
+            sums = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
+            per_source = lax.psum(stats.counts, roles.data) if roles.data else stats.counts
+            total = lax.psum(stats.counts, roles.dense)
+            balance = balance_loss(total, sums[0], tokens.shape[0], config.top_k)
+            loss = config.aux_loss_weight * balance + config.z_loss_weight * z_loss(sums[1], tokens.shape[0])
+            return y, loss, per_source[None]
+
+        bank, sink = with_sink({name: self.bank[name][...] for name in self.bank})
+        spec = P(roles.dense)
+        table_specs = type(tables)(device_of=P(), group_of=P(), slots=P(roles.expert))
+        y, loss, loads = jax.shard_map(
+            body,
+            mesh=roles.mesh,
+            in_specs=(spec, spec, P(), P(roles.expert), P(roles.expert), table_specs),
+            out_specs=(spec, P(), P(roles.expert)),
+        )(tokens, jnp.arange(tokens.shape[0], dtype=jnp.int32), self.w_gate[...], bank, sink, tables)
+        return y.reshape(x.shape), loss, loads

@@ -1,0 +1,88 @@
+"""The contract that every grouped matmul implementation meets, and the registry that holds them.
+
+Rows `[R, K]` sorted by group enter together with `group_sizes [G]` and the weights of the groups; `[R, N]` leaves. Group g
+owns the `group_sizes[g]` rows after those of the groups before it; rows past the last group belong to nobody: they may hold
+anything on entry and are zero on exit. Nothing here computes: see `grouped_matmul`.
+
+Letters: R rows of this shard, G groups, S rows of a weight bank, K and N the contracted and the resulting dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedWeights:
+    """Say which row of a weight bank serves each of some consecutive groups, and where their gradients leave.
+
+    The bank is read and never differentiated: a loop over layers can close over a bank that holds all of them, without a
+    gradient as large as the bank in its carry. A group's gradient leaves as the cotangent of its row of `sink`.
+
+    Attributes:
+        bank: float [S, K, N], the weights of many groups.
+        slots: int32 [G], the row of `bank` that serves each group.
+        sink: float [G, K, N], a door for gradients whose values are never read, or None where no gradient is wanted.
+            Its dtype is the dtype of the gradient.
+    """
+
+    bank: Array
+    slots: Array
+    sink: Array | None = None
+
+
+class GroupedMatmul(Protocol):
+    """Multiply the rows of every group by the group's weights, and differentiate that. Types: see `accumulation_dtype`."""
+
+    def multiply(self, lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> Array:
+        """Return float [R, N] in the dtype of `lhs`; rows past the last group are zero whatever `lhs` holds there."""
+        ...
+
+    def gradients(
+        self, lhs: Array, dout: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]
+    ) -> tuple[Array, tuple[Array | None, ...]]:
+        """Return the gradient of `lhs`, and per operand that of its groups' weights [G, K, N] or None without a sink.
+
+        Rows of `lhs` and `dout` past the last group may hold anything; the gradient of `lhs` is zero there.
+        """
+        ...
+
+
+_REGISTRY: dict[str, GroupedMatmul] = {}
+
+
+def register(name: str) -> Callable[[type], type]:
+    """Return a class decorator that makes an implementation available under `name`."""
+
+    def decorate(implementation: type) -> type:
+        if name in _REGISTRY:
+            raise ValueError(f"a grouped matmul named {name!r} is registered already; choose another name")
+        _REGISTRY[name] = implementation()
+        return implementation
+
+    return decorate
+
+
+def implementations() -> tuple[str, ...]:
+    """Return the registered names, sorted."""
+    return tuple(sorted(_REGISTRY))
+
+
+def find_implementation(name: str) -> GroupedMatmul:
+    """Return the implementation registered under `name`.
+
+    Raises:
+        ValueError: no implementation has that name.
+    """
+    if name not in _REGISTRY:
+        raise ValueError(
+            f"grouped matmul implementation ({name!r}) is unknown; choose one of {', '.join(implementations())}"
+        )
+    return _REGISTRY[name]

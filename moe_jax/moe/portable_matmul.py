@@ -1,0 +1,99 @@
+"""Two grouped matmuls without loops: `reference`, to be believed, and `ragged`, for GPU and TPU.
+
+See `matmul_contract` for what enters and leaves. Both gather the groups' weights into one array [G, K, N] first.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.moe.matmul_contract import GroupedWeights, register
+
+Array = jax.Array
+
+
+def gather_weights(operands: tuple[GroupedWeights, ...], dtype) -> Array:
+    """Return the weights [G, K, N] of all groups, operand after operand."""
+    parts = [jnp.take(operand.bank, operand.slots, axis=0, mode="clip").astype(dtype) for operand in operands]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def split_gradient(dweight: Array, operands: tuple[GroupedWeights, ...]) -> tuple[Array | None, ...]:
+    """Cut the gradient [G, K, N] of all groups into one part per operand, in its sink's dtype; None without a sink."""
+    parts, offset = [], 0
+    for operand in operands:
+        stop = offset + operand.slots.shape[0]
+        parts.append(None if operand.sink is None else dweight[offset:stop].astype(operand.sink.dtype))
+        offset = stop
+    return tuple(parts)
+
+
+def clear_unowned_rows(array: Array, group_sizes: Array) -> Array:
+    """Return `array` [R, ...] with zeros in the rows past the last group."""
+    row = lax.broadcasted_iota(jnp.int32, (array.shape[0], 1), 0)
+    return jnp.where(row < jnp.sum(group_sizes, dtype=jnp.int32), array, jnp.zeros((), array.dtype))
+
+
+def _accumulator(dtype):
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+@register("reference")
+class ReferenceMatmul:
+    """Every group multiplies every row, and a mask keeps its own: G times the FLOPs, and hard to get wrong."""
+
+    def multiply(self, lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> Array:
+        weights, lhs = gather_weights(operands, lhs.dtype), clear_unowned_rows(lhs, group_sizes)
+        owner_GR = _owner_mask(group_sizes, lhs.shape[0], lhs.dtype)
+        kwargs = {"preferred_element_type": _accumulator(lhs.dtype)}
+        out = sum(
+            jnp.einsum("r,rk,kn->rn", owner_GR[g], lhs, weights[g], **kwargs) for g in range(group_sizes.shape[0])
+        )
+        return out.astype(lhs.dtype)
+
+    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]):
+        weights, lhs = gather_weights(operands, lhs.dtype), clear_unowned_rows(lhs, group_sizes)
+        dout = clear_unowned_rows(dout, group_sizes)
+        owner_GR = _owner_mask(group_sizes, lhs.shape[0], lhs.dtype)
+        groups = range(group_sizes.shape[0])
+        kwargs = {"preferred_element_type": _accumulator(lhs.dtype)}
+        dlhs = sum(jnp.einsum("r,rn,kn->rk", owner_GR[g], dout, weights[g], **kwargs) for g in groups)
+        dweight = jnp.stack([jnp.einsum("r,rk,rn->kn", owner_GR[g], lhs, dout, **kwargs) for g in groups])
+        return dlhs.astype(lhs.dtype), split_gradient(dweight, operands)
+
+
+def _owner_mask(group_sizes: Array, rows: int, dtype) -> Array:
+    """Return [G, R], one where the group owns the row."""
+    stops = jnp.cumsum(group_sizes)[:, None]
+    row = jnp.arange(rows)[None]
+    return ((row >= stops - group_sizes[:, None]) & (row < stops)).astype(dtype)
+
+
+@register("ragged")
+class RaggedMatmul:
+    """`lax.ragged_dot`, which XLA lowers as well as it can on each platform: on a CPU with G times the FLOPs."""
+
+    def multiply(self, lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> Array:
+        out = lax.ragged_dot(
+            clear_unowned_rows(lhs, group_sizes),
+            gather_weights(operands, lhs.dtype),
+            group_sizes,
+            preferred_element_type=_accumulator(lhs.dtype),
+        )
+        return clear_unowned_rows(out, group_sizes).astype(lhs.dtype)
+
+    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]):
+        lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)
+        transposed = jnp.swapaxes(gather_weights(operands, lhs.dtype), 1, 2)
+        accumulator = _accumulator(lhs.dtype)
+        dlhs = lax.ragged_dot(dout, transposed, group_sizes, preferred_element_type=accumulator)
+        dlhs = clear_unowned_rows(dlhs, group_sizes).astype(lhs.dtype)
+        if all(operand.sink is None for operand in operands):
+            return dlhs, (None,) * len(operands)
+        rows_by_rows = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+        )
+        dweight = lax.ragged_dot_general(lhs, dout, group_sizes, rows_by_rows, preferred_element_type=accumulator)
+        return dlhs, split_gradient(dweight, operands)

@@ -1,0 +1,160 @@
+"""Cut the rows of every group into blocks of a few static heights, and loop over them with trip counts that are data.
+
+Enters: group sizes `[G]`, a carry, and a step that handles one block. Leaves: the carry after all blocks. XLA needs static
+shapes, so a group's rows are covered by blocks whose heights come from a short ladder: blocks of the highest rung as long
+as rows are left for more than one, then one *tail* block of the lowest rung that covers the rest. One loop per rung runs
+over exactly the groups whose tail fits it, so an empty group costs nothing and a group of 70 rows costs a matmul of 72 or
+80 rows, not of 128. (A `lax.switch` over heights inside one loop would read better, but XLA copies the whole carry, weight
+gradients included, at every turn.)
+
+Letters: R rows of this shard, G groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowBlock:
+    """One block: `count` rows of `group`, in a window of `height` rows that starts at row `start`.
+
+    The window may also hold `lead` rows before the block's own and rows after them: those belong to other groups or to
+    nobody, so they are read as zeros and never written.
+    """
+
+    height: int
+    group: Array
+    start: Array
+    lead: Array
+    count: Array
+    first: bool  # no earlier block of this group has been handled
+    full: bool  # every row of the window is the block's own
+
+    def _own(self) -> Array:
+        row = lax.broadcasted_iota(jnp.int32, (self.height, 1), 0)
+        return (row >= self.lead) & (row < self.lead + self.count)
+
+    def read(self, array: Array) -> Array:
+        """Return the window [height, ...] of `array` [R, ...], zero outside the block's own rows."""
+        window = lax.dynamic_slice_in_dim(array, self.start, self.height, 0)
+        return window if self.full else jnp.where(self._own(), window, jnp.zeros((), array.dtype))
+
+    def write(self, array: Array, values: Array) -> Array:
+        """Return `array` [R, ...] with the block's own rows replaced by those of `values` [height, ...]."""
+        values = values.astype(array.dtype)
+        if not self.full:
+            window = lax.dynamic_slice_in_dim(array, self.start, self.height, 0)
+            values = jnp.where(self._own(), values, window)
+        return lax.dynamic_update_slice_in_dim(array, values, self.start, 0)
+
+    def pick(self, bank: Array, slots: Array, dtype) -> Array:
+        """Return the weights [K, N] of this block's group from `bank` [S, K, N], as `dtype`."""
+        return lax.dynamic_index_in_dim(bank, slots[self.group], 0, keepdims=False).astype(dtype)
+
+    def add_to_group(self, totals: Array, values: Array) -> Array:
+        """Return `totals` [G, K, N], zero for groups not met yet, with `values` [K, N] added to this block's group."""
+        values = values.astype(totals.dtype)[None]
+        if not self.first:
+            values += lax.dynamic_slice_in_dim(totals, self.group, 1, 0)
+        return lax.dynamic_update_slice_in_dim(totals, values, self.group, 0)
+
+
+def block_heights(rows: int, groups: int, steps: int) -> tuple[int, ...]:
+    """Return the ladder of block heights, ascending.
+
+    Dense around the mean number of rows of a group, where most groups of a balanced router lie; powers of two elsewhere.
+    The highest rung is at least 512 rows, because each further block of a group reads its weights and its weight gradient
+    once more, or all rows.
+
+    Args:
+        rows: R. groups: G.
+        steps: rungs per doubling around the mean, 1 or more: each costs compile time, and saves padding.
+    """
+    mean = max(8, rows // max(groups, 1))
+    top = max(512, 2 * mean)
+    ladder = {_round_up(2.0**e) for e in range(4, 20) if 2.0**e < top}
+    near = [mean * 2.0 ** (i / steps) for i in range(-steps, steps + 1)]
+    ladder = {h for h in ladder if not near[0] < h < near[-1]} | {_round_up(h) for h in near} | {_round_up(top)}
+    return tuple(sorted({min(h, rows) for h in ladder}))
+
+
+def _round_up(height: float, multiple: int = 8) -> int:
+    return int(np.ceil(height / multiple)) * multiple
+
+
+def for_each_block(
+    group_sizes: Array,
+    heights: tuple[int, ...],
+    rows: int,
+    carry: Any,
+    step: Callable[[Any, RowBlock], Any],
+    first_row: Array | int = 0,
+) -> Any:
+    """Return the carry after `step(carry, block)` for every block of every group; tails come before full blocks.
+
+    Args:
+        group_sizes: int32 [G].
+        heights: ascending ladder of block heights, none above `rows`.
+        rows: R, static.
+        carry: pytree of arrays, updated in place by XLA as long as `step` uses each of its arrays once.
+        step: handles one block; traced once per rung.
+        first_row: row at which the first group starts.
+    """
+    ends = first_row + jnp.cumsum(group_sizes, dtype=jnp.int32)
+    starts = ends - group_sizes
+    top = heights[-1]
+    full_blocks = jnp.where(group_sizes > 0, (group_sizes - 1) // top, 0)
+    tails = group_sizes - full_blocks * top
+    rungs = jnp.sum(tails[:, None] > np.array(heights, np.int32)[None], axis=1, dtype=jnp.int32)
+    rungs = jnp.where(tails == 0, len(heights), rungs)
+    by_rung = jnp.argsort(rungs, stable=True).astype(jnp.int32)
+    stops = jnp.sum(rungs[:, None] <= np.arange(len(heights), dtype=np.int32)[None], axis=0, dtype=jnp.int32)
+
+    for i, height in enumerate(heights):
+
+        def tail_step(turn, carry, height=height):
+            group = by_rung[turn]
+            first = ends[group] - tails[group]
+            start = jnp.minimum(first, rows - height)
+            block = RowBlock(
+                height=height,
+                group=group,
+                start=start,
+                lead=first - start,
+                count=tails[group],
+                first=True,
+                full=False,
+            )
+            return step(carry, block)
+
+        carry = lax.fori_loop(stops[i - 1] if i else jnp.zeros_like(stops[0]), stops[i], tail_step, carry)
+
+    if top >= rows:
+        return carry
+    last_turns = jnp.cumsum(full_blocks, dtype=jnp.int32)
+
+    def full_step(turn, carry):
+        group = jnp.sum(last_turns <= turn, dtype=jnp.int32)
+        place = turn - (last_turns[group] - full_blocks[group])
+        block = RowBlock(
+            height=top,
+            group=group,
+            start=starts[group] + place * top,
+            lead=jnp.zeros_like(place),
+            count=jnp.full_like(place, top),
+            first=False,
+            full=True,
+        )
+        return step(carry, block)
+
+    return lax.fori_loop(jnp.zeros_like(last_turns[-1]), last_turns[-1], full_step, carry)

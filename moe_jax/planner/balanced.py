@@ -1,0 +1,86 @@
+"""Equal work on every device, with the fewest and nearest copies (ours).
+
+Enters: loads, homes, mu. Leaves: copies and shares under which every device computes the same number of tokens, as far as
+mu guests per device allow. `refine` keeps the copies and solves the shares again for the step's own counts.
+
+Letters: L layers, S sources, E experts, D devices, Nn nodes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_jax.placement import Placement
+from moe_jax.planner.base import PlannerBase, home_loads
+from moe_jax.planner.shares import level_quotas, share_rows, starting_quotas
+
+SWEEPS = 8
+
+
+class BalancedPlanner(PlannerBase):
+    """Move the surplus of heavy devices into the gaps of light ones, own node first.
+
+    A move takes all that the heavy device has over or all that the light one lacks, so one side is done with each copy:
+    at most (devices over + devices under - 1) copies a layer, as long as single experts are large enough.
+    """
+
+    def propose(self, loads, placement, cost):
+        loads = np.asarray(loads, np.float64)
+        bare = placement.replace(copies=None, shares=None, rule="nearest")
+        quota = fill_gaps(loads.sum(axis=1), bare, cost.guest_slots)
+        return _with_shares(bare, quota, loads)
+
+    def refine(self, loads, placement, cost):
+        """Solve the shares for the true counts over the copies that are there."""
+        loads = np.asarray(loads, np.float64)
+        totals = loads.sum(axis=1)
+        quota = level_quotas(placement, totals, starting_quotas(placement, totals), SWEEPS)
+        shares = share_rows(placement, quota, loads)
+        return placement.replace(shares=shares, rule="shares")
+
+
+def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:
+    """Return quotas [L, E, D] with equal device sums: totals [L, E], homes only, at most mu guests a device."""
+    layers, devices, rows = placement.layers, placement.devices, np.arange(placement.layers)
+    home = placement.home
+    quota = starting_quotas(placement, totals)
+    over = home_loads(totals, home, devices)
+    over -= over.mean(axis=1, keepdims=True)
+    small = 1e-9 * np.abs(totals).sum(axis=1) + 1e-12
+    at_home = totals.copy()
+    guests = np.zeros((layers, devices), int)
+    node_of = np.arange(devices) // placement.devices_per_node
+    stuck = np.zeros((layers, devices), bool)
+    for _ in range(2 * devices + placement.experts):
+        source = np.where(stuck, -np.inf, over).argmax(axis=1)
+        expert = np.where(home == source[:, None], at_home, -1.0).argmax(axis=1)
+        surplus = over[rows, source]
+        open_gap = (over < -small[:, None]) & (guests < mu)
+        open_gap &= quota[rows, expert] == 0
+        near = node_of == node_of[source][:, None]
+        gap = np.where(open_gap, -over, -1.0)
+        near_gap = np.where(near, gap, -1.0)
+        target = np.where(near_gap.max(axis=1) > 0, near_gap.argmax(axis=1), gap.argmax(axis=1))
+        amount = np.minimum(np.minimum(surplus, gap[rows, target]), at_home[rows, expert])
+        active = (surplus > small) & ~stuck[rows, source]
+        if not active.any():
+            break
+        moves = active & (amount > 0)
+        stuck[rows[active & ~moves], source[active & ~moves]] = True
+        layer, e, a, b, x = rows[moves], expert[moves], source[moves], target[moves], amount[moves]
+        quota[layer, e, b] += x
+        quota[layer, e, a] -= x
+        at_home[layer, e] -= x
+        over[layer, a] -= x
+        over[layer, b] += x
+        guests[layer, b] += 1
+    return quota
+
+
+def _with_shares(bare: Placement, quota: np.ndarray, loads: np.ndarray) -> Placement:
+    away = quota > 0
+    np.put_along_axis(away, bare.home[:, :, None], False, axis=2)
+    placement = bare.replace(copies=np.argwhere(away), rule="shares")
+    return placement.replace(shares=share_rows(placement, np.maximum(quota, 0.0), loads))
+
+

@@ -1,0 +1,90 @@
+"""The contract of every planner, and the few array steps that several share.
+
+Enters: loads of all layers (predicted or true), the placement in force, and what things cost. Leaves: the placement of
+the next step. A planner keeps no state between calls; what it must remember lies in the placement or in the session.
+
+Letters: L layers, S sources (= devices), E experts, D devices.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import numpy as np
+
+from moe_jax.placement import Placement
+from moe_jax.planner.config import PlannerConfig
+from moe_jax.planner.cost import Cost
+
+
+class Planner(typing.Protocol):
+    """Turn loads into placements, all layers at once; equal inputs give equal placements on every process."""
+
+    config: PlannerConfig
+    notes: dict[str, int]
+    """Counts of what happened while planning (for example `shadow_cut`), summed until somebody clears them."""
+
+    def propose(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
+        """Return the placement for loads [L, S, E] (whole or real numbers), starting from the one in force."""
+        ...
+
+    def refine(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
+        """Return what the planner makes of a placement planned ahead once it sees the step's own loads [L, S, E]."""
+        ...
+
+    def reshard(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
+        """Return the placement with other homes and without copies where that pays, else the same placement."""
+        ...
+
+
+class PlannerBase:
+    """Hold the configuration; see the step's own loads by planning again; never move homes."""
+
+    def __init__(self, config: PlannerConfig):
+        self.config = config
+        self.notes: dict[str, int] = {}
+
+    def propose(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
+        raise NotImplementedError
+
+    def refine(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
+        return self.propose(loads, placement, cost)
+
+    def reshard(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
+        return placement
+
+    def note(self, name: str, count: int) -> None:
+        """Add to a count in `notes`."""
+        self.notes[name] = self.notes.get(name, 0) + int(count)
+
+
+def falling(values: np.ndarray) -> np.ndarray:
+    """Sort the last dim from large to small, ties by rising id: [..., n] -> ids [..., n]."""
+    return np.argsort(-values, axis=-1, kind="stable")
+
+
+def home_loads(totals: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:
+    """Add expert totals at their homes: totals [L, E], home [L, E] -> [L, D]."""
+    layers = len(home)
+    key = np.arange(layers)[:, None] * devices + home
+    return np.bincount(key.ravel(), totals.ravel(), layers * devices).reshape(layers, devices)
+
+
+def own_tokens(loads: np.ndarray, home: np.ndarray) -> np.ndarray:
+    """Return the tokens of each expert whose source is its home: loads [L, S, E] -> [L, E]."""
+    return np.take_along_axis(loads, home[:, None, :], axis=1)[:, 0]
+
+
+def rows_of(mask: np.ndarray) -> np.ndarray:
+    """Turn bool [L, E, D] into sorted copy rows (layer, expert, device) [n, 3]."""
+    return np.argwhere(mask).astype(np.int32)
+
+
+def copied_everywhere(placement: Placement, chosen: np.ndarray) -> np.ndarray:
+    """Copy chosen experts to all other devices: chosen bool [L, E] -> copy rows [n, 3]."""
+    layer, expert = np.nonzero(chosen)
+    devices = placement.devices
+    rows = np.empty((len(layer), devices, 3), np.int32)
+    rows[:, :, 0], rows[:, :, 1], rows[:, :, 2] = layer[:, None], expert[:, None], np.arange(devices)
+    away = rows[:, :, 2] != placement.home[layer, expert][:, None]
+    return rows[away]

@@ -1,0 +1,104 @@
+"""What a user may choose about planning, checked on creation. It decides nothing itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_jax.errors import UserError
+
+NAMES = (
+    "none",
+    "fastermoe",
+    "fastermoe_residual",
+    "pro_prophet",
+    "hecate",
+    "smartmoe",
+    "flexmoe",
+    "eplb",
+    "topk_all",
+    "balanced",
+)
+AFTER_GATE = ("fastermoe", "fastermoe_residual", "hecate", "balanced")
+PREDICTORS = ("last", "window", "exponential", "trend")
+DEFAULT_INTERVAL = {"smartmoe": 25, "eplb": 10}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannerConfig:
+    """Choose a planner and its knobs.
+
+    Attributes:
+      name: one of `NAMES`.
+      when: `ahead`, on the host from predicted loads, or `after_gate`, from the step's own counts.
+      guest_slots: mu, guests that a device may hold in one layer.
+      overlap_degree: tau, experts whose transfer hides behind attention; None: from the cluster and attention's time.
+      interval: plan every so many steps; None: 25 for smartmoe, 10 for eplb, else 1.
+      materialize, shard_every, calibrate: Hecate's parts: guests on or off, steps between reshards (0: never), and the
+        second look with the true counts.
+      swap_after: a new skeleton is swapped in exactly so many steps after it was proposed; None: when compiled.
+      n, alpha: Pro-Prophet's devices left out per expert (or 'search') and its balance threshold.
+      scheduler: cost model of Pro-Prophet with its scheduler (transfers hide behind computation).
+      top_k: experts that topk_all copies to every device.
+      bounded: keep to the guest slots where the original has no such bound (fastermoe, pro_prophet, topk_all).
+      groups: expert groups of eplb; more than one packs them node by node when nodes divide them.
+      headroom: guests per device, on average, that balanced may add so that shares can follow the true counts.
+      predictor, window, decay: how the next step's loads are guessed, from how many steps, with which weight.
+      horizon: steps over which a gain must pay for a change that costs (homes, skeletons).
+    """
+
+    name: str = "none"
+    when: str = "ahead"
+    guest_slots: int = 4
+    overlap_degree: int | None = None
+    interval: int | None = None
+    materialize: bool = True
+    shard_every: int = 0
+    calibrate: bool = False
+    swap_after: int | None = None
+    n: int | str = 0
+    alpha: float = 0.5
+    scheduler: bool = True
+    top_k: int = 2
+    bounded: bool = True
+    groups: int = 1
+    headroom: float = 2.0
+    predictor: str = "last"
+    window: int = 5
+    decay: float = 0.5
+    horizon: int = 100
+
+    def __post_init__(self):
+        self._one_of("name", NAMES)
+        self._one_of("when", ("ahead", "after_gate"))
+        self._one_of("predictor", PREDICTORS)
+        for field, least in (("guest_slots", 0), ("shard_every", 0), ("top_k", 1), ("groups", 1), ("window", 1)):
+            self._whole(field, least)
+        for field, least in (("overlap_degree", 0), ("interval", 1), ("swap_after", 1), ("horizon", 1)):
+            if getattr(self, field) is not None:
+                self._whole(field, least)
+        if self.n != "search":
+            self._whole("n", 0)
+        if self.alpha <= 0:
+            raise UserError(f"PlannerConfig.alpha ({self.alpha}) must be above 0; 0.5 is the default")
+        if self.headroom < 0:
+            raise UserError(f"PlannerConfig.headroom ({self.headroom}) must be at least 0 guests per device")
+        if not 0 < self.decay <= 1:
+            raise UserError(f"PlannerConfig.decay ({self.decay}) must lie in (0, 1], the weight of the newest step")
+        if self.when == "after_gate" and self.name not in AFTER_GATE:
+            raise UserError(
+                f"PlannerConfig.when = 'after_gate' works with {', '.join(AFTER_GATE)}, not with {self.name!r}; use 'ahead'"
+            )
+
+    @property
+    def steps_between_plans(self) -> int:
+        """The interval, or the planner's own where none is given."""
+        return self.interval or DEFAULT_INTERVAL.get(self.name, 1)
+
+    def _one_of(self, field: str, known: tuple[str, ...]) -> None:
+        if getattr(self, field) not in known:
+            raise UserError(f"PlannerConfig.{field} ({getattr(self, field)!r}) must be one of {', '.join(known)}")
+
+    def _whole(self, field: str, least: int) -> None:
+        value = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"PlannerConfig.{field} ({value!r}) must be a whole number of at least {least}")

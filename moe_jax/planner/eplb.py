@@ -1,0 +1,130 @@
+"""EPLB (DeepSeek): replicate the experts with most load per copy, pack replicas on devices, heaviest first.
+
+Enters: loads. Leaves: homes and copies packed freely onto E / D + guests slots a device, with equal shares per replica.
+`rebalance` is the published procedure, layers at once; the planner turns its replicas into homes and copies.
+
+Letters: L layers, E experts, R replicas, G groups, D devices, Nn nodes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.placement import SHARE_ONE, Placement
+from moe_jax.planner.base import PlannerBase, falling
+from moe_jax.planner.packed_homes import choose_homes
+
+
+class EplbPlanner(PlannerBase):
+    """Pack replicas anew from the loads; homes move with them, so plan at an interval."""
+
+    def propose(self, loads, placement, cost):
+        experts, devices = placement.experts, placement.devices
+        if experts % devices:
+            raise UserError(f"planner 'eplb' needs experts ({experts}) to be a multiple of devices ({devices})")
+        slots = experts // devices + cost.guest_slots
+        totals = np.asarray(loads, np.float64).sum(axis=1)
+        nodes = placement.nodes if self.config.groups > 1 else 1
+        replicas, _ = rebalance(totals, devices * slots, self.config.groups, nodes, devices)
+        placed = replicas.reshape(placement.layers, devices, slots)
+        count = np.zeros((placement.layers, experts, devices), np.int64)
+        layer, device, _ = np.indices(placed.shape)
+        np.add.at(count, (layer.ravel(), placed.ravel(), device.ravel()), 1)
+        home, count = choose_homes(count, totals, placement.home)
+        return _as_placement(placement, home, count)
+
+
+def _as_placement(placement: Placement, home: np.ndarray, count: np.ndarray) -> Placement:
+    """Turn replica counts [L, E, D] into copies, and shares where an expert has several replicas."""
+    held = count > 0
+    copy = held.copy()
+    np.put_along_axis(copy, home[:, :, None], False, axis=2)
+    layer, expert, device = np.nonzero(held & (held.sum(axis=2) > 1)[:, :, None])
+    total = count.sum(axis=2)
+    upto = count.cumsum(axis=2) * SHARE_ONE // total[:, :, None]
+    share = np.diff(upto, axis=2, prepend=0)[layer, expert, device]
+    rows = np.stack([layer, expert, device, share], axis=1)
+    return placement.replace(home=home, copies=np.argwhere(copy), shares=rows, rule="shares")
+
+
+def rebalance(weight: np.ndarray, replicas: int, groups: int, nodes: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
+    """Choose and pack replicas: weight [L, E] -> (replica_to_expert int [L, R], copies int [L, E]).
+
+    Replicas stand in device order, R / D on each device. Groups of experts stay on one node when `nodes` divides
+    `groups`; otherwise packing is global.
+
+    Source: deepseek-ai/EPLB.
+    """
+    layers, experts = weight.shape
+    if replicas % devices or devices % nodes or experts % groups or replicas < experts:
+        raise UserError(
+            f"replicas ({replicas}) must be a multiple of devices ({devices}) and at least experts ({experts}), devices a "
+            f"multiple of nodes ({nodes}), experts a multiple of groups ({groups})"
+        )
+    if groups % nodes:
+        groups = nodes = 1
+    rows = np.arange(layers)[:, None]
+    # Groups to nodes: expert ids of each node, [L, E] in node order.
+    by_group = weight.reshape(layers, groups, -1).sum(axis=2)
+    node, rank = pack(by_group, nodes)
+    group_at = np.empty((layers, groups), int)
+    group_at[rows, node * (groups // nodes) + rank] = np.arange(groups)
+    size = experts // groups
+    expert_at = (group_at[:, :, None] * size + np.arange(size)).reshape(layers * nodes, experts // nodes)
+    # Replicas within each node, then devices within each node.
+    local = np.take_along_axis(np.repeat(weight, nodes, axis=0), expert_at, axis=1)
+    chosen, count = replicate(local, replicas // nodes)
+    load = np.take_along_axis(local / count, chosen, axis=1)
+    device, rank = pack(load, devices // nodes)
+    placed = np.empty_like(chosen)
+    at = np.arange(len(chosen))[:, None]
+    placed[at, device * (replicas // devices) + rank] = chosen
+    replica_to_expert = np.take_along_axis(expert_at, placed, axis=1).reshape(layers, replicas)
+    copies = np.zeros((layers, experts), int)
+    np.put_along_axis(copies, expert_at.reshape(layers, experts), count.reshape(layers, experts), axis=1)
+    return replica_to_expert, copies
+
+
+def replicate(weight: np.ndarray, replicas: int) -> tuple[np.ndarray, np.ndarray]:
+    """Give each further replica to the expert with most load per replica: weight [B, E] -> (expert [B, R], count [B, E])."""
+    rows = np.arange(len(weight))
+    experts = weight.shape[1]
+    chosen = np.empty((len(weight), replicas), int)
+    chosen[:, :experts] = np.arange(experts)
+    count = np.ones(weight.shape, int)
+    load = np.array(weight, np.float64)
+    for at in range(experts, replicas):
+        heaviest = load.argmax(axis=1)
+        chosen[:, at] = heaviest
+        count[rows, heaviest] += 1
+        load[rows, heaviest] = weight[rows, heaviest] / count[rows, heaviest]
+    return chosen, count
+
+
+def pack(weight: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack items, heaviest first, onto the least-loaded pack with room; all packs hold equally many.
+
+    Args:
+      weight: [B, n], n a multiple of `packs`.
+
+    Returns:
+      pack of each item int [B, n], and its rank within the pack int [B, n].
+    """
+    batch, items = weight.shape
+    room = items // packs
+    if room == 1:
+        return np.broadcast_to(np.arange(items), weight.shape).copy(), np.zeros(weight.shape, int)
+    rows = np.arange(batch)
+    order = falling(weight)
+    load, used = np.zeros((batch, packs)), np.zeros((batch, packs), int)
+    pack_of, rank = np.empty(weight.shape, int), np.empty(weight.shape, int)
+    for at in range(items):
+        item = order[:, at]
+        target = load.argmin(axis=1)
+        pack_of[rows, item] = target
+        rank[rows, item] = used[rows, target]
+        used[rows, target] += 1
+        load[rows, target] += weight[rows, item]
+        load[rows, target] = np.where(used[rows, target] == room, np.inf, load[rows, target])
+    return pack_of, rank

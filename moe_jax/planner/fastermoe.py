@@ -1,0 +1,77 @@
+"""FasterMoE's dynamic shadowing: hot experts go to every device for one step.
+
+Enters: loads, homes, cost. Leaves: the homes with some experts copied everywhere, rule `home`. Experts are tried by
+falling load and kept while the predicted time falls; the first that does not pay ends the search.
+
+Letters: L layers, S sources, E experts, D devices; B [L, D] tokens of each device's experts, r shadowed experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_jax.planner.base import PlannerBase, copied_everywhere, falling, home_loads, own_tokens
+
+
+class FasterMoePlanner(PlannerBase):
+    """Shadow experts while T(r) falls, with all-to-all counted only before shadowing, as printed.
+
+    B counts the tokens *of a device's experts*, from every source; the tokens a device sends play no part.
+    Source: FasterMoE, equations 7 and 8, algorithm 1.
+    """
+
+    residual = False
+
+    def propose(self, loads, placement, cost):
+        name = self.config.name
+        compute = 3.0 / cost.tokens_per_second(name)  # 12 M F / P, forward and backward
+        exchange = 4.0 * cost.token_bytes / cost.bandwidth(name)
+        shadow = 2.0 * cost.expert_bytes / cost.bandwidth(name)
+        limit = cost.guest_slots if self.config.bounded else placement.experts
+        chosen, cut = _shadow(np.asarray(loads, np.float64), placement, (compute, exchange, shadow), self.residual, limit)
+        self.note("shadow_cut", cut)
+        return placement.replace(copies=copied_everywhere(placement, chosen), shares=None, rule="home")
+
+
+class FasterMoeResidualPlanner(FasterMoePlanner):
+    """The same search with the all-to-all that is left after shadowing on both sides of the comparison."""
+
+    residual = True
+
+
+def _shadow(loads, placement, rates, residual: bool, limit: int) -> tuple[np.ndarray, int]:
+    """Return (chosen bool [L, E], layers cut short by `limit`); rates are seconds per token computed, sent, and per expert."""
+    compute, exchange, shadow = rates
+    home, devices = placement.home, placement.devices
+    layers = np.arange(len(home))
+    totals = loads.sum(axis=1)
+    own = own_tokens(loads, home)
+    order = falling(totals)
+    tokens = home_loads(totals, home, devices)
+    received = home_loads(totals - own, home, devices)
+    if residual:
+        best = compute * tokens.max(axis=1) + exchange * received.max(axis=1)
+    else:
+        best = ((compute + exchange) * tokens).max(axis=1)
+    chosen = np.zeros(home.shape, bool)
+    active = np.ones(len(home), bool)
+    for r in range(1, placement.experts + 1):
+        expert = order[:, r - 1]
+        at = home[layers, expert]
+        trial = tokens + loads[layers, :, expert]
+        trial[layers, at] -= totals[layers, expert]
+        left = received.copy()
+        left[layers, at] -= totals[layers, expert] - own[layers, expert]
+        time = compute * trial.max(axis=1) + r * shadow
+        if residual:
+            time = time + exchange * left.max(axis=1)
+        active &= time < best
+        if r > limit:
+            return chosen, int(active.sum())
+        if not active.any():
+            break
+        chosen[layers[active], expert[active]] = True
+        tokens = np.where(active[:, None], trial, tokens)
+        received = np.where(active[:, None], left, received)
+        best = np.where(active, time, best)
+    return chosen, 0

@@ -1,0 +1,12 @@
+"""Plain expert parallelism: homes only."""
+
+from __future__ import annotations
+
+from moe_jax.planner.base import PlannerBase
+
+
+class NonePlanner(PlannerBase):
+    """Drop every copy and leave homes where they are."""
+
+    def propose(self, loads, placement, cost):
+        return placement.replace(copies=None, shares=None, rule="nearest")

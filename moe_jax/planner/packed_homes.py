@@ -1,0 +1,92 @@
+"""Homes for freely packed replicas, so that every device homes equally many experts over all layers.
+
+Enters: how many replicas of each expert each device holds. Leaves: a home among the holders, S = L E / D on every device,
+so that parameters and optimizer state fit the bank. Where replicas leave no such choice, single replicas change places
+with a copy of about equal load on a device that homes too few.
+
+Letters: L layers, E experts, D devices.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def choose_homes(count: np.ndarray, totals: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Choose homes: count int [L, E, D], totals [L, E], old homes [L, E] -> (home [L, E], count [L, E, D] after swaps).
+
+    An expert stays at home where the packing allows it.
+    """
+    held = count > 0
+    layers, experts, devices = count.shape
+    single = held.sum(axis=2) == 1
+    home = np.where(single, held.argmax(axis=2), -1).astype(np.int32)
+    homes = np.bincount(home[single], minlength=devices)
+    limit = -(-layers * experts // devices)
+    for layer, expert in np.argwhere(~single):
+        holders = np.flatnonzero(held[layer, expert])
+        mine = int(old[layer, expert])
+        if held[layer, expert, mine] and homes[mine] < limit:
+            device = mine
+        else:
+            device = int(holders[homes[holders].argmin()])
+        home[layer, expert] = device
+        homes[device] += 1
+    while homes.max() > limit and _shift_chain(home, held, homes, limit):
+        pass
+    if homes.max() > limit:
+        count = count.copy()
+        _swap_positions(home, count, homes, totals, limit)
+    return home, count
+
+
+def _shift_chain(home: np.ndarray, held: np.ndarray, homes: np.ndarray, limit: int) -> bool:
+    """Move homes along a chain of holders from an overfull device to one with room; say whether there was one."""
+    start = int(homes.argmax())
+    came: dict[int, tuple[int, int, int] | None] = {start: None}
+    queue = [start]
+    for device in queue:
+        layer, expert = np.nonzero(home == device)
+        reach = held[layer, expert]  # [n, D]
+        for other in np.flatnonzero(reach.any(axis=0)).tolist():
+            if other in came:
+                continue
+            first = int(reach[:, other].argmax())
+            came[other] = (device, int(layer[first]), int(expert[first]))
+            if homes[other] < limit:
+                homes[start] -= 1
+                homes[other] += 1
+                while came[other] is not None:
+                    previous, at_layer, at_expert = came[other]
+                    home[at_layer, at_expert] = other
+                    other = previous
+                return True
+            queue.append(other)
+    return False
+
+
+def _swap_positions(home: np.ndarray, count: np.ndarray, homes: np.ndarray, totals: np.ndarray, limit: int) -> None:
+    """Swap single replicas of overfull devices with copies on devices that home too few, nearest loads first."""
+    load = totals / np.maximum(count.sum(axis=2), 1)
+    while homes.max() > limit:
+        giver, best = int(homes.argmax()), None
+        for taker in np.flatnonzero(homes < limit).tolist():
+            for layer in range(len(home)):
+                mine = np.flatnonzero((home[layer] == giver) & (count[layer, :, taker] == 0))
+                copies = np.flatnonzero((count[layer, :, taker] > 0) & (home[layer] != taker) & (count[layer, :, giver] == 0))
+                if not len(mine) or not len(copies):
+                    continue
+                gap = np.abs(load[layer, mine][:, None] - load[layer, copies])
+                i, j = np.unravel_index(gap.argmin(), gap.shape)
+                if best is None or gap[i, j] < best[0]:
+                    best = (gap[i, j], layer, int(mine[i]), int(copies[j]), taker)
+        if best is None:
+            return
+        _, layer, mine, copy, taker = best
+        count[layer, mine, giver] -= 1
+        count[layer, mine, taker] += 1
+        count[layer, copy, taker] -= 1
+        count[layer, copy, giver] += 1
+        home[layer, mine] = taker
+        homes[giver] -= 1
+        homes[taker] += 1

@@ -1,0 +1,95 @@
+"""Pro-Prophet's lightweight placements: the heaviest device's heaviest expert goes to all but n devices, greedily.
+
+Enters: loads, homes, cost. Leaves: the homes with some experts copied to subsets of devices, rule `home`.
+
+Letters: L layers, S sources, E experts, D devices; H [L, D] computed, R [L, D] received, s experts chosen so far.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_jax.placement import Placement
+from moe_jax.planner.base import PlannerBase, home_loads, own_tokens, rows_of
+from moe_jax.planner.cost import Cost
+
+
+class ProProphetPlanner(PlannerBase):
+    """Search placements greedily and keep the prefix with the least predicted time.
+
+    Source: Pro-Prophet, algorithm 1, equations 6 to 8. The paper gives no n: 0 by default; 'search' tries every n.
+    """
+
+    def propose(self, loads, placement, cost):
+        loads = np.asarray(loads, np.float64)
+        if self.config.n == "search":
+            tries = range(placement.devices)
+        else:
+            tries = (min(self.config.n, placement.devices - 1),)
+        best_time, best_kept = None, None
+        for n in tries:
+            time, kept = self._search(loads, placement, cost, n)
+            if best_time is None:
+                best_time, best_kept = time, kept
+            better = time < best_time
+            best_time = np.where(better, time, best_time)
+            best_kept = np.where(better[:, None, None], kept, best_kept)
+        return placement.replace(copies=rows_of(best_kept), shares=None, rule="home")
+
+    def _search(self, loads: np.ndarray, placement: Placement, cost: Cost, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the least time [L] and the copies behind it, bool [L, E, D]."""
+        home, devices, layers = placement.home, placement.devices, np.arange(placement.layers)
+        totals, own = loads.sum(axis=1), own_tokens(loads, home)
+        computed, received = home_loads(totals, home, devices), home_loads(totals - own, home, devices)
+        threshold = self.config.alpha * totals.sum(axis=1) / devices
+        unused = np.array(totals)
+        step_of = np.full(home.shape, -1)
+        copied = np.zeros((*home.shape, devices), bool)
+        guests = np.zeros((placement.layers, devices), int)
+        best = self._time(cost, computed, received, 0, n)
+        best_step = np.zeros(placement.layers, int)
+        active = np.ones(placement.layers, bool)
+        for step in range(1, placement.experts + 1):
+            heaviest = computed.argmax(axis=1)
+            mine = np.where(home == heaviest[:, None], unused, -1.0)
+            expert = mine.argmax(axis=1)
+            active &= (computed.max(axis=1) - computed.min(axis=1) >= threshold) & (mine[layers, expert] >= 0)
+            targets = _targets(loads[layers, :, expert], heaviest, n)
+            if self.config.bounded:
+                full = (targets & (guests >= cost.guest_slots)).any(axis=1)
+                self.note("shadow_cut", (active & full).sum())
+                active &= ~full
+            if not active.any():
+                break
+            targets &= active[:, None]
+            moved = np.where(targets, loads[layers, :, expert], 0.0)
+            computed = computed + moved
+            computed[layers, heaviest] -= moved.sum(axis=1)
+            received[layers, heaviest] -= moved.sum(axis=1)
+            guests += targets
+            copied[layers, expert] |= targets
+            unused[layers[active], expert[active]] = -1.0
+            step_of[layers[active], expert[active]] = step
+            time = self._time(cost, computed, received, step, n)
+            better = active & (time < best)
+            best, best_step = np.where(better, time, best), np.where(better, step, best_step)
+        kept = (step_of >= 1) & (step_of <= best_step[:, None])
+        return best, copied & kept[:, :, None]
+
+    def _time(self, cost: Cost, computed: np.ndarray, received: np.ndarray, experts: int, n: int) -> np.ndarray:
+        holders = np.full(len(computed), experts * (computed.shape[1] - n), float)
+        return cost.layer(computed, received, holders, self.config.name, self.config.scheduler)
+
+
+def _targets(tokens: np.ndarray, home: np.ndarray, n: int) -> np.ndarray:
+    """Choose who gets a copy: all but the home and the n devices with fewest of its tokens: [L, D] -> bool [L, D]."""
+    ranked = tokens.copy()
+    layers = np.arange(len(tokens))
+    ranked[layers, home] = np.inf  # the home holds it anyway and is never dropped
+    chosen = np.ones(tokens.shape, bool)
+    # Of equal devices the lowest id is dropped first, as ties go to the lowest id everywhere.
+    np.put_along_axis(chosen, np.argsort(ranked, axis=1, kind="stable")[:, :n], False, axis=1)
+    chosen[layers, home] = False
+    return chosen
+
+

@@ -1,0 +1,72 @@
+"""Hecate's heterogeneous sharding: which device homes which expert, over all layers together.
+
+Enters: expert loads and the current homes. Leaves: homes with S = L E / D experts on every device, 0..E of any one layer.
+Experts that stay unmaterialized are balanced first; the overlappable ones fill what is left.
+
+Letters: L layers, E experts, D devices, S bank rows of a device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.placement import Placement
+from moe_jax.planner.base import falling
+
+
+def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:
+    """Return the placement with new homes and no copies, or the same placement if nothing changes.
+
+    Args:
+      totals: [L, E], expert loads.
+      tau: overlap degree; the top tau experts of a layer are placed last.
+
+    Source: Hecate, algorithm 2.
+    """
+    layers, experts, devices = placement.layers, placement.experts, placement.devices
+    if layers * experts % devices:
+        raise UserError(
+            f"layers ({layers}) x experts ({experts}) must be a multiple of devices ({devices}) for even memory; "
+            "set PlannerConfig.shard_every = 0"
+        )
+    free = np.full(devices, layers * experts // devices)
+    home = np.full((layers, experts), -1, np.int32)
+    order = falling(totals)
+    rest = order[:, tau:]
+    heaviest = np.take_along_axis(totals, rest[:, :1], axis=1)[:, 0] if rest.size else np.zeros(layers)
+    for layer in falling(heaviest) if rest.size else ():
+        _place_layer(home[layer], rest[layer], totals[layer], free, placement.devices_per_node)
+    _fill(home, placement.home, free)
+    return placement if (home == placement.home).all() else placement.replace(home=home, copies=None, shares=None)
+
+
+def _place_layer(home: np.ndarray, experts: np.ndarray, loads: np.ndarray, free: np.ndarray, per_node: int) -> None:
+    """Put one layer's experts, heaviest first, on the least-loaded node, then its least-loaded device."""
+    devices = len(free)
+    device_load, node_load = np.zeros(devices), np.zeros(devices // per_node)
+    node_free = free.reshape(-1, per_node).sum(axis=1)
+    for expert in experts.tolist():
+        # Least loaded first, of equals the one with fewer free slots, of those the lowest id.
+        node = int(np.lexsort((node_free, np.where(node_free > 0, node_load, np.inf)))[0])
+        mine = slice(node * per_node, (node + 1) * per_node)
+        slots = free[mine]
+        device = node * per_node + int(np.lexsort((slots, np.where(slots > 0, device_load[mine], np.inf)))[0])
+        home[expert] = device
+        free[device] -= 1
+        node_free[node] -= 1
+        device_load[device] += loads[expert]
+        node_load[node] += loads[expert]
+
+
+def _fill(home: np.ndarray, old: np.ndarray, free: np.ndarray) -> None:
+    """Home the remaining experts: where they were if there is room, else on the device with most room."""
+    for layer, expert in np.argwhere(home < 0):
+        device = old[layer, expert]
+        if free[device] > 0:
+            home[layer, expert] = device
+            free[device] -= 1
+    for layer, expert in np.argwhere(home < 0):
+        device = int(free.argmax())
+        home[layer, expert] = device
+        free[device] -= 1

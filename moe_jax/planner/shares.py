@@ -1,0 +1,116 @@
+"""How much of an expert each holder computes: quotas solved for equal devices, then written as share rows.
+
+Enters: loads and who holds what. Leaves: quotas x [L, E, D] (tokens of expert e on device d) and share rows per source
+node that keep tokens on their node where the quotas allow it. Copies are chosen elsewhere (balanced.py).
+
+Letters: L layers, E experts, D devices, Nn nodes, h holder rows (layer, expert, device).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_jax.placement import SHARE_ONE, Placement
+
+
+def level_quotas(placement: Placement, totals: np.ndarray, quota: np.ndarray, sweeps: int) -> np.ndarray:
+    """Even out device loads over fixed holders: totals [L, E], starting quota [L, E, D] -> quota [L, E, D].
+
+    One expert after the other fills its holders to a common level, the others held fixed. Each step lowers the sum of
+    squared device loads, whose minimum over all splits also has the least possible maximum.
+    """
+    layers, rows = placement.layers, np.arange(placement.layers)
+    copied = np.zeros(placement.home.shape, bool)
+    copied[tuple(placement.copies[:, :2].T)] = True
+    count = copied.sum(axis=1)
+    order = np.argsort(~copied, axis=1, kind="stable")[:, : int(count.max(initial=0))]
+    quota = quota.copy()
+    load = quota.sum(axis=1)
+    for _ in range(sweeps):
+        before = load.copy()
+        for at in range(order.shape[1]):
+            active = at < count
+            expert = order[:, at]
+            mine = quota[rows, expert]
+            held = placement.holds[rows, expert] & active[:, None]
+            base = load - mine
+            new = np.where(held, fill_level(np.where(held, base, np.inf), totals[rows, expert])[:, None] - base, 0.0)
+            new = np.where(active[:, None], np.maximum(new, 0.0), mine)
+            quota[rows, expert] = new
+            load = base + new
+        if layers == 0 or np.abs(load - before).max() <= 1e-3 * load.mean():
+            break
+    return quota
+
+
+def fill_level(base: np.ndarray, amount: np.ndarray) -> np.ndarray:
+    """Return the level that `amount` reaches when poured over `base`: [L, D] (inf: not a holder), [L] -> [L]."""
+    ground = np.sort(base, axis=1)
+    count = np.arange(1, base.shape[1] + 1)
+    with np.errstate(invalid="ignore"):
+        level = (amount[:, None] + np.where(np.isfinite(ground), ground, 0.0).cumsum(axis=1)) / count
+    wet = np.isfinite(ground) & ((level > ground) | (count == 1))
+    last = base.shape[1] - 1 - wet[:, ::-1].argmax(axis=1)
+    return level[np.arange(len(base)), last]
+
+
+def starting_quotas(placement: Placement, totals: np.ndarray) -> np.ndarray:
+    """Leave every token at the expert's home: totals [L, E] -> quota [L, E, D]."""
+    quota = np.zeros((*totals.shape, placement.devices))
+    np.put_along_axis(quota, placement.home[:, :, None], totals[:, :, None], axis=2)
+    return quota
+
+
+def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
+    """Write quotas of copied experts as share rows (layer, expert, device, share, source node), int32 [m, 5].
+
+    A node's tokens first use the quota of the node's own holders; what is over goes to nodes with quota left, in
+    proportion. Nodes without tokens of an expert get the plain split.
+
+    Args:
+      quota: [L, E, D], positive only on holders; loads: [L, S, E].
+    """
+    if not len(placement.copies):
+        return np.zeros((0, 5), np.int32)
+    nodes, per_node, experts = placement.nodes, placement.devices_per_node, placement.experts
+    copied = np.zeros(placement.home.shape, bool)
+    copied[tuple(placement.copies[:, :2].T)] = True
+    pair_layer, pair_expert = np.nonzero(copied)
+    pair = np.full(placement.home.shape, -1)
+    pair[pair_layer, pair_expert] = np.arange(len(pair_layer))
+    supply = loads.reshape(len(loads), nodes, per_node, experts).sum(axis=2)[pair_layer, :, pair_expert]  # [p, Nn]
+    mine = quota[pair_layer, pair_expert]  # [p, D]
+    total = mine.sum(axis=1, keepdims=True)
+    # An expert without predicted tokens goes where its home is.
+    at_home = np.arange(placement.devices) == placement.home[pair_layer, pair_expert][:, None]
+    mine = np.where(total > 0, mine, at_home)
+    mine = mine * (supply.sum(axis=1, keepdims=True) / np.where(total > 0, total, 1.0))
+    mine = np.where(mine.sum(axis=1, keepdims=True) > 0, mine, at_home)
+    demand = mine.reshape(-1, nodes, per_node).sum(axis=2)
+    stay = np.minimum(supply, demand)
+    left, room = supply - stay, demand - stay
+    flow = left[:, :, None] * (room / np.maximum(room.sum(axis=1, keepdims=True), 1e-300))[:, None, :]
+    flow[:, np.arange(nodes), np.arange(nodes)] += stay
+    plain = demand / demand.sum(axis=1, keepdims=True)
+    sent = flow.sum(axis=2, keepdims=True)
+    part = np.where(sent > 1e-9, flow / np.maximum(sent, 1e-9), plain[:, None, :])  # [p, from, to]
+    p, device = np.nonzero(mine > 0)
+    node = device // per_node
+    share = part[p, :, node] * (mine[p, device] / demand[p, node])[:, None]  # [h, Nn]
+    units = _units(share, np.r_[True, p[1:] != p[:-1]])
+    row, source = np.nonzero(units)
+    at = p[row]
+    return np.stack([pair_layer[at], pair_expert[at], device[row], units[row, source], source], axis=1).astype(np.int32)
+
+
+def _units(share: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Round shares to units of 2^-16 that sum to one in each run: share [h, Nn], first of a run bool [h] -> int [h, Nn]."""
+    upto = share.cumsum(axis=0)
+    start = np.flatnonzero(first)
+    run = first.cumsum() - 1
+    before = np.where(start[:, None] > 0, upto[start - 1], 0.0)
+    upto = upto - before[run]
+    whole = upto[np.r_[start[1:], len(share)] - 1]
+    edge = np.rint(upto / whole[run] * SHARE_ONE).astype(np.int64)
+    earlier = np.concatenate([np.zeros((1, share.shape[1]), np.int64), edge[:-1]])
+    return edge - np.where(first[:, None], 0, earlier)

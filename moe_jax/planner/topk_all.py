@@ -1,0 +1,20 @@
+"""The heaviest experts copied to all devices: the fixed policies that Pro-Prophet compares with (VI-C)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_jax.planner.base import PlannerBase, copied_everywhere, falling
+
+
+class TopkAllPlanner(PlannerBase):
+    """Copy the `top_k` heaviest experts of every layer to every device."""
+
+    def propose(self, loads, placement, cost):
+        count = min(self.config.top_k, placement.experts)
+        if self.config.bounded:
+            count = min(count, cost.guest_slots)
+            self.note("shadow_cut", placement.layers * (count < self.config.top_k))
+        chosen = np.zeros(placement.home.shape, bool)
+        np.put_along_axis(chosen, falling(loads.sum(axis=1))[:, :count], True, axis=1)
+        return placement.replace(copies=copied_everywhere(placement, chosen), shares=None, rule="home")

@@ -1,0 +1,105 @@
+"""The contract of a schedule, and what every schedule is built from.
+
+A schedule is the order in which one MoE layer moves its bytes. It is built once, for static sizes, and called inside
+`shard_map`:
+
+    schedule(x [t, M], token_ids [t], gate, experts, tables) -> (y [t, M], GateStats, passes)
+
+`gate(x, token_ids) -> (Choice, GateStats)` chooses experts; it is an argument because a schedule may split the tokens
+before it. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group order. `tables` is this
+layer's `Tables`. Statistics leave as sums over the tokens that this device gated, each token counted on one device only;
+`passes` is the int32 number of passes taken, equal on all devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+
+from moe_jax.errors import UserError
+from moe_jax.mesh.roles import Roles
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSizes:
+    """Static sizes of one MoE layer as one device sees it.
+
+    Attributes:
+      tokens: t, tokens of this device's MP group.
+      top_k: K.
+      num_experts: E.
+      groups: G, experts that one device may compute in a layer.
+      capacity: slots per expert for `tokens` tokens gated together, or None when dropless.
+      bucket_slack: dropless: rows of a bucket over their mean.
+      min_capacity: floor of the capacity.
+    """
+
+    tokens: int
+    top_k: int
+    num_experts: int
+    groups: int
+    capacity: int | None
+    bucket_slack: float
+
+    def bucket_rows(self, destinations: int) -> int:
+        """Return C, rows of one (source, destination) bucket.
+
+        Dropless: ceil(slack K t / D), rounded up to 8, and never more than the worst case. With a capacity: what the
+        destination's experts can take at most.
+        """
+        worst = self.worst_rows()
+        if destinations == 1:
+            return worst
+        if self.capacity is not None:
+            return min(worst, self.groups * self.capacity)
+        mean = math.ceil(self.bucket_slack * self.top_k * self.tokens / destinations)
+        return min(worst, 8 * math.ceil(mean / 8))
+
+    def worst_rows(self) -> int:
+        """Return the most rows that this device can have for one destination: all its tokens, min(K, G) times."""
+        return self.tokens * min(self.top_k, self.groups)
+
+
+class Schedule(Protocol):
+    """See the head of this file."""
+
+    def __call__(self, x: jax.Array, token_ids: jax.Array, gate, experts, tables): ...
+
+
+class ScheduleBuilder(Protocol):
+    def __call__(self, roles: Roles, sizes: LayerSizes) -> Schedule: ...
+
+
+_BUILDERS: dict[str, ScheduleBuilder] = {}
+
+
+def register(name: str) -> Callable[[ScheduleBuilder], ScheduleBuilder]:
+    """Register a builder under the name that `MoEConfig.schedule` selects it by."""
+
+    def add(builder):
+        if name in _BUILDERS:
+            raise AssertionError(f"schedule {name!r} is registered twice")
+        _BUILDERS[name] = builder
+        return builder
+
+    return add
+
+
+def schedules() -> tuple[str, ...]:
+    """Return the names of all schedules."""
+    return tuple(sorted(_BUILDERS))
+
+
+def build_schedule(name: str, roles: Roles, sizes: LayerSizes) -> Schedule:
+    """Return the schedule `name` for this mesh and these sizes.
+
+    Raises:
+      UserError: for an unknown name, or a mesh that the schedule cannot run on.
+    """
+    if name not in _BUILDERS:
+        raise UserError(f"MoEConfig.schedule ({name!r}) is unknown; choose one of {', '.join(schedules())}")
+    return _BUILDERS[name](roles, sizes)

@@ -1,0 +1,53 @@
+"""Dropless in bounded memory: the same buckets, as many passes as the fullest one needs.
+
+Enters: a function that runs one pass. Leaves: the sum of all passes. Pass 0 stands outside any branch, so that what
+overlaps it still does; the rest runs only when some device's bucket overflowed, and keeps no residuals but its inputs.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.varying import cast_varying, varying_axes
+
+
+def passes_needed(largest, rows: int, axes: tuple[str, ...]):
+    """Return int32 [], passes of `rows` rows that the fullest bucket on any device takes; equal on all devices.
+
+    Args:
+      largest: int32 [], rows of this device's fullest bucket.
+      rows: C.
+      axes: all mesh axes: every device must take the same branch, for the branches hold collectives.
+    """
+    needed = jnp.maximum((largest + rows - 1) // rows, 1)
+    axes = tuple(axis for axis in axes if axis in varying_axes(needed))
+    return lax.pmax(needed, axes) if axes else needed
+
+
+def run_passes(one_pass, needed, most: int):
+    """Return one_pass(0) + ... + one_pass(needed - 1).
+
+    Args:
+      one_pass: function of the pass index (int or int32 []) to an array; may hold collectives.
+      needed: int32 [], at least 1, equal on all devices.
+      most: static bound on `needed`; 1 leaves no branch in the program.
+    """
+    first = one_pass(0)
+    if most == 1:
+        return first
+    zeros = cast_varying(jnp.zeros(first.shape, first.dtype), varying_axes(first))
+
+    @jax.checkpoint
+    def later(index):
+        return one_pass(index)
+
+    def body(total, index):
+        more = lax.cond(index < needed, later, lambda _: zeros, index)
+        return total + more, None
+
+    def rest():
+        return lax.scan(body, zeros, jnp.arange(1, most, dtype=jnp.int32))[0]
+
+    return first + lax.cond(needed > 1, rest, lambda: zeros)
