@@ -10,6 +10,7 @@ from moe_jax.placement.tables import (
     fill_tables,
     fits,
     split,
+    widen,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "most_homes",
     "reshard_permutation",
     "split",
+    "widen",
 ]

@@ -11,6 +11,7 @@ device, Q candidates of a (source, expert), T rounds, X gathered slots of a devi
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 
@@ -211,6 +212,18 @@ def fill_tables(skeleton: Skeleton, placement: Placement) -> Tables:
         **_destinations(skeleton, placement, slots),
         **_transfers(skeleton, placement, slots),
     )
+
+
+def widen(skeleton: Skeleton, placement: Placement) -> Skeleton:
+    """Return a skeleton that this placement fits and, but for exact rounds, every plan that fitted the old one too."""
+    need = build_skeleton(placement, method=skeleton.method)
+    sizes = ("home_slots", "guest_slots", "bank_rows", "candidates", "gather_slots", "broadcast_slots")
+    largest = {name: max(getattr(need, name), getattr(skeleton, name)) for name in sizes}
+    rounds = need.rounds or skeleton.rounds
+    if skeleton.method == "shift" and need.rounds and skeleton.rounds:
+        both = [Counter(skeleton.rounds[0]), Counter(need.rounds[0])]
+        rounds = (tuple(sorted((both[0] | both[1]).elements())),)
+    return dataclasses.replace(skeleton, rounds=rounds, **largest)
 
 
 def split(placement: Placement, skeleton: Skeleton | None = None, **sizes) -> tuple[Skeleton, Tables]:

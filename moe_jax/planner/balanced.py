@@ -1,6 +1,7 @@
 """Equal work on every device, with the fewest and nearest copies (ours).
 
-Enters: loads, homes, mu. Leaves: copies and shares under which every device computes the same number of tokens, as far as
+Enters: loads, homes, mu. Leaves: copies and shares under which every device computes the same number of tokens, as far
+as
 mu guests per device allow. `refine` keeps the copies and solves the shares again for the step's own counts.
 
 Letters: L layers, S sources, E experts, D devices, Nn nodes.
@@ -27,8 +28,12 @@ class BalancedPlanner(PlannerBase):
     def propose(self, loads, placement, cost):
         loads = np.asarray(loads, np.float64)
         bare = placement.replace(copies=None, shares=None, rule="nearest")
-        quota = fill_gaps(loads.sum(axis=1), bare, cost.guest_slots)
-        return _with_shares(bare, quota, loads)
+        totals = loads.sum(axis=1)
+        quota = fill_gaps(totals, bare, cost.guest_slots)
+        held = quota > 0
+        if self.config.when == "after_gate":
+            held = add_spares(held | bare.holds, totals, bare, cost.guest_slots, self.config.headroom)
+        return _with_shares(bare, quota, loads, held)
 
     def refine(self, loads, placement, cost):
         """Solve the shares for the true counts over the copies that are there."""
@@ -77,10 +82,42 @@ def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:
     return quota
 
 
-def _with_shares(bare: Placement, quota: np.ndarray, loads: np.ndarray) -> Placement:
-    away = quota > 0
+def add_spares(held: np.ndarray, totals: np.ndarray, placement: Placement, mu: int, headroom: float) -> np.ndarray:
+    """Copy experts with most load per holder until devices hold `headroom` guests on average.
+
+    With spares the holders of different experts overlap, and shares can follow counts that nobody predicted.
+
+    Args:
+      held: bool [L, E, D], homes and copies so far.
+
+    Returns:
+      bool [L, E, D] with the spares; devices with fewest guests first, of those the expert's own node.
+    """
+    layers, devices, rows = placement.layers, placement.devices, np.arange(placement.layers)
+    held = held.copy()
+    homes = np.zeros_like(held)
+    np.put_along_axis(homes, placement.home[:, :, None], True, axis=2)
+    guests = (held & ~homes).sum(axis=1)
+    budget = np.full(layers, int(headroom * devices)) - guests.sum(axis=1)
+    node_of = np.arange(devices) // placement.devices_per_node
+    holders = held.sum(axis=2)
+    for _ in range(max(0, int(budget.max(initial=0)))):
+        expert = np.where(holders < devices, totals / holders, -1.0).argmax(axis=1)
+        near = node_of == node_of[placement.home[rows, expert]][:, None]
+        score = np.where((guests < mu) & ~held[rows, expert], 2 * (mu - guests) + near, -1)
+        device = score.argmax(axis=1)
+        ok = (score[rows, device] >= 0) & (budget > 0)
+        if not ok.any():
+            break
+        held[rows[ok], expert[ok], device[ok]] = True
+        holders[rows[ok], expert[ok]] += 1
+        guests[rows[ok], device[ok]] += 1
+        budget -= ok
+    return held
+
+
+def _with_shares(bare: Placement, quota: np.ndarray, loads: np.ndarray, held: np.ndarray) -> Placement:
+    away = held.copy()
     np.put_along_axis(away, bare.home[:, :, None], False, axis=2)
     placement = bare.replace(copies=np.argwhere(away), rule="shares")
     return placement.replace(shares=share_rows(placement, np.maximum(quota, 0.0), loads))
-
-

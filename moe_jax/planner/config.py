@@ -41,7 +41,7 @@ class PlannerConfig:
       top_k: experts that topk_all copies to every device.
       bounded: keep to the guest slots where the original has no such bound (fastermoe, pro_prophet, topk_all).
       groups: expert groups of eplb; more than one packs them node by node when nodes divide them.
-      headroom: guests per device, on average, that balanced may add so that shares can follow the true counts.
+      headroom: after the gate, guests per device on average that balanced keeps so that shares can follow the counts.
       predictor, window, decay: how the next step's loads are guessed, from how many steps, with which weight.
       horizon: steps over which a gain must pay for a change that costs (homes, skeletons).
     """
@@ -86,7 +86,8 @@ class PlannerConfig:
             raise UserError(f"PlannerConfig.decay ({self.decay}) must lie in (0, 1], the weight of the newest step")
         if self.when == "after_gate" and self.name not in AFTER_GATE:
             raise UserError(
-                f"PlannerConfig.when = 'after_gate' works with {', '.join(AFTER_GATE)}, not with {self.name!r}; use 'ahead'"
+                f"PlannerConfig.when = 'after_gate' works with {', '.join(AFTER_GATE)}, not with {self.name!r}; use "
+                f"'ahead'"
             )
 
     @property

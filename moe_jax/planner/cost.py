@@ -1,6 +1,7 @@
 """What a layer costs under a placement, in seconds and bytes.
 
-Enters: a cluster, the layer's sizes, tokens computed H and received R per device, and who holds what. Leaves: seconds by
+Enters: a cluster, the layer's sizes, tokens computed H and received R per device, and who holds what. Leaves: seconds
+by
 the papers' formulas. Nothing is searched here.
 
 Letters: ... any leading dims, L layers, D devices; M model dim, F expert hidden dim; W, P, v as in the formulas.
@@ -52,8 +53,10 @@ class Cost:
         guests = self.guest_slots * self.layers_alive * self.expert_bytes
         if memory is not None and guests > memory:
             raise UserError(
-                f"every device: {self.guest_slots} guest_slots x {self.layers_alive} layers alive x {self.expert_bytes} bytes of "
-                f"an expert = {guests} bytes exceed Cluster.memory_bytes ({memory:.0f}) (rule: guests must fit in memory); use at "
+                f"every device: {self.guest_slots} guest_slots x {self.layers_alive} layers alive x "
+                f"{self.expert_bytes} bytes of "
+                f"an expert = {guests} bytes exceed Cluster.memory_bytes ({memory:.0f}) (rule: guests must fit in "
+                f"memory); use at "
                 f"most guest_slots = {slots_in(memory, self.layers_alive, self.expert_bytes)}"
             )
 
@@ -86,7 +89,8 @@ class Cost:
             return self.overlap_degree
         if self.attention_seconds is None:
             raise UserError(
-                f"planner {asker!r} needs overlap_degree, or attention_seconds to derive it; set PlannerConfig.overlap_degree"
+                f"planner {asker!r} needs overlap_degree, or attention_seconds to derive it; set "
+                f"PlannerConfig.overlap_degree"
             )
         return math.floor(self.attention_seconds * self.bandwidth(asker) / self.expert_bytes)
 
@@ -122,7 +126,7 @@ class Cost:
     def parts(
         self, computed: np.ndarray, received: np.ndarray, holders: np.ndarray, asker: str, scheduler: bool = True
     ) -> dict[str, np.ndarray]:
-        """Return the same time by what it is spent on: place (Trans), reduce (Agg), others. Source: Pro-Prophet, table I."""
+        """Return the same time by purpose: place (Trans), reduce (Agg), others. Source: Pro-Prophet, table I."""
         forward = self.forward(computed, asker)
         transfer = self.transfer(holders, computed.shape[-1], asker)
         hidden = scheduler * (forward + (self.attention_seconds or 0.0))

@@ -48,7 +48,9 @@ def _as_placement(placement: Placement, home: np.ndarray, count: np.ndarray) -> 
     return placement.replace(home=home, copies=np.argwhere(copy), shares=rows, rule="shares")
 
 
-def rebalance(weight: np.ndarray, replicas: int, groups: int, nodes: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
+def rebalance(
+    weight: np.ndarray, replicas: int, groups: int, nodes: int, devices: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Choose and pack replicas: weight [L, E] -> (replica_to_expert int [L, R], copies int [L, E]).
 
     Replicas stand in device order, R / D on each device. Groups of experts stay on one node when `nodes` divides
@@ -59,7 +61,8 @@ def rebalance(weight: np.ndarray, replicas: int, groups: int, nodes: int, device
     layers, experts = weight.shape
     if replicas % devices or devices % nodes or experts % groups or replicas < experts:
         raise UserError(
-            f"replicas ({replicas}) must be a multiple of devices ({devices}) and at least experts ({experts}), devices a "
+            f"replicas ({replicas}) must be a multiple of devices ({devices}) and at least experts ({experts}), "
+            f"devices a "
             f"multiple of nodes ({nodes}), experts a multiple of groups ({groups})"
         )
     if groups % nodes:
@@ -87,7 +90,7 @@ def rebalance(weight: np.ndarray, replicas: int, groups: int, nodes: int, device
 
 
 def replicate(weight: np.ndarray, replicas: int) -> tuple[np.ndarray, np.ndarray]:
-    """Give each further replica to the expert with most load per replica: weight [B, E] -> (expert [B, R], count [B, E])."""
+    """Replicate the expert with most load per replica: weight [B, E] -> (expert [B, R], count [B, E])."""
     rows = np.arange(len(weight))
     experts = weight.shape[1]
     chosen = np.empty((len(weight), replicas), int)

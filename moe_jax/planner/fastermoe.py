@@ -28,7 +28,9 @@ class FasterMoePlanner(PlannerBase):
         exchange = 4.0 * cost.token_bytes / cost.bandwidth(name)
         shadow = 2.0 * cost.expert_bytes / cost.bandwidth(name)
         limit = cost.guest_slots if self.config.bounded else placement.experts
-        chosen, cut = _shadow(np.asarray(loads, np.float64), placement, (compute, exchange, shadow), self.residual, limit)
+        chosen, cut = _shadow(
+            np.asarray(loads, np.float64), placement, (compute, exchange, shadow), self.residual, limit
+        )
         self.note("shadow_cut", cut)
         return placement.replace(copies=copied_everywhere(placement, chosen), shares=None, rule="home")
 
@@ -40,7 +42,7 @@ class FasterMoeResidualPlanner(FasterMoePlanner):
 
 
 def _shadow(loads, placement, rates, residual: bool, limit: int) -> tuple[np.ndarray, int]:
-    """Return (chosen bool [L, E], layers cut short by `limit`); rates are seconds per token computed, sent, and per expert."""
+    """Return (chosen bool [L, E], layers cut by `limit`); rates: seconds per token computed, sent, and per expert."""
     compute, exchange, shadow = rates
     home, devices = placement.home, placement.devices
     layers = np.arange(len(home))

@@ -23,20 +23,20 @@ class HecatePlanner(PlannerBase):
     """
 
     def propose(self, loads, placement, cost):
+        bare = placement.replace(copies=None, shares=None, rule="nearest")
         if not self.config.materialize:
-            return placement.replace(copies=None, shares=None, rule="nearest")
-        tau = min(cost.overlap(self.config.name), placement.experts)
+            return bare
+        layers, devices = bare.layers, bare.devices
+        tau = min(cost.overlap(self.config.name), bare.experts)
         mu = min(cost.guest_slots, tau)
         totals = np.asarray(loads, np.float64).sum(axis=1)
         order = falling(totals)[:, :tau]
         if tau <= mu:
-            chosen = np.zeros(placement.home.shape, bool)
+            chosen = np.zeros(bare.home.shape, bool)
             np.put_along_axis(chosen, order, True, axis=1)
-            copies = copied_everywhere(placement, chosen)
-        else:
-            counts = slots_by_load(np.take_along_axis(totals, order, axis=1), placement.devices * mu, placement.devices - 1)
-            copies = rows_of(spread_copies(placement, order, counts, np.full((placement.layers, placement.devices), mu)))
-        return placement.replace(copies=copies, shares=None, rule="nearest")
+            return bare.replace(copies=copied_everywhere(bare, chosen))
+        counts = slots_by_load(np.take_along_axis(totals, order, axis=1), devices * mu, devices - 1)
+        return bare.replace(copies=rows_of(spread_copies(bare, order, counts, np.full((layers, devices), mu))))
 
     def refine(self, loads, placement, cost):
         """Add guests in what memory is left, layer by layer, where that saves more than the late gather costs.

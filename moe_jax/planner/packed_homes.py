@@ -1,6 +1,7 @@
 """Homes for freely packed replicas, so that every device homes equally many experts over all layers.
 
-Enters: how many replicas of each expert each device holds. Leaves: a home among the holders, S = L E / D on every device,
+Enters: how many replicas of each expert each device holds. Leaves: a home among the holders, S = L E / D on every
+device,
 so that parameters and optimizer state fit the bank. Where replicas leave no such choice, single replicas change places
 with a copy of about equal load on a device that homes too few.
 
@@ -73,7 +74,9 @@ def _swap_positions(home: np.ndarray, count: np.ndarray, homes: np.ndarray, tota
         for taker in np.flatnonzero(homes < limit).tolist():
             for layer in range(len(home)):
                 mine = np.flatnonzero((home[layer] == giver) & (count[layer, :, taker] == 0))
-                copies = np.flatnonzero((count[layer, :, taker] > 0) & (home[layer] != taker) & (count[layer, :, giver] == 0))
+                copies = np.flatnonzero(
+                    (count[layer, :, taker] > 0) & (home[layer] != taker) & (count[layer, :, giver] == 0)
+                )
                 if not len(mine) or not len(copies):
                     continue
                 gap = np.abs(load[layer, mine][:, None] - load[layer, copies])

@@ -91,5 +91,3 @@ def _targets(tokens: np.ndarray, home: np.ndarray, n: int) -> np.ndarray:
     np.put_along_axis(chosen, np.argsort(ranked, axis=1, kind="stable")[:, :n], False, axis=1)
     chosen[layers, home] = False
     return chosen
-
-

@@ -1,6 +1,7 @@
 """Hecate's heterogeneous sharding: which device homes which expert, over all layers together.
 
-Enters: expert loads and the current homes. Leaves: homes with S = L E / D experts on every device, 0..E of any one layer.
+Enters: expert loads and the current homes. Leaves: homes with S = L E / D experts on every device, 0..E of any one
+layer.
 Experts that stay unmaterialized are balanced first; the overlappable ones fill what is left.
 
 Letters: L layers, E experts, D devices, S bank rows of a device.
@@ -37,7 +38,7 @@ def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement
     heaviest = np.take_along_axis(totals, rest[:, :1], axis=1)[:, 0] if rest.size else np.zeros(layers)
     for layer in falling(heaviest) if rest.size else ():
         _place_layer(home[layer], rest[layer], totals[layer], free, placement.devices_per_node)
-    _fill(home, placement.home, free)
+    _fill(home, order[:, :tau], totals, free)
     return placement if (home == placement.home).all() else placement.replace(home=home, copies=None, shares=None)
 
 
@@ -59,14 +60,19 @@ def _place_layer(home: np.ndarray, experts: np.ndarray, loads: np.ndarray, free:
         node_load[node] += loads[expert]
 
 
-def _fill(home: np.ndarray, old: np.ndarray, free: np.ndarray) -> None:
-    """Home the remaining experts: where they were if there is room, else on the device with most room."""
-    for layer, expert in np.argwhere(home < 0):
-        device = old[layer, expert]
-        if free[device] > 0:
-            home[layer, expert] = device
+def _fill(home: np.ndarray, order: np.ndarray, totals: np.ndarray, free: np.ndarray) -> None:
+    """Home the overlappable experts: heaviest first, each on its layer's least-loaded device that has room.
+
+    The paper places them anywhere; this choice also serves steps in which they are not materialized.
+    """
+    layers = np.arange(len(home))
+    load = np.zeros((len(home), len(free)))
+    placed = home >= 0
+    layer, expert = np.nonzero(placed)
+    np.add.at(load, (layer, home[layer, expert]), totals[layer, expert])
+    for rank in range(order.shape[1]):
+        for at in layers[np.argsort(-totals[layers, order[:, rank]], kind="stable")].tolist():
+            device = int(np.where(free > 0, load[at], np.inf).argmin())
+            home[at, order[at, rank]] = device
+            load[at, device] += totals[at, order[at, rank]]
             free[device] -= 1
-    for layer, expert in np.argwhere(home < 0):
-        device = int(free.argmax())
-        home[layer, expert] = device
-        free[device] -= 1

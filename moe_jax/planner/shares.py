@@ -104,7 +104,7 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
 
 
 def _units(share: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Round shares to units of 2^-16 that sum to one in each run: share [h, Nn], first of a run bool [h] -> int [h, Nn]."""
+    """Round shares to units of 2^-16, one in sum per run: share [h, Nn], start of a run bool [h] -> int [h, Nn]."""
     upto = share.cumsum(axis=0)
     start = np.flatnonzero(first)
     run = first.cumsum() - 1

@@ -14,6 +14,7 @@ from moe_jax.placement import (
     reshard_permutation,
     rounds,
     split,
+    widen,
 )
 
 
@@ -143,3 +144,13 @@ def test_reshard_permutation_moves_every_expert_to_its_new_row():
 def test_bucket_rows_round_up():
     # 100 x 1.1 = 110 -> 112 (a multiple of 8); with N_MP = 3 the step is 24 -> 120.
     assert bucket_rows(100, 0.1) == 112 and bucket_rows(100, 0.1, 3) == 120 and bucket_rows(0) == 8
+
+
+@pytest.mark.parametrize("method", ["shift", "gather", "broadcast"])
+def test_widened_skeleton_fits_old_and_new_plans(method):
+    first, second = random_placement(0), random_placement(1)
+    skeleton = widen(build_skeleton(first, method=method), second)
+    assert fits(skeleton, first) and fits(skeleton, second)
+    assert widen(skeleton, first) == skeleton
+    named = run_tables(skeleton, fill_tables(skeleton, second), name_bank(second, skeleton.bank_rows))
+    assert (named >= 0).sum() == second.holds.sum()

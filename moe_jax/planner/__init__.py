@@ -1,0 +1,24 @@
+"""From loads to placements: predictors, the cost model, and one file per planner."""
+
+from moe_jax.planner.base import Planner
+from moe_jax.planner.config import AFTER_GATE, NAMES, PlannerConfig
+from moe_jax.planner.cost import Cost, slots_in, standing_copy_bytes
+from moe_jax.planner.predictor import Predictor, build_predictor
+from moe_jax.planner.registry import build_planner
+from moe_jax.planner.session import PlanSession, Proposal, worth_a_swap
+
+__all__ = [
+    "AFTER_GATE",
+    "NAMES",
+    "Cost",
+    "PlanSession",
+    "Planner",
+    "PlannerConfig",
+    "Predictor",
+    "Proposal",
+    "build_planner",
+    "build_predictor",
+    "slots_in",
+    "standing_copy_bytes",
+    "worth_a_swap",
+]

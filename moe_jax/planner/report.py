@@ -1,0 +1,179 @@
+"""Summaries of replayed planners: balance, bytes, modelled seconds, and what the original systems would pay.
+
+Enters: Records of each planner. Leaves: one flat dict of numbers per planner, and a table. Seconds are None where the
+cluster leaves a figure absent that the model needs.
+
+Letters: n samples, L layers, E experts, D devices; B as H, the tokens that a device computes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_jax.cluster import all_reduce_bytes
+from moe_jax.planner.cost import Cost
+from moe_jax.planner.simulate import Records, split_name
+
+WARM = 10  # in the first nine samples a plan from the past hardly helps: report without them too
+
+ORIGINAL = {
+    "none": "plain expert parallelism: nothing moves",
+    "fastermoe": "broadcast and reduce of each shadowed expert, every step",
+    "fastermoe_residual": "broadcast and reduce of each shadowed expert, every step",
+    "topk_all": "broadcast and reduce of each copied expert, every step",
+    "pro_prophet": "Trans and Agg to the chosen devices, every step",
+    "hecate": "sparse all-gather and reduce-scatter every step; state moves at a reshard",
+    "smartmoe": "parameters and optimizer state move when homes change",
+    "flexmoe": "standing copies with optimizer state: state moves to new copies, all-reduce every step",
+    "eplb": "homes and copies packed freely: state moves to new places, all-reduce of copies every step",
+    "balanced": "Trans and Agg to the chosen devices, every step",
+}
+
+
+def imbalance(records: Records) -> np.ndarray:
+    """Return max over mean of the device loads: [n, L]; a layer without tokens is even."""
+    mean = records.computed.mean(axis=2)
+    return np.where(mean > 0, records.computed.max(axis=2) / np.where(mean > 0, mean, 1.0), 1.0)
+
+
+def summarize(records: Records, base: Records, cost: Cost) -> dict:
+    """Return the numbers of one planner; `base` holds plain expert parallelism over the same samples."""
+    ratio = imbalance(records)
+    warm = ratio[records.sample >= WARM]
+    spread, before = records.computed.std(axis=2).mean(), base.computed.std(axis=2).mean()
+    copies = records.copies.sum(axis=2)
+    chunks = (records.copies > 0).mean(axis=2)
+    layers, devices = records.computed.shape[1:]
+    transfer = 2 * copies * cost.expert_bytes
+    search = records.search / layers
+    return {
+        "max_over_mean": _number(ratio.mean()),
+        "max_over_mean_p95": _number(np.percentile(ratio, 95)),
+        "max_over_mean_from_10": _number(warm.mean()) if warm.size else None,
+        "max_over_mean_p95_from_10": _number(np.percentile(warm, 95)) if warm.size else None,
+        "rb": _number(before / max(spread, 1e-9)),
+        "copies_per_layer": _number(copies.mean()),
+        "copies_per_device": _number(copies.mean() / devices),
+        "guests_most": int(records.guests.max(initial=0)),
+        "bytes_moved": _number((transfer + records.moved * cost.state_bytes).sum(axis=1).mean()),
+        "lambda": _number(chunks.mean()),
+        "lambda_per_layer": [_number(value) for value in chunks.mean(axis=0)],
+        **_seconds(records, base, cost),
+        **_original(records, cost),
+        "planner_us_per_layer": _number(1e6 * search.mean()),
+        "skeleton_changes": records.skeleton_changes,
+        **{f"notes_{name}": count for name, count in records.notes.items()},
+    }
+
+
+def add_ratios(summaries: dict[str, dict], fastermoe_rb: float | None) -> None:
+    """Add each planner's RB over FasterMoE's (Pro-Prophet, figure 16)."""
+    for summary in summaries.values():
+        summary["rb_ratio_to_fastermoe"] = None if not fastermoe_rb else _number(summary["rb"] / fastermoe_rb)
+
+
+def roofline(records: Records, cost: Cost) -> tuple[float, float] | None:
+    """Return (x, y) of the DDL-Roofline: computation over communication, FLOP/s per device reached.
+
+    Source: FasterMoE, section 3.3; T_e2e is the synchronous T_comp + T_comm.
+    """
+    if not _timed(cost) or np.isnan(records.exchange).any():
+        return None
+    transfer = 2 * cost.transfer(_holders(records), records.computed.shape[2], "replay")
+    work = 3 * cost.forward(records.computed, "replay")
+    talk = 4 * records.exchange + transfer
+    tokens = records.computed.sum(axis=2).mean()
+    flops = 12.0 * cost.model_dim * cost.hidden_dim * tokens / records.computed.shape[2]
+    mean_work, mean_talk = float(work.mean()), float(talk.mean())
+    return mean_work / max(mean_talk, 1e-30), flops / max(mean_work + mean_talk, 1e-30)
+
+
+def _seconds(records: Records, base: Records, cost: Cost) -> dict:
+    """Return modelled seconds of a layer by what they are spent on (Pro-Prophet, table I), and the speed-up over EP.
+
+    Planning ahead hides behind the step, so its search is reported but not added; after the gate it is added.
+    """
+    keys = ("layer_seconds", "place_seconds", "reduce_seconds", "others_seconds", "speedup_over_ep")
+    search = float(records.search.mean()) / records.computed.shape[1]
+    if not _timed(cost):
+        return {**dict.fromkeys(keys), "search_seconds": _number(search)}
+    parts = cost.parts(records.computed, records.received, _holders(records), "replay")
+    place, reduce, others = (float(parts[key].mean()) for key in ("place", "reduce", "others"))
+    critical = search if split_name(records.name)[1] else 0.0
+    layer = critical + place + reduce + others
+    plain = float(cost.layer(base.computed, base.received, np.zeros(base.computed.shape[:2]), "replay").mean())
+    numbers = (layer, place, reduce, others, plain / layer if layer else None)
+    return {**{key: _number(n) for key, n in zip(keys, numbers, strict=True)}, "search_seconds": _number(search)}
+
+
+def _original(records: Records, cost: Cost) -> dict:
+    """Return what the system that a planner comes from would move and hold, by its own rules.
+
+    Bytes count every receiver, per layer and step; memory is optimizer state kept for copies, per device.
+    """
+    name = split_name(records.name)[0]
+    copies = records.copies.astype(np.int64)
+    each_step = 2.0 * copies.sum(axis=2) * cost.expert_bytes
+    memory = 0.0
+    moved = records.moved * float(cost.state_bytes)
+    if name in ("flexmoe", "eplb"):
+        # A ring all-reduce over n = copies + 1 members sends 2 (n - 1) / n S on each of its n links.
+        each_step = (np.vectorize(all_reduce_bytes)(cost.expert_bytes, copies + 1) * (copies + 1)).sum(axis=2)
+        moved = records.arrived * float(cost.state_bytes)
+        memory = records.guests.sum(axis=1).max() * float(cost.state_bytes - cost.expert_bytes)
+    total = each_step + moved
+    seconds = None
+    if _linked(cost):
+        seconds = _number(total.mean() / (records.computed.shape[2] * cost.bandwidth("replay")))
+    return {
+        "original": ORIGINAL[name],
+        "original_bytes_per_layer": _number(total.mean()),
+        "original_seconds_per_layer": seconds,
+        "original_optimizer_bytes_per_device": _number(memory),
+    }
+
+
+def _holders(records: Records) -> np.ndarray:
+    """Devices that hold a copied expert, its home included, summed over copied experts: [n, L]."""
+    copied = records.copies > 0
+    return (records.copies + copied).sum(axis=2)
+
+
+def _linked(cost: Cost) -> bool:
+    cluster = cost.cluster
+    return (cluster.intra_bandwidth if cluster.flat or cluster.nodes == 1 else cluster.inter_bandwidth) is not None
+
+
+def _timed(cost: Cost) -> bool:
+    return _linked(cost) and cost.cluster.flops is not None
+
+
+def _number(value) -> float:
+    return float(f"{float(value):.6g}")
+
+
+def table(summaries: dict[str, dict]) -> str:
+    """Return a table of the main columns, one planner a line."""
+    columns = (
+        ("max/mean", "max_over_mean"),
+        ("p95", "max_over_mean_p95"),
+        ("from 10", "max_over_mean_from_10"),
+        ("RB", "rb"),
+        ("copies/dev", "copies_per_device"),
+        ("lambda", "lambda"),
+        ("GB moved", "bytes_moved"),
+        ("layer ms", "layer_seconds"),
+        ("over EP", "speedup_over_ep"),
+        ("orig. ms", "original_seconds_per_layer"),
+        ("plan us", "planner_us_per_layer"),
+        ("skeletons", "skeleton_changes"),
+    )
+    scale = {"bytes_moved": 1e-9, "layer_seconds": 1e3, "original_seconds_per_layer": 1e3}
+    lines = ["planner".ljust(30) + "".join(title.rjust(11) for title, _ in columns)]
+    for name, summary in summaries.items():
+        cells = []
+        for _, key in columns:
+            value = summary[key]
+            cells.append(("-" if value is None else f"{value * scale.get(key, 1):.4g}").rjust(11))
+        lines.append(name.ljust(30) + "".join(cells))
+    return "\n".join(lines)

@@ -1,0 +1,109 @@
+"""One run's planning: predict, plan at the interval, reshard now and then, refine after the gate.
+
+Enters: loads by iteration. Leaves: the placement for an iteration. It holds what a checkpoint must hold: the placement,
+the predictor's window, and when it last planned. It neither compiles nor swaps anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.placement import Placement
+from moe_jax.planner.base import Planner
+from moe_jax.planner.cost import Cost
+from moe_jax.planner.predictor import build_predictor
+from moe_jax.planner.registry import build_planner
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A placement with what led to it.
+
+    Attributes:
+      planned, resharded: whether the planner ran, and whether homes changed.
+      seconds: host time spent.
+      error: [L], relative error of the prediction behind it.
+    """
+
+    placement: Placement
+    planned: bool
+    resharded: bool
+    seconds: float
+    error: np.ndarray
+
+
+class PlanSession:
+    """Keep one planner's placement up to date while a run goes on."""
+
+    def __init__(self, config, placement: Placement, cost: Cost):
+        self.planner: Planner = build_planner(config)
+        self.config, self.placement, self.cost = config, placement, cost
+        self.predictor = build_predictor(config)
+        self.last_planned: int | None = None
+        self.last_sharded = 0
+
+    def observe(self, loads: np.ndarray) -> None:
+        """Take in the loads [L, S, E] of the newest finished step."""
+        self.predictor.observe(loads)
+
+    def propose(self, iteration: int) -> Proposal:
+        """Return the placement for `iteration`, planned from what has been observed so far."""
+        began = time.perf_counter()
+        every, before = self.config.steps_between_plans, self.placement
+        due = self.last_planned is None or iteration // every != self.last_planned // every
+        shard = self.config.shard_every
+        shard_due = bool(shard) and iteration // shard != self.last_sharded // shard
+        if (due or shard_due) and self.predictor.seen:
+            loads = self.predictor.predict()
+            if shard_due:
+                self.placement = self.planner.reshard(loads, self.placement, self.cost)
+                self.last_sharded = iteration
+            self.placement = self.planner.propose(loads, self.placement, self.cost)
+            self.last_planned = iteration
+        return Proposal(
+            placement=self.placement,
+            planned=due or shard_due,
+            resharded=bool((self.placement.home != before.home).any()),
+            seconds=time.perf_counter() - began,
+            error=self.predictor.error(),
+        )
+
+    def refine(self, loads: np.ndarray) -> Placement:
+        """Return this step's placement from its own loads [L, S, E]; later steps start from the plan ahead."""
+        return self.planner.refine(loads, self.placement, self.cost)
+
+    def state(self) -> dict:
+        """Return what a checkpoint must hold: arrays and numbers by name."""
+        placement = self.placement
+        return {
+            "home": placement.home,
+            "copies": placement.copies,
+            "shares": placement.shares,
+            "rule": list(placement.rule),
+            "last_planned": -1 if self.last_planned is None else self.last_planned,
+            "last_sharded": self.last_sharded,
+            **{f"predictor_{name}": value for name, value in self.predictor.state().items()},
+        }
+
+    def restore(self, state: dict) -> None:
+        """Continue from what `state` returned, on the same devices."""
+        home = np.asarray(state["home"])
+        if home.shape != self.placement.home.shape:
+            raise UserError(
+                f"the saved plan has [layers, experts] = {home.shape}, this run {self.placement.home.shape}"
+            )
+        self.placement = self.placement.replace(
+            home=home, copies=np.asarray(state["copies"]), shares=np.asarray(state["shares"]), rule=tuple(state["rule"])
+        )
+        self.last_planned = None if state["last_planned"] < 0 else int(state["last_planned"])
+        self.last_sharded = int(state["last_sharded"])
+        self.predictor.restore({"seen": state["predictor_seen"], "errors": state["predictor_errors"]})
+
+
+def worth_a_swap(now_seconds: float, then_seconds: float, horizon: int, price_seconds: float) -> bool:
+    """Say whether a changed skeleton pays: the gain per step over the horizon against what the change costs."""
+    return (now_seconds - then_seconds) * horizon > price_seconds

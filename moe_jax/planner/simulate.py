@@ -1,0 +1,131 @@
+"""Run one planner over a recorded trace.
+
+Enters: a trace, a planner's configuration, cost. Leaves: `Records`, arrays by sample and layer of what each device
+computed, what was copied and moved, and how long planning took. Summaries are made in report.py.
+
+Letters: n samples judged, L layers, E experts, D devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+
+from moe_jax.cluster import exchange_seconds
+from moe_jax.errors import UserError
+from moe_jax.placement import Placement, build_skeleton, fits, widen
+from moe_jax.planner.config import AFTER_GATE, NAMES, PlannerConfig
+from moe_jax.planner.cost import Cost
+from moe_jax.planner.session import PlanSession
+from moe_jax.planner.trace import Trace
+
+SUFFIX = "_after_gate"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Records:
+    """Hold what happened, sample by sample.
+
+    Attributes:
+      sample: int [n], positions in the trace.
+      computed, received, guests: int [n, L, D]; guests are copies held.
+      copies: int16 [n, L, E], copies of each expert.
+      moved: int [n, L], experts whose home changed; arrived: int [n, L], copies that were not there a sample before.
+      exchange: float [n, L], seconds of one all-to-all over the links, NaN where a link's speed is absent.
+      search: float [n], host seconds to plan all layers.
+      skeleton_changes: how often a plan did not fit the compiled sizes.
+      notes: the planner's own counts.
+    """
+
+    name: str
+    sample: np.ndarray
+    computed: np.ndarray
+    received: np.ndarray
+    guests: np.ndarray
+    copies: np.ndarray
+    moved: np.ndarray
+    arrived: np.ndarray
+    exchange: np.ndarray
+    search: np.ndarray
+    skeleton_changes: int
+    notes: dict[str, int]
+
+
+def split_name(name: str) -> tuple[str, bool]:
+    """Return (planner, sees the step itself) of NAME or NAME_after_gate."""
+    base = name.removesuffix(SUFFIX)
+    if base not in NAMES:
+        raise UserError(f"planner {name!r} is unknown; use {', '.join(NAMES)}, each with or without {SUFFIX}, or all")
+    return base, base != name
+
+
+def every_name() -> list[str]:
+    """Return what `all` stands for: every planner ahead, and those that can decide after the gate."""
+    return [*NAMES, *(name + SUFFIX for name in AFTER_GATE)]
+
+
+def simulate(
+    name: str, trace: Trace, config: PlannerConfig, placement: Placement, cost: Cost, lag: int, every: int
+) -> Records:
+    """Plan each judged sample from the sample `lag` before it, and judge it on its own loads.
+
+    Args:
+      config: the planner's knobs; name and `when` are set from `name`.
+      lag: samples between what is seen and what is planned for; the first `lag` samples are not judged.
+      every: judge each so many-th sample.
+    """
+    base, sees = split_name(name)
+    late = sees and base in AFTER_GATE
+    config = dataclasses.replace(config, name=base, when="after_gate" if late else "ahead")
+    session = PlanSession(config, placement, cost)
+    samples = np.arange(lag, len(trace.loads), every)
+    if not len(samples):
+        raise UserError(f"lag ({lag}) leaves none of the trace's {len(trace.loads)} samples; use a smaller lag")
+    rows: list[tuple] = []
+    skeleton, changes, before, seen = None, 0, placement, 0
+    for sample in samples.tolist():
+        # A planner that sees the step without a rule of its own for that plans from the step's loads directly.
+        newest = sample if sees and not late else sample - lag
+        while seen <= newest:
+            session.observe(trace.loads[seen])
+            seen += 1
+        proposal = session.propose(int(trace.iterations[sample]))
+        plan, seconds = proposal.placement, proposal.seconds
+        if late:
+            began = time.perf_counter()
+            plan = session.refine(trace.loads[sample])
+            seconds += time.perf_counter() - began
+        if skeleton is None:
+            skeleton = build_skeleton(plan)
+        elif not fits(skeleton, plan):
+            skeleton, changes = widen(skeleton, plan), changes + 1
+        rows.append((*_judge(plan, before, trace.loads[sample], cost), seconds))
+        before = plan
+    columns = [np.stack(column) for column in zip(*rows, strict=True)]
+    keys = ("computed", "received", "guests", "copies", "moved", "arrived", "exchange", "search")
+    return Records(
+        name=name,
+        sample=samples,
+        skeleton_changes=changes,
+        notes=dict(session.planner.notes),
+        **dict(zip(keys, columns, strict=True)),
+    )
+
+
+def _judge(plan: Placement, before: Placement, loads: np.ndarray, cost: Cost) -> tuple:
+    """Return computed, received, guests, copies, moved, arrived and exchange of one sample."""
+    pairs = plan.pair_loads(loads)
+    computed = pairs.sum(axis=1)
+    received = computed - np.einsum("ldd->ld", pairs)
+    layer, expert, device = plan.copies.T
+    guests = np.bincount(layer * plan.devices + device, minlength=computed.size).reshape(computed.shape)
+    copies = np.bincount(layer * plan.experts + expert, minlength=plan.home.size).reshape(plan.home.shape)
+    moved = (plan.home != before.home).sum(axis=1)
+    arrived = (plan.holds & ~before.holds).sum(axis=(1, 2))
+    known = cost.cluster.intra_bandwidth is not None or cost.cluster.inter_bandwidth is not None
+    exchange = np.full(len(computed), np.nan)
+    if known:
+        exchange = exchange_seconds(cost.cluster, pairs * cost.token_bytes, "replay")
+    return computed, received, guests, copies.astype(np.int16), moved, arrived, exchange
