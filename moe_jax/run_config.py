@@ -1,0 +1,155 @@
+"""One run's whole configuration as one record, as text, and as a difference between two texts.
+
+Enters: the six config dataclasses, or two texts. Leaves: `RunConfig`; its canonical text, one line
+`Name.field = value` for every field, defaults included, so that two configs compare field by field; and the rule of
+what may change when a run goes on. Host side, no gin: runs and notebooks may build a `RunConfig` by hand.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import fnmatch
+
+from moe_jax.data.config import DataConfig
+from moe_jax.errors import UserError
+from moe_jax.mesh.roles import MeshConfig
+from moe_jax.models.config import ModelConfig
+from moe_jax.moe.config import MoEConfig
+from moe_jax.planner.config import PlannerConfig
+from moe_jax.training.config import TrainConfig
+
+CONFIG_CLASSES: dict[str, type] = {
+    "train": TrainConfig,
+    "DataConfig": DataConfig,
+    "ModelConfig": ModelConfig,
+    "MoEConfig": MoEConfig,
+    "MeshConfig": MeshConfig,
+    "PlannerConfig": PlannerConfig,
+}
+
+# Bindings under which a started run may go on: where and how it computes, how long, and what it writes down.
+MAY_DIFFER = (
+    "MeshConfig.*",
+    "PlannerConfig.*",
+    "MoEConfig.schedule",
+    "MoEConfig.grouped_matmul",
+    "MoEConfig.bucket_slack",
+    "ModelConfig.attention",
+    "ModelConfig.remat",
+    "ModelConfig.loss_chunk",
+    "DataConfig.cache_dir",
+    "train.steps",
+    "train.zero_stage",
+    "train.expert_zero_stage",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.evaluate_every",
+    "train.evaluate_windows",
+    "train.loads_every",
+    "train.log_every",
+    "train.profile_steps",
+)
+ABSENT = "(absent)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that a command line chooses about a run.
+
+    Attributes:
+      train: bound by gin as `train`; the others under their class names.
+      data, model, moe, mesh, planner: see their classes.
+    """
+
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    planner: PlannerConfig = dataclasses.field(default_factory=PlannerConfig)
+
+    def by_name(self) -> dict[str, object]:
+        """Return the six configs under the names by which gin binds them."""
+        parts = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return dict(zip(CONFIG_CLASSES, parts, strict=True))
+
+
+def config_text(run: RunConfig) -> str:
+    """Return every field of a run as sorted lines `Name.field = value`, which gin can read again."""
+    lines = []
+    for name, config in run.by_name().items():
+        for field in dataclasses.fields(config):
+            lines.append(f"{name}.{field.name} = {getattr(config, field.name)!r}")
+    return "\n".join(sorted(lines)) + "\n"
+
+
+def config_differences(old_text: str, new_text: str) -> list[tuple[str, str, str]]:
+    """Return (binding, old value, new value) for each binding in which two config texts differ, sorted.
+
+    A field that one text lacks counts there at today's default, so that a run outlives a new field; a binding that no
+    config has any more is `ABSENT` on the other side. Values are returned as written.
+
+    Raises:
+      UserError: a line that is not `Name.field = value`.
+    """
+    old, new, defaults = _values(old_text), _values(new_text), _values(config_text(RunConfig()))
+    differences = []
+    for binding in sorted(old.keys() | new.keys()):
+        before = old.get(binding, defaults.get(binding, ABSENT))
+        after = new.get(binding, defaults.get(binding, ABSENT))
+        if _meaning(before) != _meaning(after):
+            differences.append((binding, before, after))
+    return differences
+
+
+def may_differ(binding: str) -> bool:
+    """Say whether a run may go on under another value of this binding."""
+    return any(fnmatch.fnmatchcase(binding, pattern) for pattern in MAY_DIFFER)
+
+
+def check_resume(old_text: str, new_text: str, workdir: str) -> list[tuple[str, str, str]]:
+    """Return the differences under which the run in `workdir` goes on.
+
+    Args:
+      old_text: config text that the folder holds.
+      new_text: config text of this command.
+      workdir: folder as the user named it, for the message.
+
+    Raises:
+      UserError: if another binding differs; it names each of them with both values.
+    """
+    differences = config_differences(old_text, new_text)
+    blocking = [(binding, old, new) for binding, old, new in differences if not may_differ(binding)]
+    if not blocking:
+        return differences
+    listed = "; ".join(f"{binding} was {old} and is {new} now" for binding, old, new in blocking)
+    raise UserError(
+        f"{workdir} holds a run with another config: {listed}. Set it back to resume, name another --workdir, or start "
+        f"a new run from its parameters with --init_from={workdir}; only mesh, schedule, planner, step count and what "
+        "is written down may differ"
+    )
+
+
+def _values(text: str) -> dict[str, str]:
+    values = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        binding, equals, value = line.partition(" = ")
+        if not equals or "." not in binding:
+            raise UserError(
+                f"config text, line {number}: {line!r} is not a line 'Name.field = value'; restore the file"
+            )
+        values[binding] = value
+    return values
+
+
+def _meaning(value: str):
+    """Return a value so that 1 and 1.0 are equal, 1 and True are not, and what is no literal stands for itself."""
+    try:
+        read = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
+    return ("bool", read) if isinstance(read, bool) else read
