@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -218,7 +218,7 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
 
 def resolve_hosts(
     config: HostsConfig, environment: Mapping[str, str] = os.environ
-) -> tuple[HostsConfig, list[int] | None]:
+) -> tuple[HostsConfig, Sequence[int] | None]:
     """Fill in from the environment what the flags leave open.
 
     The flags win; then JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; then what jax's own cluster
@@ -232,10 +232,12 @@ def resolve_hosts(
     index = _first_int(config.process_id, environment, "JAX_PROCESS_ID")
     local_device_ids = None
     launcher = find_launcher(environment)
-    if launcher == "Open MPI":  # version 5 tells its ranks, but neither jax nor us where process 0 is
+    if launcher == "Open MPI":  # version 5 tells each process its rank, but neither jax nor us where process 0 is
         count = _first_int(count, environment, "OMPI_COMM_WORLD_SIZE")
         index = _first_int(index, environment, "OMPI_COMM_WORLD_RANK")
-    if launcher and count != 1 and (launcher != "Kubernetes" or None in (coordinator, count, index)):
+        local_rank = _first_int(None, environment, "OMPI_COMM_WORLD_LOCAL_RANK")
+        local_device_ids = None if local_rank is None else [local_rank]
+    if count != 1 and (launcher == "Slurm" or (launcher and None in (coordinator, count, index))):
         found = _detect(launcher, coordinator, count, index, config.start_timeout_seconds)
         coordinator, count, index, local_device_ids = found
     if "JAX_LOCAL_DEVICE_IDS" in environment:
@@ -267,7 +269,7 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> str | None:
 
 def _detect(
     launcher: str, coordinator: str | None, count: int | None, index: int | None, seconds: int
-) -> tuple[str | None, int | None, int | None, list[int] | None]:
+) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
     """Ask jax what a launcher's environment says; the only private name of jax in this file."""
     try:
         from jax._src.clusters import ClusterEnv

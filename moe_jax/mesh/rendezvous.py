@@ -59,30 +59,19 @@ def gather_peers(*, count: int, port: int, offer: str, seconds: float) -> list[P
       UserError: a process has other flags than this one, or the port is taken.
       HostLostError: some process did not join in time.
     """
-    deadline = time.monotonic() + seconds
     name = socket.gethostname()
     peers: dict[int, Peer] = {}
-    refused = ""
-    with _listen(port) as listener:
-        while len(peers) < count - 1:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                missing = [i for i in range(1, count) if i not in peers]
-                line = (
-                    f"processes {missing} of {count} have not joined process 0 ({name}) at port {port} within "
-                    f"{seconds:g} s{refused}; see their logs, and give each process --num_processes={count} and a "
-                    f"--process_id of its own"
-                )
-                _send_all(peers, {"kind": "refused", "lost": True, "line": line})
-                raise HostLostError(line) from None
-            try:
-                refused = _admit(connection, count, name, peers) or refused
-            except UserError as error:
-                _send_all(peers, {"kind": "refused", "lost": False, "line": str(error)})
-                raise
-    _send_all(peers, {"kind": "go", "name": name, "offer": offer})
+    try:
+        with _listen(port) as listener:
+            _accept_all(listener, count, name, peers, seconds)
+    except (UserError, HostLostError) as error:
+        refusal = {"kind": "refused", "lost": isinstance(error, HostLostError), "line": str(error)}
+        for peer in peers.values():
+            peer.send(refusal)
+            peer.connection.close()
+        raise
+    for peer in peers.values():
+        peer.send({"kind": "go", "name": name, "offer": offer})
     return list(peers.values())
 
 
@@ -113,6 +102,7 @@ def connect(*, index: int, count: int, host: str, port: int, seconds: float) -> 
             time.sleep(0.2)
             continue
         if message["kind"] == "refused":
+            connection.close()
             raise (HostLostError if message["lost"] else UserError)(message["line"])
         hub.name = message["name"]
         return hub, message["offer"]
@@ -120,6 +110,25 @@ def connect(*, index: int, count: int, host: str, port: int, seconds: float) -> 
         f"process {index} ({name}) could not join process 0 at {host}:{port} within {seconds:g} s ({reason}); "
         f"check that process 0 runs there, or set --coordinator to its host:port"
     )
+
+
+def _accept_all(listener: socket.socket, count: int, name: str, peers: dict[int, Peer], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    refused = ""
+    while len(peers) < count - 1:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            missing = [i for i in range(1, count) if i not in peers]
+            raise HostLostError(
+                f"processes {missing} of {count} have not joined process 0 ({name}) at port "
+                f"{listener.getsockname()[1]} within {seconds:g} s{refused}; see their logs, and give each process "
+                f"--num_processes={count} and a --process_id of its own"
+            ) from None
+        _drop_closed(peers)  # a process that joined and died: its successor may come
+        refused = _admit(connection, count, name, peers) or refused
+        _drop_closed(peers)
 
 
 def _admit(connection: socket.socket, count: int, name: str, peers: dict[int, Peer]) -> str:
@@ -140,8 +149,9 @@ def _admit(connection: socket.socket, count: int, name: str, peers: dict[int, Pe
         line = f"{peer} joined process 0 of {count}, but process_id must lie in 1..{count - 1}; give each its own"
     if line:
         peer.send({"kind": "refused", "lost": False, "line": line})
+        connection.close()
         raise UserError(line)
-    if index in peers and not _is_closed(peers[index].connection):
+    if index in peers:
         line = f"{peer} joined although {peers[index]} has that process_id; give each process its own"
         peer.send({"kind": "refused", "lost": False, "line": line})
         connection.close()
@@ -181,16 +191,15 @@ def _read_message(connection: socket.socket) -> dict | None:
     return message if isinstance(message, dict) else None
 
 
-def _send_all(peers: dict[int, Peer], message: dict) -> None:
-    for peer in peers.values():
-        peer.send(message)
-
-
-def _is_closed(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return connection.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+def _drop_closed(peers: dict[int, Peer]) -> None:
+    for peer in list(peers.values()):
+        peer.connection.setblocking(False)
+        try:
+            is_closed = peer.connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            is_closed = False
+        except OSError:
+            is_closed = True
+        peer.connection.settimeout(_HELLO_SECONDS)
+        if is_closed:
+            peers.pop(peer.index).connection.close()

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from moe_jax.errors import HostLostError
 from moe_jax.mesh.rendezvous import Peer
@@ -104,7 +105,7 @@ class Watchdog:
                 )
             return self._texts.pop(topic)
 
-    def fail(self, exit_code: int, line: str) -> None:
+    def fail(self, exit_code: int, line: str) -> NoReturn:
         """End this process alone, telling the others why; does not return."""
         what = f"{self._self} ended with exit code {exit_code}" + (f": {line}" if line else "")
         shared = exit_code if exit_code in _SHARED_EXIT_CODES else EXIT_HOST_LOST
@@ -170,7 +171,8 @@ class Watchdog:
         if self._stall_seconds and self._touched:
             since, step = now - self._touched[0], self._touched[1]
             if since > self._stall_seconds:
-                self._end(Verdict(line=f"{self._self} is stuck: no step for {since:.0f} s after step {step}"))
+                line = f"{self._self}, or one that it waits for, is stuck: no step for {since:.0f} s after step {step}"
+                self._end(Verdict(line=line))
 
     def _take_text(self, topic: str, index: int, text: str) -> None:
         """Note, as process 0, one process' text; the last one sends all of them to everybody."""
@@ -191,7 +193,7 @@ class Watchdog:
 
     # The end.
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, verdict: Verdict) -> NoReturn:
         """Tell the others and end this process; the first verdict stands."""
         if self._verdict is None:
             self._verdict = verdict
@@ -247,7 +249,7 @@ def _await_closed(peers: Sequence[Peer], seconds: float) -> None:
         still_open -= {descriptor for descriptor, _ in poller.poll(left * 1000)}
 
 
-def _exit_now(exit_code: int) -> None:
+def _exit_now(exit_code: int) -> NoReturn:
     """Leave without the atexit hooks, one of which is a barrier among processes that may be gone."""
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,0 +1,298 @@
+"""Jobs of two real processes with two CPU devices each, joined by gloo; and what needs no process at all.
+
+A job takes about five seconds, nearly all of it starting Python and jax twice.
+"""
+
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_jax.errors import HostLostError, NonFiniteError, UserError
+from moe_jax.mesh.hosts import Hosts, HostsConfig, StopSignal, exit_code_of, find_launcher, resolve_hosts, start_hosts
+
+_ROOT = Path(__file__).parents[2]
+_WORKER = Path(__file__).with_name("hosts_worker.py")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@dataclasses.dataclass
+class Job:
+    """Two worker processes and their logs."""
+
+    folder: Path
+    processes: list[subprocess.Popen]
+
+    def log(self, index: int) -> str:
+        return (self.folder / f"log{index}").read_text()
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 60
+        while not all(f"step {step}\n" in self.log(i) for i in range(2)):
+            assert time.monotonic() < deadline and self.processes[0].poll() is None, self.log(0) + self.log(1)
+            time.sleep(0.05)
+
+    def wait(self, index: int, seconds: float) -> int:
+        return self.processes[index].wait(seconds)
+
+
+@pytest.fixture
+def start_job(tmp_path):
+    """Return a function that starts a job of two processes; none of them outlives the test."""
+    started = []
+
+    def start(*flags: str) -> Job:
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(_ROOT)}
+        coordinator = f"--coordinator=127.0.0.1:{free_port()}"
+        job = Job(tmp_path, [])
+        for index in range(2):
+            command = [sys.executable, str(_WORKER), coordinator, "--num_processes=2", f"--process_id={index}", *flags]
+            with open(tmp_path / f"log{index}", "w") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            job.processes.append(process)
+            started.append(process)
+        return job
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_killed_process_ends_the_other_with_code_4_and_its_name(start_job, victim):
+    job = start_job()
+    job.wait_for_step(5)
+    job.processes[victim].kill()
+    assert job.wait(1 - victim, 10) == 4
+    assert f"moe_jax: process {victim} ({socket.gethostname()}) died: its connection closed" in job.log(1 - victim)
+    assert "Traceback" not in job.log(1 - victim)
+
+
+def test_a_silent_process_ends_the_other_with_code_4_and_its_name(start_job):
+    job = start_job("--lost_after=2")
+    job.wait_for_step(5)
+    job.processes[1].send_signal(signal.SIGSTOP)  # the process lives and keeps its connections: a host gone dark
+    assert job.wait(0, 10) == 4
+    assert "is lost: silent for 2 s" in job.log(0) and "moe_jax: process 1" in job.log(0)
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 75), (signal.SIGINT, 0)])
+def test_a_signal_to_one_process_stops_all_at_the_same_step(start_job, number, exit_code):
+    job = start_job(f"--exit_code={exit_code}")
+    job.wait_for_step(5)
+    job.processes[1].send_signal(number)
+    assert [job.wait(i, 10) for i in range(2)] == [exit_code, exit_code]
+    stopped = [line for i in range(2) for line in job.log(i).splitlines() if line.startswith("stopped at")]
+    assert len(stopped) == 2 and stopped[0] == stopped[1]
+    assert "moe_jax:" not in job.log(0) + job.log(1)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "codes", "line"),
+    [
+        ("0:user", (2, 2), "learning_rate (-1) must be positive"),  # the outcome of the job: the same code everywhere
+        ("all:nan", (3, 3), "the loss of step 5 is nan"),
+        ("1:bug", (4, 1), "moe_jax: process 1 ({host}) ended with exit code 1: KeyError: 'a bug'"),
+    ],
+)
+def test_a_process_that_fails_ends_the_others_with_its_reason(start_job, mistake, codes, line):
+    job = start_job(f"--mistake={mistake}")
+    assert tuple(job.wait(i, 40) for i in range(2)) == codes
+    assert line.format(host=socket.gethostname()) in job.log(0)
+
+
+def test_a_stuck_process_ends_the_job(start_job):
+    job = start_job("--mistake=1:stuck", "--stall_after=3")
+    assert [job.wait(i, 40) for i in range(2)] == [4, 4]
+    assert re.search(r"or one that it waits for, is stuck: no step for \d s after step 5", job.log(0))
+
+
+def test_flags_that_contradict_each_other_end_both(start_job):
+    job = start_job("--num_processes=3", "--start_timeout=4")  # both are told 3, so process 2 never comes
+    assert [job.wait(i, 30) for i in range(2)] == [4, 4]
+    for i in range(2):
+        assert "processes [2] of 3 have not joined process 0" in job.log(i)
+
+
+# One process.
+
+
+def test_start_hosts_without_flags_is_one_process():
+    with start_hosts(HostsConfig(), environment={}) as hosts:
+        assert (hosts.process_index, hosts.process_count, hosts.is_main) == (0, 1, True)
+        assert hosts.gather_text("anything", "a") == ["a"]
+        hosts.touch(3)
+        hosts.close()
+
+
+def test_hosts_lets_exceptions_of_a_process_alone_pass():
+    with pytest.raises(UserError, match="as it is"), Hosts():
+        raise UserError("as it is")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"coordinator": "10.0.0.1"}, r"coordinator \('10.0.0.1'\) must be host:port"),
+        ({"coordinator": "a:99999"}, r"must be host:port with a port in 1..65535"),
+        ({"num_processes": 0}, r"num_processes \(0\) must be at least 1"),
+        ({"num_processes": 2, "process_id": 2}, r"process_id \(2\) must lie in 0..num_processes - 1"),
+        ({"process_id": -1}, r"process_id \(-1\)"),
+        ({"lost_after_seconds": 0}, r"lost_after_seconds \(0\) must be positive"),
+    ],
+)
+def test_hosts_config_refuses(fields, words):
+    with pytest.raises(UserError, match=words):
+        HostsConfig(**fields)
+
+
+def test_exit_code_of_each_error():
+    errors = [UserError(), NonFiniteError(), HostLostError(), KeyError(), KeyboardInterrupt(), SystemExit(7)]
+    assert [exit_code_of(error) for error in errors] == [2, 3, 4, 1, 130, 7]
+    assert [exit_code_of(SystemExit(code)) for code in (None, 0, "a line")] == [0, 0, 1]
+
+
+# What the environment says.
+
+_SLURM = {
+    "SLURM_JOB_ID": "5000",
+    "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+_OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+
+
+def resolved(monkeypatch, environment: dict[str, str], **fields) -> tuple:
+    for name, value in environment.items():  # jax reads the real one
+        monkeypatch.setenv(name, value)
+    config, local_device_ids = resolve_hosts(HostsConfig(**fields), environment)
+    return config.coordinator, config.num_processes, config.process_id, local_device_ids
+
+
+def test_resolve_hosts_reads_slurm(monkeypatch):
+    # jax: port = 65535 - 2^12 + 1 + job id mod 2^12 = 61440 + 904; one task per device
+    assert resolved(monkeypatch, _SLURM) == ("node07:62344", 4, 3, [1])
+    assert resolved(monkeypatch, _SLURM, coordinator="a:1") == ("a:1", 4, 3, [1])
+
+
+def test_resolve_hosts_takes_one_slurm_task_as_alone(monkeypatch):
+    assert resolved(monkeypatch, _SLURM | {"SLURM_NTASKS": "1"}) == (None, 1, 0, None)
+    assert find_launcher({"SLURM_JOB_ID": "5000", "SLURM_NTASKS": "4"}) is None  # a login shell of salloc: no srun
+
+
+def test_resolve_hosts_reads_open_mpi(monkeypatch):
+    old = _OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+    # jax: the job id's upper bits modulo 2^12 choose the port
+    assert resolved(monkeypatch, old) == (f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 2, [0])
+
+
+def test_resolve_hosts_under_open_mpi_5_needs_the_coordinator_alone(monkeypatch):
+    assert resolved(monkeypatch, _OPEN_MPI, coordinator="a:1")[:3] == ("a:1", 4, 2)
+    with pytest.raises(UserError, match="looks like a job of Open MPI"):
+        resolved(monkeypatch, _OPEN_MPI)
+
+
+def test_resolve_hosts_reads_its_own_variables(monkeypatch):
+    own = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert resolved(monkeypatch, own) == ("a:1", 2, 1, None)
+    assert resolved(monkeypatch, own, process_id=0) == ("a:1", 2, 0, None)
+    with pytest.raises(UserError, match=r"JAX_PROCESS_ID \('one' in the environment\) must be a whole number"):
+        resolved(monkeypatch, own | {"JAX_PROCESS_ID": "one"})
+
+
+def test_resolve_hosts_takes_flags_inside_kubernetes(monkeypatch):
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+    flags = {"coordinator": "a:1", "num_processes": 2, "process_id": 1}
+    assert resolved(monkeypatch, pod, **flags) == ("a:1", 2, 1, None)
+
+
+@pytest.mark.filterwarnings("ignore:.*Kubernetes")
+def test_resolve_hosts_says_what_kubernetes_needs(monkeypatch):
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+    with pytest.raises(UserError, match="looks like a job of Kubernetes.*give --coordinator"):
+        resolved(monkeypatch, pod)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"coordinator": "a:1"}, {"num_processes": 2}, {"num_processes": 2, "process_id": 1}]
+)
+def test_resolve_hosts_names_the_flags_that_are_missing(fields):
+    with pytest.raises(UserError) as error:
+        resolve_hosts(HostsConfig(**fields), {})
+    given = {"coordinator", "num_processes", "process_id"}
+    for name in given:
+        assert (f"--{name}" in str(error.value).split("environment")[0]) == (name not in fields)
+
+
+# Stopping.
+
+
+@pytest.fixture
+def stop_of_two():
+    with StopSignal(processes=2, lag=2) as stop:
+        yield stop
+
+
+def test_stop_signal_stops_at_the_step_that_all_processes_know(stop_of_two):
+    # lag 2: before step s the flag of step s - 2 is read. Step 3 returned 1, so the first step not made is 5.
+    allowed = []
+    for step in range(10):
+        if step >= 2:
+            stop_of_two.observe(int(step - 2 >= 3), step - 2)
+        if stop_of_two.should_stop(step):
+            break
+        allowed.append(step)
+    assert allowed == [0, 1, 2, 3, 4]
+
+
+def test_stop_signal_refuses_a_flag_that_comes_too_late(stop_of_two):
+    assert not stop_of_two.should_stop(5)
+    with pytest.raises(RuntimeError, match="flag of step 3 must be observed before step 5 is allowed"):
+        stop_of_two.observe(1, 3)
+
+
+def test_stop_signal_of_one_process_follows_its_own_flag():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with StopSignal() as stop:
+        assert (stop.local_flag(), stop.received, stop.should_stop(0)) == (0, None, False)
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 5
+        while not stop.local_flag() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (stop.local_flag(), stop.received, stop.should_stop(1)) == (1, signal.SIGINT, True)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_stop_signal_ends_at_once_on_a_second_signal_though_the_main_thread_is_busy_in_c():
+    program = """
+import ctypes
+from moe_jax.mesh.stop_signal import StopSignal
+stop = StopSignal()
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+libc.pthread_mutex_init(mutex, None)
+libc.pthread_mutex_lock(mutex)
+print("up", flush=True)
+libc.pthread_mutex_lock(mutex)  # for ever, like a collective whose other end is gone: no signal interrupts it
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=_ROOT)
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 128 + signal.SIGTERM
+    process.stdout.close()
