@@ -108,13 +108,13 @@ def may_differ(binding: str) -> bool:
     return any(fnmatch.fnmatchcase(binding, pattern) for pattern in MAY_DIFFER)
 
 
-def check_resume(old_text: str, new_text: str, workdir: str) -> list[tuple[str, str, str]]:
-    """Return the differences under which the run in `workdir` goes on.
+def check_resumable(old_text: str, new_text: str, workdir: str = "") -> list[tuple[str, str, str]]:
+    """Return the differences under which a started run goes on.
 
     Args:
-      old_text: config text that the folder holds.
+      old_text: config text of the folder or checkpoint.
       new_text: config text of this command.
-      workdir: folder as the user named it, for the message.
+      workdir: the run folder as the user named it, for the message.
 
     Raises:
       UserError: if another binding differs; it names each of them with both values.
@@ -125,9 +125,9 @@ def check_resume(old_text: str, new_text: str, workdir: str) -> list[tuple[str, 
         return differences
     listed = "; ".join(f"{binding} was {old} and is {new} now" for binding, old, new in blocking)
     raise UserError(
-        f"{workdir} holds a run with another config: {listed}. Set it back to resume, name another --workdir, or start "
-        f"a new run from its parameters with --init_from={workdir}; only mesh, schedule, planner, step count and what "
-        "is written down may differ"
+        f"{workdir or 'the work folder'} holds a run with another config: {listed}. Set it back to resume, name "
+        f"another --workdir, or start a new run from its parameters with --init_from={workdir or 'DIR'}; only mesh, schedule, "
+        "planner, step count and what is written down may differ"
     )
 
 

@@ -1,7 +1,7 @@
 """The expert FFN row block by row block, so that a block's hidden rows stay in the cache between its matmuls.
 
 Enters: rows `[R, M]` sorted by group and the weights of each group's FFN; leaves: `[R, M]`. One loop computes the whole
-forward and one the whole backward, where composing three grouped matmuls takes two and two, and passes over [R, F] in
+forward and one the whole backward, where composing grouped matmuls takes one or two per weight and passes over [R, F] in
 between. Only the pre-activations [R, F] are kept for the backward.
 
 Letters: R rows of this shard, M model dim, F hidden dim, G groups, S rows of a weight bank.
@@ -12,91 +12,101 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from moe_jax.moe.blocked_matmul import (
     ROWS_BY_ROWS,
     ROWS_BY_TRANSPOSED,
     ROWS_BY_WEIGHT,
+    BlockedMatmul,
     choose_heights,
     multiply,
+    open_gradient,
     split_sizes,
     zeros_varying_like,
 )
+from moe_jax.moe.matmul_contract import GroupedWeights, register
 from moe_jax.moe.row_blocks import for_each_block
 
 Array = jax.Array
 
 
-def blocked_ffn(
-    activation: Callable, rows: Array, group_sizes: Array, ins: tuple, outs: tuple
-) -> tuple[Array, tuple[Array, ...]]:
-    """Return the FFN's output [R, M] and its pre-activations, one [R, F] per input weight.
+@register("fused")
+class FusedBlocks(BlockedMatmul):
+    """`blocked`, and the whole FFN in one loop: about a tenth faster on a CPU, in a third of the memory."""
 
-    Args:
-        activation: function of one hidden array per input weight.
-        rows: [R, M]. group_sizes: int32 [G].
-        ins: per input weight a tuple of `GroupedWeights` [S, M, F].
-        outs: tuple of `GroupedWeights` [S, F, M].
-    """
-    height, hidden = rows.shape[0], outs[0].bank.shape[1]
+    def ffn(self, activation: Callable, rows: Array, group_sizes: Array, ins: tuple, outs: tuple) -> Array:
+        return _forward(activation, rows, group_sizes, ins, outs, keep=False)[0]
+
+    def ffn_forward(self, activation: Callable, rows: Array, group_sizes: Array, ins: tuple, outs: tuple):
+        return _forward(activation, rows, group_sizes, ins, outs, keep=True)
+
+    def ffn_gradients(
+        self, activation: Callable, rows: Array, kept: tuple, dout: Array, group_sizes: Array, ins: tuple, outs: tuple
+    ):
+        drows = zeros_varying_like(rows.shape, rows.dtype, rows)
+        dins, douts = [], []
+        for part, (sizes, first_row) in enumerate(split_sizes(group_sizes, outs)):
+            part_ins, part_out = [operands[part] for operands in ins], outs[part]
+            step = _backward_step(activation, rows, kept, dout, part_ins, part_out)
+            carry = (drows, [open_gradient(w, rows) for w in part_ins], open_gradient(part_out, rows))
+            heights = choose_heights(rows.shape[0], sizes.shape[0], part_out.bank[0].size)
+            drows, dw_ins, dw_out = for_each_block(sizes, heights, rows.shape[0], carry, step, first_row)
+            dins.append(dw_ins)
+            douts.append(dw_out)
+        return drows, tuple(zip(*dins, strict=True)), tuple(douts)
+
+
+def _forward(activation, rows, group_sizes, ins, outs, *, keep: bool):
+    """Return the output [R, M], and with `keep` the pre-activations, one [R, F] per input weight."""
     out = zeros_varying_like(rows.shape, rows.dtype, rows)
-    pres = tuple(zeros_varying_like((height, hidden), rows.dtype, rows) for _ in ins)
-    for i, (sizes, first_row) in enumerate(split_sizes(group_sizes, outs)):
-
-        def step(carry, block, i=i):
-            out, pres = carry
-            x = block.read(rows)
-            pre = [multiply(x, block.pick(w[i].bank, w[i].slots, x.dtype), ROWS_BY_WEIGHT) for w in ins]
-            pres = tuple(block.write(kept, new) for kept, new in zip(pres, pre, strict=True))
-            h = activation(*pre).astype(x.dtype)
-            y = multiply(h, block.pick(outs[i].bank, outs[i].slots, x.dtype), ROWS_BY_WEIGHT)
-            return block.write(out, y), pres
-
-        heights = choose_heights(height, sizes.shape[0], outs[i].bank[0].size)
-        out, pres = for_each_block(sizes, heights, height, (out, pres), step, first_row)
-    return out, pres
+    hidden = (rows.shape[0], outs[0].bank.shape[1])
+    kept = tuple(zeros_varying_like(hidden, rows.dtype, rows) for _ in ins) if keep else ()
+    for part, (sizes, first_row) in enumerate(split_sizes(group_sizes, outs)):
+        step = _forward_step(activation, rows, [operands[part] for operands in ins], outs[part])
+        heights = choose_heights(rows.shape[0], sizes.shape[0], outs[part].bank[0].size)
+        out, kept = for_each_block(sizes, heights, rows.shape[0], (out, kept), step, first_row)
+    return out, kept
 
 
-def blocked_ffn_gradients(
-    activation: Callable, rows: Array, pres: tuple, dout: Array, group_sizes: Array, ins: tuple, outs: tuple
-):
-    """Return the gradient of `rows` and those of the weights, shaped like (ins, outs), None without a sink."""
-    height = rows.shape[0]
-    drows = zeros_varying_like(rows.shape, rows.dtype, rows)
-    dins, douts = [[] for _ in ins], []
-    for i, (sizes, first_row) in enumerate(split_sizes(group_sizes, outs)):
+def _forward_step(activation: Callable, rows: Array, ins: list[GroupedWeights], out_weight: GroupedWeights):
+    dtype = rows.dtype
 
-        def step(carry, block, i=i):
-            drows, dws, dw_out = carry
-            x, dy = block.read(rows), block.read(dout)
-            pre = [block.read(kept) for kept in pres]
-            h, pullback = jax.vjp(activation, *[p.astype(_accumulator(p)) for p in pre])
-            dh = multiply(dy, block.pick(outs[i].bank, outs[i].slots, x.dtype), ROWS_BY_TRANSPOSED)
-            dpre = [d.astype(x.dtype) for d in pullback(dh)]
-            dx = sum(
-                multiply(d, block.pick(w[i].bank, w[i].slots, x.dtype), ROWS_BY_TRANSPOSED)
-                for d, w in zip(dpre, ins, strict=True)
-            )
-            if dw_out is not None:
-                dw_out = block.add_to_group(dw_out, multiply(h.astype(x.dtype), dy, ROWS_BY_ROWS))
-            dws = tuple(
-                None if dw is None else block.add_to_group(dw, multiply(x, d, ROWS_BY_ROWS))
-                for dw, d in zip(dws, dpre, strict=True)
-            )
-            return block.write(drows, dx), dws, dw_out
+    def step(carry, block):
+        out, kept = carry
+        x = block.read(rows)
+        pre = [multiply(x, block.pick(w.bank, w.slots, dtype), ROWS_BY_WEIGHT).astype(dtype) for w in ins]
+        if kept:
+            kept = tuple(block.write(array, new) for array, new in zip(kept, pre, strict=True))
+        hidden = activation(*map(_widen, pre)).astype(dtype)
+        y = multiply(hidden, block.pick(out_weight.bank, out_weight.slots, dtype), ROWS_BY_WEIGHT)
+        return block.write(out, y), kept
 
-        heights = choose_heights(height, sizes.shape[0], outs[i].bank[0].size)
-        start = (drows, tuple(_open(w[i], rows) for w in ins), _open(outs[i], rows))
-        drows, dws, dw_out = for_each_block(sizes, heights, height, start, step, first_row)
-        douts.append(dw_out)
-        for part, dw in zip(dins, dws, strict=True):
-            part.append(dw)
-    return drows, (tuple(tuple(part) for part in dins), tuple(douts))
+    return step
 
 
-def _accumulator(x):
-    return jax.numpy.promote_types(x.dtype, jax.numpy.float32)
+def _backward_step(activation, rows, kept, dout, ins: list[GroupedWeights], out_weight: GroupedWeights):
+    dtype = rows.dtype
+
+    def step(carry, block):
+        drows, dw_ins, dw_out = carry
+        x, dy = block.read(rows), block.read(dout)
+        hidden, pull_back = jax.vjp(activation, *[_widen(block.read(array)) for array in kept])
+        dhidden = multiply(dy, block.pick(out_weight.bank, out_weight.slots, dtype), ROWS_BY_TRANSPOSED)
+        dpre = [d.astype(dtype) for d in pull_back(_widen(dhidden.astype(dtype)))]
+        dx = sum(
+            multiply(d, block.pick(w.bank, w.slots, dtype), ROWS_BY_TRANSPOSED) for d, w in zip(dpre, ins, strict=True)
+        )
+        if dw_out is not None:
+            dw_out = block.add_to_group(dw_out, multiply(hidden.astype(dtype), dy, ROWS_BY_ROWS))
+        dw_ins = [
+            dw if dw is None else block.add_to_group(dw, multiply(x, d, ROWS_BY_ROWS))
+            for dw, d in zip(dw_ins, dpre, strict=True)
+        ]
+        return block.write(drows, dx), dw_ins, dw_out
+
+    return step
 
 
-def _open(operand, like):
-    return None if operand.sink is None else zeros_varying_like(operand.sink.shape, operand.sink.dtype, like)
+def _widen(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -32,7 +32,7 @@ def choose_heights(rows: int, groups: int, weight_elements: int) -> tuple[int, .
     The more work there is, the more compile time it may cost to save some of it.
     """
     flops = 2 * rows * weight_elements
-    return block_heights(rows, groups, steps=4 if flops > 2e9 else 2 if flops > 1e8 else 1)
+    return block_heights(rows, groups, steps=sum(flops > limit for limit in (1e7, 1e8, 2e9)))
 
 
 def split_sizes(group_sizes: Array, operands) -> list[tuple[Array, Array]]:
@@ -49,6 +49,11 @@ def split_sizes(group_sizes: Array, operands) -> list[tuple[Array, Array]]:
 def zeros_varying_like(shape, dtype, *like) -> Array:
     """Return zeros that may be the carry of a loop whose body mixes them with `like`."""
     return cast_varying(jnp.zeros(shape, dtype), varying_axes(*like))
+
+
+def open_gradient(operand: GroupedWeights, like: Array) -> Array | None:
+    """Return zeros for the gradient of an operand's groups, None where it has no sink."""
+    return None if operand.sink is None else zeros_varying_like(operand.sink.shape, operand.sink.dtype, like)
 
 
 @register("blocked")
@@ -82,10 +87,8 @@ class BlockedMatmul:
                     dweight = block.add_to_group(dweight, multiply(block.read(lhs), d, ROWS_BY_ROWS))
                 return dlhs, dweight
 
-            dweight = None
-            if operand.sink is not None:
-                dweight = zeros_varying_like(operand.sink.shape, operand.sink.dtype, lhs)
             heights = choose_heights(rows, sizes.shape[0], operand.bank[0].size)
-            dlhs, dweight = for_each_block(sizes, heights, rows, (dlhs, dweight), step, first_row)
+            carry = (dlhs, open_gradient(operand, lhs))
+            dlhs, dweight = for_each_block(sizes, heights, rows, carry, step, first_row)
             dweights.append(dweight)
         return dlhs, tuple(dweights)

@@ -9,10 +9,22 @@ Letters: R rows of this shard, M model dim, F hidden dim (this shard's part), G 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from moe_jax.moe.grouped_matmul import GroupedWeights, grouped_matmul
+from moe_jax.collectives.varying import match_varying
+from moe_jax.moe.grouped_matmul import (
+    check_operands,
+    door_cotangents,
+    grouped_matmul,
+    sink_dtypes,
+    with_sink_types,
+    without_bank_gradient,
+    without_sinks,
+)
+from moe_jax.moe.matmul_contract import FusedFfn, GroupedWeights, find_implementation
 
 Array = jax.Array
 
@@ -68,10 +80,44 @@ def expert_ffn(
     missing = [name for name in names if name not in weights]
     if missing:
         raise ValueError(f"activation {activation!r} needs the weights {', '.join(names)}; missing: {', '.join(missing)}")
+    ins, outs = tuple(weights[name] for name in names[:-1]), weights["w_out"]
+    chosen = find_implementation(implementation)
+    if isinstance(chosen, FusedFfn):
+        return _fused(chosen, activation, rows, group_sizes, ins, outs)
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    pre = [
-        grouped_matmul(rows, group_sizes, weights[name], implementation=implementation).astype(wide)
-        for name in names[:-1]
-    ]
+    pre = [grouped_matmul(rows, group_sizes, weight, implementation=implementation).astype(wide) for weight in ins]
     hidden = _ACTIVATIONS[activation][1](*pre).astype(rows.dtype)
-    return grouped_matmul(hidden, group_sizes, weights["w_out"], implementation=implementation)
+    return grouped_matmul(hidden, group_sizes, outs, implementation=implementation)
+
+
+def _fused(implementation: FusedFfn, activation: str, rows: Array, group_sizes: Array, ins: tuple, outs: tuple) -> Array:
+    """Apply an implementation that has the whole FFN, with its own backward."""
+    for weight in ins:
+        check_operands(rows.shape[1], group_sizes, weight)
+    check_operands(ins[0][0].bank.shape[2], group_sizes, outs)
+    dtypes = (tuple(map(sink_dtypes, ins)), sink_dtypes(outs))
+    ins, outs = tuple(map(without_bank_gradient, ins)), without_bank_gradient(outs)
+    rows, group_sizes, ins, outs = match_varying(rows, group_sizes, ins, outs)
+    return _ffn(implementation, _ACTIVATIONS[activation][1], dtypes, rows, group_sizes, ins, outs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _ffn(implementation, activation, dtypes, rows, group_sizes, ins, outs):
+    del dtypes
+    return implementation.ffn(activation, rows, group_sizes, ins, outs)
+
+
+def _ffn_forward(implementation, activation, dtypes, rows, group_sizes, ins, outs):
+    out, kept = implementation.ffn_forward(activation, rows, group_sizes, ins, outs)
+    return out, (rows, kept, group_sizes, tuple(map(without_sinks, ins)), without_sinks(outs))
+
+
+def _ffn_backward(implementation, activation, dtypes, residuals, dout):
+    rows, kept, group_sizes, ins, outs = residuals
+    ins = tuple(map(with_sink_types, ins, dtypes[0]))
+    outs = with_sink_types(outs, dtypes[1])
+    drows, dins, douts = implementation.ffn_gradients(activation, rows, kept, dout, group_sizes, ins, outs)
+    return drows, None, tuple(map(door_cotangents, dins)), door_cotangents(douts)
+
+
+_ffn.defvjp(_ffn_forward, _ffn_backward)

@@ -2,7 +2,7 @@
 
 Rows `[R, K]`, `group_sizes [G]` and the groups' weights enter, `[R, N]` leaves; the gradients of the rows and, through the
 sinks, of the weights leave the backward. Works inside `shard_map` and outside. The rules are in `matmul_contract`, the
-implementations in `portable_matmul`, `blocked_matmul` and `hopper_matmul`.
+implementations in `portable_matmul`, `blocked_matmul`, `blocked_ffn` and `hopper_matmul`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import jax
 
 from moe_jax.collectives.varying import match_varying
-from moe_jax.moe import blocked_matmul, hopper_matmul, portable_matmul  # noqa: F401  (each registers itself)
+from moe_jax.moe import blocked_ffn, hopper_matmul, portable_matmul  # noqa: F401  (each registers itself)
 from moe_jax.moe.matmul_contract import GroupedWeights, find_implementation, implementations, register
 
 __all__ = ["GroupedWeights", "default_implementation", "grouped_matmul", "implementations", "register"]
@@ -26,7 +26,7 @@ def default_implementation(platform: str) -> str:
 
     `hopper` is faster where it applies, and must be asked for: it takes 16-bit floats and sizes that its tiles divide.
     """
-    return "blocked" if platform == "cpu" else "ragged"
+    return "fused" if platform == "cpu" else "ragged"
 
 
 def grouped_matmul(

@@ -1,0 +1,116 @@
+"""Grouped matmul by the Pallas kernels for Hopper that ship with JAX, given a backward.
+
+See `matmul_contract` for what enters and leaves. Limits: 16-bit floats, K and N multiples of 64. The kernels lower on any
+machine; they have not been timed on a GPU by this project, so nothing chooses them by default. Imported lazily: only a
+program that asks for `hopper` loads Pallas.
+
+Letters: R rows of this shard, G groups, K and N the contracted and the resulting dim.
+"""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.errors import UserError
+from moe_jax.moe.matmul_contract import GroupedWeights, register
+from moe_jax.moe.portable_matmul import clear_unowned_rows, gather_weights, split_gradient
+
+Array = jax.Array
+
+TILE = 64  # the least tile: rows of a warpgroup's matmul, and one swizzled line of 16-bit floats
+HOPPER_CORES = 132
+
+
+@register("hopper")
+class HopperMatmul:
+    """The shipped `ragged_dot` and `transposed_ragged_dot` kernels; gradients of weights are rounded to 16 bits."""
+
+    def multiply(self, lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> Array:
+        _check(lhs, operands)
+        weights = gather_weights(operands, lhs.dtype)
+        return clear_unowned_rows(_ragged_dot(lhs, weights, group_sizes, transpose_rhs=False), group_sizes)
+
+    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]):
+        _check(lhs, operands)
+        # The weight gradient masks its first and last block by multiplication, which keeps a NaN.
+        lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)
+        weights = gather_weights(operands, lhs.dtype)
+        dlhs = clear_unowned_rows(_ragged_dot(dout, weights, group_sizes, transpose_rhs=True), group_sizes)
+        if all(operand.sink is None for operand in operands):
+            return dlhs, (None,) * len(operands)
+        return dlhs, split_gradient(_transposed_ragged_dot(lhs, dout, group_sizes), operands)
+
+
+def _check(lhs: Array, operands: tuple[GroupedWeights, ...]) -> None:
+    contracted, resulting = operands[0].bank.shape[1:]
+    if contracted % TILE or resulting % TILE:
+        raise UserError(
+            f"the hopper grouped matmul needs weights whose dims ({contracted}, {resulting}) are multiples of {TILE}; "
+            "choose such sizes, or MoEConfig.grouped_matmul = 'ragged'"
+        )
+    if lhs.dtype not in (jnp.bfloat16, jnp.float16):
+        raise UserError(
+            f"the hopper grouped matmul takes bfloat16 or float16, not {lhs.dtype}; compute in bfloat16, or choose "
+            "MoEConfig.grouped_matmul = 'ragged'"
+        )
+
+
+def _largest_tile(size: int, most: int = 128) -> int:
+    return next(tile for tile in (128, TILE) if tile <= most and size % tile == 0)
+
+
+def _tiles_side_by_side(size: int, tile: int) -> int:
+    """Return how many tiles along N are visited before the next rows, so that a weight tile is reused from the cache."""
+    return next(count for count in (8, 4, 2, 1) if size % (count * tile) == 0)
+
+
+def _ragged_dot(lhs: Array, weights: Array, group_sizes: Array, *, transpose_rhs: bool) -> Array:
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    resulting = weights.shape[1] if transpose_rhs else weights.shape[2]
+    block_n = _largest_tile(resulting)
+    out = ragged_dot(
+        lhs,
+        weights,
+        group_sizes=group_sizes,
+        block_m=128 if lhs.shape[0] >= 128 * weights.shape[0] else TILE,
+        block_n=block_n,
+        block_k=TILE,
+        max_concurrent_steps=4,
+        grid_block_n=_tiles_side_by_side(resulting, block_n),
+        transpose_rhs=transpose_rhs,
+    )
+    return cast_varying(out, varying_axes(lhs))  # the kernel's outputs claim to be equal on all devices
+
+
+def _transposed_ragged_dot(lhs: Array, dout: Array, group_sizes: Array) -> Array:
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as kernel
+
+    if not hasattr(jax.devices()[0], "core_count"):  # compiling for a GPU on a machine without one
+        kernel.jax = _JaxOnHopper()
+    block_n = _largest_tile(dout.shape[1])
+    dweight = kernel.transposed_ragged_dot(
+        lhs,
+        dout,
+        group_sizes=group_sizes,
+        block_m=_largest_tile(lhs.shape[1]),
+        block_n=block_n,
+        block_k=TILE,
+        max_concurrent_steps=4,
+        grid_block_n=_tiles_side_by_side(dout.shape[1], block_n),
+    )
+    return cast_varying(dweight, varying_axes(lhs))  # the kernel's outputs claim to be equal on all devices
+
+
+class _JaxOnHopper:
+    """The `jax` module as the shipped kernel sees it: it asks the first device for its cores, which a CPU cannot tell."""
+
+    def __getattr__(self, name):
+        return getattr(jax, name)
+
+    def devices(self):
+        return [types.SimpleNamespace(core_count=HOPPER_CORES)]

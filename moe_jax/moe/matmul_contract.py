@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 
@@ -39,7 +39,7 @@ class GroupedWeights:
 
 
 class GroupedMatmul(Protocol):
-    """Multiply the rows of every group by the group's weights, and differentiate that. Types: see `accumulation_dtype`."""
+    """Multiply the rows of every group by the group's weights, and differentiate that. Products sum in float32 or wider."""
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> Array:
         """Return float [R, N] in the dtype of `lhs`; rows past the last group are zero whatever `lhs` holds there."""
@@ -52,6 +52,36 @@ class GroupedMatmul(Protocol):
 
         Rows of `lhs` and `dout` past the last group may hold anything; the gradient of `lhs` is zero there.
         """
+        ...
+
+
+@runtime_checkable
+class FusedFfn(Protocol):
+    """What an implementation has besides, if it computes an expert's whole FFN at once; see `experts` for the letters.
+
+    `activation` takes one hidden array per input weight, in at least float32. `ins` holds the operands of each input
+    weight [S, M, F], `outs` those of the output weight [S, F, M].
+    """
+
+    def ffn(
+        self, activation: Callable, rows: Array, group_sizes: Array, ins: tuple[tuple[GroupedWeights, ...], ...],
+        outs: tuple[GroupedWeights, ...],
+    ) -> Array:
+        """Return float [R, M] in the dtype of `rows`, zero past the last group."""
+        ...
+
+    def ffn_forward(
+        self, activation: Callable, rows: Array, group_sizes: Array, ins: tuple[tuple[GroupedWeights, ...], ...],
+        outs: tuple[GroupedWeights, ...],
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """Return the same, and what the backward wants to keep besides the arguments."""
+        ...
+
+    def ffn_gradients(
+        self, activation: Callable, rows: Array, kept: tuple[Array, ...], dout: Array, group_sizes: Array,
+        ins: tuple[tuple[GroupedWeights, ...], ...], outs: tuple[GroupedWeights, ...],
+    ) -> tuple[Array, tuple[tuple[Array | None, ...], ...], tuple[Array | None, ...]]:
+        """Return the gradients of `rows`, of the groups' weights in `ins`, and of those in `outs`; None without a sink."""
         ...
 
 

@@ -72,20 +72,23 @@ class RowBlock:
 def block_heights(rows: int, groups: int, steps: int) -> tuple[int, ...]:
     """Return the ladder of block heights, ascending.
 
-    Dense around the mean number of rows of a group, where most groups of a balanced router lie; powers of two elsewhere.
-    The highest rung is at least 512 rows, because each further block of a group reads its weights and its weight gradient
-    once more, or all rows.
+    Dense around the mean number of rows of a group, where most groups of a balanced router lie, doubling above, and
+    sparse below, where groups cost little. The highest rung is at least 512 rows, because each further block of a group
+    reads its weights and its weight gradient once more; or it is all rows.
 
     Args:
         rows: R. groups: G.
-        steps: rungs per doubling around the mean, 1 or more: each costs compile time, and saves padding.
+        steps: 1 to 4, how dense: each rung costs compile time and saves padding. 0 is two rungs, for small arrays.
     """
     mean = max(8, rows // max(groups, 1))
     top = max(512, 2 * mean)
-    ladder = {_round_up(2.0**e) for e in range(4, 20) if 2.0**e < top}
-    near = [mean * 2.0 ** (i / steps) for i in range(-steps, steps + 1)]
-    ladder = {h for h in ladder if not near[0] < h < near[-1]} | {_round_up(h) for h in near} | {_round_up(top)}
-    return tuple(sorted({min(h, rows) for h in ladder}))
+    if steps == 0:
+        ladder = {2 * mean, top}
+    else:
+        halves = range(-2 * steps, 2 * steps + 1)  # halves of a step, from half the mean to twice the mean
+        ladder = {mean * 2 ** (half / (2 * steps)) for half in halves if half % 2 == 0 or abs(half) == 1}
+        ladder |= {mean / 8, mean / 32, top} | {mean * 2**e for e in range(2, 10) if mean * 2**e < top}
+    return tuple(sorted({min(_round_up(max(height, 16)), rows) for height in ladder}))
 
 
 def _round_up(height: float, multiple: int = 8) -> int:

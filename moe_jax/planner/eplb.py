@@ -42,7 +42,7 @@ def _as_placement(placement: Placement, home: np.ndarray, count: np.ndarray) -> 
     np.put_along_axis(copy, home[:, :, None], False, axis=2)
     layer, expert, device = np.nonzero(held & (held.sum(axis=2) > 1)[:, :, None])
     total = count.sum(axis=2)
-    upto = count.cumsum(axis=2) * SHARE_ONE // total[:, :, None]
+    upto = np.rint(count.cumsum(axis=2) * SHARE_ONE / total[:, :, None]).astype(np.int64)
     share = np.diff(upto, axis=2, prepend=0)[layer, expert, device]
     rows = np.stack([layer, expert, device, share], axis=1)
     return placement.replace(home=home, copies=np.argwhere(copy), shares=rows, rule="shares")

@@ -24,15 +24,18 @@ def choose_homes(count: np.ndarray, totals: np.ndarray, old: np.ndarray) -> tupl
     home = np.where(single, held.argmax(axis=2), -1).astype(np.int32)
     homes = np.bincount(home[single], minlength=devices)
     limit = -(-layers * experts // devices)
+    in_layer = (single[:, :, None] & held).sum(axis=1)
     for layer, expert in np.argwhere(~single):
         holders = np.flatnonzero(held[layer, expert])
         mine = int(old[layer, expert])
-        if held[layer, expert, mine] and homes[mine] < limit:
+        if held[layer, expert, mine] and homes[mine] < limit and in_layer[layer, mine] < experts // devices:
             device = mine
         else:
-            device = int(holders[homes[holders].argmin()])
+            # Even in the layer first, so that home slots and guest slots stay few; then over all layers.
+            device = int(holders[np.lexsort((homes[holders], in_layer[layer, holders]))[0]])
         home[layer, expert] = device
         homes[device] += 1
+        in_layer[layer, device] += 1
     while homes.max() > limit and _shift_chain(home, held, homes, limit):
         pass
     if homes.max() > limit:
@@ -74,9 +77,7 @@ def _swap_positions(home: np.ndarray, count: np.ndarray, homes: np.ndarray, tota
         for taker in np.flatnonzero(homes < limit).tolist():
             for layer in range(len(home)):
                 mine = np.flatnonzero((home[layer] == giver) & (count[layer, :, taker] == 0))
-                copies = np.flatnonzero(
-                    (count[layer, :, taker] > 0) & (home[layer] != taker) & (count[layer, :, giver] == 0)
-                )
+                copies = np.flatnonzero(count[layer, :, taker] > (home[layer] == taker))
                 if not len(mine) or not len(copies):
                     continue
                 gap = np.abs(load[layer, mine][:, None] - load[layer, copies])

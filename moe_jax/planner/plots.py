@@ -70,9 +70,8 @@ def plot_roofline(records: dict[str, Records], cost: Cost, path: pathlib.Path) -
     axes.plot(ratio, peak * np.minimum(1, ratio) / 1e12, label="ideal: all overlaps")
     axes.plot(ratio, peak * ratio / (1 + ratio) / 1e12, "--", label="synchronous")
     for name, (x, y) in known.items():
-        axes.plot(x, y / 1e12, "o")
-        axes.annotate(name, (x, y / 1e12), fontsize=7)
+        axes.plot(x, y / 1e12, "o", label=name)
     axes.set(xscale="log", yscale="log", xlabel="computation / communication", ylabel="TFLOP/s per device")
-    axes.legend()
+    axes.legend(fontsize=7)
     figure.savefig(path, dpi=90)
     return True

@@ -1,0 +1,140 @@
+"""How large a model is and what one token costs, in closed form: every leaf's shape, parameter counts, FLOPs.
+
+Enters: ModelConfig, MoEConfig, vocabulary size, sequence length. Leaves: plain numbers. No array is made and no device
+is asked; a test holds the table of leaves equal to the tree that `LanguageModel` really makes.
+Letters: V vocabulary, M model dim, F hidden dim, H heads, Dh head dim, L MoE layers, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from moe_jax.models.config import ModelConfig
+from moe_jax.moe.config import MoEConfig
+
+GROUPS = ("embedding", "attention", "feed_forward", "gate", "norm", "bias", "experts")
+PAPER_GROUPS = ("attention", "feed_forward", "experts")
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSize:
+    """One leaf of the parameter tree.
+
+    Attributes:
+      path: keys, as in the tree: ('dense', 'units', 'attention', 'qkv').
+      shape: global; leaves of units and bank are stacked over layers or slots in their first dim.
+      group: one of `GROUPS`.
+      model_dim: the dim that a model-parallel group splits, not counting the stacked one; -1 for none.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    group: str
+    model_dim: int = -1
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stacked(self) -> bool:
+        """True for a dense leaf with a leading layer dim."""
+        return self.path[:2] == ("dense", "units")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterCounts:
+    """Three ways to count, and the parts.
+
+    Attributes:
+      total: all parameters.
+      active: those that one token meets: all, but of each MoE layer K experts only.
+      as_papers: without embeddings, biases, gates and norms, which is how Hecate's table 1 counts.
+      by_group: group -> parameters, over `GROUPS`.
+    """
+
+    total: int
+    active: int
+    as_papers: int
+    by_group: dict[str, int]
+
+
+def _norm(path: tuple[str, ...], layers: tuple[int, ...], dim: int) -> list[LeafSize]:
+    return [LeafSize((*path, "norm", name), (*layers, dim), "norm") for name in ("scale", "bias")]
+
+
+def _attention(path: tuple[str, ...], config: ModelConfig) -> list[LeafSize]:
+    layers, dim, heads, head = config.moe_layers, config.model_dim, config.heads, config.head_dim
+    return _norm(path, (layers,), dim) + [
+        LeafSize((*path, "qkv"), (layers, dim, 3, heads, head), "attention", model_dim=2),
+        LeafSize((*path, "qkv_bias"), (layers, 3, heads, head), "bias", model_dim=1),
+        LeafSize((*path, "out"), (layers, heads, head, dim), "attention", model_dim=0),
+        LeafSize((*path, "out_bias"), (layers, dim), "bias"),
+    ]
+
+
+def _feed_forward(path: tuple[str, ...], config: ModelConfig) -> list[LeafSize]:
+    layers, dim, hidden = config.moe_layers, config.model_dim, config.ffn_dim
+    gate = [LeafSize((*path, "w_gate"), (layers, dim, hidden), "feed_forward", model_dim=1)]
+    return (
+        _norm(path, (layers,), dim)
+        + [
+            LeafSize((*path, "w_in"), (layers, dim, hidden), "feed_forward", model_dim=1),
+            LeafSize((*path, "in_bias"), (layers, hidden), "bias", model_dim=0),
+            LeafSize((*path, "w_out"), (layers, hidden, dim), "feed_forward", model_dim=0),
+            LeafSize((*path, "out_bias"), (layers, dim), "bias"),
+        ]
+        + (gate if config.activation == "swiglu" else [])
+    )
+
+
+def leaf_sizes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> list[LeafSize]:
+    """Return every leaf of the parameter tree {'dense': ..., 'bank': ...}."""
+    layers, dim, units = config.moe_layers, config.model_dim, ("dense", "units")
+    leaves = [LeafSize(("dense", "embedding", "tokens"), (vocab_size, dim), "embedding")]
+    if config.positions == "learned":
+        leaves.append(LeafSize(("dense", "embedding", "positions"), (config.max_length, dim), "embedding"))
+    if config.moe_every == 2:
+        leaves += _attention((*units, "dense_attention"), config) + _feed_forward((*units, "dense"), config)
+    leaves += _attention((*units, "attention"), config) + _norm((*units, "gate"), (layers,), dim)
+    leaves.append(LeafSize((*units, "gate", "w_gate"), (layers, dim, moe.num_experts), "gate"))
+    leaves += _norm(("dense",), (), dim)
+    slots = layers * moe.num_experts
+    names = ("w_in", "w_gate") if config.activation == "swiglu" else ("w_in",)
+    leaves += [LeafSize(("bank", name), (slots, dim, config.hidden_dim), "experts") for name in names]
+    leaves.append(LeafSize(("bank", "w_out"), (slots, config.hidden_dim, dim), "experts"))
+    return leaves
+
+
+def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> ParameterCounts:
+    """Count the parameters of a model."""
+    by_group = dict.fromkeys(GROUPS, 0)
+    for leaf in leaf_sizes(config, moe, vocab_size):
+        by_group[leaf.group] += leaf.size
+    total = sum(by_group.values())
+    idle = by_group["experts"] // moe.num_experts * (moe.num_experts - moe.top_k)
+    return ParameterCounts(
+        total=total,
+        active=total - idle,
+        as_papers=sum(by_group[group] for group in PAPER_GROUPS),
+        by_group=by_group,
+    )
+
+
+def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> int:
+    """Return the FLOPs of one token's way through the model.
+
+    Two per parameter of every matrix that the token is multiplied with (attention, dense FFN, gate, K experts, the
+    output head V M), and 4 M Sq per block for attention's scores and their sum of values, over all Sq positions: the
+    causal half is counted too, as is usual. Norms, activations, softmax and look-ups are not counted.
+    """
+    groups = parameter_counts(config, moe, vocab_size).by_group
+    chosen = groups["experts"] // moe.num_experts * moe.top_k
+    matrices = groups["attention"] + groups["feed_forward"] + groups["gate"] + chosen + vocab_size * config.model_dim
+    return 2 * matrices + 4 * config.layers * config.model_dim * length
+
+
+def training_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> int:
+    """Return the model FLOPs of one token in training: three times the forward, whatever is recomputed."""
+    return 3 * forward_flops_per_token(config, moe, vocab_size, length)

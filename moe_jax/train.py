@@ -1,0 +1,97 @@
+"""`python -m moe_jax.train`: flags -> gin -> one run.
+
+Exit codes: 0 finished (or stopped by a signal, see --preempt_exit_code), 2 a user's mistake, 3 a loss that is not
+finite, 4 a process of the job that was lost.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from absl import flags, logging
+
+from moe_jax.errors import HostLostError, NonFiniteError, UserError
+
+_GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
+_GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.steps = 40'; may repeat.")
+_GIN_PATHS = flags.DEFINE_multi_string("gin_search_paths", [], "Folder in which config files are looked for; may repeat.")
+_WORKDIR = flags.DEFINE_string("workdir", "", "Run folder; the same command on the same folder resumes.")
+_HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print config, mesh, parameters, bytes and FLOPs, then stop.")
+_EVAL_ONLY = flags.DEFINE_bool("eval_only", False, "Evaluate the last checkpoint of --workdir on held-out text.")
+_INIT_FROM = flags.DEFINE_string("init_from", "", "Run folder whose parameters a new run starts from.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, for several processes.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
+_PREEMPT_EXIT_CODE = flags.DEFINE_integer("preempt_exit_code", 0, "Exit code after a stop by SIGTERM or SIGINT.")
+
+
+def parse_flags(argv: list[str]) -> None:
+    """Parse the command line.
+
+    Raises:
+      UserError: for an unknown flag, a wrong value, or words that are no flags.
+    """
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        raise UserError(f"{str(error).splitlines()[0]}; python -m moe_jax.train --helpfull lists all flags") from None
+    if len(rest) > 1:
+        raise UserError(f"{rest[1]!r} is no flag; did you mean --gin_file={rest[1]}?")
+
+
+def set_up_devices(count: int | None) -> None:
+    """Split the CPU into `count` devices; must come before jax looks for devices."""
+    import jax
+
+    if count is None:
+        return
+    if count < 1:
+        raise UserError(f"--host_devices ({count}) must be at least 1")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def command(argv: list[str]) -> int:
+    """Carry out the command line and return the exit code 0 or --preempt_exit_code; errors are raised."""
+    parse_flags(argv)
+    logging.set_verbosity(logging.WARNING)  # orbax says much at INFO
+    from moe_jax.config import parse_run_config
+
+    config, config_text, operative_text = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)
+    if _DRY_RUN.value:
+        from moe_jax.dry_run import print_dry_run
+
+        print_dry_run(config, host_devices=_HOST_DEVICES.value)
+        return 0
+    if not _WORKDIR.value:
+        raise UserError("--workdir is needed: the folder that the run is written to, such as --workdir=runs/try")
+    set_up_devices(_HOST_DEVICES.value)
+    import jax
+
+    from moe_jax.mesh.hosts import HostsConfig, start_hosts
+    from moe_jax.training.run import RunOptions, run
+
+    if config.model.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    hosts_config = HostsConfig(
+        coordinator=_COORDINATOR.value, num_processes=_NUM_PROCESSES.value, process_id=_PROCESS_ID.value
+    )
+    options = RunOptions(workdir=_WORKDIR.value, init_from=_INIT_FROM.value, eval_only=_EVAL_ONLY.value)
+    with start_hosts(hosts_config) as hosts:
+        finished = run(config, config_text, operative_text, options, hosts)
+    return 0 if finished else _PREEMPT_EXIT_CODE.value
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and no traceback."""
+    codes = {UserError: 2, NonFiniteError: 3, HostLostError: 4}
+    try:
+        sys.exit(command(sys.argv))
+    except tuple(codes) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(next(code for kind, code in codes.items() if isinstance(error, kind)))
+
+
+if __name__ == "__main__":
+    main()

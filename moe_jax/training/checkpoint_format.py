@@ -1,0 +1,70 @@
+"""What a checkpoint calls its leaves, and whether it is one of this model. Host side; no arrays.
+
+Enters: a tree of arrays or ShapeDtypeStructs. Leaves: a flat dictionary {name: leaf} in the order of the tree, and for
+what a file holds against what a model needs, nothing or the one line that says where they part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from moe_jax.errors import UserError
+
+FORMAT = "moe_jax checkpoint 1"
+BANK = "bank"
+
+
+def flatten(tree, prefix: str = "") -> dict[str, Any]:
+    """Return {name: leaf} of a tree, names such as 'params/dense/units/gate/w_gate' or 'opt_state/1/0/mu/bank/w_in'."""
+    flat = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = "/".join([prefix, *map(_text, path)] if prefix else map(_text, path))
+        assert name not in flat, f"two leaves are called {name}"
+        flat[name] = leaf
+    return flat
+
+
+def is_bank(name: str) -> bool:
+    """Say whether a leaf is part of the expert bank (or of a moment of it)."""
+    return BANK in name.split("/")
+
+
+def _text(entry) -> str:
+    """Return one step of a path: a dictionary's key, a named tuple's field, or an index."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    raise TypeError(f"a state has no {type(entry).__name__}")
+
+
+def check_same_leaves(path, stored: dict[str, Any], needed: dict[str, Any]) -> None:
+    """Compare names, shapes and dtypes; orbax by itself casts dtypes without a word.
+
+    Args:
+      path: of the checkpoint, for the message.
+      stored, needed: {name: anything with shape and dtype}, in the file and in this run; in the file's order of dims.
+
+    Raises:
+      UserError: names the first leaf that differs, with both values.
+    """
+    names = [*needed, *(name for name in stored if name not in needed)]
+    differing = [name for name in names if _described(stored, name) != _described(needed, name)]
+    if not differing:
+        return
+    name = differing[0]
+    more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
+    raise UserError(
+        f"checkpoint {path} is not of this model: {name} is {_described(stored, name)} in the checkpoint and "
+        f"{_described(needed, name)} in this run{more}; use the model, optimizer and tokenizer that it was trained with, "
+        f"or another --workdir"
+    )
+
+
+def _described(leaves: dict[str, Any], name: str) -> str:
+    if name not in leaves:
+        return "absent"
+    leaf = leaves[name]
+    return f"{np.dtype(leaf.dtype).name} {list(leaf.shape)}"

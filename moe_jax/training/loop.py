@@ -1,0 +1,225 @@
+"""The training loop: steps, checkpoints, evaluations, and a clean end.
+
+Enters: a `Session`, the run folder, and who this process is. Leaves: files in the folder, and an `Outcome`. The host
+reads a step's metrics `lag` steps after it was dispatched, so the devices never wait for it; whatever needs a step's
+verdict (a checkpoint, an evaluation) first reads all that are in flight.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from moe_jax.data import held_out_entropy, prefetch
+from moe_jax.mesh.hosts import Hosts, StopSignal
+from moe_jax.models.counts import training_flops_per_token
+from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.feed import to_devices
+from moe_jax.training.record import check_finite, step_record
+from moe_jax.training.session import Session
+from moe_jax.training.step import leaf_names
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a call of `train` ended: the steps finished in all, and whether a signal asked it to stop."""
+
+    step: int
+    stopped: bool
+
+
+class Writers:
+    """All files that grow while training; only process 0 writes."""
+
+    def __init__(self, folder: RunFolder, session: Session, resume_step: int | None):
+        self.folder = folder
+        self.metrics = MetricsWriter(folder, resume_step=resume_step)
+        self.evaluations = MetricsWriter(folder, resume_step=resume_step, file_name=EVALUATIONS)
+        self.loads = LoadsRecorder(folder, session.config.train.loads_every, resume_step=resume_step)
+        self.tensorboard = TensorBoardWriter(folder, resume_step=resume_step)
+
+    def step(self, step: int, record: dict, loads: np.ndarray):
+        self.metrics.write(step, record)
+        self.tensorboard.write(step, record)
+        if self.loads.due(step):
+            self.loads.record(step, loads)
+
+    def evaluation(self, step: int, record: dict):
+        if self.evaluations.last_step is None or self.evaluations.last_step < step:
+            self.evaluations.write(step, record)
+            self.tensorboard.write(step, record)
+
+    def close(self):
+        self.loads.merge()
+        for writer in (self.metrics, self.evaluations, self.tensorboard):
+            writer.close()
+
+
+def evaluate(session: Session, step_function: Callable, params) -> float:
+    """Return the mean loss per target token of the held-out windows, in nats."""
+    total = weight = 0.0
+    for batch, weights in session.feed.held_out():
+        total += float(step_function(params, to_devices(batch, session.placing.batch), session.tables))
+        weight += weights
+    return total / max(weight, 1.0)
+
+
+def peak_bytes(executable) -> int | None:
+    """Return the most bytes in use on one device: as the device counts them, else as the compiler does."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    analysis = executable.memory_analysis()
+    if analysis is None:
+        return None
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + outputs)
+
+
+class Loop:
+    """One call of `train`: holds the state, and what is in flight."""
+
+    def __init__(
+        self, session: Session, state: dict, checkpoints: Checkpointer, writers: Writers | None, progress: Progress,
+        hosts: Hosts, config_text: str, last_checkpoint: int | None,
+    ):  # fmt: skip
+        self.session, self.state, self.checkpoints, self.writers = session, state, checkpoints, writers
+        self.progress, self.hosts, self.config_text = progress, hosts, config_text
+        self.last_checkpoint = last_checkpoint
+        self.step = int(state["step"])
+        self.names = leaf_names(state["params"])
+        self.in_flight: collections.deque = collections.deque()
+        self.lag = self.lag_of(session)
+        self.evaluation_step = session.evaluation_step()
+        self.compile_seconds: float | None = None
+        self.profiling = False
+        self.clock = time.monotonic()
+
+    @staticmethod
+    def lag_of(session: Session) -> int:
+        """Return how many steps after its dispatch a step's metrics are read: host work hides behind that many steps."""
+        return 1 if session.roles.mesh.devices.flat[0].platform == "cpu" else 2
+
+    def run(self, stop: StopSignal) -> Outcome:
+        """Train until the last step or an agreed stop; the state is saved at the end in either case."""
+        train = self.session.config.train
+        if self.step == 0:
+            self.evaluate()
+        executable, self.compile_seconds = self.session.compile_train_step()
+        self.peak = peak_bytes(executable)
+        batches = prefetch(self.session.feed.read, self.step, train.steps)
+        self.clock = time.monotonic()
+        stopped = False
+        try:
+            for step, batch in batches:
+                self.read_metrics(stop, until=step - self.lag)
+                if stop.should_stop(step):
+                    stopped = True
+                    break
+                self.profile(step)
+                batch = to_devices(batch, self.session.placing.batch)
+                wishes = self.session.wishes(stop.local_flag())
+                self.state, metrics = executable(self.state, batch, self.session.tables, wishes)
+                self.step = step + 1
+                self.in_flight.append((step, metrics))
+                if train.checkpoint_every and self.step % train.checkpoint_every == 0 and self.step < train.steps:
+                    self.read_metrics(stop)
+                    self.save()
+                if train.evaluate_every and self.step % train.evaluate_every == 0 and self.step < train.steps:
+                    self.read_metrics(stop)
+                    self.evaluate()
+        finally:
+            batches.close()
+            self.stop_profile()
+        self.read_metrics(stop)
+        self.save()
+        if not stopped:
+            self.evaluate()
+        self.checkpoints.wait()
+        return Outcome(step=self.step, stopped=stopped)
+
+    def read_metrics(self, stop: StopSignal, until: int | None = None):
+        """Take in the metrics of all steps up to `until` (from 0, as dispatched); None takes all in flight."""
+        while self.in_flight and (until is None or self.in_flight[0][0] <= until):
+            step, arrays = self.in_flight.popleft()
+            metrics = jax.device_get(arrays)
+            stop.observe(int(metrics["stop"]), step)
+            self.hosts.touch(step)
+            self.take_in(step + 1, metrics)
+
+    def take_in(self, step: int, metrics: dict):
+        """Check, record and show the finished step number `step` (from 1)."""
+        now = time.monotonic()
+        seconds, self.clock = now - self.clock, now
+        check_finite(step, metrics, self.names, self.last_checkpoint)
+        session, moe = self.session, self.session.config.moe
+        tokens = session.tokens_per_step
+        record = step_record(
+            metrics,
+            seconds=seconds,
+            tokens=tokens,
+            choices=tokens * moe.top_k * session.config.model.moe_layers,
+            flops=tokens * training_flops_per_token(session.config.model, moe, session.model.vocab_size, session.config.data.sequence_length),
+            peak_device_bytes=self.peak,
+            compile_seconds=self.compile_seconds,
+            home=session.home,
+            devices=session.devices,
+        )  # fmt: skip
+        self.compile_seconds = None
+        if self.writers:
+            self.writers.step(step, record, metrics["loads"])
+            self.progress.update(
+                step,
+                loss=record["loss"],
+                tokens_per_second=record["tokens_per_second"],
+                device_load=float(np.mean(record["device_load_max_over_mean"])),
+            )
+
+    def save(self):
+        """Save the state, unless this very step is saved already."""
+        if self.last_checkpoint == self.step:
+            return
+        host = {"config": self.config_text, "data": self.session.feed.stream.position(self.step)}
+        self.checkpoints.save(self.step, self.state, self.session.home, host)
+        self.last_checkpoint = self.step
+
+    def evaluate(self):
+        """Evaluate on held-out text and write the result down."""
+        session = self.session
+        loss = evaluate(session, self.evaluation_step, self.state["params"])
+        record = {"held_out_loss": loss}
+        if self.step == 0:
+            record["unigram_entropy"] = held_out_entropy(
+                session.feed.cache,
+                sequence_length=session.config.data.sequence_length,
+                vocab_size=session.model.vocab_size,
+                limit=session.config.train.evaluate_windows,
+            )
+        if self.writers:
+            self.writers.evaluation(self.step, record)
+            self.progress.note(f"step {self.step}: held-out loss {loss:.4f}")
+        self.clock = time.monotonic()
+
+    def profile(self, step: int):
+        """Record a trace of the steps first to last - 1 of `train.profile_steps`, on process 0."""
+        steps = self.session.config.train.profile_steps
+        if steps is None or self.writers is None:
+            return
+        if not self.profiling and steps[0] <= step < steps[1]:
+            jax.profiler.start_trace(os.fspath(self.writers.folder.profile))
+            self.profiling = True
+        elif self.profiling and step >= steps[1]:
+            self.stop_profile()
+
+    def stop_profile(self):
+        if self.profiling:
+            jax.block_until_ready(self.state)
+            jax.profiler.stop_trace()
+            self.profiling = False

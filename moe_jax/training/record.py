@@ -1,0 +1,77 @@
+"""From the arrays of one step to one record of metrics, and the check that the step was finite. Host side.
+
+Enters: the step's metrics as NumPy arrays, times, and the plan's homes. Leaves: a dictionary for metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_jax.errors import NonFiniteError
+from moe_jax.observe import dead_experts, device_load_max_over_mean
+
+
+def check_finite(step: int, metrics: dict, names: list[str], last_checkpoint: int | None):
+    """Raise NonFiniteError if the loss or the gradient of a step is not finite.
+
+    Args:
+      step: number of the step, from 1.
+      metrics: of the step, as NumPy.
+      names: of the gradient leaves, in the order of metrics['square_norms'].
+      last_checkpoint: step of the last finished checkpoint, or None.
+    """
+    finite = np.isfinite(metrics["square_norms"])
+    if np.isfinite(metrics["loss"]) and finite.all():
+        return
+    leaf = "no gradient leaf" if finite.all() else f"gradient leaf {names[int(np.argmin(finite))]!r}"
+    kept = "there is no checkpoint yet" if last_checkpoint is None else f"the checkpoint of step {last_checkpoint} is kept"
+    raise NonFiniteError(
+        f"step {step}: the loss is {float(metrics['loss'])}, and {leaf} is the first that is not finite; {kept}. Lower "
+        "train.learning_rate, or raise train.warmup_steps"
+    )
+
+
+def step_record(
+    metrics: dict,
+    *,
+    seconds: float,
+    tokens: int,
+    choices: int,
+    flops: float,
+    peak_device_bytes: int | None,
+    compile_seconds: float | None,
+    home: np.ndarray,
+    devices: int,
+) -> dict:
+    """Return one object of metrics.jsonl.
+
+    Args:
+      metrics: of the step, as NumPy; see `make_train_step`.
+      seconds: wall-clock seconds since the step before.
+      tokens: tokens of the step; choices: tokens times top_k times MoE layers.
+      flops: model FLOPs of the step, forward and backward.
+      peak_device_bytes: most bytes in use on one device so far, or None where unknown.
+      compile_seconds: where a compilation preceded the step.
+      home: int [L, E], the device that computes each expert.
+      devices: of one expert-parallel group.
+    """
+    record = {
+        "loss": float(metrics["loss"]),
+        "aux_loss": float(metrics["aux_loss"]),
+        "z_loss": float(metrics["z_loss"]),
+        "learning_rate": float(metrics["learning_rate"]),
+        "grad_norm": float(metrics["grad_norm"]),
+        "tokens_per_second": tokens / seconds,
+        "model_flops_per_second": flops / seconds,
+        "step_seconds": seconds,
+        "peak_device_bytes": peak_device_bytes,
+        "dropped_fraction": float(metrics["dropped"].sum() / choices),
+        "overflow_steps": int(metrics["passes"].max() > 1),
+        "passes": metrics["passes"],
+        "device_load_max_over_mean": device_load_max_over_mean(metrics["loads"], home, devices),
+        "dead_experts": dead_experts(metrics["loads"]),
+        "gate_entropy": metrics["gate_entropy"],
+    }
+    if compile_seconds is not None:
+        record["compile_seconds"] = compile_seconds
+    return record

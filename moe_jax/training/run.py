@@ -1,0 +1,166 @@
+"""One run from its folder to its last line: new, resumed, finished already, or evaluated only.
+
+Enters: a RunConfig with its text, a work folder, and who this process is. Leaves: the folder, filled, and lines that say
+what came out. What may differ between a checkpoint and the command that resumes it is decided in `moe_jax.run_config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import jax
+
+from moe_jax.errors import UserError
+from moe_jax.mesh.hosts import Hosts, StopSignal
+from moe_jax.observe import Progress, RunFolder, draw_all, environment_record, summarize_run, write_report
+from moe_jax.run_config import RunConfig, check_resume
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.loop import Loop, Writers, evaluate
+from moe_jax.training.session import Session, build_session
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What the command line says beside the config.
+
+    Attributes:
+      workdir: the run folder.
+      init_from: run folder whose parameters a new run starts from, or ''.
+      eval_only: evaluate the last checkpoint and stop.
+    """
+
+    workdir: str
+    init_from: str = ""
+    eval_only: bool = False
+
+
+def say(hosts: Hosts, text: str):
+    """Print a line on the main process."""
+    if hosts.is_main:
+        print(text, flush=True)
+
+
+def run(config: RunConfig, config_text: str, operative_text: str, options: RunOptions, hosts: Hosts) -> bool:
+    """Carry out one command.
+
+    Returns:
+      True if the run is finished, False if a signal stopped it before its last step.
+
+    Raises:
+      UserError: a folder of another config, a checkpoint of another model, data that cannot be had, and the like.
+      NonFiniteError: a step whose loss or gradient is not finite.
+    """
+    folder = RunFolder(options.workdir, create=hosts.is_main and not options.eval_only)
+    checkpoints = Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)
+    try:
+        latest = checkpoints.latest()
+        check_folder(folder, checkpoints, latest, config_text)
+        if latest is not None and latest >= config.train.steps and not options.eval_only:
+            say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
+            return True
+        session = build_session(config, jax.devices())
+        if options.eval_only:
+            return evaluate_only(session, checkpoints, latest, folder, hosts)
+        state = starting_state(session, checkpoints, latest, options, hosts)
+        if hosts.is_main:
+            folder.write_config(config_text)
+            folder.write_operative_config(operative_text)
+            folder.write_environment(environment(session, hosts))
+        return train(session, state, checkpoints, latest, folder, config_text, hosts)
+    finally:
+        checkpoints.close()
+
+
+def check_folder(folder: RunFolder, checkpoints: Checkpointer, latest: int | None, config_text: str):
+    """Raise UserError if the folder belongs to a run that this config may not go on with."""
+    if latest is not None:
+        check_resume(checkpoints.read_host(latest)["config"], config_text, str(folder.path))
+    elif (held := folder.held_config(config_text)) is not None:
+        check_resume(held, config_text, str(folder.path))
+
+
+def starting_state(
+    session: Session, checkpoints: Checkpointer, latest: int | None, options: RunOptions, hosts: Hosts
+) -> dict:
+    """Return the state to go on from: the last checkpoint, another run's parameters, or a fresh one."""
+    if latest is not None:
+        state, host = checkpoints.restore(latest, session.abstract_state(), session.home)
+        session.feed.stream.check_position(host["data"])
+        say(hosts, f"resuming at step {latest}")
+        return state
+    if options.init_from:
+        source = RunFolder(options.init_from, create=False)
+        other = Checkpointer(source.checkpoints, keep=1)
+        step = other.latest()
+        if step is None:
+            raise UserError(f"--init_from={options.init_from} has no finished checkpoint; give the folder of a run")
+        params = other.restore_params(step, session.abstract_state()["params"], session.home)
+        other.close()
+        say(hosts, f"starting from the parameters of {options.init_from}, step {step}")
+        return session.state_from(params)
+    return session.fresh_state()
+
+
+def evaluate_only(
+    session: Session, checkpoints: Checkpointer, latest: int | None, folder: RunFolder, hosts: Hosts
+) -> bool:
+    """Print the held-out loss of the last checkpoint."""
+    if latest is None:
+        raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")
+    params = checkpoints.restore_params(latest, session.abstract_state()["params"], session.home)
+    loss = evaluate(session, session.evaluation_step(), params)
+    say(hosts, f"step {latest}: held-out loss {loss:.4f}")
+    return True
+
+
+def environment(session: Session, hosts: Hosts) -> dict:
+    """Return what environment.json says."""
+    devices = [{"platform": d.platform, "kind": d.device_kind} for d in session.roles.mesh.devices.flat]
+    return environment_record(devices=devices, mesh=dict(session.roles.mesh.shape), processes=hosts.process_count)
+
+
+def train(
+    session: Session, state: dict, checkpoints: Checkpointer, latest: int | None, folder: RunFolder, config_text: str,
+    hosts: Hosts,
+) -> bool:  # fmt: skip
+    """Train to the end or to a signal; draw pictures and say what came out."""
+    steps = session.config.train.steps
+    writers = Writers(folder, session, latest) if hosts.is_main else None
+    start = latest or 0
+    with (
+        StopSignal(processes=hosts.process_count, lag=Loop.lag_of(session)) as stop,
+        Progress(steps, sys.stdout, start_step=start, every=session.config.train.log_every) as progress,
+    ):
+        loop = Loop(session, state, checkpoints, writers, progress, hosts, config_text, latest)
+        del state
+        try:
+            outcome = loop.run(stop)
+        finally:
+            if writers:
+                writers.close()
+    if outcome.stopped:
+        say(hosts, f"stopped by a signal after step {outcome.step}; the same command goes on from there")
+        return False
+    if hosts.is_main:
+        report(folder)
+    return True
+
+
+def report(folder: RunFolder):
+    """Draw the plots and the report, and print the headline."""
+    pictures = draw_all(folder)
+    page = write_report(folder, pictures)
+    summary = summarize_run(folder)
+    print(f"run folder        {folder.path}")
+    if summary.held_out_loss_first is not None and summary.held_out_loss_last is not None:
+        print(
+            f"held-out loss     {summary.held_out_loss_first:.4f} before, {summary.held_out_loss_last:.4f} after training"
+        )
+    if summary.unigram_entropy is not None:
+        below = summary.below_unigram_entropy
+        share = "" if below is None else f"; the held-out loss ends {100 * below:.1f}% below it"
+        print(f"unigram entropy   {summary.unigram_entropy:.4f} of the held-out text{share}")
+    for picture in pictures:
+        print(f"plot              {picture}")
+    print(f"report            {page}")

@@ -1,0 +1,186 @@
+"""The training step and the evaluation step: what is compiled, with every leaf's place on the mesh fixed.
+
+Enters: state {'step', 'params', 'opt_state'} (donated), one step's batch [n, B / n, Sq], the plan's tables, and each
+device's wish to stop. Leaves: the new state and a dictionary of metrics. The gradient is taken outside the model's
+`shard_map`; clipping and the optimizer see global arrays, split over the mesh by the layout's specs (ZeRO).
+Letters: n microbatches of a step, B global sequences of a step, Sq positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.dispatch.tables import Tables
+from moe_jax.models import Batch, LanguageModel, Layout, make_loss
+from moe_jax.training.config import TrainConfig
+from moe_jax.training.optimizer import build_optimizer, build_schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Placing:
+    """Shardings of everything that enters and leaves a step, as pytrees of NamedSharding.
+
+    Attributes:
+      state: of the training state.
+      batch: of a `Batch` [n, B / n, Sq].
+      tables: of the plan's `Tables`.
+      wishes: of int32 [devices], one wish to stop per device.
+      replicated: of everything else.
+    """
+
+    state: dict
+    batch: Batch
+    tables: Tables
+    wishes: NamedSharding
+    replicated: NamedSharding
+
+
+def place(model: LanguageModel, layout: Layout, optimizer: optax.GradientTransformation) -> Placing:
+    """Return where state and inputs lie for this model on its mesh."""
+    mesh, roles = model.roles.mesh, model.roles
+
+    def named(specs):
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
+
+    moments = jax.eval_shape(optimizer.init, model.shapes())
+    opt_specs = optax.tree_map_params(
+        optimizer, lambda _, spec: spec, moments, layout.state, transform_non_params=lambda _: P()
+    )
+    rows = NamedSharding(mesh, P(None, roles.dense))
+    replicated = NamedSharding(mesh, P())
+    return Placing(
+        state={"step": replicated, "params": named(layout.params), "opt_state": named(opt_specs)},
+        batch=Batch(rows, rows, rows),
+        tables=Tables(replicated, replicated, NamedSharding(mesh, P(roles.expert))),
+        wishes=NamedSharding(mesh, P(roles.all)),
+        replicated=replicated,
+    )
+
+
+def abstract_state(model: LanguageModel, optimizer: optax.GradientTransformation, placing: Placing) -> dict:
+    """Return the state as ShapeDtypeStructs with shardings; nothing is computed."""
+    params = model.shapes()
+    shapes = {
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+        "params": params,
+        "opt_state": jax.eval_shape(optimizer.init, params),
+    }
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, placing.state
+    )
+
+
+def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, placing: Placing, seed: int) -> dict:
+    """Return the state of step 0; each device makes its own part."""
+
+    def init(key):
+        params = model.init(key)
+        return {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
+
+    return jax.jit(init, out_shardings=placing.state)(jax.random.key(seed))
+
+
+def state_of_params(params, optimizer: optax.GradientTransformation, placing: Placing) -> dict:
+    """Return the state of step 0 that starts from given parameters."""
+
+    def init(params):
+        return {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
+
+    return jax.jit(init, out_shardings=placing.state)(params)
+
+
+def leaf_names(tree) -> list[str]:
+    """Return the name of each leaf, 'a/b/c', in the order of `jax.tree.leaves`."""
+    return ["/".join(str(entry.key) for entry in path) for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def make_train_step(model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int) -> Callable:
+    """Return train_step(state, batch, tables, wishes) -> (state, metrics), jitted; the state is donated.
+
+    Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float []; square_norms float [leaves], squared norm of
+    each gradient leaf in the order of `leaf_names(params)`; loads int32 [L, sources, E]; gate_entropy float [L];
+    dropped, passes int32 [L]; stop int32 [], 1 if any device wished to stop.
+    """
+    optimizer, schedule = build_optimizer(config), build_schedule(config)
+    pieces = config.accumulate
+    rows = config.batch_size // pieces
+    loss = make_loss(model, layout, rows, length, microbatches=pieces)
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+    moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), layout.state)
+
+    def gradients(params, batch, tables, key):
+        normalizer = jnp.maximum(jnp.sum(batch.weights), 1)
+        if pieces == 1:
+            (_, stats), grads = value_and_grad(
+                params, jax.tree.map(lambda a: a[0], batch), tables, key, jnp.int32(0), normalizer
+            )
+            return grads, jax.tree.map(lambda a: a[None], stats)
+
+        def body(total, inputs):
+            piece, index = inputs
+            (_, stats), grads = value_and_grad(params, piece, tables, key, index * rows, normalizer)
+            return jax.tree.map(jnp.add, total, grads), stats
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return lax.scan(body, zeros, (batch, jnp.arange(pieces, dtype=jnp.int32)))
+
+    def train_step(state, batch, tables, wishes):
+        params = state["params"]
+        key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
+        grads, stats = gradients(params, batch, tables, key)
+        grads = lax.with_sharding_constraint(grads, moments)
+        square_norms = jnp.stack([jnp.sum(jnp.square(g)).astype(jnp.float32) for g in jax.tree.leaves(grads)])
+        updates, opt_state = optimizer.update(grads, state["opt_state"], params)
+        new_state = {
+            "step": state["step"] + 1,
+            "params": optax.apply_updates(params, updates),
+            "opt_state": opt_state,
+        }
+        metrics = {
+            "loss": jnp.sum(stats.cross_entropy),
+            "aux_loss": jnp.mean(stats.aux_loss),
+            "z_loss": jnp.mean(stats.z_loss),
+            "grad_norm": jnp.sqrt(jnp.sum(square_norms)),
+            "learning_rate": schedule(state["step"]),
+            "square_norms": square_norms,
+            "loads": jnp.sum(stats.loads, axis=0),
+            "gate_entropy": jnp.mean(stats.gate_entropy, axis=0),
+            "dropped": jnp.sum(stats.dropped, axis=0),
+            "passes": jnp.max(stats.passes, axis=0),
+            "stop": jnp.max(wishes),
+        }
+        return new_state, metrics
+
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(placing.state, placing.batch, placing.tables, placing.wishes),
+        out_shardings=(placing.state, placing.replicated),
+    )
+
+
+def make_evaluation_step(
+    model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int
+) -> Callable:
+    """Return evaluate(params, batch, tables) -> float [], the sum of weighted token losses of a batch [1, B / n, Sq]."""
+    loss = make_loss(model, layout, config.batch_size // config.accumulate, length, training=False)
+
+    def evaluate(params, batch, tables):
+        _, stats = loss(
+            params, jax.tree.map(lambda a: a[0], batch), tables, jax.random.key(0), jnp.int32(0), jnp.float32(1)
+        )
+        return stats.cross_entropy
+
+    return jax.jit(
+        evaluate,
+        in_shardings=(placing.state["params"], placing.batch, placing.tables),
+        out_shardings=placing.replicated,
+    )

@@ -1,0 +1,142 @@
+"""What every planner must do, whatever the loads: one class, run for each name and each way of deciding."""
+
+import numpy as np
+import pytest
+
+from moe_jax.cluster import Cluster
+from moe_jax.errors import UserError
+from moe_jax.placement import Placement
+from moe_jax.planner import AFTER_GATE, NAMES, Cost, PlannerConfig, build_planner
+
+L, S, E, D = 4, 8, 16, 8
+CLUSTER = Cluster(name="test", nodes=2, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
+COST = Cost(cluster=CLUSTER, model_dim=64, hidden_dim=128, guest_slots=2, overlap_degree=8)
+CASES = [(name, "ahead") for name in NAMES] + [(name, "after_gate") for name in AFTER_GATE]
+
+
+def make_loads(kind, seed=0):
+    rng = np.random.default_rng(seed)
+    loads = rng.multinomial(1000, rng.dirichlet(np.full(E, 0.3), size=(L, 1)).repeat(S, axis=1))
+    if kind == "uniform":
+        loads = np.full((L, S, E), 60)
+    elif kind == "one_hot":
+        loads = np.zeros((L, S, E), int)
+        loads[:, :, 3] = 1000
+    elif kind == "half_unused":
+        loads[:, :, ::2] = 0
+    elif kind == "ragged":
+        loads = loads * rng.integers(0, 2, (L, S, 1))
+    elif kind == "empty":
+        loads = np.zeros((L, S, E), int)
+    return loads
+
+
+KINDS = ("skewed", "uniform", "one_hot", "half_unused", "ragged", "empty")
+
+
+@pytest.mark.parametrize(("name", "when"), CASES, ids=["-".join(case) for case in CASES])
+class TestEveryPlanner:
+    def plan(self, name, when, loads, placement=None, **fields):
+        planner = build_planner(PlannerConfig(name=name, when=when, **fields))
+        start = Placement.even(L, E, D, 4) if placement is None else placement
+        return planner.propose(loads, start, COST)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_tokens_go_to_holders_and_slots_hold(self, name, when, kind):
+        loads = make_loads(kind)
+        placement = self.plan(name, when, loads)
+        counts = placement.destinations(loads)
+        np.testing.assert_array_equal(counts.sum(3), loads)
+        assert not counts.sum(1)[~placement.holds].any()
+        held = placement.holds.sum(axis=1)
+        assert held.max() <= (E // D + COST.guest_slots) + (0 if name == "eplb" else placement.home.size)
+        if name != "eplb":
+            placement.replace(guest_slots=COST.guest_slots)
+        assert np.bincount(placement.home.ravel(), minlength=D).max() <= L * E // D
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_refined_placement_is_valid_for_the_true_loads(self, name, when, kind):
+        planner = build_planner(PlannerConfig(name=name, when=when, calibrate=True))
+        ahead = planner.propose(make_loads("skewed"), Placement.even(L, E, D, 4), COST)
+        true = make_loads(kind, seed=1)
+        late = planner.refine(true, ahead, COST)
+        counts = late.destinations(true)
+        np.testing.assert_array_equal(counts.sum(3), true)
+        if name != "eplb":
+            late.replace(guest_slots=COST.guest_slots)
+
+    def test_equal_inputs_give_equal_plans(self, name, when):
+        loads = make_loads("skewed")
+        assert self.plan(name, when, loads) == self.plan(name, when, loads.copy())
+
+    def test_real_loads_are_taken_too(self, name, when):
+        loads = make_loads("skewed")
+        assert self.plan(name, when, loads.astype(float)) == self.plan(name, when, loads)
+
+    def test_plans_chain_without_growing(self, name, when):
+        placement = Placement.even(L, E, D, 4)
+        for seed in range(4):
+            placement = self.plan(name, when, make_loads("skewed", seed), placement)
+        if name != "eplb":
+            placement.replace(guest_slots=COST.guest_slots)
+
+    def test_a_single_device_needs_no_copies(self, name, when):
+        planner = build_planner(PlannerConfig(name=name, when=when))
+        cost = Cost(
+            cluster=Cluster(nodes=1, devices_per_node=1, intra_bandwidth=1e9, flops=1e12),
+            model_dim=64,
+            hidden_dim=128,
+            overlap_degree=4,
+        )
+        loads = np.array([[[5, 0, 7, 1]]])
+        assert not len(planner.propose(loads, Placement.even(1, 4, 1), cost).copies)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("none", "smartmoe")])
+def test_planners_never_leave_one_hot_loads_as_heavy_as_plain_ep(name):
+    loads = make_loads("one_hot")
+    planner = build_planner(PlannerConfig(name=name))
+    start = Placement.even(L, E, D, 4)
+    plan = planner.propose(loads, start, COST)
+    assert plan.device_loads(loads).max() < start.device_loads(loads).max()
+
+
+@pytest.mark.parametrize("name", ["fastermoe", "fastermoe_residual", "pro_prophet", "smartmoe", "flexmoe"])
+def test_absent_figures_are_an_error_that_names_planner_and_field(name):
+    bare = Cost(cluster=Cluster(name="bare", nodes=2, devices_per_node=4), model_dim=64, hidden_dim=128)
+    with pytest.raises(
+        UserError, match=rf"planner '{name}' needs Cluster.(flops|inter_bandwidth), which cluster 'bare'"
+    ):
+        build_planner(PlannerConfig(name=name)).propose(make_loads("skewed"), Placement.even(L, E, D, 4), bare)
+
+
+def test_hecate_without_overlap_degree_or_attention_time_says_so():
+    cost = Cost(cluster=CLUSTER, model_dim=64, hidden_dim=128)
+    with pytest.raises(UserError, match="planner 'hecate' needs overlap_degree, or attention_seconds"):
+        build_planner(PlannerConfig(name="hecate")).propose(make_loads("skewed"), Placement.even(L, E, D, 4), cost)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "best"}, r"PlannerConfig.name \('best'\) must be one of none, fastermoe"),
+        ({"guest_slots": -1}, r"PlannerConfig.guest_slots \(-1\) must be a whole number of at least 0"),
+        ({"interval": 0}, r"PlannerConfig.interval \(0\)"),
+        ({"n": "all"}, r"PlannerConfig.n \('all'\)"),
+        ({"name": "eplb", "when": "after_gate"}, r"'after_gate' works with fastermoe, .*, not with 'eplb'"),
+        ({"alpha": 0.0}, r"PlannerConfig.alpha \(0.0\) must be above 0"),
+        ({"decay": 1.5}, r"PlannerConfig.decay \(1.5\)"),
+    ],
+)
+def test_wrong_choices_are_named(fields, message):
+    with pytest.raises(UserError, match=message):
+        PlannerConfig(**fields)
+
+
+def test_more_guest_slots_than_memory_names_the_most_that_fit():
+    # An expert has 2 x 64 x 128 x 4 = 65,536 bytes; 300,000 bytes hold 4 of them.
+    small = Cluster(nodes=2, devices_per_node=4, memory_bytes=300_000)
+    with pytest.raises(
+        UserError, match=r"every device: 5 guest_slots x 1 layers alive x 65536 .* at most guest_slots = 4"
+    ):
+        Cost(cluster=small, model_dim=64, hidden_dim=128, guest_slots=5)

@@ -1,0 +1,326 @@
+"""Small cases worked out by hand, one or more per planner."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from moe_jax.cluster import Cluster
+from moe_jax.placement import Placement
+from moe_jax.planner import Cost, PlannerConfig, build_planner
+from moe_jax.planner.balanced import add_spares, fill_gaps
+from moe_jax.planner.eplb import rebalance
+from moe_jax.planner.hecate import slots_by_load
+from moe_jax.planner.packed_homes import choose_homes
+from moe_jax.planner.shares import fill_level, level_quotas, share_rows, starting_quotas
+from moe_jax.planner.sharding import shard_homes
+
+
+def make_cost(bandwidth, flops, **fields):
+    """Sizes M = F = 1, one byte a number: a token is 1 byte, an expert 2; v = flops / 4 tokens a second."""
+    cluster = Cluster(name="hand", nodes=1, devices_per_node=4, intra_bandwidth=float(bandwidth), flops=float(flops))
+    return Cost(cluster=cluster, model_dim=1, hidden_dim=1, dtype_bytes=1, **fields)
+
+
+def plan(name, loads, cost, placement=None, **fields):
+    loads = np.asarray(loads)
+    start = Placement.even(loads.shape[0], loads.shape[2], loads.shape[1]) if placement is None else placement
+    return build_planner(PlannerConfig(name=name, **fields)).propose(loads, start, cost)
+
+
+# One layer, four devices, one expert each; rows are sources. Totals by expert: 20, 4, 4, 4.
+HOT = np.array([[[5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1]]])
+
+
+def test_fastermoe_shadows_by_tokens_of_an_expert_not_by_tokens_sent():
+    # flops 12, W 4: T0 = max_i (12/12 B_i + 4/4 B_i) = 2 x 20 = 40. Shadow expert 0: B = (5, 9, 9, 9), one expert costs
+    # 2 x 2 / 4 = 1 -> T(1) = 9 + 1 = 10 < 40. Next expert 1 (ties to the lowest id): B = (6, 6, 10, 10), T(2) = 12:
+    # stop.
+    # Summing the tokens *sent* by a rank would give (8, 8, 8, 8): shadowing would then never pay.
+    placement = plan("fastermoe", HOT, make_cost(4, 12))
+    assert placement.copies.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
+    assert set(placement.rule) == {"home"}
+    assert placement.device_loads(HOT).tolist() == [[5, 9, 9, 9]]
+
+
+def test_fastermoe_keeps_still_when_sending_experts_costs_more():
+    # W = 0.01: one shadowed expert costs 400 s; but T0 holds all-to-all of 4/0.01 x 20 = 8000 s, so it still pays.
+    # With expert bytes 100 times larger (F = 100: flops scaled alike) it does not: 40,000 s > 8020 s.
+    cost = dataclasses.replace(make_cost(0.01, 1200), hidden_dim=100)
+    assert len(plan("fastermoe", HOT, dataclasses.replace(cost, hidden_dim=1)).copies) == 3
+    assert not len(plan("fastermoe", HOT, cost).copies)
+
+
+def test_fastermoe_residual_counts_what_is_left_to_exchange():
+    # R = (15, 3, 3, 3) before, (0, 3, 3, 3) after. W = 4, flops 12: T0 = 20 + 15 = 35, T(1) = 9 + 3 + 1 = 13,
+    # T(2): B = (6, 6, 10, 10), R = (0, 0, 3, 3): 10 + 3 + 2 = 15: stop at one.
+    assert plan("fastermoe_residual", HOT, make_cost(4, 12)).copies[:, 1].tolist() == [0, 0, 0]
+
+
+def test_fastermoe_stops_at_the_guest_slots_and_counts_it():
+    # Two hot experts that both pay: totals 20, 20, 2, 2 on four devices.
+    loads = np.array([[[5, 5, 0, 1], [5, 5, 1, 0], [5, 5, 0, 1], [5, 5, 1, 0]]])
+    planner = build_planner(PlannerConfig(name="fastermoe"))
+    start = Placement.even(1, 4, 4)
+    both = planner.propose(loads, start, make_cost(4, 12))
+    assert sorted(set(both.copies[:, 1])) == [0, 1] and planner.notes["shadow_cut"] == 0
+    one = planner.propose(loads, start, make_cost(4, 12, guest_slots=1))
+    assert sorted(set(one.copies[:, 1])) == [0] and planner.notes["shadow_cut"] == 1
+
+
+def test_pro_prophet_keeps_the_prefix_with_the_least_time():
+    # v = 3 (flops 12), W 4. H = (20, 4, 4, 4), R = (15, 3, 3, 3): T = 4 x 15/4 + 3 x 20/3 = 35.
+    # Expert 0 to all (s = 1, n = 0): H = (5, 9, 9, 9), R = (0, 3, 3, 3), Trans = 2/4 = 0.5 hides behind FEC 3: T = 3
+    # + 9 = 12.
+    # max H - min H = 4 = alpha I / D = 0.5 x 32 / 4, not below it: on to device 1 (ties to the lowest id), expert 1:
+    # H = (6, 6, 10, 10), R = (0, 0, 3, 3): T = 13, worse. Device 2, expert 2: H = (7, 7, 7, 11), T = 14; then
+    # H = (8, 8, 8, 8), R = 0, Trans = 2 hides behind 8/3: T = 8, the least. All four are copied.
+    placement = plan("pro_prophet", HOT, make_cost(4, 12))
+    assert sorted(set(placement.copies[:, 1])) == [0, 1, 2, 3]
+    # alpha = 0.6 calls a spread of 4 even (4 < 4.8) and stops after expert 0.
+    assert sorted(set(plan("pro_prophet", HOT, make_cost(4, 12), alpha=0.6).copies[:, 1])) == [0]
+
+
+def test_pro_prophet_drops_the_devices_with_fewest_tokens():
+    # Expert 0 gets 9 tokens from source 1, 1 from source 2, 5 from source 3: n = 1 leaves out device 2.
+    loads = np.array([[[5, 0, 0, 0], [9, 0, 0, 0], [1, 0, 0, 0], [5, 0, 0, 0]]])
+    assert plan("pro_prophet", loads, make_cost(4, 12), n=1).copies.tolist() == [[0, 0, 1], [0, 0, 3]]
+
+
+def test_pro_prophet_without_scheduler_pays_all_of_the_transfer():
+    # W = 1, an expert 8 bytes (F = 4), v = 48 / 16 = 3: each expert sent to all costs Trans = Agg = 8 s.
+    # Without: none 60 + 20 = 80; expert 0: 12 + 9 + 16 = 37; all four: 0 + 8 + 64 = 72. Only expert 0 stays.
+    # With 8 s of attention before the layer: expert 0: 12 + 9 = 21; all four: 8 + (32 - 8/3 - 8) + (32 - 16/3 - 16) =
+    # 40.
+    # With 32 s all hides: all four 8. The same loads, three answers.
+    cost = dataclasses.replace(make_cost(1, 48), hidden_dim=4)
+    assert sorted(set(plan("pro_prophet", HOT, cost, scheduler=False).copies[:, 1])) == [0]
+    some, much = (dataclasses.replace(cost, attention_seconds=seconds) for seconds in (8.0, 32.0))
+    assert sorted(set(plan("pro_prophet", HOT, some).copies[:, 1])) == [0]
+    assert sorted(set(plan("pro_prophet", HOT, much).copies[:, 1])) == [0, 1, 2, 3]
+    assert sorted(set(plan("pro_prophet", HOT, much, scheduler=False).copies[:, 1])) == [0]
+
+
+def test_pro_prophet_search_is_at_least_as_fast_as_any_n():
+    rng = np.random.default_rng(0)
+    loads = rng.integers(0, 50, (3, 4, 8)) ** 2
+    cost = make_cost(4, 12)
+
+    def seconds(n):
+        placement = plan("pro_prophet", loads, cost, n=n, bounded=False)
+        computed, received = placement.computed_and_received(loads)
+        copied = placement.holds.sum(axis=2)
+        holders = (copied * (copied > 1)).sum(axis=1)
+        return cost.layer(computed, received, holders, "pro_prophet")
+
+    best = seconds("search")
+    assert all((best <= seconds(n) + 1e-9).all() for n in range(3))
+
+
+def test_topk_all_copies_the_heaviest_to_everybody():
+    loads = np.array([[[1, 5, 9, 5], [0, 5, 9, 5]]])  # two devices, homes (0, 0, 1, 1); ties go to expert 1
+    cost = dataclasses.replace(make_cost(1, 1), cluster=Cluster(nodes=1, devices_per_node=2))
+    assert plan("topk_all", loads, cost, top_k=2).copies.tolist() == [[0, 1, 1], [0, 2, 0]]
+
+
+def test_slots_by_load_uses_largest_remainders_and_passes_overflow_on():
+    # 8 slots over loads 5, 3, 2: quotas 4, 2.4, 1.6 -> floors 4, 2, 1, the one left goes to the largest remainder
+    # (0.6).
+    assert slots_by_load(np.array([[5.0, 3, 2]]), 8, 7).tolist() == [[4, 2, 2]]
+    # At most 3 each: 4 -> 3, the surplus 1 goes on to the next, 2 + 1 = 3.
+    assert slots_by_load(np.array([[5.0, 3, 2]]), 8, 3).tolist() == [[3, 3, 2]]
+
+
+def test_hecate_takes_nodes_without_the_expert_first():
+    # Two nodes of two devices, homes 0..3; tau = 2, mu = 1: 4 slots over experts 0 (load 30) and 1 (load 10): 3 and 1.
+    # Expert 0: node 1 lacks it -> device 2 (lowest id); now both nodes hold it: node 0 has 2 free, node 1 has 1 ->
+    # device 1;
+    # then device 3. Expert 1: the last free slot is device 0's, in its own node.
+    loads = np.zeros((1, 4, 4), int)
+    loads[0, 0] = [30, 10, 1, 1]
+    start = Placement.even(1, 4, 4, 2)
+    cost = make_cost(1, 1, guest_slots=1, overlap_degree=2)
+    assert plan("hecate", loads, cost, start).copies.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3], [0, 1, 0]]
+    # tau <= mu: the top tau experts go everywhere.
+    wide = make_cost(1, 1, guest_slots=2, overlap_degree=1)
+    assert plan("hecate", loads, wide, start).copies.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
+    assert not len(plan("hecate", loads, cost, start, materialize=False).copies)
+
+
+def test_hecate_derives_tau_from_attention_time():
+    # tau = floor(T W / bytes) = floor(7 x 1 / 2) = 3 experts of 2 bytes.
+    assert make_cost(1, 1, attention_seconds=7.0).overlap("hecate") == 3
+
+
+def test_hecate_calibrates_only_where_a_late_gather_pays():
+    # Planned for expert 0, true loads on expert 3: device 3 computes 40, an expert is 2 bytes. With W = 100 a gather of
+    # 4 holders and its reduce cost 2 x 4 x 2 / (4 x 100) = 0.04 s; computing 40 instead of 10 at v = 3 costs 30 s.
+    cost = make_cost(100, 12, guest_slots=2, overlap_degree=1)
+    hot0, hot3 = np.zeros((1, 4, 4), int), np.zeros((1, 4, 4), int)
+    hot0[0, :, 0], hot3[0, :, 3] = 10, 10
+    planner = build_planner(PlannerConfig(name="hecate", calibrate=True))
+    ahead = planner.propose(hot0, Placement.even(1, 4, 4), cost)
+    late = planner.refine(hot3, ahead, cost)
+    assert late.device_loads(hot3).tolist() == [[10, 10, 10, 10]]
+    slow = make_cost(1e-3, 1.2e6, guest_slots=2, overlap_degree=1)
+    # Compute is now nearly free and the link slow: 12,000 s of exchange 4 x 30 / W = 120,000 s still pay for 4,000 s.
+    assert len(planner.refine(hot3, ahead, slow).copies) > len(ahead.copies)
+    heavy = dataclasses.replace(slow, hidden_dim=1000)  # experts of 2,000 bytes: 4,000,000 s
+    assert planner.refine(hot3, ahead, heavy) == ahead
+    off = build_planner(PlannerConfig(name="hecate"))
+    assert off.refine(hot3, ahead, cost) == ahead
+
+
+def test_sharding_balances_cold_experts_and_keeps_memory_even():
+    # One layer, 2 devices, 4 experts, tau = 1: expert 0 (50) last. 1 (9) -> device 0; 2 (8) -> device 1; 3 (7) ->
+    # device 1,
+    # the lighter (8 < 9): full with 2. Expert 0 takes the place left on device 0.
+    start = Placement.even(1, 4, 2)
+    sharded = shard_homes(np.array([[50.0, 9, 8, 7]]), start, tau=1)
+    assert sharded.home.tolist() == [[0, 0, 1, 1]]
+    assert shard_homes(np.array([[50.0, 9, 8, 7]]), sharded, tau=1) is sharded
+    rng = np.random.default_rng(0)
+    many = shard_homes(rng.exponential(size=(6, 16)), Placement.even(6, 16, 8, 4), tau=4)
+    assert np.bincount(many.home.ravel()).tolist() == [12] * 8
+
+
+def test_smartmoe_pairs_heavy_with_light_when_the_gain_pays():
+    # Totals 8, 6, 2, 1 on two devices: plain EP has 14 and 3, packing gives {8, 1} and {6, 2}.
+    loads = np.array([[[4, 3, 1, 0], [4, 3, 1, 1]]])
+    cluster = Cluster(nodes=1, devices_per_node=2, intra_bandwidth=4.0, flops=12.0)
+    cost = Cost(cluster=cluster, model_dim=1, hidden_dim=1, dtype_bytes=1)
+    placement = plan("smartmoe", loads, cost, interval=100)
+    assert placement.home.tolist() == [[0, 1, 1, 0]] and not len(placement.copies)
+    # Moving one expert each way costs 18 bytes / 4 = 4.5 s; the gain over one step is (14 - 9) x 3 / 3 + less exchange.
+    # With state 1000 times larger a single step does not pay.
+    dear = dataclasses.replace(cost, optimizer_bytes=8000)
+    assert plan("smartmoe", loads, dear, interval=1).home.tolist() == [[0, 0, 1, 1]]
+
+
+def test_flexmoe_expands_the_hot_expert_and_migrates_idle_copies():
+    # Totals 20, 4, 4, 4: expert 0 halves its load with a copy on device 1 (H = 10, 14, 4, 4 falls from 20), then a
+    # third:
+    # 20/3 each, and so on while the largest load falls.
+    cost = make_cost(1e6, 12, guest_slots=1)
+    placement = plan("flexmoe", HOT, cost)
+    assert placement.copies[:, 1].tolist() == [0, 0, 0]
+    # The hot spot moves to expert 3: slots are full with copies of 0, which shrink to make room.
+    moved = HOT[:, :, [3, 1, 2, 0]]
+    after = plan("flexmoe", moved, cost, placement)
+    assert (after.copies[:, 1] == 3).sum() >= 2
+    assert after.device_loads(moved).max() < placement.device_loads(moved).max()
+
+
+def test_flexmoe_stays_when_state_is_too_dear_to_move():
+    cost = dataclasses.replace(make_cost(1e-6, 12, guest_slots=1), optimizer_bytes=8)
+    assert not len(plan("flexmoe", HOT, cost).copies)
+
+
+def test_eplb_published_case_is_exact():
+    weight = np.array(
+        [
+            [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+            [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+        ]
+    )
+    replicas, copies = rebalance(weight, replicas=16, groups=4, nodes=2, devices=8)
+    assert replicas.tolist() == [
+        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+    ]
+    assert copies.tolist() == [[1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 2, 1], [1, 2, 1, 1, 1, 2, 2, 1, 2, 1, 1, 1]]
+
+
+def test_eplb_splits_a_replicated_expert_evenly():
+    # Two devices of one expert and one guest each, totals 12 and 4: expert 0 gets both spare replicas (12, 6, 4 > 4):
+    # three replicas of 4, two on device 0 and one beside expert 1, so device 0 computes 2/3 of expert 0: 8 and 4 + 4.
+    loads = np.array([[[6, 2], [6, 2]]])
+    cluster = Cluster(nodes=1, devices_per_node=2)
+    cost = Cost(cluster=cluster, model_dim=1, hidden_dim=1, guest_slots=1)
+    placement = plan("eplb", loads, cost)
+    assert sorted(placement.device_loads(loads)[0].tolist()) == [8, 8]
+
+
+def test_packed_homes_are_even_even_when_replicas_leave_no_choice():
+    # One layer, 4 experts, 2 devices: device 0 holds 1, 2, 3 as single replicas, device 1 three replicas of 0.
+    count = np.zeros((1, 4, 2), int)
+    count[0, 1:, 0], count[0, 0, 1] = 1, 3
+    home, after = choose_homes(count, np.array([[30.0, 9, 8, 7]]), np.array([[0, 0, 1, 1]]))
+    assert np.bincount(home.ravel()).tolist() == [2, 2]
+    assert (np.take_along_axis(after, home[:, :, None], axis=2) > 0).all()
+    assert after.sum() == count.sum() and after.sum(axis=(0, 1)).tolist() == [3, 3]
+
+
+def test_fill_gaps_equalises_with_one_copy_per_closed_gap():
+    # Totals 20, 4, 4, 4: mean 8, the surplus of 12 closes three gaps of 4: three copies, all of expert 0.
+    quota = fill_gaps(HOT.sum(axis=1).astype(float), Placement.even(1, 4, 4), mu=4)
+    np.testing.assert_allclose(quota.sum(axis=1), [[8, 8, 8, 8]])
+    assert (quota[0, 0] > 0).sum() == 4
+
+
+def test_balanced_prefers_gaps_on_its_own_node():
+    # Two nodes of two; surplus 6 on devices 0 and 2, gaps of 6 on 1 and 3: each closes the gap beside it.
+    loads = np.zeros((1, 4, 4), int)
+    loads[0, 0] = [10, 0, 10, 0]
+    loads[0, 1] = [6, 4, 6, 4]
+    start = Placement.even(1, 4, 4, 2)
+    placement = plan("balanced", loads, make_cost(1, 1), start)
+    assert placement.copies.tolist() == [[0, 0, 1], [0, 2, 3]]
+    assert np.abs(placement.device_loads(loads) - 10).max() <= 2  # shares round each source's tokens down once
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_balanced_computes_the_same_everywhere_for_any_counts(seed):
+    # 4 devices, 8 experts, 8 assignments a device, any counts: every device computes 8 up to the rounding of shares
+    # (less than one token per source and expert with copies).
+    rng = np.random.default_rng(seed)
+    loads = rng.multinomial(8000, rng.dirichlet(np.full(8, 0.2)), size=(1, 4))
+    placement = plan("balanced", loads, make_cost(1, 1, guest_slots=8))
+    assert np.abs(placement.device_loads(loads) - 8000).max() <= 4 * 8
+    assert np.bincount(placement.copies[:, 2], minlength=4).max() <= 8
+
+
+def test_balanced_needs_one_remote_expert_when_all_goes_to_one():
+    loads = np.zeros((1, 4, 8), int)
+    loads[0, :, 0] = 8
+    placement = plan("balanced", loads, make_cost(1, 1))
+    assert placement.device_loads(loads).tolist() == [[8, 8, 8, 8]]
+    assert placement.copies.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
+
+
+def test_balanced_refines_shares_over_the_same_copies():
+    placement = plan("balanced", HOT, make_cost(1, 1))
+    true = HOT + np.array([[[0, 0, 4, 0]] * 4])  # expert 2 has 16 more tokens: 20, 4, 20, 4, mean 12
+    refined = build_planner(PlannerConfig(name="balanced")).refine(true, placement, make_cost(1, 1))
+    np.testing.assert_array_equal(refined.copies, placement.copies)
+    # Device 2 keeps its 20 (no copy of expert 2 exists); 28 are left over devices 0, 1, 3: 9.33 each.
+    np.testing.assert_allclose(refined.device_loads(true)[0], [28 / 3, 28 / 3, 20, 28 / 3], atol=4)
+
+
+def test_spares_go_to_devices_with_fewest_guests_near_home():
+    start = Placement.even(1, 4, 4, 2)
+    held = add_spares(start.holds, np.array([[20.0, 4, 4, 4]]), start, mu=2, headroom=0.5)
+    # Budget 2: expert 0 (20 per holder) to device 1 of its node, then (10) again to device 2, the next without guests.
+    assert np.argwhere(held & ~start.holds).tolist() == [[0, 0, 1], [0, 0, 2]]
+
+
+def test_fill_level_pours_over_the_lowest():
+    # 6 over grounds 1, 3, 9: to level 5 over the first two; 1 over grounds 4, 4: 4.5; a non-holder (inf) gets nothing.
+    assert fill_level(np.array([[3.0, 1, 9], [4, np.inf, 4]]), np.array([6.0, 1])).tolist() == [5, 4.5]
+
+
+def test_level_quotas_reach_the_common_level():
+    placement = Placement([[0, 1, 2]], [(0, 0, 1), (0, 1, 2)], devices=3)
+    totals = np.array([[12.0, 6, 0]])
+    quota = level_quotas(placement, totals, starting_quotas(placement, totals), 20)
+    np.testing.assert_allclose(quota.sum(axis=1), [[6, 6, 6]], rtol=1e-2)
+
+
+def test_share_rows_keep_tokens_on_their_node():
+    # Expert 0 held by devices 0 (node 0) and 2 (node 1), quota 6 each; node 0 sends 8 tokens, node 1 sends 4.
+    # Node 1's 4 stay; node 0 keeps 6 and sends 2 over: shares 3/4 and 1/4 for node 0, all on device 2 for node 1.
+    placement = Placement([[0]], [(0, 0, 2)], rule="shares", devices=4, devices_per_node=2)
+    quota = np.zeros((1, 1, 4))
+    quota[0, 0, [0, 2]] = 6
+    rows = share_rows(placement, quota, np.array([[[5], [3], [2], [2]]], float))
+    assert rows.tolist() == [[0, 0, 0, 49152, 0], [0, 0, 2, 16384, 0], [0, 0, 2, 65536, 1]]
