@@ -52,8 +52,8 @@ class StepStats:
 
     Attributes:
       cross_entropy: float [], loss per target token, in nats.
-      aux_loss: float [], mean over layers of the load-balancing loss, unweighted.
-      z_loss: float [], mean over layers of the gate's z-loss, unweighted.
+      aux_loss: float [], mean over layers of the load-balancing loss, unweighted; the loss holds their weighted sum.
+      z_loss: float [], mean over layers of the gate's z-loss, unweighted; the loss holds their weighted sum.
       loads: int32 [L, sources, E], choices of each source's tokens per expert.
       gate_entropy: float [L], mean entropy of the gate's softmax, in nats.
       dropped: int32 [L], choices that a capacity dropped.
@@ -293,14 +293,14 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
         inside = tuple(axis for axis in roles.dense if axis not in roles.expert)
         counts = lax.psum(gate_stats.counts, inside) if inside else gate_stats.counts
         total = lax.psum(gate_stats.counts, roles.dense)
-        aux = jnp.mean(balance_loss(total, probability, global_tokens, moe_config.top_k))
-        z = jnp.mean(z_loss(squared, global_tokens))
-        gate_loss = moe_config.aux_loss_weight * aux + moe_config.z_loss_weight * z
+        aux = balance_loss(total, probability, global_tokens, moe_config.top_k)
+        z = z_loss(squared, global_tokens)
+        gate_loss = jnp.sum(moe_config.aux_loss_weight * aux + moe_config.z_loss_weight * z)
         loss = cross_entropy + gate_loss / microbatches
         stats = StepStats(
             cross_entropy=cross_entropy,
-            aux_loss=aux,
-            z_loss=z,
+            aux_loss=jnp.mean(aux),
+            z_loss=jnp.mean(z),
             loads=counts[:, None],
             gate_entropy=entropy / global_tokens,
             dropped=dropped,

@@ -80,7 +80,7 @@ def reference_loss(params, inputs, targets, weights, config: ModelConfig, moe: M
             h, p["gate"]["w_gate"], experts, moe, noise=layer_noise, drop_groups=drop_groups
         )
         x = x + y.reshape(x.shape)
-        gate_loss = gate_loss + (moe.aux_loss_weight * balance + moe.z_loss_weight * z) / config.moe_layers
+        gate_loss = gate_loss + moe.aux_loss_weight * balance + moe.z_loss_weight * z
         loads.append(counts)
     x = layer_norm(x, dense["norm"])
     log_probs = jax.nn.log_softmax(x @ dense["embedding"]["tokens"].T, -1)
