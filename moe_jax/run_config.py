@@ -126,8 +126,8 @@ def check_resumable(old_text: str, new_text: str, workdir: str = "") -> list[tup
     listed = "; ".join(f"{binding} was {old} and is {new} now" for binding, old, new in blocking)
     raise UserError(
         f"{workdir or 'the work folder'} holds a run with another config: {listed}. Set it back to resume, name "
-        f"another --workdir, or start a new run from its parameters with --init_from={workdir or 'DIR'}; only mesh, schedule, "
-        "planner, step count and what is written down may differ"
+        f"another --workdir, or start a new run from its parameters with --init_from={workdir or 'DIR'}; only mesh, "
+        "schedule, planner, step count and what is written down may differ"
     )
 
 
