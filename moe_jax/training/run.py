@@ -14,7 +14,7 @@ import jax
 from moe_jax.errors import UserError
 from moe_jax.mesh.hosts import Hosts, StopSignal
 from moe_jax.observe import Progress, RunFolder, draw_all, environment_record, summarize_run, write_report
-from moe_jax.run_config import RunConfig, check_resume
+from moe_jax.run_config import RunConfig, check_resumable
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.loop import Loop, Writers, evaluate
 from moe_jax.training.session import Session, build_session
@@ -75,9 +75,9 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
 def check_folder(folder: RunFolder, checkpoints: Checkpointer, latest: int | None, config_text: str):
     """Raise UserError if the folder belongs to a run that this config may not go on with."""
     if latest is not None:
-        check_resume(checkpoints.read_host(latest)["config"], config_text, str(folder.path))
+        check_resumable(checkpoints.read_host(latest)["config"], config_text, str(folder.path))
     elif (held := folder.held_config(config_text)) is not None:
-        check_resume(held, config_text, str(folder.path))
+        check_resumable(held, config_text, str(folder.path))
 
 
 def starting_state(
