@@ -183,7 +183,8 @@ class MoELayer(nnx.Module):
             sink = {name: open_sink(value, layer.slots[None])[0] for name, value in sink.items()}
             y, stats, _ = apply(x, token_ids, w_gate, bank, sink, layer, noise_key)
             sums = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
-            per_source = lax.psum(stats.counts, roles.data) if roles.data else stats.counts
+            inside = tuple(axis for axis in roles.dense if axis not in roles.expert)
+            per_source = lax.psum(stats.counts, inside) if inside else stats.counts
             total = lax.psum(stats.counts, roles.dense)
             balance = balance_loss(total, sums[0], tokens.shape[0], config.top_k)
             loss = config.aux_loss_weight * balance + config.z_loss_weight * z_loss(sums[1], tokens.shape[0])
