@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.dispatch.tables import even_tables
+from moe_jax.dispatch.tables import Tables, even_tables
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.bank import open_sink, with_sink
@@ -55,8 +55,8 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
       activation: 'gelu' or 'swiglu'.
 
     Returns:
-      apply(x [t, M], token_ids int32 [t], w_gate [M, E], bank, sink, tables, noise_key) -> (y [t, M], GateStats, passes)
-      with bank {name: [S, ...]}, sink {name: [G, ...]} of this layer, `Tables` of this layer, and a PRNG key or None.
+      apply(x [t, M], token_ids int32 [t], w_gate [M, E], bank, sink, tables, noise_key) -> (y [t, M], GateStats,
+      passes), with bank {name: [S, ...]}, sink {name: [G, ...]} of this layer, `Tables` of this layer, and a PRNG key or None.
     """
     schedule = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens))
     implementation = config.grouped_matmul
@@ -174,29 +174,35 @@ class MoELayer(nnx.Module):
                 f"the MoE layer got {tokens.shape[0]} tokens, which do not divide over {shards} devices; pad the batch "
                 f"to a multiple of {shards}"
             )
-        apply = make_moe(config, roles, tokens.shape[0] // shards, self.activation)
-        tables = even_tables(1, config.num_experts, roles.size(roles.expert))
-
-        def body(x, token_ids, w_gate, bank, sink, tables):
-            layer = jax.tree.map(lambda a: a[0], tables)
-            layer = type(tables)(device_of=layer.device_of, group_of=layer.group_of, slots=layer.slots[0])
-            sink = {name: open_sink(value, layer.slots[None])[0] for name, value in sink.items()}
-            y, stats, _ = apply(x, token_ids, w_gate, bank, sink, layer, noise_key)
-            sums = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
-            inside = tuple(axis for axis in roles.dense if axis not in roles.expert)
-            per_source = lax.psum(stats.counts, inside) if inside else stats.counts
-            total = lax.psum(stats.counts, roles.dense)
-            balance = balance_loss(total, sums[0], tokens.shape[0], config.top_k)
-            loss = config.aux_loss_weight * balance + config.z_loss_weight * z_loss(sums[1], tokens.shape[0])
-            return y, loss, per_source[None]
-
         bank, sink = with_sink({name: self.bank[name][...] for name in self.bank})
-        spec = P(roles.dense)
-        table_specs = type(tables)(device_of=P(), group_of=P(), slots=P(roles.expert))
-        y, loss, loads = jax.shard_map(
-            body,
-            mesh=roles.mesh,
-            in_specs=(spec, spec, P(), P(roles.expert), P(roles.expert), table_specs),
-            out_specs=(spec, P(), P(roles.expert)),
-        )(tokens, jnp.arange(tokens.shape[0], dtype=jnp.int32), self.w_gate[...], bank, sink, tables)
+        token_ids = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        apply = _make_global_moe(config, roles, tokens.shape[0], self.activation)
+        y, loss, loads = apply(tokens, token_ids, self.w_gate[...], bank, sink, noise_key)
         return y.reshape(x.shape), loss, loads
+
+
+@functools.lru_cache(maxsize=32)
+def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
+    """Return `make_moe` on global arrays [N, M], with losses; jitted, because eagerly each operation compiles alone."""
+    apply = make_moe(config, roles, tokens // roles.size(roles.dense), activation)
+    tables = even_tables(1, config.num_experts, roles.size(roles.expert))
+    inside = tuple(axis for axis in roles.dense if axis not in roles.expert)
+
+    def body(x, token_ids, w_gate, bank, sink, noise_key, tables):
+        layer = Tables(device_of=tables.device_of[0], group_of=tables.group_of[0], slots=tables.slots[0, 0])
+        sink = {name: open_sink(value, layer.slots[None])[0] for name, value in sink.items()}
+        y, stats, _ = apply(x, token_ids, w_gate, bank, sink, layer, noise_key)
+        probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
+        per_source = lax.psum(stats.counts, inside) if inside else stats.counts
+        balance = balance_loss(lax.psum(stats.counts, roles.dense), probability, tokens, config.top_k)
+        loss = config.aux_loss_weight * balance + config.z_loss_weight * z_loss(squared, tokens)
+        return y, loss, per_source[None]
+
+    rows, by_expert = P(roles.dense), P(roles.expert)
+    sharded = jax.shard_map(
+        body,
+        mesh=roles.mesh,
+        in_specs=(rows, rows, P(), by_expert, by_expert, P(), Tables(device_of=P(), group_of=P(), slots=by_expert)),
+        out_specs=(rows, P(), by_expert),
+    )
+    return jax.jit(lambda *arguments: sharded(*arguments, tables))
