@@ -56,7 +56,7 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
 
     Returns:
       apply(x [t, M], token_ids int32 [t], w_gate [M, E], bank, sink, tables, noise_key) -> (y [t, M], GateStats,
-      passes), with bank {name: [S, ...]}, sink {name: [G, ...]} of this layer, `Tables` of this layer, and a PRNG key or None.
+      passes), with bank {name: [S, ...]}, sink {name: [G, ...]} and `Tables` of this layer, and a PRNG key or None.
     """
     schedule = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens))
     implementation = config.grouped_matmul
