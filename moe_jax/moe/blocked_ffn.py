@@ -1,8 +1,8 @@
 """The expert FFN row block by row block, so that a block's hidden rows stay in the cache between its matmuls.
 
-Enters: rows `[R, M]` sorted by group and the weights of each group's FFN; leaves: `[R, M]`. One loop computes the whole
-forward and one the whole backward, where composing grouped matmuls takes one or two per weight and passes over [R, F] in
-between. Only the pre-activations [R, F] are kept for the backward.
+Enters: rows `[R, M]` sorted by group and the weights of each group's FFN; leaves: `[R, M]`. One loop computes the
+whole forward and one the whole backward, where composing grouped matmuls takes a loop per weight and passes over
+[R, F] in between. Only the pre-activations [R, F] are kept for the backward.
 
 Letters: R rows of this shard, M model dim, F hidden dim, G groups, S rows of a weight bank.
 """

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.varying import cast_varying, varying_axes
-from moe_jax.moe.matmul_contract import GroupedWeights, register
+from moe_jax.moe.matmul_contract import GroupedWeights, Operands, register
 from moe_jax.moe.row_blocks import block_heights, for_each_block
 
 Array = jax.Array
@@ -35,7 +35,7 @@ def choose_heights(rows: int, groups: int, weight_elements: int) -> tuple[int, .
     return block_heights(rows, groups, steps=sum(flops > limit for limit in (1e7, 1e8, 2e9)))
 
 
-def split_sizes(group_sizes: Array, operands) -> list[tuple[Array, Array]]:
+def split_sizes(group_sizes: Array, operands: Operands) -> list[tuple[Array, Array]]:
     """Return for each operand its groups' sizes and the first row of its first group."""
     parts, offset, first_row = [], 0, jnp.zeros((), jnp.int32)
     for operand in operands:
@@ -60,7 +60,7 @@ def open_gradient(operand: GroupedWeights, like: Array) -> Array | None:
 class BlockedMatmul:
     """One XLA matmul per row block; forward and backward are loops of a dynamic trip count."""
 
-    def multiply(self, lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> Array:
+    def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         rows = lhs.shape[0]
         out = zeros_varying_like((rows, operands[0].bank.shape[2]), lhs.dtype, lhs)
         for operand, (sizes, first_row) in zip(operands, split_sizes(group_sizes, operands), strict=True):
@@ -73,7 +73,7 @@ class BlockedMatmul:
             out = for_each_block(sizes, heights, rows, out, step, first_row)
         return out
 
-    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]):
+    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
         rows = lhs.shape[0]
         dlhs = zeros_varying_like(lhs.shape, lhs.dtype, lhs)
         dweights = []
@@ -82,7 +82,8 @@ class BlockedMatmul:
             def step(carry, block, operand=operand):
                 dlhs, dweight = carry
                 d = block.read(dout)
-                dlhs = block.write(dlhs, multiply(d, block.pick(operand.bank, operand.slots, lhs.dtype), ROWS_BY_TRANSPOSED))
+                weight = block.pick(operand.bank, operand.slots, lhs.dtype)
+                dlhs = block.write(dlhs, multiply(d, weight, ROWS_BY_TRANSPOSED))
                 if dweight is not None:
                     dweight = block.add_to_group(dweight, multiply(block.read(lhs), d, ROWS_BY_ROWS))
                 return dlhs, dweight

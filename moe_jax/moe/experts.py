@@ -1,8 +1,8 @@
 """The experts' feed-forward networks on rows that are sorted by expert.
 
-Enters: rows `[R, M]` sorted by group, `group_sizes [G]`, and per weight the `GroupedWeights` of the groups. Leaves: rows
-`[R, M]`, zero past the last group. Does not move tokens, weighs nothing with gate probabilities, and sums nothing over
-devices: with F split over `expert_shard` the result is this shard's part of a sum.
+Enters: rows `[R, M]` sorted by group, `group_sizes [G]`, and per weight the `GroupedWeights` of the groups. Leaves:
+rows `[R, M]`, zero past the last group. Does not move tokens, weighs nothing with gate probabilities, and sums nothing
+over devices: with F split over `expert_shard` the result is this shard's part of a sum.
 
 Letters: R rows of this shard, M model dim, F hidden dim (this shard's part), G groups, S rows of a weight bank.
 """
@@ -24,7 +24,7 @@ from moe_jax.moe.grouped_matmul import (
     without_bank_gradient,
     without_sinks,
 )
-from moe_jax.moe.matmul_contract import FusedFfn, GroupedWeights, find_implementation
+from moe_jax.moe.matmul_contract import FusedFfn, Operands, find_implementation
 
 Array = jax.Array
 
@@ -45,7 +45,7 @@ def weight_names(activation: str) -> tuple[str, ...]:
     """Return the names of an expert's weights, w_out last.
 
     Raises:
-        ValueError: an unknown activation.
+      ValueError: an unknown activation.
     """
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation ({activation!r}) is unknown; choose one of {', '.join(_ACTIVATIONS)}")
@@ -55,7 +55,7 @@ def weight_names(activation: str) -> tuple[str, ...]:
 def expert_ffn(
     rows: Array,
     group_sizes: Array,
-    weights: dict[str, tuple[GroupedWeights, ...]],
+    weights: dict[str, Operands],
     *,
     activation: str,
     implementation: str,
@@ -63,23 +63,25 @@ def expert_ffn(
     """Apply to each group's rows its expert: act(rows w_in) w_out, or (silu(rows w_gate) * rows w_in) w_out.
 
     Args:
-        rows: float [R, M], sorted by group, without gaps; rows past sum(group_sizes) may hold anything.
-        group_sizes: int32 [G].
-        weights: w_in [S, M, F], w_out [S, F, M], and w_gate [S, M, F] for 'swiglu', each as operands of a
-            `grouped_matmul`: the groups of the first operand come first.
-        activation: 'gelu' (its tanh form) or 'swiglu'.
-        implementation: of the grouped matmul; a name from `implementations()`.
+      rows: float [R, M], sorted by group, without gaps; rows past sum(group_sizes) may hold anything.
+      group_sizes: int32 [G].
+      weights: w_in [S, M, F], w_out [S, F, M], and w_gate [S, M, F] for 'swiglu', each as operands of a
+          `grouped_matmul`: the groups of the first operand come first.
+      activation: 'gelu' (its tanh form) or 'swiglu'.
+      implementation: of the grouped matmul; a name from `implementations()`.
 
     Returns:
-        float [R, M] in the dtype of `rows`. The activation runs in at least float32.
+      float [R, M] in the dtype of `rows`. The activation runs in at least float32.
 
     Raises:
-        ValueError: an unknown name, a missing weight, or shapes that do not fit.
+      ValueError: an unknown name, a missing weight, or shapes that do not fit.
     """
     names = weight_names(activation)
     missing = [name for name in names if name not in weights]
     if missing:
-        raise ValueError(f"activation {activation!r} needs the weights {', '.join(names)}; missing: {', '.join(missing)}")
+        raise ValueError(
+            f"activation {activation!r} needs the weights {', '.join(names)}; missing: {', '.join(missing)}"
+        )
     ins, outs = tuple(weights[name] for name in names[:-1]), weights["w_out"]
     chosen = find_implementation(implementation)
     if isinstance(chosen, FusedFfn):
@@ -90,7 +92,14 @@ def expert_ffn(
     return grouped_matmul(hidden, group_sizes, outs, implementation=implementation)
 
 
-def _fused(implementation: FusedFfn, activation: str, rows: Array, group_sizes: Array, ins: tuple, outs: tuple) -> Array:
+def _fused(
+    implementation: FusedFfn,
+    activation: str,
+    rows: Array,
+    group_sizes: Array,
+    ins: tuple[Operands, ...],
+    outs: Operands,
+) -> Array:
     """Apply an implementation that has the whole FFN, with its own backward."""
     for weight in ins:
         check_operands(rows.shape[1], group_sizes, weight)

@@ -1,8 +1,8 @@
 """Multiply rows that are sorted by expert by their experts' weights, with a choice of implementations.
 
-Rows `[R, K]`, `group_sizes [G]` and the groups' weights enter, `[R, N]` leaves; the gradients of the rows and, through the
-sinks, of the weights leave the backward. Works inside `shard_map` and outside. The rules are in `matmul_contract`, the
-implementations in `portable_matmul`, `blocked_matmul`, `blocked_ffn` and `hopper_matmul`.
+Rows `[R, K]`, `group_sizes [G]` and the groups' weights enter, `[R, N]` leaves; the gradients of the rows and, through
+the sinks, of the weights leave the backward. Works inside `shard_map` and outside. The rules are in `matmul_contract`,
+the implementations in `portable_matmul`, `blocked_matmul`, `blocked_ffn` and `hopper_matmul`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ import jax
 
 from moe_jax.collectives.varying import match_varying
 from moe_jax.moe import blocked_ffn, hopper_matmul, portable_matmul  # noqa: F401  (each registers itself)
-from moe_jax.moe.matmul_contract import GroupedWeights, find_implementation, implementations, register
+from moe_jax.moe.matmul_contract import (
+    GroupedWeights,
+    Operands,
+    find_implementation,
+    implementations,
+    register,
+)
 
 __all__ = ["GroupedWeights", "default_implementation", "grouped_matmul", "implementations", "register"]
 
@@ -29,35 +35,33 @@ def default_implementation(platform: str) -> str:
     return "fused" if platform == "cpu" else "ragged"
 
 
-def grouped_matmul(
-    lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...], *, implementation: str
-) -> Array:
+def grouped_matmul(lhs: Array, group_sizes: Array, operands: Operands, *, implementation: str) -> Array:
     """Multiply the rows of each group by its weights.
 
     Args:
-        lhs: float [R, K], rows sorted by group, without gaps; rows past sum(group_sizes) may hold anything.
-        group_sizes: int32 [G], rows of each group; at most R together.
-        operands: weights of the groups, [K, N] each: the groups of the first operand come first. A bank of another dtype
-            is cast to that of `lhs` as it is read.
-        implementation: a name from `implementations()`.
+      lhs: float [R, K], rows sorted by group, without gaps; rows past sum(group_sizes) may hold anything.
+      group_sizes: int32 [G], rows of each group; at most R together.
+      operands: weights of the groups, [K, N] each: the groups of the first operand come first. A bank of another
+          dtype is cast to that of `lhs` as it is read.
+      implementation: a name from `implementations()`.
 
     Returns:
-        float [R, N] in the dtype of `lhs`; rows past the last group are zero. Products are summed in at least float32.
+      float [R, N] in the dtype of `lhs`; rows past the last group are zero. Products are summed in at least float32.
 
     Raises:
-        ValueError: an unknown implementation, or shapes that do not fit.
+      ValueError: an unknown implementation, or shapes that do not fit.
     """
     check_operands(lhs.shape[1], group_sizes, operands)
     lhs, group_sizes, operands = match_varying(lhs, group_sizes, without_bank_gradient(operands))
     return _multiply(find_implementation(implementation), sink_dtypes(operands), lhs, group_sizes, operands)
 
 
-def without_bank_gradient(operands: tuple[GroupedWeights, ...]) -> tuple[GroupedWeights, ...]:
+def without_bank_gradient(operands: Operands) -> Operands:
     """Return the operands with banks through which no gradient flows."""
     return tuple(dataclasses.replace(operand, bank=jax.lax.stop_gradient(operand.bank)) for operand in operands)
 
 
-def check_operands(contracted: int, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> None:
+def check_operands(contracted: int, group_sizes: Array, operands: Operands) -> None:
     """Raise a ValueError unless the operands serve all groups and fit rows of `contracted` elements."""
     groups = sum(operand.slots.shape[0] for operand in operands)
     if groups != group_sizes.shape[0]:
@@ -97,17 +101,17 @@ def _multiply_backward(implementation, sink_dtypes, residuals, dout):
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def sink_dtypes(operands: tuple[GroupedWeights, ...]) -> tuple:
+def sink_dtypes(operands: Operands) -> tuple:
     """Return the dtype of each operand's sink, None where there is none; hashable."""
     return tuple(None if operand.sink is None else operand.sink.dtype for operand in operands)
 
 
-def without_sinks(operands: tuple[GroupedWeights, ...]) -> tuple[GroupedWeights, ...]:
+def without_sinks(operands: Operands) -> Operands:
     """Return the operands without sinks: a backward that kept them would keep zeros as large as the weights."""
     return tuple(dataclasses.replace(operand, sink=None) for operand in operands)
 
 
-def with_sink_types(operands: tuple[GroupedWeights, ...], dtypes: tuple) -> tuple[GroupedWeights, ...]:
+def with_sink_types(operands: Operands, dtypes: tuple) -> Operands:
     """Return the operands with sinks that have a shape and a dtype and no value."""
     typed = []
     for operand, dtype in zip(operands, dtypes, strict=True):
@@ -116,6 +120,6 @@ def with_sink_types(operands: tuple[GroupedWeights, ...], dtypes: tuple) -> tupl
     return tuple(typed)
 
 
-def door_cotangents(dweights: tuple[Array | None, ...]) -> tuple[GroupedWeights, ...]:
+def door_cotangents(dweights: tuple[Array | None, ...]) -> Operands:
     """Return the cotangents of operands: gradients leave through the sinks, nothing through banks and slots."""
     return tuple(GroupedWeights(bank=None, slots=None, sink=dweight) for dweight in dweights)

@@ -1,8 +1,8 @@
 """Grouped matmul by the Pallas kernels for Hopper that ship with JAX, given a backward.
 
-See `matmul_contract` for what enters and leaves. Limits: 16-bit floats, K and N multiples of 64. The kernels lower on any
-machine; they have not been timed on a GPU by this project, so nothing chooses them by default. Imported lazily: only a
-program that asks for `hopper` loads Pallas.
+See `matmul_contract` for what enters and leaves. Limits: 16-bit floats, K and N multiples of 64. The kernels lower on
+any machine; this project has not run them on a GPU, so nothing chooses them by default. Only a program that asks for
+`hopper` loads Pallas.
 
 Letters: R rows of this shard, G groups, K and N the contracted and the resulting dim.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.errors import UserError
-from moe_jax.moe.matmul_contract import GroupedWeights, register
+from moe_jax.moe.matmul_contract import Operands, register
 from moe_jax.moe.portable_matmul import clear_unowned_rows, gather_weights, split_gradient
 
 Array = jax.Array
@@ -29,12 +29,12 @@ HOPPER_CORES = 132
 class HopperMatmul:
     """The shipped `ragged_dot` and `transposed_ragged_dot` kernels; gradients of weights are rounded to 16 bits."""
 
-    def multiply(self, lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> Array:
+    def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         _check(lhs, operands)
         weights = gather_weights(operands, lhs.dtype)
         return clear_unowned_rows(_ragged_dot(lhs, weights, group_sizes, transpose_rhs=False), group_sizes)
 
-    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]):
+    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
         _check(lhs, operands)
         # The weight gradient masks its first and last block by multiplication, which keeps a NaN.
         lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)
@@ -45,7 +45,7 @@ class HopperMatmul:
         return dlhs, split_gradient(_transposed_ragged_dot(lhs, dout, group_sizes), operands)
 
 
-def _check(lhs: Array, operands: tuple[GroupedWeights, ...]) -> None:
+def _check(lhs: Array, operands: Operands) -> None:
     contracted, resulting = operands[0].bank.shape[1:]
     if contracted % TILE or resulting % TILE:
         raise UserError(
@@ -64,7 +64,7 @@ def _largest_tile(size: int, most: int = 128) -> int:
 
 
 def _tiles_side_by_side(size: int, tile: int) -> int:
-    """Return how many tiles along N are visited before the next rows, so that a weight tile is reused from the cache."""
+    """Return how many tiles along N are visited before the next rows: neighbours then share rows in the cache."""
     return next(count for count in (8, 4, 2, 1) if size % (count * tile) == 0)
 
 
@@ -107,7 +107,7 @@ def _transposed_ragged_dot(lhs: Array, dout: Array, group_sizes: Array) -> Array
 
 
 class _JaxOnHopper:
-    """The `jax` module as the shipped kernel sees it: it asks the first device for its cores, which a CPU cannot tell."""
+    """The `jax` module for the shipped kernel, which asks the first device for its cores: a CPU cannot tell."""
 
     def __getattr__(self, name):
         return getattr(jax, name)

@@ -1,8 +1,8 @@
 """The contract that every grouped matmul implementation meets, and the registry that holds them.
 
-Rows `[R, K]` sorted by group enter together with `group_sizes [G]` and the weights of the groups; `[R, N]` leaves. Group g
-owns the `group_sizes[g]` rows after those of the groups before it; rows past the last group belong to nobody: they may hold
-anything on entry and are zero on exit. Nothing here computes: see `grouped_matmul`.
+Rows `[R, K]` sorted by group enter together with `group_sizes [G]` and the weights of the groups; `[R, N]` leaves.
+Group g owns the `group_sizes[g]` rows after those of the groups before it; rows past the last group belong to nobody:
+they may hold anything on entry and are zero on exit. Nothing here computes: see `grouped_matmul`.
 
 Letters: R rows of this shard, G groups, S rows of a weight bank, K and N the contracted and the resulting dim.
 """
@@ -23,14 +23,14 @@ Array = jax.Array
 class GroupedWeights:
     """Say which row of a weight bank serves each of some consecutive groups, and where their gradients leave.
 
-    The bank is read and never differentiated: a loop over layers can close over a bank that holds all of them, without a
-    gradient as large as the bank in its carry. A group's gradient leaves as the cotangent of its row of `sink`.
+    The bank is read and never differentiated: a loop over layers can close over a bank that holds all of them, without
+    a gradient as large as the bank in its carry. A group's gradient leaves as the cotangent of its row of `sink`.
 
     Attributes:
-        bank: float [S, K, N], the weights of many groups.
-        slots: int32 [G], the row of `bank` that serves each group.
-        sink: float [G, K, N], a door for gradients whose values are never read, or None where no gradient is wanted.
-            Its dtype is the dtype of the gradient.
+      bank: float [S, K, N], the weights of many groups.
+      slots: int32 [G], the row of `bank` that serves each group.
+      sink: float [G, K, N], a door for gradients whose values are never read, or None where no gradient is wanted.
+          Its dtype is the dtype of the gradient.
     """
 
     bank: Array
@@ -38,15 +38,18 @@ class GroupedWeights:
     sink: Array | None = None
 
 
-class GroupedMatmul(Protocol):
-    """Multiply the rows of every group by the group's weights, and differentiate that. Products sum in float32 or wider."""
+Operands = tuple[GroupedWeights, ...]  # the groups of the first come first
 
-    def multiply(self, lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> Array:
+
+class GroupedMatmul(Protocol):
+    """Multiply the rows of every group by its weights, and differentiate that; products sum in float32 or wider."""
+
+    def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         """Return float [R, N] in the dtype of `lhs`; rows past the last group are zero whatever `lhs` holds there."""
         ...
 
     def gradients(
-        self, lhs: Array, dout: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]
+        self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands
     ) -> tuple[Array, tuple[Array | None, ...]]:
         """Return the gradient of `lhs`, and per operand that of its groups' weights [G, K, N] or None without a sink.
 
@@ -64,24 +67,38 @@ class FusedFfn(Protocol):
     """
 
     def ffn(
-        self, activation: Callable, rows: Array, group_sizes: Array, ins: tuple[tuple[GroupedWeights, ...], ...],
-        outs: tuple[GroupedWeights, ...],
+        self,
+        activation: Callable,
+        rows: Array,
+        group_sizes: Array,
+        ins: tuple[Operands, ...],
+        outs: Operands,
     ) -> Array:
         """Return float [R, M] in the dtype of `rows`, zero past the last group."""
         ...
 
     def ffn_forward(
-        self, activation: Callable, rows: Array, group_sizes: Array, ins: tuple[tuple[GroupedWeights, ...], ...],
-        outs: tuple[GroupedWeights, ...],
+        self,
+        activation: Callable,
+        rows: Array,
+        group_sizes: Array,
+        ins: tuple[Operands, ...],
+        outs: Operands,
     ) -> tuple[Array, tuple[Array, ...]]:
         """Return the same, and what the backward wants to keep besides the arguments."""
         ...
 
     def ffn_gradients(
-        self, activation: Callable, rows: Array, kept: tuple[Array, ...], dout: Array, group_sizes: Array,
-        ins: tuple[tuple[GroupedWeights, ...], ...], outs: tuple[GroupedWeights, ...],
+        self,
+        activation: Callable,
+        rows: Array,
+        kept: tuple[Array, ...],
+        dout: Array,
+        group_sizes: Array,
+        ins: tuple[Operands, ...],
+        outs: Operands,
     ) -> tuple[Array, tuple[tuple[Array | None, ...], ...], tuple[Array | None, ...]]:
-        """Return the gradients of `rows`, of the groups' weights in `ins`, and of those in `outs`; None without a sink."""
+        """Return the gradients of `rows`, and of the groups' weights in `ins` and in `outs`, None without a sink."""
         ...
 
 
@@ -109,7 +126,7 @@ def find_implementation(name: str) -> GroupedMatmul:
     """Return the implementation registered under `name`.
 
     Raises:
-        ValueError: no implementation has that name.
+      ValueError: no implementation has that name.
     """
     if name not in _REGISTRY:
         raise ValueError(

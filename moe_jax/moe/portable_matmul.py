@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.moe.matmul_contract import GroupedWeights, register
+from moe_jax.moe.matmul_contract import Operands, register
 
 Array = jax.Array
 
 
-def gather_weights(operands: tuple[GroupedWeights, ...], dtype) -> Array:
+def gather_weights(operands: Operands, dtype) -> Array:
     """Return the weights [G, K, N] of all groups, operand after operand."""
     parts = [jnp.take(operand.bank, operand.slots, axis=0, mode="clip").astype(dtype) for operand in operands]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def split_gradient(dweight: Array, operands: tuple[GroupedWeights, ...]) -> tuple[Array | None, ...]:
+def split_gradient(dweight: Array, operands: Operands) -> tuple[Array | None, ...]:
     """Cut the gradient [G, K, N] of all groups into one part per operand, in its sink's dtype; None without a sink."""
     parts, offset = [], 0
     for operand in operands:
@@ -44,7 +44,7 @@ def _accumulator(dtype):
 class ReferenceMatmul:
     """Every group multiplies every row, and a mask keeps its own: G times the FLOPs, and hard to get wrong."""
 
-    def multiply(self, lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> Array:
+    def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         weights, lhs = gather_weights(operands, lhs.dtype), clear_unowned_rows(lhs, group_sizes)
         owner_GR = _owner_mask(group_sizes, lhs.shape[0], lhs.dtype)
         kwargs = {"preferred_element_type": _accumulator(lhs.dtype)}
@@ -53,7 +53,7 @@ class ReferenceMatmul:
         )
         return out.astype(lhs.dtype)
 
-    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]):
+    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
         weights, lhs = gather_weights(operands, lhs.dtype), clear_unowned_rows(lhs, group_sizes)
         dout = clear_unowned_rows(dout, group_sizes)
         owner_GR = _owner_mask(group_sizes, lhs.shape[0], lhs.dtype)
@@ -75,7 +75,7 @@ def _owner_mask(group_sizes: Array, rows: int, dtype) -> Array:
 class RaggedMatmul:
     """`lax.ragged_dot`, which XLA lowers as well as it can on each platform: on a CPU with G times the FLOPs."""
 
-    def multiply(self, lhs: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]) -> Array:
+    def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         out = lax.ragged_dot(
             clear_unowned_rows(lhs, group_sizes),
             gather_weights(operands, lhs.dtype),
@@ -84,7 +84,7 @@ class RaggedMatmul:
         )
         return clear_unowned_rows(out, group_sizes).astype(lhs.dtype)
 
-    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: tuple[GroupedWeights, ...]):
+    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
         lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)
         transposed = jnp.swapaxes(gather_weights(operands, lhs.dtype), 1, 2)
         accumulator = _accumulator(lhs.dtype)

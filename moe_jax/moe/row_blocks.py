@@ -1,11 +1,11 @@
 """Cut the rows of every group into blocks of a few static heights, and loop over them with trip counts that are data.
 
-Enters: group sizes `[G]`, a carry, and a step that handles one block. Leaves: the carry after all blocks. XLA needs static
-shapes, so a group's rows are covered by blocks whose heights come from a short ladder: blocks of the highest rung as long
-as rows are left for more than one, then one *tail* block of the lowest rung that covers the rest. One loop per rung runs
-over exactly the groups whose tail fits it, so an empty group costs nothing and a group of 70 rows costs a matmul of 72 or
-80 rows, not of 128. (A `lax.switch` over heights inside one loop would read better, but XLA copies the whole carry, weight
-gradients included, at every turn.)
+Enters: group sizes `[G]`, a carry, and a step that handles one block. Leaves: the carry after all blocks. XLA needs
+static shapes, so a group's rows are covered by blocks whose heights come from a short ladder: blocks of the highest
+rung as long as rows are left for more than one, then one *tail* block of the lowest rung that covers the rest. One
+loop per rung runs over exactly the groups whose tail fits it, so an empty group costs nothing, and a group of 70 rows
+costs a matmul of 72 or 80 rows, not of 128. (A `lax.switch` over heights inside one loop would read better, but XLA
+copies the whole carry, weight gradients included, at every turn.)
 
 Letters: R rows of this shard, G groups.
 """
@@ -77,8 +77,8 @@ def block_heights(rows: int, groups: int, steps: int) -> tuple[int, ...]:
     reads its weights and its weight gradient once more; or it is all rows.
 
     Args:
-        rows: R. groups: G.
-        steps: 1 to 4, how dense: each rung costs compile time and saves padding. 0 is two rungs, for small arrays.
+      rows: R. groups: G.
+      steps: 1 to 4, how dense: each rung costs compile time and saves padding. 0 is two rungs, for small arrays.
     """
     mean = max(8, rows // max(groups, 1))
     top = max(512, 2 * mean)
@@ -106,12 +106,12 @@ def for_each_block(
     """Return the carry after `step(carry, block)` for every block of every group; tails come before full blocks.
 
     Args:
-        group_sizes: int32 [G].
-        heights: ascending ladder of block heights, none above `rows`.
-        rows: R, static.
-        carry: pytree of arrays, updated in place by XLA as long as `step` uses each of its arrays once.
-        step: handles one block; traced once per rung.
-        first_row: row at which the first group starts.
+      group_sizes: int32 [G].
+      heights: ascending ladder of block heights, none above `rows`.
+      rows: R, static.
+      carry: pytree of arrays, updated in place by XLA as long as `step` uses each of its arrays once.
+      step: handles one block; traced once per rung.
+      first_row: row at which the first group starts.
     """
     ends = first_row + jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes

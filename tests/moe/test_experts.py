@@ -1,0 +1,227 @@
+"""The expert FFN of every implementation against loops over experts, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.moe.experts import expert_ffn, weight_names
+from moe_jax.moe.grouped_matmul import GroupedWeights
+
+ON_CPU = ("blocked", "fused", "ragged", "reference")
+MODEL, HIDDEN = 6, 10
+SIZES = {
+    "balanced": (24, [6, 6, 6, 6]),
+    "empty": (24, [0, 13, 0, 11]),
+    "one_owns_all": (40, [0, 0, 40, 0]),
+    "unowned_tail": (37, [5, 0, 9, 3]),
+    "nothing": (16, [0, 0, 0, 0]),
+    "beyond_a_block": (1300, [3, 1100, 0, 60]),
+}
+
+
+def make_case(name, activation, dtype=np.float64, operands=1):
+    """Return rows, group_sizes, cotangent and {weight: [(bank, slots) per operand]} with slots permuted."""
+    rng = np.random.default_rng(1)
+    height, sizes = SIZES[name]
+    rows, dout = rng.normal(size=(2, height, MODEL)).astype(dtype)
+    rows[sum(sizes) :], dout[sum(sizes) :] = np.nan, np.nan
+    cuts = np.array_split(np.arange(len(sizes)), operands)
+    slots = [rng.permutation(len(cut) + 2)[: len(cut)].astype(np.int32) for cut in cuts]
+    weights = {}
+    for weight in weight_names(activation):
+        shape = (HIDDEN, MODEL) if weight == "w_out" else (MODEL, HIDDEN)
+        weights[weight] = [(rng.normal(size=(len(s) + 2, *shape)).astype(dtype), s) for s in slots]
+    return rows, np.array(sizes, np.int32), dout, weights
+
+
+def as_operands(weights, sinks):
+    return {
+        name: tuple(
+            GroupedWeights(bank=jnp.asarray(bank), slots=jnp.asarray(slots), sink=sink)
+            for (bank, slots), sink in zip(parts, sinks[name], strict=True)
+        )
+        for name, parts in weights.items()
+    }
+
+
+def zero_sinks(weights):
+    return {
+        name: [jnp.zeros((len(slots), *bank.shape[1:]), bank.dtype) for bank, slots in parts]
+        for name, parts in weights.items()
+    }
+
+
+def hidden_of(up, gate):
+    """Return the hidden rows and their derivatives by `up` and by `gate` (None: GELU), written out."""
+    if gate is None:
+        inner = np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))
+        slope = (1 - inner**2) * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * up**2)
+        return 0.5 * up * (1 + inner), 0.5 * (1 + inner) + 0.5 * up * slope, None
+    sigmoid = 1 / (1 + np.exp(-gate))
+    return gate * sigmoid * up, gate * sigmoid, up * sigmoid * (1 + gate * (1 - sigmoid))
+
+
+def loop_oracle(rows, group_sizes, dout, weights):
+    """Return out, the gradient of rows and of each group's weights, group by group."""
+    of_group = {name: np.concatenate([bank[slots] for bank, slots in parts]) for name, parts in weights.items()}
+    out, drows = np.zeros_like(rows), np.zeros_like(rows)
+    dweights = {name: np.zeros_like(array) for name, array in of_group.items()}
+    start = 0
+    for group, size in enumerate(group_sizes):
+        own = slice(start, start + size)
+        start += size
+        x, dy, w = rows[own], dout[own], {name: array[group] for name, array in of_group.items()}
+        hidden, by_up, by_gate = hidden_of(x @ w["w_in"], x @ w["w_gate"] if "w_gate" in w else None)
+        out[own] = hidden @ w["w_out"]
+        dhidden = dy @ w["w_out"].T
+        dweights["w_out"][group] = hidden.T @ dy
+        for name, slope in (("w_in", by_up), ("w_gate", by_gate)):
+            if name in w:
+                drows[own] += (dhidden * slope) @ w[name].T
+                dweights[name][group] = x.T @ (dhidden * slope)
+    return out, drows, dweights
+
+
+def copies(array, n):
+    return jnp.concatenate([jnp.asarray(array)] * n)
+
+
+def run(rows, group_sizes, dout, weights, activation, implementation):
+    @jax.jit
+    def both(rows, sinks, dout):
+        def out_of(rows, sinks):
+            return expert_ffn(
+                rows,
+                jnp.asarray(group_sizes),
+                as_operands(weights, sinks),
+                activation=activation,
+                implementation=implementation,
+            )
+
+        out, pull_back = jax.vjp(out_of, rows, sinks)
+        return out, *pull_back(dout)
+
+    out, drows, dsinks = both(rows, zero_sinks(weights), dout)
+    return out, drows, {name: jnp.concatenate(parts) for name, parts in dsinks.items()}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("implementation", ["blocked", "fused"])
+def test_expert_ffn_float64(implementation, name, activation):
+    with jax.enable_x64(True):
+        case = make_case(name, activation, operands=2)
+        got, wanted = run(*case, activation, implementation), loop_oracle(*case)
+        jax.tree.map(lambda a: np.testing.assert_equal(a.dtype, np.float64), got)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-11), got, wanted)
+
+
+@pytest.mark.parametrize("implementation", ON_CPU)
+def test_expert_ffn_float32(implementation):
+    case = make_case("unowned_tail", "swiglu", np.float32)
+    got, wanted = run(*case, "swiglu", implementation), loop_oracle(*case)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max()), got, wanted)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_expert_ffn_bfloat16(activation):
+    """Every implementation rounds at the same places; against exact weights the error is that of bfloat16."""
+    case = make_case("unowned_tail", activation, jnp.bfloat16)
+    exact = jax.tree.map(lambda a: a if a.dtype == np.int32 else a.astype(np.float64), case)
+    wanted = loop_oracle(*exact)
+    for implementation in ON_CPU:
+        got = run(*case, activation, implementation)
+        jax.tree.map(lambda a: np.testing.assert_equal(a.dtype, jnp.bfloat16), got)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(np.asarray(a, np.float64), b, atol=2e-2 * np.abs(b).max()),
+            got,
+            wanted,
+        )
+
+
+def test_expert_ffn_forward_alone():
+    rows, group_sizes, dout, weights = make_case("empty", "gelu", np.float32)
+    operands = as_operands(weights, {name: [None] for name in weights})
+    out = expert_ffn(rows, jnp.asarray(group_sizes), operands, activation="gelu", implementation="fused")
+    np.testing.assert_allclose(out, loop_oracle(rows, group_sizes, dout, weights)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["blocked", "fused"])
+def test_expert_ffn_with_hidden_dim_split(implementation):
+    """Banks over `expert`, F over `shard`, copies over `data`: partial outputs add up, gradients sum over `data`."""
+    with jax.enable_x64(True):
+        mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "shard"), axis_types=(AxisType.Auto,) * 3)
+        rows, group_sizes, dout, weights = make_case("unowned_tail", "swiglu")
+        (banks, slots) = {n: p[0][0] for n, p in weights.items()}, weights["w_in"][0][1]
+        specs = {n: P("expert", "shard") if n == "w_out" else P("expert", None, "shard") for n in banks}
+
+        def body(rows, group_sizes, dout, banks, slots, sinks):
+            def out_of(rows, sinks):
+                operands = {n: (GroupedWeights(bank=banks[n], slots=slots, sink=sinks[n]),) for n in banks}
+                out = expert_ffn(rows, group_sizes, operands, activation="swiglu", implementation=implementation)
+                return jax.lax.psum(out, "shard")
+
+            out, pull_back = jax.vjp(out_of, rows, sinks)
+            return out, *pull_back(dout)
+
+        # both members of `expert` hold the same case, so do both of `data`: weight gradients come back doubled
+        by_rows = P(("data", "expert"))
+        step = jax.jit(
+            jax.shard_map(
+                body,
+                mesh=mesh,
+                in_specs=(by_rows, by_rows, by_rows, specs, P("expert"), specs),
+                out_specs=(by_rows, by_rows, specs),
+                check_vma=True,
+            )
+        )
+        out, drows, dsinks = step(
+            *(copies(a, 4) for a in (rows, group_sizes, dout)),
+            {n: copies(bank, 2) for n, bank in banks.items()},
+            copies(slots, 2),
+            {n: jnp.zeros((2 * len(slots), *bank.shape[1:])) for n, bank in banks.items()},
+        )
+        wanted = loop_oracle(rows, group_sizes, dout, weights)
+        np.testing.assert_allclose(out, copies(wanted[0], 4), rtol=1e-12, atol=1e-11)
+        np.testing.assert_allclose(drows, copies(wanted[1], 4), rtol=1e-12, atol=1e-11)
+        for name, dsink in dsinks.items():
+            np.testing.assert_allclose(dsink, 2 * copies(wanted[2][name], 2), rtol=1e-12, atol=1e-11)
+
+
+def test_expert_ffn_memory():
+    """The fused backward keeps the pre-activations [R, F], and neither the sinks' zeros nor a copy of the bank."""
+    groups, rows, model, hidden = 16, 256, 64, 128
+    names = weight_names("gelu")
+    shapes = {"w_in": (groups, model, hidden), "w_out": (groups, hidden, model)}
+    sink_bytes = 2 * groups * model * hidden * 4
+
+    def step(x, group_sizes, slots, banks):
+        def loss(x, sinks):
+            operands = {n: (GroupedWeights(bank=banks[n], slots=slots, sink=sinks[n]),) for n in names}
+            return jnp.sum(expert_ffn(x, group_sizes, operands, activation="gelu", implementation="fused"))
+
+        return jax.grad(loss, (0, 1))(x, {n: jnp.zeros(shape) for n, shape in shapes.items()})
+
+    arguments = (
+        jax.ShapeDtypeStruct((rows, model), jnp.float32),
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+        {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in shapes.items()},
+    )
+    temp = jax.jit(step).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    kept = rows * hidden * 4
+    assert kept < temp < 6 * kept < sink_bytes  # pre-activations, and blocks of at most all rows
+
+
+def test_expert_ffn_bad_arguments():
+    rows, group_sizes, _, weights = make_case("balanced", "gelu", np.float32)
+    operands = as_operands(weights, {name: [None] for name in weights})
+    with pytest.raises(ValueError, match=r"activation \('relu'\) is unknown; choose one of gelu, swiglu"):
+        expert_ffn(rows, group_sizes, operands, activation="relu", implementation="fused")
+    with pytest.raises(ValueError, match="needs the weights w_in, w_gate, w_out; missing: w_gate"):
+        expert_ffn(rows, group_sizes, operands, activation="swiglu", implementation="fused")
+    with pytest.raises(ValueError, match="does not fit rows of 5 elements"):
+        expert_ffn(rows[:, :5], group_sizes, operands, activation="gelu", implementation="fused")

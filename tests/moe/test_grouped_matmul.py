@@ -1,0 +1,306 @@
+"""Every grouped matmul against loops in NumPy, forward and backward, whatever the groups look like."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.moe.blocked_matmul import choose_heights
+from moe_jax.moe.grouped_matmul import (
+    GroupedWeights,
+    default_implementation,
+    grouped_matmul,
+    implementations,
+    register,
+)
+from moe_jax.moe.row_blocks import block_heights, for_each_block
+
+ON_CPU = ("blocked", "fused", "ragged", "reference")
+
+# rows, group sizes: balanced; empty ones, first, last and in between; one that owns all; a tail that nobody owns;
+# nothing at all; groups beyond the highest block, so that full blocks and a tail share one group
+SIZES = {
+    "balanced": (24, [6, 6, 6, 6]),
+    "empty": (24, [0, 13, 0, 11, 0]),
+    "one_owns_all": (40, [0, 40, 0]),
+    "unowned_tail": (37, [5, 0, 9, 3]),
+    "nothing": (16, [0, 0, 0]),
+    "single_rows": (16, [1, 1, 0, 1, 13]),
+    "beyond_a_block": (1300, [3, 1100, 0, 60, 130]),
+}
+
+
+def make_case(rows, sizes, *, contracted=8, resulting=6, dtype=np.float64, operands=1, seed=0):
+    """Return lhs, group_sizes, dout and per operand (bank, slots): slots permuted, banks larger than the groups."""
+    rng = np.random.default_rng(seed)
+    owned = sum(sizes)
+    lhs, dout = rng.normal(size=(rows, contracted)), rng.normal(size=(rows, resulting))
+    lhs[owned:], dout[owned:] = np.nan, np.nan
+    cuts = np.array_split(np.arange(len(sizes)), operands)
+    weights = []
+    for cut in cuts:
+        bank = rng.normal(size=(len(cut) + 3, contracted, resulting)).astype(dtype)
+        weights.append((bank, rng.permutation(len(bank))[: len(cut)].astype(np.int32)))
+    return lhs.astype(dtype), np.array(sizes, np.int32), dout.astype(dtype), weights
+
+
+def loop_oracle(lhs, group_sizes, dout, weights):
+    """Return out, dlhs and dW [G, K, N], group by group."""
+    per_group = np.concatenate([bank[slots] for bank, slots in weights])
+    out, dlhs = np.zeros(dout.shape, lhs.dtype), np.zeros_like(lhs)
+    dweights = np.zeros((len(group_sizes), *per_group.shape[1:]), lhs.dtype)
+    start = 0
+    for group, size in enumerate(group_sizes):
+        own = slice(start, start + size)
+        out[own] = lhs[own] @ per_group[group]
+        dlhs[own] = dout[own] @ per_group[group].T
+        dweights[group] = lhs[own].T @ dout[own]
+        start += size
+    return out, dlhs, dweights
+
+
+def as_operands(weights, sinks):
+    return tuple(
+        GroupedWeights(bank=jnp.asarray(bank), slots=jnp.asarray(slots), sink=sink)
+        for (bank, slots), sink in zip(weights, sinks, strict=True)
+    )
+
+
+def run(implementation, lhs, group_sizes, dout, weights):
+    """Return out, dlhs, dW and the banks' gradients of `implementation`."""
+    sinks = [jnp.zeros((len(slots), *bank.shape[1:]), bank.dtype) for bank, slots in weights]
+
+    @jax.jit
+    def both(lhs, sinks, banks, dout):
+        def out_of(lhs, sinks, banks):
+            operands = as_operands([(b, s) for b, (_, s) in zip(banks, weights, strict=True)], sinks)
+            return grouped_matmul(lhs, jnp.asarray(group_sizes), operands, implementation=implementation)
+
+        out, pull_back = jax.vjp(out_of, lhs, sinks, banks)
+        return out, *pull_back(dout)
+
+    out, dlhs, dsinks, dbanks = both(lhs, sinks, [jnp.asarray(bank) for bank, _ in weights], dout)
+    return out, dlhs, jnp.concatenate(dsinks), dbanks
+
+
+@pytest.mark.parametrize("operands", [1, 2])
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("implementation", ON_CPU)
+def test_grouped_matmul_float64(implementation, name, operands):
+    with jax.enable_x64(True):
+        case = make_case(*SIZES[name], operands=operands)
+        got = run(implementation, *case)
+        for mine, wanted in zip(got[:3], loop_oracle(*case), strict=True):
+            assert mine.dtype == jnp.float64
+            np.testing.assert_allclose(mine, wanted, rtol=1e-12, atol=1e-12)  # sums of at most 1100 products
+        for dbank in got[3]:
+            np.testing.assert_array_equal(dbank, 0)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+@pytest.mark.parametrize("implementation", ON_CPU)
+def test_grouped_matmul_narrow_types(implementation, dtype, tolerance):
+    case = make_case(*SIZES["unowned_tail"], contracted=32, resulting=16, dtype=dtype)
+    wanted = loop_oracle(*jax.tree.map(lambda a: a if a.dtype == np.int32 else a.astype(np.float64), case))
+    for mine, exact in zip(run(implementation, *case)[:3], wanted, strict=True):
+        assert mine.dtype == dtype
+        np.testing.assert_allclose(np.asarray(mine, np.float64), exact, atol=tolerance * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("implementation", ON_CPU)
+def test_grouped_matmul_wide_bank_and_sink(implementation):
+    """bfloat16 rows, float32 master weights: the bank is cast as it is read, the gradient is as wide as the sink."""
+    lhs, group_sizes, dout, weights = make_case(*SIZES["balanced"], dtype=np.float32)
+    rounded = [(bank.astype(jnp.bfloat16).astype(np.float32), slots) for bank, slots in weights]
+    narrow = [a.astype(jnp.bfloat16) for a in (lhs, dout)]
+    out, dlhs, dweight, _ = run(implementation, narrow[0], group_sizes, narrow[1], weights)
+    exact = loop_oracle(narrow[0].astype(np.float32), group_sizes, narrow[1].astype(np.float32), rounded)
+    assert (out.dtype, dlhs.dtype, dweight.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(dweight, exact[2], atol=1e-5)  # float32 sums of a few products of bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float32), exact[0], atol=2e-2 * np.abs(exact[0]).max())
+
+
+@pytest.mark.parametrize("implementation", ON_CPU)
+def test_grouped_matmul_without_sink(implementation):
+    lhs, group_sizes, dout, weights = make_case(*SIZES["empty"], dtype=np.float32)
+
+    def loss(lhs):
+        operands = as_operands(weights, [None])
+        return jnp.sum(grouped_matmul(lhs, jnp.asarray(group_sizes), operands, implementation=implementation) * dout)
+
+    np.testing.assert_allclose(jax.grad(loss)(lhs), loop_oracle(lhs, group_sizes, dout, weights)[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ON_CPU)
+def test_grouped_matmul_in_shard_map(implementation):
+    """Banks over `expert`, copied over `data`: weight gradients come back summed over `data`, rows stay apart."""
+    with jax.enable_x64(True):
+        mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+        rng = np.random.default_rng(0)
+        rows, groups = 40, 3
+        sizes = rng.multinomial(33, [0.2, 0.5, 0.3], size=8).astype(np.int32)
+        lhs, dout = rng.normal(size=(8, rows, 8)), rng.normal(size=(8, rows, 6))
+        banks = rng.normal(size=(4, 5, 8, 6))
+        slots = np.array([rng.permutation(5)[:groups] for _ in range(4)], np.int32)
+
+        def body(lhs, dout, group_sizes, bank, slots, sink):
+            def loss(lhs, sink):
+                operands = (GroupedWeights(bank=bank, slots=slots, sink=sink),)
+                return jnp.sum(grouped_matmul(lhs, group_sizes, operands, implementation=implementation) * dout)
+
+            return jax.grad(loss, (0, 1))(lhs, sink)
+
+        everywhere, by_expert = P(("data", "expert")), P("expert")
+        step = jax.jit(
+            jax.shard_map(
+                body,
+                mesh=mesh,
+                in_specs=(everywhere,) * 3 + (by_expert,) * 3,
+                out_specs=(everywhere, by_expert),
+                check_vma=True,
+            )
+        )
+        dlhs, dsink = step(
+            *(jnp.asarray(a).reshape(-1, *a.shape[2:]) for a in (lhs, dout)),
+            sizes.reshape(-1),
+            banks.reshape(-1, 8, 6),
+            slots.reshape(-1),
+            jnp.zeros((4 * groups, 8, 6)),
+        )
+        wanted = [loop_oracle(lhs[d], sizes[d], dout[d], [(banks[d % 4], slots[d % 4])]) for d in range(8)]
+        np.testing.assert_allclose(dlhs.reshape(8, rows, 8), np.stack([w[1] for w in wanted]), rtol=1e-12, atol=1e-12)
+        dweight = np.stack([w[2] for w in wanted]).reshape(2, 4, groups, 8, 6).sum(0)
+        np.testing.assert_allclose(dsink.reshape(4, groups, 8, 6), dweight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["blocked", "fused"])
+def test_grouped_matmul_memory(implementation):
+    """Over a scan of layers: neither the zeros of the sinks nor a gradient of the bank takes any memory."""
+    layers, groups, rows, dim = 8, 4, 64, 128
+    sink_bytes = layers * groups * dim * dim * 4
+
+    def loss(lhs, sinks, bank, slots, group_sizes):
+        def layer(x, of_layer):
+            sink, slots = of_layer
+            operands = (GroupedWeights(bank=bank, slots=slots, sink=sink),)
+            return grouped_matmul(x, group_sizes, operands, implementation=implementation), None
+
+        return jnp.sum(jax.lax.scan(layer, lhs, (sinks, slots))[0])
+
+    def step(lhs, bank, slots, group_sizes):
+        return jax.grad(loss, (0, 1))(lhs, jnp.zeros((layers, groups, dim, dim)), bank, slots, group_sizes)
+
+    memory = (
+        jax.jit(step)
+        .lower(
+            jax.ShapeDtypeStruct((rows, dim), jnp.float32),
+            jax.ShapeDtypeStruct((layers * groups, dim, dim), jnp.float32),
+            jax.ShapeDtypeStruct((layers, groups), jnp.int32),
+            jax.ShapeDtypeStruct((groups,), jnp.int32),
+        )
+        .compile()
+        .memory_analysis()
+    )
+    assert sink_bytes <= memory.output_size_in_bytes < 1.1 * sink_bytes
+    # one layer's gradient, one weight, its gradient and the rows of all layers, with room to spare
+    assert memory.temp_size_in_bytes < 0.5 * sink_bytes
+
+
+@pytest.mark.parametrize("steps", range(5))
+@pytest.mark.parametrize("rows, groups", [(1, 1), (7, 3), (64, 4), (4096, 64), (16384, 64), (100_000, 2)])
+def test_block_heights(rows, groups, steps):
+    heights = block_heights(rows, groups, steps)
+    assert list(heights) == sorted(set(heights)) and heights[0] >= 1
+    assert heights[-1] <= rows and heights[-1] >= min(rows, 512)
+    assert len(heights) <= 2 + 2 * steps + 2 + 3 + 5
+    assert all(height % 8 == 0 or height == rows for height in heights)
+
+
+def test_choose_heights_waste():
+    """A balanced router's rows are padded by less than a tenth at sizes where that is time."""
+    rng = np.random.default_rng(0)
+    for rows, groups in ((4096, 8), (4096, 64), (16384, 64)):
+        heights = np.array(choose_heights(rows, groups, 512 * 1024))
+        sizes = np.bincount(rng.integers(0, groups, rows), minlength=groups)
+        padded = heights[np.searchsorted(heights, sizes)]
+        assert padded.sum() < 1.1 * rows
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_for_each_block_meets_every_row_once(name):
+    rows, sizes = SIZES[name]
+
+    def step(counts, block):
+        return block.write(counts, block.read(counts) + 1 + block.group)
+
+    counts = for_each_block(
+        jnp.array(sizes, jnp.int32), block_heights(rows, len(sizes), 1), rows, jnp.zeros((rows, 1), jnp.int32), step
+    )
+    wanted = np.zeros(rows, np.int32)
+    wanted[: sum(sizes)] = 1 + np.repeat(np.arange(len(sizes)), sizes)
+    np.testing.assert_array_equal(counts[:, 0], wanted)
+
+
+def test_registry():
+    assert implementations() == ("blocked", "fused", "hopper", "ragged", "reference")
+    assert default_implementation("cpu") == "fused"
+    assert default_implementation("gpu") == default_implementation("tpu") == "ragged"
+    with pytest.raises(ValueError, match="named 'ragged' is registered already"):
+        register("ragged")(object)
+    lhs, group_sizes, _, weights = make_case(*SIZES["balanced"], dtype=np.float32)
+    with pytest.raises(ValueError, match=r"implementation \('fast'\) is unknown; choose one of blocked, fused"):
+        grouped_matmul(lhs, group_sizes, as_operands(weights, [None]), implementation="fast")
+
+
+def test_grouped_matmul_shapes_that_do_not_fit():
+    lhs, group_sizes, _, weights = make_case(*SIZES["balanced"], dtype=np.float32)
+    operands = as_operands(weights, [None])
+    with pytest.raises(ValueError, match="serve 4 groups and group_sizes has 3"):
+        grouped_matmul(lhs, group_sizes[:3], operands, implementation="blocked")
+    with pytest.raises(ValueError, match=r"shape \(7, 8, 6\) does not fit rows of 5 elements"):
+        grouped_matmul(lhs[:, :5], group_sizes, operands, implementation="blocked")
+    with pytest.raises(ValueError, match=r"a sink of shape \(7, 8, 6\) must be \(4, 8, 6\)"):
+        wrong = as_operands(weights, [jnp.zeros((7, 8, 6))])
+        grouped_matmul(lhs, group_sizes, wrong, implementation="blocked")
+
+
+@pytest.mark.parametrize("rows", [64, 1000])
+def test_hopper_lowers_for_cuda(rows):
+    """No GPU here: the kernels, forward and both gradients, must lower inside `shard_map` with typed outputs."""
+    mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+
+    def body(lhs, group_sizes, bank, slots, sink):
+        def loss(lhs, sink):
+            operands = (GroupedWeights(bank=bank, slots=slots, sink=sink),)
+            return jnp.sum(grouped_matmul(lhs, group_sizes, operands, implementation="hopper").astype(jnp.float32))
+
+        return jax.grad(loss, (0, 1))(lhs, sink)
+
+    everywhere, by_expert = P(("data", "expert")), P("expert")
+    step = jax.shard_map(
+        body, mesh=mesh, in_specs=(everywhere,) * 2 + (by_expert,) * 3, out_specs=(everywhere, by_expert)
+    )
+    shapes = types.SimpleNamespace(
+        lhs=jax.ShapeDtypeStruct((8 * rows, 128), jnp.bfloat16),
+        sizes=jax.ShapeDtypeStruct((8 * 2,), jnp.int32),
+        bank=jax.ShapeDtypeStruct((4 * 5, 128, 192), jnp.bfloat16),
+        slots=jax.ShapeDtypeStruct((4 * 2,), jnp.int32),
+        sink=jax.ShapeDtypeStruct((4 * 2, 128, 192), jnp.float32),
+    )
+    traced = jax.jit(step).trace(shapes.lhs, shapes.sizes, shapes.bank, shapes.slots, shapes.sink)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2  # the loss needs no forward product: its two gradients
+    assert text.count("stablehlo.all_reduce") == 1
+
+
+def test_hopper_refuses_what_its_tiles_do_not_fit():
+    lhs, group_sizes, _, weights = make_case(*SIZES["balanced"], dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"dims \(8, 6\) are multiples of 64; choose such sizes, or MoEConfig"):
+        grouped_matmul(lhs, group_sizes, as_operands(weights, [None]), implementation="hopper")
+    lhs, group_sizes, _, weights = make_case(24, [6] * 4, contracted=64, resulting=64, dtype=np.float32)
+    with pytest.raises(ValueError, match="takes bfloat16 or float16, not float32"):
+        grouped_matmul(lhs, group_sizes, as_operands(weights, [None]), implementation="hopper")
