@@ -57,17 +57,23 @@ def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:
     node_of = np.arange(devices) // placement.devices_per_node
     stuck = np.zeros((layers, devices), bool)
     for _ in range(2 * devices + placement.experts):
-        source = np.where(stuck, -np.inf, over).argmax(axis=1)
+        gaps = (over < -small[:, None]) & (guests < mu)
+        roomy = gaps & (guests < mu - 1)
+        has_near = roomy.reshape(layers, placement.nodes, -1).any(axis=2)[:, node_of]
+        # Sources with a roomy gap on their own node go first, or a far source could take that gap; else the heaviest.
+        rank = np.where(over > small[:, None], over + has_near * over.max(axis=1, keepdims=True), -np.inf)
+        source = np.where(stuck, -np.inf, rank).argmax(axis=1)
         expert = np.where(home == source[:, None], at_home, -1.0).argmax(axis=1)
-        surplus = over[rows, source]
-        open_gap = (over < -small[:, None]) & (guests < mu)
-        open_gap &= quota[rows, expert] == 0
+        surplus = np.minimum(over[rows, source], at_home[rows, expert])
         near = node_of == node_of[source][:, None]
-        gap = np.where(open_gap, -over, -1.0)
-        near_gap = np.where(near, gap, -1.0)
-        target = np.where(near_gap.max(axis=1) > 0, near_gap.argmax(axis=1), gap.argmax(axis=1))
-        amount = np.minimum(np.minimum(surplus, gap[rows, target]), at_home[rows, expert])
-        active = (surplus > small) & ~stuck[rows, source]
+        # A last free slot should close its gap: what stays open there, nobody can fill.
+        closes = (-over <= surplus[:, None]) | (guests < mu - 1)
+        gap = np.where(gaps & (quota[rows, expert] == 0), -over, 0.0)
+        wide = over.max(axis=1, keepdims=True) - over.min(axis=1, keepdims=True) + 1.0
+        score = np.where(gap > 0, gap + wide * (2 * closes + near), -1.0)
+        target = score.argmax(axis=1)
+        amount = np.minimum(surplus, gap[rows, target])
+        active = (over[rows, source] > small) & ~stuck[rows, source]
         if not active.any():
             break
         moves = active & (amount > 0)

@@ -12,8 +12,8 @@ from moe_jax.planner.balanced import add_spares, fill_gaps
 from moe_jax.planner.eplb import rebalance
 from moe_jax.planner.hecate import slots_by_load
 from moe_jax.planner.packed_homes import choose_homes
-from moe_jax.planner.shares import fill_level, level_quotas, share_rows, starting_quotas
 from moe_jax.planner.sharding import shard_homes
+from moe_jax.planner.shares import fill_level, level_quotas, share_rows, starting_quotas
 
 
 def make_cost(bandwidth, flops, **fields):

@@ -1,0 +1,137 @@
+"""The cost model on numbers done by hand, predictors on short histories, and a session's memory."""
+
+import numpy as np
+import pytest
+
+from moe_jax.cluster import Cluster
+from moe_jax.errors import UserError
+from moe_jax.placement import Placement
+from moe_jax.planner import (
+    Cost,
+    PlannerConfig,
+    PlanSession,
+    build_predictor,
+    slots_in,
+    standing_copy_bytes,
+    worth_a_swap,
+)
+
+
+def make_cost(**fields):
+    """M = 2, F = 3, 4 bytes: a token 8 bytes, an expert 48; v = 48 / 24 = 2 tokens/s, W = 16 bytes/s."""
+    cluster = Cluster(name="hand", nodes=1, devices_per_node=4, intra_bandwidth=16.0, flops=48.0)
+    return Cost(**{"cluster": cluster, "model_dim": 2, "hidden_dim": 3, **fields})
+
+
+def test_layer_time_by_hand():
+    # H max 10: T_FEC = 5 s. R max 6: T_A2A = 6 x 8 / 16 = 3 s. s (D - n) = 8 holders: 8 x 48 / (4 x 16) = 6 s.
+    cost = make_cost()
+    computed, received = np.array([10.0, 2, 4, 4]), np.array([6.0, 0, 1, 1])
+    assert cost.forward(computed, "t") == 5 and cost.exchange(received, "t") == 3
+    assert cost.transfer(np.array(8.0), 4, "t") == 6
+    # Scheduler: 12 + 15 + max(0, 6 - 5) + max(0, 6 - 10) = 28; off: 12 + 15 + 6 + 6 = 39.
+    assert cost.layer(computed, received, np.array(8.0), "t") == 28
+    assert cost.layer(computed, received, np.array(8.0), "t", scheduler=False) == 39
+    # One second of attention hides the last exposed second of Trans.
+    assert make_cost(attention_seconds=1.0).layer(computed, received, np.array(8.0), "t") == 27
+
+
+def test_sizes_in_bytes():
+    cost = make_cost()
+    assert (cost.token_bytes, cost.expert_bytes, cost.state_bytes) == (8, 48, 48 + 12 * 8)
+    assert slots_in(1000, 2, 48) == 10
+    # n = 1 (no copy): 0; n = 2: 2 x 1/2 x 48 = 48; n = 4: 2 x 3/4 x 48 = 72.
+    np.testing.assert_allclose(standing_copy_bytes(np.array([[0, 1, 3]]), 48), [120])
+
+
+def test_swaps_pay_over_the_horizon():
+    assert worth_a_swap(2.0, 1.5, 10, 4.9) and not worth_a_swap(2.0, 1.5, 10, 5.0)
+
+
+def run(kind, history, **fields):
+    predictor = build_predictor(PlannerConfig(predictor=kind, **fields))
+    for value in history:
+        predictor.observe(np.array([[[value, 100 - value]]]))
+    return predictor
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("last", 40.0),
+        ("window", 20.0),  # mean of 0, 20, 40
+        ("exponential", (40 + 20 / 2 + 0 / 4) / 1.75),
+        ("trend", 60.0),  # the line through 0, 20, 40
+    ],
+)
+def test_predictions_of_a_rising_load(kind, expected):
+    predictor = run(kind, [90, 0, 20, 40], window=3)
+    np.testing.assert_allclose(predictor.predict()[0, 0], [expected, 100 - expected])
+
+
+def test_trend_stays_positive_and_keeps_the_total():
+    predictor = run("trend", [60, 30, 0])
+    np.testing.assert_allclose(predictor.predict()[0, 0], [0, 100])
+
+
+def test_error_is_the_share_of_tokens_guessed_wrong():
+    # last: 10 -> 20 is |10| + |-10| over 100 = 0.2, then 20 -> 20 is 0: mean 0.1. Before any guess: 1.
+    assert run("last", [10]).error().tolist() == [1.0]
+    np.testing.assert_allclose(run("last", [10, 20, 20]).error(), [0.1])
+
+
+def test_predicting_before_observing_and_changing_shape_are_errors():
+    predictor = build_predictor(PlannerConfig())
+    with pytest.raises(UserError, match="observe first"):
+        predictor.predict()
+    predictor.observe(np.ones((1, 2, 3), int))
+    with pytest.raises(UserError, match=r"loads changed shape from \(1, 2, 3\) to \(1, 2, 4\)"):
+        predictor.observe(np.ones((1, 2, 4), int))
+
+
+def session(**fields):
+    cluster = Cluster(nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
+    cost = Cost(cluster=cluster, model_dim=64, hidden_dim=128, guest_slots=2, overlap_degree=4)
+    return PlanSession(PlannerConfig(**fields), Placement.even(2, 8, 4, 2), cost)
+
+
+def loads_at(step):
+    return np.random.default_rng(step).multinomial(500, np.random.default_rng(step // 3).dirichlet(np.ones(8)), (2, 4))
+
+
+def test_session_plans_at_its_interval_only():
+    run = session(name="balanced", interval=10)
+    planned = []
+    for iteration in range(1, 32):
+        run.observe(loads_at(iteration))
+        planned += [iteration] if run.propose(iteration).planned else []
+    assert planned == [1, 10, 20, 30]
+
+
+def test_session_reshards_at_its_own_interval():
+    run = session(name="hecate", shard_every=8)
+    resharded = []
+    for iteration in range(1, 25):
+        run.observe(loads_at(iteration))
+        resharded += [iteration] if run.propose(iteration).resharded else []
+    assert resharded == [8, 16, 24]
+
+
+def test_restored_session_continues_with_the_same_plans():
+    first, second = (session(name="hecate", shard_every=4, predictor="window") for _ in range(2))
+    for iteration in range(1, 7):
+        first.observe(loads_at(iteration))
+        first.propose(iteration)
+    second.restore(first.state())
+    for iteration in range(7, 13):
+        for one in (first, second):
+            one.observe(loads_at(iteration))
+        assert first.propose(iteration).placement == second.propose(iteration).placement
+    np.testing.assert_array_equal(first.predictor.error(), second.predictor.error())
+
+
+def test_restoring_a_plan_of_another_model_is_an_error():
+    state = session().state()
+    state["home"] = np.zeros((3, 8), int)
+    with pytest.raises(UserError, match=r"the saved plan has \[layers, experts\] = \(3, 8\), this run \(2, 8\)"):
+        session().restore(state)

@@ -1,0 +1,180 @@
+"""Replay as a user runs it: a small trace in, a table, pictures and a JSON line out; mistakes end with code 2."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from moe_jax.cluster import Cluster
+from moe_jax.errors import UserError
+from moe_jax.placement import Placement
+from moe_jax.planner import NAMES, Cost, PlannerConfig, report, simulate
+from moe_jax.planner.trace import Trace, read_trace, write_trace
+
+ROOT = pathlib.Path(__file__).parents[2]
+FLAT = ROOT / "configs/cluster/flat_3gbs_30tflops.gin"
+COST = Cost(
+    cluster=Cluster(name="flat", nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13),
+    model_dim=64,
+    hidden_dim=128,
+    guest_slots=2,
+    overlap_degree=4,
+)
+
+
+def make_trace(samples=12, layers=2, sources=4, experts=8):
+    rng = np.random.default_rng(0)
+    popularity = rng.dirichlet(np.full(experts, 0.4), size=layers)
+    loads = np.stack([rng.multinomial(2000, popularity, size=(sources, layers)).swapaxes(0, 1) for _ in range(samples)])
+    return Trace(loads=loads, iterations=1 + 10 * np.arange(samples))
+
+
+def run_replay(tmp_path, *flags):
+    path = tmp_path / "loads.npz"
+    if not path.exists():
+        write_trace(path, make_trace())
+    command = [sys.executable, "-m", "moe_jax.replay", f"--trace={path}", f"--cluster={FLAT}", *flags]
+    return subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+
+
+def test_cli_prints_a_table_and_a_json_line_and_draws(tmp_path):
+    out = tmp_path / "out"
+    done = run_replay(tmp_path, "--planners=all", "--nodes=2", "--devices_per_node=2", f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    answer = json.loads(lines[-1])
+    assert json.loads((out / "replay.json").read_text()) == answer
+    assert set(answer["planners"]) == set(simulate.every_name()) >= set(NAMES)
+    for name, summary in answer["planners"].items():
+        assert any(line.startswith(name) for line in lines)
+        assert summary["max_over_mean"] >= 1 and summary["layer_seconds"] > 0
+        assert (out / f"device_load_{name}.png").exists() and (out / f"copies_{name}.png").exists()
+    assert (out / "ddl_roofline.png").exists()
+    keys = "max_over_mean max_over_mean_p95 max_over_mean_from_10 max_over_mean_p95_from_10 rb copies_per_layer "
+    keys += "lambda layer_seconds search_seconds place_seconds reduce_seconds others_seconds speedup_over_ep "
+    keys += "original_bytes_per_layer original_seconds_per_layer rb_ratio_to_fastermoe planner_us_per_layer "
+    keys += "bytes_moved skeleton_changes"
+    assert set(keys.split()) <= set(answer["planners"]["balanced"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--nodes=2", "--devices_per_node=4"),
+            r"trace loads.npz has 4 devices, but cluster 'flat_3gbs_30tflops' has nodes (2)",
+        ),
+        ((), "replay (or set --nodes) needs Cluster.nodes"),
+        (("--nodes=2", "--devices_per_node=2", "--planners=best"), "planner 'best' is unknown; use none, fastermoe"),
+        (("--nodes=2", "--devices_per_node=2", "--lag=99"), "lag (99) leaves none of the trace's 12 samples"),
+        (("--nodes=2", "--devices_per_node=2", "--guest_slots=-1"), "PlannerConfig.guest_slots (-1)"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_code_2(tmp_path, flags, message):
+    if message.startswith("PlannerConfig"):
+        message = "guest_slots (-1)"
+    done = run_replay(tmp_path, *flags)
+    assert done.returncode == 2
+    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda loads: -loads, r"sample 0, layer 0, source 0, expert \d: load -\d+ is not a whole number"),
+        (lambda loads: loads + 0.5, r"sample 0, layer 0, source 0, expert 0: load .*\.5"),
+        (lambda loads: loads[0], r"must have dims \[steps, layers, sources, experts\], not shape \(2, 4, 8\)"),
+        (lambda loads: loads.astype(str), "whole numbers, not"),
+    ],
+)
+def test_wrong_traces_are_named(change, message):
+    loads = change(make_trace().loads)
+    with pytest.raises(UserError, match=message):
+        Trace(loads=loads, iterations=np.arange(len(loads)))
+
+
+def test_wrong_files_are_named(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        read_trace(tmp_path / "none.npz")
+    (tmp_path / "text.npz").write_text("loads")
+    with pytest.raises(UserError, match="is not an npz file"):
+        read_trace(tmp_path / "text.npz")
+    np.savez(tmp_path / "other.npz", counts=np.ones(3))
+    with pytest.raises(UserError, match="has no array 'loads', only counts"):
+        read_trace(tmp_path / "other.npz")
+    with pytest.raises(UserError, match="iterations must rise, but sample 1 has 5 and the next 5"):
+        Trace(loads=make_trace(3).loads, iterations=np.array([1, 5, 5]))
+
+
+def test_written_traces_read_back(tmp_path):
+    trace = make_trace()
+    write_trace(tmp_path / "t.npz", trace)
+    again = read_trace(tmp_path / "t.npz")
+    np.testing.assert_array_equal(again.loads, trace.loads)
+    np.testing.assert_array_equal(again.iterations, trace.iterations)
+
+
+def simulate_one(name, trace, lag=1, **fields):
+    start = Placement.even(trace.loads.shape[1], trace.loads.shape[3], trace.loads.shape[2], 2)
+    return simulate.simulate(name, trace, PlannerConfig(bounded=False, **fields), start, COST, lag, 1)
+
+
+def test_ahead_sees_only_the_past_and_after_gate_sees_the_step():
+    # Expert 0 hot in even samples, expert 7 in odd ones: the past is always wrong.
+    loads = np.zeros((6, 1, 4, 8), int)
+    loads[0::2, :, :, 0] = loads[1::2, :, :, 7] = 40
+    trace = Trace(loads=loads, iterations=np.arange(6))
+    ahead, sees = simulate_one("fastermoe", trace), simulate_one("fastermoe_after_gate", trace)
+    assert ahead.sample.tolist() == [1, 2, 3, 4, 5]
+    assert (report.imbalance(ahead) == 4).all() and (report.imbalance(sees) == 1).all()
+    # Two samples back the same expert was hot.
+    assert (report.imbalance(simulate_one("fastermoe", trace, lag=2)) == 1).all()
+
+
+def test_summary_by_hand():
+    # Two samples judged, plain EP, homes 2d and 2d + 1; expert 0 has all 160 tokens: H = (160, 0, 0, 0), max/mean 4.
+    loads = np.zeros((3, 1, 4, 8), int)
+    loads[..., 0] = 40
+    trace = Trace(loads=loads, iterations=np.arange(3))
+    none, shadow = simulate_one("none", trace), simulate_one("topk_all", trace, top_k=1)
+    summary = report.summarize(shadow, none, COST)
+    # One expert of 8 copied to 3 devices: lambda 1/8, 2 x 3 x 65,536 bytes each step; H even: RB has no finite value.
+    assert (summary["max_over_mean"], summary["lambda"], summary["copies_per_layer"]) == (1.0, 0.125, 3.0)
+    assert summary["bytes_moved"] == 6 * 65536 and summary["rb"] > 1e6
+    assert report.summarize(none, none, COST)["max_over_mean"] == 4.0
+    assert report.summarize(none, none, COST)["speedup_over_ep"] == 1.0
+
+
+def test_original_accounting_moves_state_for_standing_copies():
+    trace = make_trace()
+    flex = report.summarize(simulate_one("flexmoe", trace), simulate_one("none", trace), COST)
+    assert flex["copies_per_layer"] > 0 and flex["original_optimizer_bytes_per_device"] > 0
+    shadow = report.summarize(simulate_one("fastermoe", trace), simulate_one("none", trace), COST)
+    assert shadow["original_optimizer_bytes_per_device"] == 0
+    assert shadow["original_bytes_per_layer"] == pytest.approx(shadow["bytes_moved"] / 2, rel=1e-4)  # two layers a step
+
+
+def test_absent_figures_leave_seconds_empty_but_balance_known():
+    trace = make_trace()
+    bare = Cost(
+        cluster=Cluster(name="bare", nodes=2, devices_per_node=2), model_dim=64, hidden_dim=128, overlap_degree=4
+    )
+    start = Placement.even(2, 8, 4, 2)
+    none, eplb = (simulate.simulate(n, trace, PlannerConfig(), start, bare, 1, 1) for n in ("none", "eplb"))
+    summary = report.summarize(eplb, none, bare)
+    assert summary["layer_seconds"] is None and summary["original_seconds_per_layer"] is None
+    assert 1 <= summary["max_over_mean"] < report.summarize(none, none, bare)["max_over_mean"]
+    assert report.roofline(none, bare) is None
+
+
+def test_planner_room_imports_neither_jax_nor_heavy_packages():
+    code = "import sys, moe_jax.planner.simulate, moe_jax.planner.report, moe_jax.planner.plots, moe_jax.replay; "
+    code += "print([m for m in ('jax', 'scipy', 'matplotlib', 'gin') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
