@@ -70,7 +70,7 @@ class Checkpointer:
         """Return the steps of all finished checkpoints as this process sees the folder, rising."""
         try:
             names = os.listdir(self.folder)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(int(name) for name in names if name.isdecimal())
 
@@ -87,8 +87,16 @@ class Checkpointer:
         return None if newest < 0 else newest
 
     def read_host(self, step: int) -> dict:
-        """Return the host data of a checkpoint; reads no array and needs no device."""
-        return self._metadata(step)[1]
+        """Return the host data of a checkpoint; reads one JSON file, and needs no device."""
+        with self._reading_errors_named(step):
+            custom = json.loads((self._path(step) / "_METADATA").read_text())["custom_metadata"]
+            found = custom["format"]
+        if found != FORMAT:
+            raise UserError(
+                f"{self._path(step)} has format {found!r}, but this program reads {FORMAT!r}; read it with the version "
+                f"that wrote it"
+            )
+        return custom["host"]
 
     def restore(self, step: int, abstract_state, home: np.ndarray) -> tuple[Any, dict]:
         """Return (state, host data) of a checkpoint.
@@ -101,19 +109,19 @@ class Checkpointer:
         Raises:
           UserError: the checkpoint is of another model (names the first leaf that differs), or cannot be read.
         """
-        stored, host = self._metadata(step)
-        return self._read(step, stored, flatten(abstract_state), abstract_state, home), host
+        host = self.read_host(step)
+        return self._read(step, self._stored(step), flatten(abstract_state), abstract_state, home), host
 
     def restore_params(self, step: int, abstract_params, home: np.ndarray):
         """Return the parameters {'dense', 'bank'} alone; arguments and errors as in `restore`."""
-        stored, _ = self._metadata(step)
-        params = {name: leaf for name, leaf in stored.items() if name.startswith("params/")}
+        self.read_host(step)
+        params = {name: leaf for name, leaf in self._stored(step).items() if name.startswith("params/")}
         return self._read(step, params, flatten(abstract_params, "params"), abstract_params, home)
 
     def read_arrays(self, step: int) -> dict[str, np.ndarray]:
         """Return all leaves {name: array} on the host, as they are stored; for tools that compare checkpoints."""
         with self._reading_errors_named(step):
-            numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in self._metadata(step)[0]}
+            numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in self._stored(step)}
             return _handler().restore(self._path(step), args=ocp.args.PyTreeRestore(restore_args=numpy))
 
     # Writing.
@@ -190,17 +198,10 @@ class Checkpointer:
             ),
         )
 
-    def _metadata(self, step: int) -> tuple[dict[str, Any], dict]:
-        """Return ({name: shape and dtype}, host data) of a checkpoint."""
+    def _stored(self, step: int) -> dict[str, Any]:
+        """Return {name: shape and dtype} of the leaves in a checkpoint."""
         with self._reading_errors_named(step):
-            metadata = _handler().metadata(self._path(step))
-            tree, custom = metadata.tree, metadata.custom_metadata or {}
-        if custom.get("format") != FORMAT:
-            raise UserError(
-                f"{self._path(step)} has format {custom.get('format')!r}, but this program reads {FORMAT!r}; read it "
-                f"with the version that wrote it"
-            )
-        return flatten(tree), custom["host"]
+            return flatten(_handler().metadata(self._path(step)).tree)
 
     def _read(self, step: int, stored: dict[str, Any], needed: dict[str, Any], tree, home: np.ndarray):
         """Read the leaves `needed` and return them in the structure of `tree`."""
@@ -239,6 +240,7 @@ class Checkpointer:
     def _delete(self, path: Path) -> None:
         """Delete a finished checkpoint; renamed first, so that a kill leaves no half of one under its name."""
         doomed = path.with_name(path.name + ".deleted")
+        shutil.rmtree(doomed, ignore_errors=True)
         os.replace(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -276,7 +278,9 @@ class Checkpointer:
     def _reading_errors_named(self, step: int) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError, KeyError) as error:
+        except UserError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
             if step not in self.steps():
                 raise UserError(f"{self.folder} has no finished checkpoint of step {step}, only {self.steps()}") from error
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -286,7 +290,7 @@ class Checkpointer:
 
 
 def _handler(processes: ocp.options.MultiprocessingOptions | None = None) -> ocp.PyTreeCheckpointHandler:
-    """Return orbax's handler; uncompressed, because zstd takes long to make floats a few percent smaller."""
+    """Return orbax's handler; uncompressed: zstd makes trained floats 7% smaller, and sizes stay known beforehand."""
     return ocp.PyTreeCheckpointHandler(
         use_compression=False, multiprocessing_options=processes or ocp.options.MultiprocessingOptions()
     )

@@ -1,0 +1,384 @@
+"""A checkpoint gives back every bit, on any mesh; is whole or absent; and says in one line why it will not do."""
+
+import errno
+import os
+import re
+import resource
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.errors import HostLostError, UserError
+from moe_jax.training.checkpoint import Checkpointer
+
+HELPER = Path(__file__).with_name("checkpoint_states.py")
+states = types.SimpleNamespace(**runpy.run_path(str(HELPER)))
+
+# Of the reads or writes that fail together orbax awaits the first; the others report to an event loop that is gone then.
+others_fail_too = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def here():
+    """Eight devices, expert-parallel."""
+    return states.abstract(1, 8)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, here):
+    """A folder with the checkpoint of step 1, written by eight devices whose experts live anywhere."""
+    folder = tmp_path_factory.mktemp("saved")
+    home = states.homes(8, seed=1)
+    checkpointer = Checkpointer(folder, keep=3)
+    checkpointer.save(1, states.state(here, home), home, states.HOST)
+    checkpointer.close()
+    return folder
+
+
+def small_state(here, value=0.0, rows=8):
+    """A state of three leaves, for what does not depend on the model."""
+    sharding = here["step"].sharding
+    fill = lambda shape: jax.device_put(jnp.full(shape, value, jnp.float32), sharding)  # noqa: E731
+    step = jax.device_put(jnp.int32(value), sharding)
+    return {"step": step, "params": {"dense": {"w": fill((rows, 2))}, "bank": {"w_in": fill((16, 2, 2))}}}
+
+
+def abstract_of(state):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+
+
+SMALL_HOME = np.zeros((2, 8), np.int32)
+
+
+# Every bit comes back.
+
+# data, expert, ZeRO stage, seed of the homes (None: plain expert parallelism), schedule
+MESHES = {
+    "same_mesh_and_homes": (1, 8, 1, 1, "deepspeed"),
+    "other_homes": (1, 8, 1, 2, "deepspeed"),
+    "plain_homes": (1, 8, 1, None, "deepspeed"),
+    "ep4_data2_zero3": (2, 4, 3, 3, "deepspeed"),
+    "ep2_data4_zero0": (4, 2, 0, None, "deepspeed"),
+    "dp8_zero3": (8, 1, 3, None, "dp"),
+    "four_devices": (1, 4, 3, 4, "deepspeed"),
+    "two_devices": (2, 1, 1, None, "deepspeed"),
+    "one_device": (1, 1, 1, None, "deepspeed"),
+}
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_restore_gives_back_every_bit(saved, case):
+    data, expert, zero, seed, schedule = MESHES[case]
+    there, home = states.abstract(data, expert, zero=zero, schedule=schedule), states.homes(expert, seed)
+    checkpointer = Checkpointer(saved, keep=3)
+    state, host = checkpointer.restore(checkpointer.latest(), there, home)
+    states.assert_state(state, there, home)
+    assert host == states.HOST
+
+
+def test_save_from_every_mesh_writes_the_same_arrays(saved, tmp_path):
+    want = Checkpointer(saved, keep=3).read_arrays(1)
+    assert want["params/bank/w_in"].shape == (2, 8, 16, 32), "experts are stored by (layer, expert)"
+    for step, case in enumerate(("plain_homes", "ep4_data2_zero3", "dp8_zero3", "one_device")):
+        data, expert, zero, seed, schedule = MESHES[case]
+        there, home = states.abstract(data, expert, zero=zero, schedule=schedule), states.homes(expert, seed)
+        checkpointer = Checkpointer(tmp_path, keep=3)
+        checkpointer.save(step, states.state(there, home), home, {})
+        checkpointer.close()
+        got = checkpointer.read_arrays(step)
+        assert sorted(got) == sorted(want)
+        for name in want:
+            assert got[name].tobytes() == want[name].tobytes() and got[name].dtype == want[name].dtype, (case, name)
+
+
+def test_restore_params_reads_parameters_alone(saved, here):
+    home = states.homes(8)
+    params = Checkpointer(saved, keep=3).restore_params(1, here["params"], home)
+    want = states.state(here, home)["params"]
+    assert jax.tree.structure(params) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes() and a.sharding == b.sharding
+
+
+def test_read_host_reads_no_array(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "copy")
+    for arrays in (tmp_path / "copy").rglob("d"):
+        shutil.rmtree(arrays)
+    assert Checkpointer(tmp_path / "copy", keep=1).read_host(1) == states.HOST
+
+
+def test_save_leaves_the_state_free_for_donation(here, tmp_path):
+    home = states.homes(8, seed=1)
+    # arrays that a program made: those made from NumPy may share its memory, and could not be donated anyway
+    state = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(states.state(here, home))
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 3, tree), donate_argnums=0)
+    overwrite = overwrite.lower(state).compile()
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    host = {"step": [1]}
+    checkpointer.save(1, state, home, host)
+    overwritten = overwrite(state)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "save still held a buffer of the state"
+    host["step"][0] = 2
+    jax.block_until_ready(overwritten)
+    checkpointer.wait()
+    restored, host = checkpointer.restore(1, here, home)
+    states.assert_state(restored, here, home)
+    assert host == {"step": [1]}
+    checkpointer.close()
+
+
+# Whole or absent, and enough of them.
+
+
+def test_save_keeps_the_newest(here, tmp_path):
+    checkpointer = Checkpointer(tmp_path / "new" / "checkpoints", keep=2)
+    assert checkpointer.latest() is None
+    for step in (3, 6, 9):
+        checkpointer.save(step, small_state(here, step), SMALL_HOME, {"step": step})
+        assert checkpointer.latest() in (step - 3 or None, step)
+    checkpointer.wait()
+    assert checkpointer.steps() == [6, 9]
+    assert [checkpointer.read_host(step)["step"] for step in (6, 9)] == [6, 9]
+    checkpointer.close()
+    with pytest.raises(UserError, match=r"train.keep_checkpoints \(0\) must be at least 1"):
+        Checkpointer(tmp_path, keep=0)
+
+
+def test_unfinished_checkpoints_do_not_count_and_go_with_the_next_save(here, tmp_path):
+    for name in ("00000009.orbax-checkpoint-tmp", "00000003.deleted", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("half")
+    reader = Checkpointer(tmp_path, keep=1)
+    assert reader.latest() is None
+    reader.close()
+    assert len(os.listdir(tmp_path)) == 3, "a reader deletes nothing"
+    writer = Checkpointer(tmp_path, keep=1)
+    writer.save(9, small_state(here), SMALL_HOME, {})
+    writer.close()
+    assert sorted(os.listdir(tmp_path)) == ["00000009", "notes"]
+
+
+def test_save_refuses_a_step_that_exists(here, tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    checkpointer.save(4, small_state(here), SMALL_HOME, {})
+    with pytest.raises(UserError, match="00000004 exists already; move it away"):
+        checkpointer.save(4, small_state(here), SMALL_HOME, {})
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("kill", range(2))
+def test_kill_leaves_only_whole_checkpoints(here, tmp_path, kill):
+    """A process that saves all the time is killed, once in the middle of a save and once anywhere."""
+    script = (
+        "import runpy, sys, numpy as np, jax, jax.numpy as jnp\n"
+        "from jax.sharding import Mesh, NamedSharding, PartitionSpec as P\n"
+        "from moe_jax.training.checkpoint import Checkpointer\n"
+        "one = NamedSharding(Mesh(jax.devices(), 'x'), P())\n"
+        "checkpointer = Checkpointer(sys.argv[1], keep=2)\n"
+        "for step in range(1, 10**6):\n"
+        "    fill = lambda shape: jax.device_put(jnp.full(shape, step, jnp.float32), one)\n"
+        "    params = {'dense': {'w': fill((8, 2))}, 'bank': {'w_in': fill((16, 2, 2))}}\n"
+        "    state = {'step': jax.device_put(jnp.int32(step), one), 'params': params}\n"
+        "    checkpointer.save(step, state, np.zeros((2, 8), np.int32), {'step': step})\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environment(devices=1))
+    reader = Checkpointer(tmp_path, keep=2)
+    try:
+        wait_until(lambda: len(reader.steps()) >= 2)
+        if kill == 0:
+            wait_until(lambda: any(name.endswith("tmp") for name in os.listdir(tmp_path)))
+        else:
+            time.sleep(0.0173)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    steps = reader.steps()
+    assert len(steps) >= 2
+    for step in steps:
+        state, host = reader.restore(step, abstract_of(small_state(here)), SMALL_HOME)
+        assert host["step"] == step
+        assert all(np.all(np.asarray(leaf) == step) for leaf in jax.tree.leaves(state))
+
+
+# A disk that will not.
+
+
+def test_save_without_space_writes_nothing(here, tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    checkpointer.save(1, small_state(here, 1), SMALL_HOME, {})
+    checkpointer.wait()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100))
+    with pytest.raises(UserError) as error:
+        checkpointer.save(2, small_state(here, 2), SMALL_HOME, {})
+    assert str(error.value) == (
+        f"cannot write {tmp_path}/00000002 (324 bytes needed, 100 free); free space on its disk, then give the same "
+        "command again; the checkpoint of step 1 is kept"
+    )
+    assert os.listdir(tmp_path) == ["00000001"]
+    checkpointer.close()
+
+
+@others_fail_too
+@pytest.mark.parametrize("surfaces_in", ["save", "wait", "close"])
+def test_disk_that_fails_while_writing(here, tmp_path, surfaces_in):
+    """The writer's thread meets a real limit of the operating system: no file may grow beyond 4 KiB."""
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    checkpointer.save(1, small_state(here, 1), SMALL_HOME, {})
+    checkpointer.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        checkpointer.save(2, small_state(here, 2, rows=8000), SMALL_HOME, {})
+        with pytest.raises(UserError, match=r"cannot write .*00000002 \(File too large\); check .*step 1 is kept"):
+            if surfaces_in == "save":
+                checkpointer.save(3, small_state(here, 3), SMALL_HOME, {})
+            else:
+                getattr(checkpointer, surfaces_in)()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpointer.latest() == 1
+    assert int(checkpointer.restore(1, abstract_of(small_state(here)), SMALL_HOME)[0]["step"]) == 1
+    checkpointer.save(4, small_state(here, 4), SMALL_HOME, {})
+    checkpointer.close()
+    assert sorted(os.listdir(tmp_path)) == ["00000001", "00000004"]
+
+
+QUOTED = "RESOURCE_EXHAUSTED: Failed to write 29 bytes to file 4: No space left on device [os_error_code='28']"
+
+
+@pytest.mark.parametrize(
+    "error, kind, message",
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), UserError, r"\(No space left on device\); free space on its"),
+        (ValueError(QUOTED), UserError, r"00000002 \(No space left on device\); free .*; the checkpoint of step 1 is kept"),
+        (TimeoutError("async_write_complete"), HostLostError, "did not come to save step 2 within its time limit"),
+        (RuntimeError("a bug"), RuntimeError, "a bug"),
+    ],
+)
+def test_writer_error_is_named(here, tmp_path, monkeypatch, error, kind, message):
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    checkpointer.save(1, small_state(here), SMALL_HOME, {})
+    checkpointer.save(2, small_state(here), SMALL_HOME, {})
+
+    def fail(finish=checkpointer._writer.wait_until_finished):
+        finish()
+        shutil.rmtree(tmp_path / "00000002")
+        raise error
+
+    monkeypatch.setattr(checkpointer._writer, "wait_until_finished", fail)
+    with pytest.raises(kind, match=message):
+        checkpointer.wait()
+    monkeypatch.undo()
+    checkpointer.close()
+
+
+# Another model.
+
+
+def refusal(saved, abstract_tree):
+    with pytest.raises(UserError) as error:
+        Checkpointer(saved, keep=3).restore(1, abstract_tree, states.homes(8))
+    return str(error.value)
+
+
+def test_restore_refuses_another_model(saved, here):
+    assert refusal(saved, states.abstract(1, 8, hidden_dim=64)) == (
+        f"checkpoint {saved}/00000001 is not of this model: opt_state/1/0/mu/bank/w_in is float32 [2, 8, 16, 32] in the "
+        "checkpoint and float32 [2, 8, 16, 64] in this run (and 5 more leaves differ); use the model, optimizer and "
+        "tokenizer that it was trained with, or another --workdir"
+    )
+    wanted = "mu/bank/w_gate is absent in the checkpoint and float32 [2, 8, 16, 32] in this run"
+    assert wanted in refusal(saved, states.abstract(1, 8, activation="swiglu"))
+
+
+def test_restore_refuses_another_dtype(saved, here):
+    """Orbax alone would cast without a word."""
+    step = here["step"]
+    other = {**here, "step": jax.ShapeDtypeStruct((), jnp.float32, sharding=step.sharding)}
+    assert "step is int32 [] in the checkpoint and float32 [] in this run; use" in refusal(saved, other)
+    half = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding), here["params"]["bank"]
+    )
+    other = {**here, "params": {**here["params"], "bank": half}}
+    assert "params/bank/w_in is float32 [2, 8, 16, 32] in the checkpoint and bfloat16 [" in refusal(saved, other)
+    with pytest.raises(UserError, match="params/bank/w_in is float32 .* and bfloat16"):
+        Checkpointer(saved, keep=3).restore_params(1, other["params"], states.homes(8))
+
+
+def test_restore_refuses_a_leaf_that_this_run_lacks(saved, here):
+    dense = {name: leaf for name, leaf in here["params"]["dense"].items() if name != "embedding"}
+    other = {**here, "params": {**here["params"], "dense": dense}}
+    assert re.search(r"params/dense/embedding/\w+ is float32 .* in the checkpoint and absent in this run", refusal(saved, other))
+
+
+@others_fail_too
+def test_restore_names_a_checkpoint_that_cannot_be_read(saved, here, tmp_path):
+    home = states.homes(8)
+    with pytest.raises(UserError, match=r"has no finished checkpoint of step 7, only \[1\]"):
+        Checkpointer(saved, keep=3).restore(7, here, home)
+    shutil.copytree(saved, tmp_path / "copy")
+    for arrays in (tmp_path / "copy").rglob("d"):
+        shutil.rmtree(arrays)
+    with pytest.raises(UserError, match=r"cannot read checkpoint .*00000001 \(.*\); move it away"):
+        Checkpointer(tmp_path / "copy", keep=1).restore(1, here, home)
+    (tmp_path / "copy" / "00000001" / "_METADATA").write_text("{}")
+    with pytest.raises(UserError):
+        Checkpointer(tmp_path / "copy", keep=1).read_host(1)
+
+
+# Two processes.
+
+
+def test_two_processes_share_a_checkpoint(saved, tmp_path):
+    """Two processes restore what one wrote, save, and donate; one process restores what two wrote."""
+    folder = tmp_path / "shared"
+    shutil.copytree(saved, folder)
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable, str(HELPER), f"--folder={folder}", f"--coordinator=localhost:{port}",
+                "--num_processes=2", f"--process_id={index}",
+            ],
+            env=environment(devices=2), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    assert "['00000003', '00000004']" in outputs[0]
+    there, home = states.abstract(1, 8), states.homes(8)
+    restored, host = Checkpointer(folder, keep=2).restore(4, there, home)
+    states.assert_state(restored, there, home)
+    assert host == states.HOST
+
+
+def environment(devices):
+    repository = str(Path(__file__).parents[2])
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")]),
+    }
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.0005)
