@@ -5,7 +5,7 @@ from moe_jax.planner.config import AFTER_GATE, NAMES, PlannerConfig
 from moe_jax.planner.cost import Cost, slots_in, standing_copy_bytes
 from moe_jax.planner.predictor import Predictor, build_predictor
 from moe_jax.planner.registry import build_planner
-from moe_jax.planner.session import PlanSession, Proposal, worth_a_swap
+from moe_jax.planner.session import PlanSession, Proposal, predicted_layer_seconds, worth_a_swap
 
 __all__ = [
     "AFTER_GATE",
@@ -18,6 +18,7 @@ __all__ = [
     "Proposal",
     "build_planner",
     "build_predictor",
+    "predicted_layer_seconds",
     "slots_in",
     "standing_copy_bytes",
     "worth_a_swap",

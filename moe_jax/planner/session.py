@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.placement import Placement
+from moe_jax.placement import Placement, routing
 from moe_jax.planner.base import Planner
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.predictor import build_predictor
@@ -102,6 +102,14 @@ class PlanSession:
         self.last_planned = None if state["last_planned"] < 0 else int(state["last_planned"])
         self.last_sharded = int(state["last_sharded"])
         self.predictor.restore({"seen": state["predictor_seen"], "errors": state["predictor_errors"]})
+
+
+def predicted_layer_seconds(placement: Placement, loads: np.ndarray, cost: Cost) -> np.ndarray:
+    """Return what the cost model expects of every layer, forward and backward: loads [L, S, E] -> seconds [L]."""
+    computed, received = routing.expected(placement, loads)
+    held = placement.holds.sum(axis=2)
+    holders = np.where(held > 1, held, 0).sum(axis=1)
+    return cost.layer(computed, received, holders, "predicted_layer_seconds")
 
 
 def worth_a_swap(now_seconds: float, then_seconds: float, horizon: int, price_seconds: float) -> bool:

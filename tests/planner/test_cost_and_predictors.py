@@ -11,6 +11,7 @@ from moe_jax.planner import (
     PlannerConfig,
     PlanSession,
     build_predictor,
+    predicted_layer_seconds,
     slots_in,
     standing_copy_bytes,
     worth_a_swap,
@@ -135,3 +136,14 @@ def test_restoring_a_plan_of_another_model_is_an_error():
     state["home"] = np.zeros((3, 8), int)
     with pytest.raises(UserError, match=r"the saved plan has \[layers, experts\] = \(3, 8\), this run \(2, 8\)"):
         session().restore(state)
+
+
+def test_predicted_seconds_follow_the_placement():
+    # Four devices, one expert each, 8 tokens of expert 0 from every source: H = 32, R = 24, no copies:
+    # 4 x 24 x 8 / 16 + 3 x 32 / 2 = 48 + 48. Copied to all: H = 8, R = 0, 4 holders: 3 x 4 + max(0, 3 - 4) + 0 = 12.
+    loads = np.zeros((1, 4, 4))
+    loads[0, :, 0] = 8
+    start = Placement.even(1, 4, 4)
+    assert predicted_layer_seconds(start, loads, make_cost()).tolist() == [96]
+    shadowed = start.replace(copies=[(0, 0, 1), (0, 0, 2), (0, 0, 3)])
+    assert predicted_layer_seconds(shadowed, loads, make_cost()).tolist() == [12]

@@ -324,3 +324,64 @@ def test_share_rows_keep_tokens_on_their_node():
     quota[0, 0, [0, 2]] = 6
     rows = share_rows(placement, quota, np.array([[[5], [3], [2], [2]]], float))
     assert rows.tolist() == [[0, 0, 0, 49152, 0], [0, 0, 2, 16384, 0], [0, 0, 2, 65536, 1]]
+
+
+def test_none_drops_copies_and_keeps_homes():
+    start = Placement([[1, 0]], [(0, 0, 0)])
+    bare = plan("none", np.ones((1, 2, 2), int), make_cost(1, 1), start)
+    assert not len(bare.copies) and bare.home.tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("name", ["fastermoe", "fastermoe_residual"])
+@pytest.mark.parametrize("seed", range(5))
+def test_fastermoe_times_fall_up_to_the_last_shadow_and_not_beyond(name, seed):
+    # T(r) again, from the tokens that the placements themselves compute and receive (flops 12: 3 s / v = 1; 4 / W = 1).
+    rng = np.random.default_rng(seed)
+    loads = rng.integers(0, 12, (1, 4, 8)) * rng.integers(0, 6, (1, 1, 8))
+    cost = make_cost(4, 12, guest_slots=8)
+    start = Placement.even(1, 8, 4)
+    order = np.argsort(-loads[0].sum(axis=0), kind="stable")
+
+    def seconds(r):
+        rows = [(0, e, d) for e in order[:r] for d in range(4) if d != start.home[0, e]]
+        computed, received = start.replace(copies=rows, rule="home").computed_and_received(loads)
+        if name == "fastermoe_residual":
+            return computed.max() + received.max() + r
+        return (computed + computed * (r == 0)).max() + r
+
+    chosen = len(set(plan(name, loads, cost, start).copies[:, 1]))
+    times = [seconds(r) for r in range(9)]
+    assert all(after < before for before, after in zip(times[:chosen], times[1 : chosen + 1], strict=True))
+    assert chosen == 8 or times[chosen + 1] >= times[chosen]
+
+
+def test_pro_prophet_never_drops_the_home_in_place_of_another():
+    # The home has fewest tokens of its expert (0), yet n = 1 leaves out device 2, which has fewest of the others.
+    loads = np.array([[[0, 0, 0, 0], [9, 0, 0, 0], [1, 0, 0, 0], [5, 0, 0, 0]]])
+    assert plan("pro_prophet", loads, make_cost(4, 12), n=1).copies.tolist() == [[0, 0, 1], [0, 0, 3]]
+
+
+def test_hecate_crosses_nodes_before_filling_its_own():
+    # Four equal experts, one guest slot a device: each copy goes to the first free device of the other node.
+    start = Placement.even(1, 4, 4, 2)
+    cost = make_cost(1, 1, guest_slots=1, overlap_degree=4)
+    copies = plan("hecate", np.full((1, 4, 4), 5), cost, start).copies
+    assert copies.tolist() == [[0, 0, 2], [0, 1, 3], [0, 2, 0], [0, 3, 1]]
+
+
+def test_balanced_fills_the_gap_beside_it_before_an_equal_one_far_away():
+    # Loads 4, 15, 4, 17, mean 10, nodes (0, 1) and (2, 3): 3 fills 2 (6), 1 fills 0 (5), and 3's last token crosses.
+    loads = np.zeros((1, 4, 4), int)
+    loads[0, 0] = [4, 15, 4, 17]
+    copies = plan("balanced", loads, make_cost(1, 1), Placement.even(1, 4, 4, 2)).copies
+    assert copies.tolist() == [[0, 1, 0], [0, 3, 0], [0, 3, 2]]
+
+
+def test_fastermoe_residual_keeps_what_other_experts_of_the_device_receive():
+    # Two devices of two experts; only device 0's experts have tokens: expert 0 gets 20 + 1, expert 1 gets 0 + 10.
+    # 1 s a token computed, 4 s a token received, 8 s an expert: T0 = 31 + 4 x 11 = 75. Shadowing expert 0 leaves the 10
+    # tokens of expert 1 to receive: 30 + 4 x 10 + 8 = 78. It does not pay.
+    loads = np.array([[[20, 0, 0, 0], [1, 10, 0, 0]]])
+    cluster = Cluster(nodes=1, devices_per_node=2, intra_bandwidth=1.0, flops=24.0)
+    cost = Cost(cluster=cluster, model_dim=1, hidden_dim=2, dtype_bytes=1)
+    assert not len(plan("fastermoe_residual", loads, cost).copies)
