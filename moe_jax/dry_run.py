@@ -1,0 +1,180 @@
+"""What a run would be, as text: resolved config, mesh, parameters, bytes per device, FLOPs per token.
+
+Enters: a `RunConfig` and, if the user gave one, a number of devices. Leaves: text. Sizes are checked as a run checks
+them, but no data is read, no array is made and no device is asked for: the machine need not have any.
+"""
+
+from __future__ import annotations
+
+from moe_jax.data import build_tokenizer
+from moe_jax.errors import UserError
+from moe_jax.mesh.abstract import assumed_devices, build_abstract_roles
+from moe_jax.mesh.roles import Roles
+from moe_jax.models import LanguageModel
+from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
+from moe_jax.models.memory import Sizes, device_bytes
+from moe_jax.run_config import RunConfig, config_text
+from moe_jax.schedules import schedules
+from moe_jax.training.feed import padded_vocabulary
+
+GROUP_NAMES = {
+    "embedding": "embeddings",
+    "attention": "attention matrices",
+    "feed_forward": "dense FFN matrices",
+    "gate": "gates",
+    "norm": "norms",
+    "bias": "biases",
+    "experts": "experts",
+}
+
+
+def dry_run(run: RunConfig, devices: int | None = None) -> str:
+    """Describe a run.
+
+    Args:
+      run: the config.
+      devices: devices that the run will have, from --host_devices; None takes the product of the mesh's sizes, with
+        the least `expert` that works where that is -1.
+
+    Raises:
+      UserError: sizes that do not fit together, as the run itself would raise it.
+    """
+    if devices is not None and devices < 1:
+        raise UserError(f"--host_devices ({devices}) must be at least 1")
+    count = assumed_devices(run.mesh) if devices is None else devices
+    roles = build_abstract_roles(run.mesh, count)
+    vocab_size = padded_vocabulary(build_tokenizer(run.data), run.model)
+    check_sizes(run, roles, vocab_size)
+    sections = [
+        _section("Config", config_text(run).splitlines()),
+        _section("Mesh", _mesh_lines(run, roles, given=devices is not None)),
+        _section("Parameters", _parameter_lines(run, vocab_size)),
+        _section("Bytes on each device", _byte_lines(run, roles, vocab_size)),
+        _section("FLOPs", _flop_lines(run, roles, vocab_size)),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def print_dry_run(run: RunConfig, *, host_devices: int | None = None) -> None:
+    """Print what `dry_run` returns."""
+    print(dry_run(run, host_devices), end="")
+
+
+def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
+    """Return the model on this mesh, or raise the UserError that building the run would raise."""
+    if run.moe.schedule not in schedules():
+        known = ", ".join(schedules())
+        raise UserError(f"MoEConfig.schedule ({run.moe.schedule!r}) is unknown; choose one of {known}")
+    model = LanguageModel(
+        config=run.model,
+        moe=run.moe,
+        vocab_size=vocab_size,
+        roles=roles,
+        zero_stage=run.train.zero_stage,
+        expert_zero_stage=run.train.expert_zero_stage,
+    )
+    shards, rows, length = (
+        roles.size(roles.dense),
+        run.train.batch_size // run.train.accumulate,
+        run.data.sequence_length,
+    )
+    if rows % shards:
+        raise UserError(
+            f"train.batch_size per accumulation step ({rows}) must be divisible by the {shards} data-parallel devices; "
+            f"set it to a multiple of {shards}"
+        )
+    if run.model.positions == "learned" and length > run.model.max_length:
+        raise UserError(
+            f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({run.model.max_length}); "
+            "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
+        )
+    return model
+
+
+def _section(title: str, lines: list[str]) -> str:
+    return "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:
+    mesh, resolved = run.mesh, roles.config
+    lines = [
+        f"{roles.num_devices} devices = data {resolved.data} x expert {resolved.expert} x expert_shard "
+        f"{resolved.expert_shard}; model {resolved.model}; {resolved.devices_per_node} devices a node",
+        "axes, slowest first: " + ", ".join(f"{axis} {size}" for axis, size in roles.mesh.shape.items()),
+    ]
+    for name in ("data", "expert", "expert_shard", "model", "dense"):
+        axes = getattr(roles, name)
+        title = "dense data parallel" if name == "dense" else name
+        lines.append(f"{title:20} {roles.size(axes):5}  over {' x '.join(axes) or 'no axis'}")
+    if mesh.expert == -1 and not given:
+        lines.append(
+            f"assumed: MeshConfig.expert = {resolved.expert}, so {roles.num_devices} device(s), because "
+            "MeshConfig.expert = -1 takes the devices that are left and none were counted; give --host_devices=N or "
+            "MeshConfig.expert"
+        )
+    return lines
+
+
+def _parameter_lines(run: RunConfig, vocab_size: int) -> list[str]:
+    counts = parameter_counts(run.model, run.moe, vocab_size)
+    lines = [
+        f"{'total':22}{counts.total:>20,}  {billions(counts.total)}",
+        f"{'active per token':22}{counts.active:>20,}  {billions(counts.active)}  "
+        f"({run.moe.top_k} of {run.moe.num_experts} experts)",
+        f"{'as the papers count':22}{counts.as_papers:>20,}  {billions(counts.as_papers)}  "
+        "(without embeddings, biases, gates and norms)",
+        "of the total:",
+    ]
+    return lines + [f"  {GROUP_NAMES[name]:20}{size:>20,}" for name, size in counts.by_group.items() if size]
+
+
+def billions(number: float) -> str:
+    """Return a count of parameters in billions or millions, to two places."""
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
+
+
+def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int) -> list[str]:
+    train = run.train
+    sizes = Sizes(
+        config=run.model,
+        moe=run.moe,
+        vocab_size=vocab_size,
+        length=run.data.sequence_length,
+        batch_size=train.batch_size,
+        accumulate=train.accumulate,
+        zero_stage=train.zero_stage,
+        expert_zero_stage=train.expert_zero_stage,
+    )
+    held = device_bytes(sizes, roles)
+    dtype = run.model.param_dtype
+    rows = [
+        ("parameters", held.parameters, dtype),
+        ("optimizer state", held.optimizer, f"AdamW, two moments, {dtype}"),
+        ("gradients", held.gradients, "sum and microbatch" if train.accumulate > 1 else dtype),
+        ("copies", held.copies, f"weights cast to {run.model.dtype} or gathered by ZeRO-3"),
+        ("activations", held.activations, f"estimate, remat {run.model.remat!r}"),
+        ("sum", held.total, "without other temporaries, buffers of collectives, overflow passes and guests"),
+    ]
+    stages = f"ZeRO {train.zero_stage} of the dense parameters"
+    if run.moe.schedule == "dp":
+        stages += f", {train.expert_zero_stage} of the experts"
+    return [stages] + [f"{name:22}{size:>20,}  {gibibytes(size)}  ({note})" for name, size, note in rows]
+
+
+def gibibytes(number: float) -> str:
+    """Return bytes in GiB or MiB, to two places."""
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.2f} MiB"
+
+
+def _flop_lines(run: RunConfig, roles: Roles, vocab_size: int) -> list[str]:
+    length = run.data.sequence_length
+    arguments = (run.model, run.moe, vocab_size, length)
+    forward, training = forward_flops_per_token(*arguments), training_flops_per_token(*arguments)
+    tokens = run.train.batch_size * length
+    rows = [
+        ("forward per token", forward, f"2 per active matrix parameter; attention over all {length} positions"),
+        ("training per token", training, "3 x forward; what remat repeats is not counted"),
+        ("training per step", training * tokens, f"{run.train.batch_size} sequences x {length} = {tokens:,} tokens"),
+        ("per device and step", training * tokens // roles.num_devices, f"{roles.num_devices} device(s), even load"),
+    ]
+    return [f"{name:22}{flops:>24,}  ({note})" for name, flops, note in rows]

@@ -1,0 +1,161 @@
+"""Bytes that one training step needs on each device, before any device is asked.
+
+Enters: what the model is, its mesh (an abstract one will do), ZeRO stages, batch and length. Leaves: `DeviceBytes`.
+Parameters, gradients and optimizer state are exact: they follow the same partition specs as the run. Activations are an
+estimate: what autodiff keeps of each block, one more block's worth for the backward at work, and the logits of one
+chunk. Against the temporary bytes that XLA states (CPU, float32, 1 and 8 devices) it is right within a factor of 2.
+It leaves out other temporaries, the buffers of collectives, later passes of a bucket that overflows, guests of a
+placement, and fragmentation.
+Letters: t tokens of one device's MP group, M model dim, F hidden dim, H heads, Sq positions, K experts per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from moe_jax.mesh.roles import Roles
+from moe_jax.mesh.sharding import dense_specs, expert_specs
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.counts import LeafSize, leaf_sizes
+from moe_jax.moe.config import MoEConfig
+
+MOMENTS = 2  # of AdamW
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceBytes:
+    """Bytes on the fullest device.
+
+    Attributes:
+      parameters: the master weights.
+      optimizer: AdamW's two moments.
+      gradients: as the backward leaves them; twice where microbatches are summed.
+      copies: weights cast to the compute dtype, and what ZeRO-3 gathers at a time.
+      activations: the estimate.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    copies: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.optimizer + self.gradients + self.copies + self.activations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What `device_bytes` is asked about.
+
+    Attributes:
+      config, moe: the model.
+      vocab_size: V.
+      length: Sq.
+      batch_size: global sequences of a step.
+      accumulate: microbatches of a step.
+      zero_stage: of the dense parameters.
+      expert_zero_stage: of the experts under the `dp` schedule.
+    """
+
+    config: ModelConfig
+    moe: MoEConfig
+    vocab_size: int
+    length: int
+    batch_size: int
+    accumulate: int
+    zero_stage: int
+    expert_zero_stage: int
+
+
+def device_bytes(sizes: Sizes, roles: Roles) -> DeviceBytes:
+    """Return what one device needs for a training step on this mesh."""
+    config = sizes.config
+    leaves = leaf_sizes(config, sizes.moe, sizes.vocab_size)
+    dense = {leaf.path: leaf for leaf in leaves if leaf.path[0] == "dense"}
+    bank = {leaf.path[1]: leaf for leaf in leaves if leaf.path[0] == "bank"}
+    params, state, _ = dense_specs(
+        {path: leaf.shape for path, leaf in dense.items()},
+        {path: leaf.model_dim for path, leaf in dense.items()},
+        {path: leaf.stacked for path, leaf in dense.items()},
+        roles,
+        sizes.zero_stage,
+    )
+    dp_stage = sizes.expert_zero_stage if sizes.moe.schedule == "dp" else None
+    bank_params, sink, bank_state = expert_specs(
+        {name: leaf.shape for name, leaf in bank.items()}, roles, sizes.zero_stage, dp_stage
+    )
+    wide, narrow = np.dtype(config.param_dtype).itemsize, itemsize(config.dtype)
+
+    def held(specs, bank_specs) -> int:
+        parts = [_part(dense[path].shape, spec, roles) for path, spec in specs.items()]
+        return sum(parts) + sum(_part(bank[name].shape, spec, roles) for name, spec in bank_specs.items())
+
+    sums = 1 if sizes.accumulate == 1 else 2
+    local_bank = sum(_part(bank[name].shape, spec, roles) for name, spec in bank_params.items())
+    copies = local_bank * narrow if narrow != wide else 0
+    return DeviceBytes(
+        parameters=wide * held(params, bank_params),
+        optimizer=wide * MOMENTS * held(state, bank_state),
+        gradients=wide * sums * held(params, sink),
+        copies=copies + _gathered(dense, bank, sizes, dp_stage, roles, wide, narrow),
+        activations=_activations(sizes, roles, narrow),
+    )
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one value of a compute dtype."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def _part(shape: tuple[int, ...], spec: PartitionSpec, roles: Roles) -> int:
+    """Return the values of a global array that one device holds; each split dim divides evenly."""
+    parts = math.prod(roles.size(axes if isinstance(axes, tuple) else (axes,)) for axes in spec if axes)
+    return math.prod(shape) // parts
+
+
+def _gathered(
+    dense: dict[tuple, LeafSize], bank: dict[str, LeafSize], sizes: Sizes, dp_stage: int | None, roles: Roles,
+    wide: int, narrow: int,
+) -> int:  # fmt: skip
+    """Return the bytes of whole leaves that stage 3 holds at a time: all outer ones, one unit, one layer's experts."""
+    units, count = sizes.config.moe_layers, 0
+    if sizes.zero_stage == 3 and roles.size(roles.dense) > 1:
+        whole = sum(leaf.size // (units if leaf.stacked else 1) for leaf in dense.values())
+        count += wide * whole // roles.size(roles.model)
+    if dp_stage == 3 and roles.size(roles.data) > 1:
+        count += narrow * sum(leaf.size for leaf in bank.values()) // units
+    return count
+
+
+def _activations(sizes: Sizes, roles: Roles, narrow: int) -> int:
+    """Return the estimated bytes of activations of one microbatch on one device."""
+    config, moe = sizes.config, sizes.moe
+    tokens = sizes.batch_size // sizes.accumulate * sizes.length // roles.size(roles.dense)
+    model, shard, dim = roles.size(roles.model), roles.size(roles.expert_shard), config.model_dim
+    matrices = 2 if config.activation == "swiglu" else 1
+
+    scores = config.heads * sizes.length / model if config.attention == "xla" else 0
+    attention = narrow * (5 * dim + 4 * dim / model) + (4 + narrow) * scores
+    hidden = narrow * (3 * dim + matrices * config.ffn_dim / model)
+    rows = moe.top_k
+    if moe.capacity_factor is not None:
+        rows = moe.top_k * moe.capacity_factor
+    elif roles.size(roles.expert) > 1:
+        rows = moe.top_k * moe.bucket_slack
+    experts = narrow * (3 * dim + rows * (3 * dim + matrices * config.hidden_dim / shard))
+
+    unit = attention + experts + (attention + hidden if config.moe_every == 2 else 0)
+    kept = {
+        "none": unit,
+        "block": narrow * dim,
+        "dots": narrow * config.moe_every * (2 * dim + 3 * dim / model)
+        + (narrow * (dim + config.ffn_dim / model) if config.moe_every == 2 else 0),
+    }[config.remat]
+    logits = 2 * max(4, narrow) * min(config.loss_chunk, tokens) * sizes.vocab_size
+    return int(tokens * (config.moe_layers * kept + unit)) + logits
