@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Train the demo: a GPT-MoE over 8 CPU devices on the sources of Python's standard library; ends with pictures.
+#
+#   bash scripts/demo.sh                              first run: makes .venv and installs; then trains
+#   bash scripts/demo.sh --gin_bindings='train.steps = 40' --workdir=runs/short
+#
+# Arguments go to python -m moe_jax.train and win over the ones below. MOE_JAX_VENV names another environment folder.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/environment.sh
+
+venv=${MOE_JAX_VENV:-.venv}
+make_environment "$venv"
+exec "$venv/bin/python" -m moe_jax.train --gin_file=configs/run/demo.gin --workdir=runs/demo --host_devices=8 "$@"

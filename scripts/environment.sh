@@ -1,0 +1,42 @@
+# Makes the virtual environment that demo.sh and test.sh run in. Sourced, with the repository root as current folder.
+# Plain POSIX tools only, so that Linux and macOS run the same lines.
+
+# find_python: prints the first Python of at least 3.11. Each is tried by running it, because a name on PATH may be an
+# empty shim of a version manager.
+find_python() {
+  for candidate in python3.12 python3.11 python3; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+      command -v "$candidate"
+      return 0
+    fi
+  done
+  echo "moe_jax needs Python 3.11 or newer: none of python3.12, python3.11 and python3 is; install one from python.org" >&2
+  return 2
+}
+
+# make_environment FOLDER [REQUIREMENT...]: leaves FOLDER with requirements.txt and the further ones installed.
+# A second call with the same requirements returns at once: what was installed stands in FOLDER/installed.txt, written
+# last, so an interrupted installation is done again.
+make_environment() {
+  folder=$1
+  shift
+  if ! "$folder/bin/python" -c '' >/dev/null 2>&1; then
+    python=$(find_python) || return 2
+    echo "making $folder with $("$python" --version)" >&2
+    rm -f "$folder/installed.txt"
+    if ! "$python" -m venv "$folder" >&2; then
+      echo "$python cannot make a virtual environment; on Debian and Ubuntu install the package python3-venv" >&2
+      return 2
+    fi
+  fi
+  wanted=$(cat requirements.txt && printf '%s\n' "$@")
+  if [ -f "$folder/installed.txt" ] && [ "$(cat "$folder/installed.txt")" = "$wanted" ]; then
+    return 0
+  fi
+  echo "installing the requirements into $folder (minutes the first time)" >&2
+  "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt "$@" >&2 || {
+    echo "installation into $folder failed; see the lines above, then run the same command again" >&2
+    return 2
+  }
+  printf '%s\n' "$wanted" >"$folder/installed.txt"
+}
