@@ -103,9 +103,9 @@ def replay() -> dict:
         simulate.split_name(name)
     trace, placement, cost = _setup()
     # Plain EP is the base of RB and speed-up, FasterMoE of the RB ratio: run them even when nobody asked.
-    helpers = ["none"] + (["fastermoe"] if cost.cluster.flops is not None else [])
+    bases = ["none"] + (["fastermoe"] if cost.cluster.flops is not None else [])
     records = {}
-    for name in dict.fromkeys([*helpers, *asked]):
+    for name in dict.fromkeys([*bases, *asked]):
         records[name] = simulate.simulate(name, trace, _config(), placement, cost, FLAGS.lag, FLAGS.every)
     summaries = {name: report.summarize(record, records["none"], cost) for name, record in records.items()}
     report.add_ratios(summaries, summaries.get("fastermoe", {}).get("rb"))

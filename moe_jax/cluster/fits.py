@@ -115,4 +115,5 @@ def _least_squares(names: list[str], columns: list, seconds) -> Fit:
     residual = float(((matrix @ coefficients - times) ** 2).sum())
     total = float(((times - times.mean()) ** 2).sum())
     r2 = 1.0 if total == 0 else 1.0 - residual / total
-    return Fit(*(float(c) for c in coefficients), *([0.0] if len(names) == 1 else []), r2)
+    alpha, beta, gamma = (float(c) for c in np.r_[coefficients, 0.0][:3])
+    return Fit(alpha, beta, gamma, r2)

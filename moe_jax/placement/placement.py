@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from moe_jax.placement import checks, routing
 
 RULES = ("nearest", "home", "shares")
 SHARE_ONE = 1 << 16
+_NOT_GIVEN: Any = None  # fields typed as what they are once checked
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,12 +43,13 @@ class Placement:
     """
 
     home: np.ndarray
-    copies: np.ndarray | None = None
-    shares: np.ndarray | None = None
+    copies: np.ndarray = _NOT_GIVEN
+    shares: np.ndarray = _NOT_GIVEN
     rule: str | tuple[str, ...] = "nearest"
-    devices: int | None = None
-    devices_per_node: int | None = None
+    devices: int = _NOT_GIVEN
+    devices_per_node: int = _NOT_GIVEN
     guest_slots: int | None = None
+    _inferred: bool = dataclasses.field(init=False, repr=False, default=False)
 
     def __post_init__(self):
         home = checks.whole_array("home", self.home, 2)
@@ -67,7 +70,7 @@ class Placement:
             object.__setattr__(self, name, value)
         for name, value in (("rule", rule), ("devices", devices), ("devices_per_node", per_node)):
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "_devices_inferred", inferred)
+        object.__setattr__(self, "_inferred", inferred)
 
     @classmethod
     def even(cls, layers: int, experts: int, devices: int, devices_per_node: int | None = None, **fields) -> Placement:
@@ -79,7 +82,8 @@ class Placement:
                 f"use a multiple of {max(devices, 1)} experts or fewer devices"
             )
         home = np.broadcast_to(np.arange(experts, dtype=np.int32) // (experts // devices), (layers, experts))
-        return cls(home.copy(), devices=devices, devices_per_node=devices_per_node, **fields)
+        per_node = devices if devices_per_node is None else devices_per_node
+        return cls(home.copy(), devices=devices, devices_per_node=per_node, **fields)
 
     @classmethod
     def from_rows(cls, layers: int, experts: int, homes, **fields) -> Placement:
@@ -104,8 +108,8 @@ class Placement:
 
     def replace(self, **fields) -> Placement:
         """Return this placement with some fields changed, checked again."""
-        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if self._devices_inferred and "devices" not in fields:
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        if self._inferred and "devices" not in fields:
             kept["devices"] = None
             kept["devices_per_node"] = None if self.nodes == 1 else self.devices_per_node
         return Placement(**{**kept, **fields})
@@ -177,7 +181,7 @@ class Placement:
         """Check loads against the sizes; a placement whose device count was inferred grows to the sources."""
         loads = checks.loads_array(loads)
         placed = self
-        if self._devices_inferred and loads.ndim == 3 and loads.shape[1] > self.devices:
+        if self._inferred and loads.ndim == 3 and loads.shape[1] > self.devices:
             per_node = loads.shape[1] if self.nodes == 1 else self.devices_per_node
             placed = self.replace(devices=loads.shape[1], devices_per_node=per_node)
         if loads.shape != (placed.layers, placed.devices, placed.experts):

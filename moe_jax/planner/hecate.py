@@ -123,7 +123,7 @@ def spread_copies(placement: Placement, order: np.ndarray, counts: np.ndarray, f
     free = free.copy()
     node_free = free.reshape(layers, nodes, per_node).sum(axis=2)
     held = placement.holds.copy()
-    node_held = held.reshape(layers, placement.experts, nodes, per_node).any(axis=3)
+    node_held = np.any(held.reshape(layers, placement.experts, nodes, per_node), axis=3)
     added = np.zeros_like(held)
     most = int(free.max(initial=0)) + 1
     in_node = most * per_node * most

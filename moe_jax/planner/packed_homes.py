@@ -60,37 +60,41 @@ def _shift_chain(home: np.ndarray, held: np.ndarray, homes: np.ndarray, limit: i
             if homes[other] < limit:
                 homes[start] -= 1
                 homes[other] += 1
-                while came[other] is not None:
-                    previous, at_layer, at_expert = came[other]
+                step = came[other]
+                while step is not None:
+                    previous, at_layer, at_expert = step
                     home[at_layer, at_expert] = other
-                    other = previous
+                    other, step = previous, came[previous]
                 return True
             queue.append(other)
     return False
 
 
 def _swap_positions(home: np.ndarray, count: np.ndarray, homes: np.ndarray, totals: np.ndarray, limit: int) -> None:
-    """Swap single replicas of overfull devices with copies on devices that home too few, nearest loads first."""
+    """Swap replicas homed on overfull devices with copies on the device that homes fewest, nearest loads first."""
     load = totals / np.maximum(count.sum(axis=2), 1)
     while homes.max() > limit:
         giver, best = int(homes.argmax()), None
-        for taker in np.flatnonzero(homes < limit).tolist():
-            for layer in range(len(home)):
-                mine = np.flatnonzero((home[layer] == giver) & (count[layer, :, taker] == 0))
-                copies = np.flatnonzero(count[layer, :, taker] > (home[layer] == taker))
-                if not len(mine) or not len(copies):
-                    continue
-                gap = np.abs(load[layer, mine][:, None] - load[layer, copies])
-                i, j = np.unravel_index(gap.argmin(), gap.shape)
-                if best is None or gap[i, j] < best[0]:
-                    best = (gap[i, j], layer, int(mine[i]), int(copies[j]), taker)
+        for taker in np.argsort(homes, kind="stable").tolist():
+            if best is not None or homes[taker] >= limit:
+                break
+            mine = (home == giver) & (count[:, :, taker] == 0)
+            spare = count[:, :, taker] > (home == taker)
+            (at, give), (there, take) = np.nonzero(mine), np.nonzero(spare)
+            if not len(at) or not len(there):
+                continue
+            gap = np.abs(load[at, give][:, None] - load[there, take])
+            gap[at[:, None] != there] = np.inf  # places change within a layer only
+            i, j = np.unravel_index(gap.argmin(), gap.shape)
+            if np.isfinite(gap[i, j]):
+                best = (int(at[i]), int(give[i]), int(take[j]), taker)
         if best is None:
             return
-        _, layer, mine, copy, taker = best
-        count[layer, mine, giver] -= 1
-        count[layer, mine, taker] += 1
+        layer, moved, copy, taker = best
+        count[layer, moved, giver] -= 1
+        count[layer, moved, taker] += 1
         count[layer, copy, taker] -= 1
         count[layer, copy, giver] += 1
-        home[layer, mine] = taker
+        home[layer, moved] = taker
         homes[giver] -= 1
         homes[taker] += 1

@@ -22,15 +22,11 @@ class ProProphetPlanner(PlannerBase):
 
     def propose(self, loads, placement, cost):
         loads = np.asarray(loads, np.float64)
-        if self.config.n == "search":
-            tries = range(placement.devices)
-        else:
-            tries = (min(self.config.n, placement.devices - 1),)
-        best_time, best_kept = None, None
-        for n in tries:
+        most = placement.devices - 1
+        tries = list(range(most + 1)) if isinstance(self.config.n, str) else [min(self.config.n, most)]
+        best_time, best_kept = self._search(loads, placement, cost, tries[0])
+        for n in tries[1:]:
             time, kept = self._search(loads, placement, cost, n)
-            if best_time is None:
-                best_time, best_kept = time, kept
             better = time < best_time
             best_time = np.where(better, time, best_time)
             best_kept = np.where(better[:, None, None], kept, best_kept)

@@ -118,7 +118,7 @@ def _original(records: Records, cost: Cost) -> dict:
     moved = records.moved * float(cost.state_bytes)
     if name in ("flexmoe", "eplb"):
         # A ring all-reduce over n = copies + 1 members sends 2 (n - 1) / n S on each of its n links.
-        each_step = (np.vectorize(all_reduce_bytes)(cost.expert_bytes, copies + 1) * (copies + 1)).sum(axis=2)
+        each_step = (all_reduce_bytes(cost.expert_bytes, copies + 1) * (copies + 1)).sum(axis=2)
         moved = records.arrived * float(cost.state_bytes)
         memory = records.guests.sum(axis=1).max() * float(cost.state_bytes - cost.expert_bytes)
     total = each_step + moved
