@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
@@ -122,4 +123,5 @@ def with_sink_types(operands: Operands, dtypes: tuple) -> Operands:
 
 def door_cotangents(dweights: tuple[Array | None, ...]) -> Operands:
     """Return the cotangents of operands: gradients leave through the sinks, nothing through banks and slots."""
-    return tuple(GroupedWeights(bank=None, slots=None, sink=dweight) for dweight in dweights)
+    nothing: Any = None
+    return tuple(GroupedWeights(bank=nothing, slots=nothing, sink=dweight) for dweight in dweights)

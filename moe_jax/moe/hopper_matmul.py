@@ -91,7 +91,7 @@ def _transposed_ragged_dot(lhs: Array, dout: Array, group_sizes: Array) -> Array
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as kernel
 
     if not hasattr(jax.devices()[0], "core_count"):  # compiling for a GPU on a machine without one
-        kernel.jax = _JaxOnHopper()
+        setattr(kernel, "jax", _JaxOnHopper())  # noqa: B010  (a plain assignment is a type error)
     block_n = _largest_tile(dout.shape[1])
     dweight = kernel.transposed_ragged_dot(
         lhs,

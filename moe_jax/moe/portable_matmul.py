@@ -5,6 +5,8 @@ See `matmul_contract` for what enters and leaves. Both gather the groups' weight
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -47,21 +49,18 @@ class ReferenceMatmul:
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         weights, lhs = gather_weights(operands, lhs.dtype), clear_unowned_rows(lhs, group_sizes)
         owner_GR = _owner_mask(group_sizes, lhs.shape[0], lhs.dtype)
-        kwargs = {"preferred_element_type": _accumulator(lhs.dtype)}
-        out = sum(
-            jnp.einsum("r,rk,kn->rn", owner_GR[g], lhs, weights[g], **kwargs) for g in range(group_sizes.shape[0])
-        )
-        return out.astype(lhs.dtype)
+        einsum = functools.partial(jnp.einsum, preferred_element_type=_accumulator(lhs.dtype))
+        of_group = [einsum("r,rk,kn->rn", owner, lhs, weight) for owner, weight in zip(owner_GR, weights, strict=True)]
+        return jnp.sum(jnp.stack(of_group), axis=0).astype(lhs.dtype)
 
     def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
         weights, lhs = gather_weights(operands, lhs.dtype), clear_unowned_rows(lhs, group_sizes)
         dout = clear_unowned_rows(dout, group_sizes)
         owner_GR = _owner_mask(group_sizes, lhs.shape[0], lhs.dtype)
-        groups = range(group_sizes.shape[0])
-        kwargs = {"preferred_element_type": _accumulator(lhs.dtype)}
-        dlhs = sum(jnp.einsum("r,rn,kn->rk", owner_GR[g], dout, weights[g], **kwargs) for g in groups)
-        dweight = jnp.stack([jnp.einsum("r,rk,rn->kn", owner_GR[g], lhs, dout, **kwargs) for g in groups])
-        return dlhs.astype(lhs.dtype), split_gradient(dweight, operands)
+        einsum = functools.partial(jnp.einsum, preferred_element_type=_accumulator(lhs.dtype))
+        of_group = [einsum("r,rn,kn->rk", owner, dout, weight) for owner, weight in zip(owner_GR, weights, strict=True)]
+        dweight = jnp.stack([einsum("r,rk,rn->kn", owner, lhs, dout) for owner in owner_GR])
+        return jnp.sum(jnp.stack(of_group), axis=0).astype(lhs.dtype), split_gradient(dweight, operands)
 
 
 def _owner_mask(group_sizes: Array, rows: int, dtype) -> Array:
