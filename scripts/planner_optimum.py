@@ -67,7 +67,7 @@ def solve(totals, home, mu):
             goal[E * D : 2 * E * D] = weight.ravel()
         result = milp(
             goal,
-            constraints=LinearConstraint(np.array(rows), low, high),
+            constraints=LinearConstraint(np.array(rows), low, high),  # pyright: ignore[reportArgumentType]
             integrality=integrality,
             bounds=Bounds(0, np.r_[np.full(E * D, np.inf), np.ones(E * D), np.inf]),
             options={"mip_rel_gap": 1e-9},

@@ -58,7 +58,7 @@ def exchange_seconds(cluster: Cluster, pair_bytes: np.ndarray, asker: str) -> np
 
 
 def all_reduce_bytes(size: float, members):
-    """Return what a ring all-reduce of `size` bytes sends over each link, 2 (N - 1) / N S, for a number or an array N."""
+    """Return what a ring all-reduce of S bytes sends over each link, 2 (N - 1) / N S, for a number or an array N."""
     return 2.0 * (members - 1) / members * size
 
 
