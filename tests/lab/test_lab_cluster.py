@@ -1,0 +1,185 @@
+"""lab_cluster.py as its user runs it. Whatever happens to it, nothing may be left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from lab.network import find_missing, lab_names, processes_in, start_ticks
+
+_ROOT = Path(__file__).parents[2]
+_SCRIPT = _ROOT / "scripts" / "lab_cluster.py"
+_JAX_WORKER = _ROOT / "tests" / "mesh" / "hosts_worker.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lab_machine() -> None:
+    """Skip where no lab can be built; the reason says what is missing."""
+    if missing := find_missing(shaped=True):
+        pytest.skip(missing)
+
+
+class Lab:
+    """A running lab_cluster.py."""
+
+    def __init__(self, *arguments: str):
+        environment = os.environ | {"PYTHONPATH": str(_ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, str(_SCRIPT), *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.said: list[str] = []
+
+    def names(self) -> list[str]:
+        return [name for name in lab_names() if name.startswith(f"moelab-{self.process.pid}-")]
+
+    def pid_of(self, port: str) -> int:
+        """Return the first process of a host's namespace."""
+        [name] = [name for name in self.names() if name.endswith(f"-{port}")]
+        return min(processes_in(name))
+
+    def read_until(self, pattern: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line)
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"{pattern} not in {self.said} {self.process.communicate()[1]}")
+
+    def end(self, seconds: float = 60) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, "".join(self.said) + out, err
+
+
+@pytest.fixture
+def start_lab():
+    """Return a function that starts a lab; afterwards nothing of it may be left."""
+    labs = []
+
+    def start(*arguments: str) -> Lab:
+        labs.append(Lab(*arguments))
+        return labs[-1]
+
+    yield start
+    for lab in labs:
+        if lab.process.poll() is None:
+            lab.process.terminate()
+            lab.process.communicate(timeout=70)
+    assert not [name for lab in labs for name in lab.names()]
+
+
+def test_each_host_has_its_name_address_and_output(start_lab, tmp_path):
+    script = "hostname; hostname -I; echo $JAX_PROCESS_ID of $JAX_NUM_PROCESSES >&2"
+    code, out, err = start_lab("--hosts=2", f"--logs={tmp_path}/logs", "--", "sh", "-c", script).end()
+    assert code == 0
+    assert sorted(line.split()[:2] for line in out.splitlines()) == [
+        ["[host0]", "10.99.0.1"],
+        ["[host0]", "host0"],
+        ["[host1]", "10.99.1.1"],
+        ["[host1]", "host1"],
+    ]
+    assert sorted(err.splitlines()) == ["[host0] 0 of 2", "[host1] 1 of 2"]
+    assert "1 of 2\n" in (tmp_path / "logs" / "host1.log").read_text()
+
+
+def test_pin_gives_each_host_its_cores(start_lab):
+    program = "import os; print(sorted(os.sched_getaffinity(0)))"
+    _, out, _ = start_lab("--hosts=2", "--pin", "--", sys.executable, "-c", program).end()
+    cores = [eval(line.split("]", 1)[1]) for line in sorted(out.splitlines())]
+    every = sorted(os.sched_getaffinity(0))
+    assert cores == ([every[: len(every) // 2], every[len(every) // 2 :]] if len(every) > 1 else [every, every])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hosts=2"], "no command: give it after --"),
+        (["--hosts=0", "--", "true"], r"hosts \(0\) must lie in 1..200"),
+        (["--rate=fast", "--", "true"], r"rate \('fast'\) must be a number and kbit"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(start_lab, arguments, words):
+    code, out, err = start_lab(*arguments).end()
+    assert code == 2 and out == "" and len(err.splitlines()) == 1
+    assert re.search(f"^lab_cluster: {words}", err)
+
+
+def test_the_first_failure_decides_the_code_and_the_others_are_killed_after_their_grace(start_lab):
+    script = "[ $JAX_PROCESS_ID = 1 ] && exit 7; sleep 100"
+    code, _, err = start_lab("--hosts=2", "--grace=1", "--", "sh", "-c", script).end(20)
+    assert code == 7
+    assert "host1: exit code 7" in err and "killing host0: still running after 1 s" in err
+    assert "host0: killed by SIGKILL" in err
+
+
+def test_timeout_kills_all(start_lab):
+    code, _, err = start_lab("--hosts=2", "--timeout=0.5", "--", "sleep", "100").end(20)
+    assert code == 124 and "killing all hosts: still running after --timeout=0.5 s" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_every_host_which_may_end_well(start_lab, number):
+    name = signal.Signals(number).name[3:]
+    lab = start_lab(
+        "--hosts=2", "--", "bash", "-c", f"trap 'echo saved; exit 0' {name}; echo up; while :; do sleep 0.05; done"
+    )
+    for _ in range(2):
+        lab.read_until("up")
+    lab.process.send_signal(number)
+    code, out, _ = lab.end(20)
+    assert code == 0 and out.count("saved") == 2
+
+
+def test_a_second_signal_kills(start_lab):
+    lab = start_lab("--hosts=2", "--", "bash", "-c", "trap '' INT; echo up; while :; do sleep 0.05; done")
+    for _ in range(2):
+        lab.read_until("up")
+    lab.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert lab.process.poll() is None
+    lab.process.send_signal(signal.SIGINT)
+    code, _, err = lab.end(20)
+    assert code == 128 + signal.SIGKILL and "host0: killed by SIGKILL" in err
+
+
+def test_a_killed_lab_takes_its_hosts_with_it_and_the_next_start_removes_the_rest(start_lab):
+    other = start_lab("--hosts=1", "--", "sh", "-c", "echo up; sleep 100")  # must not be touched
+    other.read_until("up")
+    lab = start_lab("--hosts=2", "--", "sh", "-c", "setsid sleep 100 & echo up; sleep 100")
+    for _ in range(2):
+        lab.read_until("up")
+    left = lab.names()
+    pids = [pid for name in left for pid in processes_in(name)]
+    lab.process.kill()
+    lab.end(20)
+    assert lab.names() == left and len(left) == 3  # two hosts and the switch
+    code, _, err = start_lab("--clean").end(20)
+    assert code == 0 and all(f"removed {name}, left by a lab that was killed" in err for name in left)
+    assert not lab.names() and len(other.names()) == 2
+    assert pids and all(start_ticks(pid) is None for pid in pids)
+    other.process.send_signal(signal.SIGTERM)
+    assert other.end(20)[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("how", ["killed", "unplugged"])
+def test_a_dead_host_ends_a_job_of_jax_and_is_named(start_lab, how):
+    lab = start_lab("--hosts=2", "--rate=200mbit", "--", sys.executable, str(_JAX_WORKER), "--lost_after=2")
+    lab.read_until(r"host1\] step 5$")
+    if how == "killed":
+        os.kill(lab.pid_of("h1"), signal.SIGKILL)
+    else:  # no goodbye from the kernel: only silence
+        [name] = [name for name in lab.names() if name.endswith("-h1")]
+        subprocess.run(["ip", "-n", name, "link", "set", "eth0", "down"], check=True)
+    code, _, err = lab.end(30)
+    assert re.search(
+        r"\[host0\] moe_jax: process 1 \(host1\) (died|is lost).*process 0 \(host0\) ends with exit code 4", err
+    )
+    assert "host0: exit code 4" in err
+    assert code == (128 + signal.SIGKILL if how == "killed" else 4)
