@@ -54,7 +54,9 @@ class MeshConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"MeshConfig.{name} ({getattr(self, name)}) must be at least 1")
         if self.expert < 1 and self.expert != -1:
-            raise UserError(f"MeshConfig.expert ({self.expert}) must be at least 1, or -1 for the devices that are left")
+            raise UserError(
+                f"MeshConfig.expert ({self.expert}) must be at least 1, or -1 for the devices that are left"
+            )
         if self.devices_per_node < 0:
             raise UserError(f"MeshConfig.devices_per_node ({self.devices_per_node}) must be 0 (one node) or positive")
 
@@ -145,16 +147,18 @@ def mesh_axes(config: MeshConfig, num_devices: int) -> tuple[dict[str, int], tup
         elif config.model <= inner:
             split = 1
         else:
-            split, remainder = divmod(config.model, inner)
-            if remainder or sizes[name] % split:
+            split = config.model // inner  # inner divides model: checked one axis further in
+            if sizes[name] % split:
                 raise UserError(
                     f"MeshConfig.model ({config.model}) does not cut the mesh of data ({config.data}) x expert "
                     f"({config.expert}) x expert_shard ({config.expert_shard}) = {num_devices} devices evenly; make "
                     "model and expert_shard powers of two"
                 )
         if config.model >= outer and config.model % outer:
+            product = " x ".join(AXES[AXES.index(name) :])
             raise UserError(
-                f"MeshConfig.model ({config.model}) must be a multiple or a divisor of expert_shard x expert = {outer}"
+                f"MeshConfig.model ({config.model}) must be a multiple or a divisor of {product} ({outer}); make "
+                "model, expert and expert_shard powers of two"
             )
         if split > 1:
             axes.append((f"{name}_mp", split))
