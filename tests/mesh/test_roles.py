@@ -1,0 +1,153 @@
+"""Which devices form which group: every factorisation of eight devices against the definition, and every refusal."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.mesh.roles import mesh_axes
+
+SIZES = [  # (data, expert, expert_shard, model): all powers of two on eight devices, model from 1 to 8
+    (data, expert, 8 // (data * expert), model)
+    for data, expert, model in itertools.product((1, 2, 4, 8), repeat=3)
+    if data * expert <= 8
+]
+
+
+def config_of(sizes):
+    data, expert, shard, model = sizes
+    return MeshConfig(data=data, expert=expert, expert_shard=shard, model=model)
+
+
+def groups(roles, axes):
+    """Return the device ids of each group that spans `axes`: [groups, members], members in the order of the axes."""
+    ids = np.vectorize(lambda device: device.id)(roles.mesh.devices)
+    names = roles.mesh.axis_names
+    inside = [names.index(axis) for axis in axes]
+    outside = [i for i in range(len(names)) if i not in inside]
+    return ids.transpose(outside + inside).reshape(-1, roles.size(axes))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_groups_follow_the_device_index(sizes):
+    """Device (d, e, s) has index (d EP + e) ESP + s; an MP group is a run of `model` indices."""
+    data, expert, shard, model = sizes
+    roles = build_mesh(config_of(sizes), jax.devices())
+    ids = np.arange(8).reshape(data, expert, shard)
+    np.testing.assert_array_equal(sorted(groups(roles, roles.data).tolist()), sorted(ids.reshape(data, -1).T.tolist()))
+    np.testing.assert_array_equal(groups(roles, roles.expert), ids.transpose(0, 2, 1).reshape(-1, expert))
+    np.testing.assert_array_equal(groups(roles, roles.expert_shard), ids.reshape(-1, shard))
+    np.testing.assert_array_equal(groups(roles, roles.model), np.arange(8).reshape(-1, model))
+    np.testing.assert_array_equal(groups(roles, roles.all), [np.arange(8)])
+    # dense data parallelism: the same place in every MP group
+    np.testing.assert_array_equal(groups(roles, roles.dense), np.arange(8).reshape(-1, model).T)
+    assert roles.num_devices == 8 and set(roles.dense) | set(roles.model) == set(roles.all)
+
+
+# (data, expert, expert_shard, model) -> axes with sizes, and the axes of the MP group
+NAMES = {
+    (2, 4, 1, 1): ({"data": 2, "expert": 4, "expert_shard": 1}, ()),
+    (1, 2, 4, 2): ({"data": 1, "expert": 2, "expert_shard": 2, "expert_shard_mp": 2}, ("expert_shard_mp",)),
+    (1, 2, 4, 4): ({"data": 1, "expert": 2, "expert_shard_mp": 4}, ("expert_shard_mp",)),
+    (1, 4, 2, 4): ({"data": 1, "expert": 2, "expert_mp": 2, "expert_shard_mp": 2}, ("expert_mp", "expert_shard_mp")),
+    (2, 4, 1, 4): ({"data": 2, "expert_mp": 4, "expert_shard": 1}, ("expert_mp",)),
+    (4, 2, 1, 4): ({"data": 2, "data_mp": 2, "expert_mp": 2, "expert_shard": 1}, ("data_mp", "expert_mp")),
+    (8, 1, 1, 2): ({"data": 4, "data_mp": 2, "expert": 1, "expert_shard": 1}, ("data_mp",)),
+}
+
+
+@pytest.mark.parametrize("sizes", NAMES, ids=str)
+def test_mesh_axes_names(sizes):
+    axes, model = mesh_axes(config_of(sizes), 8)
+    assert list(axes.items()) == list(NAMES[sizes][0].items()) and model == NAMES[sizes][1]
+
+
+def test_mesh_axes_three_devices_an_expert_shard():
+    """Six devices, three to an expert, two experts side by side in one MP group: no power of two is needed."""
+    axes, model = mesh_axes(MeshConfig(expert=2, expert_shard=3, model=6), 6)
+    assert list(axes.items()) == [("data", 1), ("expert_mp", 2), ("expert_shard_mp", 3)]
+    assert model == ("expert_mp", "expert_shard_mp")
+
+
+def test_roles_sharding():
+    roles = build_mesh(MeshConfig(data=2), jax.devices())
+    assert roles.config.expert == 4 and roles.config.devices_per_node == 8
+    x = jax.device_put(np.arange(16).reshape(2, 8), roles.sharding(None, roles.expert))
+    assert {shard.data.shape for shard in x.addressable_shards} == {(2, 2)}
+
+
+def test_resolve_takes_what_is_left():
+    config = MeshConfig(data=2, expert_shard=2, devices_per_node=4).resolve(16)
+    assert (config.expert, config.devices_per_node) == (4, 4)
+    assert MeshConfig(expert=4).resolve(4).expert == 4
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"data": 0}, r"MeshConfig.data \(0\) must be at least 1"),
+        ({"expert_shard": -2}, r"MeshConfig.expert_shard \(-2\) must be at least 1"),
+        ({"model": 0}, r"MeshConfig.model \(0\) must be at least 1"),
+        ({"expert": 0}, r"MeshConfig.expert \(0\) must be at least 1, or -1 for the devices left over"),
+        ({"expert": -3}, r"MeshConfig.expert \(-3\) must be at least 1, or -1"),
+        ({"devices_per_node": -1}, r"MeshConfig.devices_per_node \(-1\) must be 0 \(one node\) or positive"),
+    ],
+)
+def test_mesh_config_errors(fields, message):
+    with pytest.raises(UserError, match=message):
+        MeshConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, devices, message",
+    [
+        (
+            {"data": 3},
+            8,
+            r"8 devices cannot be split into MeshConfig.data \(3\) x expert_shard \(1\) = 3 groups; choose sizes whose "
+            r"product divides 8",
+        ),
+        (
+            {"data": 2, "expert": 2, "expert_shard": 4},
+            8,
+            r"MeshConfig.data \(2\) x expert \(2\) x expert_shard \(4\) = 16, but there are 8 devices; change one of "
+            r"the sizes, or run on 16 devices \(--host_devices=16 on a CPU\)",
+        ),
+        ({"model": 3}, 8, r"MeshConfig.model \(3\) must divide the 8 devices; set it to a divisor"),
+        ({"model": 16}, 8, r"MeshConfig.model \(16\) must divide the 8 devices"),
+        (
+            {"devices_per_node": 3},
+            8,
+            r"MeshConfig.devices_per_node \(3\) must divide the 8 devices; set it to a divisor",
+        ),
+        (
+            {"expert": 2, "expert_shard": 3, "model": 2},
+            6,
+            r"MeshConfig.model \(2\) does not cut the mesh of data \(1\) x expert \(2\) x expert_shard \(3\) = 6 "
+            r"devices evenly; make model and expert_shard powers of two",
+        ),
+        (
+            {"expert": 3, "expert_shard": 2, "model": 3},
+            6,
+            r"MeshConfig.model \(3\) must be a multiple or a divisor of expert_shard \(2\); make model, expert and "
+            r"expert_shard powers of two",
+        ),
+        (
+            {"data": 3, "expert": 2, "expert_shard": 2, "model": 6},
+            12,
+            r"MeshConfig.model \(6\) must be a multiple or a divisor of expert x expert_shard \(4\)",
+        ),
+    ],
+)
+def test_mesh_errors(fields, devices, message):
+    config = MeshConfig(**fields)
+    with pytest.raises(UserError, match=message):
+        mesh_axes(config.resolve(devices), devices)
+
+
+def test_build_mesh_refuses_as_resolve_does():
+    with pytest.raises(UserError, match="but there are 8 devices"):
+        build_mesh(MeshConfig(expert=16), jax.devices())
