@@ -91,7 +91,7 @@ def test_resolve_takes_what_is_left():
         ({"data": 0}, r"MeshConfig.data \(0\) must be at least 1"),
         ({"expert_shard": -2}, r"MeshConfig.expert_shard \(-2\) must be at least 1"),
         ({"model": 0}, r"MeshConfig.model \(0\) must be at least 1"),
-        ({"expert": 0}, r"MeshConfig.expert \(0\) must be at least 1, or -1 for the devices left over"),
+        ({"expert": 0}, r"MeshConfig.expert \(0\) must be at least 1, or -1 for the devices that are left"),
         ({"expert": -3}, r"MeshConfig.expert \(-3\) must be at least 1, or -1"),
         ({"devices_per_node": -1}, r"MeshConfig.devices_per_node \(-1\) must be 0 \(one node\) or positive"),
     ],
