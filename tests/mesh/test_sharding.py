@@ -1,0 +1,172 @@
+"""Where every leaf lies, and the one all-gather that brings split leaves together."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.collectives.varying import cast_varying
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.mesh.sharding import dense_specs, divisible_dim, expert_specs, gather_tree, spec_of
+
+
+def roles_of(**sizes):
+    return build_mesh(MeshConfig(**sizes), jax.devices())
+
+
+@pytest.mark.parametrize(
+    "shape, parts, taken, expected",
+    [
+        ((8, 16), 4, None, 1),  # the largest
+        ((16, 8), 4, None, 0),
+        ((8, 8), 4, None, 1),  # the last among equals
+        ((16, 6), 4, None, 0),  # 4 does not divide 6
+        ((12, 16), 4, 1, 0),  # dim 1 is taken
+        ((16,), 4, 0, None),
+        ((6, 10), 4, None, None),
+        ((), 4, None, None),
+        ((16, 16), 1, None, None),  # nothing to split
+    ],
+)
+def test_divisible_dim(shape, parts, taken, expected):
+    assert divisible_dim(shape, parts, taken) == expected
+
+
+def test_spec_of():
+    assert spec_of(3, {0: ("expert",), 2: ("a", "b"), None: ("data",)}) == P("expert", None, ("a", "b"))
+    assert spec_of(2, {0: ()}) == P(None, None)
+
+
+# Leaves: `matrix` stacked over three layers, with its last dim split by the MP group; `vector` has five elements, which
+# no device count divides; `table` stands alone.
+SHAPES = {"matrix": (3, 16, 24), "table": (40, 8), "vector": (3, 5)}
+MODEL_DIMS = {"matrix": 1, "table": -1, "vector": -1}
+STACKED = {"matrix": True, "table": False, "vector": True}
+
+
+def test_dense_specs_stages():
+    """Eight data-parallel devices: the layer dim is never split, 24 > 16 and 40 > 8 are, five elements stay whole."""
+    roles = roles_of(data=2)
+    whole = {"matrix": P(None, None, None), "table": P(None, None), "vector": P(None, None)}
+    split = {"matrix": P(None, None, roles.dense), "table": P(roles.dense, None), "vector": P(None, None)}
+    nothing, gathered = {"matrix": -1, "table": -1, "vector": -1}, {"matrix": 1, "table": 0, "vector": -1}
+    assert dense_specs(SHAPES, MODEL_DIMS, STACKED, roles, 0) == (whole, whole, nothing)
+    assert dense_specs(SHAPES, MODEL_DIMS, STACKED, roles, 1) == (whole, split, nothing)
+    assert dense_specs(SHAPES, MODEL_DIMS, STACKED, roles, 3) == (split, split, gathered)
+
+
+def test_dense_specs_with_model_parallelism():
+    """Two MP devices take the last dim of `matrix`, so that the four data-parallel ones take the other."""
+    roles = roles_of(model=2)
+    assert roles.model == ("expert_mp",) and roles.size(roles.dense) == 4
+    params, state, gather = dense_specs(SHAPES, MODEL_DIMS, STACKED, roles, 3)
+    assert params == {
+        "matrix": P(None, roles.dense, "expert_mp"),
+        "table": P(roles.dense, None),
+        "vector": P(None, None),
+    }
+    assert state == params and gather == {"matrix": 0, "table": 0, "vector": -1}
+    params, state, gather = dense_specs(SHAPES, MODEL_DIMS, STACKED, roles, 1)
+    assert params["matrix"] == P(None, None, "expert_mp") and state["matrix"] == matrix
+
+
+def test_dense_specs_one_device():
+    roles = build_mesh(MeshConfig(), jax.devices()[:1])
+    params, state, gather = dense_specs(SHAPES, MODEL_DIMS, STACKED, roles, 3)
+    assert params == state == {"matrix": P(None, None, None), "table": P(None, None), "vector": P(None, None)}
+    assert set(gather.values()) == {-1}
+
+
+BANK = {"w_in": (16, 8, 12), "w_out": (16, 12, 8)}  # [D S, M, F] and [D S, F, M] with F = 12
+
+
+def bank(hidden):
+    """Return the specs of a bank whose hidden dim lies over `hidden`."""
+    return {"w_in": P("expert", None, hidden), "w_out": P("expert", hidden, None)}
+
+
+def test_expert_specs_stages():
+    """Two replicas of four expert-parallel devices: from stage 1 on the optimizer state is split over `data`."""
+    roles = roles_of(data=2)
+    flat, split = bank(None), bank("data")
+    assert expert_specs(BANK, roles, 0, None) == (flat, flat, flat)
+    assert expert_specs(BANK, roles, 1, None) == (flat, flat, split)
+    assert expert_specs(BANK, roles, 3, None) == (flat, flat, split)
+
+
+def test_expert_specs_of_dp():
+    """Under `dp` the experts' own stage counts: 1 splits the state, 2 the gradients too, 3 the parameters too."""
+    roles = roles_of(data=4, expert_shard=2)  # F = 12 = 2 * 6: not over eight devices
+    shards = bank("expert_shard")
+    assert expert_specs(BANK, roles, 3, 3) == (shards, shards, shards)
+    roles = roles_of(data=2, expert=4)
+    flat, split = bank(None), bank("data")
+    assert expert_specs(BANK, roles, 3, 0) == (flat, flat, flat)
+    assert expert_specs(BANK, roles, 0, 1) == (flat, flat, split)
+    assert expert_specs(BANK, roles, 0, 2) == (flat, split, split)
+    assert expert_specs(BANK, roles, 0, 3) == (split, split, split)
+
+
+def test_expert_specs_with_expert_shards():
+    """F is split over the expert shards first, and each shard's part over `data`."""
+    roles = roles_of(data=2, expert_shard=2)
+    _, _, state = expert_specs(BANK, roles, 1, None)
+    assert state == bank(("expert_shard", "data"))
+
+
+TREE = {  # leaf -> (global shape, dim that is split over the eight devices or -1)
+    "columns": ((3, 16), 1),
+    "cube": ((2, 8, 3), 1),
+    "rows": ((24, 2), 0),
+    "whole": ((5,), -1),
+}
+
+
+def gathering(dtypes):
+    """Return (jitted value and gradient of a weighted sum of the gathered tree, tree, weights [8, ...], roles)."""
+    roles = roles_of(data=2)
+    rng = np.random.default_rng(0)
+    tree = {name: jnp.asarray(rng.normal(size=shape), dtypes[name]) for name, (shape, _) in TREE.items()}
+    weights = {name: rng.normal(size=(8, *shape)).astype(dtypes[name]) for name, (shape, _) in TREE.items()}
+    dims = {name: dim for name, (_, dim) in TREE.items()}
+    specs = {name: spec_of(len(shape), {dim: roles.dense}) for name, (shape, dim) in TREE.items()}
+
+    def body(shards, weights):
+        full = gather_tree(shards, dims, roles.dense, 8)
+        total = sum(jnp.sum(full[name] * weights[name][0]).astype(jnp.float32) for name in TREE)
+        return jax.lax.psum(total, roles.dense), jax.tree.map(lambda a: cast_varying(a, roles.dense)[None], full)
+
+    sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=(specs, P(roles.dense)), out_specs=(P(), P(roles.dense)))
+    step = jax.jit(jax.value_and_grad(sharded, has_aux=True))
+    placed = {name: jax.device_put(tree[name], roles.sharding(*specs[name])) for name in TREE}
+    return step, placed, tree, weights
+
+
+def test_gather_tree():
+    """Every device gets every leaf to the bit; a leaf's gradient is the sum over devices, on the device of its part."""
+    step, placed, tree, weights = gathering(dict.fromkeys(TREE, jnp.float32))
+    (_, full), grads = step(placed, weights)
+    for name in TREE:
+        np.testing.assert_array_equal(full[name], np.broadcast_to(tree[name], (8, *tree[name].shape)))
+        np.testing.assert_allclose(grads[name], weights[name].sum(axis=0), rtol=0, atol=1e-5)  # sums of eight
+        assert grads[name].sharding.is_equivalent_to(placed[name].sharding, grads[name].ndim)
+
+
+def test_gather_tree_moves_once():
+    """One all-gather forward; backward one reduce-scatter, and one all-reduce for all leaves that are whole."""
+    step, placed, _, weights = gathering(dict.fromkeys(TREE, jnp.float32))
+    text = step.lower(placed, weights).as_text()
+    counts = [text.count(f"stablehlo.{name}") for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")]
+    assert counts == [1, 1, 2, 0]  # the second all-reduce sums the loss
+
+
+def test_gather_tree_keeps_dtypes():
+    """Leaves of two dtypes travel apart, each unrounded."""
+    dtypes = {"columns": jnp.float32, "cube": jnp.bfloat16, "rows": jnp.bfloat16, "whole": jnp.float32}
+    step, placed, tree, weights = gathering(dtypes)
+    (_, full), grads = step(placed, weights)
+    for name, dtype in dtypes.items():
+        assert full[name].dtype == grads[name].dtype == dtype
+        np.testing.assert_array_equal(full[name][5], tree[name])
+    assert step.lower(placed, weights).as_text().count("stablehlo.all_gather") == 2
