@@ -45,7 +45,8 @@ class HostsConfig:
       start_timeout_seconds: how long to wait for the other processes.
       lost_after_seconds: silence after which a process counts as lost; one that is killed is noticed at once.
       stall_after_seconds: time without a step after which a process ends the job; 0 = never.
-      shutdown_timeout_seconds: how long the end may wait for the other processes.
+      shutdown_timeout_seconds: how long the end may wait for the other processes, of which one may still draw plots; one
+        that dies meanwhile ends the wait.
     """
 
     coordinator: str | None = None
@@ -54,7 +55,7 @@ class HostsConfig:
     start_timeout_seconds: int = 300
     lost_after_seconds: float = 30.0
     stall_after_seconds: float = 0.0
-    shutdown_timeout_seconds: int = 60
+    shutdown_timeout_seconds: int = 1800
 
     def __post_init__(self):
         if self.coordinator is not None:
