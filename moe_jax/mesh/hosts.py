@@ -45,8 +45,8 @@ class HostsConfig:
       start_timeout_seconds: how long to wait for the other processes.
       lost_after_seconds: silence after which a process counts as lost; one that is killed is noticed at once.
       stall_after_seconds: time without a step after which a process ends the job; 0 = never.
-      shutdown_timeout_seconds: how long the end may wait for the other processes, of which one may still draw plots; one
-        that dies meanwhile ends the wait.
+      shutdown_timeout_seconds: how long the end may wait for the other processes, one of which may still draw plots;
+        if one dies meanwhile, that ends the wait.
     """
 
     coordinator: str | None = None
