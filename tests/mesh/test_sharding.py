@@ -61,12 +61,9 @@ def test_dense_specs_with_model_parallelism():
     roles = roles_of(model=2)
     assert roles.model == ("expert_mp",) and roles.size(roles.dense) == 4
     params, state, gather = dense_specs(SHAPES, MODEL_DIMS, STACKED, roles, 3)
-    assert params == {
-        "matrix": P(None, roles.dense, "expert_mp"),
-        "table": P(roles.dense, None),
-        "vector": P(None, None),
-    }
-    assert state == params and gather == {"matrix": 0, "table": 0, "vector": -1}
+    matrix = P(None, roles.dense, "expert_mp")
+    assert params == state == {"matrix": matrix, "table": P(roles.dense, None), "vector": P(None, None)}
+    assert gather == {"matrix": 0, "table": 0, "vector": -1}
     params, state, gather = dense_specs(SHAPES, MODEL_DIMS, STACKED, roles, 1)
     assert params["matrix"] == P(None, None, "expert_mp") and state["matrix"] == matrix
 

@@ -1,0 +1,228 @@
+"""Plain expert parallelism: the same numbers for every bucket size, in the passes and the bytes that were promised.
+
+Tokens, weights, cotangents and experts lie on grids of 2^-4, so that every sum in float64 is exact and results are
+compared to the bit. The expert with id e multiplies its rows by scale[e].
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.dispatch import Choice
+from moe_jax.dispatch.tables import Tables, even_tables
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.schedules import LayerSizes, build_schedule, register, schedules
+
+TOKENS, TOP_K, EXPERTS, DIM = 16, 2, 8, 5  # tokens of one device
+DEVICES = 4
+
+
+def roles_of(**sizes):
+    return build_mesh(MeshConfig(**sizes), jax.devices()[:DEVICES])
+
+
+def sizes_of(roles, slack=1.5, capacity=None):
+    groups = EXPERTS // roles.size(roles.expert)
+    return LayerSizes(
+        tokens=TOKENS, top_k=TOP_K, num_experts=EXPERTS, groups=groups, capacity=capacity, bucket_slack=slack
+    )
+
+
+def grid(rng, shape):
+    return rng.integers(-16, 17, shape) / 16
+
+
+def draw(skew):
+    """Return x [N, M], scale [E], ids [N, K], weights [N, K], kept [N, K], cotangent [N, M] of all devices."""
+    rng = np.random.default_rng(0)
+    total = DEVICES * TOKENS
+    ids = np.argsort(rng.random((total, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
+    kept = np.ones(ids.shape, bool)
+    if skew == "all_to_one":  # both choices of every token on device 2
+        ids[:] = [4, 5]
+    elif skew == "one_source":  # those of device 3's tokens alone
+        ids[3 * TOKENS :] = [5, 4]
+    elif skew == "none":
+        kept[:] = False
+    elif skew == "some":
+        kept = rng.random(ids.shape) < 0.5
+    return grid(rng, (total, DIM)), grid(rng, (EXPERTS,)), ids, grid(rng, ids.shape), kept, grid(rng, (total, DIM))
+
+
+@functools.cache
+def make_step(roles, name, sizes):
+    """Return step and forward, jitted, of the schedule `name`.
+
+    step(x, scale, ids, weights, kept, cotangent) -> (gradients of x, scale and weights, (y, passes)); forward takes the
+    same and returns (y, passes).
+    """
+    schedule = build_schedule(name, roles, sizes)
+    tables = even_tables(1, EXPERTS, roles.size(roles.expert))
+
+    def body(x, scale, ids, weights, kept, token_ids, device_of, group_of, slots):
+        def gate(x, token_ids):
+            return Choice(expert_ids=ids, weights=weights, kept=kept), {"tokens": x.shape[0]}
+
+        def experts(rows, group_sizes):
+            row = jnp.arange(rows.shape[0])
+            group = jnp.searchsorted(jnp.cumsum(group_sizes), row, side="right")
+            return rows * jnp.take(scale, group, mode="fill", fill_value=0)[:, None]
+
+        layer = Tables(device_of=device_of[0], group_of=group_of[0], slots=slots[0, 0])
+        y, stats, passes = schedule(x, token_ids, gate, experts, layer)
+        assert stats == {"tokens": TOKENS}
+        return y, passes
+
+    rows, by_expert = P(roles.dense), P(roles.expert)
+    in_specs = (rows, by_expert, rows, rows, rows, rows, P(), P(), by_expert)
+    sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=(rows, P()))
+
+    def loss(x, scale, ids, weights, kept, cotangent):
+        token_ids = jnp.arange(x.shape[0], dtype=jnp.int32)
+        y, passes = sharded(x, scale, ids, weights, kept, token_ids, tables.device_of, tables.group_of, tables.slots)
+        return jnp.sum(y * cotangent), (y, passes)
+
+    return jax.jit(jax.grad(loss, (0, 1, 3), has_aux=True)), jax.jit(lambda *arguments: loss(*arguments)[1])
+
+
+def naive(x, scale, ids, weights, kept, cotangent):
+    """Return y and the gradients of x, scale and weights, token after token."""
+    y, d_x, d_scale, d_weights = np.zeros_like(x), np.zeros_like(x), np.zeros_like(scale), np.zeros_like(weights)
+    for t in range(len(x)):
+        for k in range(TOP_K):
+            if kept[t, k]:
+                e = ids[t, k]
+                y[t] += weights[t, k] * scale[e] * x[t]
+                d_x[t] += weights[t, k] * scale[e] * cotangent[t]
+                d_scale[e] += weights[t, k] * np.dot(cotangent[t], x[t])
+                d_weights[t, k] = scale[e] * np.dot(cotangent[t], x[t])
+    return y, d_x, d_scale, d_weights
+
+
+def fullest_bucket(ids, kept, groups):
+    """Return the most rows that any source sends to any destination."""
+    most = 0
+    for source in range(DEVICES):
+        mine = slice(source * TOKENS, (source + 1) * TOKENS)
+        destinations = (ids[mine] // groups)[kept[mine]]
+        most = max(most, *np.bincount(destinations, minlength=DEVICES))
+    return most
+
+
+# K t / D = 8 rows are the mean of a bucket, 32 the worst case; slack 0.5 and 1 give 8 rows (rounded up), 2 gives 16,
+# 3 gives 24, 4 gives 32 and a program without a branch.
+ROWS_OF_SLACK = {0.5: 8, 2: 16, 3: 24, 4: 32}
+
+
+@pytest.mark.parametrize("skew", ["even", "all_to_one", "one_source", "some", "none"])
+@pytest.mark.parametrize("slack", ROWS_OF_SLACK)
+def test_deepspeed_any_bucket(slack, skew):
+    """Loss and gradients do not know the bucket's size; the passes are those of the fullest bucket on any device."""
+    with jax.enable_x64(True):
+        roles = roles_of()
+        sizes = sizes_of(roles, slack)
+        assert sizes.bucket_rows(DEVICES) == ROWS_OF_SLACK[slack]
+        drawn = draw(skew)
+        grads, (y, passes) = make_step(roles, "deepspeed", sizes)[0](*drawn)
+    for mine, wanted in zip((y, *grads), naive(*drawn), strict=True):
+        assert mine.dtype == np.float64
+        np.testing.assert_array_equal(mine, wanted)
+    fullest = fullest_bucket(drawn[2], drawn[4], sizes.groups)
+    assert passes == max(1, -(-fullest // ROWS_OF_SLACK[slack]))
+    assert passes <= -(-sizes.worst_rows() // ROWS_OF_SLACK[slack])
+    if skew in ("all_to_one", "one_source"):
+        assert fullest == sizes.worst_rows() == 32
+
+
+def all_to_alls(text):
+    """Return the byte counts of the all-to-alls in a lowered program, sorted: what one device hands in."""
+    found = re.findall(r"stablehlo\.all_to_all.*?: \(tensor<([0-9x]+)x([a-z]+)([0-9]+)>\)", text, re.DOTALL)
+    assert len(found) == text.count("stablehlo.all_to_all")
+    return sorted(int(np.prod([int(size) for size in shape.split("x")])) * int(bits) // 8 for shape, _, bits in found)
+
+
+@pytest.mark.parametrize("slack, places", [(4, 1), (0.5, 2)])
+def test_deepspeed_bytes(slack, places):
+    """A pass hands D C rows of M elements to the all-to-all, out and back, and D G counts of four bytes.
+
+    With one pass at most it stands once in the program; else pass 0 stands apart, and the loop over the others again.
+    """
+    roles = roles_of()
+    sizes = sizes_of(roles, slack)
+    step, forward = make_step(roles, "deepspeed", sizes)
+    arguments = [jax.ShapeDtypeStruct(a.shape, jnp.float32 if a.dtype == float else a.dtype) for a in draw("even")]
+    rows = DEVICES * ROWS_OF_SLACK[slack] * DIM * 4
+    counts = DEVICES * sizes.groups * 4
+    assert all_to_alls(forward.lower(*arguments).as_text()) == [counts] * places + [rows] * 2 * places
+    if places == 1:  # the backward sends the rows' gradients out and back again, and no counts
+        assert all_to_alls(step.lower(*arguments).as_text()) == [counts] + [rows] * 4
+
+
+def test_dp_moves_no_rows():
+    """Experts on every device: nothing is exchanged, and the numbers are those of the exchange."""
+    with jax.enable_x64(True):
+        roles = roles_of(data=DEVICES, expert=1)
+        drawn = draw("some")
+        step, forward = make_step(roles, "dp", sizes_of(roles))
+        text = forward.lower(*drawn).as_text()
+        assert not re.findall(r"stablehlo\.(all_to_all|all_gather|collective_permute|reduce_scatter)", text)
+        grads, (y, passes) = step(*drawn)
+    for mine, wanted in zip((y, *grads), naive(*drawn), strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+    assert passes == 1
+
+
+@pytest.mark.parametrize(
+    "tokens, top_k, groups, capacity, slack, destinations, rows, worst",
+    [
+        (64, 2, 2, None, 1.5, 8, 24, 128),  # 1.5 * 2 * 64 / 8
+        (64, 2, 2, None, 1.0, 3, 48, 128),  # ceil(42.67) = 43, rounded up to 8
+        (64, 2, 1, None, 1.5, 2, 64, 64),  # 96, but one expert meets each token once
+        (64, 2, 8, None, 1.5, 1, 128, 128),  # one destination gets everything
+        (64, 2, 2, 10, 1.5, 8, 20, 128),  # two experts with ten slots each
+        (8, 1, 4, 10, 1.5, 8, 8, 8),  # never more than there are
+    ],
+)
+def test_bucket_rows(tokens, top_k, groups, capacity, slack, destinations, rows, worst):
+    sizes = LayerSizes(
+        tokens=tokens,
+        top_k=top_k,
+        num_experts=groups * destinations,
+        groups=groups,
+        capacity=capacity,
+        bucket_slack=slack,
+    )
+    assert (sizes.bucket_rows(destinations), sizes.worst_rows()) == (rows, worst)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (
+            {"expert": 4},
+            r"MoEConfig.schedule \('dp'\) needs MeshConfig.expert = 1, not 4: every device computes all experts; set "
+            r"MeshConfig.expert = 1 and MeshConfig.data = 4",
+        ),
+        ({"data": 2, "expert": 1, "expert_shard": 2}, r"needs MeshConfig.expert_shard = 1, not 2"),
+        ({"data": 4, "expert": 1, "model": 2}, r"needs MeshConfig.model = 1, not 2"),
+    ],
+)
+def test_dp_errors(sizes, message):
+    roles = roles_of(**sizes)
+    with pytest.raises(UserError, match=message):
+        build_schedule("dp", roles, sizes_of(roles))
+
+
+def test_registry():
+    assert {"deepspeed", "dp"} <= set(schedules())
+    roles = roles_of()
+    with pytest.raises(UserError, match=r"MoEConfig.schedule \('magic'\) is unknown; choose one of deepspeed, dp"):
+        build_schedule("magic", roles, sizes_of(roles))
+    with pytest.raises(AssertionError, match="'dp' is registered twice"):
+        register("dp")(lambda roles, sizes: None)
