@@ -4,7 +4,8 @@ Enters: one leaf of the bank, [D S, ...] over the expert axis, and the home of e
 [L, E, ...], the expert dim over that axis; and the way back. Both run on the devices, layer by layer, so that no device
 ever holds more than one layer's experts beside its own part. Where every expert's home is the device that stores it in
 the file (plain expert parallelism), nothing moves between devices. Values are copied, never computed with.
-Letters: L layers, E experts, e of one device in the file, D devices of an expert-parallel group, S bank rows of a device.
+Letters: L layers, E experts, e of them on one device in the file, D devices of an expert-parallel group, S bank rows of
+a device.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class FileOrder:
         devices, (_, experts) = group_size(leaf.sharding), self.home.shape
         assert experts % devices == 0 and leaf.shape[0] % devices == 0, (self.home.shape, leaf.shape, devices)
         assert self.home.max() < devices and self.rows.max() < leaf.shape[0] // devices, "homes of another mesh"
-        return not np.array_equal(self.home, np.broadcast_to(np.arange(experts) // (experts // devices), self.home.shape))
+        return not np.all(self.home == np.arange(experts) // (experts // devices))
 
 
 def bank_axes(sharding: NamedSharding) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class Checkpointer:
 
     Args:
       folder: holds the checkpoints; made by the first save.
-      keep: newest finished checkpoints that stay, at least 1. A finished one is deleted only after a newer one finished.
+      keep: newest finished checkpoints that stay, at least 1; one is deleted only after a newer one has finished.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int):
@@ -231,7 +231,7 @@ class Checkpointer:
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     def _sweep_unfinished(self) -> None:
-        """Delete what a killed run or a failed save left; only writers do this, a reader may be beside a running job."""
+        """Delete what a killed run or a failed save left; for writers only: a reader may stand beside a running job."""
         if jax.process_index() == 0 and self.folder.is_dir():
             for name in os.listdir(self.folder):
                 if _UNFINISHED.fullmatch(name):
@@ -263,7 +263,9 @@ class Checkpointer:
     def _unwritten(self, step: int, cause: str, remedy: str) -> UserError:
         steps = self.steps()
         kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
-        return UserError(f"cannot write {self._path(step)} ({cause}); {remedy}, then give the same command again; {kept}")
+        return UserError(
+            f"cannot write {self._path(step)} ({cause}); {remedy}, then give the same command again; {kept}"
+        )
 
     def _check_space(self, step: int, state) -> None:
         """Refuse a save that cannot fit before anything is written; what a quota hides, the writer finds out."""
@@ -282,7 +284,9 @@ class Checkpointer:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             if step not in self.steps():
-                raise UserError(f"{self.folder} has no finished checkpoint of step {step}, only {self.steps()}") from error
+                raise UserError(
+                    f"{self.folder} has no finished checkpoint of step {step}, only {self.steps()}"
+                ) from error
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
                 f"cannot read checkpoint {self._path(step)} ({line[:200]}); move it away to go on from an earlier one"

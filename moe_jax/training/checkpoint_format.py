@@ -58,8 +58,8 @@ def check_same_leaves(path, stored: dict[str, Any], needed: dict[str, Any]) -> N
     more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
     raise UserError(
         f"checkpoint {path} is not of this model: {name} is {_described(stored, name)} in the checkpoint and "
-        f"{_described(needed, name)} in this run{more}; use the model, optimizer and tokenizer that it was trained with, "
-        f"or another --workdir"
+        f"{_described(needed, name)} in this run{more}; use the model, optimizer and tokenizer that it was trained "
+        f"with, or another --workdir"
     )
 
 

@@ -103,9 +103,7 @@ def main():
     flags = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
-    config = HostsConfig(
-        coordinator=flags.coordinator, num_processes=flags.num_processes, process_id=flags.process_id
-    )
+    config = HostsConfig(coordinator=flags.coordinator, num_processes=flags.num_processes, process_id=flags.process_id)
 
     def untimed(name):
         raise AssertionError(f"a barrier without a time limit: {name}")

@@ -25,7 +25,7 @@ from moe_jax.training.checkpoint import Checkpointer
 HELPER = Path(__file__).with_name("checkpoint_states.py")
 states = types.SimpleNamespace(**runpy.run_path(str(HELPER)))
 
-# Of the reads or writes that fail together orbax awaits the first; the others report to an event loop that is gone then.
+# Of reads or writes that fail together orbax awaits the first; the others report to an event loop that is gone by then.
 others_fail_too = pytest.mark.filterwarnings(
     "ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning"
 )
@@ -262,8 +262,16 @@ QUOTED = "RESOURCE_EXHAUSTED: Failed to write 29 bytes to file 4: No space left 
 @pytest.mark.parametrize(
     "error, kind, message",
     [
-        (OSError(errno.ENOSPC, "No space left on device"), UserError, r"\(No space left on device\); free space on its"),
-        (ValueError(QUOTED), UserError, r"00000002 \(No space left on device\); free .*; the checkpoint of step 1 is kept"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            UserError,
+            r"\(No space left on device\); free space on its",
+        ),
+        (
+            ValueError(QUOTED),
+            UserError,
+            r"00000002 \(No space left on device\); free .*; the checkpoint of step 1 is kept",
+        ),
         (TimeoutError("async_write_complete"), HostLostError, "did not come to save step 2 within its time limit"),
         (RuntimeError("a bug"), RuntimeError, "a bug"),
     ],
@@ -296,9 +304,9 @@ def refusal(saved, abstract_tree):
 
 def test_restore_refuses_another_model(saved, here):
     assert refusal(saved, states.abstract(1, 8, hidden_dim=64)) == (
-        f"checkpoint {saved}/00000001 is not of this model: opt_state/1/0/mu/bank/w_in is float32 [2, 8, 16, 32] in the "
-        "checkpoint and float32 [2, 8, 16, 64] in this run (and 5 more leaves differ); use the model, optimizer and "
-        "tokenizer that it was trained with, or another --workdir"
+        f"checkpoint {saved}/00000001 is not of this model: opt_state/1/0/mu/bank/w_in is float32 [2, 8, 16, 32] in "
+        "the checkpoint and float32 [2, 8, 16, 64] in this run (and 5 more leaves differ); use the model, optimizer "
+        "and tokenizer that it was trained with, or another --workdir"
     )
     wanted = "mu/bank/w_gate is absent in the checkpoint and float32 [2, 8, 16, 32] in this run"
     assert wanted in refusal(saved, states.abstract(1, 8, activation="swiglu"))
@@ -321,7 +329,9 @@ def test_restore_refuses_another_dtype(saved, here):
 def test_restore_refuses_a_leaf_that_this_run_lacks(saved, here):
     dense = {name: leaf for name, leaf in here["params"]["dense"].items() if name != "embedding"}
     other = {**here, "params": {**here["params"], "dense": dense}}
-    assert re.search(r"params/dense/embedding/\w+ is float32 .* in the checkpoint and absent in this run", refusal(saved, other))
+    assert re.search(
+        r"params/dense/embedding/\w+ is float32 .* in the checkpoint and absent in this run", refusal(saved, other)
+    )
 
 
 @others_fail_too

@@ -1,0 +1,314 @@
+"""Kill a training run again and again (SIGKILL), resume it each time, and compare its end with a run left in peace.
+
+    python scripts/kill_test.py --times=20 [--seed=0]
+
+Each kill is one of three kinds, drawn in random order: while a checkpoint is being written (its unfinished folder is
+seen, then up to 120 ms pass), while training (some steps later), or while the program starts. After each one, every
+finished checkpoint must be readable, the newest must still be there, and the next start must resume at it. In the end
+parameters and optimizer state must equal those of the undisturbed run bit for bit, and metrics.jsonl must hold each
+step once, with the same losses. The answer is yes or no; there is no tolerance. Prints a table, then one JSON line;
+exits 0 only if all of this holds. A kill costs one start of the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np  # noqa: E402
+
+from moe_jax.observe import RunFolder, environment_record, read_metrics  # noqa: E402
+from moe_jax.training.checkpoint import Checkpointer  # noqa: E402
+
+KINDS = ("saving", "training", "starting")
+SAVE_EVERY = 3
+TIMEOUT_SECONDS = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """What one kill met.
+
+    Attributes:
+      kind: of `KINDS`.
+      seconds: life of the process.
+      resumed_at: step of the checkpoint that it started from, None if it did not come so far or there was none.
+      reached: steps in metrics.jsonl when it died.
+      kept: step of the newest finished checkpoint after its death, None without one.
+      unfinished: folders of unfinished checkpoints that it left.
+    """
+
+    kind: str
+    seconds: float
+    resumed_at: int | None
+    reached: int
+    kept: int | None
+    unfinished: int
+
+
+class Run:
+    """One work folder and the command that trains in it."""
+
+    def __init__(self, base: pathlib.Path, name: str, options: argparse.Namespace, steps: int):
+        self.folder = RunFolder(base / name)
+        self.log = base / f"{name}.log"
+        self.checkpoints = Checkpointer(self.folder.checkpoints, keep=3)
+        bindings = [
+            f"train.steps = {steps}", f"train.checkpoint_every = {SAVE_EVERY}", "train.keep_checkpoints = 3",
+            "train.batch_size = 8", "train.warmup_steps = 5", "train.evaluate_windows = 8", "train.loads_every = 5",
+            f"DataConfig.path = '{base / 'text.txt'}'", f"DataConfig.cache_dir = '{base / 'cache'}'",
+            "DataConfig.sequence_length = 16", "DataConfig.held_out_fraction = 0.1",
+            "ModelConfig.layers = 2", "ModelConfig.model_dim = 32", "ModelConfig.heads = 2",
+            "ModelConfig.hidden_dim = 64", "MoEConfig.num_experts = 8", *options.gin_bindings,
+        ]  # fmt: skip
+        self.command = [sys.executable, "-m", "moe_jax.train", f"--workdir={self.folder.path}"]
+        self.command += [f"--host_devices={options.host_devices}"]
+        self.command += [f"--gin_file={name}" for name in options.gin_file]
+        self.command += [f"--gin_bindings={binding}" for binding in bindings]
+
+    def start(self) -> subprocess.Popen:
+        """Start the command; its output goes to a log that begins anew."""
+        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        with open(self.log, "wb") as log:
+            return subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=REPOSITORY)
+
+    def finish(self) -> float:
+        """Run the command to its end; return the seconds until the first step's metrics were there."""
+        began, before = time.monotonic(), self.steps_done()
+        process, first = self.start(), None
+        while process.poll() is None:
+            if first is None and self.steps_done() > before:
+                first = time.monotonic() - began
+            if time.monotonic() - began > TIMEOUT_SECONDS:
+                process.kill()
+            time.sleep(0.05)
+        if process.returncode != 0:
+            raise SystemExit(f"{' '.join(self.command)}\nexited with {process.returncode}:\n{self.log.read_text()}")
+        return first if first is not None else time.monotonic() - began
+
+    def steps_done(self) -> int:
+        """Return the number of complete lines in metrics.jsonl."""
+        try:
+            return self.folder.metrics.read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
+    def unfinished(self) -> list[str]:
+        """Return the names of unfinished checkpoints."""
+        try:
+            return [name for name in os.listdir(self.folder.checkpoints) if not name.isdecimal()]
+        except FileNotFoundError:
+            return []
+
+    def newest(self) -> int | None:
+        steps = self.checkpoints.steps()
+        return steps[-1] if steps else None
+
+
+def kill_once(run: Run, kind: str, rng: random.Random, startup_seconds: float) -> Kill | None:
+    """Start the run and kill it at a moment of the given kind; None if it finished before."""
+    is_due = {"saving": saving_moment, "training": training_moment, "starting": starting_moment}[kind]
+    is_due = is_due(run, rng, startup_seconds)
+    delay = 0.0 if kind == "starting" else rng.uniform(0, 0.12)
+    began = time.monotonic()
+    process = run.start()
+    try:
+        while process.poll() is None and not is_due(time.monotonic() - began):
+            if time.monotonic() - began > TIMEOUT_SECONDS:
+                raise SystemExit(f"a start of the run hangs:\n{run.log.read_text()}")
+            time.sleep(0.001)
+        time.sleep(delay)
+        if process.poll() is not None:
+            return None
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return Kill(
+        kind=kind,
+        seconds=time.monotonic() - began,
+        resumed_at=resumed_at(run.log),
+        reached=run.steps_done(),
+        kept=run.newest(),
+        unfinished=len(run.unfinished()),
+    )
+
+
+def starting_moment(run: Run, rng: random.Random, startup_seconds: float) -> Callable[[float], bool]:
+    """Return is_due(seconds alive): some time before the first step."""
+    limit = rng.uniform(0, startup_seconds)
+    return lambda alive: alive > limit
+
+
+def training_moment(run: Run, rng: random.Random, startup_seconds: float) -> Callable[[float], bool]:
+    """Return is_due(seconds alive): 1 to 8 steps after the one it resumed at."""
+    first = run.newest() or 0
+    target = first + rng.randint(1, 8)
+    # until it resumes, metrics.jsonl holds the steps that the last kill lost
+    return lambda alive: (not first or resumed_at(run.log) is not None) and run.steps_done() >= target
+
+
+def saving_moment(run: Run, rng: random.Random, startup_seconds: float) -> Callable[[float], bool]:
+    """Return is_due(seconds alive): the unfinished folder of the first, second or third save is there."""
+    held = {"left": set(run.unfinished()), "seen": set(), "saves": rng.randint(1, 3)}
+
+    def is_due(alive: float) -> bool:
+        there = set(run.unfinished())
+        held["left"] &= there  # what the last kill left goes with the first save, and may come again by that name
+        new = there - held["left"] - held["seen"]
+        held["seen"] |= new
+        held["saves"] -= bool(new)
+        return held["saves"] <= 0
+
+    return is_due
+
+
+def resumed_at(log: pathlib.Path) -> int | None:
+    """Return the step that a start said it resumes at."""
+    found = re.search(r"resuming at step (\d+)", log.read_text(errors="replace"))
+    return int(found[1]) if found else None
+
+
+def faults_of(run: Run, kill: Kill, newest_before: int | None) -> list[str]:
+    """Return what is wrong after a kill: a checkpoint lost or unreadable, or a start from the wrong one."""
+    faults = []
+    if newest_before is not None and (kill.kept is None or kill.kept < newest_before):
+        faults.append(f"the checkpoint of step {newest_before} is gone")
+    if kill.resumed_at is not None and kill.resumed_at != newest_before:
+        faults.append(f"resumed at {kill.resumed_at} although {newest_before} was finished")
+    for step in run.checkpoints.steps():
+        try:
+            stored, arrays = run.checkpoints.read_host(step), run.checkpoints.read_arrays(step)
+            if int(arrays["step"]) != step or not stored:
+                faults.append(f"the checkpoint called {step} is of step {int(arrays['step'])}")
+        except ValueError as error:
+            faults.append(str(error))
+    return faults
+
+
+def differences(peaceful: Run, killed: Run, steps: int) -> list[str]:
+    """Return what differs between the ends of the two runs."""
+    found = []
+    ends = [run.newest() for run in (peaceful, killed)]
+    if ends != [steps, steps]:
+        return [f"the runs end at the checkpoints {ends}, not at {steps}"]
+    want, got = (run.checkpoints.read_arrays(steps) for run in (peaceful, killed))
+    if sorted(want) != sorted(got):
+        found.append("the checkpoints have other leaves")
+    found += [name for name in want if name in got and not same_bits(want[name], got[name])]
+    want, got = (read_metrics(run.folder) for run in (peaceful, killed))
+    if [line["step"] for line in got] != list(range(1, steps + 1)):
+        found.append("metrics.jsonl does not hold each step once")
+    elif [line["loss"] for line in got] != [line["loss"] for line in want]:
+        found.append("metrics.jsonl has other losses")
+    return found
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def drawn_kinds(times: int, rng: random.Random) -> list[str]:
+    """Return the kinds of all kills, as many of each as possible, in random order."""
+    kinds = [KINDS[i % len(KINDS)] for i in range(times)]
+    rng.shuffle(kinds)
+    return kinds
+
+
+def show(number: object, kill: Kill) -> None:
+    blank = lambda value: "-" if value is None else value  # noqa: E731
+    print(
+        f"{number:>4}  {kill.kind:8}  {kill.seconds:7.2f}  {blank(kill.resumed_at):>10}  {kill.reached:>7}  "
+        f"{blank(kill.kept):>6}  {kill.unfinished:>10}",
+        flush=True,
+    )
+
+
+def test(options: argparse.Namespace, base: pathlib.Path) -> dict:
+    """Run everything in `base`; return the result as plain data."""
+    rng = random.Random(options.seed)
+    steps = options.steps or 12 + 8 * options.times
+    (base / "text.txt").write_text(inspect.getsource(argparse) + inspect.getsource(subprocess))
+    peaceful, killed = Run(base, "peaceful", options, steps), Run(base, "killed", options, steps)
+    startup_seconds = peaceful.finish()
+    print(
+        f"{steps} steps, a checkpoint every {SAVE_EVERY}; a start takes {startup_seconds:.1f} s until its first step\n"
+    )
+    print("kill  while     seconds  resumed at  reached  newest  unfinished")
+    kills, faults = [], []
+    for number, kind in enumerate(drawn_kinds(options.times, rng), 1):
+        newest_before = killed.newest()
+        kill = kill_once(killed, kind, rng, startup_seconds)
+        if kill is None:
+            faults.append(f"the run ended after {len(kills)} kills; raise --steps ({steps})")
+            break
+        kills.append(kill)
+        show(number, kill)
+        faults += [f"kill {number}: {fault}" for fault in faults_of(killed, kill, newest_before)]
+    newest_before = killed.newest()
+    killed.finish()
+    if newest_before is not None and resumed_at(killed.log) != newest_before:
+        faults.append(f"the last start resumed at {resumed_at(killed.log)}, not at {newest_before}")
+    killed.finish()
+    if "finished already" not in killed.log.read_text():
+        faults.append("the same command on the finished run did not say so")
+    different = differences(peaceful, killed, steps)
+    for line in faults + different:
+        print(f"FAULT: {line}")
+    return {
+        "ok": not faults and not different,
+        "kills": len(kills),
+        **{f"kills_while_{kind}": sum(kill.kind == kind for kill in kills) for kind in KINDS},
+        "kills_that_left_an_unfinished_checkpoint": sum(kill.unfinished > 0 for kill in kills),
+        "bit_equal": not different,
+        "faults": faults + different,
+        "steps": steps,
+        "seed": options.seed,
+    }
+
+
+def main() -> int:
+    """Parse flags, run the test in a temporary folder, print the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=20, help="kills")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--steps", type=int, default=0, help="of the run; 0 takes 12 + 8 x times")
+    parser.add_argument("--host_devices", type=int, default=8, help="devices that the CPU is split into")
+    parser.add_argument("--gin_file", action="append", default=[], help="config file of the run; may repeat")
+    parser.add_argument("--gin_bindings", action="append", default=[], help="further binding of the run; may repeat")
+    parser.add_argument(
+        "--workdir", default="", help="folder to work in, kept; default a temporary one, kept on a fault"
+    )
+    options = parser.parse_args()
+    base = pathlib.Path(options.workdir or tempfile.mkdtemp(prefix="kill_test_")).absolute()
+    base.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    result = test(options, base)
+    result["seconds"] = round(time.monotonic() - began, 1)
+    if result["ok"] and not options.workdir:
+        shutil.rmtree(base)
+    elif not result["ok"]:
+        print(f"everything is kept in {base}")
+    print(json.dumps({**result, **environment_record()}))
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
