@@ -236,6 +236,8 @@ def _parse(text: str, source: str) -> Iterator[tuple[str, int, typing.Any]]:
             f"{place}: {shown!r} is not a line 'Name.field = value' ({why}); text stands in quotes, a macro after %"
         )
 
+    if "\0" in text:  # Python's own tokenizer stumbles over it
+        raise failed("it holds a NUL character", text[: text.index("\0")].count("\n") + 1)
     try:
         parser = gin.config_parser.ConfigParser(io.StringIO(text), _Delegate())
         while (statement := parser.parse_statement()) is not None:

@@ -1,0 +1,200 @@
+"""Closed formulas against the real model: every leaf, count and spec, and the FLOPs of every matrix product."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.mesh.abstract import assumed_devices, build_abstract_roles
+from moe_jax.models import Batch, LanguageModel, ModelConfig
+from moe_jax.models.counts import (
+    forward_flops_per_token,
+    leaf_sizes,
+    parameter_counts,
+    training_flops_per_token,
+)
+from moe_jax.models.memory import Sizes, device_bytes
+from moe_jax.models.reference import reference_loss
+from moe_jax.moe import MoEConfig
+
+VOCAB = 48
+SIZES = {"layers": 4, "model_dim": 16, "heads": 4, "hidden_dim": 24, "max_length": 8}
+VARIANTS = [
+    {},
+    {"moe_every": 2},
+    {"moe_every": 2, "activation": "swiglu", "dense_hidden_dim": 40},
+    {"activation": "swiglu", "positions": "rotary", "kind": "bert"},
+]
+
+
+def tree_shapes(config, moe, roles):
+    model = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles)
+    leaves = jax.tree_util.tree_leaves_with_path(model.shapes())
+    return {tuple(entry.key for entry in path): tuple(leaf.shape) for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_leaf_sizes_are_those_of_the_model(changes):
+    config, moe = ModelConfig(**{**SIZES, **changes}), MoEConfig(num_experts=8)
+    real = tree_shapes(config, moe, build_mesh(MeshConfig(), jax.devices()[:4]))
+    assert {leaf.path: leaf.shape for leaf in leaf_sizes(config, moe, VOCAB)} == real
+    total = sum(int(np.prod(shape)) for shape in real.values())
+    assert parameter_counts(config, moe, VOCAB).total == total
+
+
+def test_parameter_counts_by_hand():
+    """One block, M=2, one head, F=3, E=4, K=1, V=5, 7 positions.
+
+    Embeddings 5*2 + 7*2 = 24; attention 3*2*2 + 2*2 = 16, biases 3*2 + 2 = 8; norms 3 * 2*2 = 12; gate 2*4 = 8;
+    experts 4 * 2*2*3 = 48, of which a token meets 12.
+    """
+    config = ModelConfig(layers=1, model_dim=2, heads=1, hidden_dim=3, max_length=7)
+    counts = parameter_counts(config, MoEConfig(num_experts=4, top_k=1), 5)
+    assert counts.by_group == {
+        "embedding": 24, "attention": 16, "feed_forward": 0, "gate": 8, "norm": 12, "bias": 8, "experts": 48,
+    }  # fmt: skip
+    assert (counts.total, counts.active, counts.as_papers) == (116, 80, 64)
+
+
+def dot_flops(jaxpr) -> int:
+    """Return 2 x rows x columns x contracted of every matrix product in a jaxpr, inner ones included."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contract, _), _ = equation.params["dimension_numbers"]
+            inner = np.prod([equation.invars[0].aval.shape[dim] for dim in contract])
+            total += 2 * int(np.prod(equation.outvars[0].aval.shape) * inner)
+        for inner_jaxpr in jaxprs_in_params(equation.params):
+            total += dot_flops(inner_jaxpr)
+    return total
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_forward_flops_are_the_matrix_products_of_the_reference(changes):
+    """With K = E the reference, which computes every expert for every token, does just what a token needs."""
+    config, moe = ModelConfig(**{**SIZES, **changes}), MoEConfig(num_experts=2, top_k=2)
+    roles = build_mesh(MeshConfig(), jax.devices()[:1])
+    shapes = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles).shapes()
+    experts = {
+        name: jax.ShapeDtypeStruct((config.moe_layers, 2, *leaf.shape[1:]), leaf.dtype)
+        for name, leaf in shapes["bank"].items()
+    }
+    batch = Batch(*(jax.ShapeDtypeStruct((3, 8), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)))
+    jaxpr = jax.make_jaxpr(
+        lambda params, batch: reference_loss(params, batch.inputs, batch.targets, batch.weights, config, moe)
+    )({"dense": shapes["dense"], "experts": experts}, batch)
+    want = dot_flops(jaxpr.jaxpr)
+    assert forward_flops_per_token(config, moe, VOCAB, 8) * 3 * 8 == want
+    assert training_flops_per_token(config, moe, VOCAB, 8) * 3 * 8 == 3 * want
+
+
+MESHES = [
+    ({}, 1),
+    ({}, 8),
+    ({"data": 2}, 8),
+    ({"data": 2, "expert_shard": 2, "model": 4}, 8),
+    ({"data": 8, "expert": 1}, 8),
+]
+
+
+@pytest.mark.parametrize(("mesh", "devices"), MESHES)
+def test_abstract_roles_are_those_of_the_mesh(mesh, devices):
+    config = MeshConfig(**mesh)
+    real, abstract = build_mesh(config, jax.devices()[:devices]), build_abstract_roles(config, devices)
+    for name in ("config", "data", "expert", "expert_shard", "model", "dense", "all", "num_devices"):
+        assert getattr(real, name) == getattr(abstract, name), name
+    assert dict(real.mesh.shape) == dict(abstract.mesh.shape)
+
+
+def test_assumed_devices():
+    assert assumed_devices(MeshConfig()) == 1
+    assert assumed_devices(MeshConfig(data=2, expert=4, expert_shard=2)) == 16
+    assert assumed_devices(MeshConfig(data=2, model=4, devices_per_node=8)) == 8
+
+
+def sizes(config, moe, zero, expert_zero, accumulate=1, batch=8):
+    return Sizes(
+        config=config, moe=moe, vocab_size=VOCAB, length=8, batch_size=batch, accumulate=accumulate, zero_stage=zero,
+        expert_zero_stage=expert_zero,
+    )  # fmt: skip
+
+
+def bytes_of(shapes, specs, roles) -> int:
+    """Return what device 0 holds of a tree, as jax lays it out."""
+
+    def one(leaf, spec):
+        return int(np.prod(roles.sharding(*spec).shard_shape(leaf.shape))) * leaf.dtype.itemsize
+
+    is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731
+    return sum(jax.tree.leaves(jax.tree.map(one, shapes, specs, is_leaf=is_spec)))
+
+
+@pytest.mark.parametrize(("mesh", "devices"), MESHES)
+def test_device_bytes_are_those_of_the_layout(mesh, devices):
+    config = ModelConfig(**SIZES, moe_every=2, dtype="bfloat16")
+    schedule = "dp" if mesh.get("expert") == 1 else "deepspeed"
+    moe = MoEConfig(num_experts=8, schedule=schedule)
+    roles = build_mesh(MeshConfig(**mesh), jax.devices()[:devices])
+    for zero, expert_zero in itertools.product((0, 1, 3), (0, 1, 2, 3) if schedule == "dp" else (1,)):
+        model = LanguageModel(
+            config=config, moe=moe, vocab_size=VOCAB, roles=roles, zero_stage=zero, expert_zero_stage=expert_zero
+        )
+        layout, shapes = model.layout(), model.shapes()
+        abstract = build_abstract_roles(MeshConfig(**mesh), devices)
+        got = device_bytes(sizes(config, moe, zero, expert_zero), abstract)
+        assert got.parameters == bytes_of(shapes, layout.params, roles)
+        assert got.optimizer == 2 * bytes_of(shapes, layout.state, roles)
+        gradients = {"dense": layout.params["dense"], "bank": layout.sink}
+        assert got.gradients == bytes_of(shapes, gradients, roles)
+        twice = device_bytes(sizes(config, moe, zero, expert_zero, accumulate=2, batch=16), abstract)
+        assert twice.gradients == 2 * got.gradients and twice.activations == got.activations
+
+
+def test_device_bytes_shrink_where_they_should():
+    config, moe = ModelConfig(**SIZES), MoEConfig(num_experts=8)
+    roles = build_abstract_roles(MeshConfig(), 8)
+    by_stage = [device_bytes(sizes(config, moe, stage, 1), roles) for stage in (0, 1, 3)]
+    assert by_stage[0].optimizer > by_stage[1].optimizer == by_stage[2].optimizer
+    assert by_stage[1].parameters > by_stage[2].parameters and by_stage[2].copies > by_stage[1].copies == 0
+    assert by_stage[0].total == sum(
+        (by_stage[0].parameters, by_stage[0].optimizer, by_stage[0].gradients, by_stage[0].activations)
+    )
+
+
+@pytest.mark.parametrize("remat", ["none", "block"])
+def test_activations_estimate_is_within_a_factor_of_two_of_the_compiler(remat):
+    """Temporaries of a compiled loss and gradient on one device hold the gradients and the activations."""
+    from moe_jax.dispatch.tables import even_tables
+    from moe_jax.models import make_loss
+
+    length, rows, experts = 64, 16, 8
+    config = ModelConfig(layers=4, model_dim=64, heads=4, hidden_dim=128, max_length=length, remat=remat)
+    moe = MoEConfig(num_experts=experts)
+    roles = build_mesh(MeshConfig(), jax.devices()[:1])
+    model = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles)
+    loss = make_loss(model, model.layout(), rows, length)
+    batch = Batch(*(jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)))
+
+    def step(params, batch):  # updates the parameters, so that gradients are temporaries
+        key = jax.random.key(0)
+        tables = even_tables(config.moe_layers, experts, 1)
+        (_, stats), grads = jax.value_and_grad(loss, has_aux=True)(
+            params, batch, tables, key, jnp.int32(0), jnp.float32(1)
+        )
+        norm = sum(jnp.sum(g * g) for g in jax.tree.leaves(grads))
+        return jax.tree.map(lambda p, g: p - g / norm, params, grads), stats.loads
+
+    compiled = jax.jit(step, donate_argnums=0).lower(model.shapes(), batch).compile()
+    held = device_bytes(
+        Sizes(
+            config=config, moe=moe, vocab_size=VOCAB, length=length, batch_size=rows, accumulate=1, zero_stage=0,
+            expert_zero_stage=0,
+        ),
+        build_abstract_roles(MeshConfig(), 1),
+    )  # fmt: skip
+    ratio = (held.gradients + held.activations) / compiled.memory_analysis().temp_size_in_bytes
+    assert 0.5 < ratio < 2, ratio

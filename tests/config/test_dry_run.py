@@ -1,0 +1,156 @@
+"""The dry run: what it prints for every named size, and that it asks no device."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from moe_jax.config import parse_run_config
+from moe_jax.dry_run import dry_run, print_dry_run
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models import LanguageModel, ModelConfig, make_loss
+from moe_jax.moe import MoEConfig
+
+ROOT = Path(__file__).parent.parent.parent
+MODELS = sorted(path.stem for path in (ROOT / "configs" / "model").glob("*.gin"))
+RUNS = sorted(path.stem for path in (ROOT / "configs" / "run").glob("*.gin"))
+
+# layers, M, F, E, and the count that the paper prints ('' where it prints none)
+PAPERS = {
+    "hecate_gpt_moe_s": (12, 768, 1536, 64, "1.84 B"),
+    "hecate_gpt_moe_l": (12, 1536, 3072, 64, "7.36 B"),
+    "hecate_bert_moe": (12, 1024, 2048, 64, "3.27 B"),
+    "hecate_bert_moe_deep": (24, 1024, 2048, 64, "6.54 B"),
+    "pro_prophet_moe_gpt_s": (12, 512, 1024, 16, ""),
+    "pro_prophet_moe_gpt_m": (12, 1024, 2048, 16, ""),
+    "pro_prophet_moe_gpt_l": (12, 2048, 4096, 16, ""),
+    "pro_prophet_moe_gpt_ds": (24, 512, 1024, 16, ""),
+    "pro_prophet_moe_gpt_dm": (24, 1024, 2048, 16, ""),
+    "fastermoe_moe_gpt": (12, 2048, 4096, 16, ""),
+    "fastermoe_moe_gpt_s": (12, 1024, 2048, 16, ""),
+    "fastermoe_moe_gpt_l": (12, 4096, 8192, 16, ""),
+    "fastermoe_moe_bert_deep": (24, 1024, 2048, 16, ""),
+    "fastermoe_moe_bert_deep_l": (24, 4096, 8192, 16, ""),
+    "fastermoe_moe_bert_wide": (12, 1024, 2048, 64, ""),
+    "fastermoe_moe_bert_wide_l": (12, 2048, 4096, 64, ""),
+    "parm_bert_base": (12, 768, 3072, 8, ""),
+    "parm_gpt2": (12, 768, 3072, 8, ""),
+}
+
+
+def test_every_model_file_has_its_paper():
+    assert set(MODELS) == {*PAPERS, "demo"}
+
+
+@pytest.mark.parametrize("name", sorted(PAPERS))
+def test_named_size_counts_as_its_paper(name):
+    layers, dim, hidden, experts, printed = PAPERS[name]
+    run, _, _ = parse_run_config([f"configs/model/{name}.gin"])
+    assert (run.model.layers, run.model.moe_every) == (layers, 1)
+    assert (run.model.model_dim, run.model.hidden_dim, run.moe.num_experts) == (dim, hidden, experts)
+    assert run.model.heads * 64 == dim and run.model.vocab_size == 50304
+    text = dry_run(run)
+    count = layers * (4 * dim**2 + experts * 2 * dim * hidden)
+    line = re.search(r"as the papers count +([\d,]+)  (\S+ [BM])", text)
+    assert int(line.group(1).replace(",", "")) == count
+    if printed:
+        assert line.group(2) == printed
+    header = (ROOT / "configs" / "model" / f"{name}.gin").read_text()
+    assert f"{count / 1e9:.2f} B" in header
+
+
+@pytest.mark.parametrize("path", [f"model/{name}" for name in MODELS] + [f"run/{name}" for name in RUNS])
+def test_config_header_states_its_command(path):
+    """The command in the header names the file, and its dry run works on the number of devices that it gives."""
+    header = " ".join((ROOT / "configs" / f"{path}.gin").read_text().split("\n\n")[0].replace("\\\n#", "").split())
+    assert f"python -m moe_jax.train --gin_file=configs/{path}.gin" in header
+    devices = int(re.search(r"--host_devices=(\d+)", header).group(1))
+    bindings = re.findall(r"--host_devices=\d+ --gin_bindings='([^']+)'", header)
+    run, _, _ = parse_run_config([f"configs/{path}.gin"], bindings)
+    assert f"{devices} devices = data 1 x expert {devices}" in dry_run(run, devices)
+
+
+def test_macros_of_the_named_sizes():
+    run, _, _ = parse_run_config(["configs/model/pro_prophet_moe_gpt_s.gin"], ["NUM_EXPERTS = 32", "TOP_K = 2"])
+    assert (run.moe.num_experts, run.moe.top_k) == (32, 2)
+
+
+def test_dry_run_has_all_sections(capsys):
+    run, text, _ = parse_run_config(["configs/run/demo.gin"])
+    print_dry_run(run, host_devices=8)
+    out = capsys.readouterr().out
+    for line in text.splitlines():
+        assert line in out
+    for part in (
+        "8 devices = data 1 x expert 8 x expert_shard 1",
+        "total ",
+        "active per token",
+        "as the papers count",
+        "optimizer state",
+        "activations",
+        "estimate",
+        "forward per token",
+        "training per token",
+    ):
+        assert part in out, part
+    assert "assumed" not in out
+
+
+def test_dry_run_says_what_it_assumed():
+    run, _, _ = parse_run_config(gin_bindings=["MeshConfig.data = 2", "MeshConfig.model = 4"])
+    text = dry_run(run)
+    assert "assumed: MeshConfig.expert = 2, so 4 device(s)" in text and "--host_devices=N" in text
+
+
+@pytest.mark.parametrize(
+    ("bindings", "devices", "part"),
+    [
+        (["MeshConfig.data = 3"], 8, "8 devices cannot be split into MeshConfig.data (3)"),
+        (["MoEConfig.num_experts = 6"], 4, "MoEConfig.num_experts (6) must be divisible by the expert axis (4)"),
+        (["ModelConfig.heads = 2", "MeshConfig.model = 4"], 4, "ModelConfig.heads (2) must be divisible by"),
+        (["MoEConfig.schedule = 'none'"], 1, "MoEConfig.schedule ('none') is unknown; choose one of"),
+        (["MeshConfig.expert = 1"], 0, "--host_devices (0) must be at least 1"),
+    ],
+)
+def test_dry_run_refuses_what_a_run_would_refuse(bindings, devices, part):
+    run, _, _ = parse_run_config(gin_bindings=bindings)
+    with pytest.raises(UserError) as caught:
+        dry_run(run, devices)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("bindings", [["train.batch_size = 12"], ["DataConfig.sequence_length = 2048"]])
+def test_dry_run_refuses_in_the_words_of_the_loss(bindings):
+    run, _, _ = parse_run_config(gin_bindings=bindings)
+    roles = build_mesh(MeshConfig(), jax.devices())
+    model = LanguageModel(config=ModelConfig(), moe=MoEConfig(), vocab_size=128, roles=roles)
+    with pytest.raises(UserError) as real:
+        make_loss(model, model.layout(), run.train.batch_size, run.data.sequence_length)
+    with pytest.raises(UserError) as dry:
+        dry_run(run, 8)
+    assert str(dry.value) == str(real.value)
+
+
+def test_dry_run_touches_no_device():
+    """In a fresh process where asking jax for a device raises, and with no backend started at the end."""
+    code = """
+import jax
+def refuse(*args, **kwargs):
+    raise AssertionError("a dry run asked for devices")
+for name in ("devices", "local_devices", "device_count", "local_device_count", "default_backend"):
+    setattr(jax, name, refuse)
+from jax._src import xla_bridge
+xla_bridge.backends = xla_bridge.get_backend = refuse
+from moe_jax.config import parse_run_config
+from moe_jax.dry_run import dry_run
+for arguments in ([], ["train.zero_stage = 3", "MeshConfig.data = 2"]):
+    print(dry_run(parse_run_config(["configs/run/demo.gin"], arguments)[0], 8).count("8 devices"))
+assert not xla_bridge._backends
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "2"]

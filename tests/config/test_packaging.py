@@ -1,0 +1,137 @@
+"""What a stranger meets first: the command's errors, the requirements, and the scripts' promises."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_gin_is_imported_in_one_file_only():
+    importing = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "moe_jax").rglob("*.py")
+        if re.search(r"^\s*(import gin|from gin)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert importing == {"moe_jax/config.py"}
+
+
+@pytest.mark.parametrize("binding", ["train.stepz = 4", "train.steps = ("])
+def test_command_says_a_mistake_in_one_line(binding):
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_jax.train", f"--gin_bindings={binding}", "--dry_run"],
+        capture_output=True, text=True, cwd=ROOT, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error: ")
+
+
+def test_requirements_are_read_by_setup():
+    """Each line of requirements.txt is either required or in [all]; the CUDA extras keep the range of jax."""
+    code = """
+import json, setuptools
+setuptools.setup = lambda **arguments: print(json.dumps(arguments))
+import setup
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    arguments = __import__("json").loads(done.stdout)
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    listed = sorted(line for line in lines if line and not line.startswith("#"))
+    assert sorted(arguments["install_requires"] + arguments["extras_require"]["all"]) == listed
+    assert arguments["extras_require"]["cuda13"] == ["jax[cuda13]>=0.10.2,<0.13"]
+    assert {"plots", "tokenizers", "tensorboard", "notebook", "test", "cuda12"} <= set(arguments["extras_require"])
+    assert "moe_jax.models" in arguments["packages"] and not any("tests" in name for name in arguments["packages"])
+
+
+def fake_python(folder, log):
+    """Write a python3.12 that pretends to make environments: `-m venv` copies it, everything else is written down."""
+    folder.mkdir()
+    program = folder / "python3.12"
+    program.write_text(f"""#!/bin/sh
+echo "$*" >> '{log}'
+if [ "$1 $2" = "-m venv" ]; then
+  mkdir -p "$3/bin" && cp "$0" "$3/bin/python"
+fi
+if [ "$1 $2" = "-m pip" ] && [ -n "$FAIL_INSTALL" ]; then
+  exit 1
+fi
+exit 0
+""")
+    program.chmod(0o755)
+
+
+def shell(script, tmp_path, *arguments, **environment):
+    path = f"{tmp_path}/bin:/usr/bin:/bin"
+    env = {"PATH": path, "HOME": str(tmp_path), "MOE_JAX_VENV": str(tmp_path / "venv"), **environment}
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / script), *arguments], capture_output=True, text=True, env=env, timeout=60
+    )
+
+
+def test_scripts_install_once_and_again_when_requirements_change(tmp_path):
+    log = tmp_path / "log"
+    fake_python(tmp_path / "bin", log)
+    assert shell("demo.sh", tmp_path, FAIL_INSTALL="1").returncode != 0
+    assert "moe_jax.train" not in log.read_text(), "trained after a failed installation"
+    log.write_text("")
+    done = shell("demo.sh", tmp_path, "--gin_bindings=train.steps = 40")
+    assert done.returncode == 0, done.stderr
+    assert log.read_text().count("-m pip install") == 1
+    trained = log.read_text().splitlines()[-1]
+    assert trained.startswith("-m moe_jax.train --gin_file=configs/run/demo.gin") and trained.endswith(
+        "train.steps = 40"
+    )
+    log.write_text("")
+    assert shell("test.sh", tmp_path, "tests/moe", "-k", "gate or drop").returncode == 0
+    assert "pip install" not in log.read_text(), "installed again although nothing changed"
+    assert log.read_text().splitlines()[-1] == "-m pytest tests/moe -k gate or drop"
+    (tmp_path / "venv" / "installed.txt").write_text("jax==0.1\n")
+    log.write_text("")
+    shell("test.sh", tmp_path)
+    assert log.read_text().count("-m pip install") == 1
+
+
+def test_scripts_gpu_compile_has_its_own_environment(tmp_path):
+    log = tmp_path / "log"
+    fake_python(tmp_path / "bin", log)
+    assert shell("test.sh", tmp_path, "--gpu-compile", "-x").returncode == 0
+    lines = log.read_text().splitlines()
+    assert any("pip install" in line and "jax[cuda13]" in line for line in lines)
+    assert lines[-1] == "-m pytest -m gpu_compile -x"
+    assert (tmp_path / "venv-cuda").is_dir() and not (tmp_path / "venv").exists()
+
+
+def test_scripts_without_a_new_enough_python_say_so(tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("python3.12", "python3.11", "python3"):
+        program = tmp_path / "bin" / name
+        program.write_text("#!/bin/sh\nexit 1\n")
+        program.chmod(0o755)
+    done = shell("demo.sh", tmp_path)
+    assert done.returncode == 2 and "needs Python 3.11 or newer" in done.stderr
+
+
+def test_scripts_use_no_tool_that_only_linux_has():
+    for name in ("demo.sh", "test.sh", "environment.sh"):
+        text = (ROOT / "scripts" / name).read_text()
+        for word in (
+            "readlink -f",
+            "realpath",
+            "sed -i",
+            "sha256sum",
+            "md5sum",
+            "nproc",
+            "timeout ",
+            "declare -A",
+            "mapfile",
+        ):
+            assert word not in text, (name, word)
+
+
+def test_license_is_apache():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text

@@ -1,0 +1,181 @@
+"""gin files and bindings: what is read, and that every mistake is one line that names it."""
+
+import dataclasses
+
+import pytest
+
+from moe_jax.config import CONFIG_CLASSES, RunConfig, parse_run_config
+from moe_jax.config_values import fitted
+from moe_jax.errors import UserError
+from moe_jax.training.config import TrainConfig
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_text(text)
+    return str(path)
+
+
+def mistake(files=(), bindings=(), search_paths=()):
+    """Return the message of the UserError that parsing must raise, and check that it is one line."""
+    with pytest.raises(UserError) as caught:
+        parse_run_config(files, bindings, search_paths)
+    message = str(caught.value)
+    assert "\n" not in message and "object at 0x" not in message
+    return message
+
+
+def test_parse_nothing_gives_defaults():
+    run, text, operative = parse_run_config()
+    assert run == RunConfig()
+    fields = sum(len(dataclasses.fields(cls)) for cls in CONFIG_CLASSES.values())
+    assert len(text.splitlines()) == fields
+    assert "train.steps = 100" in operative
+
+
+def test_parse_files_includes_macros_and_bindings_in_order(tmp_path):
+    write(tmp_path, "base.gin", "EXPERTS = 16\nMoEConfig.num_experts = %EXPERTS\ntrain.steps = 10\n")
+    file = write(
+        tmp_path, "run.gin", "include 'base.gin'\ntrain.steps = 20\ntrain.profile_steps = (%FIRST, 13)\nFIRST = 3\n"
+    )
+    run, text, operative = parse_run_config(
+        [file], ["EXPERTS = 32", "train.learning_rate = 1", "DataConfig.path = 'a = b # c'"], [str(tmp_path)]
+    )
+    assert (run.moe.num_experts, run.train.steps, run.train.profile_steps) == (32, 20, (3, 13))
+    assert run.train.learning_rate == 1.0 and type(run.train.learning_rate) is float
+    assert run.data.path == "a = b # c"
+    assert type(run.train) is TrainConfig
+    assert "MoEConfig.num_experts = 32\n" in text and "EXPERTS = 32" in operative
+    again, text_again, _ = parse_run_config([write(tmp_path, "again.gin", text)])
+    assert again == run and text_again == text
+
+
+def test_parse_block_syntax_and_none():
+    run, _, _ = parse_run_config(gin_bindings=["train:\n  steps = 3\n  seed = 4", "MoEConfig.capacity_factor = None"])
+    assert (run.train.steps, run.train.seed, run.moe.capacity_factor) == (3, 4, None)
+
+
+def test_parse_leaves_gin_empty():
+    import gin
+
+    parse_run_config(gin_bindings=["train.steps = 3"])
+    assert gin.config_str() == "" and gin.operative_config_str() == "" and not gin.config.config_is_locked()
+    with pytest.raises(UserError):
+        parse_run_config(gin_bindings=["train.steps = 3", "train.stepz = 4"])
+    run, _, _ = parse_run_config()
+    assert run.train.steps == 100, "a binding of an earlier parse is still there"
+
+
+def test_parse_finds_files_by_search_path_and_beside_the_package(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub", "mine.gin", "train.steps = 7\n")
+    monkeypatch.chdir(tmp_path)
+    assert parse_run_config(["mine.gin"], search_paths=["sub"])[0].train.steps == 7
+    assert parse_run_config(["configs/run/demo.gin"])[0].model.layers > 0
+
+
+@pytest.mark.parametrize(
+    ("binding", "parts"),
+    [
+        ("train.step = 3", ["train has no field 'step'", "did you mean train.steps?"]),
+        ("Train.steps = 3", ["unknown name 'Train'", "did you mean train.steps?"]),
+        ("TrainConfig.steps = 3", ["unknown name 'TrainConfig'", "did you mean train.steps?"]),
+        ("MoeConfig.top_k = 3", ["unknown name 'MoeConfig'", "did you mean MoEConfig.top_k?"]),
+        ("ModelConfig.num_experts = 3", ["did you mean MoEConfig.num_experts?"]),
+        ("foo.bar = 3", ["unknown name 'foo'", "train, DataConfig, ModelConfig"]),
+        ("ModelConfig.zzz = 3", ["ModelConfig has no field 'zzz'", "its fields are activation, attention"]),
+        ("steps = 3", ["the macro 'steps'", "did you mean train.steps?"]),
+        ("eval/train.steps = 3", ["has a scope ('eval')", "write train.steps = 3"]),
+        ("train.steps = %STEPS", ["the macro %STEPS, which is not defined", "a line STEPS = ..."]),
+        ("A = %B\nB = %A\ntrain.steps = %A", ["%A -> %B -> %A"]),
+        ("train.steps = '40'", ["train.steps ('40', text) must be a whole number", "train.steps = 8"]),
+        ("train.steps = True", ["train.steps (True, a truth value) must be a whole number"]),
+        ("train.steps = 4.0", ["train.steps (4.0, a number) must be a whole number"]),
+        ("train.steps = None", ["train.steps (None) must be a whole number"]),
+        ("train.steps = @train()", ["train.steps (@train()) must be a whole number"]),
+        ("train.learning_rate = '3e-3'", ["train.learning_rate ('3e-3', text) must be a finite number"]),
+        ("train.learning_rate = 1e999", ["must be a finite number"]),
+        ("train.profile_steps = (1, 2, 3)", ["must be a tuple of 2 entries, each a whole number or None"]),
+        ("train.profile_steps = (1, 2.5)", ["must be a tuple of 2 entries"]),
+        ("MoEConfig.capacity_factor = 'no'", ["('no', text) must be a finite number or None"]),
+        ("MoEConfig.renormalize = 1", ["MoEConfig.renormalize (1) must be True or False"]),
+        ("PlannerConfig.n = 1.5", ["must be a whole number or text in quotes"]),
+        (
+            "DataConfig.path = corpus.txt",
+            ["'DataConfig.path = corpus.txt'", "'corpus' is no value", "text stands in quotes"],
+        ),
+        ("train.steps = (", ["'train.steps = ('", "is not a line 'Name.field = value'"]),
+        ("train.steps 3", ["'train.steps 3'", "expected ':' or '='"]),
+        ("train.steps = {[1]: 2}", ["unhashable"]),
+        ("train.steps = 3\n\0", ["NUL"]),
+        ("train.steps = 0", ["train.steps (0) must be at least 1"]),
+        ("import no_such_module_of_mine", ["No module named 'no_such_module_of_mine'"]),
+        ("from __gin__ import dynamic_registration", ["dynamic registration"]),
+    ],
+)
+def test_parse_mistaken_binding(binding, parts):
+    message = mistake(bindings=[binding])
+    for part in parts:
+        assert part in message
+
+
+def test_parse_mistaken_macro_names_the_near_one(tmp_path):
+    file = write(tmp_path, "a.gin", "EXPERTS = 16\nMoEConfig.num_experts = %EXPERTS\n")
+    assert "did you mean EXPERTS?" in mistake([file], ["EXPERT = 32"])
+    used_in_file = write(tmp_path, "b.gin", "EXPERTS = 16\nMoEConfig.num_experts = %EXPERT\n")
+    message = mistake([used_in_file])
+    assert "b.gin:2" in message and "did you mean %EXPERTS?" in message
+
+
+def test_parse_unused_macro_is_fine_in_a_file_only(tmp_path):
+    file = write(tmp_path, "a.gin", "SPARE = 16\n")
+    parse_run_config([file])
+    parse_run_config([file], ["SPARE = 3"])
+    parse_run_config(gin_bindings=["N = 3", "train.steps = %N"])
+    assert "the macro 'SPARE'" in mistake(bindings=["SPARE = 3"])
+
+
+def test_parse_syntax_error_names_file_and_line(tmp_path):
+    file = write(tmp_path, "a.gin", "train.steps = 40\n\n# fine\ntrain.seed = fourty\n")
+    message = mistake([file])
+    assert f"{file}:4: 'train.seed = fourty'" in message
+
+
+def test_parse_wrong_type_names_file_and_line(tmp_path):
+    file = write(tmp_path, "a.gin", "\ntrain.steps = '40'\n")
+    assert f"({file}:2)" in mistake([file])
+
+
+def test_parse_file_mistakes(tmp_path):
+    write(tmp_path, "demo.gin", "")
+    assert "did you mean" in mistake([str(tmp_path / "dmo.gin")])
+    assert "does not exist" in mistake([str(tmp_path / "zzz")])
+    assert "is a folder" in mistake([str(tmp_path)])
+    (tmp_path / "binary.gin").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in mistake([str(tmp_path / "binary.gin")])
+    loop = write(tmp_path, "loop.gin", f"include '{tmp_path}/other.gin'\n")
+    write(tmp_path, "other.gin", f"include '{loop}'\n")
+    assert "includes itself" in mistake([loop])
+    absent = write(tmp_path, "absent.gin", "\ninclude 'nowhere.gin'\n")
+    assert f"({absent}:2)" in mistake([absent])
+
+
+def test_parse_without_gin_says_so(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "gin", None)
+    assert "pip install gin-config" in mistake()
+
+
+def test_fitted_tuples_of_any_length():
+    assert fitted("a.b", tuple[float, ...], [1, 2], "here") == (1.0, 2.0)
+    with pytest.raises(UserError, match="a tuple, each entry a finite number"):
+        fitted("a.b", tuple[float, ...], [1, "2"], "here")
+
+
+def test_fitted_covers_every_field():
+    """A field of a new kind would pass unchecked: its default must go through the check as it is."""
+    import typing
+
+    for name, cls in CONFIG_CLASSES.items():
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            assert fitted(f"{name}.{field.name}", hints[field.name], field.default, "default") == field.default
