@@ -22,6 +22,9 @@ import numpy as np
 from jax import lax
 
 Array = jax.Array
+# Received buckets are mostly padding, so R / G may be far above what a group holds; a block as tall as that would
+# compute the padding. Above about a thousand rows a taller block saves nothing anyway.
+TALLEST_MEAN = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,13 +77,13 @@ def block_heights(rows: int, groups: int, steps: int) -> tuple[int, ...]:
 
     Dense around the mean number of rows of a group, where most groups of a balanced router lie, doubling above, and
     sparse below, where groups cost little. The highest rung is at least 512 rows, because each further block of a group
-    reads its weights and its weight gradient once more; or it is all rows.
+    reads its weights and its weight gradient once more; or it is all rows. A mean above TALLEST_MEAN counts as that.
 
     Args:
       rows: R. groups: G.
       steps: 1 to 4, how dense: each rung costs compile time and saves padding. 0 is two rungs, for small arrays.
     """
-    mean = max(8, rows // max(groups, 1))
+    mean = max(8, min(TALLEST_MEAN, rows // max(groups, 1)))
     top = max(512, 2 * mean)
     if steps == 0:
         ladder = {2 * mean, top}
@@ -113,6 +116,10 @@ def for_each_block(
       step: handles one block; traced once per rung.
       first_row: row at which the first group starts.
     """
+    if group_sizes.shape[0] == 1:
+        # With one group XLA bounds the trip count of every rung's loop by the size of `by_rung`, takes 1 for the count
+        # itself, and runs all rungs. A second group, always empty, keeps the loops loops.
+        group_sizes = jnp.concatenate([group_sizes, jnp.zeros_like(group_sizes)])
     ends = first_row + jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes
     top = heights[-1]
