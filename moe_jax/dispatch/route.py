@@ -88,6 +88,23 @@ class Grouping:
     group_sizes: jax.Array
 
 
+def rank_within(group_ids, order=None):
+    """Return int32 [n], how many earlier entries (in `order`) have the same group id.
+
+    Args:
+      group_ids: int32 [n].
+      order: int32 [n], entries from first to last; None is by index.
+    """
+    n = group_ids.shape[0]
+    index = jnp.arange(n, dtype=jnp.int32)
+    order = index if order is None else order
+    by_group = order[jnp.argsort(group_ids[order], stable=True)]
+    sorted_ids = group_ids[by_group]
+    starts = jnp.concatenate([jnp.ones((1,), bool), sorted_ids[1:] != sorted_ids[:-1]])
+    start_of = lax.cummax(jnp.where(starts, index, 0))
+    return jnp.zeros((n,), jnp.int32).at[by_group].set(index - start_of, unique_indices=True)
+
+
 def route(choice: Choice, destination, group, num_destinations: int, num_groups: int) -> Routing:
     """Order all choices by (destination, group), earlier tokens first.
 

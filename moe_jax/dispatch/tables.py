@@ -1,41 +1,82 @@
-"""What the device knows of a placement: where each expert of a layer computes. Arrays only, all step inputs.
+"""What the device knows of a placement: where the tokens of an expert go. Arrays only, all step inputs.
 
-The host builds these from a `Placement`; a new plan with the same shapes runs in the same executable.
-Letters: L MoE layers, E experts, D devices of one expert-parallel group, G groups (experts held in a layer) per device,
-S bank slots per device.
+The host builds these from a `Placement`; a new plan with the same shapes runs in the same executable. `destinations`
+applies the placement's token rule to the choices of one source.
+Letters: L MoE layers, E experts, D devices of one expert-parallel group, Hs home slots and Gs guest slots of a device in
+one layer, G = Hs + Gs its groups, Q candidates of an expert, S bank rows per device, t tokens, K choices each.
 """
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.dispatch.route import record
+from moe_jax.dispatch.route import Choice, rank_within, record
 
 
 @record
 class Tables:
-    """Tables of all layers. With a leading L they are a scan's input; without it they serve one layer.
+    """Where experts compute. Stacked over layers they are a scan's input; without the L they serve one layer.
+
+    Every array has a leading D, split over the expert axis; inside `shard_map` that is this device's 1, and `local`
+    takes it off.
 
     Attributes:
-      device_of: int32 [L, E], device that computes each expert.
-      group_of: int32 [L, E], the expert's group on that device.
-      slots: int32 [D, L, G], bank slot behind each group of each device; inside `shard_map` the D is this device's 1.
+      dest_slot: int32 [D, L, E, Q], candidates of source d's tokens for each expert, as device * G + group.
+      dest_num: uint32 [D, L, E, Q], dest_den: uint32 [D, L, E]: the i-th of n choices of an expert goes to the first
+        candidate q with dest_num * n // dest_den > i.
+      home_row: int32 [D, L, Hs], the bank row behind each home slot; a row outside the bank where the slot is empty.
     """
 
-    device_of: jax.Array
-    group_of: jax.Array
-    slots: jax.Array
+    dest_slot: jax.Array
+    dest_num: jax.Array
+    dest_den: jax.Array
+    home_row: jax.Array
+
+
+def local(tables: Tables) -> Tables:
+    """Return this device's tables, inside `shard_map`: the leading dim, of size 1, is taken off."""
+    return jax.tree.map(lambda array: array[0], tables)
+
+
+def destinations(tables: Tables, choice: Choice, groups: int):
+    """Apply the token rule of one layer to one source's choices.
+
+    Args:
+      tables: this device's, of one layer: dest_slot [E, Q], dest_num [E, Q], dest_den [E].
+      choice: of t tokens; fewer than 2^16 choices of one expert, so that the products fit 32 bits.
+      groups: G.
+
+    Returns:
+      device int32 [t, K] and group int32 [t, K].
+    """
+    ids = choice.expert_ids
+    num_experts, candidates = tables.dest_slot.shape
+    if candidates == 1:
+        slot = tables.dest_slot[:, 0][ids]
+    else:
+        flat = jnp.where(choice.kept, ids, num_experts).reshape(-1)
+        rank = rank_within(flat).astype(jnp.uint32)
+        counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None], axis=0, dtype=jnp.uint32)
+        edges = tables.dest_num * counts[:, None] // tables.dest_den[:, None]  # [E, Q], first rank beyond candidate q
+        q = jnp.sum(edges[ids.reshape(-1)] <= rank[:, None], axis=1, dtype=jnp.int32)
+        q = jnp.minimum(q, candidates - 1).reshape(ids.shape)  # only dropped choices are beyond the last
+        slot = tables.dest_slot[ids, q]
+    return slot // groups, slot % groups
 
 
 def even_tables(layers: int, experts: int, devices: int) -> Tables:
     """Return NumPy tables of plain expert parallelism: device d holds experts [d E/D, (d+1) E/D) of every layer.
 
-    Bank slots are layer-major: slot l E/D + j is the j-th expert of layer l on this device.
+    Bank rows are layer-major: row l E/D + j is the j-th expert of layer l on this device.
     """
     held = experts // devices
-    expert = np.broadcast_to(np.arange(experts, dtype=np.int32), (layers, experts))
-    slots = np.arange(layers * held, dtype=np.int32).reshape(1, layers, held)
+    shape = (devices, layers, experts, 1)
+    rows = np.arange(layers * held, dtype=np.int32).reshape(1, layers, held)
     return Tables(
-        device_of=expert // held, group_of=expert % held, slots=np.broadcast_to(slots, (devices, layers, held))
+        dest_slot=np.broadcast_to(np.arange(experts, dtype=np.int32)[:, None], shape),
+        dest_num=np.ones(shape, np.uint32),
+        dest_den=np.ones(shape[:3], np.uint32),
+        home_row=np.broadcast_to(rows, (devices, layers, held)),
     )

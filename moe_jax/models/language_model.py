@@ -17,8 +17,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.dispatch import Tables, local
 from moe_jax.dispatch.route import record
-from moe_jax.dispatch.tables import Tables
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import dense_specs, expert_specs, gather_tree
@@ -212,13 +212,13 @@ def make_loss(
             "ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
     stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches)
-    rows, table_specs = P(roles.dense), Tables(device_of=P(), group_of=P(), slots=P(roles.expert))
+    rows = P(roles.dense)
     stats_specs = StepStats(P(), P(), P(), P(None, roles.expert), P(), P(), P())
     sharded = jax.shard_map(
         stack,
         mesh=roles.mesh,
         in_specs=(
-            layout.params["dense"], layout.params["bank"], layout.sink, Batch(rows, rows, rows), table_specs, P(), P(), P(),
+            layout.params["dense"], layout.params["bank"], layout.sink, Batch(rows, rows, rows), P(roles.expert), P(), P(), P(),
         ),
         out_specs=(P(), stats_specs),
     )  # fmt: skip
@@ -249,33 +249,27 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
     def stack(dense, bank, sink, batch, tables, key, first_row, normalizer):
         device = lax.axis_index(roles.dense)
         token_ids = (first_row + device * rows) * length + jnp.arange(tokens, dtype=jnp.int32)
-        slots = tables.slots[0]
+        tables = local(tables)
         bank = jax.tree.map(lambda leaf: lax.stop_gradient(leaf).astype(dtype), bank)
-        sink = {name: open_sink(leaf, slots) for name, leaf in sink.items()}
+        sink = {name: open_sink(leaf, tables.home_row) for name, leaf in sink.items()}
         outer = {name: leaf for name, leaf in dense.items() if name != "units"}
         outer = gather_tree(outer, {name: layout.gather[name] for name in outer}, roles.dense, parts)
 
         def body(x, inputs):
-            unit_params, layer_sink, device_of, group_of, layer_slots, layer = inputs
+            unit_params, layer_sink, layer_tables, layer = inputs
             unit = nnx.merge(graph, gather_tree(unit_params, layout.gather["units"], roles.dense, parts))
-            layer_tables = Tables(device_of=device_of, group_of=group_of, slots=layer_slots)
             noise_key = jax.random.fold_in(key, layer) if training and moe_config.gate_noise > 0 else None
 
             def moe(normed, w_gate):
-                weights, doors, layer_tables_here = bank_store(bank, layer_sink, layer_tables)
-                y, stats, passes = apply_moe(
-                    normed, token_ids, w_gate, weights, doors, layer_tables_here, noise_key
-                )
+                weights, doors, here = bank_store(bank, layer_sink, layer_tables)
+                y, stats, passes = apply_moe(normed, token_ids, w_gate, weights, doors, here, noise_key)
                 return y, (stats, passes)
 
             return unit(x, moe, reduce_model)
 
         units = nnx.merge(transformer, {**outer, "units": dense["units"]})
         x = units.embedding(batch.inputs, dtype)
-        inputs = (
-            dense["units"], sink, tables.device_of, tables.group_of, slots,
-            jnp.arange(config.moe_layers, dtype=jnp.int32),
-        )  # fmt: skip
+        inputs = (dense["units"], sink, tables, jnp.arange(config.moe_layers, dtype=jnp.int32))
         x, (gate_stats, passes) = lax.scan(_checkpointed(body, config.remat), x, inputs)
         with jax.named_scope("loss"):
             x = units.norm(x).reshape(tokens, -1)
@@ -343,9 +337,9 @@ def _make_bank_store(model: LanguageModel, layout: Layout):
         doors = {n: gather(n, v) if is_split(layout.sink, n) else v for n, v in layer_sink.items()}
         if layout.dp_stage == 2:
             return bank, doors, tables
-        weights = {n: v[tables.slots] for n, v in bank.items()}
+        weights = {n: v[tables.home_row] for n, v in bank.items()}
         weights = {n: gather(n, v) if is_split(layout.params["bank"], n) else v for n, v in weights.items()}
-        compact = jnp.arange(tables.slots.shape[0], dtype=jnp.int32)
-        return weights, doors, Tables(device_of=tables.device_of, group_of=tables.group_of, slots=compact)
+        compact = jnp.arange(tables.home_row.shape[0], dtype=jnp.int32)
+        return weights, doors, dataclasses.replace(tables, home_row=compact)
 
     return store

@@ -32,7 +32,7 @@ def choose_heights(rows: int, groups: int, weight_elements: int) -> tuple[int, .
     The more work there is, the more compile time it may cost to save some of it.
     """
     flops = 2 * rows * weight_elements
-    return block_heights(rows, groups, steps=sum(flops > limit for limit in (1e7, 1e8, 2e9)))
+    return block_heights(rows, groups, steps=sum(flops > limit for limit in (3e7, 3e8, 3e9)))
 
 
 def split_sizes(group_sizes: Array, operands: Operands) -> list[tuple[Array, Array]]:

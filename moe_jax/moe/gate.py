@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.dispatch.route import Choice, record
+from moe_jax.dispatch.route import Choice, rank_within, record
 from moe_jax.moe.config import MoEConfig
 
 
@@ -83,23 +83,6 @@ def count_experts(expert_ids, num_experts):
     return jnp.sum(ids == jnp.arange(num_experts, dtype=ids.dtype)[None], axis=0, dtype=jnp.int32)
 
 
-def rank_within_group(group_ids, order=None):
-    """Return int32 [n], how many earlier entries (in `order`) have the same group id.
-
-    Args:
-      group_ids: int32 [n].
-      order: int32 [n], entries from first to last; None is by index.
-    """
-    n = group_ids.shape[0]
-    index = jnp.arange(n, dtype=jnp.int32)
-    order = index if order is None else order
-    by_group = order[jnp.argsort(group_ids[order], stable=True)]
-    sorted_ids = group_ids[by_group]
-    starts = jnp.concatenate([jnp.ones((1,), bool), sorted_ids[1:] != sorted_ids[:-1]])
-    start_of = lax.cummax(jnp.where(starts, index, 0))
-    return jnp.zeros((n,), jnp.int32).at[by_group].set(index - start_of, unique_indices=True)
-
-
 def keep_within_capacity(expert_ids, probs, config: MoEConfig):
     """Return bool [t, K]: the choices that their expert's capacity admits.
 
@@ -116,7 +99,7 @@ def keep_within_capacity(expert_ids, probs, config: MoEConfig):
     order = None
     if config.drop == "probability":
         order = jnp.argsort(-lax.stop_gradient(probs).reshape(-1), stable=True).astype(jnp.int32)
-    rank = rank_within_group(expert_ids.reshape(-1), order)
+    rank = rank_within(expert_ids.reshape(-1), order)
     return (rank < config.capacity(t)).reshape(t, k)
 
 

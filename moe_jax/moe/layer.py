@@ -16,7 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.dispatch.tables import Tables, even_tables
+from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.bank import open_sink, with_sink
@@ -66,7 +66,7 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
     def apply(x, token_ids, w_gate, bank, sink, tables, noise_key=None):
         gate = functools.partial(_gate, w_gate=w_gate, config=config, noise_key=noise_key)
         weights = {
-            name: (GroupedWeights(bank=bank[name], slots=tables.slots, sink=sink[name] if sink else None),)
+            name: (GroupedWeights(bank=bank[name], slots=tables.home_row, sink=sink[name] if sink else None),)
             for name in bank
         }
 
@@ -189,8 +189,9 @@ def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: s
     inside = tuple(axis for axis in roles.dense if axis not in roles.expert)
 
     def body(x, token_ids, w_gate, bank, sink, noise_key, tables):
-        layer = Tables(device_of=tables.device_of[0], group_of=tables.group_of[0], slots=tables.slots[0, 0])
-        sink = {name: open_sink(value, layer.slots[None])[0] for name, value in sink.items()}
+        tables = local(tables)  # of one layer
+        sink = {name: open_sink(value, tables.home_row)[0] for name, value in sink.items()}
+        layer = jax.tree.map(lambda array: array[0], tables)
         y, stats, _ = apply(x, token_ids, w_gate, bank, sink, layer, noise_key)
         probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
         per_source = lax.psum(stats.counts, inside) if inside else stats.counts
@@ -202,7 +203,7 @@ def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: s
     sharded = jax.shard_map(
         body,
         mesh=roles.mesh,
-        in_specs=(rows, rows, P(), by_expert, by_expert, P(), Tables(device_of=P(), group_of=P(), slots=by_expert)),
+        in_specs=(rows, rows, P(), by_expert, by_expert, P(), by_expert),
         out_specs=(rows, P(), by_expert),
     )
     return jax.jit(lambda *arguments: sharded(*arguments, tables))

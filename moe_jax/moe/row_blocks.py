@@ -81,7 +81,7 @@ def block_heights(rows: int, groups: int, steps: int) -> tuple[int, ...]:
 
     Args:
       rows: R. groups: G.
-      steps: 1 to 4, how dense: each rung costs compile time and saves padding. 0 is two rungs, for small arrays.
+      steps: rungs per doubling around the mean: each costs compile time and saves padding. 0 is two rungs in all.
     """
     mean = max(8, min(TALLEST_MEAN, rows // max(groups, 1)))
     top = max(512, 2 * mean)

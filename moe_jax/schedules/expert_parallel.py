@@ -13,6 +13,7 @@ import jax
 from jax import lax
 
 from moe_jax.dispatch import (
+    destinations,
     groups_to_rows,
     largest_bucket,
     pack,
@@ -31,12 +32,12 @@ from moe_jax.schedules.passes import passes_needed, run_passes
 def make_exchange(roles: Roles, sizes: LayerSizes):
     """Return the schedule that exchanges rows over the expert axis of `roles`."""
     axes = roles.expert
-    destinations = roles.size(axes)
-    rows = sizes.bucket_rows(destinations)
+    devices = roles.size(axes)
+    rows = sizes.bucket_rows(devices)
     most = math.ceil(sizes.worst_rows() / rows)
 
     def exchange(array):
-        if destinations == 1:
+        if devices == 1:
             return array
         return lax.all_to_all(array, axes, split_axis=0, concat_axis=0, tiled=True)
 
@@ -44,13 +45,8 @@ def make_exchange(roles: Roles, sizes: LayerSizes):
         with jax.named_scope("gate"):
             choice, stats = gate(x, token_ids)
         with jax.named_scope("route"):
-            routing = route(
-                choice,
-                tables.device_of[choice.expert_ids],
-                tables.group_of[choice.expert_ids],
-                destinations,
-                sizes.groups,
-            )
+            device, group = destinations(tables, choice, sizes.groups)
+            routing = route(choice, device, group, devices, sizes.groups)
             needed = passes_needed(largest_bucket(routing, sizes.groups), rows, roles.all)
 
         def one_pass(index):
@@ -59,7 +55,7 @@ def make_exchange(roles: Roles, sizes: LayerSizes):
                 sent = exchange(tokens_to_rows(x, parcel))
                 counts = exchange(parcel.counts)
             with jax.named_scope("experts"):
-                if destinations == 1:  # one bucket, already in group order
+                if devices == 1:  # one bucket, already in group order
                     done = experts(sent, counts[0])
                 else:
                     grouping = regroup(counts, rows)

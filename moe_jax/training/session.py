@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from moe_jax.data import build_cache, build_tokenizer
-from moe_jax.dispatch.tables import Tables, even_tables
+from moe_jax.dispatch import Tables, even_tables
 from moe_jax.mesh import Roles, build_mesh
 from moe_jax.models import LanguageModel, Layout
 from moe_jax.run_config import RunConfig
@@ -131,6 +131,6 @@ def build_session(config: RunConfig, devices) -> Session:
         optimizer=optimizer,
         placing=placing,
         feed=feed,
-        home=np.asarray(tables.device_of),
+        home=np.repeat(np.arange(group, dtype=np.int32), experts // group)[None].repeat(layers, axis=0),
         tables=to_devices(tables, placing.tables),
     )

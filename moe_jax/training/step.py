@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.dispatch.tables import Tables
+from moe_jax.dispatch import Tables
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
 from moe_jax.training.config import TrainConfig
 from moe_jax.training.optimizer import build_optimizer, build_schedule
@@ -59,7 +59,7 @@ def place(model: LanguageModel, layout: Layout, optimizer: optax.GradientTransfo
     return Placing(
         state={"step": replicated, "params": named(layout.params), "opt_state": named(opt_specs)},
         batch=Batch(rows, rows, rows),
-        tables=Tables(replicated, replicated, NamedSharding(mesh, P(roles.expert))),
+        tables=Tables(*[NamedSharding(mesh, P(roles.expert))] * len(dataclasses.fields(Tables))),
         wishes=NamedSharding(mesh, P(roles.all)),
         replicated=replicated,
     )

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moe_jax.dispatch import route
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig, balance_loss, choose_experts, z_loss
-from moe_jax.moe.gate import gate_noise, rank_within_group
+from moe_jax.dispatch.route import rank_within
+from moe_jax.moe.gate import gate_noise
 from moe_jax.moe.reference import reference_weights
 
 CHOOSE = jax.jit(choose_experts, static_argnames="config")  # one compile is quicker than one of each operation
@@ -196,11 +197,11 @@ def test_choose_experts_min_capacity():
         assert stats.dropped == 6 - kept
 
 
-def test_rank_within_group():
+def test_rank_within():
     ids = jnp.int32([2, 0, 2, 2, 0])
-    np.testing.assert_array_equal(rank_within_group(ids), [0, 0, 1, 2, 1])
+    np.testing.assert_array_equal(rank_within(ids), [0, 0, 1, 2, 1])
     # from last to first: entry 3 is the first of group 2, entry 4 the first of group 0
-    np.testing.assert_array_equal(rank_within_group(ids, jnp.int32([4, 3, 2, 1, 0])), [2, 1, 1, 0, 0])
+    np.testing.assert_array_equal(rank_within(ids, jnp.int32([4, 3, 2, 1, 0])), [2, 1, 1, 0, 0])
 
 
 def test_balance_loss():

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.dispatch import Choice
-from moe_jax.dispatch.tables import Tables, even_tables
+from moe_jax.dispatch.tables import even_tables
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.schedules import LayerSizes, build_schedule, register, schedules
@@ -65,7 +65,7 @@ def make_step(roles, name, sizes):
     schedule = build_schedule(name, roles, sizes)
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
 
-    def body(x, scale, ids, weights, kept, token_ids, device_of, group_of, slots):
+    def body(x, scale, ids, weights, kept, token_ids, tables):
         def gate(x, token_ids):
             return Choice(expert_ids=ids, weights=weights, kept=kept), {"tokens": x.shape[0]}
 
@@ -74,18 +74,18 @@ def make_step(roles, name, sizes):
             group = jnp.searchsorted(jnp.cumsum(group_sizes), row, side="right")
             return rows * jnp.take(scale, group, mode="fill", fill_value=0)[:, None]
 
-        layer = Tables(device_of=device_of[0], group_of=group_of[0], slots=slots[0, 0])
+        layer = jax.tree.map(lambda array: array[0, 0], tables)
         y, stats, passes = schedule(x, token_ids, gate, experts, layer)
         assert stats == {"tokens": TOKENS}
         return y, passes
 
     rows, by_expert = P(roles.dense), P(roles.expert)
-    in_specs = (rows, by_expert, rows, rows, rows, rows, P(), P(), by_expert)
+    in_specs = (rows, by_expert, rows, rows, rows, rows, by_expert)
     sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=(rows, P()))
 
     def loss(x, scale, ids, weights, kept, cotangent):
         token_ids = jnp.arange(x.shape[0], dtype=jnp.int32)
-        y, passes = sharded(x, scale, ids, weights, kept, token_ids, tables.device_of, tables.group_of, tables.slots)
+        y, passes = sharded(x, scale, ids, weights, kept, token_ids, tables)
         return jnp.sum(y * cotangent), (y, passes)
 
     return jax.jit(jax.grad(loss, (0, 1, 3), has_aux=True)), jax.jit(lambda *arguments: loss(*arguments)[1])
