@@ -152,17 +152,22 @@ def kill_once(run: Run, kind: str, rng: random.Random, startup_seconds: float) -
 
 
 def starting_moment(run: Run, rng: random.Random, startup_seconds: float) -> Callable[[float], bool]:
-    """Return is_due(seconds alive): some time before the first step."""
+    """Return is_due(seconds alive): some time before the first step, or at it, if this start is a fast one."""
     limit = rng.uniform(0, startup_seconds)
-    return lambda alive: alive > limit
+    stepped = steps_made(run, 1)
+    return lambda alive: alive > limit or stepped(alive)
 
 
 def training_moment(run: Run, rng: random.Random, startup_seconds: float) -> Callable[[float], bool]:
-    """Return is_due(seconds alive): 1 to 8 steps after the one it resumed at."""
+    """Return is_due(seconds alive): some steps after the one it resumed at."""
+    return steps_made(run, rng.randint(1, 8))
+
+
+def steps_made(run: Run, count: int) -> Callable[[float], bool]:
+    """Return is_due(seconds alive): this start has made `count` steps."""
     first = run.newest() or 0
-    target = first + rng.randint(1, 8)
-    # until it resumes, metrics.jsonl holds the steps that the last kill lost
-    return lambda alive: (not first or resumed_at(run.log) is not None) and run.steps_done() >= target
+    # until it resumes, metrics.jsonl holds steps that the last kill lost
+    return lambda alive: (not first or resumed_at(run.log) is not None) and run.steps_done() >= first + count
 
 
 def saving_moment(run: Run, rng: random.Random, startup_seconds: float) -> Callable[[float], bool]:

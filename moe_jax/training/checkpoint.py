@@ -191,7 +191,7 @@ class Checkpointer:
         # default is a collective on the devices, which has none.
         processes = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=_all_processes())
         return ocp.AsyncCheckpointer(
-            _handler(processes),
+            _writing_handler(processes),
             multiprocessing_options=processes,
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=_WRITE_SECONDS, create_directories_asynchronously=False
@@ -293,10 +293,22 @@ class Checkpointer:
             ) from error
 
 
-def _handler(processes: ocp.options.MultiprocessingOptions | None = None) -> ocp.PyTreeCheckpointHandler:
-    """Return orbax's handler; uncompressed: zstd makes trained floats 7% smaller, and sizes stay known beforehand."""
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Return orbax's reader."""
+    return ocp.PyTreeCheckpointHandler(use_compression=False)
+
+
+def _writing_handler(processes: ocp.options.MultiprocessingOptions) -> ocp.PyTreeCheckpointHandler:
+    """Return orbax's writer.
+
+    Uncompressed: zstd makes trained floats 7% smaller, and so sizes are known beforehand. What is replicated is written
+    by one process: to share it, orbax would compile a slicing program for each shape, a second at the first save.
+    """
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     return ocp.PyTreeCheckpointHandler(
-        use_compression=False, multiprocessing_options=processes or ocp.options.MultiprocessingOptions()
+        use_compression=False,
+        multiprocessing_options=processes,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
     )
 
 

@@ -1,0 +1,69 @@
+"""The same run gives the same loss curve at every device count, and however a step is cut into microbatches."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config import parse_run_config
+from moe_jax.training.feed import to_devices
+from moe_jax.training.session import build_session
+
+from tiny_run import bindings_of
+
+STEPS = 30
+
+
+def curve(folder, devices: int, *changes: str):
+    """Return (losses, gradient norms, loads of the last step summed over sources) of STEPS steps."""
+    config, _, _ = parse_run_config((), bindings_of(folder, f"train.steps = {STEPS}", *changes))
+    session = build_session(config, jax.devices()[:devices])
+    executable, _ = session.compile_train_step()
+    # start all runs from the one-device initial values: compiled for another mesh, the last bit may differ
+    one = build_session(dataclasses.replace(config, mesh=type(config.mesh)()), jax.devices()[:1])
+    params = jax.device_get(one.fresh_state()["params"])
+    layers, group = config.model.moe_layers, session.devices
+
+    def to_bank(value):  # one device holds (layer, expert) order
+        value = value.reshape(layers, group, -1, *value.shape[1:])
+        return np.swapaxes(value, 0, 1).reshape(-1, *value.shape[3:])
+
+    params = {"dense": params["dense"], "bank": {name: to_bank(v) for name, v in params["bank"].items()}}
+    state = session.state_from(to_devices(params, session.placing.state["params"]))
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = to_devices(session.feed.read(step), session.placing.batch)
+        state, metrics = executable(state, batch, session.tables, session.wishes(0))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    return np.array(losses), np.array(norms), np.asarray(metrics["loads"]).sum(axis=1)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("curves")
+    losses, norms, loads = curve(folder, 1)
+    assert losses[-1] < losses[0] - 0.5, "it must learn, or equal curves say little"
+    return folder, losses, norms, loads
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes"),
+    [
+        (2, ()),
+        (4, ("MeshConfig.data = 2", "train.zero_stage = 3")),
+        (8, ("train.zero_stage = 0",)),
+        (8, ("MoEConfig.schedule = 'dp'", "MeshConfig.data = 8", "train.expert_zero_stage = 3")),
+        (2, ("train.accumulate = 2", "MoEConfig.aux_loss_weight = 0.0", "MoEConfig.z_loss_weight = 0.0")),
+    ],
+    ids=["ep2", "ep2_data2_zero3", "ep8_zero0", "dp8_stage3", "accumulate"],
+)
+def test_curve_is_the_same_at_every_device_count(expected, devices, changes):
+    folder, losses, norms, loads = expected
+    if "train.accumulate = 2" in changes:  # the balance loss is one of each microbatch, so it is left out here
+        losses, norms, loads = curve(folder, 1, *changes[1:])
+    got_losses, got_norms, got_loads = curve(folder, devices, *changes)
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-4)
+    np.testing.assert_allclose(got_norms, norms, rtol=1e-2)  # a last bit of difference grows over 30 steps
+    assert got_loads.sum() == loads.sum()

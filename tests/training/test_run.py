@@ -1,0 +1,135 @@
+"""A run from its folder to its last line: new, resumed, finished, evaluated, started from another, refused."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import run_here
+
+from moe_jax.errors import NonFiniteError, UserError
+from moe_jax.observe import read_loads, read_metrics
+from moe_jax.training.checkpoint import Checkpointer
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    assert run_here(folder, folder / "work")
+    return folder
+
+
+def test_run_folder_holds_what_was_promised(finished):
+    work = finished / "work"
+    for name in (
+        "config.gin", "operative_config.gin", "environment.json", "metrics.jsonl", "evaluations.jsonl", "loads.npz",
+        "plots/loss.png", "plots/expert_load.png", "plots/device_load.png", "report.html", "tensorboard", "checkpoints",
+    ):  # fmt: skip
+        assert (work / name).exists(), name
+    records = read_metrics(work)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    fields = {
+        "step", "loss", "aux_loss", "z_loss", "learning_rate", "grad_norm", "tokens_per_second", "step_seconds",
+        "model_flops_per_second", "peak_device_bytes", "dropped_fraction", "overflow_steps", "dead_experts",
+        "device_load_max_over_mean", "gate_entropy",
+    }  # fmt: skip
+    assert fields <= set(records[-1]) and "compile_seconds" in records[0] and "compile_seconds" not in records[-1]
+    assert len(records[-1]["gate_entropy"]) == 2  # one per layer
+    trace = read_loads(work / "loads.npz")
+    devices = len(jax.devices())
+    assert trace.loads.shape == (3, 2, devices, 8) and trace.iterations.tolist() == [2, 4, 6]
+    assert (trace.loads.sum(axis=(2, 3)) == 8 * 16 * 2).all()  # K times the tokens of a step, in every layer
+    environment = json.loads((work / "environment.json").read_text())
+    assert environment["devices"][0]["count"] == devices
+
+
+def test_same_command_says_finished(finished, capsys):
+    assert run_here(finished, finished / "work")
+    assert "finished already, at step 6 of 6" in capsys.readouterr().out
+
+
+def test_resume_equals_a_run_that_never_stopped(finished):
+    """Three steps, then six: every metric and every parameter bit for bit as in one go."""
+    work = finished / "halves"
+    assert run_here(finished, work, "train.steps = 3", "train.learning_rate = 1e-3")
+    # the cosine ends at train.steps, so a run that is to be compared must see the same rate: flat from here on
+    flat = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")
+    assert run_here(finished, finished / "whole", *flat)
+    assert run_here(finished, finished / "parts", *flat, "train.steps = 3")
+    assert run_here(finished, finished / "parts", *flat)
+    whole, parts = read_metrics(finished / "whole"), read_metrics(finished / "parts")
+    for field in ("step", "loss", "grad_norm", "device_load_max_over_mean"):
+        assert [r[field] for r in whole] == [r[field] for r in parts], field
+    arrays = [Checkpointer(finished / name / "checkpoints", keep=3).read_arrays(6) for name in ("whole", "parts")]
+    assert arrays[0].keys() == arrays[1].keys() and len(arrays[0]) > 20
+    for name in arrays[0]:
+        np.testing.assert_array_equal(arrays[0][name], arrays[1][name], err_msg=name)
+    np.testing.assert_array_equal(
+        read_loads(finished / "whole" / "loads.npz").loads, read_loads(finished / "parts" / "loads.npz").loads
+    )
+
+
+def test_eval_only_gives_the_last_evaluation(finished, capsys):
+    last = read_metrics(finished / "work", file_name="evaluations.jsonl")[-1]["held_out_loss"]
+    assert run_here(finished, finished / "work", eval_only=True)
+    assert f"step 6: held-out loss {last:.4f}" in capsys.readouterr().out
+
+
+def test_eval_only_on_another_mesh(finished, capsys):
+    last = read_metrics(finished / "work", file_name="evaluations.jsonl")[-1]["held_out_loss"]
+    assert run_here(finished, finished / "work", "MeshConfig.data = 4", eval_only=True)
+    shown = float(capsys.readouterr().out.split("held-out loss ")[1])
+    assert shown == pytest.approx(last, rel=1e-4)
+
+
+def test_init_from_starts_where_the_other_ended(finished, capsys):
+    last = read_metrics(finished / "work", file_name="evaluations.jsonl")[-1]["held_out_loss"]
+    assert run_here(finished, finished / "child", "train.steps = 1", init_from=str(finished / "work"))
+    first = read_metrics(finished / "child", file_name="evaluations.jsonl")[0]
+    assert first["step"] == 0 and first["held_out_loss"] == pytest.approx(last, rel=1e-5)
+    assert "starting from the parameters of" in capsys.readouterr().out
+
+
+def test_another_config_is_refused(finished):
+    with pytest.raises(UserError, match=r"train.learning_rate was 0.003 and is 0.5 now"):
+        run_here(finished, finished / "work", "train.learning_rate = 0.5")
+
+
+def test_steps_and_mesh_may_differ(finished, capsys):
+    assert run_here(finished, finished / "work", "train.steps = 7", "MeshConfig.data = 2")
+    assert "resuming at step 6" in capsys.readouterr().out
+
+
+def test_checkpoint_of_another_model_is_refused(finished):
+    with pytest.raises(UserError, match="w_in|tokens|qkv|embedding"):
+        run_here(finished, finished / "other", "ModelConfig.model_dim = 32", init_from=str(finished / "work"))
+
+
+def test_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(finished):
+    work = finished / "explodes"
+    bad = ("train.learning_rate = 1e30", "train.warmup_steps = 0", "train.checkpoint_every = 1", "train.clip_norm = 0.0")
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss is .*gradient leaf '.*'.*checkpoint of step 1 is kept"):
+        run_here(finished, work, *bad)
+    assert Checkpointer(work / "checkpoints", keep=3).latest() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("MoEConfig.num_experts = 6", r"num_experts \(6\) must be divisible by the expert axis \(8\)"),
+        ("MeshConfig.data = 3", r"8 devices cannot be split into MeshConfig.data \(3\)"),
+        ("train.batch_size = 12", r"batch_size .*\(12\) must be divisible by the 8 data-parallel devices"),
+        ("DataConfig.sequence_length = 32", r"sequence_length \(32\) must not exceed ModelConfig.max_length \(16\)"),
+        ("DataConfig.path = '/no/such/file'", "/no/such/file"),
+        ("ModelConfig.vocab_size = 50", "vocab_size"),
+        ("MoEConfig.schedule = 'nonsense'", "nonsense"),
+        ("MoEConfig.grouped_matmul = 'nonsense'", "nonsense"),
+        ("MeshConfig.expert = 16", r"16.*8 devices"),
+    ],
+)
+def test_bad_input_is_one_clear_line(finished, change, text):
+    with pytest.raises(UserError, match=text) as caught:
+        run_here(finished, finished / "bad", change)
+    assert "\n" not in str(caught.value)
