@@ -23,7 +23,7 @@ from moe_jax.moe.bank import open_sink, with_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.moe.gate import balance_loss, choose_experts, z_loss
-from moe_jax.moe.grouped_matmul import GroupedWeights, default_implementation
+from moe_jax.moe.grouped_matmul import GroupedWeights, default_implementation, implementations
 from moe_jax.schedules import LayerSizes, build_schedule
 
 
@@ -62,6 +62,11 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
     implementation = config.grouped_matmul
     if implementation == "auto":
         implementation = default_implementation(roles.mesh.devices.flat[0].platform)
+    if implementation not in implementations():
+        raise UserError(
+            f"MoEConfig.grouped_matmul ({implementation!r}) is unknown; choose 'auto' or one of "
+            f"{', '.join(implementations())}"
+        )
 
     def apply(x, token_ids, w_gate, bank, sink, tables, noise_key=None):
         gate = functools.partial(_gate, w_gate=w_gate, config=config, noise_key=noise_key)
