@@ -27,6 +27,7 @@ SIZES = {
     "balanced": (24, [6, 6, 6, 6]),
     "empty": (24, [0, 13, 0, 11, 0]),
     "one_owns_all": (40, [0, 40, 0]),
+    "lone_group": (20, [13]),
     "unowned_tail": (37, [5, 0, 9, 3]),
     "nothing": (16, [0, 0, 0]),
     "single_rows": (16, [1, 1, 0, 1, 13]),
@@ -91,6 +92,8 @@ def run(implementation, lhs, group_sizes, dout, weights):
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_grouped_matmul_float64(implementation, name, operands):
+    if len(SIZES[name][1]) < operands:
+        operands = 1
     with jax.enable_x64(True):
         case = make_case(*SIZES[name], operands=operands)
         got = run(implementation, *case)
@@ -264,6 +267,20 @@ def test_for_each_block_meets_every_row_once(name):
     wanted = np.zeros(rows, np.int32)
     wanted[: sum(sizes)] = 1 + np.repeat(np.arange(len(sizes)), sizes)
     np.testing.assert_array_equal(counts[:, 0], wanted)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_for_each_block_stays_a_loop(groups):
+    """Each rung is a loop that XLA may skip: it once unrolled those of a lone group and computed every rung."""
+    heights = (16, 32, 64)
+
+    def ones(group_sizes):
+        return for_each_block(
+            group_sizes, heights, 128, jnp.zeros((128, 2)), lambda out, block: block.write(out, block.read(out) + 1)
+        )
+
+    text = jax.jit(ones).lower(jax.ShapeDtypeStruct((groups,), jnp.int32)).compile().as_text()
+    assert text.count(" while(") >= len(heights) + 1  # the rungs, and the full blocks
 
 
 def test_registry():
