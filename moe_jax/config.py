@@ -332,6 +332,8 @@ def _resolve(value, statement: Statement, macros: dict[str, Statement], open_mac
 def _import_gin():
     try:
         import gin
+        import gin.config
+        import gin.config_parser
     except ModuleNotFoundError as error:
         raise UserError(
             "reading a gin config needs the package gin-config, which is not installed; run pip install gin-config"

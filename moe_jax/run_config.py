@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fnmatch
+from typing import Any
 
 from moe_jax.data.config import DataConfig
 from moe_jax.errors import UserError
@@ -69,7 +70,7 @@ class RunConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     planner: PlannerConfig = dataclasses.field(default_factory=PlannerConfig)
 
-    def by_name(self) -> dict[str, object]:
+    def by_name(self) -> dict[str, Any]:
         """Return the six configs under the names by which gin binds them."""
         parts = (getattr(self, field.name) for field in dataclasses.fields(self))
         return dict(zip(CONFIG_CLASSES, parts, strict=True))

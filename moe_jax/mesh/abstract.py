@@ -6,6 +6,7 @@ Enters: a `MeshConfig` and a number of devices. Leaves: `Roles` whose mesh is an
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
@@ -20,7 +21,7 @@ def build_abstract_roles(config: MeshConfig, num_devices: int) -> Roles:
     """
     config = config.resolve(num_devices)
     shape, model = mesh_axes(config, num_devices)
-    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    mesh: Any = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
     def role(name: str) -> tuple[str, ...]:
         return tuple(axis for axis in shape if axis in (name, f"{name}_mp"))

@@ -13,7 +13,7 @@ import math
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.config import MoEConfig
 
-GROUPS = ("embedding", "attention", "feed_forward", "gate", "norm", "bias", "experts")
+GROUPS: tuple[str, ...] = ("embedding", "attention", "feed_forward", "gate", "norm", "bias", "experts")
 PAPER_GROUPS = ("attention", "feed_forward", "experts")
 
 

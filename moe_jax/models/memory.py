@@ -3,9 +3,9 @@
 Enters: what the model is, its mesh (an abstract one will do), ZeRO stages, batch and length. Leaves: `DeviceBytes`.
 Parameters, gradients and optimizer state are exact: they follow the same partition specs as the run. Activations are an
 estimate: what autodiff keeps of each block, one more block's worth for the backward at work, and the logits of one
-chunk. Against the temporary bytes that XLA states (CPU, float32, 1 and 8 devices) it is right within a factor of 2.
-It leaves out other temporaries, the buffers of collectives, later passes of a bucket that overflows, guests of a
-placement, and fragmentation.
+chunk. Against the temporary bytes that XLA states (CPU, float32, 1 and 8 devices, 4 to 16 layers) it is right within
+about a factor of 2, as long as the later passes of a layer keep nothing but their inputs. It leaves out other
+temporaries, the buffers of collectives, a bucket that overflows, guests of a placement, and fragmentation.
 Letters: t tokens of one device's MP group, M model dim, F hidden dim, H heads, Sq positions, K experts per token.
 """
 

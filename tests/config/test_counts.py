@@ -165,14 +165,13 @@ def test_device_bytes_shrink_where_they_should():
     )
 
 
-@pytest.mark.parametrize("remat", ["none", "block"])
-def test_activations_estimate_is_within_a_factor_of_two_of_the_compiler(remat):
+def test_activations_estimate_is_within_a_factor_of_two_of_the_compiler():
     """Temporaries of a compiled loss and gradient on one device hold the gradients and the activations."""
     from moe_jax.dispatch.tables import even_tables
     from moe_jax.models import make_loss
 
     length, rows, experts = 64, 16, 8
-    config = ModelConfig(layers=4, model_dim=64, heads=4, hidden_dim=128, max_length=length, remat=remat)
+    config = ModelConfig(layers=4, model_dim=64, heads=4, hidden_dim=128, max_length=length)
     moe = MoEConfig(num_experts=experts)
     roles = build_mesh(MeshConfig(), jax.devices()[:1])
     model = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles)
