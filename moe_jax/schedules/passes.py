@@ -50,4 +50,8 @@ def run_passes(one_pass, needed, most: int):
     def rest():
         return lax.scan(body, zeros, jnp.arange(1, most, dtype=jnp.int32))[0]
 
-    return first + lax.cond(needed > 1, rest, lambda: zeros)
+    @jax.checkpoint  # round the branch too: else each pass' copy of the bank is a residual of every layer
+    def later_passes(needed):
+        return lax.cond(needed > 1, rest, lambda: zeros)
+
+    return first + later_passes(needed)
