@@ -33,6 +33,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging as absl_logging
+from etils import epath
 from jax.sharding import NamedSharding
 
 from moe_jax.errors import HostLostError, UserError
@@ -122,7 +123,7 @@ class Checkpointer:
         """Return all leaves {name: array} on the host, as they are stored; for tools that compare checkpoints."""
         with self._reading_errors_named(step):
             numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in self._stored(step)}
-            return _handler().restore(self._path(step), args=ocp.args.PyTreeRestore(restore_args=numpy))
+            return _handler().restore(epath.Path(self._path(step)), args=ocp.args.PyTreeRestore(restore_args=numpy))
 
     # Writing.
 
@@ -201,7 +202,7 @@ class Checkpointer:
     def _stored(self, step: int) -> dict[str, Any]:
         """Return {name: shape and dtype} of the leaves in a checkpoint."""
         with self._reading_errors_named(step):
-            return flatten(_handler().metadata(self._path(step)).tree)
+            return flatten(_handler().metadata(epath.Path(self._path(step))).tree)
 
     def _read(self, step: int, stored: dict[str, Any], needed: dict[str, Any], tree, home: np.ndarray):
         """Read the leaves `needed` and return them in the structure of `tree`."""
@@ -210,7 +211,7 @@ class Checkpointer:
         check_same_leaves(self._path(step), stored, wanted)
         with self._reading_errors_named(step):
             arrays = _handler().restore(
-                self._path(step),
+                epath.Path(self._path(step)),
                 args=ocp.args.PyTreeRestore(
                     item=wanted,
                     restore_args={
