@@ -117,8 +117,8 @@ def for_each_block(
       first_row: row at which the first group starts.
     """
     if group_sizes.shape[0] == 1:
-        # With one group XLA bounds the trip count of every rung's loop by the size of `by_rung`, takes 1 for the count
-        # itself, and runs all rungs. A second group, always empty, keeps the loops loops.
+        # With one group XLA sees that a rung's block does not depend on the turn, moves its matmuls out of the loop,
+        # and so computes all rungs. A second group, always empty, keeps them in.
         group_sizes = jnp.concatenate([group_sizes, jnp.zeros_like(group_sizes)])
     ends = first_row + jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes

@@ -269,18 +269,23 @@ def test_for_each_block_meets_every_row_once(name):
     np.testing.assert_array_equal(counts[:, 0], wanted)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_for_each_block_stays_a_loop(groups):
-    """Each rung is a loop that XLA may skip: it once unrolled those of a lone group and computed every rung."""
-    heights = (16, 32, 64)
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_grouped_matmul_computes_inside_its_loops(groups):
+    """XLA moved the matmuls of a lone group out of the loops, and so computed every block height at every call."""
 
-    def ones(group_sizes):
-        return for_each_block(
-            group_sizes, heights, 128, jnp.zeros((128, 2)), lambda out, block: block.write(out, block.read(out) + 1)
-        )
+    def step(lhs, group_sizes, bank, slots):
+        operands = (GroupedWeights(bank=bank, slots=slots),)
+        return grouped_matmul(lhs, group_sizes, operands, implementation="blocked")
 
-    text = jax.jit(ones).lower(jax.ShapeDtypeStruct((groups,), jnp.int32)).compile().as_text()
-    assert text.count(" while(") >= len(heights) + 1  # the rungs, and the full blocks
+    shapes = (
+        jax.ShapeDtypeStruct((1536, 128), jnp.float32),
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+        jax.ShapeDtypeStruct((groups, 128, 128), jnp.float32),
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+    )
+    text = jax.jit(step).lower(*shapes).compile().as_text()
+    before, entry = text[: text.index("\nENTRY")], text[text.index("\nENTRY") :]
+    assert "dot_general" in before and "dot_general" not in entry
 
 
 def test_registry():
