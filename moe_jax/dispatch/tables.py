@@ -1,9 +1,10 @@
-"""What the device knows of a placement: where the tokens of an expert go. Arrays only, all step inputs.
+"""What the device knows of a placement: where the tokens of an expert go, and which guests come. Arrays only, all step
+inputs.
 
 The host builds these from a `Placement`; a new plan with the same shapes runs in the same executable. `destinations`
 applies the placement's token rule to the choices of one source.
-Letters: L MoE layers, E experts, D devices of one expert-parallel group, Hs home slots and Gs guest slots of a device in
-one layer, G = Hs + Gs its groups, Q candidates of an expert, S bank rows per device, t tokens, K choices each.
+Letters: L MoE layers, E experts, D devices of one expert-parallel group, Hs home slots and Gs guest slots of a device
+in one layer, G = Hs + Gs its groups, Q candidates of an expert, S bank rows per device, t tokens, K choices each.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax.collectives.sparse import Transfer
 from moe_jax.dispatch.route import Choice, rank_within, record
 
 
@@ -27,12 +29,14 @@ class Tables:
       dest_num: uint32 [D, L, E, Q], dest_den: uint32 [D, L, E]: the i-th of n choices of an expert goes to the first
         candidate q with dest_num * n // dest_den > i.
       home_row: int32 [D, L, Hs], the bank row behind each home slot; a row outside the bank where the slot is empty.
+      transfer: `Transfer` of every layer, arrays [D, L, ...]; None without guests.
     """
 
     dest_slot: jax.Array
     dest_num: jax.Array
     dest_den: jax.Array
     home_row: jax.Array
+    transfer: Transfer | None = None
 
 
 def local(tables: Tables) -> Tables:

@@ -28,7 +28,7 @@ from moe_jax.models.transformer import Transformer, Unit
 from moe_jax.moe.bank import open_sink, with_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.gate import balance_loss, z_loss
-from moe_jax.moe.layer import init_bank, layer_sizes, make_moe
+from moe_jax.moe.layer import LayerPlan, fetch_guests, init_bank, layer_sizes, make_moe
 
 
 @record
@@ -179,8 +179,9 @@ class LanguageModel:
 
 
 def make_loss(
-    model: LanguageModel, layout: Layout, batch_size: int, length: int, *, training: bool = True, microbatches: int = 1
-) -> Callable:
+    model: LanguageModel, layout: Layout, batch_size: int, length: int, *, training: bool = True, microbatches: int = 1,
+    plan: LayerPlan | None = None,
+) -> Callable:  # fmt: skip
     """Return the loss of one global microbatch as a function to be jitted and differentiated.
 
     Args:
@@ -190,6 +191,7 @@ def make_loss(
       length: Sq.
       training: with gate noise, if the gate has any.
       microbatches: of one step; the gate losses of each count 1 / microbatches.
+      plan: slots and buckets of the placements whose tables will come; None is an even one without guests.
 
     Returns:
       loss(params, batch: Batch, tables: Tables, key, first_row int32 [], normalizer float []) ->
@@ -211,7 +213,7 @@ def make_loss(
             f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({config.max_length}); raise "
             "ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
-    stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches)
+    stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches, plan)
     rows = P(roles.dense)
     stats_specs = StepStats(P(), P(), P(), P(None, roles.expert), P(), P(), P())
     sharded = jax.shard_map(
@@ -230,12 +232,12 @@ def make_loss(
     return loss
 
 
-def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, training: bool, microbatches: int):
+def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, training: bool, microbatches: int, plan):
     """Return the body of the shard_map: everything that one device does to its `rows` sequences."""
     config, moe_config, roles = model.config, model.moe, model.roles
     dtype = jnp.dtype(config.dtype)
     tokens = rows * length
-    apply_moe = make_moe(moe_config, roles, tokens, config.activation)
+    apply_moe = make_moe(moe_config, roles, tokens, config.activation, plan)
     graph = nnx.split(nnx.eval_shape(lambda: Unit(config, moe_config.num_experts, nnx.Rngs(0))))[0]
     transformer = nnx.split(
         nnx.eval_shape(lambda: Transformer(config, moe_config.num_experts, model.vocab_size, nnx.Rngs(0)))
@@ -260,9 +262,11 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
             unit = nnx.merge(graph, gather_tree(unit_params, layout.gather["units"], roles.dense, parts))
             noise_key = jax.random.fold_in(key, layer) if training and moe_config.gate_noise > 0 else None
 
+            guests = fetch_guests(bank, layer_sink, layer_tables, plan, x)
+
             def moe(normed, w_gate):
                 weights, doors, here = bank_store(bank, layer_sink, layer_tables)
-                y, stats, passes = apply_moe(normed, token_ids, w_gate, weights, doors, here, noise_key)
+                y, stats, passes = apply_moe(normed, token_ids, w_gate, weights, doors, here, noise_key, guests)
                 return y, (stats, passes)
 
             return unit(x, moe, reduce_model)

@@ -7,6 +7,7 @@ the same as a Flax module for a user's own model: global tokens [..., M] in, tok
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,6 +17,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.collectives.sparse import TransferPlan, sparse_all_gather
+from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
@@ -27,7 +30,23 @@ from moe_jax.moe.grouped_matmul import GroupedWeights, default_implementation, i
 from moe_jax.schedules import LayerSizes, build_schedule
 
 
-def layer_sizes(config: MoEConfig, roles: Roles, tokens: int) -> LayerSizes:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """What a step is compiled for beside its config, when experts may move; equal plans share an executable.
+
+    Attributes:
+      home_slots, guest_slots: Hs and Gs, experts that a device may home and have as guests in one layer.
+      bucket_rows: rows of one (source, destination) bucket; None takes them from `MoEConfig.bucket_slack`.
+      transfer: how guests get their parameters; None without guests.
+    """
+
+    home_slots: int
+    guest_slots: int = 0
+    bucket_rows: int | None = None
+    transfer: TransferPlan | None = None
+
+
+def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | None = None) -> LayerSizes:
     """Return the static sizes of one layer on a device whose MP group holds `tokens` tokens."""
     devices = roles.size(roles.expert)
     if config.num_experts % devices:
@@ -39,13 +58,30 @@ def layer_sizes(config: MoEConfig, roles: Roles, tokens: int) -> LayerSizes:
         tokens=tokens,
         top_k=config.top_k,
         num_experts=config.num_experts,
-        groups=config.num_experts // devices,
+        groups=config.num_experts // devices if plan is None else plan.home_slots + plan.guest_slots,
         capacity=None if config.dropless else config.capacity(tokens),
         bucket_slack=config.bucket_slack,
+        planned_rows=None if plan is None else plan.bucket_rows,
     )
 
 
-def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
+def fetch_guests(bank, sink, tables, plan: LayerPlan | None, like):
+    """Return the guests of one layer {name: [Gs, ...]}, or None where the plan has none.
+
+    They depend on the bank and the tables alone: called before attention, the transfer can run beside it. Their
+    gradients are summed into the cotangent of `sink`.
+
+    Args:
+      bank, sink, tables: of this layer, as `make_moe`'s function takes them.
+      like: array that varies over all mesh axes over which the tokens do.
+    """
+    if plan is None or plan.transfer is None:
+        return None
+    bank, sink = cast_varying((bank, sink), varying_axes(like))
+    return sparse_all_gather(bank, tables.home_row, sink, tables.transfer, plan.transfer)
+
+
+def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: LayerPlan | None = None):
     """Return the layer as a function of this device's tokens.
 
     Args:
@@ -53,12 +89,14 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
       roles: the mesh whose axes its collectives use.
       tokens: t, tokens of this device's MP group.
       activation: 'gelu' or 'swiglu'.
+      plan: slots and buckets of a placement; None is an even one without guests.
 
     Returns:
-      apply(x [t, M], token_ids int32 [t], w_gate [M, E], bank, sink, tables, noise_key) -> (y [t, M], GateStats,
-      passes), with bank {name: [S, ...]}, sink {name: [G, ...]} and `Tables` of this layer, and a PRNG key or None.
+      apply(x [t, M], token_ids int32 [t], w_gate [M, E], bank, sink, tables, noise_key, guests) -> (y [t, M],
+      GateStats, passes), with bank {name: [S, ...]}, sink {name: [Hs, ...]} and `Tables` of this layer, a PRNG key or
+      None, and what `fetch_guests` returned.
     """
-    schedule = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens))
+    schedule = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan))
     implementation = config.grouped_matmul
     if implementation == "auto":
         implementation = default_implementation(roles.mesh.devices.flat[0].platform)
@@ -68,12 +106,9 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
             f"{', '.join(implementations())}"
         )
 
-    def apply(x, token_ids, w_gate, bank, sink, tables, noise_key=None):
+    def apply(x, token_ids, w_gate, bank, sink, tables, noise_key=None, guests=None):
         gate = functools.partial(_gate, w_gate=w_gate, config=config, noise_key=noise_key)
-        weights = {
-            name: (GroupedWeights(bank=bank[name], slots=tables.home_row, sink=sink[name] if sink else None),)
-            for name in bank
-        }
+        weights = {name: _operands(bank[name], tables, sink, guests, name) for name in bank}
 
         def experts(rows, group_sizes):
             return expert_ffn(rows, group_sizes, weights, activation=activation, implementation=implementation)
@@ -81,6 +116,16 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
         return schedule(x, token_ids, gate, experts, tables)
 
     return apply
+
+
+def _operands(bank, tables, sink, guests, name):
+    """Return the operands of one weight: home slots in the bank, then guest slots."""
+    home = GroupedWeights(bank=bank, slots=tables.home_row, sink=sink[name] if sink else None)
+    if guests is None:
+        return (home,)
+    # a guest is its own sink: nobody reads a sink's values, and its cotangent is the guest's gradient
+    own = guests[name]
+    return (home, GroupedWeights(bank=own, slots=jnp.arange(own.shape[0], dtype=jnp.int32), sink=own if sink else None))
 
 
 def _gate(x, token_ids, *, w_gate, config, noise_key):

@@ -18,7 +18,6 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.dispatch import Tables
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
 from moe_jax.training.config import TrainConfig
 from moe_jax.training.optimizer import build_optimizer, build_schedule
@@ -31,14 +30,14 @@ class Placing:
     Attributes:
       state: of the training state.
       batch: of a `Batch` [n, B / n, Sq].
-      tables: of the plan's `Tables`.
+      tables: of every array of the plan's `Tables`.
       wishes: of int32 [devices], one wish to stop per device.
       replicated: of everything else.
     """
 
     state: dict
     batch: Batch
-    tables: Tables
+    tables: NamedSharding
     wishes: NamedSharding
     replicated: NamedSharding
 
@@ -59,7 +58,7 @@ def place(model: LanguageModel, layout: Layout, optimizer: optax.GradientTransfo
     return Placing(
         state={"step": replicated, "params": named(layout.params), "opt_state": named(opt_specs)},
         batch=Batch(rows, rows, rows),
-        tables=Tables(*[NamedSharding(mesh, P(roles.expert))] * len(dataclasses.fields(Tables))),
+        tables=NamedSharding(mesh, P(roles.expert)),
         wishes=NamedSharding(mesh, P(roles.all)),
         replicated=replicated,
     )

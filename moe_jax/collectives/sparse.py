@@ -1,0 +1,244 @@
+"""Sparse collectives: some devices get some chunks for a while, and their gradients are summed back where they live.
+
+`sparse_all_gather` enters with a bank of chunks and the table of one layer, and leaves with the chunks of the guest
+slots; `sparse_reduce_scatter` enters with one gradient per guest slot, and leaves with their sums per home slot. The
+VJP of the first is the second. How the bytes move (`TransferPlan`) is static; which chunk goes into which slot is data.
+
+A chunk is one row of every array of the bank; all arrays of a chunk travel as one message. The bank itself gets no
+gradient: it may hold the chunks of all layers, and a loop over them would carry its gradient. The sums leave as the
+cotangent of `sink`, one row per home slot.
+Letters: S bank rows of this device, Hs home slots and Gs guest slots of a layer, D devices, T rounds, X chunks that
+each device offers to all, B chunks broadcast to all, n elements of a chunk.
+Source: Hecate, section 3.1; Pro-Prophet's Trans and Agg.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.varying import cast_varying, match_varying, varying_axes
+
+Array = jax.Array
+Bank = dict[str, Array]
+Rounds = tuple[tuple[tuple[int, int], ...], ...]
+METHODS = ("shift", "permute", "gather", "broadcast")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferPlan:
+    """The static half of a transfer; equal plans compile to equal programs.
+
+    Attributes:
+      method: 'shift' and 'permute' run rounds of pairs (device, device), in which a device sends and receives at most
+        once; 'gather' all-gathers what each device offers; 'broadcast' sums masked chunks over all devices.
+      rounds: [layer][round] pairs for the first two; a single list serves all layers.
+      home_slots, guest_slots: Hs and Gs.
+      axes: mesh axes of the devices that exchange chunks.
+    """
+
+    method: str
+    home_slots: int
+    guest_slots: int
+    axes: tuple[str, ...]
+    rounds: tuple[Rounds, ...] = ()
+
+    def __post_init__(self):
+        if self.method not in METHODS:
+            raise ValueError(f"transfer method {self.method!r} is not one of {', '.join(METHODS)}")
+        for pairs in (pairs for rounds in self.rounds for pairs in rounds):
+            if len({a for a, _ in pairs}) < len(pairs) or len({b for _, b in pairs}) < len(pairs):
+                raise ValueError(f"round {pairs} names a device twice on one side; a round is one message a device")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """The data half of one layer's transfer, for this device.
+
+    Attributes:
+      send: int32 [T, X or B], the home slot of the chunk sent in a round, or offered; Hs where there is none.
+      take: in rounds, int32 [T], the guest slot that the round fills, Gs for none; else int32 [Gs], which of the D X or
+        B chunks fills a guest slot, their number for none.
+      layer: int32 [], which of the plan's lists of rounds to run.
+    """
+
+    send: Array
+    take: Array
+    layer: Array
+
+
+def sparse_all_gather(bank: Bank, rows: Array, sink: Bank, table: Transfer, plan: TransferPlan) -> Bank:
+    """Bring chunks to the guest slots; to be called inside `shard_map` by all devices of `plan.axes`.
+
+    Args:
+      bank: {name: [S, ...]}, this device's chunks; no gradient flows into it.
+      rows: int32 [Hs], the bank row of each home slot.
+      sink: {name: [Hs, ...]}, whose values are not read, and whose cotangent is the sum of the guests' gradients.
+      table: who sends and takes what.
+      plan: how.
+
+    Returns:
+      {name: [Gs, ...]} in the bank's dtype; slots that nothing fills are zero.
+    """
+    bank = jax.tree.map(lax.stop_gradient, bank)
+    bank, rows, sink, table = match_varying(bank, rows, sink, table)
+    dtypes = tuple(sorted((name, leaf.dtype) for name, leaf in sink.items()))
+    return _all_gather(plan, dtypes, bank, rows, sink, table)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _all_gather(plan, dtypes, bank, rows, sink, table):
+    del dtypes, sink
+    with jax.named_scope("sparse_all_gather"):
+        return _fetch(plan, bank, rows, table)
+
+
+def _all_gather_fwd(plan, dtypes, bank, rows, sink, table):
+    return _all_gather(plan, dtypes, bank, rows, sink, table), table
+
+
+def _all_gather_bwd(plan, dtypes, table, gradients):
+    sums = sparse_reduce_scatter(gradients, table, plan, dtypes=dict(dtypes))
+    return None, None, sums, None
+
+
+_all_gather.defvjp(_all_gather_fwd, _all_gather_bwd)
+
+
+def sparse_reduce_scatter(guests: Bank, table: Transfer, plan: TransferPlan, dtypes=None) -> Bank:
+    """Sum one value per guest slot at the home of its chunk: {name: [Gs, ...]} -> {name: [Hs, ...]}.
+
+    Args:
+      guests: travel in their own dtype.
+      table, plan: of the `sparse_all_gather` that filled the slots.
+      dtypes: {name: dtype} of the sums, that of the guests where not given.
+
+    Returns:
+      The sums over the guests only: what the home itself has to add is not in them.
+    """
+    guests, table = match_varying(guests, table)
+    with jax.named_scope("sparse_reduce_scatter"):
+        sums = {
+            name: _zeros((plan.home_slots, *leaf.shape[1:]), (dtypes or {}).get(name, leaf.dtype), leaf)
+            for name, leaf in guests.items()
+        }
+        return _RETURN[plan.method](plan, guests, sums, table)
+
+
+def _fetch(plan: TransferPlan, bank: Bank, rows: Array, table: Transfer) -> Bank:
+    first = next(iter(bank.values()))
+    out = {name: _zeros((plan.guest_slots, *leaf.shape[1:]), leaf.dtype, leaf) for name, leaf in bank.items()}
+    # what nothing asks for is sent as it comes, or as zeros: a padded slot may point to any row
+    source = jnp.minimum(rows[jnp.minimum(table.send, plan.home_slots - 1)], first.shape[0] - 1)
+    return _FETCH[plan.method](plan, bank, source, out, table)
+
+
+def _fetch_by_rounds(plan, bank, source, out, table):
+    def run(rounds, out):
+        for turn, pairs in enumerate(rounds):
+            arrived = lax.ppermute(_packed(bank, source[turn][None]), plan.axes, pairs)
+            pieces = _unpacked(arrived, bank)
+            out = {n: leaf.at[table.take[turn]].set(pieces[n][0], mode="drop") for n, leaf in out.items()}
+        return out
+
+    return _of_layer(plan, table, run, out)
+
+
+def _return_by_rounds(plan, guests, sums, table):
+    def run(rounds, sums):
+        for turn, pairs in enumerate(rounds):
+            back = tuple((b, a) for a, b in pairs)
+            arrived = lax.ppermute(_packed(guests, table.take[turn][None]), plan.axes, back)
+            pieces = _unpacked(arrived, guests)
+            sums = {
+                n: leaf.at[table.send[turn]].add(pieces[n][0].astype(leaf.dtype), mode="drop")
+                for n, leaf in sums.items()
+            }
+        return sums
+
+    return _of_layer(plan, table, run, sums)
+
+
+def _fetch_by_gather(plan, bank, source, out, table):
+    offered = lax.all_gather(_packed(bank, source), plan.axes, tiled=True)  # [D X, n]
+    return _unpacked(_take(offered, table.take), out)
+
+
+def _return_by_gather(plan, guests, sums, table):
+    devices = lax.axis_size(plan.axes)
+    spread = _spread(guests, devices * table.send.shape[0], table.take)
+    return _added(sums, lax.psum_scatter(spread, plan.axes, tiled=True), guests, table.send)
+
+
+def _fetch_by_broadcast(plan, bank, source, out, table):
+    mine = (table.send < plan.home_slots)[:, None]
+    masked = jnp.where(mine, _packed(bank, source), 0)
+    everybodys = cast_varying(lax.psum(masked, plan.axes), varying_axes(masked))  # [B, n]
+    return _unpacked(_take(everybodys, table.take), out)
+
+
+def _return_by_broadcast(plan, guests, sums, table):
+    spread = _spread(guests, table.send.shape[0], table.take)
+    total = cast_varying(lax.psum(spread, plan.axes), varying_axes(spread))
+    return _added(sums, total, guests, table.send)
+
+
+_FETCH = {
+    "shift": _fetch_by_rounds,
+    "permute": _fetch_by_rounds,
+    "gather": _fetch_by_gather,
+    "broadcast": _fetch_by_broadcast,
+}
+_RETURN = {
+    "shift": _return_by_rounds,
+    "permute": _return_by_rounds,
+    "gather": _return_by_gather,
+    "broadcast": _return_by_broadcast,
+}
+
+
+def _of_layer(plan, table, run, carry):
+    """Run the rounds of this layer: the only list, or the one that `table.layer` names."""
+    if len(plan.rounds) < 2:
+        return run(plan.rounds[0], carry) if plan.rounds else carry
+    return lax.switch(table.layer, [functools.partial(run, rounds) for rounds in plan.rounds], carry)
+
+
+def _packed(leaves: Bank, index) -> Array:
+    """Return rows `index` [k] of all leaves side by side, [k, n]; zeros for a row out of range."""
+    return jnp.concatenate([_take(leaves[n], index).reshape(index.shape[0], -1) for n in sorted(leaves)], axis=1)
+
+
+def _unpacked(packed: Array, like: Bank) -> Bank:
+    """Undo `_packed`: [k, n] -> {name: [k, ...]} with the row shapes of `like`."""
+    pieces, start = {}, 0
+    for name in sorted(like):
+        size = math.prod(like[name].shape[1:])
+        pieces[name] = packed[:, start : start + size].reshape(packed.shape[0], *like[name].shape[1:])
+        start += size
+    return pieces
+
+
+def _take(rows: Array, index) -> Array:
+    return jnp.take(rows, index, axis=0, mode="fill", fill_value=0)
+
+
+def _spread(guests: Bank, places: int, take) -> Array:
+    """Add the guests' values at the places they were taken from: -> [places, n]."""
+    packed = jnp.concatenate([guests[n].reshape(guests[n].shape[0], -1) for n in sorted(guests)], axis=1)
+    return _zeros((places, packed.shape[1]), packed.dtype, packed).at[take].add(packed, mode="drop")
+
+
+def _added(sums: Bank, packed: Array, guests: Bank, slots) -> Bank:
+    pieces = _unpacked(packed, guests)
+    return {n: leaf.at[slots].add(pieces[n].astype(leaf.dtype), mode="drop") for n, leaf in sums.items()}
+
+
+def _zeros(shape, dtype, like) -> Array:
+    return cast_varying(jnp.zeros(shape, dtype), varying_axes(like))
