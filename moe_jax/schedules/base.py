@@ -35,6 +35,7 @@ class LayerSizes:
       groups: G, experts that one device may compute in a layer.
       capacity: slots per expert for `tokens` tokens gated together, or None when dropless.
       bucket_slack: dropless: rows of a bucket over their mean.
+      planned_rows: dropless: rows of a bucket as a plan predicts them; None takes the slack.
       min_capacity: floor of the capacity.
     """
 
@@ -44,6 +45,7 @@ class LayerSizes:
     groups: int
     capacity: int | None
     bucket_slack: float
+    planned_rows: int | None = None
 
     def bucket_rows(self, destinations: int) -> int:
         """Return C, rows of one (source, destination) bucket.
@@ -56,6 +58,8 @@ class LayerSizes:
             return worst
         if self.capacity is not None:
             return min(worst, self.groups * self.capacity)
+        if self.planned_rows is not None:
+            return min(worst, self.planned_rows)
         mean = math.ceil(self.bucket_slack * self.top_k * self.tokens / destinations)
         return min(worst, 8 * math.ceil(mean / 8))
 
