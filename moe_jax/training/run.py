@@ -14,7 +14,7 @@ import jax
 from moe_jax.errors import UserError
 from moe_jax.mesh.hosts import Hosts, StopSignal
 from moe_jax.observe import Progress, RunFolder, draw_all, environment_record, summarize_run, write_report
-from moe_jax.run_config import RunConfig, check_resumable
+from moe_jax.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.loop import Loop, Writers, evaluate
 from moe_jax.training.session import Session, build_session
@@ -51,7 +51,7 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
       UserError: a folder of another config, a checkpoint of another model, data that cannot be had, and the like.
       NonFiniteError: a step whose loss or gradient is not finite.
     """
-    folder = RunFolder(options.workdir, create=hosts.is_main and not options.eval_only)
+    folder = open_folder(options, config_text, hosts)
     checkpoints = Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)
     try:
         latest = checkpoints.latest()
@@ -70,6 +70,25 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         return train(session, state, checkpoints, latest, folder, config_text, hosts)
     finally:
         checkpoints.close()
+
+
+def open_folder(options: RunOptions, config_text: str, hosts: Hosts) -> RunFolder:
+    """Return the run folder, made by process 0 before any other looks for it.
+
+    Raises:
+      UserError: the folder cannot be had, or the processes of the job were started with different configs.
+    """
+    create = not options.eval_only
+    if hosts.is_main:
+        RunFolder(options.workdir, create=create)
+    texts = hosts.gather_text("config", config_text)
+    for index, text in enumerate(texts):
+        for binding, first, other in config_differences(texts[0], text):
+            raise UserError(
+                f"{binding} is {first} on process 0 and {other} on process {index}; start all processes with the same "
+                "flags"
+            )
+    return RunFolder(options.workdir, create=create and hosts.is_main)
 
 
 def check_folder(folder: RunFolder, checkpoints: Checkpointer, latest: int | None, config_text: str):
