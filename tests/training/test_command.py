@@ -1,0 +1,122 @@
+"""The command line as a user meets it: exit codes, signals, several processes, a process that dies."""
+
+import json
+import signal
+import socket
+import time
+
+import pytest
+from tiny_run import command, finish, start
+
+from moe_jax.observe import read_metrics
+from moe_jax.training.checkpoint import Checkpointer
+
+
+def wait_for_steps(work, steps, process, seconds=120):
+    """Wait until metrics.jsonl shows `steps` steps."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        path = work / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= steps:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError("the run did not get going")
+
+
+@pytest.mark.parametrize(
+    ("flags", "change", "text"),
+    [
+        ((), "train.stps = 3", "steps"),
+        ((), "train.steps = 'many'", "train.steps"),
+        ((), "train.steps = %missing", "missing"),
+        (("--no_such_flag",), "train.steps = 3", "no_such_flag"),
+        (("--gin_file=/no/such.gin",), "train.steps = 3", "/no/such.gin"),
+        (("stray",), "train.steps = 3", "stray"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(tmp_path, flags, change, text):
+    code, _, err = finish(start(command(tmp_path, tmp_path / "work", change, flags=flags)))
+    assert code == 2 and text in err and "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1, err
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
+    work = tmp_path / "work"
+    arguments = command(tmp_path, work, "train.steps = 400", flags=("--preempt_exit_code=75",))
+    process = start(arguments)
+    wait_for_steps(work, 4, process)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert code == 75, err
+    assert "stopped by a signal after step" in out
+    saved = Checkpointer(work / "checkpoints", keep=3).latest()
+    records = read_metrics(work)
+    assert saved == records[-1]["step"] and saved >= 4
+    code, out, err = finish(start(command(tmp_path, work, f"train.steps = {saved + 2}")))
+    assert code == 0 and f"resuming at step {saved}" in out, err
+    assert [record["step"] for record in read_metrics(work)] == list(range(1, saved + 3))
+
+
+def test_loss_that_is_not_finite_is_exit_code_3(tmp_path):
+    changes = ("train.learning_rate = 1e30", "train.warmup_steps = 0", "train.clip_norm = 0.0")
+    code, _, err = finish(start(command(tmp_path, tmp_path / "work", *changes)))
+    assert code == 3 and "step 2" in err and "Traceback" not in err
+
+
+def test_plain_lines_without_a_terminal(tmp_path):
+    code, out, err = finish(start(command(tmp_path, tmp_path / "work", "train.log_every = 2")))
+    assert code == 0, err
+    steps = [line for line in out.splitlines() if line.startswith("step ") and "tokens/s" in line]
+    assert [line.split()[1] for line in steps] == ["2/6", "4/6", "6/6"]
+    assert "run folder" in out and "report" in out
+
+
+def two_processes(tmp_path, work, *changes):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
+    return [
+        start(command(tmp_path, work, *changes, devices=2, flags=[*flags, f"--process_id={index}"]))
+        for index in range(2)
+    ]
+
+
+def test_two_processes_give_the_curve_of_one(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    code, _, err = finish(start(command(tmp_path, one, devices=4)))
+    assert code == 0, err
+    for code, _, err in [finish(process) for process in two_processes(tmp_path, two)]:
+        assert code == 0, err
+    want, got = read_metrics(one), read_metrics(two)
+    assert [record["step"] for record in got] == [record["step"] for record in want]
+    for a, b in zip(want, got, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["device_load_max_over_mean"] == pytest.approx(a["device_load_max_over_mean"], rel=1e-6)
+    assert json.loads((two / "environment.json").read_text())["processes"] == 2
+    # and a checkpoint of two processes goes on in one
+    code, out, err = finish(start(command(tmp_path, two, "train.steps = 8", devices=2)))
+    assert code == 0 and "resuming at step 6" in out, err
+
+
+def test_a_process_that_dies_ends_the_job(tmp_path):
+    work = tmp_path / "work"
+    processes = two_processes(tmp_path, work, "train.steps = 100000", "train.checkpoint_every = 0")
+    wait_for_steps(work, 3, processes[0])
+    killed = time.monotonic()
+    processes[1].kill()
+    code, _, err = finish(processes[0], 60)
+    assert code == 4 and "process 1" in err, err
+    assert time.monotonic() - killed < 60
+    processes[1].communicate()
+
+
+def test_sigterm_to_one_process_stops_both_at_one_step(tmp_path):
+    work = tmp_path / "work"
+    processes = two_processes(tmp_path, work, "train.steps = 100000", "train.checkpoint_every = 0")
+    wait_for_steps(work, 3, processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    for code, _, err in [finish(process, 120) for process in processes]:
+        assert code == 0, err
+    assert Checkpointer(work / "checkpoints", keep=3).latest() == read_metrics(work)[-1]["step"]
