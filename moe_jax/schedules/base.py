@@ -6,9 +6,10 @@ A schedule is the order in which one MoE layer moves its bytes. It is built once
     schedule(x [t, M], token_ids [t], gate, experts, tables) -> (y [t, M], GateStats, passes)
 
 `gate(x, token_ids) -> (Choice, GateStats)` chooses experts; it is an argument because a schedule may split the tokens
-before it. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group order. `tables` is this
-layer's `Tables`. Statistics leave as sums over the tokens that this device gated, each token counted on one device only;
-`passes` is the int32 number of passes taken, equal on all devices.
+before it: under MP the t tokens of the group enter and leave as equal copies, and a schedule that splits them gates
+t / N_MP on each device. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group order, with this
+device's part of the hidden dim; `tables` is this layer's `Tables`. Statistics leave as the gate gave them; `passes` is
+the int32 number of passes taken, equal on all devices.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Protocol
 
 import jax
 
+from moe_jax.collectives.exchange import TRANSPORTS
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 
@@ -46,6 +48,7 @@ class LayerSizes:
     capacity: int | None
     bucket_slack: float
     planned_rows: int | None = None
+    min_capacity: int = 1
 
     def bucket_rows(self, destinations: int) -> int:
         """Return C, rows of one (source, destination) bucket.
@@ -67,6 +70,48 @@ class LayerSizes:
         """Return the most rows that this device can have for one destination: all its tokens, min(K, G) times."""
         return self.tokens * min(self.top_k, self.groups)
 
+    def split(self, parts: int) -> LayerSizes:
+        """Return the sizes where each device of an MP group of `parts` gates its own part of the tokens.
+
+        Raises:
+          UserError: if the tokens do not divide.
+        """
+        if self.tokens % parts:
+            raise UserError(
+                f"the {self.tokens} tokens of a model-parallel group must be divisible by MeshConfig.model ({parts}); "
+                f"make train.batch_size x DataConfig.sequence_length a multiple, or set MoEConfig.schedule = 'deepspeed'"
+            )
+        tokens, capacity, planned = self.tokens // parts, self.capacity, self.planned_rows
+        if capacity is not None:
+            capacity = min(tokens, max(self.min_capacity, math.ceil(capacity / parts)))
+        planned = None if planned is None else 8 * math.ceil(planned / parts / 8)
+        return dataclasses.replace(self, tokens=tokens, capacity=capacity, planned_rows=planned)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """Choices within a schedule; each schedule reads those that concern it.
+
+    Attributes:
+      transport: how an exchange travels; one of `moe_jax.collectives.exchange.TRANSPORTS`.
+      pairwise_groups: G of `pairwise`; 0 makes one group of the EP members of each node.
+      gather: how `s2` returns: 'saa' (all-to-all and all-gather at the same time) or 'aas' (one after the other).
+      cluster: path of a calibration file for `parm`; '' lets it compare bytes.
+    """
+
+    transport: str = "all_to_all"
+    pairwise_groups: int = 0
+    gather: str = "saa"
+    cluster: str = ""
+
+    def __post_init__(self):
+        if self.gather not in ("saa", "aas"):
+            raise UserError(f"MoEConfig.gather ({self.gather!r}) must be 'saa' or 'aas'")
+        if self.transport not in TRANSPORTS:
+            raise UserError(f"MoEConfig.transport ({self.transport!r}) must be one of {', '.join(TRANSPORTS)}")
+        if self.pairwise_groups < 0:
+            raise UserError(f"MoEConfig.pairwise_groups ({self.pairwise_groups}) must be 0 (by topology) or positive")
+
 
 class Schedule(Protocol):
     """See the head of this file."""
@@ -75,10 +120,11 @@ class Schedule(Protocol):
 
 
 class ScheduleBuilder(Protocol):
-    def __call__(self, roles: Roles, sizes: LayerSizes) -> Schedule: ...
+    def __call__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions) -> Schedule: ...
 
 
 _BUILDERS: dict[str, ScheduleBuilder] = {}
+_DEFAULT_OPTIONS = ScheduleOptions()
 
 
 def register(name: str) -> Callable[[ScheduleBuilder], ScheduleBuilder]:
@@ -98,7 +144,9 @@ def schedules() -> tuple[str, ...]:
     return tuple(sorted(_BUILDERS))
 
 
-def build_schedule(name: str, roles: Roles, sizes: LayerSizes) -> Schedule:
+def build_schedule(
+    name: str, roles: Roles, sizes: LayerSizes, options: ScheduleOptions = _DEFAULT_OPTIONS
+) -> Schedule:
     """Return the schedule `name` for this mesh and these sizes.
 
     Raises:
@@ -106,4 +154,4 @@ def build_schedule(name: str, roles: Roles, sizes: LayerSizes) -> Schedule:
     """
     if name not in _BUILDERS:
         raise UserError(f"MoEConfig.schedule ({name!r}) is unknown; choose one of {', '.join(schedules())}")
-    return _BUILDERS[name](roles, sizes)
+    return _BUILDERS[name](roles, sizes, options)

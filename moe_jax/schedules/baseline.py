@@ -1,0 +1,106 @@
+"""`deepspeed`: DeepSpeed-MoE's schedule as Parm describes it, with what it wastes.
+
+Enters: the t tokens of this device's MP group. Leaves: the same tokens, transformed. Every device of the MP group sends
+all t tokens, so experts compute each of them N_MP times; every device of an ESP group gathers the tokens of all its
+members, and what the shards computed is summed over the group before each takes its own part. Source: Parm, fig. 3a.
+
+A token's copies give equal results, so its gradient is that of any one copy; an expert's gradient sums over all copies
+and is divided by N_MP.
+Letters: t tokens, M model dim, K choices per token; D EP members, S shards (N_ESP), C rows of a bucket, G groups.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.copies import enter_copies, leave_copies, own_part, scale_gradient
+from moe_jax.collectives.exchange import exchange_counts, make_exchange
+from moe_jax.collectives.varying import cast_varying
+from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
+from moe_jax.mesh.roles import Roles
+from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.expert_group import compute
+from moe_jax.schedules.expert_parallel import build_s1
+from moe_jax.schedules.passes import passes_needed, run_passes
+
+
+@register("deepspeed")
+def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+    """Build the baseline: AG_ESP, A2A_EP, experts, AR_ESP, A2A_EP, ESP-split."""
+    members, shards, copies = (roles.size(axes) for axes in (roles.expert, roles.expert_shard, roles.model))
+    if shards == copies == 1:
+        return build_s1(roles, sizes, options)  # nothing is doubled: the two are one
+    rows = sizes.bucket_rows(members)
+    most = math.ceil(sizes.worst_rows() / rows)
+    local = max(1, min(members, roles.config.devices_per_node // shards))
+    exchange = make_exchange(roles.expert, members, options.transport, local)
+
+    def gather(array):
+        if shards == 1:
+            return array[None]
+        return lax.all_gather(cast_varying(array, roles.expert_shard), roles.expert_shard)
+
+    def send(array, sent, received):
+        blocks = array.reshape((members, -1) + array.shape[1:])
+        return exchange(blocks, sent, received).reshape(array.shape)
+
+    def shared_experts(experts, arrived, arriving):
+        """Compute with each expert's gradient counted once, and sum the shards' partial outputs."""
+        out = compute(experts, scale_gradient(arrived, float(copies)), arriving)
+        out = scale_gradient(out, 1.0 / copies)
+        return lax.psum(out, roles.expert_shard) if shards > 1 else out
+
+    def schedule(x, token_ids, gate, experts, tables):
+        with jax.named_scope("gate"):
+            choice, stats = gate(x, token_ids)
+        with jax.named_scope("route"):
+            device, expert = destinations(tables, choice, sizes.groups)
+            routing = route(choice, device, expert, members, sizes.groups)
+            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, roles.all)
+        with jax.named_scope("dispatch"):
+            everyone = gather(enter_copies(x, roles.model)).reshape(-1, x.shape[-1])  # [S t, M]
+            weights = enter_copies(choice.weights, roles.model)
+
+        def one_pass(index):
+            with jax.named_scope("dispatch"):
+                parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
+                joint = _join(jax.tree.map(gather, parcel), members, rows)
+                arriving = exchange_counts(joint.counts, roles.expert, members)  # [D, S, G]
+                sent, received = jnp.sum(joint.counts, (1, 2)), jnp.sum(arriving, (1, 2))
+                arrived = send(tokens_to_rows(everyone, joint), sent, received)
+            done = shared_experts(experts, arrived, arriving.reshape(-1, sizes.groups))
+            with jax.named_scope("combine"):
+                home = send(done, received, sent).reshape(members, shards, rows, -1)
+                home = own_part(home, roles.expert_shard if shards > 1 else (), dim=1)
+                return rows_to_tokens(home.reshape(members * rows, -1), weights, parcel)
+
+        return leave_copies(run_passes(one_pass, needed, most), roles.model), stats, needed
+
+    return schedule
+
+
+def _join(parcels: Parcel, members: int, rows: int) -> Parcel:
+    """Return one parcel over the tokens of all shards, buckets in the order (destination, shard).
+
+    Args:
+      parcels: with a leading S: choice_of_row [S, D C], row_of_choice [S, t, K], counts [S, D, G].
+      members: D; rows: C.
+    """
+    shards, tokens, top_k = parcels.row_of_choice.shape
+    shard = jnp.arange(shards, dtype=jnp.int32)
+    choices, places = tokens * top_k, members * rows
+    choice_of_row = parcels.choice_of_row.reshape(shards, members, rows)
+    choice_of_row = jnp.where(
+        choice_of_row < choices, choice_of_row + shard[:, None, None] * choices, shards * choices
+    )
+    row = parcels.row_of_choice
+    joint_row = (row // rows * shards + shard[:, None, None]) * rows + row % rows
+    return Parcel(
+        choice_of_row=jnp.swapaxes(choice_of_row, 0, 1).reshape(-1),
+        row_of_choice=jnp.where(row < places, joint_row, shards * places).reshape(-1, top_k),
+        counts=jnp.swapaxes(parcels.counts, 0, 1),
+    )
