@@ -1,7 +1,7 @@
 """How parameters and optimizer state lie on the mesh: one decision per leaf, in one place.
 
-Enters: shapes and roles. Leaves: partition specs, and the two moves that go with them inside `shard_map`: a sharded
-tree is gathered by one all-gather, a replicated one meets its gradient in one all-reduce.
+Enters: shapes and roles. Leaves: partition specs. Nothing here moves data; `collectives/gather.py` brings together what
+these specs split.
 
 ZeRO stages for dense leaves, over all dense data-parallel axes: 0 keeps everything on every device, 1 shards the
 optimizer state, 3 shards the parameters too. Expert leaves lie on the expert axis whatever the stage; from stage 1 on
@@ -11,11 +11,8 @@ their optimizer state is split over `data` as well. Source: ZeRO (Rajbhandari et
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.collectives.varying import cast_varying
 from moe_jax.mesh.roles import Roles
 
 
@@ -36,46 +33,6 @@ def divisible_dim(shape: tuple[int, ...], parts: int, taken: int | None = None) 
 def spec_of(ndim: int, entries: dict[int | None, tuple[str, ...]]) -> P:
     """Return a PartitionSpec of `ndim` dims from {dim: axes}; an entry for dim None is left out."""
     return P(*(entries.get(dim) or None for dim in range(ndim)))
-
-
-def gather_tree(shards, dims, axes: tuple[str, ...], parts: int):
-    """Return the full leaves of a tree that is split over `axes`, with one all-gather; gradients are reduce-scattered.
-
-    Args:
-      shards: pytree of this device's parts.
-      dims: matching pytree; the dim along which a leaf is split, or -1 for a leaf that is whole on every device.
-      axes: mesh axes; parts: their number of devices.
-    """
-    leaves, tree = jax.tree.flatten(shards)
-    split = jax.tree.leaves(dims)
-    out = list(leaves)
-    for wanted_dtype in sorted({leaf.dtype for leaf in leaves}, key=str):
-        chosen = [i for i, leaf in enumerate(leaves) if leaf.dtype == wanted_dtype]
-        gathered = [i for i in chosen if split[i] >= 0]
-        whole = [i for i in chosen if split[i] < 0]
-        if gathered:
-            packed = jnp.concatenate([leaves[i].reshape(-1) for i in gathered])
-            full = lax.all_gather(packed, axes, axis=0, tiled=False)  # [parts, n]
-            _unpack(full, leaves, gathered, split, parts, out)
-        if whole:
-            packed = cast_varying(jnp.concatenate([leaves[i].reshape(-1) for i in whole]), axes)
-            _unpack(packed[None], leaves, whole, split, 1, out)
-    return jax.tree.unflatten(tree, out)
-
-
-def _unpack(packed, leaves, chosen, split, parts, out):
-    """Cut packed [parts, n] into leaves again and write them to `out`; parts are joined along each leaf's dim."""
-    start = 0
-    for i in chosen:
-        shape, size = leaves[i].shape, leaves[i].size
-        piece = lax.slice_in_dim(packed, start, start + size, axis=1).reshape((parts, *shape))
-        start += size
-        if split[i] < 0:
-            out[i] = piece[0]
-            continue
-        dim = split[i]
-        joined = shape[:dim] + (parts * shape[dim],) + shape[dim + 1 :]
-        out[i] = jnp.moveaxis(piece, 0, dim).reshape(joined)
 
 
 def dense_specs(shapes, model_dims, stacked, roles: Roles, zero_stage: int):

@@ -17,11 +17,12 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.collectives.gather import gather_tree
 from moe_jax.dispatch import Tables, local
 from moe_jax.dispatch.route import record
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
-from moe_jax.mesh.sharding import dense_specs, expert_specs, gather_tree
+from moe_jax.mesh.sharding import dense_specs, expert_specs
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.transformer import Transformer, Unit

@@ -1,0 +1,56 @@
+"""Bring a tree together whose leaves are split over devices, all leaves in one move.
+
+Enters: a pytree of this device's parts, and the dim along which each is split. Leaves: the full leaves. The gradient
+goes the other way: one reduce-scatter for the split leaves, one all-reduce for those that every device holds whole.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.varying import cast_varying, varying_axes
+
+
+def gather_tree(shards, dims, axes: tuple[str, ...], parts: int):
+    """Return the full leaves of a tree that is split over `axes`, with one all-gather; gradients are reduce-scattered.
+
+    Args:
+      shards: pytree of this device's parts.
+      dims: matching pytree; the dim along which a leaf is split, or -1 for a leaf that is whole on every device.
+      axes: mesh axes; parts: their number of devices.
+    """
+    leaves, tree = jax.tree.flatten(shards)
+    split = jax.tree.leaves(dims)
+    out = list(leaves)
+    # leaves that vary over other axes (MP) stay apart: packed with them, an equal leaf would look as if it varied, and
+    # its gradient would be summed over the copies
+    kinds = [(str(leaf.dtype), tuple(sorted(varying_axes(leaf) - set(axes)))) for leaf in leaves]
+    for kind in sorted(set(kinds)):
+        chosen = [i for i in range(len(leaves)) if kinds[i] == kind]
+        gathered = [i for i in chosen if split[i] >= 0]
+        whole = [i for i in chosen if split[i] < 0]
+        if gathered:
+            packed = jnp.concatenate([leaves[i].reshape(-1) for i in gathered])
+            full = lax.all_gather(packed, axes, axis=0, tiled=False)  # [parts, n]
+            _unpack(full, leaves, gathered, split, parts, out)
+        if whole:
+            packed = cast_varying(jnp.concatenate([leaves[i].reshape(-1) for i in whole]), axes)
+            _unpack(packed[None], leaves, whole, split, 1, out)
+    return jax.tree.unflatten(tree, out)
+
+
+def _unpack(packed, leaves, chosen, split, parts, out):
+    """Cut packed [parts, n] into leaves again and write them to `out`; parts are joined along each leaf's dim."""
+    start = 0
+    for i in chosen:
+        shape, size = leaves[i].shape, leaves[i].size
+        piece = lax.slice_in_dim(packed, start, start + size, axis=1).reshape((parts, *shape))
+        start += size
+        if split[i] < 0:
+            out[i] = piece[0]
+            continue
+        dim = split[i]
+        joined = shape[:dim] + (parts * shape[dim],) + shape[dim + 1 :]
+        out[i] = jnp.moveaxis(piece, 0, dim).reshape(joined)
