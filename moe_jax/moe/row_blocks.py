@@ -98,6 +98,22 @@ def _round_up(height: float, multiple: int = 8) -> int:
     return int(np.ceil(height / multiple)) * multiple
 
 
+def rows_computed(group_sizes: np.ndarray, heights: tuple[int, ...]) -> int:
+    """Return how many rows `for_each_block` hands to its steps, padding included.
+
+    Args:
+      group_sizes: int [G], NumPy.
+      heights: the ladder.
+    """
+    top = heights[-1]
+    sizes = np.asarray(group_sizes)
+    full = np.where(sizes > 0, (sizes - 1) // top, 0)
+    tails = sizes - full * top
+    ladder = np.array(heights)
+    tail_rows = np.where(tails > 0, ladder[np.minimum(np.searchsorted(ladder, tails), len(ladder) - 1)], 0)
+    return int(np.sum(full * top + tail_rows))
+
+
 def for_each_block(
     group_sizes: Array,
     heights: tuple[int, ...],

@@ -1,0 +1,170 @@
+"""Time one MoE layer, forward and backward, against a dense feed-forward layer of equal FLOPs.
+
+What it says: how much a dropless layer (gate, sort, dispatch, grouped matmuls, combine, all gradients) costs over the
+matmuls alone. The dense layer multiplies K x tokens rows by two matrices with a GELU between, in the same run,
+interleaved; the ratio is that of the medians. Its ceiling is the machine's matmul rate, printed beside it; with few
+rows per expert the weights' own traffic is what is left. Routing is uniform at random, as a fresh gate makes it.
+
+    python scripts/bench_layer.py --experts=64 --top_k=2 --tokens=2048 --model_dim=512 --hidden_dim=1024
+
+Runs on one device: a CPU, or a GPU where jax finds one. It needs no gin.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+
+from absl import app, flags
+
+_EXPERTS = flags.DEFINE_integer("experts", 64, "E.")
+_TOP_K = flags.DEFINE_integer("top_k", 2, "K.")
+_TOKENS = flags.DEFINE_integer("tokens", 2048, "Tokens.")
+_MODEL_DIM = flags.DEFINE_integer("model_dim", 512, "M.")
+_HIDDEN_DIM = flags.DEFINE_integer("hidden_dim", 1024, "F.")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Compute dtype.")
+_IMPLEMENTATION = flags.DEFINE_string("implementation", "auto", "Grouped matmul; see moe_jax.moe.")
+_ROUNDS = flags.DEFINE_integer("rounds", 15, "Interleaved rounds.")
+
+
+def moe_case(dtype):
+    """Return (jitted gradient, arguments, choices per expert) of the layer on one device."""
+    import jax
+    import jax.numpy as jnp
+
+    from moe_jax.dispatch import even_tables, local
+    from moe_jax.mesh import MeshConfig, build_mesh
+    from moe_jax.moe import MoEConfig, make_moe
+    from moe_jax.moe.bank import open_sink, with_sink
+    from moe_jax.moe.layer import init_bank
+
+    experts, tokens, dim, hidden = _EXPERTS.value, _TOKENS.value, _MODEL_DIM.value, _HIDDEN_DIM.value
+    roles = build_mesh(MeshConfig(), jax.devices()[:1])
+    config = MoEConfig(num_experts=experts, top_k=_TOP_K.value, grouped_matmul=_IMPLEMENTATION.value)
+    apply = make_moe(config, roles, tokens, "gelu")
+    sizes = {"model_dim": dim, "hidden_dim": hidden, "activation": "gelu", "dtype": jnp.float32}
+    bank = jax.jit(lambda key: init_bank(key, 1, experts, 1, **sizes))(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (tokens, dim), dtype)
+    w_gate = jax.random.normal(jax.random.key(2), (dim, experts)) * dim**-0.5
+    tables = jax.tree.map(jnp.asarray, local(even_tables(1, experts, 1)))
+    layer = jax.tree.map(lambda array: array[0], tables)
+
+    def loss(x, w_gate, bank, cotangent):
+        held, sink = with_sink(bank)
+        held = {name: value.astype(dtype) for name, value in held.items()}
+        sink = {name: open_sink(value, tables.home_row)[0] for name, value in sink.items()}
+        ids = jnp.arange(tokens, dtype=jnp.int32)
+        y, stats, _ = apply(x, ids, w_gate, held, sink, layer)
+        return jnp.sum((y * cotangent).astype(jnp.float32)), stats.counts
+
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+    arguments = (x, w_gate, bank, jnp.ones_like(x))
+    return gradient, arguments, gradient(*arguments)[1]
+
+
+def dense_case(dtype):
+    """Return (jitted gradient, arguments) of a dense FFN on K x tokens rows."""
+    import jax
+    import jax.numpy as jnp
+
+    rows, dim, hidden = _TOP_K.value * _TOKENS.value, _MODEL_DIM.value, _HIDDEN_DIM.value
+    x = jax.random.normal(jax.random.key(1), (rows, dim), dtype)
+    weights = [
+        jax.random.normal(jax.random.key(2), (dim, hidden)) * dim**-0.5,
+        jax.random.normal(jax.random.key(3), (hidden, dim)) * hidden**-0.5,
+    ]
+
+    def loss(x, weights, cotangent):
+        w_in, w_out = (w.astype(dtype) for w in weights)
+        return jnp.sum((jax.nn.gelu(x @ w_in) @ w_out * cotangent).astype(jnp.float32))
+
+    return jax.jit(jax.grad(loss, (0, 1))), (x, weights, jnp.ones_like(x))
+
+
+def seconds_of(function, arguments) -> float:
+    """Return the seconds of one call, finished."""
+    import jax
+
+    started = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - started
+
+
+def temp_bytes(function, arguments) -> int | None:
+    """Return what the compiled function needs beside its arguments and outputs."""
+    analysis = function.lower(*arguments).compile().memory_analysis()
+    return None if analysis is None else int(analysis.temp_size_in_bytes)
+
+
+def executed_rows(counts, name: str) -> float | None:
+    """Return rows that the grouped matmul computed over rows that there are, where the implementation tells."""
+    import numpy as np
+
+    from moe_jax.moe.blocked_matmul import choose_heights
+    from moe_jax.moe.row_blocks import rows_computed
+
+    if name not in ("fused", "blocked"):
+        return None
+    rows = _TOP_K.value * _TOKENS.value
+    heights = choose_heights(rows, _EXPERTS.value, _MODEL_DIM.value * _HIDDEN_DIM.value)
+    return float(rows_computed(np.asarray(counts), heights) / rows)
+
+
+def main(_):
+    import jax
+    import jax.numpy as jnp
+
+    from moe_jax.moe.grouped_matmul import default_implementation
+
+    dtype = jnp.dtype(_DTYPE.value)
+    moe, moe_arguments, counts = moe_case(dtype)
+    dense, dense_arguments = dense_case(dtype)
+    cases = {"moe": (moe, moe_arguments), "dense": (dense, dense_arguments)}
+    times = {name: [] for name in cases}
+    for case in cases.values():
+        seconds_of(*case)
+    for _ in range(_ROUNDS.value):
+        for name, case in cases.items():
+            times[name].append(seconds_of(*case))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    device = jax.devices()[0]
+    name = _IMPLEMENTATION.value
+    name = default_implementation(device.platform) if name == "auto" else name
+    flops = 3 * 2 * 2 * _TOP_K.value * _TOKENS.value * _MODEL_DIM.value * _HIDDEN_DIM.value
+    result = {
+        "ratio_over_dense": medians["moe"] / medians["dense"],
+        "moe_seconds": medians["moe"],
+        "dense_seconds": medians["dense"],
+        "moe_quartiles": statistics.quantiles(times["moe"], n=4),
+        "dense_quartiles": statistics.quantiles(times["dense"], n=4),
+        "useful_flops": flops,
+        "flops_over_useful": executed_rows(counts, name),
+        "dense_flops_over_useful": 1.0,
+        "moe_temp_bytes": temp_bytes(moe, moe_arguments),
+        "dense_temp_bytes": temp_bytes(dense, dense_arguments),
+        "most_choices_of_one_expert": int(counts.max()),
+        "implementation": name,
+        "experts": _EXPERTS.value,
+        "top_k": _TOP_K.value,
+        "tokens": _TOKENS.value,
+        "model_dim": _MODEL_DIM.value,
+        "hidden_dim": _HIDDEN_DIM.value,
+        "dtype": _DTYPE.value,
+        "device": f"{device.platform} {device.device_kind}",
+        "jax": jax.__version__,
+        "rounds": _ROUNDS.value,
+    }
+    print(f"{'':8s} {'seconds':>10s} {'GFLOP/s':>10s} {'temp MB':>10s} {'FLOPs/useful':>13s}")
+    for case in ("moe", "dense"):
+        rate = flops / medians[case] / 1e9
+        temp = (result[f"{case}_temp_bytes"] or 0) / 1e6
+        executed = result["flops_over_useful"] if case == "moe" else 1.0
+        shown = "-" if executed is None else f"{executed:.2f}"
+        print(f"{case:8s} {medians[case]:10.4f} {rate:10.1f} {temp:10.1f} {shown:>13s}")
+    print(f"ratio over dense {result['ratio_over_dense']:.2f}, forward and backward, medians of {_ROUNDS.value} rounds")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    app.run(main)
