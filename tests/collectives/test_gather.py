@@ -65,3 +65,23 @@ def test_gather_tree_keeps_dtypes():
         assert full[name].dtype == grads[name].dtype == dtype
         np.testing.assert_array_equal(full[name][5], tree[name])
     assert step.lower(placed, weights).as_text().count("stablehlo.all_gather") == 2
+
+
+def test_gather_tree_beside_a_model_parallel_leaf():
+    """A leaf that differs over MP does not make its neighbour do so: the neighbour's gradient is not counted twice."""
+    roles = build_mesh(MeshConfig(model=2), jax.devices())
+    specs = {"heads": P(roles.model, roles.dense), "plain": P(roles.dense)}
+    dims = {"heads": 1, "plain": 0}
+
+    def body(shards):
+        full = gather_tree(shards, dims, roles.dense, 4)
+        scale = 1 + jax.lax.axis_index(roles.dense).astype(jnp.float32)  # devices 1 to 4
+        own_part = jax.lax.psum(jnp.sum(full["heads"]), roles.model)
+        return jax.lax.psum(scale * (own_part + jnp.sum(full["plain"])), roles.dense)
+
+    total = jax.shard_map(body, mesh=roles.mesh, in_specs=(specs,), out_specs=P())
+    tree = {"heads": jnp.ones((2, 8)), "plain": jnp.ones(4)}
+    loss, grads = jax.jit(jax.value_and_grad(total))(tree)
+    assert loss == (1 + 2 + 3 + 4) * (16 + 4)
+    for name, grad in grads.items():
+        np.testing.assert_array_equal(grad, np.full(tree[name].shape, 10), err_msg=name)
