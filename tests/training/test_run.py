@@ -90,6 +90,22 @@ def test_init_from_starts_where_the_other_ended(finished, capsys):
     assert "starting from the parameters of" in capsys.readouterr().out
 
 
+def test_masked_model_with_every_option_trains_and_is_profiled(finished):
+    work = finished / "bert"
+    changes = (
+        "ModelConfig.kind = 'bert'", "ModelConfig.moe_every = 2", "ModelConfig.activation = 'swiglu'",
+        "ModelConfig.positions = 'rotary'", "ModelConfig.remat = 'block'", "ModelConfig.dtype = 'bfloat16'",
+        "MoEConfig.gate_noise = 0.1", "MoEConfig.capacity_factor = 1.25", "MoEConfig.drop = 'probability'",
+        "train.steps = 4", "train.accumulate = 2", "train.zero_stage = 3", "train.profile_steps = (1, 3)",
+        "train.batch_size = 16", "MeshConfig.data = 2",
+    )  # fmt: skip
+    assert run_here(finished, work, *changes)
+    records = read_metrics(work)
+    assert len(records) == 4 and np.isfinite([record["loss"] for record in records]).all()
+    assert records[0]["dropped_fraction"] > 0
+    assert list((work / "profile").rglob("*.xplane.pb")), "train.profile_steps records a trace"
+
+
 def test_another_config_is_refused(finished):
     with pytest.raises(UserError, match=r"train.learning_rate was 0.003 and is 0.5 now"):
         run_here(finished, finished / "work", "train.learning_rate = 0.5")
