@@ -38,8 +38,8 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int) 
       transport: one of `TRANSPORTS`.
       local: Ll, members of the group that share a node; neighbours in the group's order.
 
-    `sent` and `received` are the rows in use of each block, first ones of it; only `ragged` looks at them, and it leaves
-    zeros in the others.
+    `sent` and `received` are the rows in use of each block, first ones of it; only `ragged` looks at them, and it
+    leaves zeros in the others.
 
     Raises:
       UserError: an unknown transport, or a group that does not fill whole nodes.

@@ -17,8 +17,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.collectives.copies import own_part
 from moe_jax.collectives.gather import gather_tree
-from moe_jax.dispatch import Tables, local
+from moe_jax.dispatch import local
 from moe_jax.dispatch.route import record
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
@@ -29,7 +30,7 @@ from moe_jax.models.transformer import Transformer, Unit
 from moe_jax.moe.bank import open_sink, with_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.gate import balance_loss, z_loss
-from moe_jax.moe.layer import LayerPlan, fetch_guests, init_bank, layer_sizes, make_moe
+from moe_jax.moe.layer import LayerPlan, check_hidden_dim, fetch_guests, init_bank, layer_sizes, make_moe
 
 
 @record
@@ -118,6 +119,12 @@ class LanguageModel:
                 f"ModelConfig.heads ({heads}) must be divisible by MeshConfig.model ({parts}); set MeshConfig.model to a "
                 f"divisor of {heads}"
             )
+        if self.config.moe_every == 2 and self.config.ffn_dim % parts:
+            raise UserError(
+                f"the dense hidden dim ({self.config.ffn_dim}) must be divisible by MeshConfig.model ({parts}); set "
+                f"MeshConfig.model to a divisor of {self.config.ffn_dim}"
+            )
+        check_hidden_dim("ModelConfig.hidden_dim", self.config.hidden_dim, self.roles)
         layer_sizes(self.moe, self.roles, 1)
 
     def init(self, key) -> dict:
@@ -277,21 +284,21 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
         inputs = (dense["units"], sink, tables, jnp.arange(config.moe_layers, dtype=jnp.int32))
         x, (gate_stats, passes) = lax.scan(_checkpointed(body, config.remat), x, inputs)
         with jax.named_scope("loss"):
-            x = units.norm(x).reshape(tokens, -1)
+            # each device of an MP group takes its part of the group's tokens
+            flat = (x.reshape(tokens, -1), batch.targets.reshape(-1), batch.weights.reshape(-1))
+            x, targets, weights = (own_part(array, roles.model) for array in flat)
             table = units.embedding.tokens[...].astype(dtype)
-            total = chunked_cross_entropy(
-                x, table, batch.targets.reshape(-1), batch.weights.reshape(-1), config.loss_chunk
-            )
-        cross_entropy = lax.psum(total, roles.dense) / normalizer
+            total = chunked_cross_entropy(units.norm(x), table, targets, weights, config.loss_chunk)
+        cross_entropy = lax.psum(total, roles.all) / normalizer
         return _finish(cross_entropy, gate_stats, passes, tokens * parts)
 
     def _finish(cross_entropy, gate_stats, passes, global_tokens):
         probability, squared, entropy, dropped = lax.psum(
             (gate_stats.probability, gate_stats.squared_logsumexp, gate_stats.entropy, gate_stats.dropped), roles.dense
         )
-        inside = tuple(axis for axis in roles.dense if axis not in roles.expert)
+        inside = tuple(axis for axis in roles.all if axis not in roles.expert)
         counts = lax.psum(gate_stats.counts, inside) if inside else gate_stats.counts
-        total = lax.psum(gate_stats.counts, roles.dense)
+        total = lax.psum(gate_stats.counts, roles.all)
         aux = balance_loss(total, probability, global_tokens, moe_config.top_k)
         z = z_loss(squared, global_tokens)
         gate_loss = jnp.sum(moe_config.aux_loss_weight * aux + moe_config.z_loss_weight * z)

@@ -27,6 +27,10 @@ class MoEConfig:
       aux_loss_weight: weight of the load-balancing loss.
       z_loss_weight: weight of the squared log-partition loss of the gate.
       schedule: how the layer moves bytes; a name of `moe_jax.schedules`.
+      transport: how rows travel in an exchange: 'all_to_all', 'pairwise', 'two_level' or 'ragged'.
+      pairwise_groups: groups of the schedule 'pairwise'; 0 makes one of the expert-parallel devices of each node.
+      gather: how the schedule 's2' returns: 'saa' (all-to-all and all-gather at the same time) or 'aas' (in turn).
+      cluster: file of `moe_jax.calibrate` by which the schedule 'parm' chooses; '' compares bytes.
       grouped_matmul: implementation of the grouped matmul; 'auto' takes the platform's default.
       bucket_slack: dropless only: rows of one (source, destination) bucket over the mean number of rows.
     """
@@ -41,6 +45,10 @@ class MoEConfig:
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
     schedule: str = "deepspeed"
+    transport: str = "all_to_all"
+    pairwise_groups: int = 0
+    gather: str = "saa"
+    cluster: str = ""
     grouped_matmul: str = "auto"
     bucket_slack: float = 1.5
 

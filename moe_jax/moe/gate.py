@@ -8,10 +8,14 @@ Letters: t tokens here, M model dim, E experts, K experts per token.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.collectives.copies import own_part
+from moe_jax.collectives.varying import varying_axes
 from moe_jax.dispatch.route import Choice, rank_within, record
 from moe_jax.moe.config import MoEConfig
 
@@ -21,7 +25,8 @@ class GateStats:
     """Sums over the tokens of one drop group, or of any union of such groups after adding.
 
     Attributes:
-      counts: int32 [E], choices per expert before any drop; sums to K t.
+      counts: int32 [E], choices per expert before any drop, of the tokens that this device owns: its N / N_MP of the N
+        tokens of an MP group. Everything else is a sum over the group.
       probability: float [E], sum of the tokens' softmax probabilities.
       squared_logsumexp: float [], sum of logsumexp(logits) ** 2.
       entropy: float [], sum of the entropies of the tokens' softmax, in nats.
@@ -75,6 +80,23 @@ def choose_experts(x, w_gate, config: MoEConfig, *, noise_key=None, token_ids=No
         dropped=jnp.sum(~kept, dtype=jnp.int32),
     )
     return Choice(expert_ids=expert_ids, weights=weights, kept=kept), stats
+
+
+def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]) -> GateStats:
+    """Return the statistics as an MP group reports them, whether its devices gated all its tokens or a part each.
+
+    Args:
+      stats, choice: of the tokens x [t, M] that were gated here, inside `shard_map`.
+      model: axes of the MP group; () changes nothing.
+    """
+    if not model:
+        return stats
+    if varying_axes(x) & frozenset(model):
+        sums = (stats.probability, stats.squared_logsumexp, stats.entropy, stats.dropped)
+        probability, squared, entropy, dropped = lax.psum(sums, model)
+        return GateStats(stats.counts, probability, squared, entropy, dropped)
+    owned = own_part(choice.expert_ids, model)
+    return dataclasses.replace(stats, counts=count_experts(owned, stats.counts.shape[0]))
 
 
 def count_experts(expert_ids, num_experts):

@@ -22,12 +22,13 @@ from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
+from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe.bank import open_sink, with_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn, weight_names
-from moe_jax.moe.gate import balance_loss, choose_experts, z_loss
+from moe_jax.moe.gate import balance_loss, choose_experts, share_statistics, z_loss
 from moe_jax.moe.grouped_matmul import GroupedWeights, default_implementation, implementations
-from moe_jax.schedules import LayerSizes, build_schedule
+from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,18 @@ def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | 
         capacity=None if config.dropless else config.capacity(tokens),
         bucket_slack=config.bucket_slack,
         planned_rows=None if plan is None else plan.bucket_rows,
+        min_capacity=config.min_capacity,
     )
+
+
+def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:
+    """Raise a UserError unless the experts' hidden dim splits over the shards of an expert."""
+    shards = roles.size(roles.expert_shard)
+    if hidden_dim % shards:
+        raise UserError(
+            f"{name} ({hidden_dim}) must be divisible by MeshConfig.expert_shard ({shards}); set "
+            f"MeshConfig.expert_shard to a divisor of {hidden_dim}"
+        )
 
 
 def fetch_guests(bank, sink, tables, plan: LayerPlan | None, like):
@@ -96,7 +108,7 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan
       GateStats, passes), with bank {name: [S, ...]}, sink {name: [Hs, ...]} and `Tables` of this layer, a PRNG key or
       None, and what `fetch_guests` returned.
     """
-    schedule = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan))
+    schedule = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), _options(config))
     implementation = config.grouped_matmul
     if implementation == "auto":
         implementation = default_implementation(roles.mesh.devices.flat[0].platform)
@@ -107,7 +119,7 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan
         )
 
     def apply(x, token_ids, w_gate, bank, sink, tables, noise_key=None, guests=None):
-        gate = functools.partial(_gate, w_gate=w_gate, config=config, noise_key=noise_key)
+        gate = functools.partial(_gate, w_gate=w_gate, config=config, noise_key=noise_key, model=roles.model)
         weights = {name: _operands(bank[name], tables, sink, guests, name) for name in bank}
 
         def experts(rows, group_sizes):
@@ -116,6 +128,15 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan
         return schedule(x, token_ids, gate, experts, tables)
 
     return apply
+
+
+def _options(config: MoEConfig) -> ScheduleOptions:
+    return ScheduleOptions(
+        transport=config.transport,
+        pairwise_groups=config.pairwise_groups,
+        gather=config.gather,
+        cluster=config.cluster,
+    )
 
 
 def _operands(bank, tables, sink, guests, name):
@@ -128,8 +149,9 @@ def _operands(bank, tables, sink, guests, name):
     return (home, GroupedWeights(bank=own, slots=jnp.arange(own.shape[0], dtype=jnp.int32), sink=own if sink else None))
 
 
-def _gate(x, token_ids, *, w_gate, config, noise_key):
-    return choose_experts(x, w_gate, config, noise_key=noise_key, token_ids=token_ids)
+def _gate(x, token_ids, *, w_gate, config, noise_key, model):
+    choice, stats = choose_experts(x, w_gate, config, noise_key=noise_key, token_ids=token_ids)
+    return choice, share_statistics(stats, choice, x, model)
 
 
 def init_expert(key, model_dim: int, hidden_dim: int, activation: str, dtype, output_scale: float = 1.0) -> dict:
@@ -194,10 +216,11 @@ class MoELayer(nnx.Module):
           dtype: of the parameters.
 
         Raises:
-          UserError: if E does not divide over the expert axis.
+          UserError: if E does not divide over the expert axis, or hidden_dim over the shards of an expert.
         """
         devices = roles.size(roles.expert)
         layer_sizes(config, roles, 1)
+        check_hidden_dim("hidden_dim", hidden_dim, roles)
         bank = init_bank(
             rngs.params(),
             1,
@@ -211,8 +234,9 @@ class MoELayer(nnx.Module):
         self.config, self.roles, self.activation = config, roles, activation
         scale = model_dim**-0.5
         self.w_gate = nnx.Param(scale * jax.random.normal(rngs.params(), (model_dim, config.num_experts), dtype))
-        sharding = roles.sharding(roles.expert)
-        self.bank = nnx.Dict({name: nnx.Param(jax.device_put(value, sharding)) for name, value in bank.items()})
+        specs = expert_specs({name: value.shape for name, value in bank.items()}, roles, 0, None)[0]
+        placed = {name: jax.device_put(value, roles.sharding(*specs[name])) for name, value in bank.items()}
+        self.bank = nnx.Dict({name: nnx.Param(value) for name, value in placed.items()})
 
     def __call__(self, x, *, noise_key=None):
         """Apply the layer to tokens [..., M]; see the class for what comes back."""
@@ -236,7 +260,7 @@ def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: s
     """Return `make_moe` on global arrays [N, M], with losses; jitted, because eagerly each operation compiles alone."""
     apply = make_moe(config, roles, tokens // roles.size(roles.dense), activation)
     tables = even_tables(1, config.num_experts, roles.size(roles.expert))
-    inside = tuple(axis for axis in roles.dense if axis not in roles.expert)
+    inside = tuple(axis for axis in roles.all if axis not in roles.expert)
 
     def body(x, token_ids, w_gate, bank, sink, noise_key, tables):
         tables = local(tables)  # of one layer
@@ -245,15 +269,17 @@ def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: s
         y, stats, _ = apply(x, token_ids, w_gate, bank, sink, layer, noise_key)
         probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
         per_source = lax.psum(stats.counts, inside) if inside else stats.counts
-        balance = balance_loss(lax.psum(stats.counts, roles.dense), probability, tokens, config.top_k)
+        balance = balance_loss(lax.psum(stats.counts, roles.all), probability, tokens, config.top_k)
         loss = config.aux_loss_weight * balance + config.z_loss_weight * z_loss(squared, tokens)
         return y, loss, per_source[None]
 
     rows, by_expert = P(roles.dense), P(roles.expert)
+    shapes = {name: (1, 1, 1) for name in weight_names(activation)}
+    bank = expert_specs(shapes, roles, 0, None)[0]
     sharded = jax.shard_map(
         body,
         mesh=roles.mesh,
-        in_specs=(rows, rows, P(), by_expert, by_expert, P(), by_expert),
+        in_specs=(rows, rows, P(), bank, bank, P(), by_expert),
         out_specs=(rows, P(), by_expert),
     )
     return jax.jit(lambda *arguments: sharded(*arguments, tables))

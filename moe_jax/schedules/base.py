@@ -7,9 +7,9 @@ A schedule is the order in which one MoE layer moves its bytes. It is built once
 
 `gate(x, token_ids) -> (Choice, GateStats)` chooses experts; it is an argument because a schedule may split the tokens
 before it: under MP the t tokens of the group enter and leave as equal copies, and a schedule that splits them gates
-t / N_MP on each device. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group order, with this
-device's part of the hidden dim; `tables` is this layer's `Tables`. Statistics leave as the gate gave them; `passes` is
-the int32 number of passes taken, equal on all devices.
+t / N_MP on each device. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group order, with
+this device's part of the hidden dim; `tables` is this layer's `Tables`. Statistics leave as the gate gave them;
+`passes` is the int32 number of passes taken, equal on all devices.
 """
 
 from __future__ import annotations
@@ -71,16 +71,7 @@ class LayerSizes:
         return self.tokens * min(self.top_k, self.groups)
 
     def split(self, parts: int) -> LayerSizes:
-        """Return the sizes where each device of an MP group of `parts` gates its own part of the tokens.
-
-        Raises:
-          UserError: if the tokens do not divide.
-        """
-        if self.tokens % parts:
-            raise UserError(
-                f"the {self.tokens} tokens of a model-parallel group must be divisible by MeshConfig.model ({parts}); "
-                f"make train.batch_size x DataConfig.sequence_length a multiple, or set MoEConfig.schedule = 'deepspeed'"
-            )
+        """Return the sizes where each device of an MP group of `parts` gates its own part of the tokens."""
         tokens, capacity, planned = self.tokens // parts, self.capacity, self.planned_rows
         if capacity is not None:
             capacity = min(tokens, max(self.min_capacity, math.ceil(capacity / parts)))
@@ -144,9 +135,7 @@ def schedules() -> tuple[str, ...]:
     return tuple(sorted(_BUILDERS))
 
 
-def build_schedule(
-    name: str, roles: Roles, sizes: LayerSizes, options: ScheduleOptions = _DEFAULT_OPTIONS
-) -> Schedule:
+def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: ScheduleOptions = _DEFAULT_OPTIONS) -> Schedule:
     """Return the schedule `name` for this mesh and these sizes.
 
     Raises:
@@ -154,4 +143,10 @@ def build_schedule(
     """
     if name not in _BUILDERS:
         raise UserError(f"MoEConfig.schedule ({name!r}) is unknown; choose one of {', '.join(schedules())}")
+    parts = roles.size(roles.model)
+    if sizes.tokens % parts:
+        raise UserError(
+            f"the {sizes.tokens} tokens of a model-parallel group must be divisible by MeshConfig.model ({parts}); "
+            f"make DataConfig.sequence_length a multiple of {parts}"
+        )
     return _BUILDERS[name](roles, sizes, options)

@@ -94,9 +94,7 @@ def _join(parcels: Parcel, members: int, rows: int) -> Parcel:
     shard = jnp.arange(shards, dtype=jnp.int32)
     choices, places = tokens * top_k, members * rows
     choice_of_row = parcels.choice_of_row.reshape(shards, members, rows)
-    choice_of_row = jnp.where(
-        choice_of_row < choices, choice_of_row + shard[:, None, None] * choices, shards * choices
-    )
+    choice_of_row = jnp.where(choice_of_row < choices, choice_of_row + shard[:, None, None] * choices, shards * choices)
     row = parcels.row_of_choice
     joint_row = (row // rows * shards + shard[:, None, None]) * rows + row % rows
     return Parcel(

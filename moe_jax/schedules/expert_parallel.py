@@ -63,7 +63,7 @@ def build_dp(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         size = roles.size(getattr(roles, name))
         if size > 1:
             raise UserError(
-                f"MoEConfig.schedule ('dp') needs MeshConfig.{name} = 1, not {size}: every device computes all experts; "
-                f"set MeshConfig.{name} = 1 and MeshConfig.data = {roles.num_devices}"
+                f"MoEConfig.schedule ('dp') needs MeshConfig.{name} = 1, not {size}: every device computes all "
+                f"experts; set MeshConfig.{name} = 1 and MeshConfig.data = {roles.num_devices}"
             )
     return build_s1(roles, sizes, options)

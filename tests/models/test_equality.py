@@ -82,7 +82,8 @@ def noise_of(moe, layers, dtype, key):
 def assert_equal(case, config, moe, mesh, zero, expert_zero, routing, weighted=False):
     dtype = jnp.dtype(config.dtype)
     key = jax.random.key(11)
-    roles = build_mesh(MeshConfig(**mesh), jax.devices()[: int(np.prod(list(mesh.values())))])
+    devices = int(np.prod([size for name, size in mesh.items() if name != "model"]))
+    roles = build_mesh(MeshConfig(**mesh), jax.devices()[:devices])
     drop_groups = roles.num_devices
     params = reference_params(config, moe, routing)
     batch = data(dtype, weighted)
@@ -179,3 +180,19 @@ def test_models_equal_reference_float64(name):
 def test_gradients_equal_reference_float32(mesh):
     config = dataclasses.replace(model_config(), dtype="float32")
     assert_equal(str(mesh), config, moe_config(gate_noise=0.0), {"data": mesh[0], "expert": mesh[1]}, 1, 1, "uniform")
+
+
+# schedule, mesh, ZeRO stage, model
+PARALLEL = {
+    "deepspeed_mp2_esp4": ("deepspeed", {"expert": 2, "expert_shard": 4, "model": 2}, 1, {}),
+    "s1_mp4_esp2_pairs_zero3": ("s1", {"expert": 4, "expert_shard": 2, "model": 4}, 3, {"moe_every": 2, "remat": "block"}),
+    "s2_mp4_data2": ("s2", {"data": 2, "expert": 4, "expert_shard": 1, "model": 4}, 1, {"remat": "dots"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_model_parallel_equals_reference_float64(name):
+    schedule, mesh, zero, changes = PARALLEL[name]
+    with jax.enable_x64(True):
+        moe = moe_config(schedule=schedule, bucket_slack=0.8)
+        assert_equal(name, model_config(**changes), moe, mesh, zero, 1, "uniform", True)

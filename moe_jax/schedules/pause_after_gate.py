@@ -1,0 +1,180 @@
+"""`s2`: MP pauses after the gate. Every device gates all tokens of its MP group and carries its share of each bucket.
+
+Enters: the t tokens of this device's MP group, equal on the group. Leaves: the same tokens, transformed. A bucket of C
+rows is cut into N_MP parts of c rows; device r of the MP group sends part r to the experts. On the way back each part
+that arrives is passed on to the whole MP group, at once (SAA) or in one all-gather at the end (AAS). Source: Parm,
+sections III-B and III-D.
+
+Sending (cut, then all-to-all) and collecting (all-to-all, then gather) are transposes of each other, so the gradient of
+one is the other, and the backward overlaps in the same way.
+Letters: D EP members, S shards (N_ESP), P = D S, n = N_MP, C = n c rows of a bucket, G groups, M model dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.copies import declare_equal, join_parts
+from moe_jax.collectives.exchange import shift_pairs
+from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.dispatch import Parcel, Tables, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
+from moe_jax.mesh.roles import Roles
+from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, compute
+from moe_jax.schedules.expert_parallel import build_s1
+from moe_jax.schedules.passes import passes_needed, run_passes
+
+
+@register("s2")
+def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+    """Build Parm's second schedule; its drop groups are the N tokens of an MP group."""
+    copies = roles.size(roles.model)
+    if copies == 1:
+        return build_s1(roles, sizes, options)  # nothing to pause
+    group = build_expert_group(roles, options.transport)
+    step = 8 * copies // math.gcd(8, copies)
+    rows = step * math.ceil(sizes.bucket_rows(group.members) / step)
+    most = math.ceil(sizes.worst_rows() / rows)
+    collect = make_collect(roles, group, options.gather)
+
+    def schedule(x, token_ids, gate, experts, tables):
+        with jax.named_scope("gate"):
+            choice, stats = gate(x, token_ids)
+        with jax.named_scope("route"):
+            device, expert = destinations(_lead_tables(tables, roles), choice, sizes.groups)
+            routing = route(choice, device, expert, group.members, sizes.groups)
+            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, roles.all)
+        me = lax.axis_index(roles.model)
+
+        def one_pass(index):
+            with jax.named_scope("dispatch"):
+                whole = pack(routing, index, rows, sizes.top_k, sizes.groups)
+                # part r of a bucket is the bucket of a finer pass
+                mine = pack(routing, index * copies + me, rows // copies, sizes.top_k, sizes.groups)
+                arriving = group.send_counts(mine.counts)
+                received = _send_tokens(group, collect, roles.model, x, mine, whole, arriving)
+            done = compute(experts, received, arriving)
+            with jax.named_scope("combine"):
+                home = _collect_rows(group, collect, roles.model, done, mine.counts, arriving)
+                return rows_to_tokens(home, choice.weights, whole)
+
+        return run_passes(one_pass, needed, most), stats, needed
+
+    return schedule
+
+
+def _lead_tables(tables: Tables, roles: Roles) -> Tables:
+    """Return tables by which a whole MP group sends its tokens: where it spans EP members, those of its first one."""
+    axes = tuple(axis for axis in roles.model if axis in roles.expert)
+    if not axes:
+        return tables
+    rules = (tables.dest_slot, tables.dest_num, tables.dest_den)
+    flat = jnp.concatenate([lax.bitcast_convert_type(rule, jnp.int32).reshape(-1) for rule in rules])
+    first = join_parts(flat[None], axes)[0]
+    slot, num, den = jnp.split(first, [rules[0].size, rules[0].size + rules[1].size])
+    return dataclasses.replace(
+        tables,
+        dest_slot=slot.reshape(rules[0].shape),
+        dest_num=lax.bitcast_convert_type(num, jnp.uint32).reshape(rules[1].shape),
+        dest_den=lax.bitcast_convert_type(den, jnp.uint32).reshape(rules[2].shape),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _send_tokens(group, collect, axes, x, mine: Parcel, whole: Parcel, arriving):
+    """Send this device's part of every bucket to the experts: [t, M] -> [P c, M]."""
+    return group.send(tokens_to_rows(x, mine), mine.counts, arriving)
+
+
+def _send_tokens_fwd(group, collect, axes, x, mine, whole, arriving):
+    tokens = jnp.zeros((x.shape[0], 0), x.dtype)  # carries t and no bytes
+    return _send_tokens(group, collect, axes, x, mine, whole, arriving), (tokens, mine.counts, whole, arriving)
+
+
+def _send_tokens_bwd(group, collect, axes, residuals, d):
+    tokens, counts, whole, arriving = residuals
+    rows = collect(d, counts, arriving)
+    like = cast_varying(jnp.zeros((tokens.shape[0], d.shape[-1]), d.dtype), varying_axes(rows))
+    return jax.vjp(lambda x: tokens_to_rows(x, whole), like)[1](rows)[0], None, None, None
+
+
+_send_tokens.defvjp(_send_tokens_fwd, _send_tokens_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _collect_rows(group, collect, axes, rows, counts, arriving):
+    """Bring computed rows home to every device of the MP group: [P c, M] -> [D C, M]."""
+    return collect(rows, counts, arriving)
+
+
+def _collect_rows_fwd(group, collect, axes, rows, counts, arriving):
+    return collect(rows, counts, arriving), (counts, arriving)
+
+
+def _collect_rows_bwd(group, collect, axes, residuals, d):
+    counts, arriving = residuals
+    blocks = d.reshape(group.members, -1, d.shape[-1])
+    part = blocks.shape[1] // math.prod(lax.axis_size(axis) for axis in axes)
+    own = lax.dynamic_slice_in_dim(cast_varying(blocks, axes), lax.axis_index(axes) * part, part, axis=1)
+    return group.send(own.reshape(-1, d.shape[-1]), counts, arriving), None, None
+
+
+_collect_rows.defvjp(_collect_rows_fwd, _collect_rows_bwd)
+
+
+def make_collect(roles: Roles, group: ExpertGroup, gather: str):
+    """Return collect(rows [P c, M], counts [D, G], arriving [P, G]) -> [D C, M], equal on the MP group; no gradient.
+
+    Args:
+      gather: 'aas' or 'saa'.
+    """
+    copies = roles.size(roles.model)
+
+    def one_after_the_other(rows, counts, arriving):
+        home = group.send_back(rows, counts, arriving).reshape(group.members, -1, rows.shape[-1])
+        return join_parts(home, roles.model, dim=1).reshape(-1, rows.shape[-1])
+
+    def at_the_same_time(rows, counts, arriving):
+        del counts, arriving
+        blocks = rows.reshape(group.members, group.shards, -1, rows.shape[-1])
+        parts = _received_parts(group, blocks, lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard))
+        gathered, part = [], next(parts)
+        for following in parts:
+            # fences: gather j and phase j + 1 start together, and both end before phase j + 2
+            whole = join_parts(part[None], roles.model)  # [n, c, M]
+            following, whole = lax.optimization_barrier((following, whole))
+            gathered.append(declare_equal(whole, roles.model))  # the barrier forgot it
+            part = following
+        gathered.append(join_parts(part[None], roles.model))
+        # rank r of the MP group got its part j from its EP member less j, and that member differs among ranks
+        first = lax.axis_index(roles.dense) * copies
+        members = (first + jnp.arange(copies)) // group.shards % group.members
+        phase = (members[None] - jnp.arange(group.members)[:, None]) % group.members  # [D, n]
+        stacked = jnp.stack(gathered)  # [phase, n, c, M]
+        return stacked[phase, jnp.arange(copies)[None]].reshape(-1, rows.shape[-1])
+
+    return one_after_the_other if gather == "aas" else at_the_same_time
+
+
+def _received_parts(group: ExpertGroup, blocks, member, shard):
+    """Yield, phase by phase, this device's part from the EP member j places back, summed over its shards: [c, M]."""
+    wide = jnp.promote_types(blocks.dtype, jnp.float32)
+    summed = None
+    for j in range(group.members):
+        ahead = lax.dynamic_index_in_dim(blocks, (member + j) % group.members, axis=0, keepdims=False)  # [S, c, M]
+        if summed is not None:
+            ahead, _ = lax.optimization_barrier((ahead, summed))  # phases in order
+        pieces = []
+        for i in range(group.shards):
+            piece = lax.dynamic_index_in_dim(ahead, (shard + i) % group.shards, axis=0, keepdims=False)
+            if i or j:
+                piece = lax.ppermute(piece, group.axes, shift_pairs(group.members, group.shards, j, i))
+            pieces.append(piece.astype(wide))
+        summed = sum(pieces[1:], pieces[0]).astype(blocks.dtype)
+        yield summed

@@ -1,0 +1,105 @@
+"""One MoE layer under any schedule and mesh of eight devices, beside the one-device reference. Used by the tests here.
+
+The layer is the real one (gate, experts, bank and sink); the loss is a fixed weighting of its outputs plus the gate
+losses, so that every gradient is at a general point.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.dispatch import even_tables, local
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.mesh.sharding import expert_specs
+from moe_jax.moe import MoEConfig
+from moe_jax.moe.bank import open_sink, with_sink
+from moe_jax.moe.gate import balance_loss, z_loss
+from moe_jax.moe.layer import make_moe
+from moe_jax.moe.reference import reference_moe
+
+EXPERTS, TOKENS, DIM, HIDDEN = 8, 64, 4, 8  # all devices together
+PAIRS = [(mp, esp) for mp in (1, 2, 4) for esp in (1, 2, 4)]
+
+
+def roles_of(model, shards, data=1):
+    config = MeshConfig(data=data, expert=8 // shards // data, expert_shard=shards, model=model)
+    return build_mesh(config, jax.devices()[:8])
+
+
+def moe_config(schedule, top_k=2, capacity=False, **changes):
+    limits = {"capacity_factor": 1.0, "min_capacity": 1} if capacity else {}
+    return MoEConfig(**{"num_experts": EXPERTS, "top_k": top_k, "schedule": schedule, **limits, **changes})
+
+
+def draw(skewed, dtype=np.float64):
+    """Return x [N, M], w_gate [M, E], experts {name: [E, ...]}, cotangent [N, M]."""
+    rng = np.random.default_rng(5)
+    x, w_gate = rng.normal(size=(TOKENS, DIM)), rng.normal(size=(DIM, EXPERTS))
+    if skewed:
+        x[:, 0] = np.abs(x[:, 0]) + 1
+        w_gate[0] += np.where(np.arange(EXPERTS) == 5, 3.0, 0.0)
+    experts = {"w_in": rng.normal(size=(EXPERTS, DIM, HIDDEN)), "w_out": rng.normal(size=(EXPERTS, HIDDEN, DIM))}
+    arrays = (x, w_gate, experts, rng.normal(size=x.shape))
+    return jax.tree.map(lambda a: np.asarray(a, dtype), arrays)
+
+
+def make_loss(config, roles):
+    """Return loss(x, w_gate, experts, cotangent) -> (loss, (y, loads [sources, E], passes)) on global arrays."""
+    apply = make_moe(config, roles, TOKENS // roles.size(roles.dense), "gelu")
+    tables = even_tables(1, EXPERTS, roles.size(roles.expert))
+    outside = tuple(axis for axis in roles.all if axis not in roles.expert)
+
+    def body(x, w_gate, bank, sink, cotangent, tables):
+        tables = local(tables)
+        sink = {name: open_sink(value, tables.home_row)[0] for name, value in sink.items()}
+        layer = jax.tree.map(lambda array: array[0], tables)
+        ids = jnp.arange(x.shape[0], dtype=jnp.int32)
+        y, stats, passes = apply(x, ids, w_gate, bank, sink, layer)
+        probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
+        loads = lax.psum(stats.counts, outside)
+        total = lax.psum(stats.counts, roles.all)
+        gates = balance_loss(total, probability, TOKENS, config.top_k) + z_loss(squared, TOKENS)
+        return lax.psum(jnp.sum(y * cotangent), roles.dense) + gates, y, loads[None], passes
+
+    specs = expert_specs({"w_in": (1, 1, 1), "w_out": (1, 1, 1)}, roles, 0, None)[0]
+    rows = P(roles.dense)
+    sharded = jax.shard_map(
+        body,
+        mesh=roles.mesh,
+        in_specs=(rows, P(), specs, specs, rows, P(roles.expert)),
+        out_specs=(P(), rows, P(roles.expert), P()),
+    )
+
+    def loss(x, w_gate, experts, cotangent):
+        bank, sink = with_sink(experts)
+        value, y, loads, passes = sharded(x, w_gate, bank, sink, cotangent, tables)
+        return value, (y, loads, passes)
+
+    return loss
+
+
+def drop_groups(schedule, roles):
+    """Return how many groups of tokens are gated each on their own."""
+    whole = schedule in ("deepspeed", "s2")
+    return roles.size(roles.dense) if whole else roles.num_devices
+
+
+@functools.cache
+def make_reference(config, groups):
+    def loss(x, w_gate, experts, cotangent):
+        y, balance, z, loads = reference_moe(x, w_gate, experts, config, drop_groups=groups)
+        return jnp.sum(y * cotangent) + balance + z, (y, loads)
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+
+
+def reference(config, groups, skewed):
+    """Return ((loss, (y, loads)), gradients) of the one-device layer."""
+    import dataclasses
+
+    plain = dataclasses.replace(config, schedule="deepspeed", transport="all_to_all", bucket_slack=1.5, gather="saa")
+    return make_reference(plain, 1 if config.dropless else groups)(*draw(skewed))
