@@ -29,7 +29,7 @@ BELOW = {
     "placement": ("cluster",),
     "cluster": (),
     "moe": ("schedules",),
-    "schedules": ("dispatch",),
+    "schedules": ("dispatch", "cluster"),  # what a schedule costs is known on the host
     "dispatch": ("collectives",),
     "collectives": ("mesh",),
     "mesh": (),
