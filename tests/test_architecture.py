@@ -1,8 +1,9 @@
 """Who may import whom. A reader can trust the folder tree because this file holds it to its word.
 
 entry points -> training -> models, observe, data, planner
-                            models -> moe -> schedules -> dispatch -> collectives -> mesh
-                                                               planner -> placement -> cluster
+models -> moe -> schedules -> dispatch -> collectives -> mesh
+schedules -> cluster, for what an exchange costs
+planner -> placement -> cluster
 moe_jax.errors lies below all; moe_jax.run_config stands beside the training room.
 """
 
@@ -29,7 +30,7 @@ BELOW = {
     "placement": ("cluster",),
     "cluster": (),
     "moe": ("schedules",),
-    "schedules": ("dispatch", "cluster"),  # what a schedule costs is known on the host
+    "schedules": ("dispatch", "cluster"),
     "dispatch": ("collectives",),
     "collectives": ("mesh",),
     "mesh": (),
