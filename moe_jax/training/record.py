@@ -23,11 +23,15 @@ def check_finite(step: int, metrics: dict, names: list[str], last_checkpoint: in
     finite = np.isfinite(metrics["square_norms"])
     if np.isfinite(metrics["loss"]) and finite.all():
         return
-    leaf = "no gradient leaf" if finite.all() else f"gradient leaf {names[int(np.argmin(finite))]!r}"
-    kept = "there is no checkpoint yet" if last_checkpoint is None else f"the checkpoint of step {last_checkpoint} is kept"
+    gradient = "every gradient is finite"
+    if not finite.all():
+        gradient = f"the first gradient leaf that is not finite is {names[int(np.argmin(finite))]!r}"
+    kept = (
+        "there is no checkpoint yet" if last_checkpoint is None else f"the checkpoint of step {last_checkpoint} is kept"
+    )
     raise NonFiniteError(
-        f"step {step}: the loss is {float(metrics['loss'])}, and {leaf} is the first that is not finite; {kept}. Lower "
-        "train.learning_rate, or raise train.warmup_steps"
+        f"step {step}: the loss is {float(metrics['loss'])}, and {gradient}; {kept}. Lower train.learning_rate, "
+        "or raise train.warmup_steps"
     )
 
 
