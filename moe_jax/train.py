@@ -14,7 +14,9 @@ from moe_jax.errors import HostLostError, NonFiniteError, UserError
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.steps = 40'; may repeat.")
-_GIN_PATHS = flags.DEFINE_multi_string("gin_search_paths", [], "Folder in which config files are looked for; may repeat.")
+_GIN_PATHS = flags.DEFINE_multi_string(
+    "gin_search_paths", [], "Folder in which config files are looked for; may repeat."
+)
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder; the same command on the same folder resumes.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print config, mesh, parameters, bytes and FLOPs, then stop.")

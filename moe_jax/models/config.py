@@ -63,7 +63,9 @@ class ModelConfig:
             if getattr(self, name) < 1:
                 raise UserError(f"ModelConfig.{name} ({getattr(self, name)}) must be at least 1")
         if self.moe_every not in (1, 2):
-            raise UserError(f"ModelConfig.moe_every ({self.moe_every}) must be 1 (every block) or 2 (every second block)")
+            raise UserError(
+                f"ModelConfig.moe_every ({self.moe_every}) must be 1 (every block) or 2 (every second block)"
+            )
         if self.layers % self.moe_every:
             raise UserError(
                 f"ModelConfig.layers ({self.layers}) must be divisible by ModelConfig.moe_every ({self.moe_every})"

@@ -156,9 +156,7 @@ class LanguageModel:
     def layout(self) -> Layout:
         """Return where every leaf lies."""
         shapes = self.shapes()
-        abstract = nnx.eval_shape(
-            lambda: Transformer(self.config, self.moe.num_experts, self.vocab_size, nnx.Rngs(0))
-        )
+        abstract = nnx.eval_shape(lambda: Transformer(self.config, self.moe.num_experts, self.vocab_size, nnx.Rngs(0)))
         flat = {path: leaf for path, leaf in nnx.to_flat_state(nnx.state(abstract))}
 
         def of_path(path, leaf, function):

@@ -31,9 +31,7 @@ class Feed:
     ):
         self.cache, self.tokenizer, self.train, self.model = cache, tokenizer, train, model
         self.sequence_length = sequence_length
-        self.stream = TokenStream(
-            cache, sequence_length=sequence_length, batch_size=train.batch_size, seed=train.seed
-        )
+        self.stream = TokenStream(cache, sequence_length=sequence_length, batch_size=train.batch_size, seed=train.seed)
 
     def _hide(self, tokens, step):
         """Turn [B, Sq + 1] tokens into (inputs, targets, weights): next tokens, or masked ones."""

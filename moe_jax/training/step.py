@@ -101,7 +101,9 @@ def leaf_names(tree) -> list[str]:
     return ["/".join(str(entry.key) for entry in path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def make_train_step(model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int) -> Callable:
+def make_train_step(
+    model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int
+) -> Callable:
     """Return train_step(state, batch, tables, wishes) -> (state, metrics), jitted; the state is donated.
 
     Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float []; square_norms float [leaves], squared norm of

@@ -57,6 +57,7 @@ def reference_params(config, moe, routing):
 
 def to_bank(experts, devices):
     """[L, E, ...] -> [D S, ...] of an even placement."""
+
     def one(v):
         layers, held = v.shape[0], EXPERTS // devices
         v = v.reshape(layers, devices, held, *v.shape[2:])
@@ -172,7 +173,14 @@ MODELS = {
 def test_models_equal_reference_float64(name):
     with jax.enable_x64(True):
         assert_equal(
-            name, model_config(**MODELS[name]), moe_config(bucket_slack=0.5), {"data": 2, "expert": 2}, 3, 1, "uniform", True
+            name,
+            model_config(**MODELS[name]),
+            moe_config(bucket_slack=0.5),
+            {"data": 2, "expert": 2},
+            3,
+            1,
+            "uniform",
+            True,
         )
 
 

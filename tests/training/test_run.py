@@ -123,7 +123,12 @@ def test_checkpoint_of_another_model_is_refused(finished):
 
 def test_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(finished):
     work = finished / "explodes"
-    bad = ("train.learning_rate = 1e30", "train.warmup_steps = 0", "train.checkpoint_every = 1", "train.clip_norm = 0.0")
+    bad = (
+        "train.learning_rate = 1e30",
+        "train.warmup_steps = 0",
+        "train.checkpoint_every = 1",
+        "train.clip_norm = 0.0",
+    )
     with pytest.raises(NonFiniteError, match=r"step 2: the loss is .*gradient leaf '.*'.*checkpoint of step 1 is kept"):
         run_here(finished, work, *bad)
     assert Checkpointer(work / "checkpoints", keep=3).latest() == 1
