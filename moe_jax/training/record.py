@@ -25,7 +25,7 @@ def check_finite(step: int, metrics: dict, names: list[str], last_checkpoint: in
         return
     gradient = "every gradient is finite"
     if not finite.all():
-        gradient = f"the first gradient leaf that is not finite is {names[int(np.argmin(finite))]!r}"
+        gradient = f"gradient leaf {names[int(np.argmin(finite))]!r} is the first that is not finite"
     kept = (
         "there is no checkpoint yet" if last_checkpoint is None else f"the checkpoint of step {last_checkpoint} is kept"
     )
