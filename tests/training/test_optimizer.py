@@ -1,0 +1,91 @@
+"""Which leaves decay, what the learning rate is, and that the clipped norm is the whole model's on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models import LanguageModel, ModelConfig
+from moe_jax.moe import MoEConfig
+from moe_jax.training.config import TrainConfig
+from moe_jax.training.optimizer import build_optimizer, build_schedule, decays
+
+# Every leaf of a model that has them all: pairs of a dense and an MoE block, SwiGLU, learned positions.
+DECAYING = """
+bank/w_gate bank/w_in bank/w_out
+dense/embedding/positions dense/embedding/tokens
+dense/units/attention/out dense/units/attention/qkv
+dense/units/dense/w_gate dense/units/dense/w_in dense/units/dense/w_out
+dense/units/dense_attention/out dense/units/dense_attention/qkv
+""".split()
+SPARED = """
+dense/norm/bias dense/norm/scale
+dense/units/attention/norm/bias dense/units/attention/norm/scale
+dense/units/attention/out_bias dense/units/attention/qkv_bias
+dense/units/dense/in_bias dense/units/dense/out_bias
+dense/units/dense/norm/bias dense/units/dense/norm/scale
+dense/units/dense_attention/norm/bias dense/units/dense_attention/norm/scale
+dense/units/dense_attention/out_bias dense/units/dense_attention/qkv_bias
+dense/units/gate/norm/bias dense/units/gate/norm/scale
+dense/units/gate/w_gate
+""".split()
+
+
+def test_decays_by_name():
+    """Norms, biases and the gate are spared; an expert's or an FFN's weight called w_gate is not the gate."""
+    config = ModelConfig(layers=2, moe_every=2, activation="swiglu", model_dim=8, heads=2, hidden_dim=8)
+    roles = build_mesh(MeshConfig(), jax.devices()[:1])
+    shapes = LanguageModel(config=config, moe=MoEConfig(num_experts=2), vocab_size=16, roles=roles).shapes()
+    found = {True: [], False: []}
+    for path, leaf in jax.tree.leaves_with_path(shapes):
+        found[decays(path, leaf)].append("/".join(entry.key for entry in path))
+    assert sorted(found[True]) == sorted(DECAYING)
+    assert sorted(found[False]) == sorted(SPARED)
+
+
+def test_optimizer_decays_what_it_should():
+    """With a gradient of zero the step is the decay alone: learning rate x weight decay x value, or nothing."""
+    optimizer = build_optimizer(TrainConfig(steps=10, warmup_steps=0, learning_rate=0.5, weight_decay=0.25))
+    params = {"bank": {"w_in": jnp.ones(2)}, "dense": {"norm": {"scale": jnp.ones(2)}}}
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose(updates["bank"]["w_in"], -0.5 * 0.25 * np.ones(2), rtol=1e-6)
+    np.testing.assert_array_equal(updates["dense"]["norm"]["scale"], np.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "steps, warmup, values",
+    [
+        # from 2 / 10 in a line to 2 at step 10, then by a cosine to 2 x 0.1; step 55 is half way down
+        (100, 10, {0: 0.2, 5: 1.1, 10: 2.0, 55: 1.1, 100: 0.2, 150: 0.2}),
+        (100, 0, {0: 2.0, 50: 1.1, 100: 0.2}),
+        (4, 20, {0: 2 / 3, 3: 2.0, 4: 0.2}),  # no room for 20 steps: three are left
+        (1, 20, {0: 2.0}),
+    ],
+)
+def test_schedule(steps, warmup, values):
+    schedule = build_schedule(TrainConfig(steps=steps, warmup_steps=warmup, learning_rate=2.0, final_learning_rate=0.1))
+    np.testing.assert_allclose([schedule(step) for step in values], list(values.values()), rtol=1e-6)
+
+
+def clipped_moments(config, devices):
+    """Return the first moments after one step from gradients of norm 5, spread over `devices` devices."""
+    roles = build_mesh(MeshConfig(), jax.devices()[:devices])
+    specs = {"bank": {"w_in": (roles.expert,)}, "dense": {"table": (None, roles.dense)}}
+    params = {"bank": {"w_in": jnp.zeros((8, 2))}, "dense": {"table": jnp.zeros((2, 8))}}
+    # sixteen entries of 3 / 4 have the norm 3, sixteen of 1 the norm 4
+    grads = {"bank": {"w_in": jnp.full((8, 2), 0.75)}, "dense": {"table": jnp.full((2, 8), 1.0)}}
+    place = lambda tree: jax.tree.map(lambda leaf, spec: jax.device_put(leaf, roles.sharding(*spec)), tree, specs)  # noqa: E731
+    optimizer = build_optimizer(config)
+    params, grads = place(params), place(grads)
+    _, state = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    return next(part.mu for part in jax.tree.leaves(state, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(part, "mu"))
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("clip_norm, scale", [(1.0, 1 / 5), (10.0, 1.0), (0.0, 1.0)])
+def test_clip_is_by_the_global_norm(devices, clip_norm, scale):
+    """Gradients of norm 5, no device holding more than an eighth: clipped to 1 they are a fifth; mu = (1 - b1) g."""
+    moments = clipped_moments(TrainConfig(beta1=0.5, clip_norm=clip_norm), devices)
+    np.testing.assert_allclose(moments["bank"]["w_in"], np.full((8, 2), 0.5 * 0.75 * scale), rtol=1e-6)
+    np.testing.assert_allclose(moments["dense"]["table"], np.full((2, 8), 0.5 * scale), rtol=1e-6)
