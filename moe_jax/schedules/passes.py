@@ -39,19 +39,19 @@ def run_passes(one_pass, needed, most: int):
         return first
     zeros = cast_varying(jnp.zeros(first.shape, first.dtype), varying_axes(first))
 
+    # Both checkpoints stand outside their branch: what a branch saves is a copy, of the bank too, for every pass and
+    # layer; what a checkpointed call saves is its inputs, and the bank is the same input every time.
     @jax.checkpoint
     def later(index):
-        return one_pass(index)
+        return lax.cond(index < needed, one_pass, lambda _: zeros, index)
 
     def body(total, index):
-        more = lax.cond(index < needed, later, lambda _: zeros, index)
-        return total + more, None
+        return total + later(index), None
 
-    def rest():
-        return lax.scan(body, zeros, jnp.arange(1, most, dtype=jnp.int32))[0]
+    @jax.checkpoint
+    def rest(needed):
+        return lax.cond(
+            needed > 1, lambda: lax.scan(body, zeros, jnp.arange(1, most, dtype=jnp.int32))[0], lambda: zeros
+        )
 
-    @jax.checkpoint  # round the branch too: else each pass' copy of the bank is a residual of every layer
-    def later_passes(needed):
-        return lax.cond(needed > 1, rest, lambda: zeros)
-
-    return first + later_passes(needed)
+    return first + rest(needed)
