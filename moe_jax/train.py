@@ -52,6 +52,8 @@ def set_up_devices(count: int | None) -> None:
         raise UserError(f"--host_devices ({count}) must be at least 1")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
+    # With several CPU devices a program from a warm cache hangs between two collectives (jax 0.10.2).
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def command(argv: list[str]) -> int:
