@@ -19,6 +19,7 @@ NAMES = (
     "balanced",
 )
 AFTER_GATE = ("fastermoe", "fastermoe_residual", "hecate", "balanced")
+TRANSFERS = ("auto", "shift", "permute", "gather", "broadcast")
 PREDICTORS = ("last", "window", "exponential", "trend")
 DEFAULT_INTERVAL = {"smartmoe": 25, "eplb": 10}
 
@@ -44,6 +45,10 @@ class PlannerConfig:
       headroom: after the gate, guests per device on average that balanced keeps so that shares can follow the counts.
       predictor, window, decay: how the next step's loads are guessed, from how many steps, with which weight.
       horizon: steps over which a gain must pay for a change that costs (homes, skeletons).
+      swap_seconds: what a new skeleton is charged when that is decided.
+      cluster: file of the links and speeds that predictions use, such as 'configs/cluster/NAME.gin'; '' knows none.
+      transfer: how guests travel: 'shift', 'permute', 'gather', 'broadcast', or 'auto' for the fewest bytes.
+      executables: compiled steps kept at most, the running one included.
     """
 
     name: str = "none"
@@ -66,13 +71,19 @@ class PlannerConfig:
     window: int = 5
     decay: float = 0.5
     horizon: int = 100
+    swap_seconds: float = 0.0
+    cluster: str = ""
+    transfer: str = "auto"
+    executables: int = 4
 
     def __post_init__(self):
         self._one_of("name", NAMES)
         self._one_of("when", ("ahead", "after_gate"))
         self._one_of("predictor", PREDICTORS)
+        self._one_of("transfer", TRANSFERS)
         for field, least in (("guest_slots", 0), ("shard_every", 0), ("top_k", 1), ("groups", 1), ("window", 1)):
             self._whole(field, least)
+        self._whole("executables", 2)
         for field, least in (("overlap_degree", 0), ("interval", 1), ("swap_after", 1), ("horizon", 1)):
             if getattr(self, field) is not None:
                 self._whole(field, least)
@@ -80,6 +91,8 @@ class PlannerConfig:
             self._whole("n", 0)
         if self.alpha <= 0:
             raise UserError(f"PlannerConfig.alpha ({self.alpha}) must be above 0; 0.5 is the default")
+        if self.swap_seconds < 0:
+            raise UserError(f"PlannerConfig.swap_seconds ({self.swap_seconds}) must be at least 0")
         if self.headroom < 0:
             raise UserError(f"PlannerConfig.headroom ({self.headroom}) must be at least 0 guests per device")
         if not 0 < self.decay <= 1:

@@ -23,6 +23,7 @@ from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress,
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import to_devices
 from moe_jax.training.record import check_finite, step_record
+from moe_jax.training.rejit import RejitEngine
 from moe_jax.training.session import Session
 from moe_jax.training.step import leaf_names
 
@@ -62,11 +63,12 @@ class Writers:
             writer.close()
 
 
-def evaluate(session: Session, step_function: Callable, params) -> float:
-    """Return the mean loss per target token of the held-out windows, in nats."""
+def evaluate(session: Session, step_function: Callable, params, tables=None) -> float:
+    """Return the mean loss per target token of the held-out windows, in nats; `tables` of the experts' homes."""
+    tables = session.tables if tables is None else tables
     total = weight = 0.0
     for batch, weights in session.feed.held_out():
-        total += float(step_function(params, to_devices(batch, session.placing.batch), session.tables))
+        total += float(step_function(params, to_devices(batch, session.placing.batch), tables))
         weight += weights
     return total / max(weight, 1.0)
 
@@ -88,16 +90,17 @@ class Loop:
 
     def __init__(
         self, session: Session, state: dict, checkpoints: Checkpointer, writers: Writers | None, progress: Progress,
-        hosts: Hosts, config_text: str, last_checkpoint: int | None,
+        hosts: Hosts, config_text: str, last_checkpoint: int | None, engine: RejitEngine | None = None,
     ):  # fmt: skip
         self.session, self.state, self.checkpoints, self.writers = session, state, checkpoints, writers
         self.progress, self.hosts, self.config_text = progress, hosts, config_text
         self.last_checkpoint = last_checkpoint
+        self.engine = engine
         self.step = int(state["step"])
         self.names = leaf_names(state["params"])
         self.in_flight: collections.deque = collections.deque()
         self.lag = self.lag_of(session)
-        self.evaluation_step = session.evaluation_step()
+        self.evaluation_step = session.evaluation_step() if engine is None else None
         self.compile_seconds: float | None = None
         self.profiling = False
         self.clock = time.monotonic()
@@ -112,7 +115,8 @@ class Loop:
         train = self.session.config.train
         if self.step == 0:
             self.evaluate()
-        executable, self.compile_seconds = self.session.compile_train_step()
+        compiled = self.session.compile_train_step() if self.engine is None else self.engine.start()
+        executable, self.compile_seconds = compiled
         self.peak = peak_bytes(executable)
         batches = prefetch(self.session.feed.read, self.step, train.steps)
         self.clock = time.monotonic()
@@ -125,10 +129,17 @@ class Loop:
                     break
                 self.profile(step)
                 batch = to_devices(batch, self.session.placing.batch)
-                wishes = self.session.wishes(stop.local_flag())
-                self.state, metrics = executable(self.state, batch, self.session.tables, wishes)
+                if self.engine is None:
+                    tables, wishes = self.session.tables, self.session.wishes(stop.local_flag())
+                else:
+                    executable, tables, wishes, self.state = self.engine.before_step(
+                        step, self.state, stop.local_flag()
+                    )
+                self.state, metrics = executable(self.state, batch, tables, wishes)
                 self.step = step + 1
                 self.in_flight.append((step, metrics))
+                if self.engine is not None:
+                    self.engine.after_dispatch(step)
                 if train.checkpoint_every and self.step % train.checkpoint_every == 0 and self.step < train.steps:
                     self.read_metrics(stop)
                     self.save()
@@ -151,6 +162,8 @@ class Loop:
             step, arrays = self.in_flight.popleft()
             metrics = jax.device_get(arrays)
             stop.observe(int(metrics["stop"]), step)
+            if self.engine is not None:
+                self.engine.observe(step, metrics)
             self.hosts.touch(step)
             self.take_in(step + 1, metrics)
 
@@ -173,6 +186,8 @@ class Loop:
             devices=session.devices,
         )  # fmt: skip
         self.compile_seconds = None
+        if self.engine is not None:
+            record.update(self.engine.record(step - 1, metrics["loads"]))
         if self.writers:
             self.writers.step(step, record, metrics["loads"])
             self.progress.update(
@@ -187,13 +202,17 @@ class Loop:
         if self.last_checkpoint == self.step:
             return
         host = {"config": self.config_text, "data": self.session.feed.stream.position(self.step)}
-        self.checkpoints.save(self.step, self.state, self.session.home, host)
+        if self.engine is not None:
+            host["plan"] = self.engine.state()
+        home = self.session.home if self.engine is None else self.engine.bank.home
+        self.checkpoints.save(self.step, self.state, home, host)
         self.last_checkpoint = self.step
 
     def evaluate(self):
         """Evaluate on held-out text and write the result down."""
         session = self.session
-        loss = evaluate(session, self.evaluation_step, self.state["params"])
+        step_function, tables = (self.evaluation_step, None) if self.engine is None else self.engine.evaluation()
+        loss = evaluate(session, step_function, self.state["params"], tables)
         record = {"held_out_loss": loss}
         if self.step == 0:
             record["unigram_entropy"] = held_out_entropy(

@@ -52,6 +52,17 @@ def device_tables(skeleton: host.Skeleton, placement: host.Placement) -> Tables:
     )
 
 
+def table_shapes(skeleton: host.Skeleton) -> Tables:
+    """Return the shapes and dtypes of every plan of a skeleton, as arrays of a plan with even homes and no copies."""
+    return device_tables(skeleton, _bare(skeleton))
+
+
+def _bare(skeleton: host.Skeleton) -> host.Placement:
+    """Return even homes on the skeleton's devices, which fit any skeleton of that many."""
+    sizes = (skeleton.layers, skeleton.experts, skeleton.devices, skeleton.devices_per_node)
+    return host.Placement.even(*sizes, rule="home")
+
+
 def _transfer(skeleton: host.Skeleton, tables: host.Tables) -> Transfer:
     layers, devices = skeleton.layers, skeleton.devices
     if skeleton.method in ("shift", "permute"):

@@ -17,6 +17,7 @@ from moe_jax.observe import Progress, RunFolder, draw_all, environment_record, s
 from moe_jax.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.loop import Loop, Writers, evaluate
+from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.session import Session, build_session
 
 
@@ -62,12 +63,13 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         session = build_session(config, jax.devices())
         if options.eval_only:
             return evaluate_only(session, checkpoints, latest, folder, hosts)
-        state = starting_state(session, checkpoints, latest, options, hosts)
+        engine = build_engine(session, Loop.lag_of(session))
+        state = starting_state(session, checkpoints, latest, options, hosts, engine)
         if hosts.is_main:
             folder.write_config(config_text)
             folder.write_operative_config(operative_text)
             folder.write_environment(environment(session, hosts))
-        return train(session, state, checkpoints, latest, folder, config_text, hosts)
+        return train(session, state, checkpoints, latest, folder, config_text, hosts, engine)
     finally:
         checkpoints.close()
 
@@ -100,11 +102,16 @@ def check_folder(folder: RunFolder, checkpoints: Checkpointer, latest: int | Non
 
 
 def starting_state(
-    session: Session, checkpoints: Checkpointer, latest: int | None, options: RunOptions, hosts: Hosts
-) -> dict:
+    session: Session, checkpoints: Checkpointer, latest: int | None, options: RunOptions, hosts: Hosts,
+    engine: RejitEngine | None = None,
+) -> dict:  # fmt: skip
     """Return the state to go on from: the last checkpoint, another run's parameters, or a fresh one."""
     if latest is not None:
-        state, host = checkpoints.restore(latest, session.abstract_state(), session.home)
+        home = session.home
+        if engine is not None:
+            engine.restore(checkpoints.read_host(latest).get("plan"))
+            home = engine.bank.home
+        state, host = checkpoints.restore(latest, session.abstract_state(), home)
         session.feed.stream.check_position(host["data"])
         say(hosts, f"resuming at step {latest}")
         return state
@@ -141,7 +148,7 @@ def environment(session: Session, hosts: Hosts) -> dict:
 
 def train(
     session: Session, state: dict, checkpoints: Checkpointer, latest: int | None, folder: RunFolder, config_text: str,
-    hosts: Hosts,
+    hosts: Hosts, engine: RejitEngine | None = None,
 ) -> bool:  # fmt: skip
     """Train to the end or to a signal; draw pictures and say what came out."""
     steps = session.config.train.steps
@@ -151,13 +158,15 @@ def train(
         StopSignal(processes=hosts.process_count, lag=Loop.lag_of(session)) as stop,
         Progress(steps, sys.stdout, start_step=start, every=session.config.train.log_every) as progress,
     ):
-        loop = Loop(session, state, checkpoints, writers, progress, hosts, config_text, latest)
+        loop = Loop(session, state, checkpoints, writers, progress, hosts, config_text, latest, engine)
         del state
         try:
             outcome = loop.run(stop)
         finally:
             if writers:
                 writers.close()
+            if engine is not None:
+                engine.close()
     if outcome.stopped:
         say(hosts, f"stopped by a signal after step {outcome.step}; the same command goes on from there")
         return False

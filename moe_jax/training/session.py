@@ -16,9 +16,11 @@ from moe_jax.data import build_cache, build_tokenizer
 from moe_jax.dispatch import Tables, even_tables
 from moe_jax.mesh import Roles, build_mesh
 from moe_jax.models import LanguageModel, Layout
+from moe_jax.placement import Skeleton
 from moe_jax.run_config import RunConfig
 from moe_jax.training.feed import Feed, padded_vocabulary, to_devices
 from moe_jax.training.optimizer import build_optimizer
+from moe_jax.training.plan import layer_plan, table_shapes
 from moe_jax.training.step import (
     Placing,
     abstract_state,
@@ -73,24 +75,36 @@ class Session:
         """Return the state of step 0 that starts from given parameters."""
         return state_of_params(params, self.optimizer, self.placing)
 
-    def compile_train_step(self):
-        """Return (executable, seconds): the training step for exactly these shapes and shardings."""
-        step = make_train_step(
-            self.model, self.layout, self.config.train, self.placing, self.config.data.sequence_length
-        )
+    def compile_train_step(self, skeleton: Skeleton | None = None):
+        """Return (executable, seconds): the training step for exactly these shapes and shardings.
+
+        Args:
+          skeleton: of the plans whose tables will come; None is even homes for good, without a planner.
+        """
         started = time.monotonic()
+        step = make_train_step(
+            self.model, self.layout, self.config.train, self.placing, self.config.data.sequence_length,
+            None if skeleton is None else layer_plan(skeleton, self.roles.expert),
+        )  # fmt: skip
+        tables, wishes = self.tables, (self.roles.num_devices,)
+        if skeleton is not None:
+            tables = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.placing.tables), table_shapes(skeleton)
+            )
+            wishes += (3,)
         batch = jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.feed.read(0), self.placing.batch
         )
-        wishes = jax.ShapeDtypeStruct((self.roles.num_devices,), np.int32, sharding=self.placing.wishes)
-        executable = step.lower(self.abstract_state(), batch, self.tables, wishes).compile()
+        wishes = jax.ShapeDtypeStruct(wishes, np.int32, sharding=self.placing.wishes)
+        executable = step.lower(self.abstract_state(), batch, tables, wishes).compile()
         return executable, time.monotonic() - started
 
-    def evaluation_step(self):
+    def evaluation_step(self, skeleton: Skeleton | None = None):
         """Return the evaluation step; it compiles when first called."""
         return make_evaluation_step(
-            self.model, self.layout, self.config.train, self.placing, self.config.data.sequence_length
-        )
+            self.model, self.layout, self.config.train, self.placing, self.config.data.sequence_length,
+            None if skeleton is None else layer_plan(skeleton, self.roles.expert),
+        )  # fmt: skip
 
     def wishes(self, flag: int):
         """Return this process' wish to stop, as the step's input."""

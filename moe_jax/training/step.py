@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
+from moe_jax.moe.layer import LayerPlan
 from moe_jax.training.config import TrainConfig
 from moe_jax.training.optimizer import build_optimizer, build_schedule
 
@@ -102,18 +103,22 @@ def leaf_names(tree) -> list[str]:
 
 
 def make_train_step(
-    model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int
-) -> Callable:
+    model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int,
+    plan: LayerPlan | None = None,
+) -> Callable:  # fmt: skip
     """Return train_step(state, batch, tables, wishes) -> (state, metrics), jitted; the state is donated.
 
     Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float []; square_norms float [leaves], squared norm of
     each gradient leaf in the order of `leaf_names(params)`; loads int32 [L, sources, E]; gate_entropy float [L];
     dropped, passes int32 [L]; stop int32 [], 1 if any device wished to stop.
+
+    With a plan `wishes` is int32 [devices, 3]: stop, number of the newest skeleton ready, hash of the plan; and metrics
+    have `ready`, the least of all, and `plan_hash_least` and `plan_hash_most` besides.
     """
     optimizer, schedule = build_optimizer(config), build_schedule(config)
     pieces = config.accumulate
     rows = config.batch_size // pieces
-    loss = make_loss(model, layout, rows, length, microbatches=pieces)
+    loss = make_loss(model, layout, rows, length, microbatches=pieces, plan=plan)
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
     moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), layout.state)
 
@@ -156,8 +161,11 @@ def make_train_step(
             "gate_entropy": jnp.mean(stats.gate_entropy, axis=0),
             "dropped": jnp.sum(stats.dropped, axis=0),
             "passes": jnp.max(stats.passes, axis=0),
-            "stop": jnp.max(wishes),
+            "stop": jnp.max(wishes if plan is None else wishes[:, 0]),
         }
+        if plan is not None:
+            metrics["ready"] = jnp.min(wishes[:, 1])
+            metrics["plan_hash_least"], metrics["plan_hash_most"] = jnp.min(wishes[:, 2]), jnp.max(wishes[:, 2])
         return new_state, metrics
 
     return jax.jit(
@@ -169,10 +177,11 @@ def make_train_step(
 
 
 def make_evaluation_step(
-    model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int
-) -> Callable:
+    model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int,
+    plan: LayerPlan | None = None,
+) -> Callable:  # fmt: skip
     """Return evaluate(params, batch, tables) -> float [], the sum of weighted token losses of a batch [1, B / n, Sq]."""
-    loss = make_loss(model, layout, config.batch_size // config.accumulate, length, training=False)
+    loss = make_loss(model, layout, config.batch_size // config.accumulate, length, training=False, plan=plan)
 
     def evaluate(params, batch, tables):
         _, stats = loss(

@@ -1,0 +1,140 @@
+"""What a run tells its planner, and the skeletons that it compiles for the answers. Host side; no arrays on devices.
+
+Enters: a `Session`, placements, predicted loads. Leaves: the planner's `Cost`, and skeletons: the first one, of even
+homes without guests, and wider ones for placements that do not fit.
+Letters: L layers, D devices, E experts, S bank rows of a device, mu guest slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+
+from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.moe.layer import layer_sizes
+from moe_jax.placement import Placement, Skeleton, bucket_rows, build_skeleton, fits, most_homes, widen
+from moe_jax.placement.transfer import cheapest_method
+from moe_jax.planner import Cost, PlanSession
+from moe_jax.training.plan import layer_plan
+from moe_jax.training.session import Session
+
+HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth asks for few executables
+
+
+def planning_cost(session: Session) -> Cost:
+    """Return what the planner may ask for; figures that the cluster file lacks stay absent.
+
+    Raises:
+      UserError: a cluster file that is not there, or more guest slots than its memory holds.
+    """
+    config, model, roles = session.config.planner, session.config.model, session.roles
+    placement = initial_placement(session)
+    cluster = (
+        _read(config.cluster) if config.cluster else Cluster(name="of this run; name one in PlannerConfig.cluster")
+    )
+    cluster = cluster.sized(placement.nodes, placement.devices_per_node)
+    seconds = None
+    if cluster.flops is not None:  # projections, scores and mixing, of the tokens of one device
+        length = session.config.data.sequence_length
+        tokens = session.tokens_per_step / session.config.train.accumulate / roles.num_devices
+        seconds = tokens * (8 * model.model_dim**2 + 4 * length * model.model_dim) / cluster.flops
+    return Cost(
+        cluster=cluster,
+        model_dim=model.model_dim,
+        hidden_dim=model.hidden_dim,
+        dtype_bytes=np.dtype(model.param_dtype).itemsize,
+        guest_slots=config.guest_slots,
+        overlap_degree=config.overlap_degree,
+        attention_seconds=seconds,
+        layers_alive=1 if model.remat == "block" else model.moe_layers,
+    )
+
+
+def _read(path: str) -> Cluster:
+    """Read a cluster file, named from here or from beside the package."""
+    beside = Path(__file__).parents[2] / path
+    return read_cluster(beside if not os.path.exists(path) and beside.exists() else path)
+
+
+def initial_placement(session: Session) -> Placement:
+    """Return even homes on the mesh's expert-parallel group, with its node boundary."""
+    config = session.roles.config
+    inside = max(1, config.devices_per_node // config.expert_shard)
+    per_node = inside if session.devices % inside == 0 else session.devices
+    layers, experts = session.home.shape
+    return Placement.even(layers, experts, session.devices, per_node)
+
+
+def step_loads(session: Session, loads: np.ndarray) -> np.ndarray:
+    """Return a step's counts [L, sources, E] as a planner takes them: int64, one source per member of the EP group."""
+    loads = np.asarray(loads, np.int64)
+    assert loads.shape[1] == session.devices, loads.shape
+    return loads
+
+
+def plan_hash(skeleton: Skeleton, placement: Placement) -> int:
+    """Return 31 bits of what a step runs with, for processes to compare."""
+    text = placement.fingerprint() + repr(skeleton)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF
+
+
+def initial_skeleton(placement: Placement) -> Skeleton:
+    """Return the skeleton of a placement without copies."""
+    return build_skeleton(placement, method="none")
+
+
+def predicted_rows(skeleton: Skeleton, placement: Placement, session: Session, plans: PlanSession) -> int:
+    """Return the rows that the fullest bucket needs by prediction; 0 where nothing is predicted or capacities rule.
+
+    A step's loads are sums over microbatches and replicas; a bucket is of one.
+    """
+    if not plans.predictor.seen or not session.config.moe.dropless:
+        return 0
+    loads = np.rint(plans.predictor.predict()).astype(np.int64)
+    pieces = session.config.train.accumulate * session.roles.size(session.roles.data)
+    pair = placement.pair_loads(loads).max() / pieces
+    error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
+    rows = bucket_rows(pair, error, session.roles.size(session.roles.model))
+    return min(rows, _sizes(skeleton, session).worst_rows())
+
+
+def rows_of(skeleton: Skeleton, session: Session) -> int:
+    """Return the rows of a bucket under this skeleton."""
+    return _sizes(skeleton, session).bucket_rows(session.devices)
+
+
+def _sizes(skeleton: Skeleton, session: Session):
+    model = session.roles.size(session.roles.model)
+    tokens = session.tokens_per_step // session.config.train.accumulate * model // session.roles.num_devices
+    plan = layer_plan(skeleton, session.roles.expert)
+    return layer_sizes(session.config.moe, session.roles, tokens, plan)
+
+
+def grow(skeleton: Skeleton, placement: Placement, session: Session, plans: PlanSession) -> Skeleton:
+    """Return a skeleton that the placement fits, with buckets as large as predicted, and room for plans like it."""
+    config = session.config.planner
+    if not fits(skeleton, placement):
+        if len(placement.copies) and skeleton.method == "none":
+            method = cheapest_method(placement) if config.transfer == "auto" else config.transfer
+            need = build_skeleton(placement, method=method)
+            skeleton = dataclasses.replace(
+                need,
+                home_slots=max(need.home_slots, skeleton.home_slots),
+                guest_slots=max(need.guest_slots, config.guest_slots),
+                bank_rows=max(need.bank_rows, skeleton.bank_rows),
+                candidates=max(need.candidates, min(placement.devices, 2 * need.candidates)),
+                bucket_rows=skeleton.bucket_rows,
+            )
+        else:
+            skeleton = widen(skeleton, placement)
+    rows = predicted_rows(skeleton, placement, session, plans)
+    if rows > rows_of(skeleton, session):
+        step = math.lcm(8, session.roles.size(session.roles.model))
+        skeleton = dataclasses.replace(skeleton, bucket_rows=step * math.ceil(HEADROOM * rows / step))
+    assert most_homes(placement) <= skeleton.bank_rows
+    return skeleton

@@ -1,0 +1,301 @@
+"""The re-jit engine: which plan and which executable the next step runs with, without making the step wait.
+
+Enters: the loads of finished steps. Leaves: for every step the placement's tables, the executable of its skeleton, and
+the state with its experts at the placement's homes. A plan that fits the running skeleton is a change of tables. One
+that does not gets a wider skeleton, compiled in a background thread while training goes on with the old plan.
+
+All processes derive the same plans from the same loads, and must swap executables at the same step: each hands its
+`ready` into the step, whose metrics return the least of all, and that is read one step late. A hash of the running plan
+travels along; where processes disagree the run ends with an error instead of hanging.
+
+What step j runs with depends on the loads of steps up to j - 1 - lag and on nothing that a clock decides but the swap
+itself (with `PlannerConfig.swap_after` not even that), so a resumed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import time
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.placement import Placement, Skeleton, fits
+from moe_jax.planner import PlanSession, predicted_layer_seconds, worth_a_swap
+from moe_jax.training import plan_state
+from moe_jax.training.feed import to_devices
+from moe_jax.training.plan import device_tables
+from moe_jax.training.planning import (
+    grow,
+    initial_placement,
+    initial_skeleton,
+    plan_hash,
+    planning_cost,
+    predicted_rows,
+    rows_of,
+    step_loads,
+)
+from moe_jax.training.reshard import reshard
+from moe_jax.training.session import Session
+
+
+@dataclasses.dataclass
+class Pending:
+    """A skeleton on its way: who asked for it, and the newest placement that it could run.
+
+    Attributes:
+      number: of all skeletons asked for, from 1; what processes tell each other when it is ready.
+      step: the first step that might have run with it.
+    """
+
+    number: int
+    step: int
+    skeleton: Skeleton
+    placement: Placement
+
+
+class RejitEngine:
+    """Plan, compile and swap for one run; called by the loop around every step."""
+
+    def __init__(self, session: Session, lag: int):
+        config = session.config.planner
+        self.session, self.config, self.lag = session, config, lag
+        start = initial_placement(session)
+        self.plans = PlanSession(config, start, planning_cost(session))
+        self.placement = self.bank = start  # what the next step runs with, and where the state's experts are now
+        self.skeleton = initial_skeleton(start)
+        self.pending: Pending | None = None
+        self.asked = 0  # skeletons asked for so far
+        self.agreed = 0  # the newest that every process had ready, as far as metrics were read
+        self.waiting: dict[int, np.ndarray] = {}  # loads by step, read and not yet planned with
+        self.plan_id = 0
+        self.next_planner_seconds = 0.0
+        self.records: dict[int, tuple[Placement, dict]] = {}
+        self.executables: collections.OrderedDict[Skeleton, concurrent.futures.Future] = collections.OrderedDict()
+        self.evaluations: dict[int, object] = {}
+        self.thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="rejit")
+        self.tables, self.hash = None, 0
+
+    # Around a step.
+
+    def start(self):
+        """Compile what the first step runs with; return (executable, seconds)."""
+        if self.pending is not None:
+            self._compile(self.pending.skeleton)
+        return self._compile(self.skeleton, now=True).result()
+
+    def before_step(self, step: int, state: dict, flag: int):
+        """Return (executable, tables, wishes, state) for step `step` (from 0).
+
+        Args:
+          state: donated if experts change their homes.
+          flag: this process' wish to stop.
+        """
+        record = {"rejit_stall_seconds": 0.0, "planner_seconds": self.next_planner_seconds}
+        if self.pending is not None and self._swap_is_due(step):
+            self._swap(record)
+        began = time.perf_counter()
+        if (self.placement.home != self.bank.home).any():
+            state = reshard(state, self.bank, self.placement, self.skeleton.bank_rows)
+            self.bank, record["reshard_seconds"] = self.placement, time.perf_counter() - began
+        if self.tables is None:
+            tables = device_tables(self.skeleton, self.placement)
+            self.tables = to_devices(tables, self.session.placing.tables)
+            self.hash = plan_hash(self.skeleton, self.placement)
+        record["plan_id"] = self.plan_id
+        record["guests"] = len(self.placement.copies)
+        self.records[step] = (self.placement, record)
+        executable = self.executables[self.skeleton].result()[0]
+        return executable, self.tables, self._wishes(flag), state
+
+    def after_dispatch(self, step: int):
+        """Plan for step `step` + 1 while the devices work on `step`."""
+        began = time.perf_counter()
+        for ready in sorted(at for at in self.waiting if at <= step - self.lag):
+            self.plans.observe(self.waiting.pop(ready))
+        if self.plans.predictor.seen:
+            self._take(step + 1, self.plans.propose(step + 1).placement)
+        self.next_planner_seconds = time.perf_counter() - began
+
+    def observe(self, step: int, metrics: dict):
+        """Take in the metrics of a finished step (from 0), as NumPy."""
+        if int(metrics["plan_hash_least"]) != int(metrics["plan_hash_most"]):
+            raise RuntimeError(
+                f"step {step + 1}: the processes ran different plans; each must see the same config, cluster file and "
+                f"loads"
+            )
+        self.waiting[step] = step_loads(self.session, metrics["loads"])
+        self.agreed = max(self.agreed, int(metrics["ready"]))
+
+    def record(self, step: int, loads: np.ndarray) -> dict:
+        """Return what metrics.jsonl says of a finished step (from 0)."""
+        placement, record = self.records.pop(step)
+        loads = step_loads(self.session, loads)
+        computed = placement.device_loads(loads)
+        record["device_load_max_over_mean"] = computed.max(axis=1) / np.maximum(computed.mean(axis=1), 1e-9)
+        seconds = self._predicted(placement, loads)
+        if seconds is not None:
+            record["predicted_layer_seconds"] = seconds
+        if "shadow_cut" in self.plans.planner.notes:
+            record["shadow_cut"] = self.plans.planner.notes["shadow_cut"]
+        return record
+
+    def evaluation(self):
+        """Return (evaluation step, tables) for the experts' present homes, without guests."""
+        bare = self.bank.replace(copies=None, shares=None, rule="nearest")
+        skeleton = initial_skeleton(bare)
+        if skeleton.home_slots not in self.evaluations:
+            self.evaluations[skeleton.home_slots] = self.session.evaluation_step(skeleton)
+        tables = to_devices(device_tables(skeleton, bare), self.session.placing.tables)
+        return self.evaluations[skeleton.home_slots], tables
+
+    def close(self):
+        """Give the thread back; a compilation that runs is waited for, for it cannot be stopped."""
+        self.thread.shutdown(wait=True, cancel_futures=True)
+
+    # Checkpoints.
+
+    def state(self) -> dict:
+        """Return what a checkpoint holds of the plan, as JSON data."""
+        pending = self.pending
+        return {
+            "session": plan_state.to_lists(self.plans.state()),
+            "placement": plan_state.placement_data(self.placement),
+            "bank": plan_state.placement_data(self.bank),
+            "skeleton": plan_state.skeleton_data(self.skeleton),
+            "pending": None
+            if pending is None
+            else {
+                "number": pending.number,
+                "step": pending.step,
+                "skeleton": plan_state.skeleton_data(pending.skeleton),
+                "placement": plan_state.placement_data(pending.placement),
+            },
+            "asked": self.asked,
+            "plan_id": self.plan_id,
+            "waiting": {str(step): loads.tolist() for step, loads in sorted(self.waiting.items())},
+        }
+
+    def restore(self, state: dict | None) -> None:
+        """Continue from what `state` returned, if it was on as many devices; else from even homes."""
+        if state is None:
+            return
+        skeleton = plan_state.read_skeleton(state["skeleton"])
+        sizes = ("layers", "experts", "devices", "devices_per_node", "bank_rows")
+        if any(getattr(skeleton, name) != getattr(self.skeleton, name) for name in sizes):
+            return
+        self.plans.restore(state["session"])
+        self.placement = plan_state.read_placement(state["placement"], self.placement)
+        self.bank = plan_state.read_placement(state["bank"], self.bank)
+        self.skeleton = skeleton
+        if (pending := state["pending"]) is not None:
+            self.pending = Pending(
+                number=pending["number"],
+                step=pending["step"],
+                skeleton=plan_state.read_skeleton(pending["skeleton"]),
+                placement=plan_state.read_placement(pending["placement"], self.placement),
+            )
+        self.asked, self.plan_id = state["asked"], state["plan_id"]
+        self.waiting = {int(step): np.asarray(loads, np.int64) for step, loads in state["waiting"].items()}
+
+    # Inside.
+
+    def _take(self, step: int, placement: Placement):
+        """Let step `step` run with a new placement if it fits; else ask for a skeleton that it fits."""
+        if self.pending is not None and fits(self.pending.skeleton, placement):
+            self.pending.placement = placement
+        fitting = fits(self.skeleton, placement)
+        if fitting:
+            self._adopt(placement)
+        rows = predicted_rows(self.skeleton, placement, self.session, self.plans)
+        crowded = rows > rows_of(self.skeleton, self.session)
+        if self.pending is None and (crowded if fitting else self._pays(placement)):
+            skeleton = grow(self.skeleton, placement, self.session, self.plans)
+            if skeleton == self.skeleton:  # no bucket can be larger
+                return
+            self.asked += 1
+            self.pending = Pending(number=self.asked, step=step, skeleton=skeleton, placement=placement)
+            self._compile(skeleton)
+
+    def _adopt(self, placement: Placement):
+        if placement != self.placement:
+            self.placement, self.tables = placement, None
+            self.plan_id += 1
+
+    def _pays(self, placement: Placement) -> bool:
+        """Hysteresis: say whether the predicted gain over the horizon exceeds what a new skeleton costs."""
+        loads = self.plans.predictor.predict()
+        now, then = self._predicted(self.placement, loads), self._predicted(placement, loads)
+        if now is None or then is None or (placement.home != self.placement.home).any():
+            return True  # nothing to weigh, or a move of homes, which the planner has weighed
+        return worth_a_swap(now.sum(), then.sum(), self.config.horizon, self.config.swap_seconds)
+
+    def _predicted(self, placement: Placement, loads: np.ndarray) -> np.ndarray | None:
+        """Return predicted seconds per layer [L], None where the cluster file lacks a figure."""
+        try:
+            return predicted_layer_seconds(placement, loads, self.plans.cost)
+        except UserError:
+            return None
+
+    def _swap_is_due(self, step: int) -> bool:
+        assert self.pending is not None
+        if self.config.swap_after is not None:
+            return step >= self.pending.step + self.config.swap_after - 1
+        return self.agreed >= self.pending.number
+
+    def _swap(self, record: dict):
+        """Run with the pending skeleton from now on; wait for it only if its time has come before it is ready."""
+        assert self.pending is not None
+        began = time.perf_counter()
+        _, record["compile_seconds"] = self.executables[self.pending.skeleton].result()
+        record["rejit_stall_seconds"] = time.perf_counter() - began
+        self.skeleton, placement, self.pending = self.pending.skeleton, self.pending.placement, None
+        self.executables.move_to_end(self.skeleton)
+        self.tables = None
+        self._adopt(placement)
+        while len(self.executables) > self.config.executables:
+            self.executables.popitem(last=False)
+
+    def _compile(self, skeleton: Skeleton, now: bool = False) -> concurrent.futures.Future:
+        """Have a skeleton compiled, unless it is in the cache; in the thread, or `now`, in front of it."""
+        if skeleton not in self.executables:
+            if now:
+                future: concurrent.futures.Future = concurrent.futures.Future()
+                future.set_result(self.session.compile_train_step(skeleton))
+            else:
+                future = self.thread.submit(self.session.compile_train_step, skeleton)
+            self.executables[skeleton] = future
+        return self.executables[skeleton]
+
+    def _wishes(self, flag: int):
+        """Return the step's input int32 [devices, 3]: stop, newest skeleton ready here, hash of the plan."""
+        ready = 0
+        if self.pending is not None and self.executables[self.pending.skeleton].done():
+            ready = self.pending.number
+        row = np.array([flag, ready, self.hash], np.int32)
+        return to_devices(np.tile(row, (self.session.roles.num_devices, 1)), self.session.placing.wishes)
+
+
+def build_engine(session: Session, lag: int) -> RejitEngine | None:
+    """Return the engine of a run, None where `PlannerConfig.name` is 'none'.
+
+    Raises:
+      UserError: a planner that this mesh or schedule has no use for.
+    """
+    config = session.config.planner
+    if config.name == "none":
+        return None
+    if session.config.moe.schedule == "dp" or session.devices == 1:
+        raise UserError(
+            f"PlannerConfig.name ({config.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
+            f"{session.config.moe.schedule!r} and the expert axis has {session.devices}; use another schedule and "
+            f"MeshConfig.expert > 1, or set PlannerConfig.name = 'none'"
+        )
+    if config.when == "after_gate" or config.calibrate:
+        raise UserError(
+            f"PlannerConfig.when ({config.when!r}) and calibrate ({config.calibrate}) decide after the gate, which "
+            f"training cannot do yet; set when = 'ahead' and calibrate = False (replay has both)"
+        )
+    return RejitEngine(session, lag)

@@ -1,0 +1,182 @@
+"""The re-jit engine by itself: a run whose steps are pretended, so that plans and swaps can be counted.
+
+The pretended session compiles nothing: an executable is the name of its skeleton, and a compilation lasts until the
+test lets it end.
+"""
+
+import json
+import threading
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.data import DataConfig
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models import ModelConfig
+from moe_jax.moe import MoEConfig
+from moe_jax.placement import fits
+from moe_jax.planner import PlannerConfig
+from moe_jax.run_config import RunConfig
+from moe_jax.training import rejit
+from moe_jax.training.config import TrainConfig
+from moe_jax.training.rejit import RejitEngine, build_engine
+
+DEVICES, LAYERS, EXPERTS = 4, 2, 8
+
+
+class Pretended(types.SimpleNamespace):
+    """A session whose executables are skeletons."""
+
+    def compile_train_step(self, skeleton=None):
+        self.gate.wait(30)
+        self.compiled.append(skeleton)
+        return skeleton, 0.5
+
+
+def session_of(schedule="deepspeed", **planner):
+    roles = build_mesh(MeshConfig(expert=DEVICES), jax.devices()[:DEVICES])
+    config = RunConfig(
+        train=TrainConfig(batch_size=8),
+        data=DataConfig(sequence_length=32),
+        model=ModelConfig(layers=LAYERS, model_dim=32, heads=2, hidden_dim=32, max_length=32),
+        moe=MoEConfig(num_experts=EXPERTS, schedule=schedule),
+        planner=PlannerConfig(**{"guest_slots": 2, "overlap_degree": 4, "interval": 1, **planner}),
+    )
+    placing = types.SimpleNamespace(
+        tables=NamedSharding(roles.mesh, P(roles.expert)), wishes=NamedSharding(roles.mesh, P(roles.all))
+    )
+    home = np.repeat(np.arange(DEVICES), EXPERTS // DEVICES)[None].repeat(LAYERS, 0)
+    gate = threading.Event()
+    gate.set()
+    return Pretended(
+        config=config,
+        roles=roles,
+        placing=placing,
+        home=home,
+        devices=DEVICES,
+        tokens_per_step=256,
+        gate=gate,
+        compiled=[],
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_state(monkeypatch):
+    monkeypatch.setattr(rejit, "reshard", lambda state, old, new, rows: {**state, "moves": state.get("moves", 0) + 1})
+
+
+def drifting_loads(steps, seed=0):
+    """Loads [L, S, E] whose heavy experts change slowly."""
+    rng = np.random.default_rng(seed)
+    p = rng.dirichlet(np.full(EXPERTS, 0.5), LAYERS)
+    for _ in range(steps):
+        p = np.clip(p + rng.normal(0, 0.02, p.shape), 1e-3, None)
+        p /= p.sum(axis=1, keepdims=True)
+        yield np.stack([[rng.multinomial(512 // DEVICES, q) for _ in range(DEVICES)] for q in p])
+
+
+def metrics_of(wishes, loads):
+    """What the step would return for these wishes: the least ready, the least and the most hash."""
+    wishes = np.asarray(wishes)
+    return {
+        "ready": wishes[:, 1].min(), "plan_hash_least": wishes[:, 2].min(), "plan_hash_most": wishes[:, 2].max(),
+        "loads": loads,
+    }  # fmt: skip
+
+
+def drive(engine, all_loads, first=0):
+    """Run steps as the loop does on a CPU (lag 1); return per step (skeleton, placement, record)."""
+    state, seen = {}, []
+    flight = None
+    for step, loads in enumerate(all_loads, first):
+        if flight is not None:
+            engine.observe(*flight)
+        executable, tables, wishes, state = engine.before_step(step, state, 0)
+        assert fits(executable, engine.placement) and executable == engine.skeleton
+        np.testing.assert_array_equal(engine.bank.home, engine.placement.home)
+        engine.after_dispatch(step)
+        flight = step, metrics_of(wishes, loads)
+        seen.append((executable, engine.records[step][0], engine.records[step][1]))
+    engine.observe(*flight)
+    return seen
+
+
+def test_plans_change_every_step_and_compile_a_few_times():
+    session = session_of(name="hecate", swap_after=1)
+    engine = RejitEngine(session, 1)
+    engine.start()
+    seen = drive(engine, drifting_loads(200))
+    assert len(session.compiled) <= 6 and engine.plan_id > 100
+    last = [skeleton for skeleton, *_ in seen].index(seen[-1][0])
+    assert all(record["rejit_stall_seconds"] == 0 for *_, record in seen[last + 1 :])
+    engine.close()
+
+
+def test_a_slow_compilation_stalls_nothing_and_the_old_plan_goes_on():
+    session = session_of(name="topk_all", top_k=1)
+    engine = RejitEngine(session, 1)
+    engine.start()
+    session.gate.clear()
+    loads = list(drifting_loads(30))
+    before = drive(engine, loads[:20])
+    assert not any(len(placement.copies) for _, placement, _ in before)
+    session.gate.set()
+    engine.executables[engine.pending.skeleton].result()
+    after = drive(engine, loads[20:], first=20)
+    assert sum(r["rejit_stall_seconds"] for *_, r in before + after) < 0.1
+    # ready is told with step 20, read before step 21, so step 21 is the first with guests
+    assert [bool(len(placement.copies)) for _, placement, _ in after[:3]] == [False, True, True]
+    engine.close()
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_swap_after_is_exact(after):
+    session = session_of(name="topk_all", top_k=1, swap_after=after)
+    engine = RejitEngine(session, 1)
+    engine.start()
+    seen = drive(engine, drifting_loads(10))
+    # loads of step 0 are read before step 1, planned with during step 1
+    assert [skeleton.method for skeleton, *_ in seen].index("broadcast") == 1 + after
+    engine.close()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 6, 9])
+def test_resume_continues_with_the_same_plans(cut):
+    loads = list(drifting_loads(16))
+    settings = {"name": "hecate", "shard_every": 4, "swap_after": 3}
+    whole = RejitEngine(session_of(**settings), 1)
+    whole.start()
+    want = drive(whole, loads)
+    first = RejitEngine(session_of(**settings), 1)
+    first.start()
+    drive(first, loads[:cut])
+    state = json.loads(json.dumps(first.state()))
+    second = RejitEngine(session_of(**settings), 1)
+    second.restore(state)
+    second.start()
+    got = drive(second, loads[cut:], first=cut)
+    for (skeleton, placement, record), (skeleton_, placement_, record_) in zip(want[cut:], got, strict=True):
+        assert skeleton == skeleton_ and placement == placement_ and record["plan_id"] == record_["plan_id"]
+    for engine in (whole, first, second):
+        engine.close()
+
+
+def test_different_plans_are_an_error():
+    session = session_of(name="topk_all", top_k=1)
+    engine = RejitEngine(session, 1)
+    with pytest.raises(RuntimeError, match="step 4: the processes ran different plans"):
+        engine.observe(3, {"plan_hash_least": 1, "plan_hash_most": 2})
+    engine.close()
+
+
+def test_none_needs_no_engine_and_dp_refuses_planners():
+    assert build_engine(session_of(name="none"), 1) is None
+    with pytest.raises(UserError, match=r"PlannerConfig.name \('eplb'\) needs experts spread"):
+        build_engine(session_of(name="eplb", schedule="dp"), 1)
+    with pytest.raises(UserError, match="decide after the gate"):
+        build_engine(session_of(name="balanced", when="after_gate"), 1)
