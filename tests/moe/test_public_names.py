@@ -12,8 +12,8 @@ SIGNATURES = {
     "GroupedWeights": "(*, bank, slots, sink=None)",
     "MoEConfig": (
         "(*, num_experts=8, top_k=2, capacity_factor=None, min_capacity=4, drop='position', renormalize=True, "
-        "gate_noise=0.0, aux_loss_weight=0.01, z_loss_weight=0.001, schedule='deepspeed', grouped_matmul='auto', "
-        "bucket_slack=1.5)"
+        "gate_noise=0.0, aux_loss_weight=0.01, z_loss_weight=0.001, schedule='deepspeed', transport='all_to_all', "
+        "pairwise_groups=0, gather='saa', cluster='', grouped_matmul='auto', bucket_slack=1.5)"
     ),
     "MoELayer": (
         "(self, config, *, model_dim, hidden_dim, roles, rngs, activation='gelu', dtype=<class 'jax.numpy.float32'>)"
@@ -21,7 +21,7 @@ SIGNATURES = {
     "balance_loss": "(counts, probability, tokens, top_k)",
     "choose_experts": "(x, w_gate, config, *, noise_key=None, token_ids=None)",
     "grouped_matmul": "(lhs, group_sizes, operands, *, implementation)",
-    "make_moe": "(config, roles, tokens, activation)",
+    "make_moe": "(config, roles, tokens, activation, plan=None)",
     "reference_moe": "(x, w_gate, experts, config, *, noise=None, drop_groups=1)",
     "z_loss": "(squared_logsumexp, tokens)",
 }
