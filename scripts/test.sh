@@ -42,4 +42,5 @@ if [ "$gpu_compile" = yes ]; then
   exec "$venv/bin/python" -m pytest -m gpu_compile ${arguments[@]+"${arguments[@]}"}
 fi
 make_environment "$venv"
-exec "$venv/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"}
+# Two at a time: most of a test is compiling, on one core. A later -n wins (-n 0 for a debugger).
+exec "$venv/bin/python" -m pytest -n 2 ${arguments[@]+"${arguments[@]}"}
