@@ -88,7 +88,7 @@ def test_scripts_install_once_and_again_when_requirements_change(tmp_path):
     log.write_text("")
     assert shell("test.sh", tmp_path, "tests/moe", "-k", "gate or drop").returncode == 0
     assert "pip install" not in log.read_text(), "installed again although nothing changed"
-    assert log.read_text().splitlines()[-1] == "-m pytest tests/moe -k gate or drop"
+    assert log.read_text().splitlines()[-1] == "-m pytest -n 2 tests/moe -k gate or drop"
     (tmp_path / "venv" / "installed.txt").write_text("jax==0.1\n")
     log.write_text("")
     shell("test.sh", tmp_path)
