@@ -15,6 +15,7 @@ TREE = {  # leaf -> (global shape, dim that is split over the eight devices or -
     "cube": ((2, 8, 3), 1),
     "rows": ((24, 2), 0),
     "whole": ((5,), -1),
+    "whole_too": ((2, 3), -1),
 }
 
 
@@ -58,7 +59,13 @@ def test_gather_tree_moves_once():
 
 def test_gather_tree_keeps_dtypes():
     """Leaves of two dtypes travel apart, each unrounded."""
-    dtypes = {"columns": jnp.float32, "cube": jnp.bfloat16, "rows": jnp.bfloat16, "whole": jnp.float32}
+    dtypes = {
+        "columns": jnp.float32,
+        "cube": jnp.bfloat16,
+        "rows": jnp.bfloat16,
+        "whole": jnp.float32,
+        "whole_too": jnp.float32,
+    }
     step, placed, tree, weights = gathering(dtypes)
     (_, full), grads = step(placed, weights)
     for name, dtype in dtypes.items():
