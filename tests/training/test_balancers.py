@@ -1,0 +1,62 @@
+"""Every balancer trains the same model: one loss curve, while plans change and experts move.
+
+Slow: two dozen compilations.
+
+The tolerance of 1e-4 relative over 40 steps is what rounding grows to in float32 when sums run in another order.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config import parse_run_config
+from moe_jax.mesh.hosts import Hosts
+from moe_jax.observe import read_metrics
+from moe_jax.training.run import RunOptions, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")]
+
+BALANCERS = ("fastermoe", "pro_prophet", "hecate", "smartmoe", "flexmoe", "eplb", "balanced")
+# a cosine ends at train.steps: runs that stop early are compared at one rate
+FLAT = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")
+MOVES_HOMES = ("hecate", "smartmoe", "eplb")
+
+
+def train(name, folder, cache, *bindings):
+    files = [f"configs/run/{name}.gin"]
+    config, text, operative = parse_run_config(files, [f"DataConfig.cache_dir = {str(cache)!r}", *bindings])
+    assert run(config, text, operative, RunOptions(workdir=str(folder)), Hosts(process_index=0, process_count=1))
+    return read_metrics(folder)
+
+
+def losses(records):
+    return np.array([record["loss"] for record in records])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    assert len(jax.devices()) == 8
+    folder = tmp_path_factory.mktemp("balancers")
+    return folder, losses(train("deepspeed_moe", folder / "deepspeed_moe", folder / "cache"))
+
+
+@pytest.mark.parametrize("name", BALANCERS)
+def test_loss_curve_equals_that_of_plain_expert_parallelism(base, name):
+    folder, want = base
+    records = train(name, folder / name, folder / "cache")
+    assert len(want) == 40
+    np.testing.assert_allclose(losses(records), want, rtol=1e-4)
+    assert records[-1]["plan_id"] >= 10
+    assert any("reshard_seconds" in record for record in records) == (name in MOVES_HOMES)
+    assert all(record["dropped_fraction"] == 0 for record in records)
+
+
+def test_a_checkpoint_goes_on_under_other_placements(base):
+    """20 steps with hecate, 10 with eplb, 10 without a planner: still the same curve."""
+    folder, want = base
+    work = folder / "mixed"
+    for steps, name in ((20, "hecate"), (30, "eplb"), (40, "deepspeed_moe")):
+        records = train(name, work, folder / "cache", f"train.steps = {steps}", *FLAT)
+    flat = losses(train("deepspeed_moe", folder / "flat", folder / "cache", *FLAT))
+    np.testing.assert_allclose(losses(records), flat, rtol=1e-4)
+    assert len(want) == len(flat)
