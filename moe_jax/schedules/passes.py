@@ -26,13 +26,16 @@ def passes_needed(largest, rows: int, axes: tuple[str, ...]):
     return lax.pmax(needed, axes) if axes else needed
 
 
-def run_passes(one_pass, needed, most: int):
+def run_passes(one_pass, needed, most: int, lean: bool = False):
     """Return one_pass(0) + ... + one_pass(needed - 1).
 
     Args:
       one_pass: function of the pass index (int or int32 []) to an array; may hold collectives.
       needed: int32 [], at least 1, equal on all devices.
       most: static bound on `needed`; 1 leaves no branch in the program.
+      lean: save nothing inside the branch of a pass, and so no copy of the bank per pass. Right only where all
+        collectives of a pass span the same devices: with MP or ESP groups beside them XLA:CPU (jax 0.10.2) ran a
+        recomputed branch and its gradient in different orders on different devices, and hung.
     """
     first = one_pass(0)
     if most == 1:
@@ -42,8 +45,13 @@ def run_passes(one_pass, needed, most: int):
     # Both checkpoints stand outside their branch: what a branch saves is a copy, of the bank too, for every pass and
     # layer; what a checkpointed call saves is its inputs, and the bank is the same input every time.
     @jax.checkpoint
-    def later(index):
+    def lean_pass(index):
         return lax.cond(index < needed, one_pass, lambda _: zeros, index)
+
+    def any_pass(index):
+        return lax.cond(index < needed, jax.checkpoint(one_pass), lambda _: zeros, index)
+
+    later = lean_pass if lean else any_pass
 
     def body(total, index):
         return total + later(index), None

@@ -38,8 +38,7 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     if copies == 1:
         return build_s1(roles, sizes, options)  # nothing to pause
     group = build_expert_group(roles, options.transport)
-    step = 8 * copies // math.gcd(8, copies)
-    rows = step * math.ceil(sizes.bucket_rows(group.members) / step)
+    rows = whole_bucket_rows(sizes, group.members, copies)
     most = math.ceil(sizes.worst_rows() / rows)
     collect = make_collect(roles, group, options.gather)
 
@@ -67,6 +66,11 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         return run_passes(one_pass, needed, most), stats, needed
 
     return schedule
+
+
+def whole_bucket_rows(sizes: LayerSizes, members: int, copies: int) -> int:
+    """Return C, rows of a bucket that the `copies` devices of an MP group cut into equal parts."""
+    return copies * math.ceil(sizes.bucket_rows(members) / copies)
 
 
 def _lead_tables(tables: Tables, roles: Roles) -> Tables:

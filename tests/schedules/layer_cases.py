@@ -4,6 +4,7 @@ The layer is the real one (gate, experts, bank and sink); the loss is a fixed we
 losses, so that every gradient is at a general point.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -99,7 +100,5 @@ def make_reference(config, groups):
 
 def reference(config, groups, skewed):
     """Return ((loss, (y, loads)), gradients) of the one-device layer."""
-    import dataclasses
-
     plain = dataclasses.replace(config, schedule="deepspeed", transport="all_to_all", bucket_slack=1.5, gather="saa")
     return make_reference(plain, 1 if config.dropless else groups)(*draw(skewed))

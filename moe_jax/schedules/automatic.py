@@ -1,0 +1,91 @@
+"""`parm`: s1 or s2, whichever is predicted to communicate for a shorter time.
+
+Enters: what every schedule gets. Leaves: what the chosen one returns. Without a calibration file the two are compared by
+bytes, at one speed on all links; with one, by fitted times of the collectives on the groups of this mesh. The choice is
+made once, for static sizes. Source: Parm, section V, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
+from moe_jax.cluster.groups import fit_name
+from moe_jax.mesh.roles import Roles
+from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.expert_parallel import build_s1
+from moe_jax.schedules.pause_after_gate import build_s2, whole_bucket_rows
+
+_LOG = logging.getLogger(__name__)
+
+
+@register("parm")
+def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+    """Build both schedules; the row's bytes, known at the first call, decide which one runs."""
+    cluster = None
+    if options.cluster:
+        cluster = read_cluster(options.cluster)
+        cluster.check_devices(roles.num_devices, "MeshConfig")
+        fits_of(cluster, roles, options.gather)
+    if roles.size(roles.model) == 1:
+        return build_s1(roles, sizes, options)  # the two are one
+    both = {"s1": build_s1(roles, sizes, options), "s2": build_s2(roles, sizes, options)}
+    said = set()
+
+    def schedule(x, token_ids, gate, experts, tables):
+        choice = choose(roles, sizes, x.shape[-1] * x.dtype.itemsize, cluster, options.gather)
+        if choice not in said:
+            said.add(choice)
+            _LOG.warning(_sentence(choice, cluster))
+        return both[choice.schedule](x, token_ids, gate, experts, tables)
+
+    return schedule
+
+
+def choose(roles: Roles, sizes: LayerSizes, row_bytes: int, cluster: Cluster | None, gather: str = "saa") -> ParmChoice:
+    """Return Parm's choice for one layer; without a cluster its 'seconds' are bytes.
+
+    Args:
+      sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements.
+    """
+    copies, members = roles.size(roles.model), roles.size(roles.expert)
+    shards = roles.size(roles.expert_shard)
+    x1 = members * sizes.split(copies).bucket_rows(members) * shards * row_bytes
+    whole = members * whole_bucket_rows(sizes, members, copies) * row_bytes
+    x2 = whole * shards // copies
+    gathered = sizes.tokens * row_bytes
+    if cluster is None:
+        per_byte = Fit(0.0, 1.0)
+        a2a, gather_fit, saa = per_byte, per_byte, None
+    else:
+        a2a, gather_fit, saa = fits_of(cluster, roles, gather)
+    # buckets are rounded up differently, so each schedule is asked with its own x
+    s1 = parm_choice(x1, whole, gathered, a2a, gather_fit, saa).s1_seconds
+    s2 = parm_choice(x2, whole, gathered, a2a, gather_fit, saa).s2_seconds
+    return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
+
+
+def fits_of(cluster: Cluster, roles: Roles, gather: str) -> tuple[Fit, Fit, Fit | None]:
+    """Return the fitted times of the EP&ESP all-to-all, the MP all-gather, and of SAA if s2 uses it.
+
+    Raises:
+      UserError: the file lacks one of them.
+    """
+    size, copies = roles.size(roles.expert + roles.expert_shard), roles.size(roles.model)
+    if size == 1 or copies == 1:
+        none = Fit(0.0, 0.0)
+        return none, none, None
+    asker = "MoEConfig.schedule 'parm'"
+    a2a = cluster.fit(fit_name("all_to_all", size), asker)
+    gathers = cluster.fit(fit_name("all_gather", copies), asker)
+    saa = cluster.fit(fit_name("saa", size, copies, roles.size(roles.expert_shard)), asker) if gather == "saa" else None
+    return a2a, gathers, saa
+
+
+def _sentence(choice: ParmChoice, cluster: Cluster | None) -> str:
+    unit, how = ("bytes", "bytes (no MoEConfig.cluster)") if cluster is None else ("s", f"the fits of {cluster.name!r}")
+    return (
+        f"schedule 'parm' takes {choice.schedule} by {how}: s1 {choice.s1_seconds:.4g} {unit}, "
+        f"s2 {choice.s2_seconds:.4g} {unit} in one layer's forward"
+    )

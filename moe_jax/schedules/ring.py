@@ -1,0 +1,81 @@
+"""`ring`: tokens are gathered to where the experts are, and results are reduce-scattered home.
+
+Enters: the t tokens of this device's MP group. Leaves: the same tokens, transformed. Every device of an expert group
+sees all tokens of the group, computes those that chose its experts, weights them, and sums them into their places. The
+bytes do not depend on K or on skew, only the computed rows do. Under MP tokens are split first, as in `s1`.
+Letters: P devices of the product of EP and ESP, t tokens of one device after the split, T = P t, K choices per token,
+M model dim, C rows computed in a pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.copies import join_parts, own_part
+from moe_jax.collectives.varying import cast_varying
+from moe_jax.dispatch import Choice, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
+from moe_jax.mesh.roles import Roles
+from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.passes import passes_needed, run_passes
+
+
+@register("ring")
+def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+    """Build the all-gather schedule; its drop groups are the N / N_MP tokens of one device."""
+    sizes = sizes.split(roles.size(roles.model))
+    axes = roles.expert + roles.expert_shard
+    members, size = roles.size(roles.expert), roles.size(axes)
+    every = gathered_sizes(sizes, size)
+    rows = computed_rows(sizes, members, size)
+    most = math.ceil(every.worst_rows() / rows)
+
+    def gather(array):
+        return array if size == 1 else lax.all_gather(cast_varying(array, axes), axes, tiled=True)
+
+    def scatter(array):
+        if size == 1:
+            return array
+        return lax.psum_scatter(cast_varying(array, axes), axes, scatter_dimension=0, tiled=True)
+
+    def schedule(x, token_ids, gate, experts, tables):
+        mine, ids = own_part(x, roles.model), own_part(token_ids, roles.model)
+        with jax.named_scope("gate"):
+            choice, stats = gate(mine, ids)
+        with jax.named_scope("dispatch"):
+            device, group = destinations(tables, choice, sizes.groups)
+            place = jnp.where(choice.kept, device * sizes.groups + group, -1)
+            tokens, weights, place = gather(mine), gather(choice.weights), gather(place)
+        with jax.named_scope("route"):
+            me = lax.axis_index(roles.expert)
+            here = (place >= 0) & (place // sizes.groups == me)
+            chosen = Choice(expert_ids=place, weights=weights, kept=here)
+            routing = route(chosen, jnp.zeros_like(place), place % sizes.groups, 1, sizes.groups)
+            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, roles.all)
+
+        def one_pass(index):
+            parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
+            with jax.named_scope("experts"):
+                done = experts(tokens_to_rows(tokens, parcel), parcel.counts[0])
+            return rows_to_tokens(done, weights, parcel)
+
+        y = run_passes(one_pass, needed, most)
+        with jax.named_scope("combine"):
+            return join_parts(scatter(y), roles.model), stats, needed
+
+    return schedule
+
+
+def gathered_sizes(sizes: LayerSizes, parts: int) -> LayerSizes:
+    """Return the sizes of `parts` devices' tokens together, each of which gated its own."""
+    capacity = None if sizes.capacity is None else parts * sizes.capacity
+    return dataclasses.replace(sizes, tokens=parts * sizes.tokens, capacity=capacity, planned_rows=None)
+
+
+def computed_rows(sizes: LayerSizes, members: int, parts: int) -> int:
+    """Return C: what one EP member computes in a pass of the tokens of `parts` devices."""
+    return gathered_sizes(sizes, parts).bucket_rows(members)

@@ -1,0 +1,110 @@
+"""Every schedule equals the one-device layer: loss, outputs, loads and all gradients, in float64.
+
+Tolerance 1e-12 of the largest entry of each array: sums of some hundred terms of order one, in another order. In
+capacity mode the reference drops within the same groups of tokens. The suite runs a set of cases in which every two
+values of any two factors meet; the full product stands behind the marker `slow`.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from layer_cases import PAIRS, draw, drop_groups, make_loss, moe_config, reference, roles_of
+
+FACTORS = {
+    "schedule": ("deepspeed", "s1", "s2", "parm", "pairwise", "ring"),
+    "pair": tuple(PAIRS),
+    "top_k": (1, 2),
+    "skewed": (False, True),
+    "capacity": (False, True),
+    "data": (1, 2),
+    "transport": ("all_to_all", "pairwise", "two_level"),
+    "gather": ("saa", "aas"),
+}
+
+
+def is_valid(case):
+    """With N_ESP = 4 and two replicas one expert-parallel member is left, and pairwise refuses."""
+    return not (case["schedule"] == "pairwise" and case["data"] == 2 and case["pair"][1] == 4)
+
+
+def meetings(case):
+    return {frozenset(two) for two in itertools.combinations(case.items(), 2)}
+
+
+def covering_cases():
+    """Return one case per (schedule, pair), its other factors chosen so that as many new values as possible meet."""
+    others = list(FACTORS)[2:]
+    rests = [dict(zip(others, values, strict=True)) for values in itertools.product(*(FACTORS[o] for o in others))]
+    met, cases, rng = set(), [], np.random.default_rng(0)
+    for schedule, pair in itertools.product(FACTORS["schedule"], FACTORS["pair"]):
+        choices = [{"schedule": schedule, "pair": pair, **rests[i]} for i in rng.permutation(len(rests))]
+        best = max(filter(is_valid, choices), key=lambda case: len(meetings(case) - met))
+        met |= meetings(best)
+        cases.append(best)
+    return cases
+
+
+CASES = covering_cases()
+
+
+def name_of(case):
+    (mp, esp), limit = case["pair"], "capacity" if case["capacity"] else "dropless"
+    skew = "skewed" if case["skewed"] else "uniform"
+    rest = f"data{case['data']}-{case['transport']}-{case['gather']}"
+    return f"{case['schedule']}-mp{mp}-esp{esp}-k{case['top_k']}-{skew}-{limit}-{rest}"
+
+
+def check(case):
+    """Compare one case; returns the largest error of any array, relative to its largest entry, and the passes."""
+    changes = {"transport": case["transport"], "gather": case["gather"]}
+    if case["schedule"] == "pairwise" and case["data"] == 1 and case["pair"][1] == 1:
+        changes["pairwise_groups"] = 4  # two members a group
+    config = moe_config(case["schedule"], case["top_k"], case["capacity"], **changes)
+    roles = roles_of(*case["pair"], data=case["data"])
+    with jax.enable_x64(True):
+        loss = jax.jit(jax.value_and_grad(make_loss(config, roles), (0, 1, 2), has_aux=True))
+        (got, (y, loads, passes)), grads = loss(*draw(case["skewed"]))
+        chosen = which(case, config, roles)
+        (want, (want_y, want_loads)), want_grads = reference(config, drop_groups(chosen, roles), case["skewed"])
+    np.testing.assert_allclose(float(got), float(want), rtol=1e-12)
+    np.testing.assert_array_equal(np.sum(loads, axis=0), want_loads)
+    errors = {}
+    for (path, a), b in zip(jax.tree.leaves_with_path((want_y, want_grads)), jax.tree.leaves((y, grads)), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        errors[jax.tree_util.keystr(path)] = np.max(np.abs(a - b)) / np.max(np.abs(a))
+    assert max(errors.values()) <= 1e-12, errors
+    return max(errors.values()), int(passes)
+
+
+def which(case, config, roles):
+    """Return the schedule that runs: parm's choice, whose drop groups the reference needs."""
+    if case["schedule"] != "parm" or roles.size(roles.model) == 1:
+        return case["schedule"]
+    from moe_jax.moe.layer import layer_sizes
+    from moe_jax.schedules.automatic import choose
+
+    sizes = layer_sizes(config, roles, 64 // roles.size(roles.dense))
+    return choose(roles, sizes, 32, None, config.gather).schedule
+
+
+def test_covering_set_is_complete():
+    met = set().union(*map(meetings, CASES))
+    for first, second in itertools.combinations(FACTORS, 2):
+        for a, b in itertools.product(FACTORS[first], FACTORS[second]):
+            assert frozenset({(first, a), (second, b)}) in met, (first, a, second, b)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_schedule_equals_reference(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", FACTORS["schedule"])
+@pytest.mark.parametrize("pair", FACTORS["pair"], ids=str)
+def test_full_product(schedule, pair):
+    for top_k, skewed, capacity in itertools.product((1, 2), (False, True), (False, True)):
+        rest = {"data": 1, "transport": "all_to_all", "gather": "saa"}
+        check({"schedule": schedule, "pair": pair, "top_k": top_k, "skewed": skewed, "capacity": capacity, **rest})
