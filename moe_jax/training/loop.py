@@ -132,9 +132,12 @@ class Loop:
                 if self.engine is None:
                     tables, wishes = self.session.tables, self.session.wishes(stop.local_flag())
                 else:
+                    running = executable
                     executable, tables, wishes, self.state = self.engine.before_step(
                         step, self.state, stop.local_flag()
                     )
+                    if executable is not running and self.peak is not None:
+                        self.peak = max(self.peak, peak_bytes(executable) or 0)
                 self.state, metrics = executable(self.state, batch, tables, wishes)
                 self.step = step + 1
                 self.in_flight.append((step, metrics))

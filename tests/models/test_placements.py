@@ -59,14 +59,14 @@ def moe_config(**changes):
 CONFIG = ModelConfig(
     dtype="float64", layers=LAYERS, model_dim=8, heads=2, hidden_dim=12, loss_chunk=8, max_length=LENGTH
 )
-# (method, devices of an expert group, data replicas, rows of a bucket: 0 by the slack, else so few that it overflows)
+# (method, mesh, schedule, rows of a bucket: 0 by the slack, else so few that it overflows)
 SKELETONS = {
-    "shift": ("shift", 8, 1, 0),
-    "gather": ("gather", 8, 1, 0),
-    "broadcast": ("broadcast", 8, 1, 0),
-    "shift_overflow": ("shift", 8, 1, 8),
-    "gather_data2": ("gather", 4, 2, 0),
-    "permute": ("permute", 8, 1, 0),
+    "shift": ("shift", {"expert": 8}, "deepspeed", 0),
+    "gather_s1_mp2_esp2": ("gather", {"expert": 4, "expert_shard": 2, "model": 2}, "s1", 0),
+    "broadcast": ("broadcast", {"expert": 8}, "deepspeed", 0),
+    "shift_overflow": ("shift", {"expert": 8}, "deepspeed", 8),
+    "gather_data2": ("gather", {"expert": 4, "data": 2}, "deepspeed", 0),
+    "permute": ("permute", {"expert": 8}, "deepspeed", 0),
 }
 
 
@@ -133,10 +133,10 @@ def counted_compilations():  # the listener list is private; only tests take the
         jax._src.monitoring.unregister_event_duration_listener(listen)
 
 
-def runner(skeleton, devices, replicas):
+def runner(skeleton, mesh, schedule):
     """Return run(placement, routing) -> (loss, gradients, stats), compiled once."""
-    roles = build_mesh(MeshConfig(expert=devices, data=replicas), jax.devices()[: devices * replicas])
-    model = LanguageModel(config=CONFIG, moe=moe_config(), vocab_size=VOCAB, roles=roles)
+    roles = build_mesh(MeshConfig(**mesh), jax.devices())
+    model = LanguageModel(config=CONFIG, moe=moe_config(schedule=schedule), vocab_size=VOCAB, roles=roles)
     layout = model.layout()
     loss = make_loss(model, layout, BATCH, LENGTH, plan=layer_plan(skeleton, roles.expert))
     by_expert, whole = NamedSharding(roles.mesh, P(roles.expert)), NamedSharding(roles.mesh, P())
@@ -183,14 +183,14 @@ def cases_of(method, devices):
 
 @pytest.mark.parametrize("name", SKELETONS)
 def test_random_placements_equal_reference_without_compiling(name):
-    method, devices, replicas, rows = SKELETONS[name]
-    placements, skeleton = cases_of(method, devices)
+    method, mesh, schedule, rows = SKELETONS[name]
+    placements, skeleton = cases_of(method, mesh["expert"])
     if rows:
         skeleton = type(skeleton)(**{**vars(skeleton), "bucket_rows": rows})
     assert all(fits(skeleton, placement) for placement in placements)
     with jax.enable_x64(True):
         wants = {routing: reference(routing) for routing in ROUTINGS}
-        run = runner(skeleton, devices, replicas)
+        run = runner(skeleton, mesh, schedule)
         run(placements[0], "general")
         most_passes = 0
         with counted_compilations() as compilations:
