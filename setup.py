@@ -1,4 +1,4 @@
-"""Install moe_jax. The requirements stand once, in requirements.txt, by extra; the CUDA wheels are extras of their own."""
+"""Install moe_jax. Requirements stand once, in requirements.txt, by extra; the CUDA wheels are extras of their own."""
 
 import re
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Time a training step on all host devices against the same model and global batch on one device.
 
 What it says: the work is the same and the cores are the same, so the ratio is what parallelism costs here: exchanges,
-smaller matmuls, and repeats of what is not split. The floor is 1. Runs are interleaved in one process; the ratio is that
-of the medians. Run it as
+smaller matmuls, and repeats of what is not split. The floor is 1. Runs are interleaved in one process; the ratio is
+that of the medians. Run it as
 
     python scripts/bench_step.py --gin_file=configs/run/demo.gin --host_devices=8 --rounds=5
 """

@@ -1,8 +1,8 @@
 """What one MoE layer moves under each schedule, as formulas: the cost model, the automatic choice and tests read these.
 
-Enters: static sizes of one layer. Leaves: the transfers of one device, forward and backward, for one pass. A size counts
-elements as its collective's formula does: what a device hands in, and for an all-gather what it gets. Sums of gradients
-over data-parallel devices, and integers (counts, routes), are not in here.
+Enters: static sizes of one layer. Leaves: the transfers of one device, forward and backward, for one pass. A size
+counts elements as its collective's formula does: what a device hands in, and for an all-gather what it gets. Sums of
+gradients over data-parallel devices, and integers (counts, routes), are not in here.
 
 Letters: N tokens of an MP group, M model dim, D EP members, S shards (N_ESP), n = N_MP, P = D S, G steps of `pairwise`,
 C rows of a bucket: of one device's N / n tokens under s1, pairwise and dp, of all N under deepspeed and s2. With a

@@ -1,11 +1,11 @@
 """Routing: where each choice of each token goes, and in which row of which bucket it travels.
 
-Enters: the `Choice` of t tokens, and per choice its destination (device and group there). Leaves: `Routing`, from which
-`pack` cuts one `Parcel` per pass: at most C rows for each of the D destinations. Every choice is in exactly one pass, so
-a bucket of any size loses nothing; it only takes more passes. `regroup` is the receiver's half: the order in which the
-rows that arrived form compact groups, one group per expert held there.
-All of it is integers about rows; no row moves here.
-Letters: t tokens, K choices each, A = t K; D destinations, G groups (experts held) per destination, C rows a bucket.
+Enters: the `Choice` of t tokens, and per choice its destination (device and group there). Leaves: `Routing`, from
+which `pack` cuts one `Parcel` per pass: at most C rows for each of the D destinations. Every choice is in exactly one
+pass, so a bucket of any size loses nothing; it only takes more passes. `regroup` is the receiver's half: the order in
+which the rows that arrived form compact groups, one group per expert held there. All of it is integers about rows; no
+row moves here. Letters: t tokens, K choices each, A = t K; D destinations, G groups (experts held) per destination, C
+rows a bucket.
 """
 
 from __future__ import annotations

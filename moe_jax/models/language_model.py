@@ -116,8 +116,8 @@ class LanguageModel:
         heads, parts = self.config.heads, self.roles.size(self.roles.model)
         if heads % parts:
             raise UserError(
-                f"ModelConfig.heads ({heads}) must be divisible by MeshConfig.model ({parts}); set MeshConfig.model to a "
-                f"divisor of {heads}"
+                f"ModelConfig.heads ({heads}) must be divisible by MeshConfig.model ({parts}); set MeshConfig.model to "
+                f"a divisor of {heads}"
             )
         if self.config.moe_every == 2 and self.config.ffn_dim % parts:
             raise UserError(
@@ -216,8 +216,8 @@ def make_loss(
         )
     if config.positions == "learned" and length > config.max_length:
         raise UserError(
-            f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({config.max_length}); raise "
-            "ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
+            f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({config.max_length}); "
+            "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
     stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches, plan)
     rows = P(roles.dense)
@@ -226,7 +226,8 @@ def make_loss(
         stack,
         mesh=roles.mesh,
         in_specs=(
-            layout.params["dense"], layout.params["bank"], layout.sink, Batch(rows, rows, rows), P(roles.expert), P(), P(), P(),
+            layout.params["dense"], layout.params["bank"], layout.sink, Batch(rows, rows, rows), P(roles.expert),
+            P(), P(), P(),
         ),
         out_specs=(P(), stats_specs),
     )  # fmt: skip

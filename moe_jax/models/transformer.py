@@ -51,7 +51,7 @@ def rotate(x, positions):
 
 
 def attend(q, k, v, causal: bool, implementation: str):
-    """Return softmax(q k^T / sqrt(Dh)) v for [b, Sq, H, Dh] each; float64 stays float64, which JAX's function does not."""
+    """Return softmax(q k^T / sqrt(Dh)) v for [b, Sq, H, Dh] each; float64 stays float64, unlike in JAX's function."""
     if q.dtype != jnp.float64:
         return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5

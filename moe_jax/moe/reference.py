@@ -1,9 +1,9 @@
 """The MoE layer on one device, without dispatch and without communication: the oracle of every test.
 
-Enters: tokens [N, M], the gate's weight and all experts' weights. Leaves: tokens [N, M], the gate losses, and the loads.
-Every expert computes every token, and a [N, E] matrix of weights, mostly zero, picks and sums. It is written to be read
-and believed, shares no code with the layer, and costs E / K times the layer's FLOPs.
-Letters: N tokens, M model dim, F hidden dim, E experts, K experts per token.
+Enters: tokens [N, M], the gate's weight and all experts' weights. Leaves: tokens [N, M], the gate losses, and the
+loads. Every expert computes every token, and a [N, E] matrix of weights, mostly zero, picks and sums. It is written
+to be read and believed, shares no code with the layer, and costs E / K times the layer's FLOPs. Letters: N tokens, M
+model dim, F hidden dim, E experts, K experts per token.
 """
 
 from __future__ import annotations

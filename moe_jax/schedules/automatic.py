@@ -1,14 +1,13 @@
 """`parm`: s1 or s2, whichever is predicted to communicate for a shorter time.
 
-Enters: what every schedule gets. Leaves: what the chosen one returns. Without a calibration file the two are compared by
-bytes, at one speed on all links; with one, by fitted times of the collectives on the groups of this mesh. The choice is
-made once, for static sizes. Source: Parm, section V, algorithm 1.
+Enters: what every schedule gets. Leaves: what the chosen one returns. Without a calibration file the two are compared
+by bytes, at one speed on all links; with one, by fitted times of the collectives on the groups of this mesh. The
+choice is made once, for static sizes. Source: Parm, section V, algorithm 1.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
 from moe_jax.cluster.groups import fit_name

@@ -1,12 +1,11 @@
 """`pairwise`: the exchange in G groups, each step's experts beside the next step's rows.
 
-Enters: the t tokens of this device's MP group. Leaves: the same tokens, transformed. The D expert-parallel members stand
-in G groups on a ring. In step s group g sends rows to group g - s (S_s), computes those that came from group g + s (C_s)
-and sends them back (S'_s). One stream of transfers, S_0 .. S_{G-1}, S'_0 .. S'_{G-1}, and one of matmuls,
-C_0 .. C_{G-1}; C_s waits for S_s, and S'_s for C_s. The quickest transfers stand at the ends: S_0 stays in the own group,
-S'_{G-1} goes to a neighbour on the ring. Under MP and ESP tokens are split and rows dumped as in `s1`.
-Source: FasterMoE, section 4.2.
-Letters: n = D / G members of a group, S shards of an expert, c rows of a bucket, P = D S.
+Enters: the t tokens of this device's MP group. Leaves: the same tokens, transformed. The D expert-parallel members
+stand in G groups on a ring. In step s group g sends rows to group g - s (S_s), computes those that came from group g
++ s (C_s) and sends them back (S'_s). One stream of transfers, S_0 .. S_{G-1}, S'_0 .. S'_{G-1}, and one of matmuls,
+C_0 .. C_{G-1}; C_s waits for S_s, and S'_s for C_s. The quickest transfers stand at the ends: S_0 stays in the own
+group, S'_{G-1} goes to a neighbour on the ring. Under MP and ESP tokens are split and rows dumped as in `s1`. Source:
+FasterMoE, section 4.2. Letters: n = D / G members of a group, S shards of an expert, c rows of a bucket, P = D S.
 """
 
 from __future__ import annotations

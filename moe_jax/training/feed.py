@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from moe_jax.data import TokenStream, Tokenizer, held_out_batches, mask_tokens
+from moe_jax.data import Tokenizer, TokenStream, held_out_batches, mask_tokens
 from moe_jax.data.cache import TokenCache
 from moe_jax.models import Batch, ModelConfig
 from moe_jax.training.config import TrainConfig

@@ -107,7 +107,7 @@ class Loop:
 
     @staticmethod
     def lag_of(session: Session) -> int:
-        """Return how many steps after its dispatch a step's metrics are read: host work hides behind that many steps."""
+        """Return how many steps after its dispatch a step's metrics are read; so many hide the host's work."""
         return 1 if session.roles.mesh.devices.flat[0].platform == "cpu" else 2
 
     def run(self, stop: StopSignal) -> Outcome:
@@ -182,7 +182,9 @@ class Loop:
             seconds=seconds,
             tokens=tokens,
             choices=tokens * moe.top_k * session.config.model.moe_layers,
-            flops=tokens * training_flops_per_token(session.config.model, moe, session.model.vocab_size, session.config.data.sequence_length),
+            flops=tokens * training_flops_per_token(
+                session.config.model, moe, session.model.vocab_size, session.config.data.sequence_length
+            ),
             peak_device_bytes=self.peak,
             compile_seconds=self.compile_seconds,
             home=session.home,

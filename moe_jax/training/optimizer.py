@@ -1,4 +1,4 @@
-"""AdamW with warm-up, cosine and clipping by the global norm, from optax. Enters a TrainConfig; leaves a transformation.
+"""AdamW with warm-up, cosine and clipping by the global norm, from optax. TrainConfig in, transformation out.
 
 Gradients are global arrays, so the norm is the norm of the whole model however it is laid out.
 """

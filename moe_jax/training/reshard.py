@@ -1,9 +1,9 @@
 """A change of homes: parameters and moments of all experts move to the bank rows of a new placement.
 
 Enters: the training state (donated), the old homes and the new ones. Leaves: the same state with every leaf of the
-bank permuted, and nothing else touched. Every leaf moves in rounds of one all-to-all, in which a device sends at most one row
-to each other device, so memory stays at the leaf and its copy. The rounds are data: the program compiles once.
-Letters: D devices of an expert-parallel group, S bank rows of a device, T rounds.
+bank permuted, and nothing else touched. Every leaf moves in rounds of one all-to-all, in which a device sends at most
+one row to each other device, so memory stays at the leaf and its copy. The rounds are data: the program compiles
+once. Letters: D devices of an expert-parallel group, S bank rows of a device, T rounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One run from its folder to its last line: new, resumed, finished already, or evaluated only.
 
-Enters: a RunConfig with its text, a work folder, and who this process is. Leaves: the folder, filled, and lines that say
-what came out. What may differ between a checkpoint and the command that resumes it is decided in `moe_jax.run_config`.
+Enters: a RunConfig with its text, a work folder, and who this process is. Leaves: the folder, filled, and lines that
+say what came out. What may differ between a checkpoint and the command that resumes it is decided in
+`moe_jax.run_config`.
 """
 
 from __future__ import annotations
@@ -182,9 +183,8 @@ def report(folder: RunFolder):
     summary = summarize_run(folder)
     print(f"run folder        {folder.path}")
     if summary.held_out_loss_first is not None and summary.held_out_loss_last is not None:
-        print(
-            f"held-out loss     {summary.held_out_loss_first:.4f} before, {summary.held_out_loss_last:.4f} after training"
-        )
+        first, last = summary.held_out_loss_first, summary.held_out_loss_last
+        print(f"held-out loss     {first:.4f} before, {last:.4f} after training")
     if summary.unigram_entropy is not None:
         below = summary.below_unigram_entropy
         share = "" if below is None else f"; the held-out loss ends {100 * below:.1f}% below it"

@@ -180,7 +180,7 @@ def make_evaluation_step(
     model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int,
     plan: LayerPlan | None = None,
 ) -> Callable:  # fmt: skip
-    """Return evaluate(params, batch, tables) -> float [], the sum of weighted token losses of a batch [1, B / n, Sq]."""
+    """Return evaluate(params, batch, tables) -> float [], the sum of weighted losses of a batch [1, B / n, Sq]."""
     loss = make_loss(model, layout, config.batch_size // config.accumulate, length, training=False, plan=plan)
 
     def evaluate(params, batch, tables):

@@ -1,7 +1,7 @@
 """Loss and every gradient of the real model on every mesh equal the one-device reference.
 
-float64 finds what float32 hides: tolerance 1e-10 of the largest reference entry per leaf; float32 gets 2e-5. Cases whose
-top-K margin is under 1e-5 could choose differently in float32, and are redrawn.
+float64 finds what float32 hides: tolerance 1e-10 of the largest reference entry per leaf; float32 gets 2e-5. Cases
+whose top-K margin is under 1e-5 could choose differently in float32, and are redrawn.
 """
 
 import dataclasses
@@ -135,7 +135,7 @@ CASES = {
     "dp8_stage2": ((8, 1), 1, 2, "zero", {"schedule": "dp"}),
     "dp8_stage3": ((8, 1), 3, 3, "one_hot", {"schedule": "dp"}),
     "capacity_position": ((1, 4), 1, 1, "uniform", {"capacity_factor": 1.0, "min_capacity": 1}),
-    "capacity_probability": ((2, 2), 1, 1, "one_hot", {"capacity_factor": 1.0, "min_capacity": 2, "drop": "probability"}),
+    "capacity_probability": ((2, 2), 1, 1, "one_hot", {"capacity_factor": 1.0, "min_capacity": 2, "drop": "probability"}),  # noqa: E501
     "small_buckets": ((1, 4), 1, 1, "uniform", {"bucket_slack": 0.3}),
     "top1_raw": ((1, 4), 1, 1, "uniform", {"top_k": 1, "renormalize": False}),
     "top3": ((1, 8), 1, 1, "uniform", {"top_k": 3}),
@@ -193,7 +193,7 @@ def test_gradients_equal_reference_float32(mesh):
 # schedule, mesh, ZeRO stage, model
 PARALLEL = {
     "deepspeed_mp2_esp4": ("deepspeed", {"expert": 2, "expert_shard": 4, "model": 2}, 1, {}),
-    "s1_mp4_esp2_pairs_zero3": ("s1", {"expert": 4, "expert_shard": 2, "model": 4}, 3, {"moe_every": 2, "remat": "block"}),
+    "s1_mp4_esp2_pairs_zero3": ("s1", {"expert": 4, "expert_shard": 2, "model": 4}, 3, {"moe_every": 2, "remat": "block"}),  # noqa: E501
     "s2_mp4_data2": ("s2", {"data": 2, "expert": 4, "expert_shard": 1, "model": 4}, 1, {"remat": "dots"}),
 }  # fmt: skip
 

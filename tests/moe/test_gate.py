@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from moe_jax.dispatch import route
+from moe_jax.dispatch.route import rank_within
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig, balance_loss, choose_experts, z_loss
-from moe_jax.dispatch.route import rank_within
 from moe_jax.moe.gate import gate_noise
 from moe_jax.moe.reference import reference_weights
 

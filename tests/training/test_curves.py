@@ -5,12 +5,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
 from moe_jax.training.feed import to_devices
 from moe_jax.training.session import build_session
-
-from tiny_run import bindings_of
 
 STEPS = 30
 
