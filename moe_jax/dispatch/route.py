@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
+@typing.dataclass_transform(frozen_default=True)
 def record(cls):
     """Make a frozen dataclass of arrays a JAX pytree."""
     cls = dataclasses.dataclass(frozen=True)(cls)
