@@ -2,6 +2,7 @@
 
 entry points -> training -> models, observe, data, planner
 models -> moe -> schedules -> dispatch -> collectives -> mesh
+moe -> after_gate -> dispatch, for plans that look at the counts first
 schedules -> cluster, for what an exchange costs
 planner -> placement -> cluster
 moe_jax.errors lies below all; moe_jax.run_config stands beside the training room.
@@ -29,7 +30,8 @@ BELOW = {
     "planner": ("placement",),
     "placement": ("cluster",),
     "cluster": (),
-    "moe": ("schedules",),
+    "moe": ("schedules", "after_gate"),
+    "after_gate": ("dispatch",),
     "schedules": ("dispatch", "cluster"),
     "dispatch": ("collectives",),
     "collectives": ("mesh",),

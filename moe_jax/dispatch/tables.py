@@ -29,6 +29,7 @@ class Tables:
       dest_num: uint32 [D, L, E, Q], dest_den: uint32 [D, L, E]: the i-th of n choices of an expert goes to the first
         candidate q with dest_num * n // dest_den > i.
       home_row: int32 [D, L, Hs], the bank row behind each home slot; a row outside the bank where the slot is empty.
+      slot_expert: int32 [D, L, G], the expert in each slot, -1 for none; None where nothing is decided after the gate.
       transfer: `Transfer` of every layer, arrays [D, L, ...]; None without guests.
     """
 
@@ -36,6 +37,7 @@ class Tables:
     dest_num: jax.Array
     dest_den: jax.Array
     home_row: jax.Array
+    slot_expert: jax.Array | None = None
     transfer: Transfer | None = None
 
 

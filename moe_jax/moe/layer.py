@@ -17,6 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.after_gate import Rule, fetch_late, gather_counts
 from moe_jax.collectives.sparse import TransferPlan, sparse_all_gather
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import even_tables, local
@@ -38,13 +39,15 @@ class LayerPlan:
     Attributes:
       home_slots, guest_slots: Hs and Gs, experts that a device may home and have as guests in one layer.
       bucket_rows: rows of one (source, destination) bucket; None takes them from `MoEConfig.bucket_slack`.
-      transfer: how guests get their parameters; None without guests.
+      transfer: how guests get their parameters ahead of the gate; None without such guests.
+      after_gate: what is decided from the counts of the step; None for nothing.
     """
 
     home_slots: int
     guest_slots: int = 0
     bucket_rows: int | None = None
     transfer: TransferPlan | None = None
+    after_gate: Rule | None = None
 
 
 def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | None = None) -> LayerSizes:
@@ -109,6 +112,7 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan
       None, and what `fetch_guests` returned.
     """
     schedule = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), _options(config))
+    decide = _make_decide(roles, None if plan is None else plan.after_gate)
     implementation = config.grouped_matmul
     if implementation == "auto":
         implementation = default_implementation(roles.mesh.devices.flat[0].platform)
@@ -120,14 +124,39 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan
 
     def apply(x, token_ids, w_gate, bank, sink, tables, noise_key=None, guests=None):
         gate = functools.partial(_gate, w_gate=w_gate, config=config, noise_key=noise_key, model=roles.model)
-        weights = {name: _operands(bank[name], tables, sink, guests, name) for name in bank}
 
-        def experts(rows, group_sizes):
-            return expert_ffn(rows, group_sizes, weights, activation=activation, implementation=implementation)
+        def placed(stats):
+            here, guests_here = decide(stats, bank, sink, tables, guests)
+            weights = {name: _operands(bank[name], here, sink, guests_here, name) for name in bank}
 
-        return schedule(x, token_ids, gate, experts, tables)
+            def experts(rows, group_sizes):
+                return expert_ffn(rows, group_sizes, weights, activation=activation, implementation=implementation)
+
+            return experts, here
+
+        return schedule(x, token_ids, gate, placed)
 
     return apply
+
+
+def _make_decide(roles: Roles, rule: Rule | None):
+    """Return decide(stats, bank, sink, tables, guests) -> (tables, guests) of one layer, once the gate has counted."""
+    inside = tuple(axis for axis in roles.all if axis not in roles.expert)
+
+    def as_planned(stats, bank, sink, tables, guests):
+        return tables, guests
+
+    def by_rule(stats, bank, sink, tables, guests):
+        with jax.named_scope("after_gate"):
+            counts, holders = gather_counts(stats.counts, tables, roles.expert, inside)
+            tables, needed = rule.decide(tables, counts, holders, lax.axis_index(roles.expert))
+            if not rule.late_guests:
+                return tables, guests
+            bank, sink = cast_varying((bank, sink), varying_axes(stats.counts))
+            late = fetch_late(bank, sink, tables, needed, rule, roles.expert)
+            return tables, late if guests is None else jax.tree.map(jnp.add, guests, late)
+
+    return as_planned if rule is None else by_rule
 
 
 def _options(config: MoEConfig) -> ScheduleOptions:

@@ -1,8 +1,10 @@
 """From loads to placements: predictors, the cost model, and one file per planner."""
 
+from moe_jax.planner.balanced import SWEEPS
 from moe_jax.planner.base import Planner
 from moe_jax.planner.config import AFTER_GATE, NAMES, PlannerConfig
 from moe_jax.planner.cost import Cost, slots_in, standing_copy_bytes
+from moe_jax.planner.fastermoe import shadow_rates
 from moe_jax.planner.predictor import Predictor, build_predictor
 from moe_jax.planner.registry import build_planner
 from moe_jax.planner.session import PlanSession, Proposal, predicted_layer_seconds, worth_a_swap
@@ -10,6 +12,7 @@ from moe_jax.planner.session import PlanSession, Proposal, predicted_layer_secon
 __all__ = [
     "AFTER_GATE",
     "NAMES",
+    "SWEEPS",
     "Cost",
     "PlanSession",
     "Planner",
@@ -19,6 +22,7 @@ __all__ = [
     "build_planner",
     "build_predictor",
     "predicted_layer_seconds",
+    "shadow_rates",
     "slots_in",
     "standing_copy_bytes",
     "worth_a_swap",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.planner.base import PlannerBase, copied_everywhere, falling, home_loads, own_tokens
+from moe_jax.planner.cost import Cost
 
 
 class FasterMoePlanner(PlannerBase):
@@ -23,14 +24,15 @@ class FasterMoePlanner(PlannerBase):
     residual = False
 
     def propose(self, loads, placement, cost):
-        name = self.config.name
-        compute = 3.0 / cost.tokens_per_second(name)  # 12 M F / P, forward and backward
-        exchange = 4.0 * cost.token_bytes / cost.bandwidth(name)
-        shadow = 2.0 * cost.expert_bytes / cost.bandwidth(name)
+        if self.config.when == "after_gate":
+            return placement.replace(copies=None, shares=None, rule="home")
+        return self.refine(loads, placement, cost)
+
+    def refine(self, loads, placement, cost):
+        """Shadow for these loads, whatever was planned ahead."""
         limit = cost.guest_slots if self.config.bounded else placement.experts
-        chosen, cut = _shadow(
-            np.asarray(loads, np.float64), placement, (compute, exchange, shadow), self.residual, limit
-        )
+        rates = shadow_rates(cost, self.config.name)
+        chosen, cut = _shadow(np.asarray(loads, np.float64), placement, rates, self.residual, limit)
         self.note("shadow_cut", cut)
         return placement.replace(copies=copied_everywhere(placement, chosen), shares=None, rule="home")
 
@@ -39,6 +41,12 @@ class FasterMoeResidualPlanner(FasterMoePlanner):
     """The same search with the all-to-all that is left after shadowing on both sides of the comparison."""
 
     residual = True
+
+
+def shadow_rates(cost: Cost, asker: str) -> tuple[float, float, float]:
+    """Return seconds of a token computed (12 M F / P), of one exchanged, and of an expert shadowed; back included."""
+    bandwidth = cost.bandwidth(asker)
+    return 3.0 / cost.tokens_per_second(asker), 4.0 * cost.token_bytes / bandwidth, 2.0 * cost.expert_bytes / bandwidth
 
 
 def _shadow(loads, placement, rates, residual: bool, limit: int) -> tuple[np.ndarray, int]:

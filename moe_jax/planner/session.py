@@ -72,9 +72,18 @@ class PlanSession:
             error=self.predictor.error(),
         )
 
-    def refine(self, loads: np.ndarray) -> Placement:
-        """Return this step's placement from its own loads [L, S, E]; later steps start from the plan ahead."""
-        return self.planner.refine(loads, self.placement, self.cost)
+    def refine(self, loads: np.ndarray, placement: Placement | None = None) -> Placement:
+        """Return a step's placement from its own loads [L, S, E]; later steps start from the plan ahead.
+
+        Args:
+          placement: what was planned ahead; the newest plan where not given.
+        """
+        return self.planner.refine(loads, self.placement if placement is None else placement, self.cost)
+
+    @property
+    def decides_late(self) -> bool:
+        """Whether the planner has a second look at the step's own loads."""
+        return self.config.when == "after_gate" or (self.config.name == "hecate" and self.config.calibrate)
 
     def state(self) -> dict:
         """Return what a checkpoint must hold: arrays and numbers by name."""

@@ -17,7 +17,8 @@ def level_quotas(placement: Placement, totals: np.ndarray, quota: np.ndarray, sw
     """Even out device loads over fixed holders: totals [L, E], starting quota [L, E, D] -> quota [L, E, D].
 
     One expert after the other fills its holders to a common level, the others held fixed. Each step lowers the sum of
-    squared device loads, whose minimum over all splits also has the least possible maximum.
+    squared device loads, whose minimum over all splits also has the least possible maximum. A layer is done when a
+    sweep changes little; what it gets depends on its own loads alone.
     """
     layers, rows = placement.layers, np.arange(placement.layers)
     copied = np.zeros(placement.home.shape, bool)
@@ -26,10 +27,11 @@ def level_quotas(placement: Placement, totals: np.ndarray, quota: np.ndarray, sw
     order = np.argsort(~copied, axis=1, kind="stable")[:, : int(count.max(initial=0))]
     quota = quota.copy()
     load = quota.sum(axis=1)
+    going = np.ones(layers, bool)
     for _ in range(sweeps):
         before = load.copy()
         for at in range(order.shape[1]):
-            active = at < count
+            active = going & (at < count)
             expert = order[:, at]
             mine = quota[rows, expert]
             held = placement.holds[rows, expert] & active[:, None]
@@ -38,7 +40,8 @@ def level_quotas(placement: Placement, totals: np.ndarray, quota: np.ndarray, sw
             new = np.where(active[:, None], np.maximum(new, 0.0), mine)
             quota[rows, expert] = new
             load = base + new
-        if layers == 0 or np.abs(load - before).max() <= 1e-3 * load.mean():
+        going &= np.abs(load - before).max(axis=1) > 1e-3 * load.mean(axis=1)
+        if not going.any():
             break
     return quota
 

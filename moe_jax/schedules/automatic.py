@@ -32,12 +32,12 @@ def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     both = {"s1": build_s1(roles, sizes, options), "s2": build_s2(roles, sizes, options)}
     said = set()
 
-    def schedule(x, token_ids, gate, experts, tables):
+    def schedule(x, token_ids, gate, placed):
         choice = choose(roles, sizes, x.shape[-1] * x.dtype.itemsize, cluster, options.gather)
         if choice not in said:
             said.add(choice)
             _LOG.warning(_sentence(choice, cluster))
-        return both[choice.schedule](x, token_ids, gate, experts, tables)
+        return both[choice.schedule](x, token_ids, gate, placed)
 
     return schedule
 

@@ -3,12 +3,13 @@
 A schedule is the order in which one MoE layer moves its bytes. It is built once, for static sizes, and called inside
 `shard_map`:
 
-    schedule(x [t, M], token_ids [t], gate, experts, tables) -> (y [t, M], GateStats, passes)
+    schedule(x [t, M], token_ids [t], gate, placed) -> (y [t, M], GateStats, passes)
 
 `gate(x, token_ids) -> (Choice, GateStats)` chooses experts; it is an argument because a schedule may split the tokens
 before it: under MP the t tokens of the group enter and leave as equal copies, and a schedule that splits them gates
-t / N_MP on each device. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group order, with
-this device's part of the hidden dim; `tables` is this layer's `Tables`. Statistics leave as the gate gave them;
+t / N_MP on each device. `placed(stats) -> (experts, tables)` says where experts are, once the gate has counted: a plan
+may decide that from the counts. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group order,
+with this device's part of the hidden dim; `tables` is this layer's `Tables`. Statistics leave as the gate gave them;
 `passes` is the int32 number of passes taken, equal on all devices.
 """
 
@@ -107,7 +108,7 @@ class ScheduleOptions:
 class Schedule(Protocol):
     """See the head of this file."""
 
-    def __call__(self, x: jax.Array, token_ids: jax.Array, gate, experts, tables): ...
+    def __call__(self, x: jax.Array, token_ids: jax.Array, gate, placed): ...
 
 
 class ScheduleBuilder(Protocol):

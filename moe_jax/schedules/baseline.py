@@ -54,9 +54,10 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         out = scale_gradient(out, 1.0 / copies)
         return lax.psum(out, roles.expert_shard) if shards > 1 else out
 
-    def schedule(x, token_ids, gate, experts, tables):
+    def schedule(x, token_ids, gate, placed):
         with jax.named_scope("gate"):
             choice, stats = gate(x, token_ids)
+            experts, tables = placed(stats)
         with jax.named_scope("route"):
             device, expert = destinations(tables, choice, sizes.groups)
             routing = route(choice, device, expert, members, sizes.groups)

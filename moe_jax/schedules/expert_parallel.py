@@ -29,10 +29,11 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     most = math.ceil(sizes.worst_rows() / rows)
     plain = roles.size(roles.model) == group.shards == 1
 
-    def schedule(x, token_ids, gate, experts, tables):
+    def schedule(x, token_ids, gate, placed):
         mine, ids = own_part(x, roles.model), own_part(token_ids, roles.model)
         with jax.named_scope("gate"):
             choice, stats = gate(mine, ids)
+            experts, tables = placed(stats)
         with jax.named_scope("route"):
             device, expert = destinations(tables, choice, sizes.groups)
             routing = route(choice, device, expert, group.members, sizes.groups)

@@ -58,10 +58,11 @@ def build_pairwise(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     most = math.ceil(sizes.worst_rows() / rows)
     ring = Ring(group, groups)
 
-    def schedule(x, token_ids, gate, experts, tables):
+    def schedule(x, token_ids, gate, placed):
         mine, ids = own_part(x, roles.model), own_part(token_ids, roles.model)
         with jax.named_scope("gate"):
             choice, stats = gate(mine, ids)
+            experts, tables = placed(stats)
         with jax.named_scope("route"):
             device, expert = destinations(tables, choice, sizes.groups)
             routing = route(choice, device, expert, group.members, sizes.groups)

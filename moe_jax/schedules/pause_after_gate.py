@@ -42,9 +42,10 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     most = math.ceil(sizes.worst_rows() / rows)
     collect = make_collect(roles, group, options.gather)
 
-    def schedule(x, token_ids, gate, experts, tables):
+    def schedule(x, token_ids, gate, placed):
         with jax.named_scope("gate"):
             choice, stats = gate(x, token_ids)
+            experts, tables = placed(stats)
         with jax.named_scope("route"):
             device, expert = destinations(_lead_tables(tables, roles), choice, sizes.groups)
             routing = route(choice, device, expert, group.members, sizes.groups)

@@ -42,10 +42,11 @@ def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             return array
         return lax.psum_scatter(cast_varying(array, axes), axes, scatter_dimension=0, tiled=True)
 
-    def schedule(x, token_ids, gate, experts, tables):
+    def schedule(x, token_ids, gate, placed):
         mine, ids = own_part(x, roles.model), own_part(token_ids, roles.model)
         with jax.named_scope("gate"):
             choice, stats = gate(mine, ids)
+            experts, tables = placed(stats)
         with jax.named_scope("dispatch"):
             device, group = destinations(tables, choice, sizes.groups)
             place = jnp.where(choice.kept, device * sizes.groups + group, -1)

@@ -10,13 +10,19 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax import placement as host
+from moe_jax.after_gate import Rule
 from moe_jax.collectives.sparse import Transfer, TransferPlan
 from moe_jax.dispatch import Tables
 from moe_jax.moe.layer import LayerPlan
 
 
-def layer_plan(skeleton: host.Skeleton, axes: tuple[str, ...]) -> LayerPlan:
-    """Return what a step is compiled for; `axes` are the mesh axes of the expert-parallel group."""
+def layer_plan(skeleton: host.Skeleton, axes: tuple[str, ...], rule: Rule | None = None) -> LayerPlan:
+    """Return what a step is compiled for.
+
+    Args:
+      axes: mesh axes of the expert-parallel group.
+      rule: what is decided after the gate.
+    """
     return LayerPlan(
         home_slots=skeleton.home_slots,
         guest_slots=skeleton.guest_slots if has_guests(skeleton) else 0,
@@ -28,8 +34,9 @@ def layer_plan(skeleton: host.Skeleton, axes: tuple[str, ...]) -> LayerPlan:
             guest_slots=skeleton.guest_slots,
             axes=axes,
         )
-        if has_guests(skeleton)
+        if has_guests(skeleton) and (rule is None or rule.ahead)
         else None,
+        after_gate=rule,
     )
 
 
@@ -48,6 +55,7 @@ def device_tables(skeleton: host.Skeleton, placement: host.Placement) -> Tables:
         dest_num=_by_device(tables.dest_num),
         dest_den=_by_device(tables.dest_den),
         home_row=_by_device(np.where(tables.home_row < 0, skeleton.bank_rows, tables.home_row)),
+        slot_expert=_by_device(tables.slot_to_expert[:, :, :groups]),
         transfer=_transfer(skeleton, tables) if has_guests(skeleton) else None,
     )
 

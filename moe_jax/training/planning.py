@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_jax.after_gate import CalibrateRule, Rule, ShadowRule, ShareRule
 from moe_jax.cluster import Cluster, read_cluster
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import Placement, Skeleton, bucket_rows, build_skeleton, fits, most_homes, widen
 from moe_jax.placement.transfer import cheapest_method
-from moe_jax.planner import Cost, PlanSession
-from moe_jax.training.plan import layer_plan
+from moe_jax.planner import SWEEPS, Cost, PlanSession, shadow_rates
+from moe_jax.training.plan import has_guests, layer_plan
 from moe_jax.training.session import Session
 
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth asks for few executables
@@ -83,9 +84,60 @@ def plan_hash(skeleton: Skeleton, placement: Placement) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF
 
 
-def initial_skeleton(placement: Placement) -> Skeleton:
+def bare_skeleton(placement: Placement) -> Skeleton:
     """Return the skeleton of a placement without copies."""
     return build_skeleton(placement, method="none")
+
+
+def with_room_for_rule(skeleton: Skeleton, plans: PlanSession) -> Skeleton:
+    """Return the skeleton with the sizes that decisions after the gate need; the same one where there are none."""
+    if not plans.decides_late:
+        return skeleton
+    if plans.config.name.startswith("fastermoe") or not plans.config.materialize:  # guests come after the gate alone
+        slots = plans.config.guest_slots
+        skeleton = dataclasses.replace(
+            skeleton, method="broadcast", rounds=(), gather_slots=0, broadcast_slots=slots, guest_slots=slots
+        )
+    # a token may go to any holder, and which those are only the tables know
+    return dataclasses.replace(skeleton, candidates=skeleton.devices) if has_guests(skeleton) else skeleton
+
+
+def after_gate_rule(session: Session, plans: PlanSession, skeleton: Skeleton) -> Rule | None:
+    """Return what a step of this skeleton decides after the gate, None for nothing."""
+    config = session.config.planner
+    if not (plans.decides_late and has_guests(skeleton)):
+        return None
+    slots = {"home_slots": skeleton.home_slots, "guest_slots": skeleton.guest_slots}
+    if config.name == "balanced":
+        return ShareRule(**slots, devices_per_node=skeleton.devices_per_node, sweeps=SWEEPS)
+    compute, exchange, shadow = shadow_rates(plans.cost, config.name)
+    replicas = session.roles.size(session.roles.data)  # the step counts the tokens of all of them
+    rates = {"compute": compute / replicas, "exchange": exchange / replicas}
+    if config.name == "hecate":
+        return CalibrateRule(
+            **slots,
+            **rates,
+            devices_per_node=skeleton.devices_per_node,
+            most_guests=config.guest_slots,
+            overlap_degree=min(plans.cost.overlap(config.name), skeleton.experts),
+            copy=shadow / skeleton.devices,
+            ahead=config.materialize,
+        )
+    return ShadowRule(**slots, **rates, shadow=shadow, residual=config.name == "fastermoe_residual")
+
+
+def refined(
+    session: Session, plans: PlanSession, skeleton: Skeleton, placement: Placement, loads: np.ndarray
+) -> Placement:
+    """Return what a step makes of a placement for its loads [L, S, E]; after the gate, of the mean microbatch."""
+    if after_gate_rule(session, plans, skeleton) is None:
+        return placement
+    return plans.refine(loads / pieces_of(session), placement)
+
+
+def pieces_of(session: Session) -> int:
+    """Return how many exchanges a step's loads are summed over: microbatches times replicas."""
+    return session.config.train.accumulate * session.roles.size(session.roles.data)
 
 
 def predicted_rows(skeleton: Skeleton, placement: Placement, session: Session, plans: PlanSession) -> int:
@@ -96,8 +148,10 @@ def predicted_rows(skeleton: Skeleton, placement: Placement, session: Session, p
     if not plans.predictor.seen or not session.config.moe.dropless:
         return 0
     loads = np.rint(plans.predictor.predict()).astype(np.int64)
-    pieces = session.config.train.accumulate * session.roles.size(session.roles.data)
-    pair = placement.pair_loads(loads).max() / pieces
+    notes = dict(plans.planner.notes)  # a look ahead is no decision to be counted
+    pair = refined(session, plans, skeleton, placement, loads).pair_loads(loads).max() / pieces_of(session)
+    plans.planner.notes.clear()
+    plans.planner.notes.update(notes)
     error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
     rows = bucket_rows(pair, error, session.roles.size(session.roles.model))
     return min(rows, _sizes(skeleton, session).worst_rows())
@@ -130,6 +184,7 @@ def grow(skeleton: Skeleton, placement: Placement, session: Session, plans: Plan
                 candidates=max(need.candidates, min(placement.devices, 2 * need.candidates)),
                 bucket_rows=skeleton.bucket_rows,
             )
+            skeleton = with_room_for_rule(skeleton, plans)
         else:
             skeleton = widen(skeleton, placement)
     rows = predicted_rows(skeleton, placement, session, plans)

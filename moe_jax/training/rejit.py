@@ -28,14 +28,17 @@ from moe_jax.training import plan_state
 from moe_jax.training.feed import to_devices
 from moe_jax.training.plan import device_tables
 from moe_jax.training.planning import (
+    after_gate_rule,
+    bare_skeleton,
     grow,
     initial_placement,
-    initial_skeleton,
     plan_hash,
     planning_cost,
     predicted_rows,
+    refined,
     rows_of,
     step_loads,
+    with_room_for_rule,
 )
 from moe_jax.training.reshard import reshard
 from moe_jax.training.session import Session
@@ -65,14 +68,14 @@ class RejitEngine:
         start = initial_placement(session)
         self.plans = PlanSession(config, start, planning_cost(session))
         self.placement = self.bank = start  # what the next step runs with, and where the state's experts are now
-        self.skeleton = initial_skeleton(start)
+        self.skeleton = with_room_for_rule(bare_skeleton(start), self.plans)
         self.pending: Pending | None = None
         self.asked = 0  # skeletons asked for so far
         self.agreed = 0  # the newest that every process had ready, as far as metrics were read
         self.waiting: dict[int, np.ndarray] = {}  # loads by step, read and not yet planned with
         self.plan_id = 0
         self.next_planner_seconds = 0.0
-        self.records: dict[int, tuple[Placement, dict]] = {}
+        self.records: dict[int, tuple[Placement, dict, Skeleton]] = {}
         self.executables: collections.OrderedDict[Skeleton, concurrent.futures.Future] = collections.OrderedDict()
         self.evaluations: dict[int, object] = {}
         self.thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="rejit")
@@ -105,8 +108,7 @@ class RejitEngine:
             self.tables = to_devices(tables, self.session.placing.tables)
             self.hash = plan_hash(self.skeleton, self.placement)
         record["plan_id"] = self.plan_id
-        record["guests"] = len(self.placement.copies)
-        self.records[step] = (self.placement, record)
+        self.records[step] = (self.placement, record, self.skeleton)
         executable = self.executables[self.skeleton].result()[0]
         return executable, self.tables, self._wishes(flag), state
 
@@ -131,8 +133,10 @@ class RejitEngine:
 
     def record(self, step: int, loads: np.ndarray) -> dict:
         """Return what metrics.jsonl says of a finished step (from 0)."""
-        placement, record = self.records.pop(step)
+        placement, record, skeleton = self.records.pop(step)
         loads = step_loads(self.session, loads)
+        placement = refined(self.session, self.plans, skeleton, placement, loads)
+        record["guests"] = len(placement.copies)
         computed = placement.device_loads(loads)
         record["device_load_max_over_mean"] = computed.max(axis=1) / np.maximum(computed.mean(axis=1), 1e-9)
         seconds = self._predicted(placement, loads)
@@ -145,7 +149,7 @@ class RejitEngine:
     def evaluation(self):
         """Return (evaluation step, tables) for the experts' present homes, without guests."""
         bare = self.bank.replace(copies=None, shares=None, rule="nearest")
-        skeleton = initial_skeleton(bare)
+        skeleton = bare_skeleton(bare)
         if skeleton.home_slots not in self.evaluations:
             self.evaluations[skeleton.home_slots] = self.session.evaluation_step(skeleton)
         tables = to_devices(device_tables(skeleton, bare), self.session.placing.tables)
@@ -189,12 +193,14 @@ class RejitEngine:
         self.plans.restore(state["session"])
         self.placement = plan_state.read_placement(state["placement"], self.placement)
         self.bank = plan_state.read_placement(state["bank"], self.bank)
-        self.skeleton = skeleton
+        self.skeleton = with_room_for_rule(skeleton, self.plans)
+        if not fits(self.skeleton, self.placement):  # another planner's copies, and this one decides on the device
+            self.placement = self.bank.replace(copies=None, shares=None, rule="home")
         if (pending := state["pending"]) is not None:
             self.pending = Pending(
                 number=pending["number"],
                 step=pending["step"],
-                skeleton=plan_state.read_skeleton(pending["skeleton"]),
+                skeleton=with_room_for_rule(plan_state.read_skeleton(pending["skeleton"]), self.plans),
                 placement=plan_state.read_placement(pending["placement"], self.placement),
             )
         self.asked, self.plan_id = state["asked"], state["plan_id"]
@@ -261,11 +267,12 @@ class RejitEngine:
     def _compile(self, skeleton: Skeleton, now: bool = False) -> concurrent.futures.Future:
         """Have a skeleton compiled, unless it is in the cache; in the thread, or `now`, in front of it."""
         if skeleton not in self.executables:
+            rule = after_gate_rule(self.session, self.plans, skeleton)
             if now:
                 future: concurrent.futures.Future = concurrent.futures.Future()
-                future.set_result(self.session.compile_train_step(skeleton))
+                future.set_result(self.session.compile_train_step(skeleton, rule))
             else:
-                future = self.thread.submit(self.session.compile_train_step, skeleton)
+                future = self.thread.submit(self.session.compile_train_step, skeleton, rule)
             self.executables[skeleton] = future
         return self.executables[skeleton]
 
@@ -293,9 +300,9 @@ def build_engine(session: Session, lag: int) -> RejitEngine | None:
             f"{session.config.moe.schedule!r} and the expert axis has {session.devices}; use another schedule and "
             f"MeshConfig.expert > 1, or set PlannerConfig.name = 'none'"
         )
-    if config.when == "after_gate" or config.calibrate:
+    if config.when == "after_gate" and not config.bounded:
         raise UserError(
-            f"PlannerConfig.when ({config.when!r}) and calibrate ({config.calibrate}) decide after the gate, which "
-            f"training cannot do yet; set when = 'ahead' and calibrate = False (replay has both)"
+            f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has "
+            f"{config.guest_slots} guest slots; set bounded = True and guest_slots to the most that you want"
         )
     return RejitEngine(session, lag)

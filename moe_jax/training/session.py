@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 
+from moe_jax.after_gate import Rule
 from moe_jax.data import build_cache, build_tokenizer
 from moe_jax.dispatch import Tables, even_tables
 from moe_jax.mesh import Roles, build_mesh
@@ -75,16 +76,17 @@ class Session:
         """Return the state of step 0 that starts from given parameters."""
         return state_of_params(params, self.optimizer, self.placing)
 
-    def compile_train_step(self, skeleton: Skeleton | None = None):
+    def compile_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None):
         """Return (executable, seconds): the training step for exactly these shapes and shardings.
 
         Args:
           skeleton: of the plans whose tables will come; None is even homes for good, without a planner.
+          rule: what the step decides after the gate.
         """
         started = time.monotonic()
         step = make_train_step(
             self.model, self.layout, self.config.train, self.placing, self.config.data.sequence_length,
-            None if skeleton is None else layer_plan(skeleton, self.roles.expert),
+            None if skeleton is None else layer_plan(skeleton, self.roles.expert, rule),
         )  # fmt: skip
         tables, wishes = self.tables, (self.roles.num_devices,)
         if skeleton is not None:

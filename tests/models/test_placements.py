@@ -133,12 +133,12 @@ def counted_compilations():  # the listener list is private; only tests take the
         jax._src.monitoring.unregister_event_duration_listener(listen)
 
 
-def runner(skeleton, mesh, schedule):
+def runner(skeleton, mesh, schedule, rule=None):
     """Return run(placement, routing) -> (loss, gradients, stats), compiled once."""
     roles = build_mesh(MeshConfig(**mesh), jax.devices())
     model = LanguageModel(config=CONFIG, moe=moe_config(schedule=schedule), vocab_size=VOCAB, roles=roles)
     layout = model.layout()
-    loss = make_loss(model, layout, BATCH, LENGTH, plan=layer_plan(skeleton, roles.expert))
+    loss = make_loss(model, layout, BATCH, LENGTH, plan=layer_plan(skeleton, roles.expert, rule))
     by_expert, whole = NamedSharding(roles.mesh, P(roles.expert)), NamedSharding(roles.mesh, P())
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     rest = jax.device_put((data(), jax.random.key(1), np.int32(0), np.float64(BATCH * LENGTH)), whole)
@@ -221,7 +221,8 @@ def test_identity_experts_are_exact_on_a_grid():
     def body(x, ids, weights, tables):
         layer = jax.tree.map(lambda a: a[0], local(tables))
         choice = Choice(ids, weights, jnp.ones(ids.shape, bool))
-        y, _, _ = schedule(x, jnp.arange(tokens), lambda *_: (choice, ()), lambda rows, sizes: rows, layer)
+        identity = lambda rows, sizes: rows  # noqa: E731
+        y, _, _ = schedule(x, jnp.arange(tokens), lambda *_: (choice, ()), lambda _: (identity, layer))
         return y
 
     specs = (rows, rows, rows, by_expert)

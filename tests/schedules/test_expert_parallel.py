@@ -75,7 +75,7 @@ def make_step(roles, name, sizes):
             return rows * jnp.take(scale, group, mode="fill", fill_value=0)[:, None]
 
         layer = jax.tree.map(lambda array: array[0, 0], tables)
-        y, stats, passes = schedule(x, token_ids, gate, experts, layer)
+        y, stats, passes = schedule(x, token_ids, gate, lambda _: (experts, layer))
         assert stats == {"tokens": TOKENS}
         return y, passes
 

@@ -51,6 +51,23 @@ def test_loss_curve_equals_that_of_plain_expert_parallelism(base, name):
     assert all(record["dropped_fraction"] == 0 for record in records)
 
 
+# what each decides with the counts of the step: guests, shares, more guests beside those planned ahead
+AFTER_GATE = {
+    "fastermoe": ("PlannerConfig.when = 'after_gate'",),
+    "balanced": ("PlannerConfig.when = 'after_gate'",),
+    "hecate": ("PlannerConfig.calibrate = True", "PlannerConfig.guest_slots = 3"),
+}
+
+
+@pytest.mark.parametrize("name", AFTER_GATE)
+def test_loss_curve_with_decisions_after_the_gate(base, name):
+    folder, want = base
+    records = train(name, folder / f"{name}_late", folder / "cache", *AFTER_GATE[name])
+    np.testing.assert_allclose(losses(records), want, rtol=1e-4)
+    assert len({record["guests"] for record in records}) > 1
+    assert all(record["dropped_fraction"] == 0 for record in records)
+
+
 def test_a_checkpoint_goes_on_under_other_placements(base):
     """20 steps with hecate, 10 with eplb, 10 without a planner: still the same curve."""
     folder, want = base

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.after_gate import CalibrateRule, ShadowRule, ShareRule
 from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
@@ -32,9 +33,10 @@ DEVICES, LAYERS, EXPERTS = 4, 2, 8
 class Pretended(types.SimpleNamespace):
     """A session whose executables are skeletons."""
 
-    def compile_train_step(self, skeleton=None):
+    def compile_train_step(self, skeleton=None, rule=None):
         self.gate.wait(30)
         self.compiled.append(skeleton)
+        self.rules.append(rule)
         return skeleton, 0.5
 
 
@@ -62,6 +64,7 @@ def session_of(schedule="deepspeed", **planner):
         tokens_per_step=256,
         gate=gate,
         compiled=[],
+        rules=[],
     )
 
 
@@ -178,5 +181,53 @@ def test_none_needs_no_engine_and_dp_refuses_planners():
     assert build_engine(session_of(name="none"), 1) is None
     with pytest.raises(UserError, match=r"PlannerConfig.name \('eplb'\) needs experts spread"):
         build_engine(session_of(name="eplb", schedule="dp"), 1)
-    with pytest.raises(UserError, match="decide after the gate"):
-        build_engine(session_of(name="balanced", when="after_gate"), 1)
+    with pytest.raises(UserError, match="guest_slots to the most that you want"):
+        build_engine(session_of(name="fastermoe", when="after_gate", bounded=False), 1)
+
+
+LATE = {"cluster": "configs/cluster/host_devices.gin", "when": "after_gate"}
+
+
+def test_shadowing_after_the_gate_needs_one_executable():
+    """The host plans nothing; the first executable has the slots, and records count what the step decided."""
+    session = session_of(name="fastermoe", **LATE)
+    engine = RejitEngine(session, 1)
+    engine.start()
+    loads = list(drifting_loads(6))
+    seen = drive(engine, loads)
+    assert len(session.compiled) == 1 and session.compiled[0].broadcast_slots == 2
+    assert isinstance(session.rules[0], ShadowRule) and not any(len(placement.copies) for _, placement, _ in seen)
+    records = [engine.record(step, step_loads) for step, step_loads in enumerate(loads)]
+    assert max(record["guests"] for record in records) >= DEVICES - 1
+    planner = engine.plans.planner
+    want = planner.refine(loads[3], seen[3][1], engine.plans.cost)
+    assert records[3]["guests"] == len(want.copies)
+    got = records[3]["device_load_max_over_mean"]
+    np.testing.assert_allclose(got, want.device_loads(loads[3]).max(1) / want.device_loads(loads[3]).mean(1))
+    engine.close()
+
+
+def test_shares_after_the_gate_come_with_the_first_copies():
+    session = session_of(name="balanced", **LATE)
+    engine = RejitEngine(session, 1)
+    engine.start()
+    loads = list(drifting_loads(8))
+    seen = drive(engine, loads)
+    assert session.rules[0] is None and isinstance(session.rules[1], ShareRule)
+    assert session.compiled[1].candidates == DEVICES  # a token may go to any holder
+    record = engine.record(7, loads[7])
+    ahead = seen[7][1].device_loads(loads[7])
+    assert (record["device_load_max_over_mean"] <= ahead.max(1) / ahead.mean(1) + 1e-9).all()
+    engine.close()
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+def test_calibration_has_slots_with_and_without_guests_ahead(materialize):
+    session = session_of(name="hecate", calibrate=True, materialize=materialize, **{**LATE, "when": "ahead"})
+    engine = RejitEngine(session, 1)
+    engine.start()
+    drive(engine, drifting_loads(8))
+    rule = session.rules[-1]
+    assert isinstance(rule, CalibrateRule) and rule.ahead == materialize
+    assert len(session.rules) == 1 or session.rules[0] is None
+    engine.close()

@@ -1,0 +1,111 @@
+"""`balanced` after the gate: over the copies that are there, every device gets the same number of this step's tokens.
+
+Enters: counts, who holds what. Leaves: destinations in shares; the transfer of guests, planned ahead, stays. Twin of
+`BalancedPlanner.refine` and of `moe_jax.planner.shares`, for one layer and one source.
+Letters: D devices, E experts, Nn nodes, n devices of a node, G slots of a device; quota [E, D] tokens of e on d.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.after_gate.base import slots_of
+
+SHARE_ONE = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShareRule:
+    """Solve the shares again.
+
+    Attributes:
+      home_slots: Hs; guest_slots: Gs; devices_per_node: n.
+      sweeps: rounds over the copied experts, at most.
+    """
+
+    home_slots: int
+    guest_slots: int
+    devices_per_node: int
+    sweeps: int
+    ahead: bool = dataclasses.field(init=False, default=True)
+    late_guests: int = dataclasses.field(init=False, default=0)
+
+    def decide(self, tables, counts, holders, me):
+        devices, experts = counts.shape
+        slot = slots_of(holders, experts)
+        home = (slot >= 0) & (slot < self.home_slots)
+        counts = counts.astype(jnp.result_type(float))
+        totals = jnp.sum(counts, axis=0)
+        quota = self.level(totals, slot >= 0, home)
+        edges = self.edges(counts, quota, home, me // self.devices_per_node)
+        device = jnp.arange(devices, dtype=jnp.int32)
+        decided = dataclasses.replace(
+            tables,
+            dest_slot=device[None] * (self.home_slots + self.guest_slots) + jnp.maximum(slot, 0),
+            dest_num=edges,
+            dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
+        )
+        return decided, jnp.int32(0)
+
+    def level(self, totals, held, home):
+        """Return quotas [E, D] with device sums as equal as the holders allow; held, home bool [E, D]."""
+        experts, devices = held.shape
+        quota = jnp.where(home, totals[:, None], 0.0)
+        copied = jnp.sum(held, axis=1) > 1
+        number = jnp.sum(copied)
+        order = jnp.argsort(~copied, stable=True)[: min(experts, devices * self.guest_slots)]
+
+        def pour(carry, inputs):
+            quota, load, going = carry
+            expert, at = inputs
+            active = going & (at < number)
+            mine = quota[expert]
+            base = load - mine
+            level = fill_level(jnp.where(held[expert], base, jnp.inf), totals[expert])
+            new = jnp.where(held[expert], jnp.maximum(level - base, 0.0), 0.0)
+            new = jnp.where(active, new, mine)
+            return (quota.at[expert].set(new), base + new, going), None
+
+        def sweep(carry, _):
+            quota, load, going = carry
+            places = jnp.arange(order.shape[0])
+            (quota, after, _), _ = lax.scan(pour, (quota, load, going), (order, places))
+            going = going & (jnp.max(jnp.abs(after - load)) > 1e-3 * jnp.mean(after))
+            return (quota, after, going), None
+
+        start = (quota, jnp.sum(quota, axis=0), jnp.bool_(True))
+        return lax.scan(sweep, start, None, length=self.sweeps)[0][0]
+
+    def edges(self, counts, quota, home, node):
+        """Return uint32 [E, D], running shares of one node's tokens over rising devices, in units of 2^-16.
+
+        A node's tokens first use the quota of the node's own holders; what is over goes where quota is left.
+        """
+        devices, experts = counts.shape
+        nodes = devices // self.devices_per_node
+        tiny = jnp.finfo(counts.dtype).tiny
+        supply = jnp.sum(counts.reshape(nodes, self.devices_per_node, experts), axis=1).T  # [E, Nn]
+        quota = jnp.where(jnp.sum(quota, axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
+        demand = jnp.sum(quota.reshape(experts, nodes, self.devices_per_node), axis=2)
+        stay = jnp.minimum(supply, demand)
+        left, room = (supply - stay)[:, node], demand - stay
+        flow = left[:, None] * room / jnp.maximum(jnp.sum(room, axis=1, keepdims=True), tiny)
+        flow = flow.at[:, node].add(stay[:, node])  # [E, Nn], tokens of this node by where they go
+        plain = demand / jnp.sum(demand, axis=1, keepdims=True)
+        sent = jnp.sum(flow, axis=1, keepdims=True)
+        part = jnp.where(sent > 1e-9, flow / jnp.maximum(sent, 1e-9), plain)
+        there = jnp.repeat(part / jnp.where(demand > 0, demand, 1.0), self.devices_per_node, axis=1)
+        upto = jnp.cumsum(there * quota, axis=1)
+        return jnp.rint(upto / upto[:, -1:] * SHARE_ONE).astype(jnp.uint32)
+
+
+def fill_level(base, amount):
+    """Return the level that `amount` reaches when poured over base [D] (inf: not a holder)."""
+    ground = jnp.sort(base)
+    dry = jnp.isinf(ground)
+    level = (amount + jnp.cumsum(jnp.where(dry, 0.0, ground))) / jnp.arange(1, base.shape[0] + 1, dtype=base.dtype)
+    wet = ~dry & ((level > ground) | (jnp.arange(base.shape[0]) == 0))
+    return level[base.shape[0] - 1 - jnp.argmax(wet[::-1])]
