@@ -13,13 +13,13 @@ Second: 200 steps with plans that are adopted, after the first skeletons are com
 
 from __future__ import annotations
 
-import collections
 import json
 import pathlib
 import statistics
 import time
 
 from absl import app, flags
+from stepper import Training
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", ["configs/run/demo.gin"], "Config file.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding.")
@@ -30,55 +30,6 @@ _STEPS = flags.DEFINE_integer("steps", 50, "Steps of a segment.")
 _STALL_STEPS = flags.DEFINE_integer("stall_steps", 200, "Steps of the second part; 0 leaves it out.")
 _SETTLE_STEPS = flags.DEFINE_integer("settle_steps", 60, "Steps before those, in which skeletons compile.")
 _OUT = flags.DEFINE_string("out", None, "Folder for the JSON file.", required=True)
-
-
-class Training:
-    """The loop's work around a step, without files: batches, plans, metrics read one step late."""
-
-    def __init__(self, config, devices):
-        from moe_jax.training.loop import Loop
-        from moe_jax.training.rejit import build_engine
-        from moe_jax.training.session import build_session
-
-        self.session = build_session(config, devices)
-        self.lag = Loop.lag_of(self.session)
-        self.engine = build_engine(self.session, self.lag)
-        compiled = self.session.compile_train_step() if self.engine is None else self.engine.start()
-        self.executable, self.state, self.step = compiled[0], self.session.fresh_state(), 0
-        self.in_flight: collections.deque = collections.deque()
-
-    def run(self, steps: int) -> list[dict]:
-        """Run the next steps to their end and return what the engine says of each."""
-        import jax
-
-        from moe_jax.training.feed import to_devices
-
-        records = []
-
-        def read():
-            step, arrays = self.in_flight.popleft()
-            metrics = jax.device_get(arrays)
-            if self.engine is not None:
-                self.engine.observe(step, metrics)
-                records.append(self.engine.record(step, metrics["loads"]))
-
-        for _ in range(steps):
-            while self.in_flight and self.in_flight[0][0] <= self.step - self.lag:
-                read()
-            batch = to_devices(self.session.feed.read(self.step), self.session.placing.batch)
-            executable, tables, wishes = self.executable, self.session.tables, None
-            if self.engine is None:
-                wishes = self.session.wishes(0)
-            else:
-                executable, tables, wishes, self.state = self.engine.before_step(self.step, self.state, 0)
-            self.state, metrics = executable(self.state, batch, tables, wishes)
-            self.in_flight.append((self.step, metrics))
-            if self.engine is not None:
-                self.engine.after_dispatch(self.step)
-            self.step += 1
-        while self.in_flight:
-            read()
-        return records
 
 
 def overhead(off: Training, on: Training) -> dict:
