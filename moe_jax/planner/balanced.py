@@ -16,6 +16,8 @@ from moe_jax.planner.base import PlannerBase, home_loads
 from moe_jax.planner.shares import level_quotas, share_rows, starting_quotas
 
 SWEEPS = 8
+TOLERANCE = 0.1  # what one expert's error may do to a device's load, as a share of the mean load
+MEAN_TO_STANDARD = 1.25  # standard over mean absolute error of a normal variable, sqrt(pi / 2)
 
 
 class BalancedPlanner(PlannerBase):
@@ -30,10 +32,16 @@ class BalancedPlanner(PlannerBase):
         bare = placement.replace(copies=None, shares=None, rule="nearest")
         totals = loads.sum(axis=1)
         quota = fill_gaps(totals, bare, cost.guest_slots)
-        held = quota > 0
+        held = (quota > 0) | bare.holds
+        limits = (cost.guest_slots, self.config.headroom)
         if self.config.when == "after_gate":
-            held = add_spares(held | bare.holds, totals, bare, cost.guest_slots, self.config.headroom)
-        return _with_shares(bare, quota, loads, held)
+            return _with_shares(bare, quota, loads, add_spares(held, totals, bare, *limits))
+        error = MEAN_TO_STANDARD * np.minimum(cost.load_error or 0.0, 1.0)
+        spared = add_spares(held, totals, bare, *limits, error) if np.any(error) else held
+        if (spared != held).any():
+            copied = _with_copies(bare, spared)
+            quota = level_quotas(copied, totals, starting_quotas(copied, totals), SWEEPS, error)
+        return _with_shares(bare, quota, loads, spared)
 
     def refine(self, loads, placement, cost):
         """Solve the shares for the true counts over the copies that are there."""
@@ -88,13 +96,23 @@ def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:
     return quota
 
 
-def add_spares(held: np.ndarray, totals: np.ndarray, placement: Placement, mu: int, headroom: float) -> np.ndarray:
+def add_spares(
+    held: np.ndarray,
+    totals: np.ndarray,
+    placement: Placement,
+    mu: int,
+    headroom: float,
+    error: np.ndarray | None = None,
+) -> np.ndarray:
     """Copy experts with most load per holder until devices hold `headroom` guests on average.
 
-    With spares the holders of different experts overlap, and shares can follow counts that nobody predicted.
+    With spares the holders of different experts overlap, and shares can follow counts that nobody predicted. Where
+    shares are fixed ahead, an expert's error falls on more devices, each of which gets less of it.
 
     Args:
       held: bool [L, E, D], homes and copies so far.
+      error: [L], relative error of the totals: only experts whose error moves a holder's load by more than `TOLERANCE`
+        of the mean load are copied; None copies any.
 
     Returns:
       bool [L, E, D] with the spares; devices with fewest guests first, of those the expert's own node.
@@ -113,6 +131,8 @@ def add_spares(held: np.ndarray, totals: np.ndarray, placement: Placement, mu: i
         score = np.where((guests < mu) & ~held[rows, expert], 2 * (mu - guests) + near, -1)
         device = score.argmax(axis=1)
         ok = (score[rows, device] >= 0) & (budget > 0)
+        if error is not None:
+            ok &= error * totals[rows, expert] / holders[rows, expert] > TOLERANCE * totals.sum(axis=1) / devices
         if not ok.any():
             break
         held[rows[ok], expert[ok], device[ok]] = True
@@ -122,8 +142,12 @@ def add_spares(held: np.ndarray, totals: np.ndarray, placement: Placement, mu: i
     return held
 
 
-def _with_shares(bare: Placement, quota: np.ndarray, loads: np.ndarray, held: np.ndarray) -> Placement:
+def _with_copies(bare: Placement, held: np.ndarray) -> Placement:
     away = held.copy()
     np.put_along_axis(away, bare.home[:, :, None], False, axis=2)
-    placement = bare.replace(copies=np.argwhere(away), rule="shares")
+    return bare.replace(copies=np.argwhere(away), rule="shares")
+
+
+def _with_shares(bare: Placement, quota: np.ndarray, loads: np.ndarray, held: np.ndarray) -> Placement:
+    placement = _with_copies(bare, held)
     return placement.replace(shares=share_rows(placement, np.maximum(quota, 0.0), loads))

@@ -29,6 +29,7 @@ class Cost:
       guest_slots: mu; overlap_degree: tau, or None to derive it.
       attention_seconds: forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that.
       layers_alive: layers whose guests are in memory at the same time.
+      load_error: relative error of the loads that are planned with, by layer; () where they are known.
     """
 
     cluster: Cluster
@@ -40,6 +41,7 @@ class Cost:
     overlap_degree: int | None = None
     attention_seconds: float | None = None
     layers_alive: int = 1
+    load_error: tuple[float, ...] = ()
 
     def __post_init__(self):
         for field in ("model_dim", "hidden_dim", "dtype_bytes", "layers_alive"):

@@ -62,7 +62,8 @@ class PlanSession:
             if shard_due:
                 self.placement = self.planner.reshard(loads, self.placement, self.cost)
                 self.last_sharded = iteration
-            self.placement = self.planner.propose(loads, self.placement, self.cost)
+            unsure = dataclasses.replace(self.cost, load_error=tuple(self.predictor.error().tolist()))
+            self.placement = self.planner.propose(loads, self.placement, unsure)
             self.last_planned = iteration
         return Proposal(
             placement=self.placement,

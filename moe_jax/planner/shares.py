@@ -13,13 +13,20 @@ import numpy as np
 from moe_jax.placement import SHARE_ONE, Placement
 
 
-def level_quotas(placement: Placement, totals: np.ndarray, quota: np.ndarray, sweeps: int) -> np.ndarray:
+def level_quotas(
+    placement: Placement, totals: np.ndarray, quota: np.ndarray, sweeps: int, error: np.ndarray | float = 0.0
+) -> np.ndarray:
     """Even out device loads over fixed holders: totals [L, E], starting quota [L, E, D] -> quota [L, E, D].
 
     One expert after the other fills its holders to a common level, the others held fixed. Each step lowers the sum of
     squared device loads, whose minimum over all splits also has the least possible maximum. A layer is done when a
     sweep changes little; what it gets depends on its own loads alone.
+
+    Args:
+      error: [L] or one, standard error of the totals, relative and independent for each expert. What is lowered then
+        is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
     """
+    stiff = 1.0 + np.broadcast_to(np.asarray(error, np.float64) ** 2, (placement.layers,))
     layers, rows = placement.layers, np.arange(placement.layers)
     copied = np.zeros(placement.home.shape, bool)
     copied[tuple(placement.copies[:, :2].T)] = True
@@ -36,7 +43,8 @@ def level_quotas(placement: Placement, totals: np.ndarray, quota: np.ndarray, sw
             mine = quota[rows, expert]
             held = placement.holds[rows, expert] & active[:, None]
             base = load - mine
-            new = np.where(held, fill_level(np.where(held, base, np.inf), totals[rows, expert])[:, None] - base, 0.0)
+            level = fill_level(np.where(held, base, np.inf), totals[rows, expert] * stiff)
+            new = np.where(held, (level[:, None] - base) / stiff[:, None], 0.0)
             new = np.where(active[:, None], np.maximum(new, 0.0), mine)
             quota[rows, expert] = new
             load = base + new

@@ -22,11 +22,11 @@ from moe_jax.training.plan import device_tables
 DEVICES, EXPERTS, GUESTS, NODE = 8, 16, 3, 4
 
 
-def cost_of(bandwidth=3e9):
+def cost_of(bandwidth=3e9, hidden_dim=128):
     cluster = Cluster(
         name="test", nodes=DEVICES // NODE, devices_per_node=NODE, flat=True, intra_bandwidth=bandwidth, flops=3e13
     )
-    return Cost(cluster=cluster, model_dim=64, hidden_dim=128, guest_slots=GUESTS, overlap_degree=8)
+    return Cost(cluster=cluster, model_dim=64, hidden_dim=hidden_dim, guest_slots=GUESTS, overlap_degree=8)
 
 
 def loads_of(kind, seed=0):
@@ -138,7 +138,7 @@ def test_shadows_are_those_of_the_planner(name, kind):
 def test_calibration_is_that_of_the_planner(kind):
     late_counts = set()
     for seed in range(6):
-        cost, placement = cost_of(3e6 if seed % 2 else 3e12), homes(seed)
+        cost, placement = cost_of(hidden_dim=1 << 16 if seed % 2 else 128), homes(seed)
         planner = build_planner(PlannerConfig(name="hecate", calibrate=True, guest_slots=GUESTS))
         few = dataclasses.replace(cost, guest_slots=seed % GUESTS)
         ahead = planner.propose(loads_of(kind, seed), placement, few)

@@ -385,3 +385,18 @@ def test_fastermoe_residual_keeps_what_other_experts_of_the_device_receive():
     cluster = Cluster(nodes=1, devices_per_node=2, intra_bandwidth=1.0, flops=24.0)
     cost = Cost(cluster=cluster, model_dim=1, hidden_dim=2, dtype_bytes=1)
     assert not len(plan("fastermoe_residual", loads, cost).copies)
+
+
+def test_balanced_spares_copies_where_the_prediction_is_unsure():
+    # Expert 0 has 32 of 40 tokens, mean 10 a device: known loads need three copies of it and nothing else. With a
+    # standard error of 1.25 x 0.1, 8 tokens of expert 0 on a device may be 1 off, no more than a tenth of 10; the
+    # others have 8 / 7 tokens each. With one of 1.25 x 0.9 a single holder of those may be 1.29 off: spared too.
+    loads = np.zeros((1, 4, 8))
+    loads[0, :, 0], loads[0, :, 1:] = 8, 2 / 7
+    known = plan("balanced", loads, make_cost(1, 1))
+    few, many = (plan("balanced", loads, make_cost(1, 1, load_error=(error,))) for error in (0.1, 0.9))
+    assert few == known
+    assert len(known.copies) < len(many.copies) <= 2 * 4
+    assert (many.holds.sum(axis=2) >= known.holds.sum(axis=2)).all()
+    # level but for what spreading the error is worth
+    np.testing.assert_allclose(many.device_loads(np.rint(loads * 7000).astype(int))[0] / 70000, 1, atol=0.05)
