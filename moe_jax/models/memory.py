@@ -5,7 +5,8 @@ Parameters, gradients and optimizer state are exact: they follow the same partit
 estimate: what autodiff keeps of each block, one more block's worth for the backward at work, and the logits of one
 chunk. Against the temporary bytes that XLA states (CPU, float32, 1 and 8 devices, 4 to 16 layers) it is right within
 about a factor of 2, as long as the later passes of a layer keep nothing but their inputs. It leaves out other
-temporaries, the buffers of collectives, a bucket that overflows, guests of a placement, and fragmentation.
+temporaries, the buffers of collectives and fragmentation. Guests of a placement and the passes of an overfull bucket
+are counted where the plan that a step is compiled for is given.
 Letters: t tokens of one device's MP group, M model dim, F hidden dim, H heads, Sq positions, K experts per token.
 """
 
@@ -22,6 +23,7 @@ from moe_jax.mesh.sharding import dense_specs, expert_specs
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.counts import LeafSize, leaf_sizes
 from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.layer import LayerPlan, layer_sizes
 
 MOMENTS = 2  # of AdamW
 
@@ -36,6 +38,7 @@ class DeviceBytes:
       gradients: as the backward leaves them; twice where microbatches are summed.
       copies: weights cast to the compute dtype, and what ZeRO-3 gathers at a time.
       activations: the estimate.
+      guests: parameters and gradients of a plan's guests; overflow: what later passes hold. Both 0 without a plan.
     """
 
     parameters: int
@@ -43,10 +46,12 @@ class DeviceBytes:
     gradients: int
     copies: int
     activations: int
+    guests: int = 0
+    overflow: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.optimizer + self.gradients + self.copies + self.activations
+        return sum(dataclasses.astuple(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +78,13 @@ class Sizes:
     expert_zero_stage: int
 
 
-def device_bytes(sizes: Sizes, roles: Roles) -> DeviceBytes:
-    """Return what one device needs for a training step on this mesh."""
+def device_bytes(sizes: Sizes, roles: Roles, plan: LayerPlan | None = None) -> DeviceBytes:
+    """Return what one device needs for a training step on this mesh.
+
+    Args:
+      plan: slots and buckets that the step is compiled for. Whatever the routing, the step stays within them: a fuller
+        bucket takes more passes, not more rows.
+    """
     config = sizes.config
     leaves = leaf_sizes(config, sizes.moe, sizes.vocab_size)
     dense = {leaf.path: leaf for leaf in leaves if leaf.path[0] == "dense"}
@@ -104,7 +114,9 @@ def device_bytes(sizes: Sizes, roles: Roles) -> DeviceBytes:
         optimizer=wide * MOMENTS * held(state, bank_state),
         gradients=wide * sums * held(params, sink),
         copies=copies + _gathered(dense, bank, sizes, dp_stage, roles, wide, narrow),
-        activations=_activations(sizes, roles, narrow),
+        activations=_activations(sizes, roles, narrow, plan),
+        guests=0 if plan is None else _guests(sizes, roles, plan, narrow),
+        overflow=0 if plan is None else _overflow(sizes, roles, plan, narrow, local_bank),
     )
 
 
@@ -133,7 +145,28 @@ def _gathered(
     return count
 
 
-def _activations(sizes: Sizes, roles: Roles, narrow: int) -> int:
+def _guests(sizes: Sizes, roles: Roles, plan: LayerPlan, narrow: int) -> int:
+    """Return the bytes of guests: parameters of the layers alive, and gradients of one layer, twice on their way."""
+    config = sizes.config
+    matrices = 3 if config.activation == "swiglu" else 2
+    expert = narrow * matrices * config.model_dim * config.hidden_dim // roles.size(roles.expert_shard)
+    alive = 1 if config.remat == "block" else config.moe_layers
+    return plan.guest_slots * expert * (alive + 2)
+
+
+def _overflow(sizes: Sizes, roles: Roles, plan: LayerPlan, narrow: int, local_bank: int) -> int:
+    """Return the bytes that later passes hold: the bank, copied into branches of the backward, and one pass' rows."""
+    tokens = sizes.batch_size // sizes.accumulate * sizes.length // roles.size(roles.dense) * roles.size(roles.model)
+    layer = layer_sizes(sizes.moe, roles, tokens, plan)
+    members = roles.size(roles.expert)
+    if layer.capacity is not None or layer.bucket_rows(members) >= layer.worst_rows():
+        return 0
+    matrices = 2 if sizes.config.activation == "swiglu" else 1
+    row = 3 * sizes.config.model_dim + matrices * sizes.config.hidden_dim // roles.size(roles.expert_shard)
+    return 2 * narrow * local_bank + 2 * narrow * members * layer.bucket_rows(members) * row
+
+
+def _activations(sizes: Sizes, roles: Roles, narrow: int, plan: LayerPlan | None) -> int:
     """Return the estimated bytes of activations of one microbatch on one device."""
     config, moe = sizes.config, sizes.moe
     tokens = sizes.batch_size // sizes.accumulate * sizes.length // roles.size(roles.dense)
@@ -148,6 +181,8 @@ def _activations(sizes: Sizes, roles: Roles, narrow: int) -> int:
         rows = moe.top_k * moe.capacity_factor
     elif roles.size(roles.expert) > 1:
         rows = moe.top_k * moe.bucket_slack
+        if plan is not None and plan.bucket_rows is not None:
+            rows = plan.bucket_rows * roles.size(roles.expert) / tokens
     experts = narrow * (3 * dim + rows * (3 * dim + matrices * config.hidden_dim / shard))
 
     unit = attention + experts + (attention + hidden if config.moe_every == 2 else 0)
