@@ -71,11 +71,19 @@ class LayerSizes:
         """Return the most rows that this device can have for one destination: all its tokens, min(K, G) times."""
         return self.tokens * min(self.top_k, self.groups)
 
+    def most_passes(self, rows: int) -> int:
+        """Return how many passes buckets of `rows` rows may take: one with a capacity, which bounds every bucket."""
+        worst = self.worst_rows()
+        return math.ceil((worst if self.capacity is None else min(worst, self.groups * self.capacity)) / rows)
+
     def split(self, parts: int) -> LayerSizes:
         """Return the sizes where each device of an MP group of `parts` gates its own part of the tokens."""
         tokens, capacity, planned = self.tokens // parts, self.capacity, self.planned_rows
         if capacity is not None:
-            capacity = min(tokens, max(self.min_capacity, math.ceil(capacity / parts)))
+            # the gate computes its own capacity from fewer tokens; where `parts` does not scale floats exactly it may
+            # round one slot higher
+            spare = 0 if parts & (parts - 1) == 0 else 1
+            capacity = min(tokens, max(self.min_capacity, math.ceil(capacity / parts) + spare))
         planned = None if planned is None else 8 * math.ceil(planned / parts / 8)
         return dataclasses.replace(self, tokens=tokens, capacity=capacity, planned_rows=planned)
 

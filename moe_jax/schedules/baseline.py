@@ -11,8 +11,6 @@ Letters: t tokens, M model dim, K choices per token; D EP members, S shards (N_E
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -35,7 +33,7 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     if shards == copies == 1:
         return build_s1(roles, sizes, options)  # nothing is doubled: the two are one
     rows = sizes.bucket_rows(members)
-    most = math.ceil(sizes.worst_rows() / rows)
+    most = sizes.most_passes(rows)
     local = max(1, min(members, roles.config.devices_per_node // shards))
     exchange = make_exchange(roles.expert, members, options.transport, local)
 
@@ -61,7 +59,7 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         with jax.named_scope("route"):
             device, expert = destinations(tables, choice, sizes.groups)
             routing = route(choice, device, expert, members, sizes.groups)
-            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, roles.all)
+            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
         with jax.named_scope("dispatch"):
             everyone = gather(enter_copies(x, roles.model)).reshape(-1, x.shape[-1])  # [S t, M]
             weights = enter_copies(choice.weights, roles.model)

@@ -7,8 +7,6 @@ an all-gather over MP makes the copies whole. Source: Parm, section III-B. See `
 
 from __future__ import annotations
 
-import math
-
 import jax
 
 from moe_jax.collectives.copies import join_parts, own_part
@@ -26,7 +24,7 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     sizes = sizes.split(roles.size(roles.model))
     group = build_expert_group(roles, options.transport)
     rows = sizes.bucket_rows(group.members)
-    most = math.ceil(sizes.worst_rows() / rows)
+    most = sizes.most_passes(rows)
     plain = roles.size(roles.model) == group.shards == 1
 
     def schedule(x, token_ids, gate, placed):
@@ -37,7 +35,7 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         with jax.named_scope("route"):
             device, expert = destinations(tables, choice, sizes.groups)
             routing = route(choice, device, expert, group.members, sizes.groups)
-            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, roles.all)
+            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
 
         def one_pass(index):
             with jax.named_scope("dispatch"):

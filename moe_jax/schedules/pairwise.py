@@ -10,8 +10,6 @@ FasterMoE, section 4.2. Letters: n = D / G members of a group, S shards of an ex
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -55,7 +53,7 @@ def build_pairwise(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     sizes = sizes.split(roles.size(roles.model))
     group = build_expert_group(roles)
     rows = sizes.bucket_rows(group.members)
-    most = math.ceil(sizes.worst_rows() / rows)
+    most = sizes.most_passes(rows)
     ring = Ring(group, groups)
 
     def schedule(x, token_ids, gate, placed):
@@ -66,7 +64,7 @@ def build_pairwise(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         with jax.named_scope("route"):
             device, expert = destinations(tables, choice, sizes.groups)
             routing = route(choice, device, expert, group.members, sizes.groups)
-            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, roles.all)
+            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
         order, source = ring.places(lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard))
 
         def one_pass(index):

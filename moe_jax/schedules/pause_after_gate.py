@@ -39,7 +39,7 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         return build_s1(roles, sizes, options)  # nothing to pause
     group = build_expert_group(roles, options.transport)
     rows = whole_bucket_rows(sizes, group.members, copies)
-    most = math.ceil(sizes.worst_rows() / rows)
+    most = sizes.most_passes(rows)
     collect = make_collect(roles, group, options.gather)
 
     def schedule(x, token_ids, gate, placed):
@@ -49,7 +49,7 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         with jax.named_scope("route"):
             device, expert = destinations(_lead_tables(tables, roles), choice, sizes.groups)
             routing = route(choice, device, expert, group.members, sizes.groups)
-            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, roles.all)
+            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
         me = lax.axis_index(roles.model)
 
         def one_pass(index):

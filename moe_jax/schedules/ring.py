@@ -10,8 +10,6 @@ M model dim, C rows computed in a pass.
 from __future__ import annotations
 
 import dataclasses
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,7 +30,7 @@ def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     members, size = roles.size(roles.expert), roles.size(axes)
     every = gathered_sizes(sizes, size)
     rows = computed_rows(sizes, members, size)
-    most = math.ceil(every.worst_rows() / rows)
+    most = every.most_passes(rows)
 
     def gather(array):
         return array if size == 1 else lax.all_gather(cast_varying(array, axes), axes, tiled=True)
@@ -56,7 +54,7 @@ def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             here = (place >= 0) & (place // sizes.groups == me)
             chosen = Choice(expert_ids=place, weights=weights, kept=here)
             routing = route(chosen, jnp.zeros_like(place), place % sizes.groups, 1, sizes.groups)
-            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, roles.all)
+            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
 
         def one_pass(index):
             parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
