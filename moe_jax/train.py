@@ -42,20 +42,6 @@ def parse_flags(argv: list[str]) -> None:
         raise UserError(f"{rest[1]!r} is no flag; did you mean --gin_file={rest[1]}?")
 
 
-def set_up_devices(count: int | None) -> None:
-    """Split the CPU into `count` devices; must come before jax looks for devices."""
-    import jax
-
-    if count is None:
-        return
-    if count < 1:
-        raise UserError(f"--host_devices ({count}) must be at least 1")
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
-    # With several CPU devices a program from a warm cache hangs between two collectives (jax 0.10.2).
-    jax.config.update("jax_enable_compilation_cache", False)
-
-
 def command(argv: list[str]) -> int:
     """Carry out the command line and return the exit code 0 or --preempt_exit_code; errors are raised."""
     parse_flags(argv)
@@ -70,11 +56,13 @@ def command(argv: list[str]) -> int:
         return 0
     if not _WORKDIR.value:
         raise UserError("--workdir is needed: the folder that the run is written to, such as --workdir=runs/try")
-    set_up_devices(_HOST_DEVICES.value)
     import jax
 
+    from moe_jax.mesh.host_devices import set_up_devices
     from moe_jax.mesh.hosts import HostsConfig, start_hosts
     from moe_jax.training.run import RunOptions, run
+
+    set_up_devices(_HOST_DEVICES.value)
 
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)

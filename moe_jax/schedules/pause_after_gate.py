@@ -148,7 +148,7 @@ def make_collect(roles: Roles, group: ExpertGroup, gather: str):
     def at_the_same_time(rows, counts, arriving):
         del counts, arriving
         blocks = rows.reshape(group.members, group.shards, -1, rows.shape[-1])
-        parts = _received_parts(group, blocks, lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard))
+        parts = received_parts(group, blocks, lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard))
         gathered, part = [], next(parts)
         for following in parts:
             # fences: gather j and phase j + 1 start together, and both end before phase j + 2
@@ -167,7 +167,7 @@ def make_collect(roles: Roles, group: ExpertGroup, gather: str):
     return one_after_the_other if gather == "aas" else at_the_same_time
 
 
-def _received_parts(group: ExpertGroup, blocks, member, shard):
+def received_parts(group: ExpertGroup, blocks, member, shard):
     """Yield, phase by phase, this device's part from the EP member j places back, summed over its shards: [c, M]."""
     wide = jnp.promote_types(blocks.dtype, jnp.float32)
     summed = None

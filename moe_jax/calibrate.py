@@ -1,0 +1,116 @@
+"""Time the collectives and matmuls of the devices at hand, and write a cluster file.
+
+    python -m moe_jax.calibrate --out=cluster.json --host_devices=8
+    python -m moe_jax.calibrate --out=cluster.json --gin_bindings='MeshConfig.expert_shard = 4' ...
+
+Without gin the file serves every mesh whose N_MP and N_ESP are 1, 2 or 4; with it, the mesh that it describes. The file
+is for `MoEConfig.cluster` (schedule 'parm'), `PlannerConfig.cluster` and `moe_jax.replay --cluster`. The fits are drawn
+beside it. On several hosts start it on each, as `moe_jax.train`. A user's mistake is one line, exit code 2.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+import sys
+
+from absl import flags
+
+from moe_jax.errors import HostLostError, UserError
+
+_OUT = flags.DEFINE_string("out", None, "File to write, such as cluster.json.")
+_GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file whose mesh is wanted; may repeat.")
+_GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'MeshConfig.model = 2'; may repeat.")
+_HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
+_SMALLEST = flags.DEFINE_integer("smallest", 2**14, "Bytes of the smallest message.")
+_LARGEST = flags.DEFINE_integer("largest", 2**22, "Bytes of the largest message.")
+_POINTS = flags.DEFINE_integer("points", 6, "Sizes between them.")
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "Interleaved calls of each size.")
+_PER_NODE = flags.DEFINE_integer("devices_per_node", 0, "Devices of a node; 0 takes those of a process.")
+_COMPUTE = flags.DEFINE_bool("compute", True, "Time matmuls, gating and moving rows too.")
+_SCALE = flags.DEFINE_float("scale", 1.0, "Tokens of the timed compute over the default ones.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, for several processes.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
+
+
+def _parse(argv: list[str]) -> None:
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        raise UserError(f"{str(error).splitlines()[0]}; python -m moe_jax.calibrate --help lists all flags") from None
+    if len(rest) > 1:
+        raise UserError(f"{rest[1]!r} is no flag; did you mean --out={rest[1]}?")
+    if not _OUT.value:
+        raise UserError("--out is missing; name the file to write, such as --out=cluster.json")
+
+
+def _mesh():
+    """Return the mesh that gin describes, or None without gin."""
+    if not _GIN_FILES.value and not _GIN_BINDINGS.value:
+        return None
+    from moe_jax.config import parse_run_config
+
+    return parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0].mesh
+
+
+def command(argv: list[str]) -> None:
+    """Carry out the command line."""
+    _parse(argv)
+    mesh = _mesh()
+    from moe_jax.mesh.host_devices import set_up_devices
+
+    set_up_devices(_HOST_DEVICES.value)
+    import jax
+
+    from moe_jax.calibration import CalibrationOptions, calibrate
+    from moe_jax.calibration.figures import draw_fits
+    from moe_jax.cluster import write_cluster
+    from moe_jax.mesh.hosts import HostsConfig, start_hosts
+
+    options = CalibrationOptions(
+        smallest=_SMALLEST.value,
+        largest=_LARGEST.value,
+        points=_POINTS.value,
+        rounds=_ROUNDS.value,
+        devices_per_node=_PER_NODE.value,
+        compute=_COMPUTE.value,
+        scale=_SCALE.value,
+    )
+    place = HostsConfig(
+        coordinator=_COORDINATOR.value, num_processes=_NUM_PROCESSES.value, process_id=_PROCESS_ID.value
+    )
+    with start_hosts(place) as hosts:
+        say = (lambda line: print(line, flush=True)) if hosts.is_main else (lambda line: None)
+        cluster, points = calibrate(jax.devices(), options, hosts, mesh, say)
+        if hosts.is_main:
+            out = pathlib.Path(_OUT.value)
+            write_cluster(cluster, out)
+            draw_fits(points, cluster, out.with_suffix(".png"))
+            r2 = {name: fit.r2 for name, fit in cluster.fits if fit.r2 is not None}
+            least = min(r2, key=lambda name: r2[name])
+            answer = {
+                "out": str(out),
+                "fits": len(r2),
+                "least_r2": [least, round(r2[least], 4)],
+                "below_0.98": sorted(name for name, value in r2.items() if value < 0.98),
+                "devices": cluster.devices,
+                "device": cluster.device,
+                "date": datetime.date.today().isoformat(),
+            }
+            print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and no traceback."""
+    codes = {UserError: 2, HostLostError: 4}
+    try:
+        command(sys.argv)
+    except tuple(codes) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(next(code for kind, code in codes.items() if isinstance(error, kind)))
+
+
+if __name__ == "__main__":
+    main()

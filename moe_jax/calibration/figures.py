@@ -1,0 +1,49 @@
+"""The fits, drawn over the points that they were fitted to (Parm, fig. 6).
+
+Enters: measured points and fits by name. Leaves: one PNG. matplotlib is imported here, when it is needed.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+
+from moe_jax.calibration.measure import Points
+from moe_jax.cluster import Cluster
+
+
+def draw_fits(points: Mapping[str, Points], cluster: Cluster, path: str | pathlib.Path) -> None:
+    """Draw seconds over size, a panel per fit, as dots and a line, with R^2 in its title.
+
+    Panels of two-term fits show predicted against measured seconds.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    fits = dict(cluster.fits)
+    columns = 6
+    rows = -(-len(points) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(2.3 * columns, 1.9 * rows), squeeze=False)
+    for axis in axes.flat[len(points) :]:
+        axis.axis("off")
+    for axis, (name, found) in zip(axes.flat, points.items(), strict=False):
+        fit = fits[name]
+        told = [1e3 * fit.seconds(x, y) for x, y in zip(found.x, found.y, strict=True)]
+        measured = [1e3 * s for s in found.seconds]
+        if any(found.y):
+            axis.plot(measured, told, "o", ms=3)
+            axis.plot([0, max(measured)], [0, max(measured)], lw=1)
+            axis.set_xlabel("measured ms", fontsize=6)
+        else:
+            axis.plot(found.x, measured, "o", ms=3)
+            axis.plot(found.x, told, lw=1)
+            axis.set_xlabel("FLOPs" if name == "dense" else "bytes", fontsize=6)
+        axis.set_title(f"{name}  R²={fit.r2:.3f}", fontsize=7)
+        axis.tick_params(labelsize=5)
+        axis.xaxis.get_offset_text().set_fontsize(5)
+    figure.suptitle("calibration: milliseconds over size, or predicted over measured", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=70)
+    plt.close(figure)

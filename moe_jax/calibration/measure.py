@@ -1,0 +1,193 @@
+"""From timed calls to a cluster file: every collective in its groups, matmuls, gating; least squares; `Cluster`.
+
+Enters: devices, options, and one mesh if only that is wanted. Leaves: a `Cluster` whose fits are over bytes (collectives)
+or the sizes that `compute.py` names, and all measured points, to be drawn. On several processes every process gets the
+same answer: process 0's medians are passed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Callable
+
+from moe_jax.calibration.collectives import collective_cases, empty_case
+from moe_jax.calibration.compute import dense_timing, expert_timings, gate_timing, regroup_timing
+from moe_jax.calibration.groups import Timed, machine_groups, mesh_groups
+from moe_jax.calibration.timing import interleaved_seconds, medians
+from moe_jax.cluster import Cluster, Fit, fit_alpha_beta, fit_saa
+from moe_jax.cluster.groups import strided_name
+from moe_jax.errors import UserError
+from moe_jax.mesh.hosts import Hosts
+from moe_jax.mesh.roles import MeshConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """What is timed.
+
+    Attributes:
+      smallest, largest: bytes of the smallest and largest message; points: sizes between them, evenly in the logarithm.
+      rounds: interleaved calls of each size; the median counts.
+      devices_per_node: where the fast links end; 0 takes the devices of a process.
+      compute: time matmuls, gating and rows as well.
+      scale: sizes of the timed compute over the default ones, in tokens.
+    """
+
+    smallest: int = 2**14
+    largest: int = 2**22
+    points: int = 6
+    rounds: int = 9
+    devices_per_node: int = 0
+    compute: bool = True
+    scale: float = 1.0
+
+    def __post_init__(self):
+        if not 0 < self.smallest < self.largest:
+            raise UserError(f"--smallest ({self.smallest}) must be above 0 and below --largest ({self.largest})")
+        if self.points < 3 or self.rounds < 1:
+            raise UserError(f"--points ({self.points}) must be at least 3 and --rounds ({self.rounds}) at least 1")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes in bytes, ascending."""
+        step = (self.largest / self.smallest) ** (1 / (self.points - 1))
+        return [round(self.smallest * step**i) for i in range(self.points)]
+
+
+class Points(typing.NamedTuple):
+    """What a fit is over: sizes x and y and seconds, of equal length."""
+
+    x: list[float]
+    y: list[float]
+    seconds: list[float]
+
+
+def calibrate(
+    devices,
+    options: CalibrationOptions,
+    hosts: Hosts,
+    mesh: MeshConfig | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[Cluster, dict[str, Points]]:
+    """Time the devices.
+
+    Args:
+      devices: all devices, in the order of the device index.
+      mesh: the only mesh that the file must serve; None serves all whose N_MP and N_ESP are 1, 2 or 4.
+      say: called with a line per fit.
+    """
+    per_node = options.devices_per_node or len(devices) // hosts.process_count
+    if len(devices) % per_node:
+        raise UserError(
+            f"--devices_per_node ({per_node}) must divide the {len(devices)} devices; set it to a divisor"
+        )
+    if mesh is None:
+        groups = machine_groups(len(devices), per_node)
+    else:
+        mesh = mesh.resolve(len(devices))
+        groups = mesh_groups(mesh.expert, mesh.expert_shard, mesh.model)
+    agree = _Agreement(hosts)
+    empty = agree(medians(interleaved_seconds({"call": empty_case(devices)}, 3 * options.rounds)))["call"]
+    fits, points = {"call": Fit(empty, 0.0)}, {}
+    for timed in groups:
+        points[timed.name] = _time_collective(timed, devices, options, empty, agree)
+        fits[timed.name] = _fit(points[timed.name])
+        say(_line(timed.name, fits[timed.name]))
+    if options.compute:
+        for name, found in _time_compute(devices, options, empty, agree).items():
+            points[name], fits[name] = found, _fit(found)
+            say(_line(name, fits[name]))
+    return _cluster(fits, devices, per_node), points
+
+
+def _time_collective(timed: Timed, devices, options, empty: float, agree) -> Points:
+    cases = [case for size in options.sizes for case in collective_cases(timed, devices, size)]
+    calls = {str(index): case.call for index, case in enumerate(cases)}
+    seconds = agree(medians(interleaved_seconds(calls, options.rounds)))
+    each = [max(seconds[str(index)] - empty, 0.0) / case.count for index, case in enumerate(cases)]
+    return Points([case.x for case in cases], [case.y for case in cases], each)
+
+
+def _time_compute(devices, options: CalibrationOptions, empty: float, agree) -> dict[str, Points]:
+    """Return the points of dense, expert_forward, expert_step, gate and regroup."""
+
+    def tokens(count):
+        return max(16, round(count * options.scale))
+
+    timings = {
+        "dense": [dense_timing(devices, dim, tokens(rows)) for dim, rows in ((128, 256), (256, 256), (256, 1024))],
+        "gate": [
+            gate_timing(devices, tokens(count), dim, 8, top_k)
+            for count, dim, top_k in ((64, 64, 2), (128, 256, 1), (256, 128, 2), (512, 256, 2), (1024, 64, 1), (1024, 256, 2))
+        ],
+        "regroup": [
+            regroup_timing(devices, tokens(rows), dim, 8, groups)
+            for rows, dim, groups in ((128, 64, 1), (512, 64, 4), (512, 256, 1), (2048, 64, 2), (2048, 256, 1), (4096, 128, 4))
+        ],
+        "expert_forward": [],
+        "expert_step": [],
+    }
+    for rows, groups, dim, hidden in (
+        (128, 1, 64, 64), (512, 4, 64, 256), (512, 1, 256, 64), (1024, 2, 128, 128),
+        (2048, 4, 64, 64), (2048, 2, 256, 128), (4096, 1, 256, 256), (4096, 4, 128, 64),
+    ):  # fmt: skip
+        forward, step = expert_timings(devices, tokens(rows), groups, dim, hidden)
+        timings["expert_forward"].append(forward)
+        timings["expert_step"].append(step)
+    found = {}
+    for name, cases in timings.items():
+        calls = {str(index): case.call for index, case in enumerate(cases)}
+        seconds = agree(medians(interleaved_seconds(calls, options.rounds)))
+        each = [max(seconds[str(index)] - empty, 0.0) for index in range(len(cases))]
+        found[name] = Points([case.x for case in cases], [case.y for case in cases], each)
+    return found
+
+
+def _fit(points: Points) -> Fit:
+    if any(points.y):
+        return fit_saa(points.x, points.y, points.seconds)
+    return fit_alpha_beta(points.x, points.seconds)
+
+
+def _line(name: str, fit: Fit) -> str:
+    gamma = f" gamma {fit.gamma:.3e}" if fit.gamma else ""
+    return f"{name:24s} alpha {fit.alpha:.3e} s  beta {fit.beta:.3e}{gamma}  R^2 {fit.r2:.4f}"
+
+
+def _cluster(fits: dict[str, Fit], devices, per_node: int) -> Cluster:
+    """Return the record; scalar speeds are read off the fits, what was not timed stays absent."""
+    nodes = len(devices) // per_node
+    inside = fits.get(strided_name("permute", per_node, 1))
+    across = fits.get(strided_name("permute", nodes, per_node)) if nodes > 1 else None
+    dense = fits.get("dense")
+    return Cluster(
+        name="calibrated",
+        nodes=nodes,
+        devices_per_node=per_node,
+        intra_bandwidth=_rate(inside),
+        inter_bandwidth=_rate(across, per_node),
+        intra_latency=None if inside is None else max(0.0, inside.alpha),
+        inter_latency=None if across is None else max(0.0, across.alpha),
+        flops=_rate(dense),
+        fits=tuple(fits.items()),
+        device=f"{devices[0].platform} {devices[0].device_kind}",
+        source="moe_jax.calibrate",
+    )
+
+
+def _rate(fit: Fit | None, devices: int = 1) -> float | None:
+    """Return units per second of all `devices` together, None where the fit is missing or falls."""
+    return None if fit is None or fit.beta <= 0 else devices / fit.beta
+
+
+class _Agreement:
+    """Gives every process the numbers of process 0."""
+
+    def __init__(self, hosts: Hosts):
+        self.hosts, self.turn = hosts, 0
+
+    def __call__(self, numbers: dict[str, float]) -> dict[str, float]:
+        self.turn += 1
+        return json.loads(self.hosts.gather_text(f"calibration {self.turn}", json.dumps(numbers))[0])

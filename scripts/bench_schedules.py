@@ -1,0 +1,177 @@
+"""Time DeepSpeed-MoE's schedule, s1 and s2 over a sweep of MoE layers, and judge the automatic choice between the two.
+
+What it says: how much faster one layer's forward and backward is under Parm's schedules, by (N_MP, N_ESP). The sweep is
+Parm's table III with tokens, M and F divided by 16 for this machine, and capacity factors 0.25 and 0.5 added, where s2
+gathers less than s1. Eight devices, one replica of the experts, E = 8; K = 2, and 1 where the factor is below 1. The
+all-reduce of gradients is left out, as in the paper. All schedules of a layer are timed in turn, medians count.
+
+    python scripts/bench_schedules.py --out=DIR --host_devices=8 --seconds=420          # repeat until it says done
+    python scripts/lab_cluster.py --hosts=2 --devices_per_host=4 --rate=500mbit -- \\
+        python scripts/bench_schedules.py --out=DIR --place=lab --seconds=420
+    python scripts/bench_schedules.py --out=DIR --cluster=cluster.json --report         # tables, plots, one JSON line
+
+Rows are appended to DIR/PLACE.csv; what is there is not measured again. `parm` runs one of s1 and s2, so its times are
+theirs: --report asks the calibration file which. XLA_FLAGS=--xla_cpu_use_fusion_emitters=false halves the compile time.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import csv
+import itertools
+import pathlib
+import statistics
+import sys
+import time
+import typing
+
+import numpy as np
+from absl import app, flags
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+_OUT = flags.DEFINE_string("out", None, "Folder for CSV files, tables and plots.", required=True)
+_PLACE = flags.DEFINE_enum("place", "host", ["host", "lab"], "Which sweep: one process, or two hosts of four devices.")
+_SECONDS = flags.DEFINE_float("seconds", 1e9, "Start no further layer after so many seconds.")
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "Interleaved rounds.")
+_REPORT = flags.DEFINE_bool("report", False, "Read the CSV file and report; measures nothing.")
+_CLUSTER = flags.DEFINE_string("cluster", None, "Calibration file of this place, for --report.")
+_HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Devices that the CPU is split into.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, for several processes.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
+
+DEVICES, EXPERTS = 8, 8
+SCHEDULES = ("deepspeed", "s1", "s2")
+# layers of each (N_MP, N_ESP); (1, 1) is left out: all schedules are the same program there
+COUNTS = {
+    "host": {(4, 4): 20, (2, 2): 16, (2, 4): 16, (4, 2): 16, (2, 1): 10, (4, 1): 10, (1, 2): 8, (1, 4): 8},
+    "lab": {(4, 4): 8, (2, 2): 4, (2, 4): 4, (4, 2): 4, (2, 1): 3, (4, 1): 3, (1, 2): 2, (1, 4): 3},
+}
+
+
+class Layer(typing.NamedTuple):
+    """One point of the sweep: N_MP, N_ESP, N tokens of an MP group, M, F, capacity factor, K."""
+
+    copies: int
+    shards: int
+    tokens: int
+    model_dim: int
+    hidden_dim: int
+    factor: float
+    top_k: int
+
+
+def sweep(place: str) -> list[Layer]:
+    """Return the layers of a place, pairs taking turns so that a part of the sweep is balanced too."""
+    rng = np.random.default_rng(0)
+    tokens = sorted({batch * length // 16 for batch in (2, 4, 8) for length in (512, 1024, 2048)})
+    by_pair = []
+    for (copies, shards), count in COUNTS[place].items():
+        chosen: list[Layer] = []
+        for factor in itertools.islice(itertools.cycle((1.2, 0.25, 2.4, 0.5)), count):
+            while True:
+                top_k = 1 if factor < 1 else 2
+                sizes = (int(rng.choice(tokens)), *(int(rng.choice((64, 128, 256))) for _ in range(2)))
+                layer = Layer(copies, shards, *sizes, factor, top_k)
+                if layer not in chosen:
+                    break
+            chosen.append(layer)
+        by_pair.append(chosen)
+    return [layer for turn in itertools.zip_longest(*by_pair) for layer in turn if layer is not None]
+
+
+def read_rows(path: pathlib.Path) -> dict[Layer, dict[str, list[float]]]:
+    """Return {layer: {schedule: seconds}} of a CSV file; {} where there is none."""
+    if not path.exists():
+        return {}
+    found: dict[Layer, dict[str, list[float]]] = {}
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            layer = Layer(*(float(row[field]) if field == "factor" else int(row[field]) for field in Layer._fields))
+            found[layer] = {name: [float(s) / 1e3 for s in row[f"{name}_ms"].split()] for name in SCHEDULES}
+    return found
+
+
+def append_row(path: pathlib.Path, layer: Layer, seconds: dict[str, list[float]]) -> None:
+    """Write one layer's times in milliseconds, all rounds."""
+    fresh = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        if fresh:
+            writer.writerow([*Layer._fields, *(f"{name}_ms" for name in SCHEDULES)])
+        writer.writerow([*layer, *(" ".join(f"{1e3 * s:.2f}" for s in seconds[name]) for name in SCHEDULES)])
+
+
+def time_layer(layer: Layer, devices, rounds: int) -> dict[str, list[float]]:
+    """Compile and time the three schedules of one layer; with N_MP = 1 s1 and s2 are one program."""
+    from moe_jax.calibration import interleaved_seconds
+    from moe_jax.calibration.layer import layer_call
+    from moe_jax.mesh import MeshConfig, build_mesh
+    from moe_jax.moe import MoEConfig
+
+    names = SCHEDULES if layer.copies > 1 else SCHEDULES[:2]
+    roles = build_mesh(
+        MeshConfig(expert=DEVICES // layer.shards, expert_shard=layer.shards, model=layer.copies), devices
+    )
+
+    def build(name):
+        config = MoEConfig(
+            num_experts=EXPERTS,
+            top_k=layer.top_k,
+            capacity_factor=layer.factor,
+            min_capacity=1,
+            schedule=name,
+        )
+        return layer_call(config, roles, layer.tokens, layer.model_dim, layer.hidden_dim)
+
+    if len({device.process_index for device in devices}) == 1:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            calls = dict(zip(names, pool.map(build, names), strict=True))
+    else:  # on several processes programs are compiled in one order everywhere
+        calls = {name: build(name) for name in names}
+    seconds = interleaved_seconds(calls, rounds)
+    return {name: seconds.get(name, seconds["s1"]) for name in SCHEDULES}
+
+
+def measure(path: pathlib.Path) -> None:
+    """Measure what the CSV file lacks, until the time is up."""
+    from moe_jax.mesh.host_devices import set_up_devices
+    from moe_jax.mesh.hosts import HostsConfig, start_hosts
+
+    began = time.monotonic()
+    set_up_devices(_HOST_DEVICES.value)
+    import jax
+
+    place = HostsConfig(
+        coordinator=_COORDINATOR.value, num_processes=_NUM_PROCESSES.value, process_id=_PROCESS_ID.value
+    )
+    with start_hosts(place) as hosts:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        todo = [layer for layer in sweep(_PLACE.value) if layer not in read_rows(path)]
+        for index, layer in enumerate(todo):
+            late = hosts.gather_text(f"layer {index}", str(time.monotonic() - began > _SECONDS.value))
+            if late[0] == "True":
+                break
+            seconds = time_layer(layer, jax.devices(), _ROUNDS.value)
+            if hosts.is_main:
+                append_row(path, layer, seconds)
+                shown = "  ".join(f"{name} {1e3 * statistics.median(seconds[name]):8.2f} ms" for name in SCHEDULES)
+                print(f"{index + 1}/{len(todo)} {tuple(layer)}  {shown}", flush=True)
+        else:
+            if hosts.is_main:
+                print("done: every layer of the sweep is measured", flush=True)
+
+
+def main(_):
+    path = pathlib.Path(_OUT.value) / f"{_PLACE.value}.csv"
+    if not _REPORT.value:
+        measure(path)
+        return
+    from schedule_report import report
+
+    report(path, read_rows(path), _CLUSTER.value)
+
+
+if __name__ == "__main__":
+    app.run(main)
