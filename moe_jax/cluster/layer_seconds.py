@@ -1,0 +1,137 @@
+"""The time of one MoE layer, forward and backward, predicted from fits: collectives, experts, gating, moving rows.
+
+Enters: sizes of one layer under a schedule, and a cluster whose fits calibrate wrote. Leaves: seconds, part by part. The
+sum is a synchronous layer: nothing hides behind anything, as on a CPU; the all-reduce of gradients is left out.
+
+Letters: see `volumes.py`; t tokens of an MP group, R rows that arrive on a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+from moe_jax.cluster.cluster import Cluster
+from moe_jax.cluster.groups import fit_name, strided_name
+from moe_jax.cluster.volumes import LayerShape, Transfer, layer_transfers
+
+
+class LayerSeconds(typing.NamedTuple):
+    """Predicted seconds of one forward and backward."""
+
+    communication: float
+    experts: float
+    gate: float
+    rows: float
+    call: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    """What one device's experts do in a forward and backward: FLOPs and bytes touched, as `moe/work.py` counts."""
+
+    flops: float
+    bytes: float
+
+
+def layer_seconds(
+    schedule: str,
+    shape: LayerShape,
+    load: ExpertLoad,
+    cluster: Cluster,
+    *,
+    gather: str = "saa",
+    item: int = 4,
+    asker: str = "the layer's cost",
+) -> LayerSeconds:
+    """Predict one layer.
+
+    Args:
+      schedule: 'deepspeed', 's1' or 's2'.
+      shape: its sizes, rows as `volumes.py` says; load: of the experts; item: bytes of a number.
+
+    Raises:
+      UserError: the cluster lacks a fit; it names the fit and `asker`.
+    """
+    forward, backward = layer_transfers(schedule, shape, gather)
+    moving = transfer_seconds(forward, shape, cluster, item, asker)
+    moving += transfer_seconds(backward, shape, cluster, item, asker)
+    moving += transfer_seconds(_small_transfers(schedule, shape), shape, cluster, 4, asker)
+    work = _row_work(schedule, shape)
+    row = shape.model_dim * item
+    return LayerSeconds(
+        communication=moving,
+        experts=cluster.fit("expert_step", asker).seconds(load.flops, load.bytes),
+        gate=cluster.fit("gate", asker).seconds(work.gated, 2 * row * (work.packed + shape.top_k * work.combined)),
+        rows=cluster.fit("regroup", asker).seconds(work.received, 4 * row * work.received) if work.received else 0.0,
+        call=cluster.fit("call", asker).alpha,
+    )
+
+
+def transfer_seconds(transfers: list[Transfer], shape: LayerShape, cluster: Cluster, item: int, asker: str) -> float:
+    """Return the time of transfers one after the other; the rounds and gathers of SAA count as one collective."""
+    seconds, rest = 0.0, list(transfers)
+    rounds = [t for t in rest if t.collective == "permute" and shape.copies > 1]
+    gathers = [t for t in rest if t.collective == "all_gather" and t.group == "model" and t.calls == shape.members]
+    if rounds and gathers:
+        size = shape.members * shape.shards
+        part = rounds[0].elements * size * item
+        whole = gathers[0].elements * gathers[0].calls * item
+        seconds += cluster.fit(fit_name("saa", size, shape.copies, shape.shards), asker).seconds(part, whole)
+        rest = [t for t in rest if t not in (rounds[0], gathers[0])]
+    for transfer in rest:
+        fit = cluster.fit(_name(transfer, shape), asker)
+        seconds += transfer.calls * max(0.0, fit.seconds(transfer.elements * item))
+    return seconds
+
+
+def _name(transfer: Transfer, shape: LayerShape) -> str:
+    size, stride = {
+        "model": (shape.copies, 1),
+        "expert": (shape.members, shape.shards),
+        "expert_shard": (shape.shards, 1),
+        "expert+expert_shard": (shape.members * shape.shards, 1),
+    }[transfer.group]
+    return strided_name(transfer.collective, size, stride)
+
+
+def _small_transfers(schedule: str, shape: LayerShape) -> list[Transfer]:
+    """Return the integers that travel: counts, and under deepspeed the routes of all shards."""
+    if schedule != "deepspeed" or shape.shards == shape.copies == 1:
+        small = [Transfer("all_to_all", "expert+expert_shard", shape.members * shape.shards)]
+        if schedule == "s2" and shape.copies > shape.shards:
+            small.append(Transfer("all_gather", "model", shape.copies))
+    else:
+        places = shape.members * shape.rows
+        small = [
+            Transfer("all_to_all", "expert", shape.members * shape.shards),
+            Transfer("all_gather", "expert_shard", shape.shards * places),
+            Transfer("all_gather", "expert_shard", shape.shards * shape.tokens * shape.top_k),
+            Transfer("all_gather", "expert_shard", shape.shards * shape.members),
+        ]
+    sizes = {"model": shape.copies, "expert": shape.members, "expert_shard": shape.shards}
+    sizes["expert+expert_shard"] = shape.members * shape.shards
+    return [transfer for transfer in small if sizes[transfer.group] > 1]
+
+
+class _RowWork(typing.NamedTuple):
+    """Tokens gated, rows cut out to be sent, tokens combined, and rows that arrive, on one device."""
+
+    gated: int
+    packed: int
+    combined: int
+    received: int
+
+
+def _row_work(schedule: str, shape: LayerShape) -> _RowWork:
+    sent = shape.members * shape.rows
+    if schedule == "deepspeed" and not shape.shards == shape.copies == 1:
+        return _RowWork(shape.tokens, sent * shape.shards, shape.tokens, sent * shape.shards)
+    if schedule == "s2" and shape.copies > 1:
+        return _RowWork(shape.tokens, sent, shape.tokens, sent * shape.shards // shape.copies)
+    tokens = shape.tokens // shape.copies
+    return _RowWork(tokens, sent * shape.shards, tokens, sent * shape.shards)
