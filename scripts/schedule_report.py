@@ -1,7 +1,7 @@
-"""What a sweep of `bench_schedules.py` says: speed-ups by group sizes, the automatic choice, and the cost model's error.
+"""What a sweep of `bench_schedules.py` says: speed-ups by group sizes, the automatic choice, the cost model's error.
 
-Enters: measured seconds per layer and schedule, and the calibration file of the same place. Leaves: tables on the screen,
-two plots, one JSON line. `parm` is whichever of s1 and s2 the file makes `MoEConfig.schedule = 'parm'` take.
+Enters: measured seconds per layer and schedule, and the calibration file of the same place. Leaves: tables on the
+screen, two plots, one JSON line. `parm` is whichever of s1 and s2 the file makes `MoEConfig.schedule = 'parm'` take.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
         "commit": _commit(),
     }
     for pair, line in table.items():
-        cells = "  ".join(f"{n} {v['mean']:.2f} [{v['min']:.2f}, {v['max']:.2f}]" for n, v in line.items() if n != "layers")
+        cells = "  ".join(
+            f"{n} {v['mean']:.2f} [{v['min']:.2f}, {v['max']:.2f}]" for n, v in line.items() if n != "layers"
+        )
         print(f"{pair:10s} {line['layers']:3d} layers  {cells}")
     _draw(layers, path)
     line = json.dumps(answer)
@@ -147,7 +149,9 @@ def _lower_ends(layers) -> dict:
     rng = np.random.default_rng(1)
     means = {}
     for pair in sorted({(layer.copies, layer.shards) for layer, *_ in layers}):
-        ratios = np.array([t["deepspeed"] / t["parm"] for layer, t, *_ in layers if (layer.copies, layer.shards) == pair])
+        ratios = np.array(
+            [t["deepspeed"] / t["parm"] for layer, t, *_ in layers if (layer.copies, layer.shards) == pair]
+        )
         drawn = ratios[rng.integers(0, len(ratios), (1000, len(ratios)))].mean(axis=1)
         means[f"{pair[0]},{pair[1]}"] = [_r(q) for q in np.quantile(drawn, (0.025, 0.975))]
     return {
@@ -162,7 +166,10 @@ def _shares(layers) -> dict:
     shares = {}
     for name in SCHEDULES:
         values = [min(1.0, predicted[name].communication / times[name]) for _, times, predicted, *_ in layers]
-        shares[name] = {"mean": _r(np.mean(values)), "quartiles": [_r(q) for q in np.quantile(values, (0.25, 0.5, 0.75))]}
+        shares[name] = {
+            "mean": _r(np.mean(values)),
+            "quartiles": [_r(q) for q in np.quantile(values, (0.25, 0.5, 0.75))],
+        }
     return shares
 
 
@@ -173,10 +180,8 @@ def _prediction(layers) -> dict:
         told, measured = np.array(pairs).T
         errors = np.abs(told / measured - 1)
         residual = ((told - measured) ** 2).sum() / ((measured - measured.mean()) ** 2).sum()
-        bias = float(np.median(told / measured))
-        return {
-            "median": _r(np.median(errors)), "p95": _r(np.quantile(errors, 0.95)), "r2": _r(1 - residual), "bias": _r(bias)
-        }  # fmt: skip
+        p95, bias = np.quantile(errors, 0.95), np.median(told / measured)
+        return {"median": _r(np.median(errors)), "p95": _r(p95), "r2": _r(1 - residual), "bias": _r(bias)}
 
     pairs = {name: [(p[name].total, t[name]) for layer, t, p, *_ in layers] for name in SCHEDULES}
     return {"all": judge(sum(pairs.values(), [])), **{name: judge(found) for name, found in pairs.items()}}

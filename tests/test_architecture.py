@@ -2,6 +2,7 @@
 
 entry points -> training -> models, observe, data, planner
 models -> moe -> schedules -> dispatch -> collectives -> mesh
+entry points -> calibration -> moe
 moe -> after_gate -> dispatch, for plans that look at the counts first
 schedules -> cluster, for what an exchange costs
 planner -> placement -> cluster
@@ -22,9 +23,10 @@ PACKAGE = ROOT / "moe_jax"
 
 # room -> the rooms right below it; a room may import these and all that lie below them
 BELOW = {
-    "entry points": ("training",),
+    "entry points": ("training", "calibration"),
     "training": ("models", "observe", "data", "planner"),
     "models": ("moe",),
+    "calibration": ("moe",),
     "observe": (),
     "data": (),
     "planner": ("placement",),

@@ -1,7 +1,7 @@
 """One collective, made ready to be timed in all groups of a kind at once.
 
 Enters: a `Timed` and a size in bytes. Leaves: a compiled call and how many collectives it holds. Sizes count as in
-`cluster/volumes.py`: what a device hands in, for an all-gather what it gets; a permute is the mean round of an exchange.
+`cluster/volumes.py`: what a device hands in, for an all-gather what it gets; a permute is an exchange's mean round.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ _OPERATIONS = {
 
 def _saa_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
     members = timed.size // timed.shards
-    config = MeshConfig(
-        data=len(devices) // timed.size, expert=members, expert_shard=timed.shards, model=timed.copies
-    )
+    config = MeshConfig(data=len(devices) // timed.size, expert=members, expert_shard=timed.shards, model=timed.copies)
     roles = build_mesh(config, devices)
     group = build_expert_group(roles)
     rows = max(1, size_bytes // (_ITEM * _SAA_DIM * timed.size))

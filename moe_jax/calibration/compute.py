@@ -1,7 +1,8 @@
 """What a layer computes on one device, timed on all devices at once: matmuls, expert FFNs, gating, moving rows.
 
-Enters: sizes. Leaves: compiled calls with the two sizes that each fit is over. All devices work at the same time, so what
-they share (cores, memory) is in the numbers. Letters: R rows, M model dim, F hidden dim, G groups, t tokens, E experts.
+Enters: sizes. Leaves: compiled calls with the two sizes that each fit is over. All devices work at the same time, so
+what they share (cores, memory) is in the numbers. Letters: R rows, M model dim, F hidden dim, G groups, t tokens, E
+experts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From timed calls to a cluster file: every collective in its groups, matmuls, gating; least squares; `Cluster`.
 
-Enters: devices, options, and one mesh if only that is wanted. Leaves: a `Cluster` whose fits are over bytes (collectives)
-or the sizes that `compute.py` names, and all measured points, to be drawn. On several processes every process gets the
-same answer: process 0's medians are passed on.
+Enters: devices, options, and one mesh if only that is wanted. Leaves: a `Cluster` whose fits are over bytes
+(collectives) or the sizes that `compute.py` names, and all measured points, to be drawn. On several processes every
+process gets the same answer: process 0's medians are passed on.
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ def calibrate(
     """
     per_node = options.devices_per_node or len(devices) // hosts.process_count
     if len(devices) % per_node:
-        raise UserError(
-            f"--devices_per_node ({per_node}) must divide the {len(devices)} devices; set it to a divisor"
-        )
+        raise UserError(f"--devices_per_node ({per_node}) must divide the {len(devices)} devices; set it to a divisor")
     if mesh is None:
         groups = machine_groups(len(devices), per_node)
     else:
@@ -120,11 +118,25 @@ def _time_compute(devices, options: CalibrationOptions, empty: float, agree) -> 
         "dense": [dense_timing(devices, dim, tokens(rows)) for dim, rows in ((128, 256), (256, 256), (256, 1024))],
         "gate": [
             gate_timing(devices, tokens(count), dim, 8, top_k)
-            for count, dim, top_k in ((64, 64, 2), (128, 256, 1), (256, 128, 2), (512, 256, 2), (1024, 64, 1), (1024, 256, 2))
+            for count, dim, top_k in (
+                (64, 64, 2),
+                (128, 256, 1),
+                (256, 128, 2),
+                (512, 256, 2),
+                (1024, 64, 1),
+                (1024, 256, 2),
+            )
         ],
         "regroup": [
             regroup_timing(devices, tokens(rows), dim, 8, groups)
-            for rows, dim, groups in ((128, 64, 1), (512, 64, 4), (512, 256, 1), (2048, 64, 2), (2048, 256, 1), (4096, 128, 4))
+            for rows, dim, groups in (
+                (128, 64, 1),
+                (512, 64, 4),
+                (512, 256, 1),
+                (2048, 64, 2),
+                (2048, 256, 1),
+                (4096, 128, 4),
+            )
         ],
         "expert_forward": [],
         "expert_step": [],

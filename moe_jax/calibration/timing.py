@@ -1,7 +1,7 @@
 """Clocks: calls in interleaved rounds, and arrays spread over a mesh of one or several processes.
 
-Enters: named functions without arguments. Leaves: seconds of every call. Interleaving makes a slow minute of the machine
-hit all calls alike. On several processes all of them must ask for the same calls in the same order.
+Enters: named functions without arguments. Leaves: seconds of every call. Interleaving makes a slow minute of the
+machine hit all calls alike. On several processes all of them must ask for the same calls in the same order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The time of one MoE layer, forward and backward, predicted from fits: collectives, experts, gating, moving rows.
 
-Enters: sizes of one layer under a schedule, and a cluster whose fits calibrate wrote. Leaves: seconds, part by part. The
-sum is a synchronous layer: nothing hides behind anything, as on a CPU; the all-reduce of gradients is left out.
+Enters: sizes of one layer under a schedule, and a cluster whose fits calibrate wrote. Leaves: seconds, part by part.
+The sum is a synchronous layer: nothing hides behind anything, as on a CPU; the all-reduce of gradients is left out.
 
 Letters: see `volumes.py`; t tokens of an MP group, R rows that arrive on a device.
 """
@@ -41,7 +41,7 @@ class ExpertLoad:
 def layer_seconds(
     schedule: str,
     shape: LayerShape,
-    load: ExpertLoad,
+    load: ExpertLoad | None,
     cluster: Cluster,
     *,
     gather: str = "saa",
@@ -52,7 +52,7 @@ def layer_seconds(
 
     Args:
       schedule: 'deepspeed', 's1' or 's2'.
-      shape: its sizes, rows as `volumes.py` says; load: of the experts; item: bytes of a number.
+      shape: its sizes, rows as `volumes.py` says; load: of the experts, None leaves them out; item: bytes of a number.
 
     Raises:
       UserError: the cluster lacks a fit; it names the fit and `asker`.
@@ -65,7 +65,7 @@ def layer_seconds(
     row = shape.model_dim * item
     return LayerSeconds(
         communication=moving,
-        experts=cluster.fit("expert_step", asker).seconds(load.flops, load.bytes),
+        experts=0.0 if load is None else cluster.fit("expert_step", asker).seconds(load.flops, load.bytes),
         gate=cluster.fit("gate", asker).seconds(work.gated, 2 * row * (work.packed + shape.top_k * work.combined)),
         rows=cluster.fit("regroup", asker).seconds(work.received, 4 * row * work.received) if work.received else 0.0,
         call=cluster.fit("call", asker).alpha,

@@ -11,6 +11,8 @@ import logging
 
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
 from moe_jax.cluster.groups import fit_name
+from moe_jax.cluster.layer_seconds import layer_seconds
+from moe_jax.cluster.volumes import LayerShape
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_parallel import build_s1
@@ -43,11 +45,22 @@ def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
 
 
 def choose(roles: Roles, sizes: LayerSizes, row_bytes: int, cluster: Cluster | None, gather: str = "saa") -> ParmChoice:
-    """Return Parm's choice for one layer; without a cluster its 'seconds' are bytes.
+    """Return Parm's choice for one layer.
+
+    Without a cluster its 'seconds' are bytes of a forward. With the fits of collectives alone they are the paper's, of
+    a forward too. A file that also has fits of gating and moving rows is asked for the whole step but for the experts,
+    which do the same work under both: s2 gates every token on each device of its MP group, and that may cost more than
+    it saves.
 
     Args:
       sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements.
     """
+    if cluster is not None and {"gate", "regroup", "expert_step", "call"} <= {name for name, _ in cluster.fits}:
+        s1, s2 = (
+            layer_seconds(name, layer_shape(name, roles, sizes, row_bytes), None, cluster, gather=gather, item=1).total
+            for name in ("s1", "s2")
+        )
+        return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
     copies, members = roles.size(roles.model), roles.size(roles.expert)
     shards = roles.size(roles.expert_shard)
     x1 = members * sizes.split(copies).bucket_rows(members) * shards * row_bytes
@@ -63,6 +76,26 @@ def choose(roles: Roles, sizes: LayerSizes, row_bytes: int, cluster: Cluster | N
     s1 = parm_choice(x1, whole, gathered, a2a, gather_fit, saa).s1_seconds
     s2 = parm_choice(x2, whole, gathered, a2a, gather_fit, saa).s2_seconds
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
+
+
+def layer_shape(schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int) -> LayerShape:
+    """Return what the cost formulas ask about one layer under 's1', 's2' or 'deepspeed'."""
+    copies, members = roles.size(roles.model), roles.size(roles.expert)
+    if schedule == "s2" and copies > 1:
+        rows = whole_bucket_rows(sizes, members, copies)
+    elif schedule == "deepspeed" and copies * roles.size(roles.expert_shard) > 1:
+        rows = sizes.bucket_rows(members)
+    else:
+        rows = sizes.split(copies).bucket_rows(members)
+    return LayerShape(
+        tokens=sizes.tokens,
+        model_dim=model_dim,
+        rows=rows,
+        members=members,
+        shards=roles.size(roles.expert_shard),
+        copies=copies,
+        top_k=sizes.top_k,
+    )
 
 
 def fits_of(cluster: Cluster, roles: Roles, gather: str) -> tuple[Fit, Fit, Fit | None]:

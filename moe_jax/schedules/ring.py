@@ -10,6 +10,7 @@ M model dim, C rows computed in a pass.
 from __future__ import annotations
 
 import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,0 +1,167 @@
+"""Fits from synthetic times are exact; a small real calibration writes a file that parm and the cost model read."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from moe_jax.calibration import CalibrationOptions, measure
+from moe_jax.calibration.groups import Timed, machine_groups, mesh_groups
+from moe_jax.calibration.measure import calibrate
+from moe_jax.calibration.timing import interleaved_seconds, medians
+from moe_jax.cluster import Cluster, Fit, read_cluster, write_cluster
+from moe_jax.cluster.layer_seconds import ExpertLoad, layer_seconds
+from moe_jax.cluster.volumes import LayerShape
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.mesh.hosts import Hosts
+from moe_jax.schedules import LayerSizes
+from moe_jax.schedules.automatic import choose
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_interleaved_seconds_takes_turns():
+    order = []
+    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    seconds = interleaved_seconds(calls, 2)
+    assert "".join(order) == "ab" + "abab"  # once each to warm up
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
+    assert medians({"x": [3.0, 1.0, 2.0]}) == {"x": 2.0}
+
+
+def test_groups_of_a_mesh_by_hand():
+    # N_EP 2, N_ESP 4, N_MP 2 on eight devices: EP&ESP is all eight, EP pairs stand 4 apart.
+    names = {timed.name for timed in mesh_groups(members=2, shards=4, copies=2)}
+    assert {"all_to_all:8", "all_to_all:2x4", "all_gather:2", "all_gather:4", "all_reduce:4", "saa:8,2,4"} <= names
+    assert not any(name.endswith(":1") for name in names)
+
+
+def test_groups_of_a_machine_hold_those_of_every_mesh():
+    whole = set(machine_groups(8, 4))
+    for copies in (1, 2, 4):
+        for shards in (1, 2, 4):
+            assert set(mesh_groups(8 // shards, shards, copies)) <= whole
+    assert Timed("permute", 2, 4) in whole  # the two nodes
+
+
+LINES = {"all_to_all": (1e-4, 2e-9), "all_gather": (3e-4, 1e-9)}
+
+
+def test_calibrate_recovers_lines_from_synthetic_times(monkeypatch):
+    """With a clock that follows known lines the fits are these lines, whatever an empty call costs."""
+    empty = 5e-4
+
+    def collective_cases(timed, devices, size):
+        alpha, beta = LINES.get(timed.collective, (2e-4, 3e-9))
+        if timed.collective == "saa":
+            return [measure_case(1e-3 + 2e-9 * size + 5e-10 * y, 1, size, y) for y in (2 * size, 0)]
+        return [measure_case(alpha + beta * size, 4, size)]
+
+    def measure_case(seconds, count, x, y=0):
+        from moe_jax.calibration.collectives import Case
+
+        return Case(lambda: empty + count * seconds, count, x, y)
+
+    monkeypatch.setattr(measure, "empty_case", lambda devices: lambda: empty)
+    monkeypatch.setattr(measure, "collective_cases", collective_cases)
+    monkeypatch.setattr(
+        measure, "interleaved_seconds", lambda calls, rounds: {name: [call()] * rounds for name, call in calls.items()}
+    )
+    options = CalibrationOptions(compute=False, devices_per_node=4)
+    cluster, points = calibrate(jax.devices()[:8], options, Hosts())
+    assert cluster.fit("call", "test").alpha == empty
+    for name, fit in cluster.fits:
+        kind = name.partition(":")[0]
+        if kind in LINES:
+            assert fit.alpha == pytest.approx(LINES[kind][0], rel=1e-6)
+            assert fit.beta == pytest.approx(LINES[kind][1], rel=1e-6)
+            assert fit.r2 == pytest.approx(1.0)
+    saa = cluster.fit("saa:8,2,4", "test")
+    assert (saa.alpha, saa.beta, saa.gamma) == pytest.approx((1e-3, 2e-9, 5e-10), rel=1e-6)
+    # a node's link carries its four devices' messages at once
+    assert cluster.inter_bandwidth == pytest.approx(4 / 3e-9) and cluster.intra_bandwidth == pytest.approx(1 / 3e-9)
+    assert cluster.flops is None  # not timed, and not invented
+    assert len(points) == len(cluster.fits) - 1
+
+
+def test_small_calibration_serves_parm_and_reads_back(tmp_path):
+    mesh = MeshConfig(expert=2, expert_shard=2, model=2)
+    options = CalibrationOptions(smallest=2**12, largest=2**18, points=3, rounds=1, compute=False)
+    devices = jax.devices()[:4]
+    cluster, points = calibrate(devices, options, Hosts(), mesh)
+    assert all(second >= 0 for found in points.values() for second in found.seconds)
+    write_cluster(cluster, tmp_path / "cluster.json")
+    again = read_cluster(tmp_path / "cluster.json")
+    assert again == cluster and again.devices == 4
+    sizes = LayerSizes(tokens=64, top_k=2, num_experts=8, groups=4, capacity=None, bucket_slack=1.5)
+    choice = choose(build_mesh(mesh, devices), sizes, 256, again)
+    assert choice.schedule in ("s1", "s2") and choice.s1_seconds != choice.s2_seconds
+
+
+def test_layer_seconds_by_hand():
+    """s1 on D = 2, S = 2, n = 2: per way two all-to-alls of x = 2*8*4*2 = 128 elements and a gather of 16*4 = 64."""
+    shape = LayerShape(tokens=16, model_dim=4, rows=8, members=2, shards=2, copies=2, top_k=1)
+    fits = {
+        "all_to_all:4": Fit(1.0, 1.0),
+        "all_gather:2": Fit(0.0, 10.0),
+        "expert_step": Fit(0.0, 2.0, 1.0),
+        "gate": Fit(0.0, 1.0),
+        "regroup": Fit(0.0, 1.0),
+        "call": Fit(7.0, 0.0),
+    }
+    told = layer_seconds("s1", shape, ExpertLoad(flops=3.0, bytes=5.0), Cluster(fits=fits), item=1)
+    exchanges = 4 * (1 + 128) + (1 + 4 * 4)  # and one of counts: 4 numbers of 4 bytes
+    assert told.communication == exchanges + 2 * 10 * 64
+    assert told.experts == 11 and told.call == 7
+    assert told.gate == 8  # N / n tokens
+    assert told.rows == 32  # D C S rows arrive
+    with pytest.raises(UserError, match=r"the layer's cost needs Cluster.fits\['saa:4,2,2'\]"):
+        layer_seconds("s2", shape, ExpertLoad(flops=3.0, bytes=5.0), Cluster(fits=fits), item=1)
+
+
+def test_parm_counts_the_gate_when_it_was_timed():
+    """s2 gathers a quarter of s1's bytes here, but gates four times the tokens: with a slow gate s1 is right."""
+    roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
+    sizes = LayerSizes(tokens=64, top_k=1, num_experts=8, groups=1, capacity=2, bucket_slack=1.5)
+    fits = {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-6), "saa:8,4,1": (0, 1e-9, 1e-6)}
+    assert choose(roles, sizes, 256, Cluster(fits=fits)).schedule == "s2"
+    compute = {"gate": (0, 1.0), "regroup": (0, 0), "expert_step": (0, 0), "call": (0, 0)}
+    assert choose(roles, sizes, 256, Cluster(fits={**fits, **compute})).schedule == "s1"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "--out is missing"),
+        (["--out=x.json", "--smallest=10", "--largest=5"], "--smallest (10) must be above 0 and below --largest (5)"),
+        (
+            ["--out=x.json", "--host_devices=8", "--devices_per_node=3"],
+            "--devices_per_node (3) must divide the 8 devices",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(flags, message, tmp_path):
+    command = [sys.executable, "-m", "moe_jax.calibrate", *flags]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 2
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_file_of_another_machine_is_refused(tmp_path):
+    from moe_jax.schedules import ScheduleOptions, build_schedule
+
+    write_cluster(Cluster(name="there", nodes=2, devices_per_node=2), tmp_path / "c.json")
+    sizes = LayerSizes(tokens=64, top_k=2, num_experts=8, groups=4, capacity=None, bucket_slack=1.5)
+    roles = build_mesh(MeshConfig(expert=4, expert_shard=2, model=2), jax.devices()[:8])
+    with pytest.raises(UserError, match=r"MeshConfig has 8 devices, but cluster 'there' has nodes \(2\) x .*\(2\) = 4"):
+        build_schedule("parm", roles, sizes, ScheduleOptions(cluster=str(tmp_path / "c.json")))
+
+
+def test_written_file_is_plain_json(tmp_path):
+    write_cluster(Cluster(fits={"all_to_all:8": (1e-4, 2e-9)}), tmp_path / "c.json")
+    assert json.loads((tmp_path / "c.json").read_text())["cluster"]["fits"]["all_to_all:8"]["beta"] == 2e-9
