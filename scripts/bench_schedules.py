@@ -10,8 +10,9 @@ all-reduce of gradients is left out, as in the paper. All schedules of a layer a
         python scripts/bench_schedules.py --out=DIR --place=lab --seconds=420
     python scripts/bench_schedules.py --out=DIR --cluster=cluster.json --report         # tables, plots, one JSON line
 
-Rows are appended to DIR/PLACE.csv; what is there is not measured again. `parm` runs one of s1 and s2, so its times are
-theirs: --report asks the calibration file which. XLA_FLAGS=--xla_cpu_use_fusion_emitters=false halves the compile time.
+Rows are appended to DIR/PLACE_TRANSPORT.csv; what is there is not measured again. `parm` runs one of s1 and s2, so its
+times are theirs: --report asks the calibration file which. XLA_FLAGS=--xla_cpu_use_fusion_emitters=false halves the
+compile time. --transport=pairwise lets rows travel in rounds, under every schedule alike; --report takes it too.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _OUT = flags.DEFINE_string("out", None, "Folder for CSV files, tables and plots.
 _PLACE = flags.DEFINE_enum("place", "host", ["host", "lab"], "Which sweep: one process, or two hosts of four devices.")
 _SECONDS = flags.DEFINE_float("seconds", 1e9, "Start no further layer after so many seconds.")
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Interleaved rounds.")
+_TRANSPORT = flags.DEFINE_string("transport", "all_to_all", "How rows travel, the same for all schedules.")
 _REPORT = flags.DEFINE_bool("report", False, "Read the CSV file and report; measures nothing.")
 _CLUSTER = flags.DEFINE_string("cluster", None, "Calibration file of this place, for --report.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Devices that the CPU is split into.")
@@ -123,6 +125,7 @@ def time_layer(layer: Layer, devices, rounds: int) -> dict[str, list[float]]:
             capacity_factor=layer.factor,
             min_capacity=1,
             schedule=name,
+            transport=_TRANSPORT.value,
         )
         return layer_call(config, roles, layer.tokens, layer.model_dim, layer.hidden_dim)
 
@@ -165,13 +168,13 @@ def measure(path: pathlib.Path) -> None:
 
 
 def main(_):
-    path = pathlib.Path(_OUT.value) / f"{_PLACE.value}.csv"
+    path = pathlib.Path(_OUT.value) / f"{_PLACE.value}_{_TRANSPORT.value}.csv"
     if not _REPORT.value:
         measure(path)
         return
     from schedule_report import report
 
-    report(path, read_rows(path), _CLUSTER.value)
+    report(path, read_rows(path), _CLUSTER.value, _TRANSPORT.value)
 
 
 if __name__ == "__main__":

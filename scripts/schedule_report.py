@@ -31,7 +31,7 @@ def sizes_of(layer):
     return roles, layer_sizes(config, roles, layer.tokens)
 
 
-def predict(schedule: str, layer, cluster):
+def predict(schedule: str, layer, cluster, transport: str):
     """Return the predicted `LayerSeconds` of a layer under a schedule, with experts loaded evenly."""
     from moe_jax.cluster.layer_seconds import ExpertLoad, layer_seconds
     from moe_jax.moe.work import expert_work
@@ -48,7 +48,7 @@ def predict(schedule: str, layer, cluster):
     buffer = sources * shape.rows // (layer.copies if schedule == "s2" else 1)
     work = expert_work(group, max(buffer, 8), layer.model_dim, layer.hidden_dim // layer.shards)
     load = ExpertLoad(flops=3 * work.forward_flops, bytes=work.step_bytes)
-    return layer_seconds(schedule, shape, load, cluster)
+    return layer_seconds(schedule, shape, load, cluster, transport=transport)
 
 
 def interval(samples: list[float], base: list[float], rng, draws: int = 400) -> tuple[float, float]:
@@ -59,7 +59,7 @@ def interval(samples: list[float], base: list[float], rng, draws: int = 400) -> 
     return tuple(float(q) for q in np.quantile(ratio, (0.025, 0.975)))
 
 
-def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
+def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: str) -> None:
     """Print tables and the JSON line; draw beside the CSV file."""
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError
@@ -78,16 +78,17 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
     layers = []
     for layer, samples in rows.items():
         medians = {name: statistics.median(samples[name]) for name in SCHEDULES}
-        predicted = {name: predict(name, layer, cluster) for name in SCHEDULES}
+        predicted = {name: predict(name, layer, cluster, transport) for name in SCHEDULES}
         pick = "s1"
         if layer.copies > 1:
             roles, sizes = sizes_of(layer)
-            pick = choose(roles, sizes, 4 * layer.model_dim, cluster).schedule
+            pick = choose(roles, sizes, 4 * layer.model_dim, cluster, transport=transport).schedule
         low, high = interval(samples[pick], samples["deepspeed"], rng)
         layers.append((layer, {**medians, "parm": medians[pick]}, predicted, pick, low, high))
     table = _table(layers)
     answer = {
         "place": path.stem,
+        "transport": transport,
         "layers": len(layers),
         "speedup": table,
         **_choice(layers),

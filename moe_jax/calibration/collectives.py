@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.calibration.groups import Timed
 from moe_jax.calibration.timing import spread
+from moe_jax.collectives.exchange import make_exchange
 from moe_jax.mesh.roles import MeshConfig, build_mesh
 from moe_jax.schedules.expert_group import build_expert_group
 from moe_jax.schedules.pause_after_gate import make_collect, received_parts
@@ -70,7 +71,7 @@ def _build_flat(operation, devices, timed: Timed, elements: int, count: int) -> 
             out.append(done)
         return tuple(out)
 
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P(names), out_specs=P(names))
     compiled = jax.jit(mapped).lower(*arrays).compile()
     return lambda: compiled(*arrays)
 
@@ -82,6 +83,7 @@ def _permute(part, timed: Timed, index: int):
 
 _OPERATIONS = {
     "all_to_all": lambda x, axis, size: lax.all_to_all(x.reshape(size, -1), axis, 0, 0, tiled=True).reshape(-1),
+    "pairwise": lambda x, axis, size: make_exchange((axis,), size, "pairwise", size)(x.reshape(size, -1)).reshape(-1),
     "all_gather": lambda x, axis, size: lax.all_gather(x, axis, tiled=True),
     "reduce_scatter": lambda x, axis, size: lax.psum_scatter(x, axis, tiled=True),
     "all_reduce": lambda x, axis, size: lax.psum(x, axis),

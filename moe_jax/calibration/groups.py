@@ -10,7 +10,7 @@ import typing
 
 from moe_jax.cluster.groups import fit_name, strided_name
 
-PLAIN = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "permute")
+EXCHANGES = ("all_to_all", "pairwise", "permute")  # an exchange in one move, one in rounds, and one round
 
 
 class Timed(typing.NamedTuple):
@@ -33,8 +33,8 @@ class Timed(typing.NamedTuple):
 def mesh_groups(members: int, shards: int, copies: int) -> list[Timed]:
     """Return what one mesh needs: N_EP, N_ESP, N_MP."""
     both = members * shards
-    found = [Timed("all_to_all", both), Timed("permute", both), Timed("all_to_all", members, shards)]
-    found += [Timed("permute", members, shards)]
+    found = [Timed(kind, both) for kind in EXCHANGES]
+    found += [Timed(kind, members, shards) for kind in EXCHANGES]
     found += [Timed("all_gather", both), Timed("reduce_scatter", both)]
     for size in (copies, shards):
         found += [Timed(kind, size) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
@@ -57,7 +57,7 @@ def machine_groups(devices: int, per_node: int, largest: int = 4) -> list[Timed]
             for replicas in powers[1:]:
                 if members % replicas == 0:
                     fewer = mesh_groups(members // replicas, shards, copies)
-                    found |= {timed for timed in fewer if timed.collective in ("all_to_all", "permute")}
+                    found |= {timed for timed in fewer if timed.collective in EXCHANGES}
     if 1 < per_node < devices:
         found |= {Timed("permute", per_node), Timed("permute", devices // per_node, per_node)}
     return sorted(found)

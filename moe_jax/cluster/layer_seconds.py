@@ -45,6 +45,7 @@ def layer_seconds(
     cluster: Cluster,
     *,
     gather: str = "saa",
+    transport: str = "all_to_all",
     item: int = 4,
     asker: str = "the layer's cost",
 ) -> LayerSeconds:
@@ -53,13 +54,14 @@ def layer_seconds(
     Args:
       schedule: 'deepspeed', 's1' or 's2'.
       shape: its sizes, rows as `volumes.py` says; load: of the experts, None leaves them out; item: bytes of a number.
+      gather, transport: as in `MoEConfig`; a transport is looked up under its name.
 
     Raises:
       UserError: the cluster lacks a fit; it names the fit and `asker`.
     """
     forward, backward = layer_transfers(schedule, shape, gather)
-    moving = transfer_seconds(forward, shape, cluster, item, asker)
-    moving += transfer_seconds(backward, shape, cluster, item, asker)
+    ways = [[_carried(transfer, transport) for transfer in way] for way in (forward, backward)]
+    moving = sum(transfer_seconds(way, shape, cluster, item, asker) for way in ways)
     moving += transfer_seconds(_small_transfers(schedule, shape), shape, cluster, 4, asker)
     work = _row_work(schedule, shape)
     row = shape.model_dim * item
@@ -87,6 +89,10 @@ def transfer_seconds(transfers: list[Transfer], shape: LayerShape, cluster: Clus
         fit = cluster.fit(_name(transfer, shape), asker)
         seconds += transfer.calls * max(0.0, fit.seconds(transfer.elements * item))
     return seconds
+
+
+def _carried(transfer: Transfer, transport: str) -> Transfer:
+    return transfer._replace(collective=transport) if transfer.collective == "all_to_all" else transfer
 
 
 def _name(transfer: Transfer, shape: LayerShape) -> str:

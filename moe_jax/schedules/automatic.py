@@ -19,6 +19,7 @@ from moe_jax.schedules.expert_parallel import build_s1
 from moe_jax.schedules.pause_after_gate import build_s2, whole_bucket_rows
 
 _LOG = logging.getLogger(__name__)
+_ASKER = "MoEConfig.schedule 'parm'"
 
 
 @register("parm")
@@ -28,14 +29,14 @@ def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     if options.cluster:
         cluster = read_cluster(options.cluster)
         cluster.check_devices(roles.num_devices, "MeshConfig")
-        fits_of(cluster, roles, options.gather)
+        fits_of(cluster, roles, options.gather, options.transport)
     if roles.size(roles.model) == 1:
         return build_s1(roles, sizes, options)  # the two are one
     both = {"s1": build_s1(roles, sizes, options), "s2": build_s2(roles, sizes, options)}
     said = set()
 
     def schedule(x, token_ids, gate, placed):
-        choice = choose(roles, sizes, x.shape[-1] * x.dtype.itemsize, cluster, options.gather)
+        choice = choose(roles, sizes, x.shape[-1] * x.dtype.itemsize, cluster, options.gather, options.transport)
         if choice not in said:
             said.add(choice)
             _LOG.warning(_sentence(choice, cluster))
@@ -44,7 +45,14 @@ def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     return schedule
 
 
-def choose(roles: Roles, sizes: LayerSizes, row_bytes: int, cluster: Cluster | None, gather: str = "saa") -> ParmChoice:
+def choose(
+    roles: Roles,
+    sizes: LayerSizes,
+    row_bytes: int,
+    cluster: Cluster | None,
+    gather: str = "saa",
+    transport: str = "all_to_all",
+) -> ParmChoice:
     """Return Parm's choice for one layer.
 
     Without a cluster its 'seconds' are bytes of a forward. With the fits of collectives alone they are the paper's, of
@@ -57,7 +65,16 @@ def choose(roles: Roles, sizes: LayerSizes, row_bytes: int, cluster: Cluster | N
     """
     if cluster is not None and {"gate", "regroup", "expert_step", "call"} <= {name for name, _ in cluster.fits}:
         s1, s2 = (
-            layer_seconds(name, layer_shape(name, roles, sizes, row_bytes), None, cluster, gather=gather, item=1).total
+            layer_seconds(
+                name,
+                layer_shape(name, roles, sizes, row_bytes),
+                None,
+                cluster,
+                gather=gather,
+                transport=transport,
+                item=1,
+                asker=_ASKER,
+            ).total
             for name in ("s1", "s2")
         )
         return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
@@ -71,7 +88,7 @@ def choose(roles: Roles, sizes: LayerSizes, row_bytes: int, cluster: Cluster | N
         per_byte = Fit(0.0, 1.0)
         a2a, gather_fit, saa = per_byte, per_byte, None
     else:
-        a2a, gather_fit, saa = fits_of(cluster, roles, gather)
+        a2a, gather_fit, saa = fits_of(cluster, roles, gather, transport)
     # buckets are rounded up differently, so each schedule is asked with its own x
     s1 = parm_choice(x1, whole, gathered, a2a, gather_fit, saa).s1_seconds
     s2 = parm_choice(x2, whole, gathered, a2a, gather_fit, saa).s2_seconds
@@ -98,7 +115,7 @@ def layer_shape(schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int) 
     )
 
 
-def fits_of(cluster: Cluster, roles: Roles, gather: str) -> tuple[Fit, Fit, Fit | None]:
+def fits_of(cluster: Cluster, roles: Roles, gather: str, transport: str = "all_to_all") -> tuple[Fit, Fit, Fit | None]:
     """Return the fitted times of the EP&ESP all-to-all, the MP all-gather, and of SAA if s2 uses it.
 
     Raises:
@@ -108,10 +125,11 @@ def fits_of(cluster: Cluster, roles: Roles, gather: str) -> tuple[Fit, Fit, Fit 
     if size == 1 or copies == 1:
         none = Fit(0.0, 0.0)
         return none, none, None
-    asker = "MoEConfig.schedule 'parm'"
-    a2a = cluster.fit(fit_name("all_to_all", size), asker)
-    gathers = cluster.fit(fit_name("all_gather", copies), asker)
-    saa = cluster.fit(fit_name("saa", size, copies, roles.size(roles.expert_shard)), asker) if gather == "saa" else None
+    a2a = cluster.fit(fit_name(transport, size), _ASKER)
+    gathers = cluster.fit(fit_name("all_gather", copies), _ASKER)
+    saa = (
+        cluster.fit(fit_name("saa", size, copies, roles.size(roles.expert_shard)), _ASKER) if gather == "saa" else None
+    )
     return a2a, gathers, saa
 
 
