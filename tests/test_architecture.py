@@ -6,6 +6,7 @@ entry points -> calibration -> moe
 moe -> after_gate -> dispatch, for plans that look at the counts first
 schedules -> cluster, for what an exchange costs
 planner -> placement -> cluster
+entry points -> inspection, which reads what the compiler wrote and nothing else
 moe_jax.errors lies below all; moe_jax.run_config stands beside the training room.
 """
 
@@ -23,7 +24,8 @@ PACKAGE = ROOT / "moe_jax"
 
 # room -> the rooms right below it; a room may import these and all that lie below them
 BELOW = {
-    "entry points": ("training", "calibration"),
+    "entry points": ("training", "calibration", "inspection"),
+    "inspection": (),
     "training": ("models", "observe", "data", "planner"),
     "models": ("moe",),
     "calibration": ("moe",),
@@ -41,7 +43,7 @@ BELOW = {
     "errors": (),
 }
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py")))
-HOST_ROOMS = ("cluster", "placement", "planner")
+HOST_ROOMS = ("cluster", "placement", "planner", "inspection")
 ARRAY_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 

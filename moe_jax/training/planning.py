@@ -1,6 +1,6 @@
 """What a run tells its planner, and the skeletons that it compiles for the answers. Host side; no arrays on devices.
 
-Enters: a `Session`, placements, predicted loads. Leaves: the planner's `Cost`, and skeletons: the first one, of even
+Enters: a `Program`, placements, predicted loads. Leaves: the planner's `Cost`, and skeletons: the first one, of even
 homes without guests, and wider ones for placements that do not fit.
 Letters: L layers, D devices, E experts, S bank rows of a device, mu guest slots.
 """
@@ -22,12 +22,12 @@ from moe_jax.placement import Placement, Skeleton, bucket_rows, build_skeleton, 
 from moe_jax.placement.transfer import cheapest_method
 from moe_jax.planner import SWEEPS, Cost, PlanSession, shadow_rates
 from moe_jax.training.plan import has_guests, layer_plan
-from moe_jax.training.session import Session
+from moe_jax.training.program import Program
 
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth asks for few executables
 
 
-def planning_cost(session: Session) -> Cost:
+def planning_cost(session: Program) -> Cost:
     """Return what the planner may ask for; figures that the cluster file lacks stay absent.
 
     Raises:
@@ -62,7 +62,7 @@ def _read(path: str) -> Cluster:
     return read_cluster(beside if not os.path.exists(path) and beside.exists() else path)
 
 
-def initial_placement(session: Session) -> Placement:
+def initial_placement(session: Program) -> Placement:
     """Return even homes on the mesh's expert-parallel group, with its node boundary."""
     config = session.roles.config
     inside = max(1, config.devices_per_node // config.expert_shard)
@@ -71,7 +71,7 @@ def initial_placement(session: Session) -> Placement:
     return Placement.even(layers, experts, session.devices, per_node)
 
 
-def step_loads(session: Session, loads: np.ndarray) -> np.ndarray:
+def step_loads(session: Program, loads: np.ndarray) -> np.ndarray:
     """Return a step's counts [L, sources, E] as a planner takes them: int64, one source per member of the EP group."""
     loads = np.asarray(loads, np.int64)
     assert loads.shape[1] == session.devices, loads.shape
@@ -104,7 +104,7 @@ def with_room_for_rule(skeleton: Skeleton, plans: PlanSession) -> Skeleton:
     return dataclasses.replace(skeleton, candidates=skeleton.devices) if has_guests(skeleton) else skeleton
 
 
-def after_gate_rule(session: Session, plans: PlanSession, skeleton: Skeleton) -> Rule | None:
+def after_gate_rule(session: Program, plans: PlanSession, skeleton: Skeleton) -> Rule | None:
     """Return what a step of this skeleton decides after the gate, None for nothing."""
     config = session.config.planner
     if not (plans.decides_late and has_guests(skeleton)):
@@ -129,7 +129,7 @@ def after_gate_rule(session: Session, plans: PlanSession, skeleton: Skeleton) ->
 
 
 def refined(
-    session: Session, plans: PlanSession, skeleton: Skeleton, placement: Placement, loads: np.ndarray
+    session: Program, plans: PlanSession, skeleton: Skeleton, placement: Placement, loads: np.ndarray
 ) -> Placement:
     """Return what a step makes of a placement for its loads [L, S, E]; after the gate, of the mean microbatch."""
     if after_gate_rule(session, plans, skeleton) is None:
@@ -137,12 +137,12 @@ def refined(
     return plans.refine(loads / pieces_of(session), placement)
 
 
-def pieces_of(session: Session) -> int:
+def pieces_of(session: Program) -> int:
     """Return how many exchanges a step's loads are summed over: microbatches times replicas."""
     return session.config.train.accumulate * session.roles.size(session.roles.data)
 
 
-def predicted_rows(skeleton: Skeleton, placement: Placement, session: Session, plans: PlanSession) -> int:
+def predicted_rows(skeleton: Skeleton, placement: Placement, session: Program, plans: PlanSession) -> int:
     """Return the rows that the fullest bucket needs by prediction; 0 where nothing is predicted or capacities rule.
 
     A step's loads are sums over microbatches and replicas; a bucket is of one.
@@ -159,19 +159,19 @@ def predicted_rows(skeleton: Skeleton, placement: Placement, session: Session, p
     return min(rows, _sizes(skeleton, session).worst_rows())
 
 
-def rows_of(skeleton: Skeleton, session: Session) -> int:
+def rows_of(skeleton: Skeleton, session: Program) -> int:
     """Return the rows of a bucket under this skeleton."""
     return _sizes(skeleton, session).bucket_rows(session.devices)
 
 
-def _sizes(skeleton: Skeleton, session: Session):
+def _sizes(skeleton: Skeleton, session: Program):
     model = session.roles.size(session.roles.model)
     tokens = session.tokens_per_step // session.config.train.accumulate * model // session.roles.num_devices
     plan = layer_plan(skeleton, session.roles.expert)
     return layer_sizes(session.config.moe, session.roles, tokens, plan)
 
 
-def grow(skeleton: Skeleton, placement: Placement, session: Session, plans: PlanSession) -> Skeleton:
+def grow(skeleton: Skeleton, placement: Placement, session: Program, plans: PlanSession) -> Skeleton:
     """Return a skeleton that the placement fits, with buckets as large as predicted, and room for plans like it."""
     config = session.config.planner
     if not fits(skeleton, placement):
@@ -195,3 +195,17 @@ def grow(skeleton: Skeleton, placement: Placement, session: Session, plans: Plan
         skeleton = dataclasses.replace(skeleton, bucket_rows=step * math.ceil(HEADROOM * rows / step))
     assert most_homes(placement) <= skeleton.bank_rows
     return skeleton
+
+
+def planned_skeleton(program: Program, loads: np.ndarray) -> tuple[Skeleton, Rule | None]:
+    """Return what a run would compile after steps with these loads, int64 [L, D, E] each: its skeleton and rule.
+
+    The planner sees the same loads as often as its predictor looks back.
+    """
+    start = initial_placement(program)
+    plans = PlanSession(program.config.planner, start, planning_cost(program))
+    for _ in range(program.config.planner.window):
+        plans.observe(loads)
+    placement = plans.propose(program.config.planner.steps_between_plans).placement
+    skeleton = grow(with_room_for_rule(bare_skeleton(start), plans), placement, program, plans)
+    return skeleton, after_gate_rule(program, plans, skeleton)

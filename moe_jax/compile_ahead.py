@@ -1,0 +1,161 @@
+"""Compile the training step of a run for devices that need not be there, and hand out what the compiler made of it.
+
+Enters: a RunConfig, and a target or the devices of this machine. Leaves: a `Compiled`: scheduled text, bytes per
+device, seconds. The step is the one that training runs; no array is made and no data is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.inspection import Target, check_mesh
+from moe_jax.run_config import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What came out of the compiler.
+
+    Attributes:
+      text: the scheduled program; memory: bytes per device by kind.
+      lower_seconds: tracing and lowering; compile_seconds: the compiler alone.
+      options: that the compiler was given.
+      mesh: axis -> size.
+      plan: skeleton of the plans that the step takes, None without a planner; skeleton: the same in words.
+      executable: to run, where the devices are real.
+    """
+
+    text: str
+    memory: dict[str, int]
+    lower_seconds: float
+    compile_seconds: float
+    options: dict[str, str]
+    mesh: dict[str, int]
+    plan: object
+    skeleton: str
+    executable: object
+
+
+def prepare_process() -> None:
+    """Let jax start on a machine without a GPU although the CUDA plugin is installed; before jax is imported."""
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the compiler warns that nothing was tuned
+
+
+def described_devices(target: Target) -> list:
+    """Return the devices of a topology that exists as a description only, in the order of their ids."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=target.name, topology=target.topology, target_config=target.config
+    )
+    return sorted(topology.devices, key=lambda device: device.id)
+
+
+def on_target(config: RunConfig, target: Target) -> RunConfig:
+    """Return the config with the target's node boundary.
+
+    Raises:
+      UserError: a mesh that does not fit the topology.
+    """
+    check_mesh(target, config.mesh)
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=target.per_node))
+
+
+def compile_step(
+    config: RunConfig, devices: list, *, skew: float, options: dict[str, str], real: bool, bare: bool = False
+) -> Compiled:
+    """Compile the training step.
+
+    Args:
+      config: of the run, with its mesh on these devices.
+      devices: real or described.
+      skew: of the loads that a planner is shown, see `skewed_loads`.
+      options: compiler options beside those that training sets.
+      real: whether the devices can run the program; if not, kernels are not tuned.
+      bare: leave out those that training sets.
+
+    Raises:
+      UserError: whatever training itself would refuse, or an option that the compiler does not know.
+    """
+    from moe_jax.training.planning import planned_skeleton
+    from moe_jax.training.program import build_program
+
+    program = build_program(config, devices)
+    skeleton = rule = None
+    if config.planner.name != "none":
+        skeleton, rule = planned_skeleton(program, skewed_loads(program, skew))
+    started = time.monotonic()
+    lowered = program.lower_train_step(skeleton, rule)
+    lowered_at = time.monotonic()
+    untuned = {} if real else {"xla_gpu_autotune_level": "0"}
+    options = {**untuned, **({} if bare else program.compiler_options()), **options}
+    try:
+        executable = lowered.compile(compiler_options=options)
+    except Exception as error:
+        if "No such compile option" in str(error) or "compile option" in str(error).lower():
+            raise UserError(
+                f"{str(error).splitlines()[0]}; this jax's compiler does not know it, leave it out"
+            ) from error
+        raise
+    compiled_at = time.monotonic()
+    return Compiled(
+        text=executable.as_text(),
+        memory=memory_of(executable),
+        lower_seconds=lowered_at - started,
+        compile_seconds=compiled_at - lowered_at,
+        options=options,
+        mesh=dict(program.roles.mesh.shape),
+        plan=skeleton,
+        skeleton="" if skeleton is None else describe_skeleton(skeleton),
+        executable=executable if real else None,
+    )
+
+
+def memory_of(executable) -> dict[str, int]:
+    """Return bytes per device: arguments, outputs, outputs that reuse arguments, temporaries, and the peak of them."""
+    stats = executable.memory_analysis()
+    if stats is None:
+        return {}
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    reused, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+    return {
+        "arguments": arguments,
+        "outputs": outputs,
+        "reused": reused,
+        "temporaries": temporaries,
+        "peak": arguments + outputs - reused + temporaries,
+    }
+
+
+def skewed_loads(program, skew: float) -> np.ndarray:
+    """Return made-up counts int64 [L, D, E] of one step: the expert of rank r gets a share of (r + 1)^-skew.
+
+    The order of the experts differs from layer to layer and is the same in every run of the command; all sources are
+    alike, and each layer's counts add up to K times the tokens.
+    """
+    layers, experts = program.config.model.moe_layers, program.config.moe.num_experts
+    sources = program.devices
+    share = np.arange(1, experts + 1, dtype=np.float64) ** -skew
+    choices = program.tokens_per_step * program.config.moe.top_k // sources
+    counts = np.floor(choices * share / share.sum()).astype(np.int64)
+    counts[: choices - counts.sum()] += 1
+    order = np.random.default_rng(0)
+    rows = [counts[order.permutation(experts)] for _ in range(layers)]
+    return np.repeat(np.stack(rows)[:, None], sources, axis=1)
+
+
+def describe_skeleton(skeleton) -> str:
+    """Return in words what a plan's program is compiled for."""
+    slots = skeleton.gather_slots or skeleton.broadcast_slots or skeleton.round_count
+    unit = {"gather": "offers a device", "broadcast": "experts to all"}.get(skeleton.method, "rounds")
+    return (
+        f"{skeleton.home_slots} home and {skeleton.guest_slots} guest slots a device and layer, transfer "
+        f"{skeleton.method!r} ({slots} {unit}), buckets of {skeleton.bucket_rows or 'the default'} rows"
+    )

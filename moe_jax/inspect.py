@@ -1,0 +1,221 @@
+"""`python -m moe_jax.inspect`: what the GPU compiler schedules for a run, on a machine that has no GPU.
+
+    python -m moe_jax.inspect --gin_file=configs/model/hecate_gpt_moe_s.gin --gin_bindings='train.batch_size = 256' \\
+        --target=h200:4x8 --out=runs/inspect
+
+prints, and writes to --out: report.json (memory, every collective, what computes beside it, modelled and exposed
+time), timeline.png, trace.json (for ui.perfetto.dev) and schedule.hlo.gz (the program as the compiler scheduled it).
+Without --target the devices of this machine are taken, and --profile puts measured times beside the modelled ones.
+Exit codes: 0, or 2 for a user's mistake.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import json
+import lzma
+import re
+import sys
+from pathlib import Path
+
+from absl import flags, logging
+
+from moe_jax.errors import UserError
+
+PROFILED_STEPS = 5
+
+_GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
+_GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.steps = 40'; may repeat.")
+_GIN_PATHS = flags.DEFINE_multi_string("gin_search_paths", [], "Folder in which config files are looked for.")
+_TARGET = flags.DEFINE_string("target", "", "DEVICE:NODESxDEVICES, such as h200:4x8; '' takes this machine's GPUs.")
+_OUT = flags.DEFINE_string("out", "", "Folder for report.json, timeline.png, trace.json and schedule.hlo.gz.")
+_INSTALL = flags.DEFINE_bool("install", False, "Put the CUDA wheels into an environment of their own if missing.")
+_HLO = flags.DEFINE_string(
+    "hlo", "", "Read this schedule.hlo.gz (or .xz, or text) instead of compiling; needs no CUDA wheels."
+)
+_OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
+_BARE = flags.DEFINE_bool("bare", False, "Leave out the compiler options that training sets.")
+_PROFILE = flags.DEFINE_bool("profile", False, "On real devices: record some steps, and put measured times beside.")
+_RATES = flags.DEFINE_string("rates", "", "Without --target: DEVICE whose rates the model takes, if it cannot tell.")
+_HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Without --target: the CPU, split into so many devices.")
+_SKEW = flags.DEFINE_float("skew", 1.0, "With a planner: it is shown loads that fall as rank to the power -skew.")
+
+
+def parse_flags(argv: list[str]) -> None:
+    """Parse the command line.
+
+    Raises:
+      UserError: for an unknown flag, a wrong value, or words that are no flags.
+    """
+    try:
+        rest = flags.FLAGS(argv)
+    except flags.Error as error:
+        raise UserError(f"{str(error).splitlines()[0]}; python -m moe_jax.inspect --help lists all flags") from None
+    if len(rest) > 1:
+        raise UserError(f"{rest[1]!r} is no flag; did you mean --gin_file={rest[1]}?")
+
+
+def compiler_options(given: list[str]) -> dict[str, str]:
+    """Return NAME=VALUE flags as a dictionary."""
+    options = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"xla_\w+", name):
+            raise UserError(f"--compiler_option ({text!r}) is not xla_NAME=VALUE")
+        options[name] = value
+    return options
+
+
+def command(argv: list[str]) -> int:
+    """Carry out the command line and return the exit code; errors are raised."""
+    parse_flags(argv)
+    logging.set_verbosity(logging.WARNING)
+    if not _OUT.value:
+        raise UserError("--out is needed: the folder that the report is written to, such as --out=runs/inspect")
+    options = compiler_options(_OPTIONS.value)
+    if _TARGET.value:
+        return inspect_target(argv, options)
+    if _HLO.value:
+        raise UserError("--hlo needs --target: DEVICE:NODESxDEVICES that the program was compiled for")
+    return inspect_here(options)
+
+
+def inspect_target(argv: list[str], options: dict[str, str]) -> int:
+    """Inspect a program for a described topology."""
+    from moe_jax import inspection
+
+    if _PROFILE.value or _HOST_DEVICES.value:
+        raise UserError(
+            "--profile and --host_devices need real devices; leave --target out to take those of this machine"
+        )
+    target = inspection.parse_target(_TARGET.value)
+    if _HLO.value:
+        write_all(read_text(_HLO.value), target, {})
+        return 0
+    from moe_jax import compile_ahead, cuda_wheels
+
+    config = compile_ahead.on_target(read_config(), target)
+    target.check_compilable(cuda_wheels.installed_cuda() or 13)
+    code = cuda_wheels.run_with_wheels(argv[1:], _INSTALL.value)
+    if code is not None:
+        return code
+    compile_ahead.prepare_process()
+    devices = compile_ahead.described_devices(target)
+    compiled = compile_ahead.compile_step(
+        config, devices, skew=_SKEW.value, options=options, real=False, bare=_BARE.value
+    )
+    write_all(compiled.text, target, facts_of(compiled))
+    return 0
+
+
+def inspect_here(options: dict[str, str]) -> int:
+    """Inspect the program for the devices of this machine, and with --profile run it."""
+    import jax
+
+    from moe_jax import compile_ahead, inspection, recorded_trace
+
+    if _HOST_DEVICES.value:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", _HOST_DEVICES.value)
+    devices = jax.devices()
+    kind, per_node = devices[0].device_kind, jax.local_device_count()
+    name = _RATES.value or inspection.device_named(kind)
+    if name is None:
+        raise UserError(
+            f"no GPU that is known here ({len(devices)} x {kind}); name a topology to compile for, such as "
+            f"--target=h200:4x8, or with --rates={inspection.target_names()[0]} whose rates the model should take"
+        )
+    target = inspection.parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
+    config = compile_ahead.on_target(read_config(), target)
+    compiled = compile_ahead.compile_step(
+        config, devices, skew=_SKEW.value, options=options, real=True, bare=_BARE.value
+    )
+    report, module = write_all(compiled.text, target, facts_of(compiled), print_it=not _PROFILE.value)
+    if _PROFILE.value:
+        folder = Path(_OUT.value) / "profile"
+        recorded_trace.record_steps(config, devices, compiled.executable, compiled.plan, folder, PROFILED_STEPS)
+        spans = recorded_trace.read_spans(folder, module)
+        report = inspection.add_measured(report, spans, PROFILED_STEPS)
+        (Path(_OUT.value) / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(inspection.report_text(report) + inspection.measured_text(report), end="")
+    return 0
+
+
+def read_config():
+    """Return the run's config."""
+    from moe_jax.config import parse_run_config
+
+    return parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)[0]
+
+
+def facts_of(compiled) -> dict:
+    """Return what the report says of the compilation."""
+    from moe_jax.observe import environment_record
+
+    return {
+        "environment": environment_record(mesh=compiled.mesh),
+        "bindings": [*_GIN_FILES.value, *_GIN_BINDINGS.value],
+        "lower_seconds": compiled.lower_seconds,
+        "compile_seconds": compiled.compile_seconds,
+        "compiler_options": compiled.options,
+        "skeleton": compiled.skeleton,
+        "memory": compiled.memory,
+    }
+
+
+def read_text(path: str) -> str:
+    """Return a saved schedule."""
+    try:
+        data = Path(path).read_bytes()
+        packed = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(Path(path).suffix, bytes)
+        return packed(data).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+        raise UserError(f"--hlo ({path!r}) cannot be read: {error}") from error
+
+
+def without_places(text: str) -> str:
+    """Return a schedule without the tables of source files and lines, which name this machine's folders."""
+    text = re.sub(r"\n(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", "\n", text)
+    return re.sub(r" (?:stack_frame_id|source_line|source_end_line|source_column|source_end_column)=\d+"
+                  r"| source_file=\"[^\"]*\"", "", text)  # fmt: skip
+
+
+def write_all(text: str, target, facts: dict, print_it: bool = True) -> tuple[dict, str]:
+    """Model a schedule, print the report and fill the folder; return the report and the program's name."""
+    from moe_jax import inspection
+
+    model = inspection.Model()
+    module = inspection.parse_module(text)
+    timeline = inspection.play(module, target, model)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    report = inspection.build_report(timeline, target, model, date=today, **facts)
+    out = Path(_OUT.value)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (out / "schedule.hlo.gz").write_bytes(gzip.compress(without_places(text).encode(), mtime=0))
+        inspection.write_chrome_trace(timeline, out / "trace.json")
+    except OSError as error:
+        raise UserError(f"--out ({_OUT.value!r}) cannot be written: {error}") from error
+    if print_it:
+        print(inspection.report_text(report), end="")
+    try:
+        inspection.draw_timeline(timeline, out / "timeline.png", f"{target.nodes} x {target.per_node} {target.device}")
+    except ModuleNotFoundError:
+        print("timeline.png needs matplotlib, which is not installed; pip install matplotlib")
+    print(f"wrote {out}/report.json, timeline.png, trace.json, schedule.hlo.gz")
+    return report, module.name
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and no traceback."""
+    try:
+        sys.exit(command(sys.argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

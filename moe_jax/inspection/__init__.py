@@ -1,0 +1,28 @@
+"""What the GPU compiler scheduled: reading a compiled program, and modelling what overlaps. See README.md."""
+
+from moe_jax.inspection.draw import draw_timeline, write_chrome_trace
+from moe_jax.inspection.hlo import Module, parse_module
+from moe_jax.inspection.measured import add_measured, measured_text
+from moe_jax.inspection.report import build_report, report_text
+from moe_jax.inspection.targets import Target, check_mesh, device_named, parse_target, read_device, target_names
+from moe_jax.inspection.timeline import Model, Timeline, play
+
+__all__ = [
+    "Model",
+    "Module",
+    "Target",
+    "Timeline",
+    "add_measured",
+    "build_report",
+    "check_mesh",
+    "device_named",
+    "draw_timeline",
+    "measured_text",
+    "parse_module",
+    "parse_target",
+    "play",
+    "read_device",
+    "report_text",
+    "target_names",
+    "write_chrome_trace",
+]

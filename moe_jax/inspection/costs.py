@@ -1,0 +1,197 @@
+"""What one instruction of a compiled program computes and moves through memory: FLOPs of its matmuls and bytes.
+
+Enters: an instruction, its computation, its module. Leaves: a `Cost`. Matmuls are counted wherever they stand, inside
+fusions too; what else is computed is left to the bytes. An operand that a fusion only slices counts the slice, and an
+array updated in place counts the update. Kernels that were written by hand are counted by their operands' shapes, as if
+every row were in use; a custom call of another form counts its bytes alone and is reported by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from moe_jax.inspection.hlo import Computation, Instruction, Module
+
+FREE = frozenset(
+    "parameter constant bitcast tuple get-tuple-element partition-id replica-id after-all opt-barrier add-dependency "
+    "async-update copy-done domain rng-get-and-update-state".split()
+)
+SLICES = ("dynamic-slice", "slice", "gather")
+SORT_SWEEPS = 4  # a radix sort of 32-bit keys reads and writes everything about so often
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Work of one instruction on one device.
+
+    Attributes:
+      flops: of matmuls, by the kind of arithmetic: 'bf16' (any 16-bit or 8-bit float), 'tf32', 'f32' (float32 at
+        highest precision) or 'f64'.
+      bytes: read and written in device memory.
+      unknown: the custom call whose FLOPs are not counted, else ''.
+    """
+
+    flops: tuple[tuple[str, float], ...] = ()
+    bytes: float = 0.0
+    unknown: str = ""
+
+    @property
+    def total_flops(self) -> float:
+        return sum(count for _, count in self.flops)
+
+
+def cost_of(instruction: Instruction, computation: Computation, module: Module) -> Cost:
+    """Return the cost of one instruction; loops, branches and calls cost nothing themselves."""
+    if instruction.opcode in FREE or instruction.opcode in ("while", "conditional", "call"):
+        return Cost()
+    if instruction.opcode == "fusion":
+        return _fusion(instruction, computation, module)
+    operands = computation.operands(instruction)
+    read, written = sum(operand.bytes for operand in operands), instruction.bytes
+    if instruction.opcode == "dot":
+        return Cost(_dot_flops(instruction, computation), read + written)
+    if instruction.opcode == "custom-call":
+        return _custom_call(instruction, operands, read + written)
+    if instruction.opcode == "sort":
+        return Cost(bytes=SORT_SWEEPS * (read + written))
+    if instruction.opcode in SLICES:
+        return Cost(bytes=2 * written)
+    if instruction.opcode == "dynamic-update-slice":
+        return Cost(bytes=2 * operands[1].bytes if len(operands) > 1 else written)
+    if instruction.opcode == "copy-start":  # its result holds both copies
+        return Cost(bytes=2 * read)
+    return Cost(bytes=read + written)
+
+
+def _fusion(instruction: Instruction, computation: Computation, module: Module) -> Cost:
+    body = module.computations[instruction.called()[0]]
+    operands = computation.operands(instruction)
+    flops: dict[str, float] = {}
+    _add_flops(body, module, flops)
+    updated: set[str] = set()
+    written = _written(body, updated)
+    parameters = {i.parameter: i for i in body.instructions if i.opcode == "parameter"}
+    read = 0
+    for number, operand in enumerate(operands):
+        parameter = parameters.get(number)
+        if parameter is None or parameter.name in updated:
+            continue
+        read += min(operand.bytes, _bytes_read(body, parameter, module))
+    return Cost(tuple(sorted(flops.items())), read + written)
+
+
+def _bytes_read(body: Computation, parameter: Instruction, module: Module) -> float:
+    """Return the bytes of a parameter that a fusion needs: slices where nothing but slices use it."""
+    uses = _uses(body, parameter.name)
+    if not uses:
+        return 0
+    total = 0
+    for use in uses:
+        if use.opcode in SLICES and use.operands[0] == parameter.name:
+            total += use.bytes
+        elif use.opcode == "fusion":
+            inner = module.computations[use.called()[0]]
+            places = [n for n, name in enumerate(use.operands) if name == parameter.name]
+            named = {i.parameter: i for i in inner.instructions if i.opcode == "parameter"}
+            total += sum(_bytes_read(inner, named[n], module) for n in places if n in named)
+        else:
+            return parameter.bytes
+    return total
+
+
+def _uses(body: Computation, name: str) -> list[Instruction]:
+    """Return the users of a value, looking through bitcasts."""
+    found = []
+    for instruction in body.instructions:
+        if name in instruction.operands:
+            found += _uses(body, instruction.name) if instruction.opcode == "bitcast" else [instruction]
+    return found
+
+
+def _written(body: Computation, updated: set[str]) -> float:
+    """Return the bytes that a fusion writes; parameters that it updates in place go into `updated`."""
+    root = body.root
+    results = [body.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    total = 0.0
+    for result in results:
+        while result.opcode in ("bitcast", "copy") and result.operands and result.operands[0] in body.by_name:
+            result = body.by_name[result.operands[0]]
+        if result.opcode == "dynamic-update-slice":
+            target = body.by_name[result.operands[0]]
+            while target.opcode == "bitcast":
+                target = body.by_name[target.operands[0]]
+            if target.opcode == "parameter":
+                updated.add(target.name)
+            total += body.by_name[result.operands[1]].bytes
+        else:
+            total += result.bytes
+    return total
+
+
+def _add_flops(body: Computation, module: Module, flops: dict[str, float]) -> None:
+    for instruction in body.instructions:
+        if instruction.opcode == "dot":
+            for kind, count in _dot_flops(instruction, body):
+                flops[kind] = flops.get(kind, 0.0) + count
+        elif instruction.opcode in ("fusion", "call"):
+            for name in instruction.called():
+                _add_flops(module.computations[name], module, flops)
+
+
+def _dot_flops(dot: Instruction, computation: Computation) -> tuple[tuple[str, float], ...]:
+    """Return 2 x (values of the result) x (contracted size)."""
+    left = computation.operands(dot)[0].arrays[0]
+    contracted = math.prod(left.dims[dim] for dim in dot.numbers("lhs_contracting_dims"))
+    return ((_arithmetic(left.dtype, dot.attributes), 2.0 * dot.arrays[0].size * contracted),)
+
+
+def _arithmetic(dtype: str, attributes: str) -> str:
+    if dtype == "f64":
+        return "f64"
+    if dtype == "f32":
+        plain = re.search(r"operand_precision=\{highest", attributes) or "algorithm=dot_f32_f32_f32" in attributes
+        return "f32" if plain else "tf32"
+    return "bf16"
+
+
+def _custom_call(instruction: Instruction, operands: list[Instruction], moved: float) -> Cost:
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    name = target.group(1) if target else "custom-call"
+    arrays = [operand.arrays[0] for operand in operands if operand.arrays]
+    result = instruction.arrays[0]
+    if "gemm" in name or "matmul" in name:
+        dims = re.search(r'"lhs_contracting_dimensions":\["?(\d+)"?', instruction.attributes)
+        if dims and arrays:
+            kind = _arithmetic(arrays[0].dtype, instruction.attributes)
+            return Cost(((kind, 2.0 * result.size * arrays[0].dims[int(dims.group(1))]),), moved)
+    if "fmha" in name:
+        return Cost((("bf16", _attention_flops(arrays, name)),), moved)
+    if name.startswith("mosaic_gpu"):
+        flops = _grouped_flops(arrays, result)
+        if flops:
+            return Cost((("bf16", flops),), moved)
+    return Cost(bytes=moved, unknown=name)
+
+
+def _attention_flops(arrays: list, name: str) -> float:
+    """Return 4 B H S^2 D of a fused attention forward, and 10 B H S^2 D backward, with no credit for a causal mask.
+
+    The first operands are q, k and v, [B, S, H, D] or [B, H, S, D]; S is the largest of the middle dims' two.
+    """
+    query = arrays[0].dims
+    batch, (first, second), head = query[0], query[1:3], query[3]
+    length, heads = max(first, second), min(first, second)
+    return (10.0 if "Backward" in name else 4.0) * batch * heads * length**2 * head
+
+
+def _grouped_flops(arrays: list, result) -> float:
+    """Return 2 R K N of a grouped matmul by its shapes: rows by weights [G, K, N], or rows by rows to [G, K, N]."""
+    rows = [array for array in arrays if len(array.dims) == 2]
+    weights = [array for array in arrays if len(array.dims) == 3]
+    if len(rows) == 1 and len(weights) == 1 and len(result.dims) == 2:
+        return 2.0 * result.size * rows[0].dims[1]
+    if len(rows) == 2 and len(result.dims) == 3:
+        return 2.0 * rows[0].size * rows[1].dims[1]
+    return 0.0

@@ -1,0 +1,189 @@
+"""A timeline as numbers: one record for JSON, and the same as a table for people.
+
+Enters: a `Timeline`, its `Target` and `Model`, memory and versions as the caller knows them. Leaves: a dictionary that
+`json.dumps` takes, and text. Seconds in the record are modelled unless a name says measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from moe_jax.inspection.targets import Target
+from moe_jax.inspection.timeline import Flight, Model, Timeline
+
+MOST_NAMES = 8  # of what computes beside a transfer
+
+
+def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> dict:
+    """Return everything that is known of a program.
+
+    Args:
+      facts: what stands at the top of the record as it is: command, date, versions, memory, compile_seconds.
+    """
+    described = dataclasses.asdict(target)
+    described.pop("config")
+    flights = sorted(timeline.flights.values(), key=lambda flight: -flight.exposed)
+    return {
+        **facts,
+        "target": described,
+        "model": {
+            **dataclasses.asdict(model),
+            "states": "kernel = max(FLOPs / (matmul_efficiency x peak), bytes / (memory_efficiency x "
+            "memory_bandwidth), launch); collective = latency + max(bytes inside nodes / intra, bytes across / node "
+            "links), one at a time on each kind of link; exposed = wait at its done",
+        },
+        "step": {
+            "modelled_seconds": timeline.seconds,
+            "compute_seconds": timeline.compute_seconds,
+            "matmul_seconds": timeline.matmul_seconds,
+            "exposed_seconds": sum(flight.exposed for flight in flights),
+            "flops": dict(sorted(timeline.flops.items())),
+        },
+        "totals": {
+            "by_role": _totals(flights, lambda flight: flight.role),
+            "by_kind": _totals(flights, lambda flight: flight.kind),
+            "by_scope": _totals(flights, lambda flight: f"{flight.part} {flight.scope}".strip() or "(unnamed)"),
+        },
+        "in_loops": {"by_role": _totals([flight for flight in flights if flight.loops], lambda flight: flight.role)},
+        "compute_by_scope": [
+            {"part": part, "scope": scope, "seconds": seconds}
+            for (part, scope), seconds in sorted(timeline.by_scope.items(), key=lambda item: -item[1])
+        ],
+        "collectives": [_flight_record(flight) for flight in flights],
+        "branches": [{"name": name, **record} for name, record in timeline.skipped.items()],
+        "unknown_loops": sorted(timeline.unknown_loops),
+        "unknown_calls": dict(sorted(timeline.unknown_calls.items())),
+    }
+
+
+def _flight_record(flight: Flight) -> dict:
+    beside = sorted(flight.beside.items(), key=lambda item: -item[1])
+    return {
+        "name": flight.name,
+        "kind": flight.kind,
+        "role": flight.role,
+        "part": flight.part,
+        "scope": flight.scope,
+        "computation": flight.computation,
+        "loops": list(flight.loops),
+        "asynchronous": flight.asynchronous,
+        "bytes": flight.bytes,
+        "groups": flight.groups,
+        "group_size": flight.group_size,
+        "nodes_of_a_group": flight.nodes,
+        "bytes_inside_nodes": flight.traffic.intra_bytes,
+        "bytes_leaving_a_node": flight.traffic.inter_bytes,
+        "executions": flight.executions,
+        "seconds": flight.seconds,
+        "exposed_seconds": flight.exposed,
+        "waited_for_links_seconds": flight.waited_for_links,
+        "beside_seconds": flight.beside_seconds,
+        "executions_beside_kernels": flight.beside_kernels,
+        "executions_beside_matmuls": flight.beside_matmuls,
+        "beside": {name: seconds for name, seconds in beside[:MOST_NAMES]},
+    }
+
+
+def _totals(flights: Iterable[Flight], key) -> dict:
+    """Return {key: sums}, largest modelled time first."""
+    sums: dict[str, dict] = {}
+    for flight in flights:
+        total = sums.setdefault(
+            key(flight),
+            {
+                "collectives": 0,
+                "executions": 0,
+                "bytes": 0,
+                "bytes_beside_kernels": 0,
+                "bytes_beside_matmuls": 0,
+                "seconds": 0.0,
+                "exposed_seconds": 0.0,
+            },
+        )
+        total["collectives"] += 1
+        total["executions"] += flight.executions
+        total["bytes"] += flight.bytes * flight.executions
+        total["bytes_beside_kernels"] += flight.bytes * flight.beside_kernels
+        total["bytes_beside_matmuls"] += flight.bytes * flight.beside_matmuls
+        total["seconds"] += flight.seconds
+        total["exposed_seconds"] += flight.exposed
+    return dict(sorted(sums.items(), key=lambda item: -item[1]["seconds"]))
+
+
+def report_text(report: dict) -> str:
+    """Return a report as text: memory, step, totals, and every collective."""
+    lines = []
+    target = report["target"]
+    lines.append(f"target   {target['nodes']} x {target['per_node']} {target['device']}")
+    if report.get("compile_seconds") is not None:
+        lines.append(f"compiled in {report['compile_seconds']:.1f} s (lowering {report['lower_seconds']:.1f} s)")
+    if report.get("memory"):
+        parts = [f"{name} {value / 1e9:.3f} GB" for name, value in report["memory"].items()]
+        lines.append("bytes per device: " + ", ".join(parts))
+    step = report["step"]
+    flops = sum(step["flops"].values())
+    lines.append(
+        f"modelled step {_ms(step['modelled_seconds'])}: compute {_ms(step['compute_seconds'])} (matmuls "
+        f"{_ms(step['matmul_seconds'])}, {flops / 1e12:.2f} TFLOP), exposed communication "
+        f"{_ms(step['exposed_seconds'])}"
+    )
+    for title, totals in (
+        ("role", report["totals"]["by_role"]),
+        ("role, inside loops", report["in_loops"]["by_role"]),
+        ("scope", report["totals"]["by_scope"]),
+    ):
+        lines += ["", _TOTAL.format(title, "runs", "MB", "beside mm", "modelled", "exposed", "")]
+        for name, total in totals.items():
+            hidden = total["bytes_beside_matmuls"] / max(total["bytes"], 1)
+            share = total["exposed_seconds"] / max(total["seconds"], 1e-30)
+            lines.append(
+                _TOTAL.format(
+                    name[:44],
+                    total["executions"],
+                    f"{total['bytes'] / 1e6:.2f}",
+                    f"{hidden:.0%}",
+                    _ms(total["seconds"]),
+                    _ms(total["exposed_seconds"]),
+                    f"{share:.0%}",
+                )  # fmt: skip
+            )
+    lines += [
+        "",
+        _EACH.format("collective", "role", "part scope", "MB", "group", "runs", "modelled", "exposed", "beside"),
+    ]
+    for record in report["collectives"]:
+        beside = ", ".join(list(record["beside"])[:3])
+        group = f"{record['group_size']}/{record['nodes_of_a_group']}"
+        lines.append(
+            _EACH.format(
+                record["name"][:26],
+                record["role"][:18],
+                f"{record['part']} {record['scope']}"[:30],
+                f"{record['bytes'] / 1e6:.2f}",
+                group,
+                record["executions"],
+                _ms(record["seconds"]),
+                _ms(record["exposed_seconds"]),
+                f"{_ms(record['beside_seconds'])} {beside}",
+            )  # fmt: skip
+        )
+    for branch in report["branches"]:
+        lines.append(
+            f"branch {branch['name']} ({branch['part']} {branch['scope']}, {branch['executions']} runs): the other "
+            f"side would take {', '.join(_ms(seconds) for seconds in branch['seconds_not_taken'])} and holds "
+            f"{branch['collectives_not_taken']} collectives"
+        )
+    for name in report["unknown_loops"]:
+        lines.append(f"loop {name}: the compiler does not know how often it runs; counted once")
+    for name, count in report["unknown_calls"].items():
+        lines.append(f"custom call {name!r} ({count} runs): its FLOPs are not known here; its bytes are counted")
+    return "\n".join(lines) + "\n"
+
+
+_TOTAL = "{:44} {:>7} {:>12} {:>10} {:>12} {:>12} {:>6}"
+_EACH = "{:26} {:18} {:30} {:>10} {:>6} {:>5} {:>11} {:>11}  {}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

@@ -1,0 +1,143 @@
+"""The devices that a program can be compiled for without having one: `--target=NAME:NODESxDEVICES`.
+
+Enters: that text. Leaves: a `Target` (what the cost model assumes of a device and its links) with its topology. Each
+device is a file `devices/NAME.txt`: lines `Target.field = literal`, then XLA's own description of the device
+(GpuTargetConfigProto in text form), which goes to the compiler as it stands.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import pathlib
+import re
+
+from moe_jax.errors import UserError
+
+FOLDER = pathlib.Path(__file__).parent / "devices"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """One kind of device, and how many of them stand where.
+
+    Attributes:
+      name: of its file; device: what it is called.
+      intra_bandwidth: bytes/s one way of one device's link inside its node.
+      node_bandwidth: bytes/s one way between a node and the network, by all its adapters together.
+      adapters: network adapters of a node; a device reaches one at a time.
+      intra_latency, inter_latency: seconds of one step of a collective inside a node and across nodes.
+      base_latency: seconds that any collective takes beside its steps.
+      memory_bandwidth: bytes/s of device memory.
+      flops_bf16, flops_tf32, flops_f32, flops_f64: peak FLOP/s by arithmetic, without sparsity.
+      source: where the figures come from.
+      dropped_by_cuda: the CUDA version whose compiler knows this device no more, or None.
+      nodes, per_node: the topology.
+      config: XLA's description of the device.
+    """
+
+    name: str
+    device: str
+    intra_bandwidth: float
+    node_bandwidth: float
+    adapters: int
+    intra_latency: float
+    inter_latency: float
+    base_latency: float
+    memory_bandwidth: float
+    flops_bf16: float
+    flops_tf32: float
+    flops_f32: float
+    flops_f64: float
+    source: str
+    dropped_by_cuda: int | None = None
+    nodes: int = 1
+    per_node: int = 1
+    config: str = ""
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def topology(self) -> str:
+        """The topology as XLA writes it: slices x hosts x devices of a host."""
+        return f"1x{self.nodes}x{self.per_node}"
+
+    def peak(self, arithmetic: str) -> float:
+        """Return the peak FLOP/s of one kind of arithmetic."""
+        return getattr(self, f"flops_{arithmetic}")
+
+    def check_compilable(self, cuda: int) -> None:
+        """Raise a UserError if the CUDA wheels of this major version compile for this device no more."""
+        if self.dropped_by_cuda is not None and cuda >= self.dropped_by_cuda:
+            raise UserError(
+                f"target {self.name!r} ({self.device}) was dropped by CUDA {self.dropped_by_cuda}, and the wheels here "
+                f"are of CUDA {cuda}; choose another of {', '.join(target_names())}"
+            )
+
+
+def target_names() -> tuple[str, ...]:
+    """Return the names of all devices."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.txt")))
+
+
+def parse_target(text: str) -> Target:
+    """Return the target of 'NAME:NODESxDEVICES', such as 'h200:4x8' for four nodes of eight.
+
+    Raises:
+      UserError: an unknown device, or a topology that is no such product.
+    """
+    name, _, topology = text.partition(":")
+    if name not in target_names():
+        raise UserError(f"--target ({text!r}) names no known device; choose one of {', '.join(target_names())}")
+    sizes = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,2})", topology)
+    if not sizes:
+        raise UserError(
+            f"--target ({text!r}) needs a topology NODESxDEVICES of whole numbers of at least 1, such as {name}:4x8"
+        )
+    return dataclasses.replace(read_device(name), nodes=int(sizes.group(1)), per_node=int(sizes.group(2)))
+
+
+def read_device(name: str) -> Target:
+    """Return one device of a node of one."""
+    fields, rest = {}, []
+    for line in (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+        found = re.match(r"Target\.(\w+) = (.*)$", line)
+        if found:
+            fields[found.group(1)] = ast.literal_eval(found.group(2))
+        elif not line.startswith("#"):
+            rest.append(line)
+    return Target(name=name, config="\n".join(rest).strip() + "\n", **fields)
+
+
+def device_named(kind: str) -> str | None:
+    """Return the name of the target that a real device of this kind is, None where none is known."""
+    plain = kind.lower().replace(" ", "")
+    for name in target_names():
+        if name in plain:
+            return name
+    return None
+
+
+def check_mesh(target: Target, config) -> None:
+    """Check that a `MeshConfig` fits the topology.
+
+    Raises:
+      UserError: other device counts, or nodes of another size; the message names the numbers.
+    """
+    fixed = config.data * config.expert_shard
+    wanted = fixed * max(config.expert, 1)
+    fits = target.devices == wanted if config.expert != -1 else target.devices % fixed == 0
+    if not fits:
+        expert = "what is left" if config.expert == -1 else config.expert
+        raise UserError(
+            f"--target={target.name}:{target.nodes}x{target.per_node} has {target.devices} devices, but "
+            f"MeshConfig.data ({config.data}) x expert ({expert}) x expert_shard ({config.expert_shard}) needs "
+            f"{'a multiple of ' if config.expert == -1 else ''}{wanted}; change one of them"
+        )
+    if config.devices_per_node not in (0, target.per_node):
+        raise UserError(
+            f"--target={target.name}:{target.nodes}x{target.per_node} has {target.per_node} devices a node, but "
+            f"MeshConfig.devices_per_node is {config.devices_per_node}; set it to {target.per_node} or 0"
+        )

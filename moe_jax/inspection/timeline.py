@@ -1,0 +1,366 @@
+"""Play a scheduled program: which compute runs while which collective is in flight, and how long anyone waits.
+
+Enters: a `Module`, a `Target`. Leaves: a `Timeline`: every execution of every kernel and collective with its modelled
+begin and end, and per collective of the program text a `Flight` record summed over its executions.
+
+The device launches instructions in program order. Kernels run one after the other and take
+max(FLOPs / (efficiency x peak), bytes / (efficiency x memory bandwidth), launch); a collective starts when it is
+launched and its links are free (one transfer at a time inside nodes, one across), and a `-done` waits for its end:
+that wait is exposed. A synchronous collective is exposed whole. A loop runs as often as the compiler says (once where
+it does not know). Of a conditional the cheapest branch is taken: in this project the others hold overflow passes, which
+the report lists apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_jax.errors import UserError
+from moe_jax.inspection.costs import FREE, Cost, cost_of
+from moe_jax.inspection.groups import replica_groups, source_target_pairs
+from moe_jax.inspection.hlo import Computation, Instruction, Module
+from moe_jax.inspection.links import KINDS, Traffic, traffic
+from moe_jax.inspection.scopes import pass_of, role_of, scope_of
+from moe_jax.inspection.targets import Target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """What the cost model assumes beside a target's figures.
+
+    Attributes:
+      matmul_efficiency: of the peak FLOP/s, reached by large matmuls.
+      memory_efficiency: of the memory bandwidth, reached by kernels without matmuls.
+      launch: seconds that no kernel undercuts.
+    """
+
+    matmul_efficiency: float = 0.7
+    memory_efficiency: float = 0.8
+    launch: float = 2e-6
+
+
+@dataclasses.dataclass
+class Flight:
+    """One collective of the program text, summed over its executions.
+
+    Attributes:
+      name, computation: where it stands; kind: without -start; scope, part, role: see `scopes`.
+      bytes: of one device's operand or result, whichever is larger, of one execution.
+      groups, group_size, nodes: how many groups, devices of one, nodes that the widest group touches.
+      traffic: on the links.
+      asynchronous: False where the program waits at once.
+      loops: turns of the loops around it, outermost first.
+      executions, seconds, exposed, waited_for_links: how often, modelled time, waits at its end, waits for its links.
+      beside_seconds: compute that ran between start and done; beside_kernels, beside_matmuls: executions with at least
+        one kernel there, and with at least one matmul.
+      beside: what computed there, name -> seconds.
+    """
+
+    name: str
+    computation: str
+    kind: str
+    scope: str
+    part: str
+    role: str
+    bytes: int
+    groups: int
+    group_size: int
+    nodes: int
+    traffic: Traffic
+    asynchronous: bool
+    loops: tuple[int, ...]
+    executions: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+    waited_for_links: float = 0.0
+    beside_seconds: float = 0.0
+    beside_kernels: int = 0
+    beside_matmuls: int = 0
+    beside: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One execution of a kernel, a transfer or a wait.
+
+    Attributes:
+      row: 'compute', 'inside nodes', 'across nodes' (transfers) or 'wait'.
+      name: of the instruction; label: its scope or role.
+      begin, end: seconds.
+    """
+
+    row: str
+    name: str
+    label: str
+    begin: float
+    end: float
+
+
+@dataclasses.dataclass
+class Timeline:
+    """What `play` returns.
+
+    Attributes:
+      flights: by instruction name.
+      turns: (loop, turn, begin, end) of every turn of every loop that no other loop holds.
+      events: in order of their begin on each row.
+      seconds: of the whole program; compute_seconds: of all kernels.
+      flops: by arithmetic; matmul_seconds: of kernels with matmuls.
+      by_scope: (part, scope) -> compute seconds.
+      skipped: conditionals: (name, scope, seconds of the branches not taken, collectives in them).
+      unknown_loops: loops whose turns the compiler does not know; unknown_calls: custom calls without FLOPs.
+    """
+
+    flights: dict[str, Flight] = dataclasses.field(default_factory=dict)
+    events: list[Event] = dataclasses.field(default_factory=list)
+    turns: list[tuple[str, int, float, float]] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    matmul_seconds: float = 0.0
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    by_scope: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    skipped: dict[str, dict] = dataclasses.field(default_factory=dict)
+    unknown_loops: set[str] = dataclasses.field(default_factory=set)
+    unknown_calls: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def play(module: Module, target: Target, model: Model | None = None) -> Timeline:
+    """Return the modelled timeline of one execution of the program on one device of the target."""
+    player = _Player(module, target, model or Model())
+    player.run(module.entry, ())
+    player.timeline.seconds = player.now
+    return player.timeline
+
+
+def collective_kind(instruction: Instruction, module: Module) -> str:
+    """Return the kind of a collective or of the start of one, '' for everything else."""
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode in KINDS:
+        return opcode
+    if opcode == "async" and instruction.opcode == "async-start":
+        body = module.computations[instruction.called()[0]]
+        return next((i.opcode for i in body.instructions if i.opcode in KINDS), "")
+    return ""
+
+
+class _Player:
+    def __init__(self, module: Module, target: Target, model: Model):
+        self.module, self.target, self.model = module, target, model
+        self.timeline = Timeline()
+        self.now = 0.0  # the compute stream's clock
+        self.link_free = {"intra": 0.0, "inter": 0.0}
+        self.open: list[dict] = []  # transfers in flight
+        self.kernels: dict[str, tuple[Cost, float, str]] = {}
+        self.estimates: dict[str, float] = {}
+
+    def run(self, computation: Computation, loops: tuple[int, ...]):
+        started: dict[str, dict] = {}
+        for instruction in computation.instructions:
+            opcode = instruction.opcode
+            if opcode == "while":
+                self._loop(instruction, loops)
+            elif opcode == "conditional":
+                self._branch(instruction, computation, loops)
+            elif opcode == "call":
+                self.run(self.module.computations[instruction.called()[0]], loops)
+            elif opcode.endswith("-done"):
+                if instruction.operands and instruction.operands[0] in started:
+                    self._finish(started.pop(instruction.operands[0]))
+            elif collective_kind(instruction, self.module):
+                transfer = self._start(instruction, computation, loops)
+                if opcode.endswith("-start"):
+                    started[instruction.name] = transfer
+                else:
+                    self._finish(transfer)
+            elif opcode == "async-update":
+                if instruction.operands[0] in started:
+                    started[instruction.name] = started.pop(instruction.operands[0])
+            elif opcode == "async-start":
+                self.run(self.module.computations[instruction.called()[0]], loops)
+            elif opcode not in FREE:
+                self._kernel(instruction, computation)
+        assert not started, f"{computation.name} ends while {sorted(started)} are in flight"
+
+    def _loop(self, instruction: Instruction, loops: tuple[int, ...]):
+        turns = instruction.trip_count
+        if turns is None:
+            self.timeline.unknown_loops.add(instruction.name)
+            turns = 1
+        body = self.module.computations[instruction.attribute("body")]
+        for turn in range(turns):
+            begin = self.now
+            self.run(body, (*loops, turns))
+            if not loops:
+                self.timeline.turns.append((instruction.name, turn, begin, self.now))
+
+    def _branch(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]):
+        branches = [self.module.computations[name] for name in instruction.called()]
+        times = [self.estimate(branch) for branch in branches]
+        taken = times.index(min(times))
+        record = self.timeline.skipped.setdefault(
+            instruction.name,
+            {
+                "scope": scope_of(instruction.op_name),
+                "part": pass_of(instruction.op_name),
+                "executions": 0,
+                "seconds_taken": times[taken],
+                "seconds_not_taken": [time for place, time in enumerate(times) if place != taken],
+                "collectives_not_taken": sum(
+                    self._collectives(branch) for place, branch in enumerate(branches) if place != taken
+                ),
+            },
+        )
+        record["executions"] += 1
+        self.run(branches[taken], loops)
+
+    def estimate(self, computation: Computation) -> float:
+        """Return seconds of a computation if nothing overlapped: what decides which branch is the cheap one."""
+        if computation.name not in self.estimates:
+            total = 0.0
+            for instruction in computation.instructions:
+                inner = [self.module.computations[name] for name in instruction.called()]
+                if instruction.opcode == "while":
+                    body = self.module.computations[instruction.attribute("body")]
+                    total += (instruction.trip_count or 1) * self.estimate(body)
+                elif instruction.opcode == "conditional":
+                    total += min(map(self.estimate, inner))
+                elif instruction.opcode == "call":
+                    total += self.estimate(inner[0])
+                elif collective_kind(instruction, self.module):
+                    total += self._flight(instruction, computation, ()).traffic.seconds
+                elif instruction.opcode not in FREE and not instruction.opcode.endswith("-done"):
+                    total += self._cost(instruction, computation)[1]
+            self.estimates[computation.name] = total
+        return self.estimates[computation.name]
+
+    def _collectives(self, computation: Computation) -> int:
+        count = 0
+        for instruction in computation.instructions:
+            count += bool(collective_kind(instruction, self.module))
+            if instruction.opcode in ("while", "conditional", "call"):
+                count += sum(self._collectives(self.module.computations[name]) for name in instruction.called())
+        return count
+
+    # Kernels.
+
+    def _cost(self, instruction: Instruction, computation: Computation) -> tuple[Cost, float, str]:
+        key = instruction.name
+        if key not in self.kernels:
+            cost = cost_of(instruction, computation, self.module)
+            matmul = sum(count / self.target.peak(kind) for kind, count in cost.flops) / self.model.matmul_efficiency
+            memory = cost.bytes / (self.target.memory_bandwidth * self.model.memory_efficiency)
+            scope = scope_of(instruction.op_name) or scope_of(self._inner_name(instruction))
+            self.kernels[key] = cost, max(matmul, memory, self.model.launch), scope
+        return self.kernels[key]
+
+    def _inner_name(self, instruction: Instruction) -> str:
+        """Return the op_name of a fusion's root, where the fusion itself has none."""
+        for name in instruction.called():
+            body = self.module.computations[name]
+            return next((i.op_name for i in reversed(body.instructions) if i.op_name), "")
+        return ""
+
+    def _kernel(self, instruction: Instruction, computation: Computation):
+        cost, seconds, scope = self._cost(instruction, computation)
+        begin, self.now = self.now, self.now + seconds
+        line = self.timeline
+        line.events.append(Event("compute", instruction.name, scope or "other compute", begin, self.now))
+        line.compute_seconds += seconds
+        key = (pass_of(instruction.op_name), scope)
+        line.by_scope[key] = line.by_scope.get(key, 0.0) + seconds
+        for kind, count in cost.flops:
+            line.flops[kind] = line.flops.get(kind, 0.0) + count
+        if cost.flops:
+            line.matmul_seconds += seconds
+        if cost.unknown:
+            line.unknown_calls[cost.unknown] = line.unknown_calls.get(cost.unknown, 0) + 1
+        label = scope or "other compute"
+        for transfer in self.open:
+            flight = transfer["flight"]
+            flight.beside_seconds += seconds
+            flight.beside[label] = flight.beside.get(label, 0.0) + seconds
+            transfer["kernel"] = True
+            transfer["matmul"] |= bool(cost.flops)
+
+    # Collectives.
+
+    def _flight(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> Flight:
+        flights = self.timeline.flights
+        if instruction.name in flights:
+            return flights[instruction.name]
+        kind = collective_kind(instruction, self.module)
+        inner = instruction
+        if instruction.opcode == "async-start":
+            body = self.module.computations[instruction.called()[0]]
+            inner = next(i for i in body.instructions if i.opcode == kind)
+        entering = sum(operand.bytes for operand in computation.operands(instruction))
+        size = max(entering, inner.bytes if inner is not instruction else _result_bytes(instruction, kind, entering))
+        if kind == "collective-permute":
+            groups = source_target_pairs(inner.attributes)
+            members = 2
+        else:
+            groups = replica_groups(inner.attributes, self.target.devices)
+            members = max(map(len, groups))
+        if any(device >= self.target.devices for group in groups for device in group):
+            raise UserError(
+                f"{instruction.name} joins device {max(d for g in groups for d in g)}, but the target has "
+                f"{self.target.devices} devices; name the topology that the program was compiled for"
+            )
+        op_name = instruction.op_name or inner.op_name
+        return Flight(
+            name=instruction.name,
+            computation=computation.name,
+            kind=kind,
+            scope=scope_of(op_name),
+            part=pass_of(op_name),
+            role=role_of(kind, op_name),
+            bytes=size,
+            groups=len(groups),
+            group_size=members,
+            nodes=max((len({d // self.target.per_node for d in group}) for group in groups), default=1),
+            traffic=traffic(kind, size, groups, self.target),
+            asynchronous=instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes,
+            loops=loops,
+        )
+
+    def _start(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> dict:
+        flight = self._flight(instruction, computation, loops)
+        self.timeline.flights[flight.name] = flight
+        moved = flight.traffic
+        links = [name for name, used in (("intra", moved.intra_bytes), ("inter", moved.inter_bytes)) if used]
+        begin = max([self.now, *(self.link_free[name] for name in links)])
+        end = begin + moved.seconds
+        for name in links:
+            self.link_free[name] = end
+        flight.executions += 1
+        flight.seconds += moved.seconds
+        flight.waited_for_links += begin - self.now
+        row = "across nodes" if moved.crosses_nodes else "inside nodes"
+        self.timeline.events.append(Event(row, flight.name, f"{flight.role} {flight.scope}".strip(), begin, end))
+        transfer = {"flight": flight, "end": end, "kernel": False, "matmul": False}
+        if flight.asynchronous:
+            self.open.append(transfer)
+        else:
+            self._wait(flight, end)
+        return transfer
+
+    def _finish(self, transfer: dict):
+        flight = transfer["flight"]
+        if transfer in self.open:
+            self.open.remove(transfer)
+        flight.beside_kernels += transfer["kernel"]
+        flight.beside_matmuls += transfer["matmul"]
+        self._wait(flight, transfer["end"])
+
+    def _wait(self, flight: Flight, end: float):
+        if end > self.now:
+            self.timeline.events.append(Event("wait", flight.name, flight.role, self.now, end))
+            flight.exposed += end - self.now
+            self.now = end
+
+
+def _result_bytes(instruction: Instruction, kind: str, entering: int) -> int:
+    """Return the bytes of what a collective returns; that of a start holds its operands too, but an all-reduce's."""
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":
+        return instruction.bytes - entering
+    return instruction.bytes

@@ -1,0 +1,129 @@
+"""What a run computes, before there is any data or array: mesh, model, layout, and the training step as a program.
+
+Enters: a RunConfig and devices, which may be real ones or those of a described topology. Leaves: a `Program`, whose
+training step can be lowered and compiled from shapes alone. Nothing is read, and nothing is allocated on a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax
+import numpy as np
+import optax
+
+from moe_jax.after_gate import Rule
+from moe_jax.data import Tokenizer, build_tokenizer
+from moe_jax.dispatch import Tables, even_tables
+from moe_jax.mesh import Roles, build_mesh
+from moe_jax.models import Batch, LanguageModel, Layout
+from moe_jax.placement import Skeleton
+from moe_jax.run_config import RunConfig
+from moe_jax.training.compiler_options import compiler_options
+from moe_jax.training.feed import padded_vocabulary
+from moe_jax.training.optimizer import build_optimizer
+from moe_jax.training.plan import layer_plan, table_shapes
+from moe_jax.training.step import Placing, abstract_state, make_train_step, place
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The parts of a run that its compiled step depends on.
+
+    Attributes:
+      config: as bound.
+      roles, model, layout, optimizer, placing: see their classes.
+    """
+
+    config: RunConfig
+    roles: Roles
+    model: LanguageModel
+    layout: Layout
+    optimizer: optax.GradientTransformation
+    placing: Placing
+
+    @property
+    def devices(self) -> int:
+        """D, devices of one expert-parallel group."""
+        return self.roles.size(self.roles.expert)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.batch_size * self.config.data.sequence_length
+
+    @property
+    def home(self) -> np.ndarray:
+        """int32 [L, E], home device of every expert when a run starts."""
+        layers, experts = self.config.model.moe_layers, self.config.moe.num_experts
+        return np.repeat(np.arange(self.devices, dtype=np.int32), experts // self.devices)[None].repeat(layers, axis=0)
+
+    def even_tables(self) -> Tables:
+        """Return the tables of even homes without a planner, as NumPy arrays."""
+        return even_tables(self.config.model.moe_layers, self.config.moe.num_experts, self.devices)
+
+    def abstract_state(self) -> dict:
+        """Return the training state as ShapeDtypeStructs with shardings."""
+        return abstract_state(self.model, self.optimizer, self.placing)
+
+    def abstract_batch(self) -> Batch:
+        """Return one step's batch as ShapeDtypeStructs with shardings."""
+        train, length = self.config.train, self.config.data.sequence_length
+        shape = (train.accumulate, train.batch_size // train.accumulate, length)
+        dtypes = Batch(np.int32, np.int32, np.dtype(self.config.model.param_dtype))
+        return jax.tree.map(
+            lambda dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), dtypes, self.placing.batch
+        )
+
+    def lower_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None) -> jax.stages.Lowered:
+        """Return the training step for exactly these shapes and shardings, not compiled yet.
+
+        Args:
+          skeleton: of the plans whose tables will come; None is even homes for good, without a planner.
+          rule: what the step decides after the gate.
+        """
+        plan = None if skeleton is None else layer_plan(skeleton, self.roles.expert, rule)
+        length = self.config.data.sequence_length
+        step = make_train_step(self.model, self.layout, self.config.train, self.placing, length, plan)
+        tables = self.even_tables() if skeleton is None else table_shapes(skeleton)
+        tables = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.placing.tables), tables)
+        wishes = (self.roles.num_devices,) if skeleton is None else (self.roles.num_devices, 3)
+        wishes = jax.ShapeDtypeStruct(wishes, np.int32, sharding=self.placing.wishes)
+        return step.lower(self.abstract_state(), self.abstract_batch(), tables, wishes)
+
+    def compiler_options(self) -> dict[str, str]:
+        """Return the options that the training step is compiled with on these devices."""
+        return compiler_options(self.roles.mesh.devices.flat[0].platform)
+
+    def compile_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None):
+        """Return (executable, seconds) of what `lower_train_step` returns."""
+        started = time.monotonic()
+        executable = self.lower_train_step(skeleton, rule).compile(compiler_options=self.compiler_options())
+        return executable, time.monotonic() - started
+
+
+def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None) -> Program:
+    """Build a run's program for the given devices.
+
+    Args:
+      tokenizer: of the run, if it has been built already.
+
+    Raises:
+      UserError: whatever in the config does not fit together, or fit the devices.
+    """
+    roles = build_mesh(config.mesh, devices)
+    vocab_size = padded_vocabulary(tokenizer or build_tokenizer(config.data), config.model)
+    model = LanguageModel(
+        config=config.model,
+        moe=config.moe,
+        vocab_size=vocab_size,
+        roles=roles,
+        zero_stage=config.train.zero_stage,
+        expert_zero_stage=config.train.expert_zero_stage,
+    )
+    layout = model.layout()
+    optimizer = build_optimizer(config.train)
+    placing = place(model, layout, optimizer)
+    # the step is built once here for its checks
+    make_train_step(model, layout, config.train, placing, config.data.sequence_length)
+    return Program(config=config, roles=roles, model=model, layout=layout, optimizer=optimizer, placing=placing)

@@ -1,0 +1,38 @@
+"""Make a fixture of a schedule: python tests/inspection/condense.py OUT/schedule.hlo.gz FIXTURE.hlo.xz
+
+Leaves out what the reader never looks at: layouts, shardings, channels, most of the backend's settings. The report of
+the fixture is the report of the original.
+"""
+
+import gzip
+import lzma
+import pathlib
+import re
+import sys
+
+DROPPED = (
+    r' ?scheduling_name="[^"]*"',
+    r", metadata=\{\}",
+    r", sharding=\{[^=]*?\}(?=, |$)",
+    r", (?:channel_id=\d+|use_global_device_ids=true|frontend_attributes=\{[^}]*\}|constraint_layout=\w+)",
+    r"/\*index=\d+\*/",
+)
+
+
+def condense_line(line: str) -> str:
+    line, settings, rest = line.partition(", backend_config={")
+    kept = re.search(r'"known_trip_count":\{"n":"\d+"\}|"lhs_contracting_dimensions":\["\d+"\]', rest)
+    for pattern in DROPPED:
+        line = re.sub(pattern, "", line)
+    line = re.sub(r"\]\{[\d,]*\}", "]", line)
+    return f"{line}, backend_config={{{kept.group(0)}}}" if kept else line
+
+
+def condense(text: str) -> str:
+    first, *lines = text.split("\n")
+    return "\n".join([first.partition(",")[0] + ", is_scheduled=true", *map(condense_line, lines)])
+
+
+if __name__ == "__main__":
+    whole = gzip.decompress(pathlib.Path(sys.argv[1]).read_bytes()).decode()
+    pathlib.Path(sys.argv[2]).write_bytes(lzma.compress(condense(whole).encode(), preset=9 | lzma.PRESET_EXTREME))

@@ -1,0 +1,120 @@
+import pytest
+from toy import HEAD, LOOP
+
+from moe_jax.errors import UserError
+from moe_jax.inspection.groups import replica_groups, source_target_pairs
+from moe_jax.inspection.hlo import Array, parse_module
+from moe_jax.inspection.scopes import pass_of, role_of, scope_of
+
+
+def test_parse_module_reads_loops_and_pairs():
+    module = parse_module(LOOP)
+    assert set(module.computations) == {"body", "condition", "main"} and module.entry.name == "main"
+    loop = module.entry.by_name["while.1"]
+    assert (loop.trip_count, loop.called(), loop.operands) == (3, ("body",), ("start",))
+    assert loop.arrays == (Array("s32", ()), Array("f32", (4, 10)))  # the comment in the shape is gone
+    body = module.computations["body"]
+    start = body.by_name["all-to-all-start"]
+    assert start.operands == ("x",) and start.op_name.endswith("dispatch/all_to_all")
+    assert body.by_name["all-to-all-done"].operands == ("all-to-all-start",)
+    assert body.root.name == "t" and body.by_name["p"].parameter == 0
+    assert body.by_name["dot.1"].numbers("lhs_contracting_dims") == (1,)
+
+
+def test_parse_module_reads_operands_with_types_brackets_and_quotes():
+    text = HEAD + (
+        "ENTRY %main (a: bf16[2,3]) -> bf16[2,3] {\n"
+        "  %a = bf16[2,3]{1,0:T(8,128)(2,1)} parameter(0), sharding={replicated}\n"
+        "  ROOT %c.1 = (bf16[2,3]{1,0}, s4[3]{0}) custom-call(bf16[2,3]{1,0} %a, /*index=1*/%a), "
+        "custom_call_target=\"f(x\", metadata={op_name=\"jit(f)/state[\\'p\\'][\\'w\\']/g\"}\n}\n"
+    )
+    call = parse_module(text).entry.root
+    assert call.operands == ("a", "a") and call.opcode == "custom-call"
+    assert call.bytes == 12 + 2  # three 4-bit numbers fill two bytes
+    assert "\\'p\\'" in call.op_name
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("not hlo", "is not the first line of an HLO module"),
+        ("HloModule m, entry\n", "lacks is_scheduled=true"),
+        (LOOP[: LOOP.index("  ROOT %out")], "ends before its ENTRY computation"),
+        (LOOP[: LOOP.index("  ROOT %out") + 30], "cannot be read; was the text cut off"),
+    ],
+)
+def test_parse_module_refuses(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_module(text)
+
+
+def test_unknown_dtypes_are_named():
+    module = parse_module(LOOP.replace("bf16[8,8]{1,0} constant", "q7[8,8]{1,0} constant"))
+    with pytest.raises(UserError, match="'q7'"):
+        print(module.computations["body"].by_name["a"].bytes)
+
+
+@pytest.mark.parametrize(
+    "text, groups",
+    [
+        ("replica_groups={{0,1},{2,3}}, dimensions={0}", ((0, 1), (2, 3))),
+        ("channel_id=1, replica_groups={}, dimensions={0}", ((0, 1, 2, 3),)),
+        ("dimensions={0}", ((0, 1, 2, 3),)),
+        ("replica_groups=[2,2]<=[4], dimensions={0}", ((0, 1), (2, 3))),
+        # ids 0..3 as [[0, 1], [2, 3]], turned to [[0, 2], [1, 3]], cut into two rows
+        ("replica_groups=[2,2]<=[2,2]T(1,0), x", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}, x", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}, x", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=1] {'a','b'}", ((0, 1, 2, 3),)),
+    ],
+)
+def test_replica_groups(text, groups):
+    assert replica_groups(text, 4) == groups
+
+
+@pytest.mark.parametrize(
+    "text", ["replica_groups=mesh['a'=4] {'a':(1)2}", "replica_groups=mesh['a'=8] {'a'}", "replica_groups=?"]
+)
+def test_replica_groups_refuses_what_it_cannot_read(text):
+    with pytest.raises(UserError):
+        replica_groups(text, 4)
+
+
+def test_source_target_pairs():
+    assert source_target_pairs("channel_id=2, source_target_pairs={{0,1},{12,0}}, x") == ((0, 1), (12, 0))
+    assert source_target_pairs("channel_id=2") == ()
+
+
+@pytest.mark.parametrize(
+    "op_name, scope, part",
+    [
+        ("jit(step)/jvp()/shard_map/while/body/closed_call/moe/dispatch/all_to_all", "moe/dispatch", "forward"),
+        ("jit(step)/transpose(jvp(moe))/while/body/moe/combine/mul", "moe/combine", "backward"),
+        (
+            "jit(s)/transpose(jvp())/checkpoint/rematted_computation/moe/cond/branch_1_fun/gate/dot",
+            "moe/gate",
+            "recompute",
+        ),
+        ("jit(s)/jvp()/while/body/loss/tm,vm->tv/dot_general", "loss", "forward"),
+        ("jit(s)/attention/vmap(jit(f))/jit(f)/x", "attention", "forward"),
+        ("state['params']['x/y']", "", "forward"),
+        ("", "", ""),
+    ],
+)
+def test_scopes_of_a_path(op_name, scope, part):
+    assert (scope_of(op_name), pass_of(op_name)) == (scope, part)
+
+
+@pytest.mark.parametrize(
+    "kind, op_name, role",
+    [
+        ("collective-permute", "jit(s)/moe/sparse_all_gather/ppermute", "Trans"),
+        ("all-reduce", "jit(s)/transpose(jvp(x))/sparse_reduce_scatter/psum", "Agg"),
+        ("all-to-all", "jit(s)/moe/dispatch/all_to_all", "all-to-all"),
+        ("collective-permute", "jit(s)/moe/combine/ppermute", "all-to-all"),
+        ("all-reduce", "jit(s)/loss/psum", "all-reduce"),
+        ("all-gather", "", "all-gather"),
+    ],
+)
+def test_roles(kind, op_name, role):
+    assert role_of(kind, op_name) == role

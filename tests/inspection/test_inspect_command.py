@@ -1,0 +1,100 @@
+"""The command line, as far as it goes without a GPU and without the CUDA wheels."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def inspect(*flags, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_jax.inspect", *flags],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def refused(*flags, **environment):
+    """Return the one line that a refused command prints."""
+    code, out, err = inspect(*flags, **environment)
+    assert code == 2 and out == "" and "Traceback" not in err, (code, out, err)
+    lines = [line for line in err.splitlines() if not line.startswith("installing ")]
+    assert len(lines) == 1 and lines[0].startswith("error: "), err
+    return lines[0]
+
+
+def without_wheels(tmp_path):
+    """Return flags and environment of a command that finds no CUDA wheels, whatever this Python has."""
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    # a file of this name comes first on the path: the command then believes that no plugin is installed
+    (blocked / "sitecustomize.py").write_text(
+        "from importlib import metadata\n"
+        "real = metadata.version\n"
+        "def version(name):\n"
+        "    if 'cuda' in name:\n"
+        "        raise metadata.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "metadata.version = version\n"
+    )
+    return {"PYTHONPATH": str(blocked), "MOE_JAX_VENV": str(tmp_path / "none")}
+
+
+def test_missing_wheels_are_one_line_with_their_size(tmp_path):
+    line = refused("--target=h200:1x4", f"--out={tmp_path / 'out'}", **without_wheels(tmp_path))
+    assert "CUDA wheels of jax" in line and "GB on disk" in line and "--install" in line
+    assert not (tmp_path / "out").exists() and not (tmp_path / "none-cuda").exists()
+
+
+@pytest.mark.slow
+def test_a_failed_installation_leaves_nothing(tmp_path):
+    nothing = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
+    line = refused("--target=h200:1x4", f"--out={tmp_path / 'out'}", "--install", **without_wheels(tmp_path), **nothing)
+    assert "cannot be had" in line and "nothing was left behind" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["blocked"]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--target=h200:4x8",), "--out is needed"),
+        (("--out=x", "--target=h200:1x8", "--profile"), "--profile and --host_devices need real devices"),
+        (("--out=x", "--target=b300:4x8"), "names no known device"),
+        (("--out=x", "--target=h200:4x8", "--gin_bindings=MeshConfig.expert = 16"), "has 32 devices, but"),
+        (("--out=x", "--target=v100:1x8"), "was dropped by CUDA 13"),
+        (("--out=x", "--target=h200:4x8", "--compiler_option=fast"), "is not xla_NAME=VALUE"),
+        (("--out=x", "--target=h200:4x8", "--hlo=nowhere.hlo"), "cannot be read"),
+        (("--nonsense",), "nonsense"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, tmp_path):
+    assert message in refused(*flags, MOE_JAX_VENV=str(tmp_path / "none"))
+
+
+def test_a_saved_schedule_is_read_without_wheels(tmp_path):
+    code, out, err = inspect(
+        f"--hlo={FIXTURES / 'expert_parallel.hlo.xz'}",
+        "--target=h200:2x2",
+        f"--out={tmp_path}",
+        MOE_JAX_VENV="/nowhere",
+    )
+    assert code == 0, err
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["totals"]["by_role"]["all-to-all"]["executions"] > 0 and "all-to-all" in out
+    assert (tmp_path / "timeline.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_schedule_of_more_devices_than_the_target_is_refused(tmp_path):
+    line = refused(f"--hlo={FIXTURES / 'expert_parallel.hlo.xz'}", "--target=h200:1x2", f"--out={tmp_path / 'out'}")
+    assert "the target has 2 devices" in line

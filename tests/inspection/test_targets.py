@@ -1,0 +1,82 @@
+import pytest
+
+from moe_jax import cuda_wheels
+from moe_jax.errors import UserError
+from moe_jax.inspection import check_mesh, device_named, parse_target, read_device, target_names
+from moe_jax.mesh.roles import MeshConfig
+
+
+def test_every_device_has_figures_and_a_description():
+    assert set(target_names()) == {"h100", "h200", "a100", "v100", "2080ti", "3090", "4090"}
+    for name in target_names():
+        target = read_device(name)
+        assert target.source and target.device in target.config
+        rates = [target.intra_bandwidth, target.node_bandwidth, target.memory_bandwidth, target.flops_bf16]
+        assert min(rates) > 1e9 and target.adapters >= 1
+        assert f"memory_bandwidth: {int(target.memory_bandwidth)}" in target.config  # said twice, and alike
+        assert device_named(target.device) == name
+    assert device_named("NVIDIA B200") is None
+
+
+def test_parse_target():
+    target = parse_target("h200:4x8")
+    assert (target.nodes, target.per_node, target.devices, target.topology) == (4, 8, 32, "1x4x8")
+
+
+@pytest.mark.parametrize("text", ["h200", "h200:", "h200:32", "h200:0x8", "h200:4x8x2", "h200:-1x8", "h200:axb"])
+def test_parse_target_refuses_topologies(text):
+    with pytest.raises(UserError, match="needs a topology NODESxDEVICES.*h200:4x8"):
+        parse_target(text)
+
+
+def test_parse_target_refuses_unknown_devices():
+    with pytest.raises(
+        UserError, match="names no known device; choose one of 2080ti, 3090, 4090, a100, h100, h200, v100"
+    ):
+        parse_target("h300:4x8")
+
+
+@pytest.mark.parametrize(
+    "mesh, message",
+    [
+        (
+            MeshConfig(expert=16),
+            r"has 32 devices, but MeshConfig.data \(1\) x expert \(16\) x expert_shard \(1\) needs 16",
+        ),
+        (MeshConfig(data=3), r"has 32 devices, but .*expert \(what is left\) .* needs a multiple of 3"),
+        (
+            MeshConfig(devices_per_node=4),
+            "has 8 devices a node, but MeshConfig.devices_per_node is 4; set it to 8 or 0",
+        ),
+    ],
+)
+def test_check_mesh_names_the_numbers(mesh, message):
+    with pytest.raises(UserError, match=message):
+        check_mesh(parse_target("h200:4x8"), mesh)
+
+
+def test_check_mesh_accepts():
+    for mesh in (MeshConfig(), MeshConfig(expert=32, devices_per_node=8), MeshConfig(data=4, expert_shard=2)):
+        check_mesh(parse_target("h200:4x8"), mesh)
+
+
+def test_devices_that_cuda_dropped():
+    parse_target("v100:1x8").check_compilable(12)
+    parse_target("2080ti:1x8").check_compilable(13)
+    with pytest.raises(UserError, match="'v100' .* was dropped by CUDA 13"):
+        parse_target("v100:1x8").check_compilable(13)
+
+
+def test_the_mark_is_the_one_that_the_scripts_write(tmp_path, monkeypatch):
+    """make_environment of scripts/environment.sh writes requirements.txt and the wheels; `ready` asks for these."""
+    place = tmp_path / "x-cuda"
+    place.mkdir()
+    assert not cuda_wheels.ready(place)
+    listed = cuda_wheels.mark_text().splitlines()
+    assert listed[-1] == cuda_wheels.wheels() and "# [core]" in listed
+    (place / cuda_wheels.MARK).write_text("jax[cuda13]==0.0.1\n")
+    assert not cuda_wheels.ready(place)
+    (place / cuda_wheels.MARK).write_text(cuda_wheels.mark_text())
+    assert cuda_wheels.ready(place)
+    monkeypatch.setenv("MOE_JAX_VENV", str(tmp_path / "x"))
+    assert cuda_wheels.folder() == place
