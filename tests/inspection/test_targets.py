@@ -1,3 +1,5 @@
+import pathlib
+
 import pytest
 
 from moe_jax import cuda_wheels
@@ -79,4 +81,9 @@ def test_the_mark_is_the_one_that_the_scripts_write(tmp_path, monkeypatch):
     (place / cuda_wheels.MARK).write_text(cuda_wheels.mark_text())
     assert cuda_wheels.ready(place)
     monkeypatch.setenv("MOE_JAX_VENV", str(tmp_path / "x"))
+    monkeypatch.setattr(cuda_wheels.metadata, "version", lambda name: cuda_wheels.RECORDED)
     assert cuda_wheels.folder() == place
+    script = (pathlib.Path(__file__).parents[2] / "scripts" / "test.sh").read_text()
+    assert f"make_environment \"$venv\" '{cuda_wheels.wheels()}'" in script
+    monkeypatch.setattr(cuda_wheels.metadata, "version", lambda name: "0.12.9")
+    assert cuda_wheels.folder() == tmp_path / "x-cuda-0.12.9"
