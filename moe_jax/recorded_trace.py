@@ -1,11 +1,14 @@
 """Record some training steps with jax's profiler, and read which instruction ran on which device when.
 
 Enters: a RunConfig and real devices, or a recorded trace. Leaves: spans for `moe_jax.inspection.measured`. Kernels are
-found by the profiler's own fields (`hlo_op`, `hlo_module`), which it writes for CPUs and GPUs alike.
+found by the profiler's own fields (`hlo_op`, `hlo_module`) in the JSON that it writes; its binary file ends the process
+of jax 0.12.0.1 when `ProfileData` reads the fields of an event.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 from moe_jax.errors import UserError
@@ -55,20 +58,20 @@ def read_spans(folder: Path, module: str) -> list[Span]:
     Raises:
       UserError: no trace there, or none of this program.
     """
-    from jax.profiler import ProfileData
-
-    files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    files = sorted(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     if not files:
-        raise UserError(f"{folder} holds no trace (*.xplane.pb); record one with --profile")
+        raise UserError(f"{folder} holds no trace (*.trace.json.gz); record one with --profile")
+    events = json.loads(gzip.decompress(files[-1].read_bytes()))["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("ph") == "M" and e["name"] == "process_name"}
     spans = []
-    for plane in ProfileData.from_file(str(files[-1])).planes:
-        for line in plane.lines:
-            for event in line.events:
-                stats = dict(event.stats)
-                if stats.get("hlo_op") and stats.get("hlo_module", "").split("(")[0] == module:
-                    device = f"{plane.name} {stats.get('device_ordinal', '')}".strip()
-                    begin = event.start_ns * 1e-9
-                    spans.append(Span(device, str(stats["hlo_op"]), begin, begin + event.duration_ns * 1e-9))
+    for event in events:
+        fields = event.get("args") or {}
+        if event.get("ph") != "X" or "hlo_op" not in fields:
+            continue
+        if str(fields.get("hlo_module", "")).split("(")[0] == module:
+            device = f"{processes.get(event['pid'], '')} {fields.get('device_ordinal', '')}".strip()
+            begin = event["ts"] * 1e-6
+            spans.append(Span(device, str(fields["hlo_op"]), begin, begin + event["dur"] * 1e-6))
     if not spans:
         raise UserError(f"the trace in {folder} has no execution of {module}; was another program running?")
     return spans
