@@ -53,6 +53,11 @@ class DeviceBytes:
     def total(self) -> int:
         return sum(dataclasses.astuple(self))
 
+    @property
+    def at_most(self) -> int:
+        """The total with twice the estimated part: what to reckon with."""
+        return self.total + self.activations + self.overflow
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:

@@ -52,9 +52,8 @@ def shadows(counts, home, price, guests):
     return number
 
 
-@pytest.mark.parametrize(
-    "schedule", ["deepspeed", *(pytest.param(name, marks=pytest.mark.slow) for name in MESHES if name != "deepspeed")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", MESHES)
 def test_shadowed_experts_equal_reference(schedule):
     mesh = MESHES[schedule]
     placement = cases.random_placement(1, mesh["expert"], guests=0).replace(shares=None, rule="home")

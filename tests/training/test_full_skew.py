@@ -23,7 +23,7 @@ from moe_jax.training.session import build_session
 SIZES = (
     "ModelConfig.model_dim = 64", "ModelConfig.hidden_dim = 128", "MoEConfig.num_experts = 8", "MoEConfig.top_k = 1",
     "MoEConfig.aux_loss_weight = 0.0", "train.batch_size = 32", "MeshConfig.expert = 4", "train.zero_stage = 0",
-    "PlannerConfig.name = 'balanced'", "PlannerConfig.guest_slots = 2", "PlannerConfig.swap_after = 2",
+    "PlannerConfig.name = 'balanced'", "PlannerConfig.guest_slots = 2", "PlannerConfig.swap_after = 3",
 )  # fmt: skip
 HOT = 5
 
@@ -63,8 +63,8 @@ def test_ten_steps_on_one_expert(tmp_path):
     tokens = config.train.batch_size * config.data.sequence_length
     state, used, passes, guests = session.fresh_state(), {}, [], []
     other = jax.tree.map(lambda leaf: leaf.copy(), state)
-    for step in range(14):
-        if step == 4:
+    for step in range(11):
+        if step == 1:
             state, other = tilt(state), tilt(other)
         batch = to_devices(session.feed.read(step), session.placing.batch)
         executable, tables, wishes, state = engine.before_step(step, state, 0)
@@ -79,7 +79,7 @@ def test_ten_steps_on_one_expert(tmp_path):
         np.testing.assert_allclose(metrics["loss"], float(want["loss"]), rtol=1e-5)
         assert not metrics["dropped"].any()
         np.testing.assert_array_equal(metrics["loads"].sum((1, 2)), [tokens] * 2)
-        if step >= 4:
+        if step >= 1:
             np.testing.assert_array_equal(metrics["loads"].sum(1)[:, HOT], [tokens] * 2)
             passes.append(int(metrics["passes"].max()))
     engine.close()
@@ -87,4 +87,5 @@ def test_ten_steps_on_one_expert(tmp_path):
     assert guests[-1] > 0 and passes[-1] < passes[0]  # the plan followed
     for skeleton, executable in used.items():
         want = predicted(config, session, skeleton)
-        assert peak_bytes(executable) <= want.total, (skeleton, peak_bytes(executable), want)
+        peak = peak_bytes(executable)
+        assert peak <= want.at_most <= 2 * peak, (skeleton, peak, want)
