@@ -49,6 +49,7 @@ _STEPS = flags.DEFINE_integer("steps", 3, "Steps of each side in a round.")
 _SETTLE = flags.DEFINE_integer("settle", 8, "Steps before the rounds.")
 _SLACKS = flags.DEFINE_list("slacks", ["1.5", "3", "6"], "Bucket sizes tried for EP, over the mean.")
 _TRANSPORTS = flags.DEFINE_list("transports", ["all_to_all", "pairwise", "two_level"], "Transports tried for EP.")
+_EP = flags.DEFINE_string("ep", "", "TRANSPORT:SLACK of plain EP as an earlier run chose it; '' tries them all.")
 _GUESTS = flags.DEFINE_integer("guest_slots", 4, "Guests of a device in a layer.")
 _FIRST = flags.DEFINE_integer("first_sample", 50, "Sample of the trace for step 0.")
 _WAIT_FOR = flags.DEFINE_string(
@@ -193,6 +194,32 @@ def summary(found: dict) -> dict:
     }
 
 
+def try_ep(build, hosts, say) -> tuple[dict, tuple[str, float]]:
+    """Time plain EP with each transport, then with the best one's other bucket sizes; return (all, the best)."""
+    if _EP.value:
+        transport, slack = _EP.value.split(":")
+        return {}, (transport, float(slack))
+    tried: dict[tuple[str, float], dict] = {}
+    slacks = sorted(map(float, _SLACKS.value))
+
+    def attempt(transport, slack):
+        side = {"ep": build(transport, slack, "none")}
+        tried[transport, slack] = summary(time_sides(side, 2, 2, say))["ep"]
+
+    def best():
+        ours = repr(min(tried, key=lambda case: tried[case]["step_seconds"]))
+        transport, slack = hosts.gather_text(f"best {len(tried)}", ours)[0].strip("()").split(", ")
+        return transport.strip("'"), float(slack)
+
+    for transport in _TRANSPORTS.value:
+        attempt(transport, slacks[len(slacks) // 2])
+    transport = best()[0]
+    for slack in slacks:
+        if (transport, slack) not in tried:
+            attempt(transport, slack)
+    return {f"{transport} {slack:g}": found for (transport, slack), found in tried.items()}, best()
+
+
 def worker(routing: str) -> None:
     """Run one routing on this host; process 0 writes OUT/ROUTING.json."""
     import jax
@@ -212,7 +239,7 @@ def worker(routing: str) -> None:
             "num_processes": int(os.environ["JAX_NUM_PROCESSES"]),
             "process_id": int(os.environ["JAX_PROCESS_ID"]),
         }
-    with start_hosts(HostsConfig(**place)) as hosts:
+    with start_hosts(HostsConfig(**place, lost_after_seconds=150.0)) as hosts:
 
         def say(text):
             if hosts.is_main:
@@ -229,25 +256,9 @@ def worker(routing: str) -> None:
         mesh = run_config("all_to_all", 1.5, "none").mesh
         if routing == "trace":
             install_counted_gate(build_mesh(mesh, jax.devices()).expert)
-        tried: dict[str, dict] = {}
-
-        def try_ep(transport, slack):
-            found = summary(time_sides({"ep": build(transport, slack, "none")}, 2, 2, say))
-            tried[f"{transport} {slack:g}"] = found["ep"]
-
-        def best_ep():
-            best = hosts.gather_text(f"best {len(tried)}", min(tried, key=lambda name: tried[name]["step_seconds"]))[0]
-            return best, best.split()[0], float(best.split()[1])
-
-        slacks = sorted(map(float, _SLACKS.value))
-        for transport in _TRANSPORTS.value:
-            try_ep(transport, slacks[len(slacks) // 2])
-        transport = best_ep()[1]
-        for slack in slacks:
-            if f"{transport} {slack:g}" not in tried:
-                try_ep(transport, slack)
-        best, transport, slack = best_ep()
-        say(f"best EP: {best}")
+        tried, plain = try_ep(build, hosts, say)
+        best = "{} {:g}".format(*plain)
+        transport, slack = plain
         sides = {"ep": build(transport, slack, "none")}
         if routing == "zipf":
             sides["ep_even"] = build(transport, 2.0, "none", "even")
@@ -300,9 +311,36 @@ def write_results(folder: pathlib.Path) -> dict:
         "commit": commit.strip(), "command": " ".join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "hosts": _HOSTS.value, "devices_per_host": _DEVICES.value, "rate": _RATE.value, "tokens": _TOKENS.value,
     }  # fmt: skip
+    draw(folder / "speedups.png", gathered)
     (folder / "results.md").write_text("\n".join([json.dumps(machine), "", *lines]))
     print("\n".join(lines))
     return {**machine, "runs": gathered}
+
+
+def draw(path: pathlib.Path, gathered: dict) -> None:
+    """Draw the speed-up of every side over EP, one colour for each routing."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bars = {
+        routing: {name: side["speedup"] for run in runs for name, side in run["sides"].items() if name != "ep_even"}
+        for routing, runs in gathered.items()
+    }
+    names = list(dict.fromkeys(name for speedups in bars.values() for name in speedups))
+    figure, axes = plt.subplots(figsize=(7, 0.4 * len(names) + 1.2))
+    for at, (routing, speedups) in enumerate(bars.items()):
+        places = [index + 0.4 * at for index, name in enumerate(names) if name in speedups]
+        axes.barh(places, [speedups[name] for name in names if name in speedups], height=0.38, label=routing)
+    axes.set_yticks([index + 0.2 * (len(bars) - 1) for index in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("steps a second over plain EP's")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
 
 
 def main(_):
