@@ -22,7 +22,8 @@ class MoEConfig:
       min_capacity: least capacity, used with a capacity factor only.
       drop: which excess tokens are dropped: those that come last ('position') or those with the least gate
         probability ('probability').
-      renormalize: divide the K chosen probabilities by their sum.
+      renormalize: divide the K chosen probabilities by their sum. With K = 1 every weight is then 1 and the gate learns
+        from its own losses alone; set False there, as Switch Transformers do.
       gate_noise: standard deviation of normal noise on the gate's logits in training; 0 is none.
       aux_loss_weight: weight of the load-balancing loss.
       z_loss_weight: weight of the squared log-partition loss of the gate.
