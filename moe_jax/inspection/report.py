@@ -41,11 +41,13 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
             "flops": dict(sorted(timeline.flops.items())),
         },
         "totals": {
-            "by_role": _totals(flights, lambda flight: flight.role),
-            "by_kind": _totals(flights, lambda flight: flight.kind),
-            "by_scope": _totals(flights, lambda flight: f"{flight.part} {flight.scope}".strip() or "(unnamed)"),
+            "by_role": _totals(flights, "role", lambda flight: flight.role),
+            "by_kind": _totals(flights, "kind", lambda flight: flight.kind),
+            "by_scope": _totals(flights, "scope", _part_and_scope),
         },
-        "in_loops": {"by_role": _totals([flight for flight in flights if flight.loops], lambda flight: flight.role)},
+        "in_loops": {
+            "by_role": _totals([flight for flight in flights if flight.loops], "role", lambda flight: flight.role)
+        },
         "compute_by_scope": [
             {"part": part, "scope": scope, "seconds": seconds}
             for (part, scope), seconds in sorted(timeline.by_scope.items(), key=lambda item: -item[1])
@@ -85,13 +87,18 @@ def _flight_record(flight: Flight) -> dict:
     }
 
 
-def _totals(flights: Iterable[Flight], key) -> dict:
-    """Return {key: sums}, largest modelled time first."""
+def _part_and_scope(flight: Flight) -> str:
+    return f"{flight.part} {flight.scope}".strip() or "(unnamed)"
+
+
+def _totals(flights: Iterable[Flight], name: str, key) -> list[dict]:
+    """Return one record of sums per key, which stands in it as `name`; largest modelled time first."""
     sums: dict[str, dict] = {}
     for flight in flights:
         total = sums.setdefault(
             key(flight),
             {
+                name: key(flight),
                 "collectives": 0,
                 "executions": 0,
                 "bytes": 0,
@@ -108,7 +115,7 @@ def _totals(flights: Iterable[Flight], key) -> dict:
         total["bytes_beside_matmuls"] += flight.bytes * flight.beside_matmuls
         total["seconds"] += flight.seconds
         total["exposed_seconds"] += flight.exposed
-    return dict(sorted(sums.items(), key=lambda item: -item[1]["seconds"]))
+    return sorted(sums.values(), key=lambda total: -total["seconds"])
 
 
 def report_text(report: dict) -> str:
@@ -128,18 +135,18 @@ def report_text(report: dict) -> str:
         f"{_ms(step['matmul_seconds'])}, {flops / 1e12:.2f} TFLOP), exposed communication "
         f"{_ms(step['exposed_seconds'])}"
     )
-    for title, totals in (
-        ("role", report["totals"]["by_role"]),
-        ("role, inside loops", report["in_loops"]["by_role"]),
-        ("scope", report["totals"]["by_scope"]),
+    for title, name, totals in (
+        ("role", "role", report["totals"]["by_role"]),
+        ("role, inside loops", "role", report["in_loops"]["by_role"]),
+        ("scope", "scope", report["totals"]["by_scope"]),
     ):
         lines += ["", _TOTAL.format(title, "runs", "MB", "beside mm", "modelled", "exposed", "")]
-        for name, total in totals.items():
+        for total in totals:
             hidden = total["bytes_beside_matmuls"] / max(total["bytes"], 1)
             share = total["exposed_seconds"] / max(total["seconds"], 1e-30)
             lines.append(
                 _TOTAL.format(
-                    name[:44],
+                    total[name][:44],
                     total["executions"],
                     f"{total['bytes'] / 1e6:.2f}",
                     f"{hidden:.0%}",

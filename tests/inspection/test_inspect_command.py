@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tiny_run import bindings_of
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 ROOT = pathlib.Path(__file__).parents[2]
@@ -90,7 +91,7 @@ def test_a_saved_schedule_is_read_without_wheels(tmp_path):
     )
     assert code == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["totals"]["by_role"]["all-to-all"]["executions"] > 0 and "all-to-all" in out
+    assert "all-to-all" in {total["role"] for total in report["totals"]["by_role"]} and "all-to-all" in out
     assert (tmp_path / "timeline.png").read_bytes()[:4] == b"\x89PNG"
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
@@ -98,3 +99,25 @@ def test_a_saved_schedule_is_read_without_wheels(tmp_path):
 def test_a_schedule_of_more_devices_than_the_target_is_refused(tmp_path):
     line = refused(f"--hlo={FIXTURES / 'expert_parallel.hlo.xz'}", "--target=h200:1x2", f"--out={tmp_path / 'out'}")
     assert "the target has 2 devices" in line
+
+
+def test_real_devices_are_run_and_measured(tmp_path):
+    """On CPU devices, the only real ones here: the rates are an H200's and mean nothing, the path is that of a GPU."""
+    bindings = [f"--gin_bindings={binding}" for binding in bindings_of(tmp_path)]
+    code, out, err = inspect(
+        *bindings, "--host_devices=2", "--rates=h200", "--profile", f"--out={tmp_path / 'out'}", JAX_PLATFORMS="cpu"
+    )
+    assert code == 0, err
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    measured = report["measured"]
+    assert measured["devices"] == 2 and measured["steps"] == 5
+    assert 0 < measured["exposed_seconds"] <= measured["collective_seconds"] < measured["step_seconds"]
+    found = [record for record in report["collectives"] if record["measured"]]
+    assert found and all(record["measured"]["executions"] >= 1 for record in found)
+    assert "measured over 5 steps on 2 devices" in out
+    assert report["target"]["per_node"] == 2 and report["memory"]["arguments"] > 0
+
+
+def test_unknown_devices_need_rates(tmp_path):
+    line = refused("--host_devices=2", f"--out={tmp_path / 'out'}", JAX_PLATFORMS="cpu")
+    assert "no GPU that is known here (2 x cpu)" in line and "--target=h200:4x8" in line

@@ -139,8 +139,10 @@ def test_report_sums_and_prints(tmp_path):
     slow = dataclasses.replace(TARGET, node_bandwidth=8.0)
     timeline = play(parse_module(LOOP), slow, MODEL)
     report = build_report(timeline, slow, MODEL, memory={"peak": 7}, compile_seconds=1.0, lower_seconds=0.5)
-    total = report["totals"]["by_role"]["all-to-all"]
-    assert total == report["in_loops"]["by_role"]["all-to-all"] == report["totals"]["by_scope"]["forward moe/dispatch"]
+    (total,) = report["totals"]["by_role"]
+    assert total["role"] == "all-to-all" and [total] == report["in_loops"]["by_role"]
+    (of_scope,) = report["totals"]["by_scope"]
+    assert of_scope["scope"] == "forward moe/dispatch" and of_scope["seconds"] == total["seconds"]
     assert total["bytes"] == total["bytes_beside_matmuls"] == 480 and total["executions"] == 3
     assert total["seconds"] == pytest.approx(60.0) and total["exposed_seconds"] == pytest.approx(12.0)
     assert report["step"]["modelled_seconds"] == pytest.approx(60.0)
