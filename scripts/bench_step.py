@@ -10,10 +10,14 @@ that of the medians. Run it as
 from __future__ import annotations
 
 import json
+import pathlib
 import statistics
+import sys
 import time
 
 from absl import app, flags
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", ["configs/run/demo.gin"], "Config file.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding.")

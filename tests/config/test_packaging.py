@@ -132,6 +132,14 @@ def test_scripts_use_no_tool_that_only_linux_has():
             assert word not in text, (name, word)
 
 
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))
+def test_scripts_find_the_package_without_installing_it(script):
+    """`python scripts/x.py` looks in scripts/ alone; files that others import leave it to those."""
+    text = (ROOT / "scripts" / script).read_text()
+    if '__name__ == "__main__"' in text and re.search(r"^ *(from|import) (moe_jax|stepper)\b", text, re.MULTILINE):
+        assert re.search(r"^sys\.path\.insert\(0, ", text, re.MULTILINE)
+
+
 def test_license_is_apache():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
