@@ -16,7 +16,7 @@ from moe_jax.calibration.collectives import collective_cases, empty_case
 from moe_jax.calibration.compute import dense_timing, expert_timings, gate_timing, regroup_timing
 from moe_jax.calibration.groups import Timed, machine_groups, mesh_groups
 from moe_jax.calibration.timing import interleaved_seconds, medians
-from moe_jax.cluster import Cluster, Fit, fit_alpha_beta, fit_saa
+from moe_jax.cluster import Cluster, Fit, fit_alpha_beta, fit_saa, split_saa
 from moe_jax.cluster.groups import strided_name
 from moe_jax.errors import UserError
 from moe_jax.mesh.hosts import Hosts
@@ -29,6 +29,8 @@ class CalibrationOptions:
 
     Attributes:
       smallest, largest: bytes of the smallest and largest message; points: sizes between them, evenly in the logarithm.
+      least_seconds: where the largest message takes less, larger ones are timed, up to 16 times; else what a call costs
+        would hide the slope.
       rounds: interleaved calls of each size; the median counts.
       devices_per_node: where the fast links end; 0 takes the devices of a process.
       compute: time matmuls, gating and rows as well.
@@ -38,6 +40,7 @@ class CalibrationOptions:
     smallest: int = 2**14
     largest: int = 2**22
     points: int = 6
+    least_seconds: float = 0.02
     rounds: int = 9
     devices_per_node: int = 0
     compute: bool = True
@@ -49,10 +52,9 @@ class CalibrationOptions:
         if self.points < 3 or self.rounds < 1:
             raise UserError(f"--points ({self.points}) must be at least 3 and --rounds ({self.rounds}) at least 1")
 
-    @property
-    def sizes(self) -> list[int]:
-        """Sizes in bytes, ascending."""
-        step = (self.largest / self.smallest) ** (1 / (self.points - 1))
+    def sizes(self, largest: int) -> list[int]:
+        """Return sizes in bytes from the smallest to `largest`, ascending."""
+        step = (largest / self.smallest) ** (1 / (self.points - 1))
         return [round(self.smallest * step**i) for i in range(self.points)]
 
 
@@ -90,8 +92,8 @@ def calibrate(
     empty = agree(medians(interleaved_seconds({"call": empty_case(devices)}, 3 * options.rounds)))["call"]
     fits, points = {"call": Fit(empty, 0.0)}, {}
     for timed in groups:
-        points[timed.name] = _time_collective(timed, devices, options, empty, agree)
-        fits[timed.name] = _fit(points[timed.name])
+        found = _time_collective(timed, devices, options, empty, agree)
+        points[timed.name], fits[timed.name] = found, _fit_saa(found) if timed.collective == "saa" else _fit(found)
         say(_line(timed.name, fits[timed.name]))
     if options.compute:
         for name, found in _time_compute(devices, options, empty, agree).items():
@@ -101,7 +103,14 @@ def calibrate(
 
 
 def _time_collective(timed: Timed, devices, options, empty: float, agree) -> Points:
-    cases = [case for size in options.sizes for case in collective_cases(timed, devices, size)]
+    largest = options.largest
+    while largest < 16 * options.largest:
+        case = collective_cases(timed, devices, largest)[0]
+        once = agree(medians(interleaved_seconds({"call": case.call}, 2)))["call"]
+        if (once - empty) / case.count >= options.least_seconds:
+            break
+        largest *= 4
+    cases = [case for size in options.sizes(largest) for case in collective_cases(timed, devices, size)]
     calls = {str(index): case.call for index, case in enumerate(cases)}
     seconds = agree(medians(interleaved_seconds(calls, options.rounds)))
     each = [max(seconds[str(index)] - empty, 0.0) / case.count for index, case in enumerate(cases)]
@@ -159,8 +168,18 @@ def _time_compute(devices, options: CalibrationOptions, empty: float, agree) -> 
 
 def _fit(points: Points) -> Fit:
     if any(points.y):
-        return fit_saa(points.x, points.y, points.seconds)
-    return fit_alpha_beta(points.x, points.seconds)
+        return fit_saa(points.x, points.y, points.seconds, relative=True)
+    return fit_alpha_beta(points.x, points.seconds, relative=True)
+
+
+def _fit_saa(points: Points) -> Fit:
+    """Fit SAA by its points with gathers, and the slope of its rounds by those without."""
+    lines = {}
+    for with_gathers in (True, False):
+        chosen = [(x, s) for x, y, s in zip(*points, strict=True) if bool(y) == with_gathers]
+        lines[with_gathers] = fit_alpha_beta(*zip(*chosen, strict=True), relative=True)
+    ratio = next(y / x for x, y in zip(points.x, points.y, strict=True) if y)
+    return split_saa(lines[False], lines[True], ratio)
 
 
 def _line(name: str, fit: Fit) -> str:

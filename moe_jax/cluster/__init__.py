@@ -1,7 +1,7 @@
 """The machines: sizes, links, speeds, fitted collectives, and the presets of the papers' clusters."""
 
 from moe_jax.cluster.cluster import Cluster
-from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_saa, parm_choice
+from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_saa, parm_choice, split_saa
 from moe_jax.cluster.read import read_cluster, write_cluster
 from moe_jax.cluster.topology import LinkTraffic, all_reduce_bytes, broadcast_bytes, exchange_seconds, link_traffic
 
@@ -18,5 +18,6 @@ __all__ = [
     "link_traffic",
     "parm_choice",
     "read_cluster",
+    "split_saa",
     "write_cluster",
 ]

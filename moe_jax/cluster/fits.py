@@ -53,27 +53,36 @@ class ParmChoice(typing.NamedTuple):
     s2_seconds: float
 
 
-def fit_alpha_beta(sizes, seconds) -> Fit:
+def fit_alpha_beta(sizes, seconds, relative: bool = False) -> Fit:
     """Fit seconds = alpha + beta size by least squares.
 
     Args:
       sizes: [n] at least two different ones.
       seconds: [n] measured times.
+      relative: make the relative errors least, so that small sizes, which tell alpha, count as much as large ones.
 
     Returns:
       the fit, with R^2 = 1 - residual / total variance (1 where all times are equal).
 
     Source: Parm, equation 12.
     """
-    return _least_squares(["size"], [sizes], seconds)
+    return _least_squares(["size"], [sizes], seconds, relative)
 
 
-def fit_saa(x, y, seconds) -> Fit:
+def fit_saa(x, y, seconds, relative: bool = False) -> Fit:
     """Fit the three constants of a simultaneous all-to-all (size x) and all-gather (size y).
 
     Source: Parm, section V; x and y vary apart here, so that their slopes can be told apart.
     """
-    return _least_squares(["x", "y"], [x, y], seconds)
+    return _least_squares(["x", "y"], [x, y], seconds, relative)
+
+
+def split_saa(rounds: Fit, whole: Fit, y_over_x: float) -> Fit:
+    """Return alpha + beta x + gamma y of SAA from two lines over x: its rounds alone, and all of it.
+
+    The sizes of one mesh give y a fixed ratio to x, so only the rounds alone can say what of the slope is theirs.
+    """
+    return Fit(whole.alpha, rounds.beta, (whole.beta - rounds.beta) / y_over_x, whole.r2)
 
 
 def parm_choice(x: float, y: float, gathered: float, a2a: Fit, gather: Fit, saa: Fit | None = None) -> ParmChoice:
@@ -97,15 +106,17 @@ def parm_choice(x: float, y: float, gathered: float, a2a: Fit, gather: Fit, saa:
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
 
 
-def _least_squares(names: list[str], columns: list, seconds) -> Fit:
+def _least_squares(names: list[str], columns: list, seconds, relative: bool) -> Fit:
     times = np.asarray(seconds, np.float64)
     matrix = np.stack([np.ones(len(times)), *(np.asarray(column, np.float64) for column in columns)], axis=1)
     if not np.isfinite(matrix).all() or not np.isfinite(times).all():
         raise UserError(f"a fit over {' and '.join(names)} needs finite sizes and times; drop the failed measurements")
     # Columns differ by orders of magnitude: scale them, or the rank test takes a large size for the only column.
-    scale = np.abs(matrix).max(axis=0)
+    weight = 1 / np.maximum(times, 1e-9) if relative else np.ones(len(times))
+    weighted = matrix * weight[:, None]
+    scale = np.abs(weighted).max(axis=0)
     scale[scale == 0] = 1.0
-    answer, _, rank, _ = np.linalg.lstsq(matrix / scale, times, rcond=None)
+    answer, _, rank, _ = np.linalg.lstsq(weighted / scale, times * weight, rcond=None)
     if rank < matrix.shape[1]:
         raise UserError(
             f"a fit over {' and '.join(names)} needs at least {matrix.shape[1]} measurements at different sizes, got "

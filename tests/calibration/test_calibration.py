@@ -58,7 +58,8 @@ def test_calibrate_recovers_lines_from_synthetic_times(monkeypatch):
     def collective_cases(timed, devices, size):
         alpha, beta = LINES.get(timed.collective, (2e-4, 3e-9))
         if timed.collective == "saa":
-            return [measure_case(1e-3 + 2e-9 * size + 5e-10 * y, 1, size, y) for y in (2 * size, 0)]
+            whole, alone = (2e-3 + 2e-9 * size + 1e-9 * size, 1e-3 + 2e-9 * size)  # gathers have a start of their own
+            return [measure_case(whole, 1, size, 2 * size), measure_case(alone, 1, size)]
         return [measure_case(alpha + beta * size, 4, size)]
 
     def measure_case(seconds, count, x, y=0):
@@ -81,7 +82,7 @@ def test_calibrate_recovers_lines_from_synthetic_times(monkeypatch):
             assert fit.beta == pytest.approx(LINES[kind][1], rel=1e-6)
             assert fit.r2 == pytest.approx(1.0)
     saa = cluster.fit("saa:8,2,4", "test")
-    assert (saa.alpha, saa.beta, saa.gamma) == pytest.approx((1e-3, 2e-9, 5e-10), rel=1e-6)
+    assert (saa.alpha, saa.beta, saa.gamma) == pytest.approx((2e-3, 2e-9, 5e-10), rel=1e-6)
     # a node's link carries its four devices' messages at once
     assert cluster.inter_bandwidth == pytest.approx(4 / 3e-9) and cluster.intra_bandwidth == pytest.approx(1 / 3e-9)
     assert cluster.flops is None  # not timed, and not invented

@@ -15,6 +15,7 @@ from moe_jax.cluster import (
     link_traffic,
     parm_choice,
     read_cluster,
+    split_saa,
     write_cluster,
 )
 from moe_jax.errors import UserError
@@ -146,3 +147,18 @@ def test_parm_choice_by_hand():
     assert parm_choice(4, 20, 10, a2a, gather).schedule == "s1"
     # A measured SAA hides the gather: 1 + 2*4 + 0.1*20 = 11 -> s2 = 20.
     assert parm_choice(4, 20, 10, a2a, gather, Fit(1.0, 2.0, 0.1)) == ("s2", 28.0, 20.0)
+
+
+def test_relative_fit_listens_to_small_sizes():
+    # A bend: 10 us up to 1 kB, then 1 ms per MB with 20% more at the top. Plain least squares bends alpha to the top.
+    sizes = np.array([1e2, 1e3, 1e5, 1e6, 1e7])
+    seconds = 1e-5 + 1e-9 * sizes * np.array([1, 1, 1, 1, 1.2])
+    plain, relative = fit_alpha_beta(sizes, seconds), fit_alpha_beta(sizes, seconds, relative=True)
+    assert abs(relative.alpha / 1e-5 - 1) < 0.1 < abs(plain.alpha / 1e-5 - 1)
+    exact = fit_alpha_beta(sizes, 1e-5 + 1e-9 * sizes, relative=True)
+    np.testing.assert_allclose([exact.alpha, exact.beta, exact.r2], [1e-5, 1e-9, 1], rtol=1e-9)
+
+
+def test_split_saa_by_hand():
+    # y = 2 x: of a slope of 5 per x the rounds take 3, so a gathered y costs (5 - 3) / 2 = 1; alpha is that of all of it.
+    assert split_saa(Fit(1.0, 3.0), Fit(4.0, 5.0, 0.0, 0.9), 2.0) == Fit(4.0, 3.0, 1.0, 0.9)
