@@ -68,7 +68,7 @@ def sweep(place: str) -> list[Layer]:
     """Return the layers of a place, pairs taking turns so that a part of the sweep is balanced too."""
     rng = np.random.default_rng(0)
     tokens = sorted({batch * length // 16 for batch in (2, 4, 8) for length in (512, 1024, 2048)})
-    tokens = tokens[:-1] if place == "lab" else tokens  # slow links: the longest layers would take seconds
+    tokens = tokens[:-1]  # the longest layers would take seconds here
     by_pair = []
     for (copies, shards), count in COUNTS[place].items():
         chosen: list[Layer] = []

@@ -41,8 +41,8 @@ class ExpertGroup:
         """Return [D S, ...] from [D, ...]: every shard of a member gets the same."""
         if self.shards == 1:
             return array
-        wide = jnp.broadcast_to(array[:, None], (self.members, self.shards) + array.shape[1:])
-        return wide.reshape((self.size,) + array.shape[1:])
+        # stacked, so that the gradient is a chain of additions: XLA:CPU sums over a middle dim one number at a time
+        return jnp.stack([array] * self.shards, axis=1).reshape((self.size,) + array.shape[1:])
 
     def send(self, rows, counts, arriving):
         """Send rows [D c, M] to their experts: [P c, M], source by source.
@@ -70,7 +70,8 @@ class ExpertGroup:
             return blocks
         wide = jnp.promote_types(blocks.dtype, jnp.float32)
         split = blocks.reshape((self.members, self.shards) + blocks.shape[1:])
-        return jnp.sum(split, axis=1, dtype=wide).astype(blocks.dtype)
+        parts = [split[:, shard].astype(wide) for shard in range(self.shards)]
+        return sum(parts[1:], parts[0]).astype(blocks.dtype)
 
 
 def build_expert_group(roles: Roles, transport: str = "all_to_all") -> ExpertGroup:
