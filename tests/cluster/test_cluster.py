@@ -160,5 +160,5 @@ def test_relative_fit_listens_to_small_sizes():
 
 
 def test_split_saa_by_hand():
-    # y = 2 x: of a slope of 5 per x the rounds take 3, so a gathered y costs (5 - 3) / 2 = 1; alpha is that of all of it.
+    # y = 2 x: of a slope of 5 per x the rounds take 3, so a gathered y costs (5 - 3) / 2 = 1; alpha is the whole one.
     assert split_saa(Fit(1.0, 3.0), Fit(4.0, 5.0, 0.0, 0.9), 2.0) == Fit(4.0, 3.0, 1.0, 0.9)
