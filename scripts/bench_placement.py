@@ -15,7 +15,8 @@ Routing, one run for each:
 
 Plain EP runs first, with each transport and then, with the best, several bucket sizes; the best of all is what planners
 are compared with, and they use its transport. Runs are interleaved: in each round every side trains the same few
-steps; the speed-up is that of the medians. Before the rounds every side runs until its skeletons are compiled. The
+steps; the speed-up is that of the medians. Before the rounds every side runs --settle steps; planners start from the
+loads of EP's, so that their first executable is the one they need, and its buckets are of the size they predict. The
 floor of a step is its compute and an even exchange: ep_even, plain EP without skew on the same links.
 """
 
@@ -42,11 +43,11 @@ _ROUTINGS = flags.DEFINE_list("routings", ["zipf", "trace"], "Which routings to 
 _PLANNERS = flags.DEFINE_list("planners", list(PLANNERS), "Planners beside EP; NAME_after_gate decides in the step.")
 _HOSTS = flags.DEFINE_integer("hosts", 4, "Hosts of the lab.")
 _DEVICES = flags.DEFINE_integer("devices_per_host", 4, "Devices of each.")
-_RATE = flags.DEFINE_string("rate", "400mbit", "Rate of a host's link, each way.")
+_RATE = flags.DEFINE_string("rate", "200mbit", "Rate of a host's link, each way.")
 _TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens of a device.")
 _ROUNDS = flags.DEFINE_integer("rounds", 4, "Interleaved rounds.")
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps of each side in a round.")
-_SETTLE = flags.DEFINE_integer("settle", 8, "Steps before the rounds.")
+_SETTLE = flags.DEFINE_integer("settle", 6, "Steps of each side before the rounds.")
 _SLACKS = flags.DEFINE_list("slacks", ["1.5", "3", "6"], "Bucket sizes tried for EP, over the mean.")
 _TRANSPORTS = flags.DEFINE_list("transports", ["all_to_all", "pairwise", "two_level"], "Transports tried for EP.")
 _EP = flags.DEFINE_string("ep", "", "TRANSPORT:SLACK of plain EP as an earlier run chose it; '' tries them all.")
@@ -194,22 +195,27 @@ def summary(found: dict) -> dict:
     }
 
 
-def try_ep(build, hosts, say) -> tuple[dict, tuple[str, float]]:
-    """Time plain EP with each transport, then with the best one's other bucket sizes; return (all, the best)."""
+def try_ep(build, hosts, say) -> tuple[dict, tuple[str, float], tuple]:
+    """Time plain EP with each transport, then with the best one's other bucket sizes.
+
+    Returns:
+      what was tried; the best transport and bucket; that side, with the loads that it saw.
+    """
     if _EP.value:
         transport, slack = _EP.value.split(":")
-        return {}, (transport, float(slack))
+        return {}, (transport, float(slack)), build(transport, float(slack), "none")
     tried: dict[tuple[str, float], dict] = {}
+    built: dict[tuple[str, float], tuple] = {}
     slacks = sorted(map(float, _SLACKS.value))
 
     def attempt(transport, slack):
-        side = {"ep": build(transport, slack, "none")}
-        tried[transport, slack] = summary(time_sides(side, 2, 2, say))["ep"]
+        built[transport, slack] = build(transport, slack, "none")
+        tried[transport, slack] = summary(time_sides({"ep": built[transport, slack][0]}, 2, 2, say))["ep"]
 
     def best():
-        ours = repr(min(tried, key=lambda case: tried[case]["step_seconds"]))
-        transport, slack = hosts.gather_text(f"best {len(tried)}", ours)[0].strip("()").split(", ")
-        return transport.strip("'"), float(slack)
+        ours = min(tried, key=lambda case: tried[case]["step_seconds"])
+        transport, slack = hosts.gather_text(f"best {len(tried)}", f"{ours[0]} {ours[1]}")[0].split()
+        return transport, float(slack)
 
     for transport in _TRANSPORTS.value:
         attempt(transport, slacks[len(slacks) // 2])
@@ -217,7 +223,8 @@ def try_ep(build, hosts, say) -> tuple[dict, tuple[str, float]]:
     for slack in slacks:
         if (transport, slack) not in tried:
             attempt(transport, slack)
-    return {f"{transport} {slack:g}": found for (transport, slack), found in tried.items()}, best()
+    chosen = best()
+    return {f"{transport} {slack:g}": found for (transport, slack), found in tried.items()}, chosen, built[chosen]
 
 
 def worker(routing: str) -> None:
@@ -245,25 +252,25 @@ def worker(routing: str) -> None:
             if hosts.is_main:
                 print(f"{time.strftime('%H:%M:%S')} {routing}: {text}", flush=True)
 
-        def build(transport, slack, planner, how=routing):
+        def build(transport, slack, planner, how=routing, past=()):
             began = time.perf_counter()
             config = run_config(transport, slack, planner)
-            side = Training(config, jax.devices(), change_for(how))
-            side.run(_SETTLE.value if planner != "none" else 1)
-            say(f"{planner} {transport} {slack}: ready after {time.perf_counter() - began:.0f} s")
-            return side
+            side = Training(config, jax.devices(), change_for(how), past)
+            compiled = time.perf_counter() - began
+            past = [record["loads"] for record in side.run(_SETTLE.value)]
+            say(f"{planner} {transport} {slack:g}: compiled in {compiled:.0f} s, settled after {side.step} steps")
+            return side, past
 
         mesh = run_config("all_to_all", 1.5, "none").mesh
         if routing == "trace":
             install_counted_gate(build_mesh(mesh, jax.devices()).expert)
-        tried, plain = try_ep(build, hosts, say)
-        best = "{} {:g}".format(*plain)
-        transport, slack = plain
-        sides = {"ep": build(transport, slack, "none")}
+        tried, (transport, slack), (plain, past) = try_ep(build, hosts, say)
+        best, sides = f"{transport} {slack:g}", {"ep": plain}
+        plain.step = _SETTLE.value  # the same steps as all others in the rounds
         if routing == "zipf":
-            sides["ep_even"] = build(transport, 2.0, "none", "even")
+            sides["ep_even"], _ = build(transport, 2.0, "none", "even")
         for planner in _PLANNERS.value:
-            sides[planner] = build(transport, 1.5, planner)
+            sides[planner], _ = build(transport, 1.5, planner, past=past)
         say("ready for the rounds")
         while _WAIT_FOR.value and not os.path.exists(_WAIT_FOR.value):
             time.sleep(0.2)

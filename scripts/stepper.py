@@ -22,12 +22,15 @@ class Training:
 
     Args:
       change_state: function (state, step) -> state, called before each step.
+      past: loads from which the first step is planned.
     """
 
-    def __init__(self, config, devices, change_state: Callable | None = None):
+    def __init__(self, config, devices, change_state: Callable | None = None, past=()):
         self.session = build_session(config, devices)
         self.lag = Loop.lag_of(self.session)
         self.engine = build_engine(self.session, self.lag)
+        if self.engine is not None and past:
+            self.engine.foresee(list(past))
         compiled = self.session.compile_train_step() if self.engine is None else self.engine.start()
         self.executable, self.state, self.step = compiled[0], self.session.fresh_state(), 0
         self.change_state = change_state

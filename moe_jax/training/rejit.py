@@ -89,6 +89,14 @@ class RejitEngine:
             self._compile(self.pending.skeleton)
         return self._compile(self.skeleton, now=True).result()
 
+    def foresee(self, past: list[np.ndarray]):
+        """Plan the first step from loads [L, S, E] seen elsewhere, oldest first; to be called before `start`."""
+        for loads in past:
+            self.plans.observe(step_loads(self.session, loads))
+        placement = self.plans.propose(0).placement
+        self.skeleton = grow(self.skeleton, placement, self.session, self.plans)
+        self._adopt(placement)
+
     def before_step(self, step: int, state: dict, flag: int):
         """Return (executable, tables, wishes, state) for step `step` (from 0).
 

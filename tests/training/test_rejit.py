@@ -233,3 +233,15 @@ def test_calibration_has_slots_with_and_without_guests_ahead(materialize):
     assert isinstance(rule, CalibrateRule) and rule.ahead == materialize
     assert (session.rules[0] is None) == materialize  # without guests ahead the slots are there from the start
     engine.close()
+
+
+def test_foreseen_loads_give_the_first_step_its_guests():
+    loads = list(drifting_loads(8))
+    session = session_of(name="topk_all", top_k=1)
+    engine = RejitEngine(session, 1)
+    engine.foresee(loads)
+    engine.start()
+    seen = drive(engine, loads)
+    assert all(len(placement.copies) for _, placement, _ in seen)
+    assert session.compiled == [seen[0][0]]
+    engine.close()
