@@ -161,8 +161,12 @@ def change_for(routing: str):
     return change
 
 
-def time_sides(sides: dict, rounds: int, steps: int, say) -> dict:
-    """Run all sides in turn; return per side the seconds of each round's step and what its records say."""
+def time_sides(sides: dict, rounds: int, steps: int, say, keep=lambda found: None) -> dict:
+    """Run all sides in turn; return per side the seconds of each round's step and what its records say.
+
+    Args:
+      keep: called with what was found so far after each round.
+    """
     found = {name: {"seconds": [], "passes": [], "guests": [], "skew": [], "planner": []} for name in sides}
     for at in range(rounds):
         for name, side in sides.items():
@@ -177,6 +181,7 @@ def time_sides(sides: dict, rounds: int, steps: int, say) -> dict:
                 even = (homes.max(1) / homes.mean(1)).mean()
                 found[name]["skew"].append(float(np.mean(record.get("device_load_max_over_mean", even))))
         say(f"round {at}: " + ", ".join(f"{name} {found[name]['seconds'][-1]:.3f}" for name in sides))
+        keep(found)
     return found
 
 
@@ -274,13 +279,17 @@ def worker(routing: str) -> None:
         say("ready for the rounds")
         while _WAIT_FOR.value and not os.path.exists(_WAIT_FOR.value):
             time.sleep(0.2)
-        result = summary(time_sides(sides, _ROUNDS.value, _STEPS.value, say))
-        for values in result.values():
-            values["speedup"] = result["ep"]["step_seconds"] / values["step_seconds"]
-        if hosts.is_main:
-            whole = {"routing": routing, "best_ep": best, "tried_ep": tried, "sides": result}
-            path = pathlib.Path(_OUT.value) / f"{routing}-{'-'.join(_PLANNERS.value)}.json"
-            path.write_text(json.dumps(whole, indent=1) + "\n")
+
+        def keep(found):
+            result = summary(found)
+            for values in result.values():
+                values["speedup"] = result["ep"]["step_seconds"] / values["step_seconds"]
+            if hosts.is_main:
+                whole = {"routing": routing, "best_ep": best, "tried_ep": tried, "sides": result}
+                path = pathlib.Path(_OUT.value) / f"{routing}-{'-'.join(_PLANNERS.value)}.json"
+                path.write_text(json.dumps(whole, indent=1) + "\n")
+
+        time_sides(sides, _ROUNDS.value, _STEPS.value, say, keep)
 
 
 def run_lab(routing: str) -> None:
