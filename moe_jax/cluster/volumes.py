@@ -1,8 +1,9 @@
 """What one MoE layer moves under each schedule, as formulas: the cost model, the automatic choice and tests read these.
 
 Enters: static sizes of one layer. Leaves: the transfers of one device, forward and backward, for one pass. A size
-counts elements as its collective's formula does: what a device hands in, and for an all-gather what it gets. Sums of
-gradients over data-parallel devices, and integers (counts, routes), are not in here.
+counts elements as its collective's formula does: what a device hands in, and for an all-gather what it gets.
+Integers (counts, routes, the flag of an overflow) are a term of their own, `index_transfers`; sums of gradients over
+data-parallel devices are not in here.
 
 Letters: N tokens of an MP group, M model dim, D EP members, S shards (N_ESP), n = N_MP, P = D S, G steps of `pairwise`,
 C rows of a bucket: of one device's N / n tokens under s1, pairwise and dp, of all N under deepspeed and s2. With a
@@ -37,6 +38,7 @@ class LayerShape:
     shards: int = 1
     copies: int = 1
     top_k: int = 1
+    experts: int = 1
 
     @property
     def x(self) -> int:
@@ -44,29 +46,80 @@ class LayerShape:
         return self.members * self.rows * self.model_dim * self.shards
 
 
-def layer_transfers(schedule: str, shape: LayerShape, gather: str = "saa") -> tuple[list[Transfer], list[Transfer]]:
+_BOTH = "expert+expert_shard"
+
+
+def layer_transfers(
+    schedule: str, shape: LayerShape, gather: str = "saa", transport: str = "all_to_all", local: int = 1
+) -> tuple[list[Transfer], list[Transfer]]:
     """Return (forward, backward) transfers of one device in one layer and pass.
 
     Args:
       schedule: a name of the schedules; 'parm' is 's1' or 's2'.
       shape: sizes; gather: how s2 returns, 'saa' or 'aas'.
+      transport: how an all-to-all travels; local: for 'two_level', members of its group that share a node.
 
     Source: Parm, sections III and IV, restated for buckets; FasterMoE, section 4.2.
     """
     if schedule not in _FORMULAS:
         raise UserError(f"schedule {schedule!r} has no volume formula; choose one of {', '.join(_FORMULAS)}")
-    forward, backward = _FORMULAS[schedule](shape, gather)
-    return _present(forward, shape), _present(backward, shape)
+    both = _FORMULAS[schedule](shape, gather)
+    forward, backward = (_carried(_present(transfers, shape), shape, transport, local) for transfers in both)
+    return forward, backward
+
+
+def index_transfers(schedule: str, shape: LayerShape, most_passes: int = 1) -> list[Transfer]:
+    """Return the transfers of int32 in one layer and pass; they have no backward.
+
+    These are the counts of rows per expert that go ahead of the rows (an ESP group of `deepspeed` shares its members'
+    routes too, `ring` the choices); the token rule of the first EP member, where an MP group of `s2` spans several
+    ('model_expert'); and, once per layer where there may be several passes, the flag by which all devices agree on
+    their number ('all').
+    """
+    held = shape.experts // shape.members
+    counts = Transfer("all_to_all", _BOTH, shape.members * shape.shards * held)
+    out = [counts]
+    if schedule == "dp":
+        out = []
+    elif schedule == "ring":
+        tokens = shape.tokens // shape.copies * shape.members * shape.shards
+        out = [Transfer("all_gather", _BOTH, tokens * shape.top_k)]
+    elif schedule == "deepspeed" and shape.shards * shape.copies > 1:
+        routes = (shape.members * shape.rows, shape.tokens * shape.top_k, shape.members * held)
+        out = [Transfer("all_gather", "expert_shard", shape.shards * size) for size in routes]
+        out.append(counts._replace(group="expert"))
+    elif schedule == "s2":
+        out.append(Transfer("all_gather", "model_expert", 3 * shape.experts * shape.copies // shape.shards))
+    flag = [Transfer("all_reduce", "all", 1)] if most_passes > 1 else []
+    return _present(out, shape) + flag
+
+
+def _group_sizes(shape: LayerShape) -> dict[str, int]:
+    sizes = {"model": shape.copies, "expert": shape.members, "expert_shard": shape.shards}
+    return {**sizes, _BOTH: shape.members * shape.shards, "model_expert": shape.copies // shape.shards}
 
 
 def _present(transfers: list[Transfer], shape: LayerShape) -> list[Transfer]:
     """Leave out what spans a group of one device."""
-    sizes = {"model": shape.copies, "expert": shape.members, "expert_shard": shape.shards}
-    sizes["expert+expert_shard"] = shape.members * shape.shards
+    sizes = _group_sizes(shape)
     return [transfer for transfer in transfers if sizes[transfer.group] > 1 and transfer.calls]
 
 
-_BOTH = "expert+expert_shard"
+def _carried(transfers: list[Transfer], shape: LayerShape, transport: str, local: int) -> list[Transfer]:
+    """Replace each all-to-all by what its transport makes of it: rounds of messages between two devices."""
+    if transport in ("all_to_all", "ragged"):
+        return transfers
+    out = []
+    for transfer in transfers:
+        if transfer.collective != "all_to_all":
+            out.append(transfer)
+            continue
+        size = _group_sizes(shape)[transfer.group]
+        levels = (size,) if transport == "pairwise" else (local, size // local)
+        for level in levels:
+            rounds = Transfer("permute", transfer.group, transfer.elements // level, (level - 1) * transfer.calls)
+            out += [rounds] if level > 1 else []
+    return out
 
 
 def _s1(shape: LayerShape, _):

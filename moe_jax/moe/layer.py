@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.after_gate import Rule, fetch_late, gather_counts
+from moe_jax.collectives.ordering import wait_for
 from moe_jax.collectives.sparse import TransferPlan, sparse_all_gather
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import even_tables, local
@@ -134,7 +135,9 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan
 
             return experts, here
 
-        return schedule(x, token_ids, gate, placed)
+        y, stats, passes = schedule(x, token_ids, gate, placed)
+        # sums of statistics over devices come after the layer's own collectives
+        return y, jax.tree.map(lambda leaf: wait_for(leaf, passes, y), stats), wait_for(passes, passes, y)
 
     return apply
 

@@ -77,7 +77,7 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
                 home = own_part(home, roles.expert_shard if shards > 1 else (), dim=1)
                 return rows_to_tokens(home.reshape(members * rows, -1), weights, parcel)
 
-        return leave_copies(run_passes(one_pass, needed, most), roles.model), stats, needed
+        return leave_copies(run_passes(one_pass, needed, most, before=stats), roles.model), stats, needed
 
     return schedule
 

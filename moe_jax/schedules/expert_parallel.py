@@ -25,7 +25,6 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     group = build_expert_group(roles, options.transport)
     rows = sizes.bucket_rows(group.members)
     most = sizes.most_passes(rows)
-    plain = roles.size(roles.model) == group.shards == 1
 
     def schedule(x, token_ids, gate, placed):
         mine, ids = own_part(x, roles.model), own_part(token_ids, roles.model)
@@ -46,7 +45,7 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             with jax.named_scope("combine"):
                 return rows_to_tokens(group.send_back(done, parcel.counts, arriving), choice.weights, parcel)
 
-        y = run_passes(one_pass, needed, most, lean=plain)
+        y = run_passes(one_pass, needed, most, before=stats)
         with jax.named_scope("combine"):
             return join_parts(y, roles.model), stats, needed
 

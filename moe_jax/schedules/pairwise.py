@@ -77,7 +77,7 @@ def build_pairwise(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             with jax.named_scope("combine"):
                 return rows_to_tokens(home.reshape(group.members * rows, -1), choice.weights, parcel)
 
-        return join_parts(run_passes(one_pass, needed, most), roles.model), stats, needed
+        return join_parts(run_passes(one_pass, needed, most, before=stats), roles.model), stats, needed
 
     return schedule
 

@@ -2,14 +2,21 @@
 
 Enters: a function that runs one pass. Leaves: the sum of all passes. Pass 0 stands outside any branch, so that what
 overlaps it still does; the rest runs only when some device's bucket overflowed, and keeps no residuals but its inputs.
+
+The rest is a conditional that holds collectives, and nothing may run beside it (see `collectives/ordering.py`). So it
+is a `custom_vjp`, and values wait for each other: pass 0 -> rest; in the backward rest and cotangent -> rest once more
+-> gradient of rest -> gradient of pass 0.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.collectives.ordering import wait_for
 from moe_jax.collectives.varying import cast_varying, varying_axes
 
 
@@ -28,40 +35,100 @@ def passes_needed(largest, rows: int, most: int, axes: tuple[str, ...]):
     return lax.pmax(needed, axes) if axes else needed
 
 
-def run_passes(one_pass, needed, most: int, lean: bool = False):
+def run_passes(one_pass, needed, most: int, before=()):
     """Return one_pass(0) + ... + one_pass(needed - 1).
 
     Args:
-      one_pass: function of the pass index (int or int32 []) to an array; may hold collectives.
+      one_pass: function of the pass index (int32 []) to an array; may hold collectives.
       needed: int32 [], at least 1, equal on all devices.
       most: static bound on `needed`; 1 leaves no branch in the program.
-      lean: save nothing inside the branch of a pass, and so no copy of the bank per pass. Right only where all
-        collectives of a pass span the same devices: with MP or ESP groups beside them XLA:CPU (jax 0.10.2) ran a
-        recomputed branch and its gradient in different orders on different devices, and hung.
+      before: pytree of results of other collectives, which the branch must not overtake.
     """
-    first = one_pass(0)
     if most == 1:
-        return first
-    zeros = cast_varying(jnp.zeros(first.shape, first.dtype), varying_axes(first))
+        return one_pass(jnp.int32(0))
+    closed = jax.make_jaxpr(one_pass)(jnp.int32(0))
+    trained = _trained(closed)
+    first = _call(closed.jaxpr, closed.consts, jnp.int32(0))
+    leaves = [closed.consts[i] for i in trained]
+    fixed = [leaf for i, leaf in enumerate(closed.consts) if i not in trained]
+    first, leaves = _in_turn(first, leaves, needed)
+    needed = wait_for(needed, needed, first, before)
+    return first + _rest((closed.jaxpr, trained, most), leaves, fixed, needed)
 
-    # Both checkpoints stand outside their branch: what a branch saves is a copy, of the bank too, for every pass and
-    # layer; what a checkpointed call saves is its inputs, and the bank is the same input every time.
+
+def _call(jaxpr, consts, index):
+    return jax.core.eval_jaxpr(jaxpr, consts, index)[0]
+
+
+def _trained(closed) -> tuple[int, ...]:
+    """Return the places of those constants of a closed function that its result has a gradient for."""
+    floats = [i for i, leaf in enumerate(closed.consts) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+    def gradients(leaves):
+        consts = list(closed.consts)
+
+        def of_leaves(leaves):
+            for i, leaf in zip(floats, leaves, strict=True):
+                consts[i] = leaf
+            return _call(closed.jaxpr, consts, jnp.int32(0))
+
+        out, pull = jax.vjp(of_leaves, leaves)
+        return pull(out)[0]
+
+    jaxpr = jax.make_jaxpr(gradients)([closed.consts[i] for i in floats]).jaxpr
+    read = set(map(id, jaxpr.invars + jaxpr.constvars))
+    for equation in jaxpr.eqns:
+        if any(id(atom) in read for atom in equation.invars):
+            read |= set(map(id, equation.outvars))
+    return tuple(i for i, out in zip(floats, jaxpr.outvars, strict=True) if id(out) in read)
+
+
+@jax.custom_vjp
+def _in_turn(first, leaves, needed):
+    """Return first and leaves; the gradient of `first` waits for those of `leaves`."""
+    return first, leaves
+
+
+_in_turn.defvjp(
+    lambda first, leaves, needed: ((first, leaves), needed),
+    lambda needed, d: (wait_for(d[0], needed, d[1]), d[1], None),
+)
+
+
+def _plain_rest(how, leaves, fixed, needed):
+    """Return the sum of the passes from 1 on; without a rule for its gradient."""
+    jaxpr, trained, most = how
+    leaves, fixed = list(leaves), list(fixed)
+    consts = [leaves.pop(0) if i in trained else fixed.pop(0) for i in range(len(leaves) + len(fixed))]
+    one_pass = functools.partial(_call, jaxpr, consts)
+    shape = jax.eval_shape(one_pass, jnp.int32(0))
+    zeros = cast_varying(jnp.zeros(shape.shape, shape.dtype), shape.manual_axis_type.varying)
+
+    # The checkpoint stands outside the branch: what a branch saves is a copy, of the bank too, for every pass; what a
+    # checkpointed call saves is its inputs, and the bank is the same input every time.
     @jax.checkpoint
-    def lean_pass(index):
+    def later(index):
         return lax.cond(index < needed, one_pass, lambda _: zeros, index)
-
-    def any_pass(index):
-        return lax.cond(index < needed, jax.checkpoint(one_pass), lambda _: zeros, index)
-
-    later = lean_pass if lean else any_pass
 
     def body(total, index):
         return total + later(index), None
 
-    @jax.checkpoint
-    def rest(needed):
-        return lax.cond(
-            needed > 1, lambda: lax.scan(body, zeros, jnp.arange(1, most, dtype=jnp.int32))[0], lambda: zeros
-        )
+    return lax.cond(needed > 1, lambda: lax.scan(body, zeros, jnp.arange(1, most, dtype=jnp.int32))[0], lambda: zeros)
 
-    return first + rest(needed)
+
+_rest = jax.custom_vjp(_plain_rest, nondiff_argnums=(0,))
+
+
+def _rest_fwd(how, leaves, fixed, needed):
+    total = _plain_rest(how, leaves, fixed, needed)
+    return total, (leaves, fixed, wait_for(needed, needed, total))
+
+
+def _rest_bwd(how, residuals, d):
+    leaves, fixed, needed = residuals
+    again = wait_for(needed, needed, d)
+    _, pull = jax.vjp(lambda leaves: _plain_rest(how, leaves, fixed, again), leaves)
+    return pull(d)[0], None, None
+
+
+_rest.defvjp(_rest_fwd, _rest_bwd)

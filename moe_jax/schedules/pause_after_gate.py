@@ -64,7 +64,7 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
                 home = _collect_rows(group, collect, roles.model, done, mine.counts, arriving)
                 return rows_to_tokens(home, choice.weights, whole)
 
-        return run_passes(one_pass, needed, most), stats, needed
+        return run_passes(one_pass, needed, most, before=stats), stats, needed
 
     return schedule
 

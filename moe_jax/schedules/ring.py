@@ -63,7 +63,7 @@ def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
                 done = experts(tokens_to_rows(tokens, parcel), parcel.counts[0])
             return rows_to_tokens(done, weights, parcel)
 
-        y = run_passes(one_pass, needed, most)
+        y = run_passes(one_pass, needed, most, before=stats)
         with jax.named_scope("combine"):
             return join_parts(scatter(y), roles.model), stats, needed
 

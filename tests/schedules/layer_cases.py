@@ -100,5 +100,7 @@ def make_reference(config, groups):
 
 def reference(config, groups, skewed):
     """Return ((loss, (y, loads)), gradients) of the one-device layer."""
-    plain = dataclasses.replace(config, schedule="deepspeed", transport="all_to_all", bucket_slack=1.5, gather="saa")
+    plain = dataclasses.replace(
+        config, schedule="deepspeed", transport="all_to_all", bucket_slack=1.5, gather="saa", grouped_matmul="auto"
+    )
     return make_reference(plain, 1 if config.dropless else groups)(*draw(skewed))

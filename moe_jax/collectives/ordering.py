@@ -1,0 +1,61 @@
+"""Make a value wait for others, where the order of collectives would else be left to chance.
+
+XLA:CPU starts an operation as soon as its operands are there. It keeps collectives that stand side by side in order,
+but a conditional or a loop that holds collectives counts as done once it has *started*: a collective behind it that
+does not read its result runs at the same time, devices meet in different ones, and the program hangs or aborts (jax
+0.10.2, at about one call in 300). A result that is read is waited for, so `wait_for` reads. On other platforms it is
+the identity and leaves no trace in the program.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import mlir
+
+_wait_for_p = core.Primitive("wait_for")
+
+
+@_wait_for_p.def_abstract_eval
+def _wait_for_type(x, count, *others):
+    del count, others
+    return x
+
+
+def _read_others(x, count, *others):
+    """Return x + 0, where the 0 is computed from one element of each of the others."""
+    nothing = lax.min(count, jnp.int32(0))  # 0, which the compiler cannot know
+    read = jnp.int32(0)
+    for other in others:
+        first = lax.reshape(lax.slice(other, (0,) * other.ndim, (1,) * other.ndim), ())
+        read = read | lax.select(first != lax.full_like(first, 0), nothing, jnp.int32(0))
+    return x + lax.broadcast(read.astype(x.dtype), x.shape)
+
+
+mlir.register_lowering(_wait_for_p, lambda ctx, x, count, *others: [x])
+mlir.register_lowering(_wait_for_p, mlir.lower_fun(_read_others, multiple_results=False), platform="cpu")
+
+
+def wait_for(x, count, *trees):
+    """Return x; on XLA:CPU it is not there before every array in `trees` is.
+
+    Its gradient is x's alone, and waits for nothing.
+
+    Args:
+      x: array of numbers.
+      count: int32 [], at least 0, and not known to the compiler.
+      trees: pytrees of arrays of numbers.
+    """
+    return _wait_for(x, count, [leaf for leaf in jax.tree.leaves(trees) if leaf.size])
+
+
+@jax.custom_jvp
+def _wait_for(x, count, others):
+    return _wait_for_p.bind(x, count, *others)
+
+
+@_wait_for.defjvp
+def _wait_for_jvp(primals, tangents):
+    return _wait_for(*primals), tangents[0]

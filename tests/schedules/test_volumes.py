@@ -1,0 +1,181 @@
+"""What each schedule moves: the collectives of the lowered program against the formulas of `cluster/volumes.py`.
+
+Every collective of the program has to be one of the formula's, with its kind, group, elements and calls; floats and
+integers apart. Buckets are wide enough for one pass, so that nothing stands in the program twice.
+"""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from layer_cases import DIM, EXPERTS, TOKENS, draw, moe_config, roles_of
+from program_volumes import collectives, groups_of
+
+from moe_jax.cluster.volumes import LayerShape, Transfer, index_transfers, layer_transfers
+from moe_jax.dispatch import even_tables, local
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.mesh.sharding import expert_specs
+from moe_jax.moe.bank import open_sink
+from moe_jax.moe.layer import layer_sizes, make_moe
+from moe_jax.schedules.pause_after_gate import whole_bucket_rows
+
+WIDE = {"bucket_slack": 100.0}
+SCHEDULES = ("deepspeed", "s1", "s2", "pairwise", "ring")
+CASES = [(schedule, pair, {}) for schedule in SCHEDULES for pair in ((1, 2), (2, 4), (4, 2))]
+CASES += [
+    ("s2", (4, 2), {"gather": "aas"}),
+    ("s1", (1, 1), {}),
+    ("s1", (2, 2), {"transport": "pairwise"}),
+    ("deepspeed", (2, 2), {"transport": "two_level"}),
+    ("s1", (2, 2), {"transport": "two_level"}),
+]
+
+
+def name_of(case):
+    schedule, (mp, esp), options = case
+    return "-".join([schedule, f"mp{mp}", f"esp{esp}", *options.values()])
+
+
+def lower(config, roles):
+    """Return the lowered forward and forward with backward of a layer, of its tokens and passes alone."""
+    apply = make_moe(config, roles, TOKENS // roles.size(roles.dense), "gelu")
+    tables = even_tables(1, EXPERTS, roles.size(roles.expert))
+
+    def body(x, w_gate, bank, sink, tables):
+        tables = local(tables)
+        sink = {name: open_sink(value, tables.home_row)[0] for name, value in sink.items()}
+        layer = jax.tree.map(lambda array: array[0], tables)
+        y, _, passes = apply(x, jnp.arange(x.shape[0], dtype=jnp.int32), w_gate, bank, sink, layer)
+        return y, passes
+
+    bank = expert_specs({"w_in": (1, 1, 1), "w_out": (1, 1, 1)}, roles, 0, None)[0]
+    rows = P(roles.dense)
+    sharded = jax.shard_map(
+        body, mesh=roles.mesh, in_specs=(rows, P(), bank, bank, P(roles.expert)), out_specs=(rows, P())
+    )
+
+    def forward(x, w_gate, bank, sink):
+        return sharded(x, w_gate, bank, sink, tables)
+
+    def step(x, w_gate, bank, sink, cotangent):
+        y, pull, passes = jax.vjp(forward, x, w_gate, bank, sink, has_aux=True)
+        return y, passes, pull(cotangent)
+
+    x, w_gate, experts, cotangent = draw(False, np.float32)
+    arguments = (x, w_gate, experts, experts)
+    return jax.jit(forward).lower(*arguments), jax.jit(step).lower(*arguments, cotangent)
+
+
+def shape_of(config, roles):
+    model, members = roles.size(roles.model), roles.size(roles.expert)
+    sizes = layer_sizes(config, roles, TOKENS // roles.size(roles.dense))
+    whole = config.schedule in ("deepspeed", "s2")
+    rows = sizes.bucket_rows(members) if whole else sizes.split(model).bucket_rows(members)
+    if config.schedule == "s2" and model > 1:
+        rows = whole_bucket_rows(sizes, members, model)
+    return LayerShape(
+        tokens=sizes.tokens,
+        model_dim=DIM,
+        rows=rows,
+        members=members,
+        shards=roles.size(roles.expert_shard),
+        copies=model,
+        top_k=config.top_k,
+        experts=EXPERTS,
+    )
+
+
+def formula(transfers, is_float, roles):
+    """Count transfers as the program's are counted: a group is its devices."""
+    axes = {
+        "model": roles.model,
+        "expert": roles.expert,
+        "expert_shard": roles.expert_shard,
+        "expert+expert_shard": roles.expert + roles.expert_shard,
+        "model_expert": tuple(axis for axis in roles.model if axis in roles.expert),
+        "all": roles.all,
+    }
+    out = collections.Counter()
+    for kind, group, elements, calls in transfers:
+        out[is_float, kind, groups_of(roles, axes[group]) if kind != "permute" else group, elements] += calls
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_program_moves_what_the_formula_says(case):
+    schedule, pair, options = case
+    two_level = options.get("transport") == "two_level"
+    mesh = MeshConfig(expert=8 // pair[1], expert_shard=pair[1], model=pair[0], devices_per_node=4 if two_level else 0)
+    roles = build_mesh(mesh, jax.devices()) if two_level else roles_of(*pair)
+    config = moe_config(schedule, **WIDE, **options)
+    shape = shape_of(config, roles)
+    within = (4 // pair[1] if schedule == "deepspeed" else 4) if two_level else 1
+    how = {"gather": config.gather, "transport": config.transport, "local": within}
+    forward, backward = layer_transfers(schedule, shape, **how)
+    # a round of messages inside a group is one of the largest group that it may span
+    permutes = {t.group: t.group for t in forward + backward if t.collective == "permute"}
+    seen_forward, seen_both = (collectives(lowered, roles, permutes) for lowered in lower(config, roles))
+    integers = formula(index_transfers(schedule, shape), False, roles)
+    assert seen_forward == formula(forward, True, roles) + integers
+    # gradients of replicated parameters are summed over the devices that hold them: no term of the layer's
+    sums = collections.Counter(
+        {key: n for key, n in seen_both.items() if key[0] and key[1] == "all_reduce" and key[3] == DIM * EXPERTS}
+    )
+    assert seen_both - sums == formula(forward + backward, True, roles) + integers
+
+
+def test_a_second_pass_moves_the_same_again():
+    """Pass 0 stands in the program once, and the loop over the others once more; the flag and the MP gather do not."""
+    roles = roles_of(2, 2)
+    config = moe_config("s1", bucket_slack=0.5)
+    shape = shape_of(config, roles)
+    passes = formula(layer_transfers("s1", shape)[0] * 2, True, roles) + formula(
+        index_transfers("s1", shape) * 2, False, roles
+    )
+    whole = formula([Transfer("all_gather", "model", shape.tokens * DIM)], True, roles)
+    flag = formula([Transfer("all_reduce", "all", 1)], False, roles)
+    assert flag + formula(index_transfers("s1", shape), False, roles) == formula(
+        index_transfers("s1", shape, most_passes=2), False, roles
+    )
+    assert collectives(lower(config, roles)[0], roles, {}) == passes - whole + flag
+
+
+def test_dp_moves_nothing_forward():
+    roles = build_mesh(MeshConfig(data=8, expert=1), jax.devices())
+    config = moe_config("dp", **WIDE)
+    forward, _ = lower(config, roles)
+    shape = shape_of(config, roles)
+    assert layer_transfers("dp", shape) == ([], [])
+    assert collectives(forward, roles, {}) == formula(index_transfers("dp", shape), False, roles)
+
+
+def test_formulas_by_hand():
+    """Parm's x = E C M N_ESP / N_MP with E C = 16 slots of M = 4 elements in all, N = 8, N_ESP = 2, N_MP = 4."""
+    whole = LayerShape(tokens=8, model_dim=4, rows=8, members=2, shards=2, copies=4)
+    part = LayerShape(tokens=8, model_dim=4, rows=2, members=2, shards=2, copies=4)  # C / N_MP slots each
+    x = 16 * 4 * 2 // 4
+
+    def moved(schedule, shape, **how):
+        forward, backward = layer_transfers(schedule, shape, **how)
+        return [{(t.collective, t.group): t.elements * t.calls for t in transfers} for transfers in (forward, backward)]
+
+    both = "expert+expert_shard"
+    assert moved("s1", part) == 2 * [{("all_to_all", both): 2 * x, ("all_gather", "model"): 8 * 4}]
+    assert moved("s2", whole, gather="aas") == 2 * [{("all_to_all", both): 2 * x, ("all_gather", "model"): 16 * 4}]
+    saa = {("all_to_all", both): x, ("permute", both): x * 3 // 4, ("all_gather", "model"): 16 * 4}
+    assert moved("s2", whole) == 2 * [saa]  # a part of x stays where it is
+    wide, shard = 16 * 4 * 2, "expert_shard"
+    assert moved("deepspeed", whole) == [
+        {("all_gather", shard): 8 * 4 * 2, ("all_to_all", "expert"): 2 * wide, ("all_reduce", shard): wide},
+        {("all_gather", shard): wide, ("all_to_all", "expert"): 2 * wide, ("reduce_scatter", shard): 8 * 4 * 2},
+    ]
+    assert moved("pairwise", part)[0] == {("permute", both): 2 * x * 3 // 4, ("all_gather", "model"): 8 * 4}
+
+
+def test_unknown_schedule_is_refused():
+    with pytest.raises(UserError, match="'magic' has no volume formula; choose one of deepspeed, s1"):
+        layer_transfers("magic", LayerShape(tokens=8, model_dim=4, rows=8, members=2))
