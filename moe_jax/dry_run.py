@@ -13,6 +13,7 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.models import LanguageModel
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
 from moe_jax.models.memory import Sizes, device_bytes
+from moe_jax.moe.layer import make_schedule
 from moe_jax.run_config import RunConfig, config_text
 from moe_jax.schedules import schedules
 from moe_jax.training.feed import padded_vocabulary
@@ -88,6 +89,7 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
             f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({run.model.max_length}); "
             "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
+    make_schedule(run.moe, roles, rows // shards * length)
     return model
 
 

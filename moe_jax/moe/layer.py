@@ -31,6 +31,7 @@ from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.moe.gate import balance_loss, choose_experts, share_statistics, z_loss
 from moe_jax.moe.grouped_matmul import GroupedWeights, default_implementation, implementations
 from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule
+from moe_jax.schedules.base import Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan
       GateStats, passes), with bank {name: [S, ...]}, sink {name: [Hs, ...]} and `Tables` of this layer, a PRNG key or
       None, and what `fetch_guests` returned.
     """
-    schedule = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), _options(config))
+    schedule = make_schedule(config, roles, tokens, plan)
     decide = _make_decide(roles, None if plan is None else plan.after_gate)
     implementation = config.grouped_matmul
     if implementation == "auto":
@@ -162,13 +163,19 @@ def _make_decide(roles: Roles, rule: Rule | None):
     return as_planned if rule is None else by_rule
 
 
-def _options(config: MoEConfig) -> ScheduleOptions:
-    return ScheduleOptions(
+def make_schedule(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | None = None) -> Schedule:
+    """Return the schedule that a config names, for `tokens` tokens of an MP group; the mesh may be abstract.
+
+    Raises:
+      UserError: a name that nobody knows, or a mesh on which that schedule, transport or group count makes no sense.
+    """
+    options = ScheduleOptions(
         transport=config.transport,
         pairwise_groups=config.pairwise_groups,
         gather=config.gather,
         cluster=config.cluster,
     )
+    return build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
 
 
 def _operands(bank, tables, sink, guests, name):

@@ -158,4 +158,10 @@ def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: Schedule
             f"the {sizes.tokens} tokens of a model-parallel group must be divisible by MeshConfig.model ({parts}); "
             f"make DataConfig.sequence_length a multiple of {parts}"
         )
+    platform = roles.mesh.devices.flat[0].platform if isinstance(roles.mesh, jax.sharding.Mesh) else None
+    if options.transport == "ragged" and platform == "cpu":
+        raise UserError(
+            "MoEConfig.transport ('ragged') needs GPUs; XLA has no such exchange on cpu; set MoEConfig.transport = "
+            "'all_to_all', 'pairwise' or 'two_level'"
+        )
     return _BUILDERS[name](roles, sizes, options)

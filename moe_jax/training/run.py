@@ -20,6 +20,7 @@ from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.loop import Loop, Writers, evaluate
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.session import Session, build_session
+from moe_jax.training.transport_check import check_first_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,6 +163,7 @@ def train(
         loop = Loop(session, state, checkpoints, writers, progress, hosts, config_text, latest, engine)
         del state
         try:
+            check_first_step(session, loop.state)
             outcome = loop.run(stop)
         finally:
             if writers:

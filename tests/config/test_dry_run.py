@@ -71,7 +71,7 @@ def test_config_header_states_its_command(path):
     devices = int(re.search(r"--host_devices=(\d+)", header).group(1))
     bindings = re.findall(r"--host_devices=\d+ --gin_bindings='([^']+)'", header)
     run, _, _ = parse_run_config([f"configs/{path}.gin"], bindings)
-    assert f"{devices} devices = data 1 x expert {devices}" in dry_run(run, devices)
+    assert re.search(rf"^  {devices} devices = data 1 x expert \d+", dry_run(run, devices), re.MULTILINE)
 
 
 def test_macros_of_the_named_sizes():
@@ -114,13 +114,72 @@ def test_dry_run_says_what_it_assumed():
         (["ModelConfig.heads = 2", "MeshConfig.model = 4"], 4, "ModelConfig.heads (2) must be divisible by"),
         (["MoEConfig.schedule = 'none'"], 1, "MoEConfig.schedule ('none') is unknown; choose one of"),
         (["MeshConfig.expert = 1"], 0, "--host_devices (0) must be at least 1"),
+        (
+            ["MeshConfig.data = 2", "MeshConfig.expert = 2", "MeshConfig.expert_shard = 4"],
+            8,
+            "MeshConfig.data (2) x expert (2) x expert_shard (4) = 16, but there are 8 devices; change one",
+        ),
+        (["MeshConfig.model = 3"], 8, "MeshConfig.model (3) must divide the 8 devices; set it to a divisor"),
+        (
+            ["ModelConfig.hidden_dim = 30", "MeshConfig.expert_shard = 4"],
+            8,
+            "ModelConfig.hidden_dim (30) must be divisible by MeshConfig.expert_shard (4); set "
+            "MeshConfig.expert_shard to a divisor of 30",
+        ),
+        (
+            ["MoEConfig.schedule = 'pairwise'", "MoEConfig.pairwise_groups = 3"],
+            8,
+            "MoEConfig.pairwise_groups (3) must divide MeshConfig.expert (8); set it to a divisor, or to 0",
+        ),
+        (
+            ["MoEConfig.schedule = 'pairwise'", "MeshConfig.expert = 1", "MeshConfig.data = 8"],
+            8,
+            "MoEConfig.schedule ('pairwise') needs MeshConfig.expert of at least 2, not 1: with one member nothing is "
+            "exchanged; set MoEConfig.schedule = 's1' or raise MeshConfig.expert",
+        ),
+        (["MoEConfig.schedule = 'dp'"], 8, "MoEConfig.schedule ('dp') needs MeshConfig.expert = 1, not 8"),
+        (
+            [
+                "MoEConfig.transport = 'two_level'",
+                "MoEConfig.num_experts = 6",
+                "MeshConfig.devices_per_node = 2",
+                "MeshConfig.expert = 3",
+                "MeshConfig.data = 2",
+                "train.batch_size = 12",
+            ],
+            6,
+            "needs groups that fill whole nodes; 3 devices exchange rows and 2 share a node; set "
+            "MeshConfig.devices_per_node to a divisor of 3",
+        ),
+        (["MoEConfig.transport = 'carrier'"], 8, "MoEConfig.transport ('carrier') must be one of all_to_all, pairwise"),
+        (["MoEConfig.gather = 'later'"], 8, "MoEConfig.gather ('later') must be 'saa' or 'aas'"),
+        (
+            ["DataConfig.sequence_length = 33", "MeshConfig.model = 2", "train.batch_size = 4"],
+            8,
+            "the 33 tokens of a model-parallel group must be divisible by MeshConfig.model (2); make "
+            "DataConfig.sequence_length a multiple of 2",
+        ),
     ],
 )
 def test_dry_run_refuses_what_a_run_would_refuse(bindings, devices, part):
     run, _, _ = parse_run_config(gin_bindings=bindings)
     with pytest.raises(UserError) as caught:
         dry_run(run, devices)
-    assert part in str(caught.value)
+    assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_command_refuses_with_one_line_and_exit_code_2():
+    """The way from a schedule's refusal to the shell."""
+    flags = ["--dry_run", "--host_devices=8", "--gin_bindings=MoEConfig.schedule = 'pairwise'"]
+    flags += ["--gin_bindings=MoEConfig.pairwise_groups = 3"]
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_jax.train", *flags], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        "error: MoEConfig.pairwise_groups (3) must divide MeshConfig.expert (8); set it to a divisor, or to 0 for one "
+        "group per node\n"
+    )
 
 
 @pytest.mark.parametrize("bindings", [["train.batch_size = 12"], ["DataConfig.sequence_length = 2048"]])

@@ -1,6 +1,7 @@
 """What a lowered program hands to its collectives: kind, group, elements, number of calls. Used by the tests here."""
 
 import collections
+import re
 
 import numpy as np
 
@@ -32,6 +33,13 @@ def groups_of(roles, axes):
     return frozenset(map(frozenset, table.tolist()))
 
 
+def replica_groups(attribute, roles):
+    """Return the device groups of a collective; newer jax names their mesh axes, older ones list the devices."""
+    if axes := re.findall(r'axis_ref<name = "(\w+)">', str(attribute)):
+        return groups_of(roles, axes)
+    return frozenset(map(frozenset, np.array(attribute).tolist()))
+
+
 def collectives(lowered, roles, permutes):
     """Count the collectives of a lowered program that span more than one device.
 
@@ -54,7 +62,7 @@ def collectives(lowered, roles, permutes):
         if kind == "permute":
             (group,) = permutes
         else:
-            group = frozenset(map(frozenset, np.array(op.attributes["replica_groups"]).tolist()))
+            group = replica_groups(op.attributes["replica_groups"], roles)
             if len(group) == roles.num_devices:
                 continue
         found[is_float, kind, group, int(np.prod(value.type.shape))] += 1

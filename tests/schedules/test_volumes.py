@@ -141,7 +141,10 @@ def test_a_second_pass_moves_the_same_again():
     assert flag + formula(index_transfers("s1", shape), False, roles) == formula(
         index_transfers("s1", shape, most_passes=2), False, roles
     )
-    assert collectives(lower(config, roles)[0], roles, {}) == passes - whole + flag
+    # the branch waits for the statistics of the gates of an MP group, which are summed over it
+    statistics = formula([Transfer("all_reduce", "model", EXPERTS), Transfer("all_reduce", "model", 1, 2)], True, roles)
+    dropped = formula([Transfer("all_reduce", "model", 1)], False, roles)
+    assert collectives(lower(config, roles)[0], roles, {}) == passes - whole + flag + statistics + dropped
 
 
 def test_dp_moves_nothing_forward():
