@@ -7,6 +7,7 @@ moe -> after_gate -> dispatch, for plans that look at the counts first
 schedules -> cluster, for what an exchange costs
 planner -> placement -> cluster
 entry points -> inspection, which reads what the compiler wrote and nothing else
+models, planner -> overlap, for what stands beside what
 moe_jax.errors lies below all; moe_jax.run_config stands beside the training room.
 """
 
@@ -27,11 +28,12 @@ BELOW = {
     "entry points": ("training", "calibration", "inspection"),
     "inspection": (),
     "training": ("models", "observe", "data", "planner"),
-    "models": ("moe",),
+    "models": ("moe", "overlap"),
     "calibration": ("moe",),
     "observe": (),
     "data": (),
-    "planner": ("placement",),
+    "planner": ("placement", "overlap"),
+    "overlap": (),
     "placement": ("cluster",),
     "cluster": (),
     "moe": ("schedules", "after_gate"),
@@ -43,7 +45,7 @@ BELOW = {
     "errors": (),
 }
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py")))
-HOST_ROOMS = ("cluster", "placement", "planner", "inspection")
+HOST_ROOMS = ("cluster", "overlap", "placement", "planner", "inspection")
 ARRAY_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from moe_jax.cluster import Cluster, all_reduce_bytes
 from moe_jax.errors import UserError
+from moe_jax.overlap import Prefetch, Times, exposed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Cost:
       attention_seconds: forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that.
       layers_alive: layers whose guests are in memory at the same time.
       load_error: relative error of the loads that are planned with, by layer; () where they are known.
+      prefetch: the block-wise schedule that hides transfers; Pro-Prophet's is that of its equation 8.
     """
 
     cluster: Cluster
@@ -42,6 +44,7 @@ class Cost:
     attention_seconds: float | None = None
     layers_alive: int = 1
     load_error: tuple[float, ...] = ()
+    prefetch: Prefetch = Prefetch(schedule="pro_prophet")
 
     def __post_init__(self):
         for field in ("model_dim", "hidden_dim", "dtype_bytes", "layers_alive"):
@@ -120,7 +123,7 @@ class Cost:
     ) -> np.ndarray:
         """T of one layer, forward and backward: H, R [..., D], holders [...] -> seconds [...].
 
-        Source: Pro-Prophet, equation 8 with the scheduler, equation 6 without.
+        Source: Pro-Prophet, equation 8 with the scheduler (and its split over attention and experts), 6 without.
         """
         parts = self.parts(computed, received, holders, asker, scheduler)
         return parts["place"] + parts["reduce"] + parts["others"]
@@ -131,10 +134,11 @@ class Cost:
         """Return the same time by purpose: place (Trans), reduce (Agg), others. Source: Pro-Prophet, table I."""
         forward = self.forward(computed, asker)
         transfer = self.transfer(holders, computed.shape[-1], asker)
-        hidden = scheduler * (forward + (self.attention_seconds or 0.0))
+        times = Times(attention=self.attention_seconds or 0.0, experts=forward, trans=transfer, agg=transfer)
+        place, reduce = exposed(self.prefetch if scheduler else Prefetch(), times)
         return {
-            "place": np.maximum(0.0, transfer - hidden),
-            "reduce": np.maximum(0.0, transfer - 2 * hidden),
+            "place": place,
+            "reduce": reduce,
             "others": 4 * self.exchange(received, asker) + 3 * forward,
         }
 

@@ -1,0 +1,212 @@
+"""Block-wise schedules as data: which transfer of parameters or gradients runs beside which computation.
+
+Enters: a schedule's name, the number of layers, and how transfers are cut. Leaves: a `BlockSchedule`, lists of windows
+in the order of the program. A step can be built from it, the cost model takes its overlap, and `gantt` draws it.
+Nothing here runs or takes time.
+
+A layer is four stages: attention (everything before the gate), dispatch, experts, combine. *Trans* brings copies of
+experts to their guests, *Agg* sums the guests' gradients at home. Without re-materialisation Trans runs once per layer,
+with it a second time on the way back.
+Letters: L layers, i a turn of a loop.
+Source: Hecate, section 3.2; Pro-Prophet, section V-B, algorithm 2 and figure 9.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from moe_jax.errors import UserError
+
+SCHEDULES = ("none", "hecate", "pro_prophet")
+CASES = ("split", "attention", "expert")  # figure 9 c, b, a
+STAGES = ("attention", "dispatch", "experts", "combine", "recompute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A part of one layer's transfer.
+
+    Attributes:
+      kind: 'trans' or 'agg'.
+      layer: absolute, or relative to the turn inside a loop's body.
+      start, stop: which part, as shares of the whole between 0 and 1.
+    """
+
+    kind: str
+    layer: int
+    start: float = 0.0
+    stop: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """One stage of one layer, and the moves that are in flight while it computes."""
+
+    stage: str
+    layer: int
+    beside: tuple[Move, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """One direction of a step.
+
+    Attributes:
+      before, after: windows with absolute layers.
+      body: windows with layers relative to the turn; turn i runs layer i + window.layer.
+      turns: values of i, in order. A move of a layer outside 0 .. L-1 has nothing to do there: a loop whose turns must
+        all be equal sends it in vain, the list of `windows` leaves it out.
+    """
+
+    before: tuple[Window, ...]
+    body: tuple[Window, ...]
+    turns: range
+    after: tuple[Window, ...]
+
+    def windows(self, layers: int) -> tuple[Window, ...]:
+        """Return all windows with absolute layers, in the order of the program."""
+        turned = [_shift(window, turn) for turn in self.turns for window in self.body]
+        return tuple(_inside(window, layers) for window in (*self.before, *turned, *self.after))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSchedule:
+    """A step's windows, forward and backward."""
+
+    name: str
+    layers: int
+    rematerialize: bool
+    forward: Loop
+    backward: Loop
+
+    def windows(self) -> tuple[tuple[str, Window], ...]:
+        """Return ('forward' or 'backward', window) of the whole step, in order."""
+        return tuple(
+            (name, window) for name in ("forward", "backward") for window in getattr(self, name).windows(self.layers)
+        )
+
+    def layers_alive(self) -> int:
+        """Return the most layers whose guests are in memory at the end of any window, those under way included."""
+        alive, most = set(), 0
+        for direction, window in self.windows():
+            alive |= {move.layer for move in window.beside if move.kind == "trans"}
+            most = max(most, len(alive))
+            last = window.stage == ("combine" if direction == "forward" else "experts")
+            if last and not (direction == "forward" and (not self.rematerialize or window.layer == self.layers - 1)):
+                alive.discard(window.layer)
+        return most
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefetch:
+    """Choose a block-wise schedule.
+
+    Attributes:
+      schedule: 'none', 'hecate' or 'pro_prophet'.
+      case: of `pro_prophet`, where Trans and Agg go: 'attention', 'expert', or 'split' over both (its figure 9).
+      rematerialize: drop copies after the forward and bring them again in the backward.
+    """
+
+    schedule: str = "none"
+    case: str = "split"
+    rematerialize: bool = False
+
+    def __post_init__(self):
+        if self.schedule not in SCHEDULES:
+            raise UserError(f"prefetch ({self.schedule!r}) must be one of {', '.join(SCHEDULES)}")
+        if self.case not in CASES:
+            raise UserError(f"prefetch_case ({self.case!r}) must be one of {', '.join(CASES)}")
+
+    def build(
+        self, layers: int, *, trans_share: float = 0.5, agg_share: float = 0.5, recompute: bool = False
+    ) -> BlockSchedule:
+        """Return the schedule.
+
+        Args:
+          layers: L, MoE layers.
+          trans_share, agg_share: 'split': how much of Trans and of Agg runs beside attention (`times.shares`).
+          recompute: the backward computes each MoE layer again before it differentiates it.
+
+        Raises:
+          ValueError: for 'none', which is no schedule, or a share outside 0 .. 1.
+        """
+        if self.schedule == "none" or layers < 1:
+            raise ValueError(f"no block-wise schedule {self.schedule!r} of {layers} layers can be built")
+        if self.schedule == "hecate":
+            forward, backward = _hecate(layers, self.rematerialize, recompute)
+        else:
+            shares = {"attention": (1.0, 1.0), "expert": (0.0, 0.0), "split": (trans_share, agg_share)}[self.case]
+            if not all(0 <= share <= 1 for share in shares):
+                raise ValueError(f"shares of Trans and Agg beside attention {shares} must lie between 0 and 1")
+            forward, backward = _pro_prophet(layers, *shares, self.rematerialize, recompute)
+        return BlockSchedule(
+            name=self.schedule,
+            layers=layers,
+            rematerialize=self.rematerialize,
+            forward=forward,
+            backward=backward,
+        )
+
+
+def _hecate(layers: int, rematerialize: bool, recompute: bool) -> tuple[Loop, Loop]:
+    """Trans of layer l beside attention l; on the way back Agg of layer l and Trans of layer l - 1 beside it."""
+    forward = (Window("attention", 0, (Move("trans", 0),)), *_moe(0))
+    again = (Move("trans", -1),) if rematerialize else ()
+    backward = (*_moe_back(0, recompute), Window("attention", 0, (Move("agg", 0), *again)))
+    return Loop((), forward, range(layers), ()), Loop((), backward, range(layers - 1, -1, -1), ())
+
+
+def _pro_prophet(
+    layers: int, trans_share: float, agg_share: float, rematerialize: bool, recompute: bool
+) -> tuple[Loop, Loop]:
+    """Turn i is the block [MoE i, attention i + 1]; the first attention and the last MoE stand alone."""
+    early, late = (
+        (lambda layer: _part("trans", layer, 0.0, 1 - trans_share)),
+        (lambda layer: _part("trans", layer, 1 - trans_share, 1.0)),
+    )
+    forward = Loop(
+        before=(Window("attention", 0, (Move("trans", 0),)),),
+        body=(*_moe(0, early(1)), Window("attention", 1, late(1))),
+        turns=range(layers - 1),
+        after=_moe(layers - 1),
+    )
+    again = (early, late) if rematerialize else (lambda layer: (), lambda layer: ())
+    first, second = _part("agg", 1, 0.0, agg_share), _part("agg", 1, agg_share, 1.0)
+    backward = Loop(
+        before=_moe_back(layers - 1, recompute, again[0](layers - 2) if layers > 1 else ()),
+        body=(
+            Window("attention", 1, (*first, *again[1](0))),
+            *_moe_back(0, recompute, (*second, *again[0](-1))),
+        ),
+        turns=range(layers - 2, -1, -1),
+        after=(Window("attention", 0, (Move("agg", 0),)),),
+    )
+    return forward, backward
+
+
+def _part(kind: str, layer: int, start: float, stop: float) -> tuple[Move, ...]:
+    return (Move(kind, layer, start, stop),) if stop > start else ()
+
+
+def _moe(layer: int, beside: tuple[Move, ...] = ()) -> tuple[Window, ...]:
+    return Window("dispatch", layer), Window("experts", layer, beside), Window("combine", layer)
+
+
+def _moe_back(layer: int, recompute: bool, beside: tuple[Move, ...] = ()) -> tuple[Window, ...]:
+    again = (Window("recompute", layer),) if recompute else ()
+    return (*again, Window("combine", layer), Window("experts", layer, beside), Window("dispatch", layer))
+
+
+def _shift(window: Window, turn: int) -> Window:
+    moves = tuple(dataclasses.replace(move, layer=move.layer + turn) for move in window.beside)
+    return dataclasses.replace(window, layer=window.layer + turn, beside=moves)
+
+
+def _inside(window: Window, layers: int) -> Window:
+    return dataclasses.replace(window, beside=tuple(move for move in window.beside if 0 <= move.layer < layers))
+
+
+def moves_of(windows: Iterable[Window]) -> tuple[Move, ...]:
+    """Return all moves of some windows, in order."""
+    return tuple(move for window in windows for move in window.beside)
