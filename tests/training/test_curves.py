@@ -20,7 +20,8 @@ def curve(folder, devices: int, *changes: str):
     session = build_session(config, jax.devices()[:devices])
     executable, _ = session.compile_train_step()
     # start all runs from the one-device initial values: compiled for another mesh, the last bit may differ
-    one = build_session(dataclasses.replace(config, mesh=type(config.mesh)()), jax.devices()[:1])
+    plain = dataclasses.replace(config.moe, schedule="s1")
+    one = build_session(dataclasses.replace(config, mesh=type(config.mesh)(), moe=plain), jax.devices()[:1])
     params = jax.device_get(one.fresh_state()["params"])
     layers, group = config.model.moe_layers, session.devices
 
@@ -54,9 +55,11 @@ def expected(tmp_path_factory):
         (4, ("MeshConfig.data = 2", "train.zero_stage = 3")),
         (8, ("train.zero_stage = 0",)),
         (8, ("MoEConfig.schedule = 'dp'", "MeshConfig.data = 8", "train.expert_zero_stage = 3")),
+        (8, ("MoEConfig.schedule = 'parm'", "MeshConfig.model = 2", "MeshConfig.expert_shard = 2")),
+        (8, ("MoEConfig.schedule = 'pairwise'", "MeshConfig.devices_per_node = 4")),
         (2, ("train.accumulate = 2", "MoEConfig.aux_loss_weight = 0.0", "MoEConfig.z_loss_weight = 0.0")),
     ],
-    ids=["ep2", "ep2_data2_zero3", "ep8_zero0", "dp8_stage3", "accumulate"],
+    ids=["ep2", "ep2_data2_zero3", "ep8_zero0", "dp8_stage3", "parm_mp2_esp2", "pairwise_ep8", "accumulate"],
 )
 def test_curve_is_the_same_at_every_device_count(expected, devices, changes):
     folder, losses, norms, loads = expected
