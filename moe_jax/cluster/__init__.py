@@ -3,7 +3,14 @@
 from moe_jax.cluster.cluster import Cluster
 from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_saa, parm_choice, split_saa
 from moe_jax.cluster.read import read_cluster, write_cluster
-from moe_jax.cluster.topology import LinkTraffic, all_reduce_bytes, broadcast_bytes, exchange_seconds, link_traffic
+from moe_jax.cluster.topology import (
+    LinkTraffic,
+    all_reduce_bytes,
+    broadcast_bytes,
+    exchange_seconds,
+    link_traffic,
+    overlap_bound,
+)
 
 __all__ = [
     "Cluster",
@@ -16,6 +23,7 @@ __all__ = [
     "fit_alpha_beta",
     "fit_saa",
     "link_traffic",
+    "overlap_bound",
     "parm_choice",
     "read_cluster",
     "split_saa",

@@ -57,6 +57,18 @@ def exchange_seconds(cluster: Cluster, pair_bytes: np.ndarray, asker: str) -> np
     return np.max(times, axis=0)
 
 
+def overlap_bound(communication: float, computation: float) -> float:
+    """Return how many times faster a layer can get at most when its transfers hide its matmuls, or they them.
+
+    Args:
+      communication, computation: seconds of the layer's transfers and of its experts, one after the other.
+
+    Source: FasterMoE, section 4.2: (comm + comp) / max(comm, comp), at most 2.
+    """
+    longer = max(communication, computation)
+    return (communication + computation) / longer if longer > 0 else 1.0
+
+
 def all_reduce_bytes(size: float, members):
     """Return what a ring all-reduce of S bytes sends over each link, 2 (N - 1) / N S, for a number or an array N."""
     return 2.0 * (members - 1) / members * size

@@ -13,6 +13,7 @@ from moe_jax.cluster import (
     fit_alpha_beta,
     fit_saa,
     link_traffic,
+    overlap_bound,
     parm_choice,
     read_cluster,
     split_saa,
@@ -162,3 +163,8 @@ def test_relative_fit_listens_to_small_sizes():
 def test_split_saa_by_hand():
     # y = 2 x: of a slope of 5 per x the rounds take 3, so a gathered y costs (5 - 3) / 2 = 1; alpha is the whole one.
     assert split_saa(Fit(1.0, 3.0), Fit(4.0, 5.0, 0.0, 0.9), 2.0) == Fit(4.0, 3.0, 1.0, 0.9)
+
+
+def test_overlap_bound_by_hand():
+    # 3 s of transfers hide 1 s of matmuls: 4 s become 3; equal shares halve the time; with nothing to hide it stays.
+    assert (overlap_bound(3, 1), overlap_bound(2, 2), overlap_bound(0, 5), overlap_bound(0, 0)) == (4 / 3, 2, 1, 1)
