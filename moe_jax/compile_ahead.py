@@ -99,9 +99,10 @@ def compile_step(
     try:
         executable = lowered.compile(compiler_options=options)
     except Exception as error:
-        if "No such compile option" in str(error) or "compile option" in str(error).lower():
+        what = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+        if what.startswith(("No such compile option", "While setting option")):
             raise UserError(
-                f"{str(error).splitlines()[0]}; this jax's compiler does not know it, leave it out"
+                f"--compiler_option: {what}; leave it out, or see what this jax's compiler knows"
             ) from error
         raise
     compiled_at = time.monotonic()

@@ -118,6 +118,13 @@ def test_real_devices_are_run_and_measured(tmp_path):
     assert report["target"]["per_node"] == 2 and report["memory"]["arguments"] > 0
 
 
+def test_unknown_compiler_options_are_refused(tmp_path):
+    bindings = [f"--gin_bindings={binding}" for binding in bindings_of(tmp_path)]
+    flags = (*bindings, "--host_devices=2", "--rates=h200", f"--out={tmp_path / 'out'}")
+    line = refused(*flags, "--compiler_option=xla_gpu_nonsense=1", JAX_PLATFORMS="cpu")
+    assert "No such compile option: 'xla_gpu_nonsense'" in line and not (tmp_path / "out").exists()
+
+
 def test_unknown_devices_need_rates(tmp_path):
     line = refused("--host_devices=2", f"--out={tmp_path / 'out'}", JAX_PLATFORMS="cpu")
     assert "no GPU that is known here (2 x cpu)" in line and "--target=h200:4x8" in line
