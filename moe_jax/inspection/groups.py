@@ -3,6 +3,7 @@
     replica_groups={{0,1},{2,3}}                            the lists themselves
     replica_groups=[2,4]<=[8]  or  [4,2]<=[2,4]T(1,0)       iota, reshaped and transposed, rows are groups
     replica_groups=mesh['a'=2,'b'=4] {'b'}                  a mesh and the axes that a group spans
+    replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}    likewise, of ids in another order
     source_target_pairs={{0,1},{1,2}}                       of a permute
 
 Enters: the attributes of an instruction. Leaves: tuples of device ids, or of (source, target) pairs.
@@ -45,20 +46,23 @@ def _iota_groups(shape: str, dims: str, turn: str | None) -> Groups:
 
 
 def _mesh_groups(text: str, devices: int) -> Groups:
-    found = re.match(r"mesh\[([^\]]*)\] ?\{([^}]*)\}", text)
+    found = re.match(
+        r"mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))? ?\{([^}]*)\}", text
+    )
     if not found:
-        raise UserError(f"replica groups written as {text[:80]!r} are not known here")
-    mesh, spanned = found.groups()
+        raise UserError(f"replica groups written as {text[:160]!r} are not known here")
+    mesh, shape, turn, listed, spanned = found.groups()
     axes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'\s*=\s*(\d+)", mesh)]
     wanted = re.findall(r"'([^']+)'", spanned)
-    unknown = [name for name in wanted if name not in dict(axes)]
-    if unknown or ":" in spanned or "device_ids" in mesh:
-        raise UserError(f"replica groups written as {text[:80]!r} are not known here: a part of an axis, or other ids")
-    sizes = [size for _, size in axes]
-    ids = np.arange(np.prod(sizes))
+    if ":" in spanned or not set(wanted) <= set(dict(axes)):
+        raise UserError(f"replica groups written as {text[:160]!r} are not known here: a part of an axis, or no axis")
+    sizes, names = [size for _, size in axes], [name for name, _ in axes]
+    ids = np.array(_ints(listed)) if listed else np.arange(np.prod(sizes))
+    if shape:
+        ids = ids.reshape(_ints(shape))
+        ids = ids.transpose(_ints(turn)) if turn else ids
     if ids.size != devices:
         raise UserError(f"the mesh of {text[:60]!r} has {ids.size} devices and the program {devices}")
-    names = [name for name, _ in axes]
     inner = [names.index(name) for name in wanted]
     outer = [place for place in range(len(axes)) if place not in inner]
     grid = ids.reshape(sizes).transpose(outer + inner)

@@ -66,6 +66,10 @@ def test_unknown_dtypes_are_named():
         ("replica_groups=mesh['a'=2,'b'=2] {'b'}, x", ((0, 1), (2, 3))),
         ("replica_groups=mesh['a'=2,'b'=2] {'a'}, x", ((0, 2), (1, 3))),
         ("replica_groups=mesh['a'=2,'b'=2,'c'=1] {'a','b'}", ((0, 1, 2, 3),)),
+        # ids as [[0, 1], [2, 3]], turned, fill the mesh: a runs over 0, 1 at b = 0
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, x", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}, x", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}, x", ((3, 2), (1, 0))),
     ],
 )
 def test_replica_groups(text, groups):
