@@ -29,7 +29,7 @@ class CalibrationOptions:
 
     Attributes:
       smallest, largest: bytes of the smallest and largest message; points: sizes between them, evenly in the logarithm.
-      least_seconds: where the largest message takes less, larger ones are timed, up to 16 times; else what a call costs
+      least_seconds: where the largest message takes less, larger ones are timed, up to 4 times; else what a call costs
         would hide the slope.
       rounds: interleaved calls of each size; the median counts.
       devices_per_node: where the fast links end; 0 takes the devices of a process.
@@ -104,7 +104,7 @@ def calibrate(
 
 def _time_collective(timed: Timed, devices, options, empty: float, agree) -> Points:
     largest = options.largest
-    while largest < 16 * options.largest:
+    while largest < 4 * options.largest:
         case = collective_cases(timed, devices, largest)[0]
         once = agree(medians(interleaved_seconds({"call": case.call}, 2)))["call"]
         if (once - empty) / case.count >= options.least_seconds:
