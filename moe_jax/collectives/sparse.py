@@ -111,6 +111,60 @@ def _all_gather_bwd(plan, dtypes, table, gradients):
 _all_gather.defvjp(_all_gather_fwd, _all_gather_bwd)
 
 
+def fetch_part(bank: Bank, rows: Array, table: Transfer, plan: TransferPlan, into: Bank | None = None) -> Bank:
+    """Return `sparse_all_gather` without a gradient, written over `into` {name: [Gs, ...]} in the slots that it fills.
+
+    With the plan and the table of `cut` that is a part of a transfer; the parts together are the whole.
+    """
+    bank, rows, table = match_varying(bank, rows, table)
+    with jax.named_scope("sparse_all_gather"):
+        return _fetch(plan, bank, rows, table, into)
+
+
+def return_part(guests: Bank, table: Transfer, plan: TransferPlan, into: Bank) -> Bank:
+    """Return `into` {name: [Hs, ...]} and the `sparse_reduce_scatter` of a part of a transfer, added up in its dtypes.
+
+    Where the guests vary over more axes than `into` (replicas of the group), what is added is summed over those first.
+    """
+    guests, table = match_varying(guests, table)
+    more = tuple(sorted(varying_axes(guests) - varying_axes(into)))
+    if not more:
+        with jax.named_scope("sparse_reduce_scatter"):
+            return _RETURN[plan.method](plan, guests, into, table)
+    sums = sparse_reduce_scatter(guests, table, plan, dtypes={name: leaf.dtype for name, leaf in into.items()})
+    return jax.tree.map(lambda total, part: total + lax.psum(part, more), into, sums)
+
+
+def cut(plan: TransferPlan, table: Transfer, start: float, stop: float, layer: int | None = None):
+    """Return the plan and the table of one part of a transfer: its rounds or chunks from `start` to `stop`.
+
+    Args:
+      plan, table: of the whole; the table of one layer.
+      start, stop: shares between 0 and 1, rounded to whole rounds (`shift`, `permute`) or chunks per device.
+      layer: which list of rounds to run, where that is known while tracing; None asks the table.
+
+    Returns:
+      (plan, table), or None for a part without a round.
+    """
+    units = max(map(len, plan.rounds), default=0) if plan.method in ("shift", "permute") else table.send.shape[0]
+    first, last = round(start * units), round(stop * units)
+    if last <= first:
+        return None
+    send, take = table.send[first:last], table.take
+    if plan.method in ("shift", "permute"):
+        lists = plan.rounds if layer is None or len(plan.rounds) < 2 else (plan.rounds[layer],)
+        plan = dataclasses.replace(plan, rounds=tuple(rounds[first:last] for rounds in lists))
+        take = take[first:last]
+    elif plan.method == "gather":
+        device, chunk = take // units, take % units
+        devices = lax.axis_size(plan.axes)
+        mine = (device < devices) & (chunk >= first) & (chunk < last)
+        take = jnp.where(mine, device * (last - first) + chunk - first, devices * (last - first))
+    else:
+        take = jnp.where((take >= first) & (take < last), take - first, last - first)
+    return plan, dataclasses.replace(table, send=send, take=take)
+
+
 def sparse_reduce_scatter(guests: Bank, table: Transfer, plan: TransferPlan, dtypes=None) -> Bank:
     """Sum one value per guest slot at the home of its chunk: {name: [Gs, ...]} -> {name: [Hs, ...]}.
 
@@ -131,9 +185,9 @@ def sparse_reduce_scatter(guests: Bank, table: Transfer, plan: TransferPlan, dty
         return _RETURN[plan.method](plan, guests, sums, table)
 
 
-def _fetch(plan: TransferPlan, bank: Bank, rows: Array, table: Transfer) -> Bank:
+def _fetch(plan: TransferPlan, bank: Bank, rows: Array, table: Transfer, into: Bank | None = None) -> Bank:
     first = next(iter(bank.values()))
-    out = {name: _zeros((plan.guest_slots, *leaf.shape[1:]), leaf.dtype, leaf) for name, leaf in bank.items()}
+    out = into or {name: _zeros((plan.guest_slots, *leaf.shape[1:]), leaf.dtype, leaf) for name, leaf in bank.items()}
     # what nothing asks for is sent as it comes, or as zeros: a padded slot may point to any row
     source = jnp.minimum(rows[jnp.minimum(table.send, plan.home_slots - 1)], first.shape[0] - 1)
     return _FETCH[plan.method](plan, bank, source, out, table)
@@ -167,7 +221,7 @@ def _return_by_rounds(plan, guests, sums, table):
 
 def _fetch_by_gather(plan, bank, source, out, table):
     offered = lax.all_gather(_packed(bank, source), plan.axes, tiled=True)  # [D X, n]
-    return _unpacked(_take(offered, table.take), out)
+    return _filled(offered, table.take, out)
 
 
 def _return_by_gather(plan, guests, sums, table):
@@ -180,7 +234,7 @@ def _fetch_by_broadcast(plan, bank, source, out, table):
     mine = (table.send < plan.home_slots)[:, None]
     masked = jnp.where(mine, _packed(bank, source), 0)
     everybodys = cast_varying(lax.psum(masked, plan.axes), varying_axes(masked))  # [B, n]
-    return _unpacked(_take(everybodys, table.take), out)
+    return _filled(everybodys, table.take, out)
 
 
 def _return_by_broadcast(plan, guests, sums, table):
@@ -208,6 +262,13 @@ def _of_layer(plan, table, run, carry):
     if len(plan.rounds) < 2:
         return run(plan.rounds[0], carry) if plan.rounds else carry
     return lax.switch(table.layer, [functools.partial(run, rounds) for rounds in plan.rounds], carry)
+
+
+def _filled(chunks: Array, take, out: Bank) -> Bank:
+    """Return `out` with chunks [n, ...] in the slots that take one."""
+    here = take < chunks.shape[0]
+    pieces = _unpacked(_take(chunks, take), out)
+    return {n: jnp.where(here.reshape(-1, *(1,) * (leaf.ndim - 1)), pieces[n], leaf) for n, leaf in out.items()}
 
 
 def _packed(leaves: Bank, index) -> Array:

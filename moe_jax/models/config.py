@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from moe_jax.errors import UserError
+from moe_jax.overlap.blocks import CASES, SCHEDULES, Prefetch
 
 CHOICES = {
     "kind": ("gpt", "bert"),
@@ -12,8 +13,14 @@ CHOICES = {
     "positions": ("learned", "rotary"),
     "attention": ("xla", "cudnn"),
     "dtype": ("float32", "bfloat16", "float64"),
-    "remat": ("none", "block", "dots"),
-}
+    "remat": (
+        "none", "block", "dots", "everything_saveable", "nothing_saveable", "dots_saveable",
+        "dots_with_no_batch_dims_saveable",
+    ),
+    "prefetch": SCHEDULES,
+    "prefetch_case": CASES,
+    "stack": ("scan", "unrolled"),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +40,14 @@ class ModelConfig:
       positions: 'learned' or 'rotary'.
       attention: implementation of `jax.nn.dot_product_attention`, 'xla' or 'cudnn'.
       dtype: compute dtype; parameters are float32 (float64 where this is float64).
-      remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results) or 'block' (everything).
+      remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything), or
+        the name of a policy in `jax.checkpoint_policies`. With a `prefetch` it is applied to each stage of a block:
+        'block' keeps what enters attention and what enters the MoE layer.
+      prefetch: when copies of experts travel: 'none' (before attention, wherever the compiler puts them), or a
+        block-wise schedule, 'hecate' or 'pro_prophet', with a backward of its own.
+      prefetch_case: of 'pro_prophet', beside what they travel: 'attention', 'expert' or 'split' over both.
+      rematerialize: with a prefetch, drop the copies after the forward and bring them again in the backward.
+      stack: 'scan' (one program for all layers) or 'unrolled' (all layers written out).
       loss_chunk: tokens whose logits are alive at once in the cross-entropy, per device.
       mask_rate: share of tokens masked, 'bert' only.
     """
@@ -52,6 +66,10 @@ class ModelConfig:
     attention: str = "xla"
     dtype: str = "float32"
     remat: str = "none"
+    prefetch: str = "none"
+    prefetch_case: str = "split"
+    rematerialize: bool = False
+    stack: str = "scan"
     loss_chunk: int = 1024
     mask_rate: float = 0.15
 
@@ -79,6 +97,11 @@ class ModelConfig:
                 f"rotary positions need an even head size, not model_dim ({self.model_dim}) / heads ({self.heads}) = "
                 f"{self.model_dim // self.heads}"
             )
+        if self.rematerialize and self.prefetch == "none":
+            raise UserError(
+                "ModelConfig.rematerialize (True) needs ModelConfig.prefetch = 'hecate' or 'pro_prophet', not 'none': "
+                "only those schedules say when copies come again"
+            )
         if not 0 < self.mask_rate < 1:
             raise UserError(f"ModelConfig.mask_rate ({self.mask_rate}) must lie between 0 and 1")
 
@@ -86,6 +109,18 @@ class ModelConfig:
     def moe_layers(self) -> int:
         """L, the number of MoE layers."""
         return self.layers // self.moe_every
+
+    @property
+    def block_wise(self) -> Prefetch:
+        """When copies of experts travel, as `moe_jax.overlap` takes it."""
+        return Prefetch(schedule=self.prefetch, case=self.prefetch_case, rematerialize=self.rematerialize)
+
+    @property
+    def guest_layers(self) -> int:
+        """Layers whose guests are in memory at a time."""
+        if self.prefetch != "none":
+            return self.block_wise.build(self.moe_layers).layers_alive()
+        return 1 if self.remat in ("block", "nothing_saveable") else self.moe_layers
 
     @property
     def head_dim(self) -> int:

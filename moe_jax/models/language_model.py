@@ -26,11 +26,12 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import dense_specs, expert_specs
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.cross_entropy import chunked_cross_entropy
-from moe_jax.models.transformer import Transformer, Unit
+from moe_jax.models.layer_loop import make_layer_loop
+from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import open_sink, with_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.gate import balance_loss, z_loss
-from moe_jax.moe.layer import LayerPlan, check_hidden_dim, fetch_guests, init_bank, layer_sizes, make_moe
+from moe_jax.moe.layer import LayerPlan, check_hidden_dim, init_bank, layer_sizes
 
 
 @record
@@ -244,16 +245,13 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
     config, moe_config, roles = model.config, model.moe, model.roles
     dtype = jnp.dtype(config.dtype)
     tokens = rows * length
-    apply_moe = make_moe(moe_config, roles, tokens, config.activation, plan)
-    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, moe_config.num_experts, nnx.Rngs(0))))[0]
     transformer = nnx.split(
         nnx.eval_shape(lambda: Transformer(config, moe_config.num_experts, model.vocab_size, nnx.Rngs(0)))
     )[0]
     parts = roles.size(roles.dense)
     bank_store = _make_bank_store(model, layout)
 
-    def reduce_model(x):
-        return lax.psum(x, roles.model) if roles.model else x
+    layer_loop = make_layer_loop(model, layout, tokens, training, plan, bank_store)
 
     def stack(dense, bank, sink, batch, tables, key, first_row, normalizer):
         device = lax.axis_index(roles.dense)
@@ -264,24 +262,9 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
         outer = {name: leaf for name, leaf in dense.items() if name != "units"}
         outer = gather_tree(outer, {name: layout.gather[name] for name in outer}, roles.dense, parts)
 
-        def body(x, inputs):
-            unit_params, layer_sink, layer_tables, layer = inputs
-            unit = nnx.merge(graph, gather_tree(unit_params, layout.gather["units"], roles.dense, parts))
-            noise_key = jax.random.fold_in(key, layer) if training and moe_config.gate_noise > 0 else None
-
-            guests = fetch_guests(bank, layer_sink, layer_tables, plan, x)
-
-            def moe(normed, w_gate):
-                weights, doors, here = bank_store(bank, layer_sink, layer_tables)
-                y, stats, passes = apply_moe(normed, token_ids, w_gate, weights, doors, here, noise_key, guests)
-                return y, (stats, passes)
-
-            return unit(x, moe, reduce_model)
-
         units = nnx.merge(transformer, {**outer, "units": dense["units"]})
         x = units.embedding(batch.inputs, dtype)
-        inputs = (dense["units"], sink, tables, jnp.arange(config.moe_layers, dtype=jnp.int32))
-        x, (gate_stats, passes) = lax.scan(_checkpointed(body, config.remat), x, inputs)
+        x, gate_stats, passes = layer_loop(x, dense["units"], bank, sink, tables, token_ids, key)
         with jax.named_scope("loss"):
             # each device of an MP group takes its part of the group's tokens
             flat = (x.reshape(tokens, -1), batch.targets.reshape(-1), batch.weights.reshape(-1))
@@ -314,14 +297,6 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
         return loss, stats
 
     return stack
-
-
-def _checkpointed(body, remat: str):
-    """Wrap the body of the layer loop in the activation checkpointing policy that `ModelConfig.remat` names."""
-    if remat == "none":
-        return body
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 
 def _make_bank_store(model: LanguageModel, layout: Layout):

@@ -26,6 +26,13 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import LayerPlan, layer_sizes
 
 MOMENTS = 2  # of AdamW
+# policies of jax.checkpoint, and which of ours keeps about as much
+LIKE = {
+    "everything_saveable": "none",
+    "nothing_saveable": "block",
+    "dots_saveable": "dots",
+    "dots_with_no_batch_dims_saveable": "dots",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,8 +162,7 @@ def _guests(sizes: Sizes, roles: Roles, plan: LayerPlan, narrow: int) -> int:
     config = sizes.config
     matrices = 3 if config.activation == "swiglu" else 2
     expert = narrow * matrices * config.model_dim * config.hidden_dim // roles.size(roles.expert_shard)
-    alive = 1 if config.remat == "block" else config.moe_layers
-    return plan.guest_slots * expert * (alive + 2)
+    return plan.guest_slots * expert * (config.guest_layers + 2)
 
 
 def _overflow(sizes: Sizes, roles: Roles, plan: LayerPlan, narrow: int, local_bank: int) -> int:
@@ -193,9 +199,9 @@ def _activations(sizes: Sizes, roles: Roles, narrow: int, plan: LayerPlan | None
     unit = attention + experts + (attention + hidden if config.moe_every == 2 else 0)
     kept = {
         "none": unit,
-        "block": narrow * dim,
+        "block": narrow * dim * (1 if config.prefetch == "none" else 2),
         "dots": narrow * config.moe_every * (2 * dim + 3 * dim / model)
         + (narrow * (dim + config.ffn_dim / model) if config.moe_every == 2 else 0),
-    }[config.remat]
+    }[LIKE.get(config.remat, config.remat)]
     logits = 2 * max(4, narrow) * min(config.loss_chunk, tokens) * sizes.vocab_size
     return int(tokens * (config.moe_layers * kept + unit)) + logits

@@ -151,14 +151,18 @@ class Unit(nnx.Module):
         Returns:
           ([b, Sq, M], what `moe` returned beside the tokens).
         """
-        if self.has_dense:
-            x = x + self.dense_attention(x, reduce)
-            x = x + self.dense(x, reduce)
-        x = x + self.attention(x, reduce)
+        x = self.attend(x, reduce)
         with jax.named_scope("moe"):
             tokens = self.gate.norm(x).reshape(-1, x.shape[-1])
             y, aux = moe(tokens, self.gate.w_gate[...])
         return x + y.reshape(x.shape), aux
+
+    def attend(self, x, reduce):
+        """Run what precedes the MoE layer: [b, Sq, M] -> [b, Sq, M]."""
+        if self.has_dense:
+            x = x + self.dense_attention(x, reduce)
+            x = x + self.dense(x, reduce)
+        return x + self.attention(x, reduce)
 
 
 class Embedding(nnx.Module):

@@ -59,7 +59,12 @@ def grouped_matmul(lhs: Array, group_sizes: Array, operands: Operands, *, implem
 
 def without_bank_gradient(operands: Operands) -> Operands:
     """Return the operands with banks through which no gradient flows."""
-    return tuple(dataclasses.replace(operand, bank=jax.lax.stop_gradient(operand.bank)) for operand in operands)
+    return tuple(
+        dataclasses.replace(
+            operand, bank=operand.bank if operand.constant else jax.lax.stop_gradient(operand.bank), constant=False
+        )
+        for operand in operands
+    )
 
 
 def check_operands(contracted: int, group_sizes: Array, operands: Operands) -> None:

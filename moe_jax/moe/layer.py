@@ -43,6 +43,8 @@ class LayerPlan:
       bucket_rows: rows of one (source, destination) bucket; None takes them from `MoEConfig.bucket_slack`.
       transfer: how guests get their parameters ahead of the gate; None without such guests.
       after_gate: what is decided from the counts of the step; None for nothing.
+      trans_share, agg_share: how much of a transfer out and of one home runs beside attention, where a block-wise
+        schedule splits them.
     """
 
     home_slots: int
@@ -50,6 +52,8 @@ class LayerPlan:
     bucket_rows: int | None = None
     transfer: TransferPlan | None = None
     after_gate: Rule | None = None
+    trans_share: float = 0.5
+    agg_share: float = 0.5
 
 
 def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | None = None) -> LayerSizes:
@@ -114,18 +118,11 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan
       None, and what `fetch_guests` returned.
     """
     schedule = make_schedule(config, roles, tokens, plan)
-    decide = _make_decide(roles, None if plan is None else plan.after_gate)
-    implementation = config.grouped_matmul
-    if implementation == "auto":
-        implementation = default_implementation(roles.mesh.devices.flat[0].platform)
-    if implementation not in implementations():
-        raise UserError(
-            f"MoEConfig.grouped_matmul ({implementation!r}) is unknown; choose 'auto' or one of "
-            f"{', '.join(implementations())}"
-        )
+    decide = make_decide(roles, None if plan is None else plan.after_gate)
+    implementation = find_grouped_matmul(config, roles)
 
     def apply(x, token_ids, w_gate, bank, sink, tables, noise_key=None, guests=None):
-        gate = functools.partial(_gate, w_gate=w_gate, config=config, noise_key=noise_key, model=roles.model)
+        gate = functools.partial(run_gate, w_gate=w_gate, config=config, noise_key=noise_key, model=roles.model)
 
         def placed(stats):
             here, guests_here = decide(stats, bank, sink, tables, guests)
@@ -143,7 +140,7 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan
     return apply
 
 
-def _make_decide(roles: Roles, rule: Rule | None):
+def make_decide(roles: Roles, rule: Rule | None):
     """Return decide(stats, bank, sink, tables, guests) -> (tables, guests) of one layer, once the gate has counted."""
     inside = tuple(axis for axis in roles.all if axis not in roles.expert)
 
@@ -161,6 +158,19 @@ def _make_decide(roles: Roles, rule: Rule | None):
             return tables, late if guests is None else jax.tree.map(jnp.add, guests, late)
 
     return as_planned if rule is None else by_rule
+
+
+def find_grouped_matmul(config: MoEConfig, roles: Roles) -> str:
+    """Return the name of the layer's grouped matmul, 'auto' resolved for the mesh's devices."""
+    implementation = config.grouped_matmul
+    if implementation == "auto":
+        implementation = default_implementation(roles.mesh.devices.flat[0].platform)
+    if implementation not in implementations():
+        raise UserError(
+            f"MoEConfig.grouped_matmul ({implementation!r}) is unknown; choose 'auto' or one of "
+            f"{', '.join(implementations())}"
+        )
+    return implementation
 
 
 def make_schedule(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | None = None) -> Schedule:
@@ -188,7 +198,8 @@ def _operands(bank, tables, sink, guests, name):
     return (home, GroupedWeights(bank=own, slots=jnp.arange(own.shape[0], dtype=jnp.int32), sink=own if sink else None))
 
 
-def _gate(x, token_ids, *, w_gate, config, noise_key, model):
+def run_gate(x, token_ids, *, w_gate, config, noise_key, model):
+    """Return the tokens' choices and this device's share of the gate's statistics."""
     choice, stats = choose_experts(x, w_gate, config, noise_key=noise_key, token_ids=token_ids)
     return choice, share_statistics(stats, choice, x, model)
 

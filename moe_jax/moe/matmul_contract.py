@@ -10,6 +10,7 @@ Letters: R rows of this shard, G groups, S rows of a weight bank, K and N the co
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
@@ -18,7 +19,7 @@ import jax
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("bank", "slots", "sink"), meta_fields=("constant",))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedWeights:
     """Say which row of a weight bank serves each of some consecutive groups, and where their gradients leave.
@@ -31,11 +32,14 @@ class GroupedWeights:
       slots: int32 [G], the row of `bank` that serves each group.
       sink: float [G, K, N], a door for gradients whose values are never read, or None where no gradient is wanted.
           Its dtype is the dtype of the gradient.
+      constant: the caller differentiates nothing with respect to the bank, so it need not be cut off; what a backward
+          keeps of the bank is then the caller's own array.
     """
 
     bank: Array
     slots: Array
     sink: Array | None = None
+    constant: bool = False
 
 
 Operands = tuple[GroupedWeights, ...]  # the groups of the first come first

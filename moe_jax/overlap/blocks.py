@@ -1,7 +1,7 @@
 """Block-wise schedules as data: which transfer of parameters or gradients runs beside which computation.
 
 Enters: a schedule's name, the number of layers, and how transfers are cut. Leaves: a `BlockSchedule`, lists of windows
-in the order of the program. A step can be built from it, the cost model takes its overlap, and `gantt` draws it.
+in the order of the program. The model builds its step from it, the cost model its overlap, and `gantt` its picture.
 Nothing here runs or takes time.
 
 A layer is four stages: attention (everything before the gate), dispatch, experts, combine. *Trans* brings copies of

@@ -21,9 +21,10 @@ from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
-from moe_jax.schedules.expert_group import compute
+from moe_jax.schedules.expert_group import from_groups, to_groups
 from moe_jax.schedules.expert_parallel import build_s1
-from moe_jax.schedules.passes import passes_needed, run_passes
+from moe_jax.schedules.passes import add_later_passes, passes_needed
+from moe_jax.schedules.staged import Sent, StagedSchedule
 
 
 @register("deepspeed")
@@ -46,40 +47,58 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         blocks = array.reshape((members, -1) + array.shape[1:])
         return exchange(blocks, sent, received).reshape(array.shape)
 
-    def shared_experts(experts, arrived, arriving):
-        """Compute with each expert's gradient counted once, and sum the shards' partial outputs."""
-        out = compute(experts, scale_gradient(arrived, float(copies)), arriving)
-        out = scale_gradient(out, 1.0 / copies)
-        return lax.psum(out, roles.expert_shard) if shards > 1 else out
+    def counted_once(done):
+        """Undo the scaling of `deliver` and sum the shards' partial outputs: each expert's gradient counts once."""
+        done = scale_gradient(done, 1.0 / copies)
+        return lax.psum(done, roles.expert_shard) if shards > 1 else done
 
-    def schedule(x, token_ids, gate, placed):
+    def send_tokens(x, token_ids, gate, place):
         with jax.named_scope("gate"):
             choice, stats = gate(x, token_ids)
-            experts, tables = placed(stats)
         with jax.named_scope("route"):
-            device, expert = destinations(tables, choice, sizes.groups)
+            device, expert = destinations(place(stats), choice, sizes.groups)
             routing = route(choice, device, expert, members, sizes.groups)
             needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
         with jax.named_scope("dispatch"):
             everyone = gather(enter_copies(x, roles.model)).reshape(-1, x.shape[-1])  # [S t, M]
             weights = enter_copies(choice.weights, roles.model)
+        sorted_rows, group_sizes, way = deliver(everyone, routing, 0)
+        later = (everyone, routing, needed, lax.stop_gradient(stats)) if most > 1 else None
+        return Sent(sorted_rows, group_sizes, (weights, way, later)), stats, needed
 
-        def one_pass(index):
-            with jax.named_scope("dispatch"):
-                parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
-                joint = _join(jax.tree.map(gather, parcel), members, rows)
-                arriving = exchange_counts(joint.counts, roles.expert, members)  # [D, S, G]
-                sent, received = jnp.sum(joint.counts, (1, 2)), jnp.sum(arriving, (1, 2))
-                arrived = send(tokens_to_rows(everyone, joint), sent, received)
-            done = shared_experts(experts, arrived, arriving.reshape(-1, sizes.groups))
-            with jax.named_scope("combine"):
-                home = send(done, received, sent).reshape(members, shards, rows, -1)
-                home = own_part(home, roles.expert_shard if shards > 1 else (), dim=1)
-                return rows_to_tokens(home.reshape(members * rows, -1), weights, parcel)
+    def deliver(everyone, routing, index):
+        with jax.named_scope("dispatch"):
+            parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
+            joint = _join(jax.tree.map(gather, parcel), members, rows)
+            arriving = exchange_counts(joint.counts, roles.expert, members)  # [D, S, G]
+            sent, received = jnp.sum(joint.counts, (1, 2)), jnp.sum(arriving, (1, 2))
+            arrived = scale_gradient(send(tokens_to_rows(everyone, joint), sent, received), float(copies))
+            sorted_rows, group_sizes, grouping = to_groups(arrived, arriving.reshape(-1, sizes.groups))
+        return sorted_rows, group_sizes, (parcel, sent, received, grouping)
 
-        return leave_copies(run_passes(one_pass, needed, most, before=stats), roles.model), stats, needed
+    def bring_home(done, weights, way):
+        parcel, sent, received, grouping = way
+        with jax.named_scope("combine"):
+            home = send(counted_once(from_groups(done, grouping)), received, sent)
+            home = own_part(home.reshape(members, shards, rows, -1), roles.expert_shard if shards > 1 else (), dim=1)
+            return rows_to_tokens(home.reshape(members * rows, -1), weights, parcel)
 
-    return schedule
+    def finish(done, context, experts):
+        weights, way, later = context
+        y = bring_home(done, weights, way)
+        if later is not None:
+            everyone, routing, needed, stats = later
+
+            def one_pass(index):
+                sorted_rows, group_sizes, way = deliver(everyone, routing, index)
+                with jax.named_scope("experts"):
+                    done = experts(sorted_rows, group_sizes)
+                return bring_home(done, weights, way)
+
+            y = add_later_passes(y, one_pass, needed, most, before=stats)
+        return leave_copies(y, roles.model)
+
+    return StagedSchedule(send_tokens, finish)
 
 
 def _join(parcels: Parcel, members: int, rows: int) -> Parcel:

@@ -91,8 +91,18 @@ def compute(experts, received, counts):
       counts: int32 [sources, G].
     """
     with jax.named_scope("experts"):
-        if counts.shape[0] == 1:  # one bucket, already in group order
-            return experts(received, counts[0])
-        grouping = regroup(counts, received.shape[0] // counts.shape[0])
-        done = experts(rows_to_groups(received, grouping), grouping.group_sizes)
-        return groups_to_rows(done, grouping)
+        rows, sizes, grouping = to_groups(received, counts)
+        return from_groups(experts(rows, sizes), grouping)
+
+
+def to_groups(received, counts):
+    """Bring rows that arrived into group order: (rows [R, M], group_sizes int32 [G], how to go back)."""
+    if counts.shape[0] == 1:  # one bucket, already in group order
+        return received, counts[0], None
+    grouping = regroup(counts, received.shape[0] // counts.shape[0])
+    return rows_to_groups(received, grouping), grouping.group_sizes, grouping
+
+
+def from_groups(done, grouping):
+    """Undo `to_groups`."""
+    return done if grouping is None else groups_to_rows(done, grouping)

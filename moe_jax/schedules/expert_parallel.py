@@ -8,14 +8,16 @@ an all-gather over MP makes the copies whole. Source: Parm, section III-B. See `
 from __future__ import annotations
 
 import jax
+from jax import lax
 
 from moe_jax.collectives.copies import join_parts, own_part
 from moe_jax.dispatch import destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
-from moe_jax.schedules.expert_group import build_expert_group, compute
-from moe_jax.schedules.passes import passes_needed, run_passes
+from moe_jax.schedules.expert_group import build_expert_group, from_groups, to_groups
+from moe_jax.schedules.passes import add_later_passes, passes_needed
+from moe_jax.schedules.staged import Sent, StagedSchedule
 
 
 @register("s1")
@@ -26,30 +28,49 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     rows = sizes.bucket_rows(group.members)
     most = sizes.most_passes(rows)
 
-    def schedule(x, token_ids, gate, placed):
+    def send(x, token_ids, gate, place):
         mine, ids = own_part(x, roles.model), own_part(token_ids, roles.model)
         with jax.named_scope("gate"):
             choice, stats = gate(mine, ids)
-            experts, tables = placed(stats)
         with jax.named_scope("route"):
-            device, expert = destinations(tables, choice, sizes.groups)
+            device, expert = destinations(place(stats), choice, sizes.groups)
             routing = route(choice, device, expert, group.members, sizes.groups)
             needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
+        sorted_rows, group_sizes, way = deliver(mine, routing, 0)
+        later = (mine, routing, needed, lax.stop_gradient(stats)) if most > 1 else None
+        return Sent(sorted_rows, group_sizes, (choice.weights, way, later)), stats, needed
 
-        def one_pass(index):
-            with jax.named_scope("dispatch"):
-                parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
-                arriving = group.send_counts(parcel.counts)
-                received = group.send(tokens_to_rows(mine, parcel), parcel.counts, arriving)
-            done = compute(experts, received, arriving)
-            with jax.named_scope("combine"):
-                return rows_to_tokens(group.send_back(done, parcel.counts, arriving), choice.weights, parcel)
+    def deliver(mine, routing, index):
+        with jax.named_scope("dispatch"):
+            parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
+            arriving = group.send_counts(parcel.counts)
+            received = group.send(tokens_to_rows(mine, parcel), parcel.counts, arriving)
+            sorted_rows, group_sizes, grouping = to_groups(received, arriving)
+        return sorted_rows, group_sizes, (parcel, arriving, grouping)
 
-        y = run_passes(one_pass, needed, most, before=stats)
+    def bring_home(done, weights, way):
+        parcel, arriving, grouping = way
         with jax.named_scope("combine"):
-            return join_parts(y, roles.model), stats, needed
+            home = group.send_back(from_groups(done, grouping), parcel.counts, arriving)
+            return rows_to_tokens(home, weights, parcel)
 
-    return schedule
+    def finish(done, context, experts):
+        weights, way, later = context
+        y = bring_home(done, weights, way)
+        if later is not None:
+            mine, routing, needed, stats = later
+
+            def one_pass(index):
+                sorted_rows, group_sizes, way = deliver(mine, routing, index)
+                with jax.named_scope("experts"):
+                    done = experts(sorted_rows, group_sizes)
+                return bring_home(done, weights, way)
+
+            y = add_later_passes(y, one_pass, needed, most, before=stats)
+        with jax.named_scope("combine"):
+            return join_parts(y, roles.model)
+
+    return StagedSchedule(send, finish)
 
 
 @register("dp")

@@ -36,19 +36,24 @@ def passes_needed(largest, rows: int, most: int, axes: tuple[str, ...]):
 
 
 def run_passes(one_pass, needed, most: int, before=()):
-    """Return one_pass(0) + ... + one_pass(needed - 1).
+    """Return one_pass(0) + ... + one_pass(needed - 1); arguments as in `add_later_passes`."""
+    return add_later_passes(one_pass(jnp.int32(0)), one_pass, needed, most, before)
+
+
+def add_later_passes(first, one_pass, needed, most: int, before=()):
+    """Return first + one_pass(1) + ... + one_pass(needed - 1).
 
     Args:
+      first: what pass 0 gave.
       one_pass: function of the pass index (int32 []) to an array; may hold collectives.
       needed: int32 [], at least 1, equal on all devices.
       most: static bound on `needed`; 1 leaves no branch in the program.
       before: pytree of results of other collectives, which the branch must not overtake.
     """
     if most == 1:
-        return one_pass(jnp.int32(0))
+        return first
     closed = jax.make_jaxpr(one_pass)(jnp.int32(0))
     trained = _trained(closed)
-    first = _call(closed.jaxpr, closed.consts, jnp.int32(0))
     leaves = [closed.consts[i] for i in trained]
     fixed = [leaf for i, leaf in enumerate(closed.consts) if i not in trained]
     first, leaves = _in_turn(first, leaves, needed)

@@ -26,9 +26,10 @@ from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import Parcel, Tables, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
-from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, compute
+from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, from_groups, to_groups
 from moe_jax.schedules.expert_parallel import build_s1
-from moe_jax.schedules.passes import passes_needed, run_passes
+from moe_jax.schedules.passes import add_later_passes, passes_needed
+from moe_jax.schedules.staged import Sent, StagedSchedule
 
 
 @register("s2")
@@ -42,31 +43,50 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     most = sizes.most_passes(rows)
     collect = make_collect(roles, group, options.gather)
 
-    def schedule(x, token_ids, gate, placed):
+    def send(x, token_ids, gate, place):
         with jax.named_scope("gate"):
             choice, stats = gate(x, token_ids)
-            experts, tables = placed(stats)
         with jax.named_scope("route"):
-            device, expert = destinations(_lead_tables(tables, roles), choice, sizes.groups)
+            device, expert = destinations(_lead_tables(place(stats), roles), choice, sizes.groups)
             routing = route(choice, device, expert, group.members, sizes.groups)
             needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
-        me = lax.axis_index(roles.model)
+        sorted_rows, group_sizes, way = deliver(x, routing, 0)
+        later = (x, routing, needed, lax.stop_gradient(stats)) if most > 1 else None
+        return Sent(sorted_rows, group_sizes, (choice.weights, way, later)), stats, needed
+
+    def deliver(x, routing, index):
+        with jax.named_scope("dispatch"):
+            whole = pack(routing, index, rows, sizes.top_k, sizes.groups)
+            # part r of a bucket is the bucket of a finer pass
+            part = index * copies + lax.axis_index(roles.model)
+            mine = pack(routing, part, rows // copies, sizes.top_k, sizes.groups)
+            arriving = group.send_counts(mine.counts)
+            received = _send_tokens(group, collect, roles.model, x, mine, whole, arriving)
+            sorted_rows, group_sizes, grouping = to_groups(received, arriving)
+        return sorted_rows, group_sizes, (whole, mine.counts, arriving, grouping)
+
+    def bring_home(done, weights, way):
+        whole, counts, arriving, grouping = way
+        with jax.named_scope("combine"):
+            home = _collect_rows(group, collect, roles.model, from_groups(done, grouping), counts, arriving)
+            return rows_to_tokens(home, weights, whole)
+
+    def finish(done, context, experts):
+        weights, way, later = context
+        y = bring_home(done, weights, way)
+        if later is None:
+            return y
+        x, routing, needed, stats = later
 
         def one_pass(index):
-            with jax.named_scope("dispatch"):
-                whole = pack(routing, index, rows, sizes.top_k, sizes.groups)
-                # part r of a bucket is the bucket of a finer pass
-                mine = pack(routing, index * copies + me, rows // copies, sizes.top_k, sizes.groups)
-                arriving = group.send_counts(mine.counts)
-                received = _send_tokens(group, collect, roles.model, x, mine, whole, arriving)
-            done = compute(experts, received, arriving)
-            with jax.named_scope("combine"):
-                home = _collect_rows(group, collect, roles.model, done, mine.counts, arriving)
-                return rows_to_tokens(home, choice.weights, whole)
+            sorted_rows, group_sizes, way = deliver(x, routing, index)
+            with jax.named_scope("experts"):
+                done = experts(sorted_rows, group_sizes)
+            return bring_home(done, weights, way)
 
-        return run_passes(one_pass, needed, most, before=stats), stats, needed
+        return add_later_passes(y, one_pass, needed, most, before=stats)
 
-    return schedule
+    return StagedSchedule(send, finish)
 
 
 def whole_bucket_rows(sizes: LayerSizes, members: int, copies: int) -> int:

@@ -16,12 +16,19 @@ from moe_jax.dispatch import Tables
 from moe_jax.moe.layer import LayerPlan
 
 
-def layer_plan(skeleton: host.Skeleton, axes: tuple[str, ...], rule: Rule | None = None) -> LayerPlan:
+def layer_plan(
+    skeleton: host.Skeleton,
+    axes: tuple[str, ...],
+    rule: Rule | None = None,
+    shares: dict[str, float] | None = None,
+) -> LayerPlan:
     """Return what a step is compiled for.
 
     Args:
+      skeleton: of the plans to come.
       axes: mesh axes of the expert-parallel group.
       rule: what is decided after the gate.
+      shares: `trans_share` and `agg_share` of a `LayerPlan`, where a block-wise schedule splits transfers.
     """
     return LayerPlan(
         home_slots=skeleton.home_slots,
@@ -37,6 +44,7 @@ def layer_plan(skeleton: host.Skeleton, axes: tuple[str, ...], rule: Rule | None
         if has_guests(skeleton) and (rule is None or rule.ahead)
         else None,
         after_gate=rule,
+        **(shares or {}),
     )
 
 

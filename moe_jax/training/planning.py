@@ -10,19 +10,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 
 from moe_jax.after_gate import CalibrateRule, Rule, ShadowRule, ShareRule
-from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.cluster import Cluster
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import Placement, Skeleton, bucket_rows, build_skeleton, fits, most_homes, widen
 from moe_jax.placement.transfer import cheapest_method
 from moe_jax.planner import SWEEPS, Cost, PlanSession, shadow_rates
 from moe_jax.training.plan import has_guests, layer_plan
 from moe_jax.training.program import Program
+from moe_jax.training.split import attention_seconds, read_named_cluster
 
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth asks for few executables
 
@@ -35,15 +34,11 @@ def planning_cost(session: Program) -> Cost:
     """
     config, model, roles = session.config.planner, session.config.model, session.roles
     placement = initial_placement(session)
-    cluster = (
-        _read(config.cluster) if config.cluster else Cluster(name="of this run; name one in PlannerConfig.cluster")
-    )
+    cluster = Cluster(name="of this run; name one in PlannerConfig.cluster")
+    if config.cluster:
+        cluster = read_named_cluster(config.cluster)
     cluster = cluster.sized(placement.nodes, placement.devices_per_node)
-    seconds = None
-    if cluster.flops is not None:  # projections, scores and mixing, of the tokens of one device
-        length = session.config.data.sequence_length
-        tokens = session.tokens_per_step / session.config.train.accumulate / roles.num_devices
-        seconds = tokens * (8 * model.model_dim**2 + 4 * length * model.model_dim) / cluster.flops
+    seconds = None if cluster.flops is None else attention_seconds(session.config, roles, cluster.flops)
     return Cost(
         cluster=cluster,
         model_dim=model.model_dim,
@@ -52,14 +47,9 @@ def planning_cost(session: Program) -> Cost:
         guest_slots=config.guest_slots,
         overlap_degree=config.overlap_degree,
         attention_seconds=seconds,
-        layers_alive=1 if model.remat == "block" else model.moe_layers,
+        layers_alive=model.guest_layers,
+        **({} if model.prefetch == "none" else {"prefetch": model.block_wise}),
     )
-
-
-def _read(path: str) -> Cluster:
-    """Read a cluster file, named from here or from beside the package."""
-    beside = Path(__file__).parents[2] / path
-    return read_cluster(beside if not os.path.exists(path) and beside.exists() else path)
 
 
 def initial_placement(session: Program) -> Placement:

@@ -18,12 +18,14 @@ from moe_jax.data import Tokenizer, build_tokenizer
 from moe_jax.dispatch import Tables, even_tables
 from moe_jax.mesh import Roles, build_mesh
 from moe_jax.models import Batch, LanguageModel, Layout
+from moe_jax.moe.layer import LayerPlan
 from moe_jax.placement import Skeleton
 from moe_jax.run_config import RunConfig
 from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.plan import layer_plan, table_shapes
+from moe_jax.training.plan import has_guests, layer_plan, table_shapes
+from moe_jax.training.split import split_shares
 from moe_jax.training.step import Placing, abstract_state, make_train_step, place
 
 
@@ -75,6 +77,13 @@ class Program:
             lambda dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), dtypes, self.placing.batch
         )
 
+    def layer_plan(self, skeleton: Skeleton | None, rule: Rule | None = None) -> LayerPlan | None:
+        """Return what a step for plans of this skeleton is compiled for; `rule` is what it decides after the gate."""
+        if skeleton is None:
+            return None
+        shares = split_shares(self.config, self.roles, skeleton) if has_guests(skeleton) else None
+        return layer_plan(skeleton, self.roles.expert, rule, shares)
+
     def lower_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None) -> jax.stages.Lowered:
         """Return the training step for exactly these shapes and shardings, not compiled yet.
 
@@ -82,7 +91,7 @@ class Program:
           skeleton: of the plans whose tables will come; None is even homes for good, without a planner.
           rule: what the step decides after the gate.
         """
-        plan = None if skeleton is None else layer_plan(skeleton, self.roles.expert, rule)
+        plan = self.layer_plan(skeleton, rule)
         length = self.config.data.sequence_length
         step = make_train_step(self.model, self.layout, self.config.train, self.placing, length, plan)
         tables = self.even_tables() if skeleton is None else table_shapes(skeleton)

@@ -15,7 +15,6 @@ from moe_jax.dispatch import Tables
 from moe_jax.placement import Skeleton
 from moe_jax.run_config import RunConfig
 from moe_jax.training.feed import Feed, to_devices
-from moe_jax.training.plan import layer_plan
 from moe_jax.training.program import Program, build_program
 from moe_jax.training.step import init_state, make_evaluation_step, state_of_params
 
@@ -44,7 +43,7 @@ class Session(Program):
         """Return the evaluation step; it compiles when first called."""
         return make_evaluation_step(
             self.model, self.layout, self.config.train, self.placing, self.config.data.sequence_length,
-            None if skeleton is None else layer_plan(skeleton, self.roles.expert),
+            self.layer_plan(skeleton),
         )  # fmt: skip
 
     def wishes(self, flag: int):

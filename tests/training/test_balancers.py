@@ -55,7 +55,7 @@ def test_loss_curve_equals_that_of_plain_expert_parallelism(base, name):
 AFTER_GATE = {
     "fastermoe": ("PlannerConfig.when = 'after_gate'",),
     "balanced": ("PlannerConfig.when = 'after_gate'",),
-    "hecate": ("PlannerConfig.calibrate = True", "PlannerConfig.guest_slots = 3"),
+    "hecate": ("PlannerConfig.calibrate = True", "PlannerConfig.guest_slots = 3", "ModelConfig.prefetch = 'none'"),
 }
 
 

@@ -1,0 +1,52 @@
+"""What a stage's backward needs, without what is there anyway.
+
+Enters: the function that `jax.vjp` returned, and arrays that the backward will have again (parameters, the bank,
+tables, copies of experts). Leaves: `Kept`, a pytree of the other arrays that it holds. `restore` puts the two together,
+in another turn of another loop. So a loop can stack `Kept` without stacking a bank in every turn, and copies of experts
+can be brought a second time instead of being kept.
+"""
+
+from __future__ import annotations
+
+import jax
+
+
+@jax.tree_util.register_pytree_node_class
+class Kept:
+    """A pulled-back function in pieces: `arrays` are its own, `plan` says where each of its leaves comes from."""
+
+    def __init__(self, arrays, plan):
+        self.arrays, self.plan = arrays, plan
+
+    def tree_flatten(self):
+        return tuple(self.arrays), self.plan
+
+    @classmethod
+    def tree_unflatten(cls, plan, arrays):
+        return cls(arrays, plan)
+
+    def restore(self, known):
+        """Return the function; `known` is the tree that was given to `keep`, with arrays of the same shapes."""
+        tree, places = self.plan
+        there = jax.tree.leaves(known)
+        sources = {"known": there, "own": self.arrays}
+        leaves = [at if kind == "static" else sources[kind][at] for kind, at in places]
+        return jax.tree.unflatten(tree, leaves)
+
+
+def keep(pull_back, known) -> Kept:
+    """Take apart what `jax.vjp` returned; an array that is the same object as a leaf of `known` is left out."""
+    place = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(known))}
+    leaves, tree = jax.tree.flatten(pull_back)
+    arrays, places = [], []
+    for leaf in leaves:
+        if id(leaf) in place:
+            places.append(("known", place[id(leaf)]))
+        elif hasattr(leaf, "dtype"):
+            place_of_own = next((i for i, other in enumerate(arrays) if other is leaf), len(arrays))
+            if place_of_own == len(arrays):
+                arrays.append(leaf)
+            places.append(("own", place_of_own))
+        else:  # a mark of JAX's for an argument that it does not need
+            places.append(("static", leaf))
+    return Kept(arrays, (tree, tuple(places)))

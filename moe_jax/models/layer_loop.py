@@ -1,0 +1,144 @@
+"""The layers of a model one after the other: a loop that JAX differentiates, or the program of a block-wise schedule.
+
+Enters: x [b, Sq, M], the units' parameters, this device's share of the bank, sinks and tables. Leaves: x, the gates'
+statistics and the passes of every layer. Inside `shard_map`.
+Letters: b sequences here, Sq positions, t tokens, M model dim, L layers, Hs home slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from moe_jax.collectives.gather import gather_tree
+from moe_jax.collectives.varying import cast_varying
+from moe_jax.errors import UserError
+from moe_jax.models.prefetch import Constants, Prefetcher
+from moe_jax.models.stages import Stages
+from moe_jax.models.transformer import Unit
+from moe_jax.moe.layer import LayerPlan, fetch_guests, make_moe
+from moe_jax.moe.staged import make_staged_moe
+
+if TYPE_CHECKING:
+    from moe_jax.models.language_model import LanguageModel, Layout
+
+
+def make_layer_loop(
+    model: LanguageModel, layout: Layout, tokens: int, training: bool, plan: LayerPlan | None, bank_store: Callable
+) -> Callable:
+    """Return loop(x, units, bank, sink, tables, token_ids, key) -> (x, GateStats [L, ...], passes int32 [L]).
+
+    Args:
+      model, layout: what runs, and how its parameters lie.
+      tokens: t of this device's MP group.
+      training: with gate noise, if the gate has any.
+      plan: slots and buckets; None is an even placement without guests.
+      bank_store: what one MoE layer computes with, see `language_model`.
+
+    Raises:
+      UserError: a block-wise schedule where it cannot run.
+    """
+    config, roles = model.config, model.roles
+    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, model.moe.num_experts, nnx.Rngs(0))))[0]
+    parts, gather = roles.size(roles.dense), layout.gather["units"]
+    noisy = training and model.moe.gate_noise > 0
+
+    def reduce_model(x):
+        return lax.psum(x, roles.model) if roles.model else x
+
+    if config.prefetch != "none":
+        return _make_prefetcher(model, layout, graph, tokens, noisy, plan, reduce_model)
+    apply_moe = make_moe(model.moe, roles, tokens, config.activation, plan)
+
+    def loop(x, units, bank, sink, tables, token_ids, key):
+        def body(x, inputs):
+            unit_params, layer_sink, layer_tables, layer = inputs
+            unit = nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts))
+            noise_key = jax.random.fold_in(key, layer) if noisy else None
+            guests = fetch_guests(bank, layer_sink, layer_tables, plan, x)
+
+            def moe(normed, w_gate):
+                weights, doors, here = bank_store(bank, layer_sink, layer_tables)
+                y, stats, passes = apply_moe(normed, token_ids, w_gate, weights, doors, here, noise_key, guests)
+                return y, (stats, passes)
+
+            return unit(x, moe, reduce_model)
+
+        body = checkpointed(body, config.remat)
+        inputs = (units, sink, tables, jnp.arange(config.moe_layers, dtype=jnp.int32))
+        if config.stack == "scan":
+            x, (stats, passes) = lax.scan(body, x, inputs)
+            return x, stats, passes
+        told = []
+        for layer in range(config.moe_layers):
+            x, out = body(x, jax.tree.map(lambda leaf, at=layer: leaf[at], inputs))
+            told.append(out)
+        return x, *jax.tree.map(lambda *leaves: jnp.stack(leaves), *told)
+
+    return loop
+
+
+def policy_of(remat: str):
+    """Return the policy of `jax.checkpoint` that `ModelConfig.remat` names, None for 'block'."""
+    if remat == "block":
+        return None
+    return getattr(jax.checkpoint_policies, "dots_with_no_batch_dims_saveable" if remat == "dots" else remat)
+
+
+def checkpointed(function, remat: str):
+    """Wrap a function in the activation checkpointing policy that `ModelConfig.remat` names."""
+    if remat == "none":
+        return function
+    return jax.checkpoint(function, policy=policy_of(remat), prevent_cse=False)
+
+
+def _make_prefetcher(model, layout, graph, tokens, noisy, plan, reduce_model):
+    config, roles = model.config, model.roles
+    if layout.dp_stage is not None:
+        raise UserError(
+            f"ModelConfig.prefetch ({config.prefetch!r}) has nothing to move under MoEConfig.schedule = 'dp'; set "
+            "ModelConfig.prefetch = 'none'"
+        )
+    gather, parts = layout.gather["units"], roles.size(roles.dense)
+    recompute = config.remat in ("block", "nothing_saveable")
+    shares = {} if plan is None else {"trans_share": plan.trans_share, "agg_share": plan.agg_share}
+    schedule = config.block_wise.build(config.moe_layers, recompute=recompute, **shares)
+
+    def attend(mix, gate, x):
+        return nnx.merge(graph, {**mix, "gate": gate}).attend(x, reduce_model)
+
+    def norm(mix, gate, x):
+        return nnx.merge(graph, {**mix, "gate": gate}).gate.norm(x).reshape(-1, x.shape[-1])
+
+    def prepare(mix, gate):
+        rest = {name: dim for name, dim in gather.items() if name != "gate"}
+        return gather_tree(mix, rest, roles.dense, parts), gather_tree(gate, gather["gate"], roles.dense, parts)
+
+    prefetcher = Prefetcher(
+        schedule=schedule,
+        stages=Stages(
+            attend=attend,
+            norm=norm,
+            moe=make_staged_moe(model.moe, roles, tokens, config.activation, plan),
+            checkpoint=lambda function: checkpointed(function, config.remat),
+            # what is computed again on the way back is computed once
+            moe_checkpoint=lambda function: checkpointed(function, "none" if recompute else config.remat),
+        ),
+        transfer=None if plan is None else plan.transfer,
+        prepare=prepare,
+        scan=config.stack == "scan",
+        recompute=recompute,
+        noisy=noisy,
+    )
+
+    def loop(x, units, bank, sink, tables, token_ids, key):
+        mix = {name: leaf for name, leaf in units.items() if name != "gate"}
+        bank = cast_varying(bank, roles.all)  # as rows vary: a cast inside a stage would be kept for its backward
+        return prefetcher(x, (mix, units["gate"]), sink, Constants(bank, tables, token_ids, key))
+
+    return loop

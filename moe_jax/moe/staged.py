@@ -1,0 +1,97 @@
+"""The MoE layer cut into three stages, for programs that place transfers beside its experts.
+
+`make_staged_moe` returns what `make_moe` does, in pieces: send (gate, route, dispatch), experts (of pass 0), finish
+(combine, later passes). Nothing of the bank is differentiated here: gradients of home experts leave through `sink`, of
+guests through `guest_sink`; the values of both doors are never read.
+Letters: t tokens of this device's MP group, M model dim, R rows, S bank rows, Hs home and Gs guest slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.errors import UserError
+from moe_jax.mesh.roles import Roles
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.experts import expert_ffn
+from moe_jax.moe.grouped_matmul import GroupedWeights
+from moe_jax.moe.layer import LayerPlan, find_grouped_matmul, make_decide, make_schedule, run_gate
+from moe_jax.schedules.staged import Sent, StagedSchedule
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedMoE:
+    """Three functions of one layer; called inside `shard_map`, one after the other.
+
+    `weights` is a dict of what an expert's parameters come from: bank {name: [S, ...]}, sink {name: [Hs, ...]}, guests
+    and guest_sink {name: [Gs, ...]} or None, and the layer's tables.
+    """
+
+    schedule: StagedSchedule
+    config: MoEConfig
+    roles: Roles
+    activation: str
+    implementation: str
+    decide: Callable
+
+    def send(self, x, token_ids, w_gate, tables, noise_key) -> tuple[Sent, object, jax.Array]:
+        """Gate and dispatch tokens [t, M]: returns (Sent, GateStats, passes)."""
+        gate = functools.partial(
+            run_gate, w_gate=w_gate, config=self.config, noise_key=noise_key, model=self.roles.model
+        )
+        return self.schedule.send(x, token_ids, gate, lambda stats: self.decide(stats, None, None, tables, None)[0])
+
+    def experts(self, rows, group_sizes, weights):
+        """Apply the experts to rows [R, M] in group order."""
+        operands = {name: _operands(name, weights) for name in weights["bank"]}
+        with jax.named_scope("experts"):
+            return expert_ffn(
+                rows, group_sizes, operands, activation=self.activation, implementation=self.implementation
+            )
+
+    def finish(self, done, context, weights):
+        """Bring rows home, run the later passes: returns [t, M]."""
+        return self.schedule.finish(done, context, functools.partial(self.experts, weights=weights))
+
+
+def _operands(name: str, weights: dict) -> tuple[GroupedWeights, ...]:
+    home = GroupedWeights(
+        bank=weights["bank"][name],
+        slots=weights["tables"].home_row,
+        sink=weights["sink"][name] if weights["sink"] else None,
+        constant=True,
+    )
+    if weights["guests"] is None:
+        return (home,)
+    guests = weights["guests"][name]
+    slots = jnp.arange(guests.shape[0], dtype=jnp.int32)
+    sink = weights["guest_sink"][name] if weights["guest_sink"] else None
+    return home, GroupedWeights(bank=guests, slots=slots, sink=sink, constant=True)
+
+
+def make_staged_moe(
+    config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: LayerPlan | None = None
+) -> StagedMoE:
+    """Return the layer in stages; arguments as in `make_moe`.
+
+    Raises:
+      UserError: for a schedule whose experts do not run in one piece.
+    """
+    schedule = make_schedule(config, roles, tokens, plan)
+    if not isinstance(schedule, StagedSchedule):
+        raise UserError(
+            f"ModelConfig.prefetch needs a MoEConfig.schedule whose experts run in one piece, not {config.schedule!r} "
+            f"on this mesh; set MoEConfig.schedule to 's1', 's2' or 'deepspeed', or ModelConfig.prefetch = 'none'"
+        )
+    rule = None if plan is None else plan.after_gate
+    if rule is not None and rule.late_guests:
+        raise UserError(
+            "ModelConfig.prefetch brings copies before the gate, and this planner brings them after it; set "
+            "PlannerConfig.when = 'ahead' or ModelConfig.prefetch = 'none'"
+        )
+    return StagedMoE(schedule, config, roles, activation, find_grouped_matmul(config, roles), make_decide(roles, rule))

@@ -1,0 +1,63 @@
+"""How a block-wise schedule cuts its transfers, from calibrated times.
+
+Enters: the run's config, its mesh, and the skeleton that says how many bytes a layer's Trans moves. Leaves: the shares
+of Trans and Agg that run beside attention. Host side; no arrays on devices.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+
+from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.mesh.roles import Roles
+from moe_jax.models.memory import itemsize
+from moe_jax.moe.experts import weight_names
+from moe_jax.overlap import Times, shares
+from moe_jax.placement import Skeleton
+from moe_jax.placement.transfer import transfer_bytes
+from moe_jax.run_config import RunConfig
+
+_LOG = logging.getLogger(__name__)
+
+
+def read_named_cluster(path: str) -> Cluster:
+    """Read a cluster file, named from here or from beside the package."""
+    beside = Path(__file__).parents[2] / path
+    return read_cluster(beside if not os.path.exists(path) and beside.exists() else path)
+
+
+def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
+    """Return the forward time of one block's attention: projections, scores and mixing of one device's tokens."""
+    model, length = config.model, config.data.sequence_length
+    tokens = config.train.batch_size * length / config.train.accumulate / roles.num_devices
+    return tokens * (8 * model.model_dim**2 + 4 * length * model.model_dim) / flops
+
+
+def split_shares(config: RunConfig, roles: Roles, skeleton: Skeleton) -> dict[str, float]:
+    """Return {'trans_share', 'agg_share'} for a `LayerPlan`; {} where the schedule splits nothing.
+
+    Without a cluster file that knows its FLOP/s and bandwidth half of each runs beside attention, which is said once.
+    """
+    model = config.model
+    if model.prefetch != "pro_prophet" or model.prefetch_case != "split":
+        return {}
+    cluster = read_named_cluster(config.planner.cluster) if config.planner.cluster else Cluster(name="")
+    bandwidths = [w for w in (cluster.intra_bandwidth, cluster.inter_bandwidth) if w is not None]
+    if cluster.flops is None or not bandwidths:
+        _say_half()
+        return {"trans_share": 0.5, "agg_share": 0.5}
+    one = len(weight_names(model.activation)) * model.model_dim * model.hidden_dim * itemsize(model.dtype)
+    seconds = transfer_bytes(skeleton, one) / min(bandwidths)
+    times = Times(attention=attention_seconds(config, roles, cluster.flops), experts=0.0, trans=seconds, agg=seconds)
+    return dict(zip(("trans_share", "agg_share"), shares(times, model.rematerialize), strict=True))
+
+
+@functools.cache
+def _say_half() -> None:
+    _LOG.warning(
+        "ModelConfig.prefetch_case = 'split' runs half of each transfer (0.5) beside attention: PlannerConfig.cluster "
+        "names no file with flops and a bandwidth, from which the split would follow"
+    )

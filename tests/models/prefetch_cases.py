@@ -1,0 +1,153 @@
+"""Small models under block-wise schedules, with random placements; shared by the tests of equality and of memory.
+
+Sizes: L MoE layers, E = 8 experts, 8 sequences of 8 tokens, up to 2 guests a device and layer.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
+from moe_jax.models.reference import reference_loss
+from moe_jax.moe import MoEConfig
+from moe_jax.moe.gate import gate_noise
+from moe_jax.placement import SHARE_ONE, Placement, bank_rows, build_skeleton, fits, widen
+from moe_jax.training.plan import device_tables, layer_plan
+
+EXPERTS, BATCH, LENGTH, VOCAB, GUESTS, NOISE = 8, 8, 8, 31, 2, 0.1
+
+
+def model_config(**changes):
+    sizes = {"layers": 3, "model_dim": 8, "heads": 2, "hidden_dim": 12, "loss_chunk": 8, "max_length": LENGTH}
+    return ModelConfig(dtype="float64", **{**sizes, **changes})
+
+
+def moe_config(schedule):
+    return MoEConfig(num_experts=EXPERTS, top_k=2, gate_noise=NOISE, schedule=schedule)
+
+
+def random_placement(seed, layers, devices):
+    """Homes anywhere (L E / D on each device), one or two copies a device and layer, every rule, some shares."""
+    rng = np.random.default_rng(seed)
+    home = rng.permutation(np.repeat(np.arange(devices), layers * EXPERTS // devices)).reshape(layers, EXPERTS)
+    copies = []
+    for layer, device in np.ndindex(layers, devices):
+        away = np.flatnonzero(home[layer] != device)
+        number = min(len(away), rng.integers(1, GUESTS + 1))
+        copies += [(layer, e, device) for e in rng.choice(away, number, replace=False)]
+    copies = np.array(copies, np.int32).reshape(-1, 3)
+    rule = tuple(rng.permutation(["nearest", "home", "shares"] * layers)[:layers].tolist())
+    shares = []
+    for layer, expert in np.ndindex(layers, EXPERTS):
+        if rule[layer] == "shares":
+            mine = copies[(copies[:, 0] == layer) & (copies[:, 1] == expert), 2]
+            holders = [*mine.tolist(), int(home[layer, expert])]
+            cuts = np.sort(rng.integers(0, SHARE_ONE + 1, len(holders) - 1))
+            parts = np.diff([0, *cuts, SHARE_ONE])
+            shares += [(layer, expert, d, s) for d, s in zip(holders, parts.tolist(), strict=True)]
+    return Placement(home, copies, shares or None, rule, devices=devices, devices_per_node=max(1, devices // 2))
+
+
+def placements_of(method, layers, devices, number=2):
+    """Return some placements and one skeleton for all; `permute` has rounds for one send graph, so there it is one."""
+    found = [random_placement(seed, layers, devices) for seed in range(1 if method == "permute" else number)]
+    skeleton = build_skeleton(found[0], method=method)
+    for placement in found[1:]:
+        if not fits(skeleton, placement):
+            skeleton = widen(skeleton, placement)
+    return found, skeleton
+
+
+@functools.cache
+def reference_params(config):
+    roles = build_mesh(MeshConfig(), jax.devices()[:1])
+    params = LanguageModel(config=config, moe=moe_config("s1"), vocab_size=VOCAB, roles=roles).init(jax.random.key(7))
+    gate = params["dense"]["units"]["gate"]
+    gate["norm"]["bias"] = jnp.ones_like(gate["norm"]["bias"])  # so that first choices crowd
+    experts = {n: v.reshape(config.moe_layers, EXPERTS, *v.shape[1:]) for n, v in params["bank"].items()}
+    return {"dense": params["dense"], "experts": experts}
+
+
+def batch():
+    tokens = np.random.default_rng(3).integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32)
+    return Batch(tokens[:, :-1], tokens[:, 1:], np.ones((BATCH, LENGTH)))
+
+
+@functools.cache
+def reference(config):
+    """Return (loss, gradients) of the one-device model; `config` says only what is computed, not how."""
+    ids = jnp.arange(BATCH * LENGTH, dtype=jnp.int32)
+    key = jax.random.key(11)
+    noise = [gate_noise(jax.random.fold_in(key, i), ids, EXPERTS, jnp.float64) for i in range(config.moe_layers)]
+
+    def oracle(params):
+        data = batch()
+        return reference_loss(params, data.inputs, data.targets, data.weights, config, moe_config("s1"), noise=noise)
+
+    (loss, _), grads = jax.jit(jax.value_and_grad(oracle, has_aux=True))(reference_params(config))
+    return float(loss), jax.tree.map(np.asarray, grads)
+
+
+def what(config):
+    """Return the config without everything that says how to compute."""
+    plain = ModelConfig()
+    how = ("remat", "prefetch", "prefetch_case", "rematerialize", "stack")
+    return dataclasses.replace(config, **{name: getattr(plain, name) for name in how})
+
+
+def to_bank(experts, placement, rows):
+    """[L, E, ...] -> [D S, ...] of a placement."""
+    at = (placement.home * rows + bank_rows(placement)).ravel()
+
+    def one(v):
+        bank = np.zeros((placement.devices * rows, *v.shape[2:]))
+        bank[at] = np.asarray(v).reshape(-1, *v.shape[2:])
+        return bank
+
+    return {name: one(v) for name, v in experts.items()}
+
+
+def run(config, schedule, mesh, skeleton, placements, zero=1, shares=None):
+    """Return [(loss, gradients, stats)] of each placement, from one executable."""
+    roles = build_mesh(MeshConfig(**mesh), jax.devices())
+    model = LanguageModel(config=config, moe=moe_config(schedule), vocab_size=VOCAB, roles=roles, zero_stage=zero)
+    layout = model.layout()
+    loss = make_loss(model, layout, BATCH, LENGTH, plan=layer_plan(skeleton, roles.expert, shares=shares))
+    by_expert, whole = NamedSharding(roles.mesh, P(roles.expert)), NamedSharding(roles.mesh, P())
+    rest = jax.device_put((batch(), jax.random.key(11), np.int32(0), np.float64(BATCH * LENGTH)), whole)
+    step, out = jax.jit(jax.value_and_grad(loss, has_aux=True)), []
+    for placement in placements:
+        params = reference_params(what(config))
+        params = {"dense": params["dense"], "bank": to_bank(params["experts"], placement, skeleton.bank_rows)}
+        params = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(roles.mesh, s)), params, layout.params)
+        tables = jax.device_put(device_tables(skeleton, placement), by_expert)
+        (value, stats), grads = step(params, rest[0], tables, *rest[1:])
+        out.append((float(value), grads, stats))
+    return out
+
+
+def check(*, prefetch, schedule="deepspeed", mesh=None, method="gather", rows=0, zero=1, shares=None, **changes):
+    """Compare loss and every gradient with the reference, 1e-10 of each leaf's largest entry; returns most passes."""
+    config = model_config(prefetch=prefetch, **changes)
+    mesh = mesh or {"expert": 8}
+    placements, skeleton = placements_of(method, config.moe_layers, mesh["expert"])
+    skeleton = dataclasses.replace(skeleton, bucket_rows=rows)
+    passes = 1
+    with jax.enable_x64(True):
+        want_loss, want_grads = reference(what(config))
+        results = run(config, schedule, mesh, skeleton, placements, zero, shares)
+        for placement, (loss, grads, stats) in zip(placements, results, strict=True):
+            np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
+            bank = to_bank(want_grads["experts"], placement, skeleton.bank_rows)
+            want = {"dense": want_grads["dense"], "bank": bank}
+            for (path, a), b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(grads), strict=True):
+                error = np.max(np.abs(np.asarray(a) - np.asarray(b)))
+                assert error <= 1e-10 * np.max(np.abs(a)) + 1e-30, (jax.tree_util.keystr(path), error)
+            passes = max(passes, int(np.asarray(stats.passes).max()))
+    return passes

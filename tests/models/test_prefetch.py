@@ -1,0 +1,120 @@
+"""Block-wise schedules compute the reference's loss and gradients, whatever travels when and is kept or not.
+
+float64, 1e-10 of the largest reference entry of each leaf. A few cases that together meet every schedule, case, policy,
+loop, transfer method and kind of mesh run always; a set in which every two values of any two factors meet is slow.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from prefetch_cases import check, model_config
+
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models import LanguageModel, make_loss
+from moe_jax.moe import MoEConfig
+
+CASES = {
+    "hecate_again_overflow": {"prefetch": "hecate", "rematerialize": True, "rows": 8},
+    "split_again_block_data2": {
+        "prefetch": "pro_prophet", "rematerialize": True, "remat": "block", "mesh": {"expert": 4, "data": 2},
+        "zero": 3, "method": "shift", "shares": {"trans_share": 0.4, "agg_share": 0.7},
+    },
+    "expert_dots_s1_mp2_esp2": {
+        "prefetch": "pro_prophet", "prefetch_case": "expert", "remat": "dots", "schedule": "s1",
+        "mesh": {"expert": 4, "expert_shard": 2, "model": 2}, "method": "broadcast",
+    },
+    "attention_unrolled_again": {
+        "prefetch": "pro_prophet", "prefetch_case": "attention", "rematerialize": True, "stack": "unrolled",
+        "method": "permute",
+    },
+}  # fmt: skip
+SLOW = {
+    "every_second_swiglu": {
+        "prefetch": "pro_prophet", "rematerialize": True, "layers": 6, "moe_every": 2, "activation": "swiglu",
+        "stack": "unrolled",
+    },
+    "plain_unrolled_policy": {"prefetch": "none", "stack": "unrolled", "remat": "dots_saveable"},
+    "one_layer": {"prefetch": "pro_prophet", "rematerialize": True, "layers": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_reference(name):
+    passes = check(**CASES[name])
+    assert "overflow" not in name or passes > 1, "this case is here to overflow"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_odd_models_equal_reference(name):
+    check(**SLOW[name])
+
+
+FACTORS = {
+    "how": (("hecate", "split"), ("pro_prophet", "split"), ("pro_prophet", "attention"), ("pro_prophet", "expert")),
+    "rematerialize": (False, True),
+    "remat": ("none", "block", "dots", "nothing_saveable"),
+    "stack": ("scan", "unrolled"),
+    "method": ("gather", "shift", "broadcast", "permute"),
+    "layout": (
+        ("deepspeed", (("expert", 8),)),
+        ("s1", (("expert", 4), ("expert_shard", 2), ("model", 2))),
+        ("s2", (("expert", 4), ("expert_shard", 2), ("model", 2))),
+        ("deepspeed", (("expert", 4), ("expert_shard", 2), ("model", 2))),
+        ("s1", (("expert", 4), ("data", 2))),
+    ),
+    "rows": (0, 8),
+    "moe_every": (1, 2),
+}
+
+
+def covering_cases():
+    """Return cases in which every two values of any two factors meet, by taking the best of some random ones."""
+    rng, cases = np.random.default_rng(0), []
+    wanted = {
+        frozenset({(a, x), (b, y)})
+        for a, b in itertools.combinations(FACTORS, 2)
+        for x, y in itertools.product(FACTORS[a], FACTORS[b])
+    }
+    while wanted:
+        drawn = [{f: values[rng.integers(len(values))] for f, values in FACTORS.items()} for _ in range(300)]
+        meetings = [{frozenset(two) for two in itertools.combinations(case.items(), 2)} for case in drawn]
+        best = max(range(len(drawn)), key=lambda i: len(meetings[i] & wanted))
+        wanted -= meetings[best]
+        cases.append(drawn[best])
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", covering_cases(), ids=lambda case: "-".join(str(v) for v in case.values()))
+def test_covering_set_equals_reference(case):
+    (prefetch, part), (schedule, mesh) = case["how"], case["layout"]
+    rest = {name: case[name] for name in ("rematerialize", "remat", "stack", "method", "rows", "moe_every")}
+    layers = 3 * case["moe_every"]
+    check(prefetch=prefetch, prefetch_case=part, schedule=schedule, mesh=dict(mesh), layers=layers, **rest)
+
+
+def build(schedule, mesh, **changes):
+    roles = build_mesh(MeshConfig(**mesh), jax.devices())
+    moe = MoEConfig(num_experts=8, schedule=schedule)
+    with jax.enable_x64(True):
+        model = LanguageModel(config=model_config(**changes), moe=moe, vocab_size=31, roles=roles)
+        return make_loss(model, model.layout(), 8, 8)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "pairwise"])
+def test_schedules_whose_experts_run_in_pieces_are_refused(schedule):
+    with pytest.raises(UserError, match=rf"ModelConfig.prefetch needs .* not '{schedule}' on this mesh; set MoEConfig"):
+        build(schedule, {"expert": 8}, prefetch="hecate")
+
+
+def test_nothing_to_move_is_refused():
+    with pytest.raises(UserError, match="has nothing to move under MoEConfig.schedule = 'dp'"):
+        build("dp", {"expert": 1, "data": 8}, prefetch="pro_prophet")
+    with pytest.raises(UserError, match=r"ModelConfig.rematerialize \(True\) needs ModelConfig.prefetch"):
+        model_config(rematerialize=True)
+    with pytest.raises(UserError, match="prefetch"):
+        model_config(prefetch="fast")
