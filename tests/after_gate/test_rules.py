@@ -100,7 +100,7 @@ def assert_slots_hold(used, holders):
 def test_shadows_are_those_of_the_planner(name, kind):
     shadowed, cut = set(), 0
     for seed in range(6):
-        cost, placement = cost_of(3e8 if seed % 2 else 3e11), homes(seed)
+        cost, placement = cost_of(3e8 if seed % 2 else 3e13), homes(seed)
         planner = build_planner(PlannerConfig(name=name, when="after_gate", guest_slots=GUESTS))
         ahead, loads = planner.propose(loads_of(kind), placement, cost), loads_of(kind, seed)
         want = planner.refine(loads, ahead, cost)
@@ -138,7 +138,7 @@ def test_shadows_are_those_of_the_planner(name, kind):
 def test_calibration_is_that_of_the_planner(kind):
     late_counts = set()
     for seed in range(6):
-        cost, placement = cost_of(hidden_dim=1 << 16 if seed % 2 else 128), homes(seed)
+        cost, placement = cost_of(3e13 if seed % 2 else 3e9, 128 if seed % 2 else 1 << 16), homes(seed)
         planner = build_planner(PlannerConfig(name="hecate", calibrate=True, guest_slots=GUESTS))
         few = dataclasses.replace(cost, guest_slots=seed % GUESTS)
         ahead = planner.propose(loads_of(kind, seed), placement, few)
