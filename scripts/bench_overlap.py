@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 import sys
 import time
 
 import numpy as np
 from absl import app, flags
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from moe_jax import compile_ahead, inspection
 
