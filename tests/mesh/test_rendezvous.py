@@ -30,7 +30,7 @@ class Meeting:
         except Exception as error:
             self.outcome = error
 
-    def join(self, index: int, count: int, seconds: float = 5.0):
+    def join(self, index: int, count: int, seconds: float = 30.0):
         return connect(index=index, count=count, host="127.0.0.1", port=self.port, seconds=seconds)
 
     def connect_stranger(self) -> socket.socket:
@@ -85,11 +85,11 @@ def test_gather_peers_refuses_an_index_that_cannot_be(index):
 
 
 def test_gather_peers_refuses_a_second_process_of_an_index_and_waits_for_the_right_one():
-    meeting = Meeting(count=3, seconds=5)
+    meeting = Meeting(count=3, seconds=30)
     first = {}
     thread = threading.Thread(target=lambda: first.update(peer=meeting.join(1, 3)[0]))
     thread.start()
-    time.sleep(0.2)
+    time.sleep(1.5)  # the first has joined by then, on a busy machine too
     with pytest.raises(UserError, match=r"process 1 .* joined although process 1 .* has that process_id"):
         meeting.join(1, 3)
     second, _ = meeting.join(2, 3)
@@ -100,10 +100,10 @@ def test_gather_peers_refuses_a_second_process_of_an_index_and_waits_for_the_rig
 
 
 def test_gather_peers_takes_a_process_that_was_started_again():
-    meeting = Meeting(count=3, seconds=5)
+    meeting = Meeting(count=3, seconds=30)
     with meeting.connect_stranger() as first:  # joins and dies
         first.sendall(b'{"kind": "hello", "index": 1, "count": 3, "name": "a"}\n')
-        time.sleep(0.2)
+        time.sleep(1.5)  # the first has joined by then, on a busy machine too
     again = {}
     thread = threading.Thread(target=lambda: again.update(peer=meeting.join(1, 3)[0]))
     thread.start()
