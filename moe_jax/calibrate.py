@@ -17,6 +17,7 @@ import sys
 
 from absl import flags
 
+from moe_jax.command_line import parse_flags
 from moe_jax.errors import HostLostError, UserError
 
 _OUT = flags.DEFINE_string("out", None, "File to write, such as cluster.json.")
@@ -36,12 +37,7 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
 
 
 def _parse(argv: list[str]) -> None:
-    try:
-        rest = flags.FLAGS(argv)
-    except flags.Error as error:
-        raise UserError(f"{str(error).splitlines()[0]}; python -m moe_jax.calibrate --help lists all flags") from None
-    if len(rest) > 1:
-        raise UserError(f"{rest[1]!r} is no flag; did you mean --out={rest[1]}?")
+    parse_flags(argv, "moe_jax.calibrate", "out")
     if not _OUT.value:
         raise UserError("--out is missing; name the file to write, such as --out=cluster.json")
 

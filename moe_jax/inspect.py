@@ -21,6 +21,7 @@ from pathlib import Path
 
 from absl import flags, logging
 
+from moe_jax.command_line import parse_flags
 from moe_jax.errors import UserError
 
 PROFILED_STEPS = 5
@@ -42,20 +43,6 @@ _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Without --target: th
 _SKEW = flags.DEFINE_float("skew", 1.0, "With a planner: it is shown loads that fall as rank to the power -skew.")
 
 
-def parse_flags(argv: list[str]) -> None:
-    """Parse the command line.
-
-    Raises:
-      UserError: for an unknown flag, a wrong value, or words that are no flags.
-    """
-    try:
-        rest = flags.FLAGS(argv)
-    except flags.Error as error:
-        raise UserError(f"{str(error).splitlines()[0]}; python -m moe_jax.inspect --help lists all flags") from None
-    if len(rest) > 1:
-        raise UserError(f"{rest[1]!r} is no flag; did you mean --gin_file={rest[1]}?")
-
-
 def compiler_options(given: list[str]) -> dict[str, str]:
     """Return NAME=VALUE flags as a dictionary."""
     options = {}
@@ -69,7 +56,7 @@ def compiler_options(given: list[str]) -> dict[str, str]:
 
 def command(argv: list[str]) -> int:
     """Carry out the command line and return the exit code; errors are raised."""
-    parse_flags(argv)
+    parse_flags(argv, "moe_jax.inspect", "gin_file")
     logging.set_verbosity(logging.WARNING)
     if not _OUT.value:
         raise UserError("--out is needed: the folder that the report is written to, such as --out=runs/inspect")

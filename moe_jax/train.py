@@ -10,6 +10,7 @@ import sys
 
 from absl import flags, logging
 
+from moe_jax.command_line import parse_flags
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
@@ -28,23 +29,9 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
 _PREEMPT_EXIT_CODE = flags.DEFINE_integer("preempt_exit_code", 0, "Exit code after a stop by SIGTERM or SIGINT.")
 
 
-def parse_flags(argv: list[str]) -> None:
-    """Parse the command line.
-
-    Raises:
-      UserError: for an unknown flag, a wrong value, or words that are no flags.
-    """
-    try:
-        rest = flags.FLAGS(argv)
-    except flags.Error as error:
-        raise UserError(f"{str(error).splitlines()[0]}; python -m moe_jax.train --helpfull lists all flags") from None
-    if len(rest) > 1:
-        raise UserError(f"{rest[1]!r} is no flag; did you mean --gin_file={rest[1]}?")
-
-
 def command(argv: list[str]) -> int:
     """Carry out the command line and return the exit code 0 or --preempt_exit_code; errors are raised."""
-    parse_flags(argv)
+    parse_flags(argv, "moe_jax.train", "gin_file")
     logging.set_verbosity(logging.WARNING)  # orbax says much at INFO
     from moe_jax.config import parse_run_config
 

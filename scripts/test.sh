@@ -4,7 +4,7 @@
 #   bash scripts/test.sh                       all tests but the slow ones and those for the GPU compiler
 #   bash scripts/test.sh tests/moe -k gate     some of them
 #   bash scripts/test.sh -m slow               the slow ones
-#   bash scripts/test.sh --gpu-compile         those that compile for GPUs without having one, in .venv-cuda (4.4 GB)
+#   bash scripts/test.sh --gpu-compile         those that compile for GPUs without having one, in .venv-cuda (4.8 GB)
 #
 # MOE_JAX_VENV names another environment folder (with --gpu-compile: that name with -cuda behind it).
 set -euo pipefail

@@ -201,7 +201,7 @@ def _parse_instruction(line: str) -> Instruction:
     opcode = rest[:opening]
     closing = _closing(rest, opening)
     operands = _COMMENT.sub("", rest[opening + 1 : closing])
-    names = tuple(part.split()[-1].lstrip("%") for part in _split(operands) if part.strip())
+    names = tuple(part.split()[-1].lstrip("%") for part in split_outside(operands, ",") if part.strip())
     return Instruction(
         name=name.strip().lstrip("%"),
         shape=_COMMENT.sub("", shape),
@@ -231,15 +231,15 @@ def _closing(text: str, start: int) -> int:
     raise UserError(f"brackets do not close in the HLO line {text[:80]!r}; was the text cut off?")
 
 
-def _split(text: str) -> list[str]:
-    """Split at the commas that stand outside all brackets."""
+def split_outside(text: str, separator: str) -> list[str]:
+    """Split at the separators (one character) that stand outside all brackets."""
     parts, depth, begin = [], 0, 0
     for place, char in enumerate(text):
         if char in "({[":
             depth += 1
         elif char in ")}]":
             depth -= 1
-        elif char == "," and depth == 0:
+        elif char == separator and depth == 0:
             parts.append(text[begin:place])
             begin = place + 1
     return [*parts, text[begin:]]

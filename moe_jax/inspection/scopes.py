@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 
+from moe_jax.inspection.hlo import split_outside
+
 # words that jax itself puts into a path
 _STRUCTURE = re.compile(
     r"^(while|body|cond|closed_call|checkpoint|remat\w*|rematted_computation|shard_map|branch_\d+_fun|custom_\w+_call|"
@@ -21,24 +23,10 @@ TRANS, AGG, EXCHANGE = "Trans", "Agg", "all-to-all"
 _ROLES = (("sparse_reduce_scatter", AGG), ("sparse_all_gather", TRANS))
 
 
-def split_path(op_name: str) -> list[str]:
-    """Return the parts of a path; a slash inside brackets does not part."""
-    parts, depth, begin = [], 0, 0
-    for place, char in enumerate(op_name):
-        if char in "([":
-            depth += 1
-        elif char in ")]":
-            depth -= 1
-        elif char == "/" and depth == 0:
-            parts.append(op_name[begin:place])
-            begin = place + 1
-    return [*parts, op_name[begin:]]
-
-
 def scope_of(op_name: str) -> str:
     """Return the named scopes of a path joined by '/', without what jax adds and without the operation itself."""
     names: list[str] = []
-    for part in split_path(op_name)[:-1]:
+    for part in split_outside(op_name, "/")[:-1]:
         while wrapped := _WRAPPER.match(part):
             part = wrapped.group(1)
         if part.startswith("jit(") or _STRUCTURE.match(part) or "," in part or "->" in part:

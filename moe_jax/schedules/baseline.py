@@ -23,8 +23,8 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_group import from_groups, to_groups
 from moe_jax.schedules.expert_parallel import build_s1
-from moe_jax.schedules.passes import add_later_passes, passes_needed
-from moe_jax.schedules.staged import Sent, StagedSchedule
+from moe_jax.schedules.passes import passes_needed
+from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
 
 
 @register("deepspeed")
@@ -84,18 +84,7 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             return rows_to_tokens(home.reshape(members * rows, -1), weights, parcel)
 
     def finish(done, context, experts):
-        weights, way, later = context
-        y = bring_home(done, weights, way)
-        if later is not None:
-            everyone, routing, needed, stats = later
-
-            def one_pass(index):
-                sorted_rows, group_sizes, way = deliver(everyone, routing, index)
-                with jax.named_scope("experts"):
-                    done = experts(sorted_rows, group_sizes)
-                return bring_home(done, weights, way)
-
-            y = add_later_passes(y, one_pass, needed, most, before=stats)
+        y = finish_passes(done, context, experts, deliver, bring_home, most)
         return leave_copies(y, roles.model)
 
     return StagedSchedule(send_tokens, finish)

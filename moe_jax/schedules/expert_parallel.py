@@ -16,8 +16,8 @@ from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_group import build_expert_group, from_groups, to_groups
-from moe_jax.schedules.passes import add_later_passes, passes_needed
-from moe_jax.schedules.staged import Sent, StagedSchedule
+from moe_jax.schedules.passes import passes_needed
+from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
 
 
 @register("s1")
@@ -55,18 +55,7 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             return rows_to_tokens(home, weights, parcel)
 
     def finish(done, context, experts):
-        weights, way, later = context
-        y = bring_home(done, weights, way)
-        if later is not None:
-            mine, routing, needed, stats = later
-
-            def one_pass(index):
-                sorted_rows, group_sizes, way = deliver(mine, routing, index)
-                with jax.named_scope("experts"):
-                    done = experts(sorted_rows, group_sizes)
-                return bring_home(done, weights, way)
-
-            y = add_later_passes(y, one_pass, needed, most, before=stats)
+        y = finish_passes(done, context, experts, deliver, bring_home, most)
         with jax.named_scope("combine"):
             return join_parts(y, roles.model)
 

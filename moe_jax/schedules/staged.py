@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from moe_jax.dispatch.route import record
+from moe_jax.schedules.passes import add_later_passes
 
 
 @record
@@ -28,6 +29,36 @@ class Sent:
     rows: jax.Array
     group_sizes: jax.Array
     context: Any
+
+
+def finish_passes(done, context, experts, deliver, bring_home, most: int):
+    """Bring pass 0 home and run the later passes.
+
+    Args:
+      done: float [R, M], what the experts made of pass 0.
+      context: (weights [t, K], way, later): `way` is what `deliver` said of pass 0, `later` is None where one pass is
+        enough, else (tokens [t, M], routing, passes needed, gate statistics).
+      experts: (rows, group_sizes) -> rows.
+      deliver: (tokens, routing, index) -> (rows, group_sizes, way).
+      bring_home: (done, weights, way) -> [t, M].
+      most: static bound on the passes.
+
+    Returns:
+      [t, M], the sum of all passes.
+    """
+    weights, way, later = context
+    y = bring_home(done, weights, way)
+    if later is None:
+        return y
+    tokens, routing, needed, stats = later
+
+    def one_pass(index):
+        rows, group_sizes, way = deliver(tokens, routing, index)
+        with jax.named_scope("experts"):
+            done = experts(rows, group_sizes)
+        return bring_home(done, weights, way)
+
+    return add_later_passes(y, one_pass, needed, most, before=stats)
 
 
 @dataclasses.dataclass(frozen=True)
