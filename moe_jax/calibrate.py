@@ -30,6 +30,7 @@ _POINTS = flags.DEFINE_integer("points", 6, "Sizes between them.")
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Interleaved calls of each size.")
 _PER_NODE = flags.DEFINE_integer("devices_per_node", 0, "Devices of a node; 0 takes those of a process.")
 _COMPUTE = flags.DEFINE_bool("compute", True, "Time matmuls, gating and moving rows too.")
+_LAYERS = flags.DEFINE_integer("layers", 14, "Whole layers to time under each schedule; 0 for none.")
 _SCALE = flags.DEFINE_float("scale", 1.0, "Tokens of the timed compute over the default ones.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, for several processes.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
@@ -72,6 +73,7 @@ def command(argv: list[str]) -> None:
         rounds=_ROUNDS.value,
         devices_per_node=_PER_NODE.value,
         compute=_COMPUTE.value,
+        layers=_LAYERS.value,
         scale=_SCALE.value,
     )
     place = HostsConfig(

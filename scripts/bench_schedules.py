@@ -24,12 +24,12 @@ import pathlib
 import statistics
 import sys
 import time
-import typing
 
 import numpy as np
 from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from moe_jax.calibration.layers import LayerCase  # noqa: E402
 
 _OUT = flags.DEFINE_string("out", None, "Folder for CSV files, tables and plots.", required=True)
 _PLACE = flags.DEFINE_enum("place", "host", ["host", "lab"], "Which sweep: one process, or two hosts of four devices.")
@@ -43,7 +43,6 @@ _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0,
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
 
-DEVICES, EXPERTS = 8, 8
 SCHEDULES = ("deepspeed", "s1", "s2")
 # layers of each (N_MP, N_ESP); (1, 1) is left out: all schedules are the same program there
 COUNTS = {
@@ -52,31 +51,19 @@ COUNTS = {
 }
 
 
-class Layer(typing.NamedTuple):
-    """One point of the sweep: N_MP, N_ESP, N tokens of an MP group, M, F, capacity factor, K."""
-
-    copies: int
-    shards: int
-    tokens: int
-    model_dim: int
-    hidden_dim: int
-    factor: float
-    top_k: int
-
-
-def sweep(place: str) -> list[Layer]:
+def sweep(place: str) -> list[LayerCase]:
     """Return the layers of a place, pairs taking turns so that a part of the sweep is balanced too."""
     rng = np.random.default_rng(0)
     tokens = sorted({batch * length // 16 for batch in (2, 4, 8) for length in (512, 1024, 2048)})
     tokens = tokens[:-1]  # the longest layers would take seconds here
     by_pair = []
     for (copies, shards), count in COUNTS[place].items():
-        chosen: list[Layer] = []
+        chosen: list[LayerCase] = []
         for factor in itertools.islice(itertools.cycle((1.2, 0.25, 2.4, 0.5)), count):
             while True:
                 top_k = 1 if factor < 1 else 2
                 sizes = (int(rng.choice(tokens)), *(int(rng.choice((64, 128, 256))) for _ in range(2)))
-                layer = Layer(copies, shards, *sizes, factor, top_k)
+                layer = LayerCase(copies, shards, *sizes, factor, top_k)
                 if layer not in chosen:
                     break
             chosen.append(layer)
@@ -84,50 +71,39 @@ def sweep(place: str) -> list[Layer]:
     return [layer for turn in itertools.zip_longest(*by_pair) for layer in turn if layer is not None]
 
 
-def read_rows(path: pathlib.Path) -> dict[Layer, dict[str, list[float]]]:
+def read_rows(path: pathlib.Path) -> dict[LayerCase, dict[str, list[float]]]:
     """Return {layer: {schedule: seconds}} of a CSV file; {} where there is none."""
     if not path.exists():
         return {}
-    found: dict[Layer, dict[str, list[float]]] = {}
+    found: dict[LayerCase, dict[str, list[float]]] = {}
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            layer = Layer(*(float(row[field]) if field == "factor" else int(row[field]) for field in Layer._fields))
+            layer = LayerCase(
+                *(float(row[field]) if field == "factor" else int(row[field]) for field in LayerCase._fields)
+            )
             found[layer] = {name: [float(s) / 1e3 for s in row[f"{name}_ms"].split()] for name in SCHEDULES}
     return found
 
 
-def append_row(path: pathlib.Path, layer: Layer, seconds: dict[str, list[float]]) -> None:
+def append_row(path: pathlib.Path, layer: LayerCase, seconds: dict[str, list[float]]) -> None:
     """Write one layer's times in milliseconds, all rounds."""
     fresh = not path.exists()
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         if fresh:
-            writer.writerow([*Layer._fields, *(f"{name}_ms" for name in SCHEDULES)])
+            writer.writerow([*LayerCase._fields, *(f"{name}_ms" for name in SCHEDULES)])
         writer.writerow([*layer, *(" ".join(f"{1e3 * s:.2f}" for s in seconds[name]) for name in SCHEDULES)])
 
 
-def time_layer(layer: Layer, devices, rounds: int) -> dict[str, list[float]]:
+def time_layer(layer: LayerCase, devices, rounds: int) -> dict[str, list[float]]:
     """Compile and time the three schedules of one layer; with N_MP = 1 s1 and s2 are one program."""
     from moe_jax.calibration import interleaved_seconds
-    from moe_jax.calibration.layer import layer_call
-    from moe_jax.mesh import MeshConfig, build_mesh
-    from moe_jax.moe import MoEConfig
+    from moe_jax.calibration.layers import build_layer
 
     names = SCHEDULES if layer.copies > 1 else SCHEDULES[:2]
-    roles = build_mesh(
-        MeshConfig(expert=DEVICES // layer.shards, expert_shard=layer.shards, model=layer.copies), devices
-    )
 
     def build(name):
-        config = MoEConfig(
-            num_experts=EXPERTS,
-            top_k=layer.top_k,
-            capacity_factor=layer.factor,
-            min_capacity=1,
-            schedule=name,
-            transport=_TRANSPORT.value,
-        )
-        return layer_call(config, roles, layer.tokens, layer.model_dim, layer.hidden_dim)
+        return build_layer(name, layer, devices, _TRANSPORT.value)
 
     if len({device.process_index for device in devices}) == 1:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -15,40 +15,7 @@ import subprocess
 import numpy as np
 
 SCHEDULES = ("deepspeed", "s1", "s2")
-DEVICES, EXPERTS, NEAR = 8, 8, 1.03
-
-
-def sizes_of(layer):
-    """Return (roles without devices, static sizes) of a layer of the sweep."""
-    from moe_jax.mesh import MeshConfig
-    from moe_jax.mesh.abstract import build_abstract_roles
-    from moe_jax.moe import MoEConfig
-    from moe_jax.moe.layer import layer_sizes
-
-    mesh = MeshConfig(expert=DEVICES // layer.shards, expert_shard=layer.shards, model=layer.copies)
-    roles = build_abstract_roles(mesh, DEVICES)
-    config = MoEConfig(num_experts=EXPERTS, top_k=layer.top_k, capacity_factor=layer.factor, min_capacity=1)
-    return roles, layer_sizes(config, roles, layer.tokens)
-
-
-def predict(schedule: str, layer, cluster, transport: str):
-    """Return the predicted `LayerSeconds` of a layer under a schedule, with experts loaded evenly."""
-    from moe_jax.cluster.layer_seconds import ExpertLoad, layer_seconds
-    from moe_jax.moe.work import expert_work
-    from moe_jax.schedules.automatic import layer_shape
-
-    roles, sizes = sizes_of(layer)
-    shape = layer_shape(schedule, roles, sizes, layer.model_dim)
-    own = sizes.split(layer.copies) if schedule == "s1" else sizes
-    sources = shape.members * shape.shards
-    kept = min(own.capacity, layer.top_k * own.tokens / EXPERTS)  # rows of an expert from one source
-    if schedule == "s2":
-        kept /= layer.copies
-    group = np.full(sizes.groups, round(kept * sources))
-    buffer = sources * shape.rows // (layer.copies if schedule == "s2" else 1)
-    work = expert_work(group, max(buffer, 8), layer.model_dim, layer.hidden_dim // layer.shards)
-    load = ExpertLoad(flops=3 * work.forward_flops, bytes=work.step_bytes)
-    return layer_seconds(schedule, shape, load, cluster, transport=transport)
+DEVICES, NEAR = 8, 1.03
 
 
 def interval(samples: list[float], base: list[float], rng, draws: int = 400) -> tuple[float, float]:
@@ -61,6 +28,7 @@ def interval(samples: list[float], base: list[float], rng, draws: int = 400) -> 
 
 def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: str) -> None:
     """Print tables and the JSON line; draw beside the CSV file."""
+    from moe_jax.calibration.layers import predict
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError
     from moe_jax.schedules.automatic import choose
@@ -78,10 +46,10 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
     layers = []
     for layer, samples in rows.items():
         medians = {name: statistics.median(samples[name]) for name in SCHEDULES}
-        predicted = {name: predict(name, layer, cluster, transport) for name in SCHEDULES}
+        predicted = {name: predict(name, layer, DEVICES, cluster, transport) for name in SCHEDULES}
         pick = "s1"
         if layer.copies > 1:
-            roles, sizes = sizes_of(layer)
+            roles, sizes = layer.sizes(DEVICES)
             pick = choose(roles, sizes, 4 * layer.model_dim, cluster, transport=transport).schedule
         low, high = interval(samples[pick], samples["deepspeed"], rng)
         layers.append((layer, {**medians, "parm": medians[pick]}, predicted, pick, low, high))

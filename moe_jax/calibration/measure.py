@@ -1,4 +1,4 @@
-"""From timed calls to a cluster file: every collective in its groups, matmuls, gating; least squares; `Cluster`.
+"""From timed calls to a cluster file: every collective in its groups, matmuls, gating, layers; fits; `Cluster`.
 
 Enters: devices, options, and one mesh if only that is wanted. Leaves: a `Cluster` whose fits are over bytes
 (collectives) or the sizes that `compute.py` names, and all measured points, to be drawn. On several processes every
@@ -7,6 +7,7 @@ process gets the same answer: process 0's medians are passed on.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import typing
@@ -15,12 +16,16 @@ from collections.abc import Callable
 from moe_jax.calibration.collectives import collective_cases, empty_case
 from moe_jax.calibration.compute import dense_timing, expert_timings, gate_timing, regroup_timing
 from moe_jax.calibration.groups import Timed, machine_groups, mesh_groups
+from moe_jax.calibration.layers import build_layer, layer_cases, predict, schedules_of
 from moe_jax.calibration.timing import interleaved_seconds, medians
-from moe_jax.cluster import Cluster, Fit, fit_alpha_beta, fit_saa, split_saa
+from moe_jax.cluster import Cluster, Fit, fit_alpha_beta, fit_layers, fit_saa, split_saa
 from moe_jax.cluster.groups import strided_name
+from moe_jax.cluster.layer_seconds import layer_name
 from moe_jax.errors import UserError
 from moe_jax.mesh.hosts import Hosts
 from moe_jax.mesh.roles import MeshConfig
+
+LEAST_LAYERS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,7 @@ class CalibrationOptions:
         would hide the slope.
       rounds: interleaved calls of each size; the median counts.
       devices_per_node: where the fast links end; 0 takes the devices of a process.
-      compute: time matmuls, gating and rows as well.
+      compute: time matmuls, gating and rows as well; layers: and so many whole layers under each schedule, 0 for none.
       scale: sizes of the timed compute over the default ones, in tokens.
     """
 
@@ -44,6 +49,7 @@ class CalibrationOptions:
     rounds: int = 9
     devices_per_node: int = 0
     compute: bool = True
+    layers: int = 14
     scale: float = 1.0
 
     def __post_init__(self):
@@ -51,6 +57,8 @@ class CalibrationOptions:
             raise UserError(f"--smallest ({self.smallest}) must be above 0 and below --largest ({self.largest})")
         if self.points < 3 or self.rounds < 1:
             raise UserError(f"--points ({self.points}) must be at least 3 and --rounds ({self.rounds}) at least 1")
+        if self.layers and not LEAST_LAYERS <= self.layers:
+            raise UserError(f"--layers ({self.layers}) must be 0 or at least {LEAST_LAYERS}: three fits come of them")
 
     def sizes(self, largest: int) -> list[int]:
         """Return sizes in bytes from the smallest to `largest`, ascending."""
@@ -99,7 +107,36 @@ def calibrate(
         for name, found in _time_compute(devices, options, empty, agree).items():
             points[name], fits[name] = found, _fit(found)
             say(_line(name, fits[name]))
+    if options.compute and options.layers:
+        found = _time_layers(devices, options, mesh, _cluster(fits, devices, per_node), agree)
+        for name, fit in _fit_layers(found).items():
+            points[name], fits[name] = found[name], fit
+            say(_line(name, fit))
     return _cluster(fits, devices, per_node), points
+
+
+def _time_layers(devices, options: CalibrationOptions, mesh, alone: Cluster, agree) -> dict[str, Points]:
+    """Return per fit name the points (predicted communication, predicted computation, seconds) of whole layers."""
+    cases = layer_cases(len(devices), options.scale, mesh, options.layers)
+    wanted = [(case, schedule) for case in cases for schedule in schedules_of(case)]
+    workers = 2 if len({device.process_index for device in devices}) == 1 else 1  # several compile in one order
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        calls = list(pool.map(lambda pair: build_layer(pair[1], pair[0], devices), wanted))
+    seconds = agree(
+        medians(interleaved_seconds({str(index): call for index, call in enumerate(calls)}, options.rounds))
+    )
+    found: dict[str, Points] = {}
+    for index, (case, schedule) in enumerate(wanted):
+        told = predict(schedule, case, len(devices), alone, "all_to_all")
+        points = found.setdefault(layer_name(schedule), Points([], [], []))
+        for values, value in zip(points, (told.communication, told.computation, seconds[str(index)]), strict=True):
+            values.append(value)
+    return found
+
+
+def _fit_layers(found: dict[str, Points]) -> dict[str, Fit]:
+    rows = [(name, *point) for name, points in found.items() for point in zip(*points, strict=True)]
+    return fit_layers(*zip(*rows, strict=True)) if rows else {}
 
 
 def _time_collective(timed: Timed, devices, options, empty: float, agree) -> Points:

@@ -1,7 +1,7 @@
 """The machines: sizes, links, speeds, fitted collectives, and the presets of the papers' clusters."""
 
 from moe_jax.cluster.cluster import Cluster
-from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_saa, parm_choice, split_saa
+from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_layers, fit_saa, parm_choice, split_saa
 from moe_jax.cluster.read import read_cluster, write_cluster
 from moe_jax.cluster.topology import (
     LinkTraffic,
@@ -21,6 +21,7 @@ __all__ = [
     "broadcast_bytes",
     "exchange_seconds",
     "fit_alpha_beta",
+    "fit_layers",
     "fit_saa",
     "link_traffic",
     "overlap_bound",

@@ -77,6 +77,38 @@ def fit_saa(x, y, seconds, relative: bool = False) -> Fit:
     return _least_squares(["x", "y"], [x, y], seconds, relative)
 
 
+def fit_layers(names, communication, computation, seconds) -> dict[str, Fit]:
+    """Fit seconds = alpha of the layer's schedule + beta communication + gamma computation, relative errors least.
+
+    Args:
+      names: [n] schedule of each layer; communication, computation: [n] predicted seconds of its parts alone.
+      seconds: [n] measured times of the whole.
+
+    Returns:
+      {schedule: Fit} with the same beta, gamma and R^2 of all; no coefficient is below 0 (those that least squares puts
+      there are left out, lowest first, and the rest is fitted again).
+    """
+    kinds = sorted(set(names))
+    columns = [np.asarray([name == kind for name in names], np.float64) for kind in kinds]
+    columns += [np.asarray(communication, np.float64), np.asarray(computation, np.float64)]
+    times = np.asarray(seconds, np.float64)
+    if len(times) < len(columns):
+        raise UserError(f"a fit of layers needs at least {len(columns)} measurements, got {len(times)}; measure more")
+    matrix, kept = np.stack(columns, axis=1), list(range(len(columns)))
+    answer = np.zeros(len(columns))
+    while kept:
+        weighted = matrix[:, kept] / times[:, None]
+        scale = np.abs(weighted).max(axis=0)
+        found = np.linalg.lstsq(weighted / scale, np.ones(len(times)), rcond=None)[0] / scale
+        if found.min() >= 0:
+            answer[kept] = found
+            break
+        kept.pop(int(np.argmin(found * scale)))
+    r2 = _r2(times, matrix @ answer)
+    beta, gamma = (float(value) for value in answer[-2:])
+    return {kind: Fit(float(alpha), beta, gamma, r2) for kind, alpha in zip(kinds, answer, strict=False)}
+
+
 def split_saa(rounds: Fit, whole: Fit, y_over_x: float) -> Fit:
     """Return alpha + beta x + gamma y of SAA from two lines over x: its rounds alone, and all of it.
 
@@ -123,8 +155,10 @@ def _least_squares(names: list[str], columns: list, seconds, relative: bool) -> 
             f"{len(times)} of rank {rank}; measure more sizes"
         )
     coefficients = answer / scale
-    residual = float(((matrix @ coefficients - times) ** 2).sum())
-    total = float(((times - times.mean()) ** 2).sum())
-    r2 = 1.0 if total == 0 else 1.0 - residual / total
     alpha, beta, gamma = (float(c) for c in np.r_[coefficients, 0.0][:3])
-    return Fit(alpha, beta, gamma, r2)
+    return Fit(alpha, beta, gamma, _r2(times, matrix @ coefficients))
+
+
+def _r2(times: np.ndarray, told: np.ndarray) -> float:
+    total = float(((times - times.mean()) ** 2).sum())
+    return 1.0 if total == 0 else 1.0 - float(((told - times) ** 2).sum()) / total

@@ -2,6 +2,8 @@
 
 Enters: sizes of one layer under a schedule, and a cluster whose fits calibrate wrote. Leaves: seconds, part by part.
 The sum is a synchronous layer: nothing hides behind anything, as on a CPU; the all-reduce of gradients is left out.
+Where whole layers were timed too (fit `layer:SCHEDULE`), communication and computation are scaled by what they cost
+there, and the call is the start of such a layer.
 
 Letters: see `volumes.py`; t tokens of an MP group, R rows that arrive on a device.
 """
@@ -12,6 +14,7 @@ import dataclasses
 import typing
 
 from moe_jax.cluster.cluster import Cluster
+from moe_jax.cluster.fits import Fit
 from moe_jax.cluster.groups import fit_name, strided_name
 from moe_jax.cluster.volumes import LayerShape, Transfer, layer_transfers
 
@@ -24,6 +27,10 @@ class LayerSeconds(typing.NamedTuple):
     gate: float
     rows: float
     call: float
+
+    @property
+    def computation(self) -> float:
+        return self.experts + self.gate + self.rows
 
     @property
     def total(self) -> float:
@@ -65,12 +72,29 @@ def layer_seconds(
     moving += transfer_seconds(_small_transfers(schedule, shape), shape, cluster, 4, asker)
     work = _row_work(schedule, shape)
     row = shape.model_dim * item
-    return LayerSeconds(
+    alone = LayerSeconds(
         communication=moving,
         experts=0.0 if load is None else cluster.fit("expert_step", asker).seconds(load.flops, load.bytes),
         gate=cluster.fit("gate", asker).seconds(work.gated, 2 * row * (work.packed + shape.top_k * work.combined)),
         rows=cluster.fit("regroup", asker).seconds(work.received, 4 * row * work.received) if work.received else 0.0,
         call=cluster.fit("call", asker).alpha,
+    )
+    whole = dict(cluster.fits).get(layer_name("s1" if shape.copies == 1 and schedule == "s2" else schedule))
+    return alone if whole is None else _together(alone, whole)
+
+
+def layer_name(schedule: str) -> str:
+    """Return the name of the fit over whole layers: x seconds of communication, y of computation, each alone."""
+    return f"layer:{schedule}"
+
+
+def _together(alone: LayerSeconds, whole: Fit) -> LayerSeconds:
+    return LayerSeconds(
+        communication=whole.beta * alone.communication,
+        experts=whole.gamma * alone.experts,
+        gate=whole.gamma * alone.gate,
+        rows=whole.gamma * alone.rows,
+        call=whole.alpha,
     )
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from moe_jax.calibration import CalibrationOptions, measure
 from moe_jax.calibration.groups import Timed, machine_groups, mesh_groups
+from moe_jax.calibration.layers import layer_cases, schedules_of
 from moe_jax.calibration.measure import calibrate
 from moe_jax.calibration.timing import interleaved_seconds, medians
-from moe_jax.cluster import Cluster, Fit, read_cluster, write_cluster
+from moe_jax.cluster import Cluster, Fit, fit_layers, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import ExpertLoad, layer_seconds
 from moe_jax.cluster.volumes import LayerShape
 from moe_jax.errors import UserError
@@ -122,6 +123,37 @@ def test_layer_seconds_by_hand():
     assert told.rows == 32  # D C S rows arrive
     with pytest.raises(UserError, match=r"the layer's cost needs Cluster.fits\['saa:4,2,2'\]"):
         layer_seconds("s2", shape, ExpertLoad(flops=3.0, bytes=5.0), Cluster(fits=fits), item=1)
+
+
+def test_whole_layers_scale_the_parts():
+    """Times made of two starts, 0.5 communication and 2 computation give these four numbers back, and predict."""
+    names = ["s1", "s1", "s1", "s2", "s2", "s2"]
+    told = [1.0, 2.0, 4.0, 3.0, 1.0, 5.0], [2.0, 1.0, 3.0, 1.0, 6.0, 2.0]
+    starts = {"s1": 7.0, "s2": 9.0}
+    fits = fit_layers(names, *told, [starts[n] + 0.5 * x + 2 * y for n, x, y in zip(names, *told, strict=True)])
+    for name, start in starts.items():
+        fit = fits[name]
+        assert (fit.alpha, fit.beta, fit.gamma, fit.r2) == pytest.approx((start, 0.5, 2.0, 1.0))
+    parts = {"all_to_all:2": (1.0, 0.0), "expert_step": (3.0, 0.0), "gate": (4.0, 0.0), "regroup": (5.0, 0.0)}
+    shape = LayerShape(tokens=16, model_dim=4, rows=8, members=2)
+    whole = Cluster(fits={**parts, "call": (6.0, 0.0), "layer:s1": fits["s1"]})
+    seconds = layer_seconds("s1", shape, ExpertLoad(flops=1.0, bytes=1.0), whole)
+    assert seconds == pytest.approx((0.5 * 5, 2 * 3, 2 * 4, 2 * 5, 7.0))
+
+
+def test_fit_of_layers_has_no_number_below_zero():
+    """A part that makes layers faster is noise: it is left out, and the start takes the mean."""
+    fits = fit_layers(["s1"] * 4, [1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 1.0, 1.0], [4.0, 3.0, 2.0, 1.0])
+    assert fits["s1"].beta == 0.0 and min(fits["s1"].alpha, fits["s1"].gamma) >= 0.0
+    with pytest.raises(UserError, match="needs at least 3 measurements, got 2"):
+        fit_layers(["s1"] * 2, [1.0, 2.0], [1.0, 1.0], [4.0, 3.0])
+
+
+def test_layers_of_a_machine_visit_every_pair():
+    cases = layer_cases(8, 1.0, None)
+    assert {(case.copies, case.shards) for case in cases} == {(n, s) for n in (1, 2, 4) for s in (1, 2, 4)}
+    assert schedules_of(cases[0]) == ("deepspeed", "s1", "s2")
+    assert layer_cases(8, 1.0, MeshConfig(expert=2, expert_shard=2)) == []  # two replicas: gradients would be summed
 
 
 def test_parm_counts_the_gate_when_it_was_timed():
