@@ -44,11 +44,13 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
         raise SystemExit(f"error: {error}") from None
     rng = np.random.default_rng(0)
     layers = []
+    knows_layers = any(name == "layer:deepspeed" for name, _ in cluster.fits)
+    candidates = ("s1", "s2", "deepspeed") if knows_layers else ("s1", "s2")  # what parm chooses from
     for layer, samples in rows.items():
         medians = {name: statistics.median(samples[name]) for name in SCHEDULES}
         predicted = {name: predict(name, layer, DEVICES, cluster, transport) for name in SCHEDULES}
         pick = "s1"
-        if layer.copies > 1:
+        if layer.copies > 1 or "deepspeed" in candidates:
             roles, sizes = layer.sizes(DEVICES)
             pick = choose(roles, sizes, 4 * layer.model_dim, cluster, transport=transport).schedule
         low, high = interval(samples[pick], samples["deepspeed"], rng)
@@ -59,7 +61,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
         "transport": transport,
         "layers": len(layers),
         "speedup": table,
-        **_choice(layers),
+        **_choice(layers, candidates),
         **_lower_ends(layers),
         "communication_share": _shares(layers),
         "prediction": _prediction(layers),
@@ -91,22 +93,26 @@ def _table(layers) -> dict:
     return table
 
 
-def _choice(layers) -> dict:
-    """How often parm took the faster one, where the two differ."""
-    with_mp = [(times, pick) for layer, times, _, pick, *_ in layers if layer.copies > 1]
-    if not with_mp:
+def _choice(layers, candidates) -> dict:
+    """How often parm took the fastest, where there is a choice."""
+    asked = [(times, pick) for layer, times, _, pick, *_ in layers if layer.copies > 1 or "deepspeed" in candidates]
+    if not asked:
         return {}
-    right = [times["parm"] <= min(times["s1"], times["s2"]) for times, _ in with_mp]
-    near = [times["parm"] <= NEAR * min(times["s1"], times["s2"]) for times, _ in with_mp]
-    gains = [max(times["s1"], times["s2"]) / times["parm"] - 1 for times, _ in with_mp]
-    loss = [times["parm"] / min(times["s1"], times["s2"]) - 1 for times, _ in with_mp]
+    best = [min(times[name] for name in candidates) for times, _ in asked]
+    loss = [times["parm"] / least - 1 for (times, _), least in zip(asked, best, strict=True)]
+    with_mp = [times for layer, times, *_ in layers if layer.copies > 1]
+    gains = [max(times["s1"], times["s2"]) / times["parm"] - 1 for times in with_mp]
     return {
-        "pick_right": _r(np.mean(right)),
-        "pick_right_or_within_3_percent": _r(np.mean(near)),
-        "picked": {name: sum(pick == name for _, pick in with_mp) for name in ("s1", "s2")},
-        "faster": {
-            "s1": sum(times["s1"] < times["s2"] for times, _ in with_mp),
-            "s2": sum(times["s2"] < times["s1"] for times, _ in with_mp),
+        "pick_right": _r(np.mean([lost <= 0 for lost in loss])),
+        "pick_right_or_within_3_percent": _r(np.mean([1 + lost <= NEAR for lost in loss])),
+        "picked": {name: sum(pick == name for _, pick in asked) for name in candidates},
+        "fastest": {
+            name: sum(times[name] == least for (times, _), least in zip(asked, best, strict=True))
+            for name in candidates
+        },
+        "faster_of_s1_and_s2": {
+            "s1": sum(times["s1"] < times["s2"] for times in with_mp),
+            "s2": sum(times["s2"] < times["s1"] for times in with_mp),
         },
         "parm_over_worse_mean": _r(np.mean(gains)),
         "parm_behind_better_mean": _r(np.mean(loss)),

@@ -46,11 +46,12 @@ class Fit:
 
 
 class ParmChoice(typing.NamedTuple):
-    """The faster of Parm's two schedules, with both predicted communication times in seconds."""
+    """The fastest of Parm's two schedules, with the predicted times in seconds; the baseline's where it was asked."""
 
     schedule: str
     s1_seconds: float
     s2_seconds: float
+    deepspeed_seconds: float | None = None
 
 
 def fit_alpha_beta(sizes, seconds, relative: bool = False) -> Fit:

@@ -1,8 +1,9 @@
-"""`parm`: s1 or s2, whichever is predicted to communicate for a shorter time.
+"""`parm`: s1 or s2, whichever is predicted to take less time; with a calibration of whole layers also the baseline.
 
 Enters: what every schedule gets. Leaves: what the chosen one returns. Without a calibration file the two are compared
 by bytes, at one speed on all links; with one, by fitted times of the collectives on the groups of this mesh. The
-choice is made once, for static sizes. Source: Parm, section V, algorithm 1.
+choice is made once, for static sizes. Source: Parm, section V, algorithm 1; that a small layer, bound by the start of
+its collectives, may be left to `deepspeed` is ours.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import logging
 
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
 from moe_jax.cluster.groups import fit_name
-from moe_jax.cluster.layer_seconds import layer_seconds
+from moe_jax.cluster.layer_seconds import layer_name, layer_seconds
 from moe_jax.cluster.volumes import LayerShape
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.baseline import build_deepspeed
 from moe_jax.schedules.expert_parallel import build_s1
 from moe_jax.schedules.pause_after_gate import build_s2, whole_bucket_rows
 
@@ -30,9 +32,11 @@ def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         cluster = read_cluster(options.cluster)
         cluster.check_devices(roles.num_devices, "MeshConfig")
         fits_of(cluster, roles, options.gather, options.transport)
-    if roles.size(roles.model) == 1:
-        return build_s1(roles, sizes, options)  # the two are one
-    both = {"s1": build_s1(roles, sizes, options), "s2": build_s2(roles, sizes, options)}
+    alone = roles.size(roles.model) == 1  # then s1 and s2 are one, and without ESP deepspeed too
+    if alone and (roles.size(roles.expert_shard) == 1 or not _knows_layers(cluster)):
+        return build_s1(roles, sizes, options)
+    builders = {"s1": build_s1, "s2": build_s2, "deepspeed": build_deepspeed}
+    built = {name: build(roles, sizes, options) for name, build in builders.items() if not (alone and name == "s2")}
     said = set()
 
     def schedule(x, token_ids, gate, placed):
@@ -40,7 +44,7 @@ def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         if choice not in said:
             said.add(choice)
             _LOG.warning(_sentence(choice, cluster))
-        return both[choice.schedule](x, token_ids, gate, placed)
+        return built[choice.schedule](x, token_ids, gate, placed)
 
     return schedule
 
@@ -58,26 +62,24 @@ def choose(
     Without a cluster its 'seconds' are bytes of a forward. With the fits of collectives alone they are the paper's, of
     a forward too. A file that also has fits of gating and moving rows is asked for the whole step but for the experts,
     which do the same work under both: s2 gates every token on each device of its MP group, and that may cost more than
-    it saves.
+    it saves. One that has whole layers too is asked about `deepspeed` as well.
 
     Args:
       sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements.
     """
-    if cluster is not None and {"gate", "regroup", "expert_step", "call"} <= {name for name, _ in cluster.fits}:
-        s1, s2 = (
-            layer_seconds(
-                name,
-                layer_shape(name, roles, sizes, row_bytes),
-                None,
-                cluster,
-                gather=gather,
-                transport=transport,
-                item=1,
-                asker=_ASKER,
-            ).total
-            for name in ("s1", "s2")
-        )
-        return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
+    known = set() if cluster is None else {name for name, _ in cluster.fits}
+    if {"gate", "regroup", "expert_step", "call"} <= known:
+        assert cluster is not None
+        candidates = ["s1", "s2"]
+        if _knows_layers(cluster):
+            candidates.append("deepspeed")
+        seconds = {}
+        for name in candidates:
+            shape = layer_shape(name, roles, sizes, row_bytes)
+            asked = layer_seconds(name, shape, None, cluster, gather=gather, transport=transport, item=1, asker=_ASKER)
+            seconds[name] = asked.total
+        fastest = min(candidates, key=lambda name: seconds[name])
+        return ParmChoice(fastest, seconds["s1"], seconds["s2"], seconds.get("deepspeed"))
     copies, members = roles.size(roles.model), roles.size(roles.expert)
     shards = roles.size(roles.expert_shard)
     x1 = members * sizes.split(copies).bucket_rows(members) * shards * row_bytes
@@ -93,6 +95,10 @@ def choose(
     s1 = parm_choice(x1, whole, gathered, a2a, gather_fit, saa).s1_seconds
     s2 = parm_choice(x2, whole, gathered, a2a, gather_fit, saa).s2_seconds
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
+
+
+def _knows_layers(cluster: Cluster | None) -> bool:
+    return cluster is not None and {layer_name("s1"), layer_name("deepspeed")} <= {name for name, _ in cluster.fits}
 
 
 def layer_shape(schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int) -> LayerShape:
@@ -135,7 +141,8 @@ def fits_of(cluster: Cluster, roles: Roles, gather: str, transport: str = "all_t
 
 def _sentence(choice: ParmChoice, cluster: Cluster | None) -> str:
     unit, how = ("bytes", "bytes (no MoEConfig.cluster)") if cluster is None else ("s", f"the fits of {cluster.name!r}")
+    others = "" if choice.deepspeed_seconds is None else f", deepspeed {choice.deepspeed_seconds:.4g} {unit}"
     return (
         f"schedule 'parm' takes {choice.schedule} by {how}: s1 {choice.s1_seconds:.4g} {unit}, "
-        f"s2 {choice.s2_seconds:.4g} {unit} in one layer's forward"
+        f"s2 {choice.s2_seconds:.4g} {unit}{others} in one layer"
     )

@@ -166,6 +166,19 @@ def test_parm_counts_the_gate_when_it_was_timed():
     assert choose(roles, sizes, 256, Cluster(fits={**fits, **compute})).schedule == "s1"
 
 
+def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so():
+    """With whole layers timed the baseline is asked too: here a layer of s1 or s2 takes a second to start."""
+    roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
+    sizes = LayerSizes(tokens=64, top_k=1, num_experts=8, groups=1, capacity=2, bucket_slack=1.5)
+    free = (0, 0)
+    fits = {"all_to_all:8": free, "all_gather:4": free, "saa:8,4,1": (0, 0, 0)}
+    fits |= {name: free for name in ("gate", "regroup", "expert_step", "call")}
+    layers = {"layer:s1": (1.0, 1.0, 1.0), "layer:s2": (1.0, 1.0, 1.0)}
+    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers})).schedule == "s1"
+    layers["layer:deepspeed"] = (0.5, 1.0, 1.0)
+    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers})) == ("deepspeed", 1.0, 1.0, 0.5)
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
