@@ -13,7 +13,7 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.models import LanguageModel
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
 from moe_jax.models.memory import Sizes, device_bytes
-from moe_jax.moe.layer import make_schedule
+from moe_jax.moe.layer import LayerPlan, make_schedule
 from moe_jax.run_config import RunConfig, config_text
 from moe_jax.schedules import schedules
 from moe_jax.training.feed import padded_vocabulary
@@ -147,7 +147,7 @@ def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int) -> list[str]:
         zero_stage=train.zero_stage,
         expert_zero_stage=train.expert_zero_stage,
     )
-    held = device_bytes(sizes, roles)
+    held = device_bytes(sizes, roles, _plan(run, roles))
     dtype = run.model.param_dtype
     rows = [
         ("parameters", held.parameters, dtype),
@@ -155,12 +155,22 @@ def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int) -> list[str]:
         ("gradients", held.gradients, "sum and microbatch" if train.accumulate > 1 else dtype),
         ("copies", held.copies, f"weights cast to {run.model.dtype} or gathered by ZeRO-3"),
         ("activations", held.activations, f"estimate, remat {run.model.remat!r}"),
-        ("sum", held.total, "without other temporaries, buffers of collectives, overflow passes and guests"),
+        ("guests", held.guests, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
+        ("overflow passes", held.overflow, "what later passes hold where buckets may be too small"),
+        ("sum", held.total, "without other temporaries and buffers of collectives"),
     ]
     stages = f"ZeRO {train.zero_stage} of the dense parameters"
     if run.moe.schedule == "dp":
         stages += f", {train.expert_zero_stage} of the experts"
     return [stages] + [f"{name:22}{size:>20,}  {gibibytes(size)}  ({note})" for name, size, note in rows]
+
+
+def _plan(run: RunConfig, roles: Roles) -> LayerPlan | None:
+    """Return the slots of a plan with as many guests as the planner may have; None where a bank has no owners."""
+    if run.moe.schedule == "dp":
+        return None
+    guests = 0 if run.planner.name == "none" else run.planner.guest_slots
+    return LayerPlan(home_slots=run.moe.num_experts // roles.size(roles.expert), guest_slots=guests)
 
 
 def gibibytes(number: float) -> str:
