@@ -13,6 +13,7 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.models import LanguageModel
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
 from moe_jax.models.memory import Sizes, device_bytes
+from moe_jax.models.model_group import check_sequence_parallel
 from moe_jax.moe.layer import LayerPlan, make_schedule
 from moe_jax.run_config import RunConfig, config_text
 from moe_jax.schedules import schedules
@@ -89,7 +90,8 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
             f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({run.model.max_length}); "
             "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
-    make_schedule(run.moe, roles, rows // shards * length)
+    check_sequence_parallel(run.model.sequence_parallel, length, roles)
+    make_schedule(run.moe, roles, rows // shards * length, split_tokens=run.model.sequence_parallel)
     return model
 
 

@@ -45,6 +45,7 @@ MAY_DIFFER = (
     "ModelConfig.prefetch",
     "ModelConfig.prefetch_case",
     "ModelConfig.rematerialize",
+    "ModelConfig.sequence_parallel",
     "ModelConfig.stack",
     "ModelConfig.loss_chunk",
     "DataConfig.cache_dir",

@@ -108,7 +108,8 @@ def transfer_seconds(transfers: list[Transfer], shape: LayerShape, cluster: Clus
         part = rounds[0].elements * size * item
         whole = gathers[0].elements * gathers[0].calls * item
         seconds += cluster.fit(fit_name("saa", size, shape.copies, shape.shards), asker).seconds(part, whole)
-        rest = [t for t in rest if t not in (rounds[0], gathers[0])]
+        rest.remove(rounds[0])
+        rest.remove(gathers[0])
     for transfer in rest:
         fit = cluster.fit(_name(transfer, shape), asker)
         seconds += transfer.calls * max(0.0, fit.seconds(transfer.elements * item))

@@ -29,7 +29,10 @@ class Transfer(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Hold the sizes that decide what travels; see the letters above."""
+    """Hold the sizes that decide what travels; see the letters above.
+
+    With `split_tokens` an MP group hands its tokens over in parts, and takes them back so.
+    """
 
     tokens: int
     model_dim: int
@@ -39,11 +42,20 @@ class LayerShape:
     copies: int = 1
     top_k: int = 1
     experts: int = 1
+    split_tokens: bool = False
 
     @property
     def x(self) -> int:
         """Elements of one EP&ESP all-to-all of s1 (rows of one device) or deepspeed (rows of an MP group)."""
         return self.members * self.rows * self.model_dim * self.shards
+
+    def whole(self, in_parts: bool) -> list[Transfer]:
+        """Return the MP group's all-gather of its tokens, once forward and once backward, where there is one.
+
+        Args:
+          in_parts: the schedule works on parts of the tokens, else on equal copies.
+        """
+        return [] if in_parts == self.split_tokens else [Transfer("all_gather", "model", self.tokens * self.model_dim)]
 
 
 _BOTH = "expert+expert_shard"
@@ -123,9 +135,8 @@ def _carried(transfers: list[Transfer], shape: LayerShape, transport: str, local
 
 
 def _s1(shape: LayerShape, _):
-    exchange = Transfer("all_to_all", _BOTH, shape.x, 2)
-    whole = Transfer("all_gather", "model", shape.tokens * shape.model_dim)
-    return [exchange, whole], [exchange, whole]
+    both = [Transfer("all_to_all", _BOTH, shape.x, 2), *shape.whole(in_parts=True)]
+    return both, both
 
 
 def _s2(shape: LayerShape, gather: str):
@@ -139,6 +150,7 @@ def _s2(shape: LayerShape, gather: str):
     else:
         rounds = Transfer("permute", _BOTH, part, shape.members * shape.shards - 1)
         both = [send, rounds, Transfer("all_gather", "model", y // shape.members, shape.members)]
+    both += shape.whole(in_parts=False)
     return both, both
 
 
@@ -151,29 +163,30 @@ def _deepspeed(shape: LayerShape, _):
         Transfer("all_gather", "expert_shard", tokens),
         exchange,
         Transfer("all_reduce", "expert_shard", shape.x),
+        *shape.whole(in_parts=False),
     ]
     backward = [
         Transfer("all_gather", "expert_shard", shape.x),
         exchange,
         Transfer("reduce_scatter", "expert_shard", tokens),
+        *shape.whole(in_parts=False),
     ]
     return forward, backward
 
 
 def _pairwise(shape: LayerShape, _):
     rounds = Transfer("permute", _BOTH, shape.rows * shape.model_dim, 2 * (shape.members * shape.shards - 1))
-    whole = Transfer("all_gather", "model", shape.tokens * shape.model_dim)
-    return [rounds, whole], [rounds, whole]
+    both = [rounds, *shape.whole(in_parts=True)]
+    return both, both
 
 
 def _ring(shape: LayerShape, _):
     size = shape.members * shape.shards
     tokens = shape.tokens // shape.copies * size
-    whole = Transfer("all_gather", "model", shape.tokens * shape.model_dim)
     both_ways = [
         Transfer("all_gather", _BOTH, tokens * shape.model_dim),
         Transfer("reduce_scatter", _BOTH, tokens * shape.model_dim),
-        whole,
+        *shape.whole(in_parts=True),
     ]
     weights = tokens * shape.top_k
     return (

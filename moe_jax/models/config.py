@@ -46,6 +46,8 @@ class ModelConfig:
       prefetch: when copies of experts travel: 'none' (before attention, wherever the compiler puts them), or a
         block-wise schedule, 'hecate' or 'pro_prophet', with a backward of its own.
       prefetch_case: of 'pro_prophet', beside what they travel: 'attention', 'expert' or 'split' over both.
+      sequence_parallel: keep norms and residuals split over the tokens within an MP group (MeshConfig.model), with an
+        all-gather before and a reduce-scatter after the matmuls of attention and dense FFN, instead of an all-reduce.
       rematerialize: with a prefetch, drop the copies after the forward and bring them again in the backward.
       stack: 'scan' (one program for all layers) or 'unrolled' (all layers written out).
       loss_chunk: tokens whose logits are alive at once in the cross-entropy, per device.
@@ -68,6 +70,7 @@ class ModelConfig:
     remat: str = "none"
     prefetch: str = "none"
     prefetch_case: str = "split"
+    sequence_parallel: bool = False
     rematerialize: bool = False
     stack: str = "scan"
     loss_chunk: int = 1024

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.collectives.copies import own_part
 from moe_jax.collectives.gather import gather_tree
+from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import local
 from moe_jax.dispatch.route import record
 from moe_jax.errors import UserError
@@ -27,6 +28,7 @@ from moe_jax.mesh.sharding import dense_specs, expert_specs
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.layer_loop import make_layer_loop
+from moe_jax.models.model_group import check_sequence_parallel, make_model_group
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import open_sink, with_sink
 from moe_jax.moe.config import MoEConfig
@@ -220,6 +222,7 @@ def make_loss(
             f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({config.max_length}); "
             "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
+    check_sequence_parallel(config.sequence_parallel, length, roles)
     stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches, plan)
     rows = P(roles.dense)
     stats_specs = StepStats(P(), P(), P(), P(None, roles.expert), P(), P(), P())
@@ -251,7 +254,8 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
     parts = roles.size(roles.dense)
     bank_store = _make_bank_store(model, layout)
 
-    layer_loop = make_layer_loop(model, layout, tokens, training, plan, bank_store)
+    group = make_model_group(roles, rows, config.sequence_parallel)
+    layer_loop = make_layer_loop(model, layout, tokens, training, plan, bank_store, group)
 
     def stack(dense, bank, sink, batch, tables, key, first_row, normalizer):
         device = lax.axis_index(roles.dense)
@@ -262,13 +266,16 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
         outer = {name: leaf for name, leaf in dense.items() if name != "units"}
         outer = gather_tree(outer, {name: layout.gather[name] for name in outer}, roles.dense, parts)
 
+        if group.split:  # cast once: embedding and output head share the sum of their gradients over the group
+            outer = cast_varying(outer, roles.model)
+
         units = nnx.merge(transformer, {**outer, "units": dense["units"]})
-        x = units.embedding(batch.inputs, dtype)
+        x = units.embedding(batch.inputs, dtype, group)
         x, gate_stats, passes = layer_loop(x, dense["units"], bank, sink, tables, token_ids, key)
         with jax.named_scope("loss"):
             # each device of an MP group takes its part of the group's tokens
-            flat = (x.reshape(tokens, -1), batch.targets.reshape(-1), batch.weights.reshape(-1))
-            x, targets, weights = (own_part(array, roles.model) for array in flat)
+            x = x if group.split else own_part(x.reshape(tokens, -1), roles.model)
+            targets, weights = (own_part(array.reshape(-1), roles.model) for array in (batch.targets, batch.weights))
             table = units.embedding.tokens[...].astype(dtype)
             total = chunked_cross_entropy(units.norm(x), table, targets, weights, config.loss_chunk)
         cross_entropy = lax.psum(total, roles.all) / normalizer

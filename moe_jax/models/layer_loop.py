@@ -1,8 +1,8 @@
 """The layers of a model one after the other: a loop that JAX differentiates, or the program of a block-wise schedule.
 
-Enters: x [b, Sq, M], the units' parameters, this device's share of the bank, sinks and tables. Leaves: x, the gates'
-statistics and the passes of every layer. Inside `shard_map`.
-Letters: b sequences here, Sq positions, t tokens, M model dim, L layers, Hs home slots.
+Enters: x as the MP group keeps its residual stream, the units' parameters, this device's share of the bank, sinks and
+tables. Leaves: x, the gates' statistics and the passes of every layer. Inside `shard_map`.
+Letters: t tokens, L layers, Hs home slots.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jax import lax
 from moe_jax.collectives.gather import gather_tree
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.errors import UserError
+from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import Constants, Prefetcher
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 
 
 def make_layer_loop(
-    model: LanguageModel, layout: Layout, tokens: int, training: bool, plan: LayerPlan | None, bank_store: Callable
-) -> Callable:
+    model: LanguageModel, layout: Layout, tokens: int, training: bool, plan: LayerPlan | None, bank_store: Callable,
+    group: ModelGroup,
+) -> Callable:  # fmt: skip
     """Return loop(x, units, bank, sink, tables, token_ids, key) -> (x, GateStats [L, ...], passes int32 [L]).
 
     Args:
@@ -39,6 +41,7 @@ def make_layer_loop(
       training: with gate noise, if the gate has any.
       plan: slots and buckets; None is an even placement without guests.
       bank_store: what one MoE layer computes with, see `language_model`.
+      group: the MP group, which says whether x comes whole or split over tokens.
 
     Raises:
       UserError: a block-wise schedule where it cannot run.
@@ -48,12 +51,9 @@ def make_layer_loop(
     parts, gather = roles.size(roles.dense), layout.gather["units"]
     noisy = training and model.moe.gate_noise > 0
 
-    def reduce_model(x):
-        return lax.psum(x, roles.model) if roles.model else x
-
     if config.prefetch != "none":
-        return _make_prefetcher(model, layout, graph, tokens, noisy, plan, reduce_model)
-    apply_moe = make_moe(model.moe, roles, tokens, config.activation, plan)
+        return _make_prefetcher(model, layout, graph, tokens, noisy, plan, group)
+    apply_moe = make_moe(model.moe, roles, tokens, config.activation, plan, group.split)
 
     def loop(x, units, bank, sink, tables, token_ids, key):
         def body(x, inputs):
@@ -67,7 +67,7 @@ def make_layer_loop(
                 y, stats, passes = apply_moe(normed, token_ids, w_gate, weights, doors, here, noise_key, guests)
                 return y, (stats, passes)
 
-            return unit(x, moe, reduce_model)
+            return unit(x, moe, group)
 
         body = checkpointed(body, config.remat)
         inputs = (units, sink, tables, jnp.arange(config.moe_layers, dtype=jnp.int32))
@@ -97,7 +97,7 @@ def checkpointed(function, remat: str):
     return jax.checkpoint(function, policy=policy_of(remat), prevent_cse=False)
 
 
-def _make_prefetcher(model, layout, graph, tokens, noisy, plan, reduce_model):
+def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
     config, roles = model.config, model.roles
     if layout.dp_stage is not None:
         raise UserError(
@@ -110,7 +110,7 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, reduce_model):
     schedule = config.block_wise.build(config.moe_layers, recompute=recompute, **shares)
 
     def attend(mix, gate, x):
-        return nnx.merge(graph, {**mix, "gate": gate}).attend(x, reduce_model)
+        return nnx.merge(graph, {**mix, "gate": gate}).attend(x, group)
 
     def norm(mix, gate, x):
         return nnx.merge(graph, {**mix, "gate": gate}).gate.norm(x).reshape(-1, x.shape[-1])
@@ -124,7 +124,7 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, reduce_model):
         stages=Stages(
             attend=attend,
             norm=norm,
-            moe=make_staged_moe(model.moe, roles, tokens, config.activation, plan),
+            moe=make_staged_moe(model.moe, roles, tokens, config.activation, plan, group.split),
             checkpoint=lambda function: checkpointed(function, config.remat),
             # what is computed again on the way back is computed once
             moe_checkpoint=lambda function: checkpointed(function, "none" if recompute else config.remat),

@@ -184,9 +184,12 @@ def _activations(sizes: Sizes, roles: Roles, narrow: int, plan: LayerPlan | None
     model, shard, dim = roles.size(roles.model), roles.size(roles.expert_shard), config.model_dim
     matrices = 2 if config.activation == "swiglu" else 1
 
+    own = dim / model if config.sequence_parallel else dim  # of norms and the residual stream
+    at_the_door = dim if moe.schedule in ("deepspeed", "s2") else own
+
     scores = config.heads * sizes.length / model if config.attention == "xla" else 0
-    attention = narrow * (5 * dim + 4 * dim / model) + (4 + narrow) * scores
-    hidden = narrow * (3 * dim + matrices * config.ffn_dim / model)
+    attention = narrow * (5 * own + 4 * dim / model) + (4 + narrow) * scores
+    hidden = narrow * (3 * own + matrices * config.ffn_dim / model)
     rows = moe.top_k
     if moe.capacity_factor is not None:
         rows = moe.top_k * moe.capacity_factor
@@ -194,13 +197,13 @@ def _activations(sizes: Sizes, roles: Roles, narrow: int, plan: LayerPlan | None
         rows = moe.top_k * moe.bucket_slack
         if plan is not None and plan.bucket_rows is not None:
             rows = plan.bucket_rows * roles.size(roles.expert) / tokens
-    experts = narrow * (3 * dim + rows * (3 * dim + matrices * config.hidden_dim / shard))
+    experts = narrow * (2 * own + at_the_door + rows * (3 * dim + matrices * config.hidden_dim / shard))
 
     unit = attention + experts + (attention + hidden if config.moe_every == 2 else 0)
     kept = {
         "none": unit,
-        "block": narrow * dim * (1 if config.prefetch == "none" else 2),
-        "dots": narrow * config.moe_every * (2 * dim + 3 * dim / model)
+        "block": narrow * own * (1 if config.prefetch == "none" else 2),
+        "dots": narrow * config.moe_every * (dim + own + 3 * dim / model)
         + (narrow * (dim + config.ffn_dim / model) if config.moe_every == 2 else 0),
     }[LIKE.get(config.remat, config.remat)]
     logits = 2 * max(4, narrow) * min(config.loss_chunk, tokens) * sizes.vocab_size

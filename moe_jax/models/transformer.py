@@ -1,8 +1,9 @@
 """The parts of a Transformer, as Flax modules: what they hold, and what they do to this device's tokens.
 
-Enters: activations x [b, Sq, M] of this device (all of its MP group's tokens). Leaves: the same shape. Modules give
-structure, names and initial values; they are called inside `shard_map` on merged parameters, one unit at a time. A unit
-is what the layer loop scans: an MoE block, or a dense block followed by an MoE block.
+Enters: activations x as the MP group keeps its residual stream: [b, Sq, M], or [t / n, M] where tokens are split (see
+`model_group.py`). Leaves: the same shape. Modules give structure, names and initial values; they are called inside
+`shard_map` on merged parameters, one unit at a time. A unit is what the layer loop scans: an MoE block, or a dense
+block followed by an MoE block.
 Letters: b sequences here, Sq positions, M model dim, H heads here, Dh head dim, F hidden dim here.
 """
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax.models.config import ModelConfig
+from moe_jax.models.model_group import ModelGroup
 
 
 def normal(key, shape, scale, dtype):
@@ -74,20 +76,24 @@ class Attention(nnx.Module):
         self.out = nnx.Param(normal(rngs.params(), (heads, head_dim, dim), scale, dtype), model_dim=0)
         self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
 
-    def __call__(self, x, reduce):
-        """Return the residual branch [b, Sq, M]; `reduce` sums partial results over the MP group."""
+    def __call__(self, x, group: ModelGroup):
+        """Return the residual branch, of the shape of x; `group` gathers and sums over the MP group."""
         dtype, config = x.dtype, self.config
         with jax.named_scope("attention"):
-            h = self.norm(x)
-            qkv = jnp.einsum("bsm,mchd->cbshd", h, self.qkv[...].astype(dtype))
+            qkv = group.project(self.norm(x), _to_heads, self.qkv[...].astype(dtype))
             qkv = qkv + self.qkv_bias[...].astype(dtype)[:, None, None]
             q, k, v = qkv[0], qkv[1], qkv[2]
             if config.positions == "rotary":
-                positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+                positions = jnp.arange(q.shape[1], dtype=jnp.int32)
                 q, k = rotate(q, positions), rotate(k, positions)
             mixed = attend(q, k, v, config.kind == "gpt", config.attention)
-            out = reduce(jnp.einsum("bshd,hdm->bsm", mixed, self.out[...].astype(dtype)))
+            out = group.reduce(jnp.einsum("bshd,hdm->bsm", mixed, self.out[...].astype(dtype)))
             return out + along_last(self.out_bias[...], out)
+
+
+def _to_heads(h, w):
+    """Return queries, keys and values [3, b, Sq, H, Dh] of tokens [b, Sq, M]; w [M, 3, H, Dh]."""
+    return jnp.einsum("bsm,mchd->cbshd", h, w)
 
 
 class FeedForward(nnx.Module):
@@ -105,19 +111,20 @@ class FeedForward(nnx.Module):
         self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
         self.swiglu = config.activation == "swiglu"
 
-    def __call__(self, x, reduce):
-        """Return the residual branch [b, Sq, M]; `reduce` sums partial results over the MP group."""
+    def __call__(self, x, group: ModelGroup):
+        """Return the residual branch, of the shape of x; `group` gathers and sums over the MP group."""
         dtype = x.dtype
         with jax.named_scope("feed_forward"):
-            h = self.norm(x)
-            up = h @ self.w_in[...].astype(dtype)
+            weights = [self.w_in, self.w_gate] if self.swiglu else [self.w_in]
+            up, *gate = group.project(self.norm(x), _times_each, *(w[...].astype(dtype) for w in weights))
             up = up + along_last(self.in_bias[...], up)
-            if self.swiglu:
-                up = jax.nn.silu(h @ self.w_gate[...].astype(dtype)) * up
-            else:
-                up = jax.nn.gelu(up)
-            out = reduce(up @ self.w_out[...].astype(dtype))
+            up = jax.nn.silu(gate[0]) * up if self.swiglu else jax.nn.gelu(up)
+            out = group.reduce(up @ self.w_out[...].astype(dtype))
             return out + along_last(self.out_bias[...], out)
+
+
+def _times_each(h, *weights):
+    return [h @ w for w in weights]
 
 
 class Gate(nnx.Module):
@@ -140,29 +147,29 @@ class Unit(nnx.Module):
         self.gate = Gate(config, num_experts, rngs)
         self.has_dense = config.moe_every == 2
 
-    def __call__(self, x, moe, reduce):
+    def __call__(self, x, moe, group: ModelGroup):
         """Run the unit.
 
         Args:
-          x: [b, Sq, M].
-          moe: function ([t, M] normed tokens, w_gate [M, E]) -> ([t, M], auxiliary).
-          reduce: sums partial results over the MP group.
+          x: as the MP group keeps its residual stream.
+          moe: function ([t, M] or [t / n, M] normed tokens, w_gate [M, E]) -> (the same shape, auxiliary).
+          group: the MP group.
 
         Returns:
-          ([b, Sq, M], what `moe` returned beside the tokens).
+          (x, what `moe` returned beside the tokens).
         """
-        x = self.attend(x, reduce)
+        x = self.attend(x, group)
         with jax.named_scope("moe"):
             tokens = self.gate.norm(x).reshape(-1, x.shape[-1])
             y, aux = moe(tokens, self.gate.w_gate[...])
         return x + y.reshape(x.shape), aux
 
-    def attend(self, x, reduce):
-        """Run what precedes the MoE layer: [b, Sq, M] -> [b, Sq, M]."""
+    def attend(self, x, group: ModelGroup):
+        """Run what precedes the MoE layer; x keeps its shape."""
         if self.has_dense:
-            x = x + self.dense_attention(x, reduce)
-            x = x + self.dense(x, reduce)
-        return x + self.attention(x, reduce)
+            x = x + self.dense_attention(x, group)
+            x = x + self.dense(x, group)
+        return x + self.attention(x, group)
 
 
 class Embedding(nnx.Module):
@@ -175,11 +182,13 @@ class Embedding(nnx.Module):
             self.positions = nnx.Param(normal(rngs.params(), (config.max_length, config.model_dim), 0.02, dtype))
         self.learned = config.positions == "learned"
 
-    def __call__(self, token_ids, dtype):
-        """Return [b, Sq, M] for int32 [b, Sq]."""
-        x = self.tokens[...].astype(dtype)[token_ids]
+    def __call__(self, token_ids, dtype, group: ModelGroup):
+        """Embed int32 [b, Sq]: [b, Sq, M], or this device's [t / n, M] where the group splits its tokens."""
+        length = token_ids.shape[1]
+        x = self.tokens[...].astype(dtype)[group.own_tokens(token_ids)]
         if self.learned:
-            x = x + self.positions[...].astype(dtype)[None, : token_ids.shape[1]]
+            table = self.positions[...].astype(dtype)
+            x = x + (table[group.positions(length)] if group.split else table[None, :length])
         return x
 
 

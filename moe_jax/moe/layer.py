@@ -102,7 +102,10 @@ def fetch_guests(bank, sink, tables, plan: LayerPlan | None, like):
     return sparse_all_gather(bank, tables.home_row, sink, tables.transfer, plan.transfer)
 
 
-def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: LayerPlan | None = None):
+def make_moe(
+    config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: LayerPlan | None = None,
+    split_tokens: bool = False,
+):  # fmt: skip
     """Return the layer as a function of this device's tokens.
 
     Args:
@@ -111,13 +114,14 @@ def make_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str, plan
       tokens: t, tokens of this device's MP group.
       activation: 'gelu' or 'swiglu'.
       plan: slots and buckets of a placement; None is an even one without guests.
+      split_tokens: x and y are this device's part [t / N_MP, M] of the MP group's tokens, instead of equal copies.
 
     Returns:
       apply(x [t, M], token_ids int32 [t], w_gate [M, E], bank, sink, tables, noise_key, guests) -> (y [t, M],
       GateStats, passes), with bank {name: [S, ...]}, sink {name: [Hs, ...]} and `Tables` of this layer, a PRNG key or
       None, and what `fetch_guests` returned.
     """
-    schedule = make_schedule(config, roles, tokens, plan)
+    schedule = make_schedule(config, roles, tokens, plan, split_tokens)
     decide = make_decide(roles, None if plan is None else plan.after_gate)
     implementation = find_grouped_matmul(config, roles)
 
@@ -173,7 +177,9 @@ def find_grouped_matmul(config: MoEConfig, roles: Roles) -> str:
     return implementation
 
 
-def make_schedule(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | None = None) -> Schedule:
+def make_schedule(
+    config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | None = None, split_tokens: bool = False
+) -> Schedule:
     """Return the schedule that a config names, for `tokens` tokens of an MP group; the mesh may be abstract.
 
     Raises:
@@ -184,6 +190,7 @@ def make_schedule(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan 
         pairwise_groups=config.pairwise_groups,
         gather=config.gather,
         cluster=config.cluster,
+        split_tokens=split_tokens,
     )
     return build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
 

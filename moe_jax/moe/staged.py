@@ -75,14 +75,15 @@ def _operands(name: str, weights: dict) -> tuple[GroupedWeights, ...]:
 
 
 def make_staged_moe(
-    config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: LayerPlan | None = None
-) -> StagedMoE:
+    config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: LayerPlan | None = None,
+    split_tokens: bool = False,
+) -> StagedMoE:  # fmt: skip
     """Return the layer in stages; arguments as in `make_moe`.
 
     Raises:
       UserError: for a schedule whose experts do not run in one piece.
     """
-    schedule = make_schedule(config, roles, tokens, plan)
+    schedule = make_schedule(config, roles, tokens, plan, split_tokens)
     if not isinstance(schedule, StagedSchedule):
         raise UserError(
             f"ModelConfig.prefetch needs a MoEConfig.schedule whose experts run in one piece, not {config.schedule!r} "

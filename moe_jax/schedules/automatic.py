@@ -40,7 +40,8 @@ def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     said = set()
 
     def schedule(x, token_ids, gate, placed):
-        choice = choose(roles, sizes, x.shape[-1] * x.dtype.itemsize, cluster, options.gather, options.transport)
+        row_bytes = x.shape[-1] * x.dtype.itemsize
+        choice = choose(roles, sizes, row_bytes, cluster, options.gather, options.transport, options.split_tokens)
         if choice not in said:
             said.add(choice)
             _LOG.warning(_sentence(choice, cluster))
@@ -56,13 +57,15 @@ def choose(
     cluster: Cluster | None,
     gather: str = "saa",
     transport: str = "all_to_all",
+    split_tokens: bool = False,
 ) -> ParmChoice:
     """Return Parm's choice for one layer.
 
     Without a cluster its 'seconds' are bytes of a forward. With the fits of collectives alone they are the paper's, of
     a forward too. A file that also has fits of gating and moving rows is asked for the whole step but for the experts,
     which do the same work under both: s2 gates every token on each device of its MP group, and that may cost more than
-    it saves. One that has whole layers too is asked about `deepspeed` as well.
+    it saves. One that has whole layers too is asked about `deepspeed` as well. Where tokens come split over the MP
+    group, s1 does without its all-gather, and the others need one to begin with.
 
     Args:
       sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements.
@@ -75,7 +78,7 @@ def choose(
             candidates.append("deepspeed")
         seconds = {}
         for name in candidates:
-            shape = layer_shape(name, roles, sizes, row_bytes)
+            shape = layer_shape(name, roles, sizes, row_bytes, split_tokens)
             asked = layer_seconds(name, shape, None, cluster, gather=gather, transport=transport, item=1, asker=_ASKER)
             seconds[name] = asked.total
         fastest = min(candidates, key=lambda name: seconds[name])
@@ -94,6 +97,8 @@ def choose(
     # buckets are rounded up differently, so each schedule is asked with its own x
     s1 = parm_choice(x1, whole, gathered, a2a, gather_fit, saa).s1_seconds
     s2 = parm_choice(x2, whole, gathered, a2a, gather_fit, saa).s2_seconds
+    if split_tokens:
+        s1, s2 = s1 - gather_fit.seconds(gathered), s2 + gather_fit.seconds(gathered)
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
 
 
@@ -101,7 +106,9 @@ def _knows_layers(cluster: Cluster | None) -> bool:
     return cluster is not None and {layer_name("s1"), layer_name("deepspeed")} <= {name for name, _ in cluster.fits}
 
 
-def layer_shape(schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int) -> LayerShape:
+def layer_shape(
+    schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int, split_tokens: bool = False
+) -> LayerShape:
     """Return what the cost formulas ask about one layer under 's1', 's2' or 'deepspeed'."""
     copies, members = roles.size(roles.model), roles.size(roles.expert)
     if schedule == "s2" and copies > 1:
@@ -118,6 +125,7 @@ def layer_shape(schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int) 
         shards=roles.size(roles.expert_shard),
         copies=copies,
         top_k=sizes.top_k,
+        split_tokens=split_tokens,
     )
 
 

@@ -7,10 +7,11 @@ A schedule is the order in which one MoE layer moves its bytes. It is built once
 
 `gate(x, token_ids) -> (Choice, GateStats)` chooses experts; it is an argument because a schedule may split the tokens
 before it: under MP the t tokens of the group enter and leave as equal copies, and a schedule that splits them gates
-t / N_MP on each device. `placed(stats) -> (experts, tables)` says where experts are, once the gate has counted: a plan
-may decide that from the counts. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group order,
-with this device's part of the hidden dim; `tables` is this layer's `Tables`. Statistics leave as the gate gave them;
-`passes` is the int32 number of passes taken, equal on all devices.
+t / N_MP on each device. With `split_tokens` x and y are this device's part [t / N_MP, M] (see `mp_tokens.py`);
+`token_ids` are always all t. `placed(stats) -> (experts, tables)` says where experts are, once the gate has counted: a
+plan may decide that from the counts. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group
+order, with this device's part of the hidden dim; `tables` is this layer's `Tables`. Statistics leave as the gate gave
+them; `passes` is the int32 number of passes taken, equal on all devices.
 """
 
 from __future__ import annotations
@@ -97,12 +98,14 @@ class ScheduleOptions:
       pairwise_groups: G of `pairwise`; 0 makes one group of the EP members of each node.
       gather: how `s2` returns: 'saa' (all-to-all and all-gather at the same time) or 'aas' (one after the other).
       cluster: path of a calibration file for `parm`; '' lets it compare bytes.
+      split_tokens: tokens enter and leave as this device's part [t / N_MP, M], not as equal copies of the MP group.
     """
 
     transport: str = "all_to_all"
     pairwise_groups: int = 0
     gather: str = "saa"
     cluster: str = ""
+    split_tokens: bool = False
 
     def __post_init__(self):
         if self.gather not in ("saa", "aas"):

@@ -23,6 +23,7 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_group import from_groups, to_groups
 from moe_jax.schedules.expert_parallel import build_s1
+from moe_jax.schedules.mp_tokens import from_copies, to_copies
 from moe_jax.schedules.passes import passes_needed
 from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
 
@@ -53,6 +54,7 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         return lax.psum(done, roles.expert_shard) if shards > 1 else done
 
     def send_tokens(x, token_ids, gate, place):
+        x = to_copies(x, roles, options)
         with jax.named_scope("gate"):
             choice, stats = gate(x, token_ids)
         with jax.named_scope("route"):
@@ -85,7 +87,7 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
 
     def finish(done, context, experts):
         y = finish_passes(done, context, experts, deliver, bring_home, most)
-        return leave_copies(y, roles.model)
+        return from_copies(leave_copies(y, roles.model), roles, options)
 
     return StagedSchedule(send_tokens, finish)
 

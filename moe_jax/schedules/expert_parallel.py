@@ -10,12 +10,13 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from moe_jax.collectives.copies import join_parts, own_part
+from moe_jax.collectives.copies import own_part
 from moe_jax.dispatch import destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_group import build_expert_group, from_groups, to_groups
+from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed
 from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
 
@@ -29,7 +30,7 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     most = sizes.most_passes(rows)
 
     def send(x, token_ids, gate, place):
-        mine, ids = own_part(x, roles.model), own_part(token_ids, roles.model)
+        mine, ids = to_parts(x, roles, options), own_part(token_ids, roles.model)
         with jax.named_scope("gate"):
             choice, stats = gate(mine, ids)
         with jax.named_scope("route"):
@@ -57,7 +58,7 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     def finish(done, context, experts):
         y = finish_passes(done, context, experts, deliver, bring_home, most)
         with jax.named_scope("combine"):
-            return join_parts(y, roles.model)
+            return from_parts(y, roles, options)
 
     return StagedSchedule(send, finish)
 

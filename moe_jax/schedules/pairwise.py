@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.copies import join_parts, own_part
+from moe_jax.collectives.copies import own_part
 from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, compute
+from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed, run_passes
 
 
@@ -57,7 +58,7 @@ def build_pairwise(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     ring = Ring(group, groups)
 
     def schedule(x, token_ids, gate, placed):
-        mine, ids = own_part(x, roles.model), own_part(token_ids, roles.model)
+        mine, ids = to_parts(x, roles, options), own_part(token_ids, roles.model)
         with jax.named_scope("gate"):
             choice, stats = gate(mine, ids)
             experts, tables = placed(stats)
@@ -77,7 +78,8 @@ def build_pairwise(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             with jax.named_scope("combine"):
                 return rows_to_tokens(home.reshape(group.members * rows, -1), choice.weights, parcel)
 
-        return join_parts(run_passes(one_pass, needed, most, before=stats), roles.model), stats, needed
+        y = run_passes(one_pass, needed, most, before=stats)
+        return from_parts(y, roles, options), stats, needed
 
     return schedule
 

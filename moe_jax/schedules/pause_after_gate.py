@@ -28,6 +28,7 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, from_groups, to_groups
 from moe_jax.schedules.expert_parallel import build_s1
+from moe_jax.schedules.mp_tokens import from_copies, to_copies
 from moe_jax.schedules.passes import passes_needed
 from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
 
@@ -44,6 +45,7 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     collect = make_collect(roles, group, options.gather)
 
     def send(x, token_ids, gate, place):
+        x = to_copies(x, roles, options)
         with jax.named_scope("gate"):
             choice, stats = gate(x, token_ids)
         with jax.named_scope("route"):
@@ -72,7 +74,7 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             return rows_to_tokens(home, weights, whole)
 
     def finish(done, context, experts):
-        return finish_passes(done, context, experts, deliver, bring_home, most)
+        return from_copies(finish_passes(done, context, experts, deliver, bring_home, most), roles, options)
 
     return StagedSchedule(send, finish)
 

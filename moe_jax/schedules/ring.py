@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.copies import join_parts, own_part
+from moe_jax.collectives.copies import own_part
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import Choice, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed, run_passes
 
 
@@ -42,7 +43,7 @@ def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         return lax.psum_scatter(cast_varying(array, axes), axes, scatter_dimension=0, tiled=True)
 
     def schedule(x, token_ids, gate, placed):
-        mine, ids = own_part(x, roles.model), own_part(token_ids, roles.model)
+        mine, ids = to_parts(x, roles, options), own_part(token_ids, roles.model)
         with jax.named_scope("gate"):
             choice, stats = gate(mine, ids)
             experts, tables = placed(stats)
@@ -65,7 +66,7 @@ def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
 
         y = run_passes(one_pass, needed, most, before=stats)
         with jax.named_scope("combine"):
-            return join_parts(scatter(y), roles.model), stats, needed
+            return from_parts(scatter(y), roles, options), stats, needed
 
     return schedule
 

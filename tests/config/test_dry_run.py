@@ -159,6 +159,12 @@ def test_dry_run_says_what_it_assumed():
             "the 33 tokens of a model-parallel group must be divisible by MeshConfig.model (2); make "
             "DataConfig.sequence_length a multiple of 2",
         ),
+        (
+            ["DataConfig.sequence_length = 33", "MeshConfig.model = 2", "ModelConfig.sequence_parallel = True"],
+            8,
+            "ModelConfig.sequence_parallel splits the tokens over MeshConfig.model (2) devices, which must divide "
+            "DataConfig.sequence_length (33); make it a multiple of 2, or set ModelConfig.sequence_parallel = False",
+        ),
     ],
 )
 def test_dry_run_refuses_what_a_run_would_refuse(bindings, devices, part):

@@ -10,6 +10,7 @@ from flax import nnx
 
 from moe_jax.models import ModelConfig, reference
 from moe_jax.models.cross_entropy import chunked_cross_entropy, token_losses
+from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.transformer import Attention, FeedForward, LayerNorm, attend, rotate
 
 BATCH, LENGTH, DIM, HEADS = 2, 6, 8, 4
@@ -30,9 +31,9 @@ def tokens(seed=1, dtype=np.float64):
     return np.random.default_rng(seed).normal(size=(BATCH, LENGTH, DIM)).astype(dtype)
 
 
-def call(module, params, x, reduce=lambda x: x):
+def call(module, params, x, group=ModelGroup()):  # noqa: B008
     """Call a module on given parameters, as the model does inside its loop over layers."""
-    return nnx.merge(nnx.split(module)[0], params)(x, reduce)
+    return nnx.merge(nnx.split(module)[0], params)(x, group)
 
 
 def assert_close(got, wanted):
@@ -150,7 +151,7 @@ def test_parts_of_an_mp_group_sum_to_the_whole(module_class):
             return jnp.stack([leaf, leaf] if dim < 0 else jnp.split(leaf, 2, axis=dim))
 
         parts = jax.tree_util.tree_map_with_path(halves, params)
-        on_device = functools.partial(call, module, reduce=lambda x: jax.lax.psum(x, "model"))
+        on_device = functools.partial(call, module, group=ModelGroup(("model",)))
         got = jax.jit(jax.vmap(on_device, in_axes=(0, None), axis_name="model"))(parts, tokens())
         whole = call(module, params, tokens())
         for device in range(2):

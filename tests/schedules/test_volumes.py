@@ -5,6 +5,7 @@ integers apart. Buckets are wide enough for one pass, so that nothing stands in 
 """
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ CASES += [
     ("deepspeed", (2, 2), {"transport": "two_level"}),
     ("s1", (2, 2), {"transport": "two_level"}),
 ]
+CASES += [(schedule, (2, 2), {"tokens": "split"}) for schedule in SCHEDULES]
 
 
 def name_of(case):
@@ -40,20 +42,21 @@ def name_of(case):
     return "-".join([schedule, f"mp{mp}", f"esp{esp}", *options.values()])
 
 
-def lower(config, roles):
+def lower(config, roles, split=False):
     """Return the lowered forward and forward with backward of a layer, of its tokens and passes alone."""
-    apply = make_moe(config, roles, TOKENS // roles.size(roles.dense), "gelu")
+    apply = make_moe(config, roles, TOKENS // roles.size(roles.dense), "gelu", split_tokens=split)
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
 
     def body(x, w_gate, bank, sink, tables):
         tables = local(tables)
         sink = {name: open_sink(value, tables.home_row)[0] for name, value in sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
-        y, _, passes = apply(x, jnp.arange(x.shape[0], dtype=jnp.int32), w_gate, bank, sink, layer)
+        ids = jnp.arange(TOKENS // roles.size(roles.dense), dtype=jnp.int32)
+        y, _, passes = apply(x, ids, w_gate, bank, sink, layer)
         return y, passes
 
     bank = expert_specs({"w_in": (1, 1, 1), "w_out": (1, 1, 1)}, roles, 0, None)[0]
-    rows = P(roles.dense)
+    rows = P(roles.dense + roles.model if split else roles.dense)
     sharded = jax.shard_map(
         body, mesh=roles.mesh, in_specs=(rows, P(), bank, bank, P(roles.expert)), out_specs=(rows, P())
     )
@@ -70,7 +73,7 @@ def lower(config, roles):
     return jax.jit(forward).lower(*arguments), jax.jit(step).lower(*arguments, cotangent)
 
 
-def shape_of(config, roles):
+def shape_of(config, roles, split=False):
     model, members = roles.size(roles.model), roles.size(roles.expert)
     sizes = layer_sizes(config, roles, TOKENS // roles.size(roles.dense))
     whole = config.schedule in ("deepspeed", "s2")
@@ -86,6 +89,7 @@ def shape_of(config, roles):
         copies=model,
         top_k=config.top_k,
         experts=EXPERTS,
+        split_tokens=split,
     )
 
 
@@ -108,17 +112,19 @@ def formula(transfers, is_float, roles):
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_program_moves_what_the_formula_says(case):
     schedule, pair, options = case
+    options = dict(options)
+    split = options.pop("tokens", "") == "split"
     two_level = options.get("transport") == "two_level"
     mesh = MeshConfig(expert=8 // pair[1], expert_shard=pair[1], model=pair[0], devices_per_node=4 if two_level else 0)
     roles = build_mesh(mesh, jax.devices()) if two_level else roles_of(*pair)
     config = moe_config(schedule, **WIDE, **options)
-    shape = shape_of(config, roles)
+    shape = shape_of(config, roles, split)
     within = (4 // pair[1] if schedule == "deepspeed" else 4) if two_level else 1
     how = {"gather": config.gather, "transport": config.transport, "local": within}
     forward, backward = layer_transfers(schedule, shape, **how)
     # a round of messages inside a group is one of the largest group that it may span
     permutes = {t.group: t.group for t in forward + backward if t.collective == "permute"}
-    seen_forward, seen_both = (collectives(lowered, roles, permutes) for lowered in lower(config, roles))
+    seen_forward, seen_both = (collectives(lowered, roles, permutes) for lowered in lower(config, roles, split))
     integers = formula(index_transfers(schedule, shape), False, roles)
     assert seen_forward == formula(forward, True, roles) + integers
     # gradients of replicated parameters are summed over the devices that hold them: no term of the layer's
@@ -177,6 +183,10 @@ def test_formulas_by_hand():
         {("all_gather", shard): wide, ("all_to_all", "expert"): 2 * wide, ("reduce_scatter", shard): 8 * 4 * 2},
     ]
     assert moved("pairwise", part)[0] == {("permute", both): 2 * x * 3 // 4, ("all_gather", "model"): 8 * 4}
+    # tokens that come in parts: s1 gathers nothing, the others once each way
+    split = dataclasses.replace(part, split_tokens=True)
+    assert moved("s1", split) == 2 * [{("all_to_all", both): 2 * x}]
+    assert all(way["all_gather", "model"] == 8 * 4 for way in moved("deepspeed", split))
 
 
 def test_unknown_schedule_is_refused():

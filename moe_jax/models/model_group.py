@@ -1,0 +1,96 @@
+"""How the devices of a model-parallel (MP) group share the blocks between the MoE layers.
+
+Enters: normed tokens as the group keeps its residual stream. Leaves: what a matmul that is split over the group reads,
+and, from its partial results, the tokens as the residual stream keeps them again. Two ways to keep it:
+
+    equal copies    x [b, Sq, M] on every device; one all-reduce behind the second matmul of a block's half
+    split tokens    x [t / n, M], device r holds the r-th part of the group's tokens; all-gather before the first
+                    matmul, reduce-scatter behind the second: the same bytes, and norms, residuals and what they keep
+                    for the backward are not repeated n times. Source: Korthikanti et al. 2022, section 4.2.2 ("Reducing
+                    Activation Recomputation in Large Transformer Models"), sequence parallelism
+
+Letters: b sequences of the group, Sq positions, t = b Sq tokens, n devices of the group, M model dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.copies import own_part
+from moe_jax.errors import UserError
+from moe_jax.mesh.roles import Roles
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelGroup:
+    """The MP group of one device; methods are called inside `shard_map`.
+
+    Attributes:
+      axes: mesh axes of the group, () for a group of one.
+      rows: b.
+      split: whether the residual stream is split over tokens.
+    """
+
+    axes: tuple[str, ...] = ()
+    rows: int = 1
+    split: bool = False
+
+    def project(self, h, function: Callable, *weights):
+        """Return function(tokens [b, Sq, M], *weights), the first matmul of a half block.
+
+        Args:
+          h: normed tokens as the residual stream is kept.
+          function: linear in the tokens. With split tokens the backward gathers them again instead of keeping all t.
+          weights: arrays, split over the group.
+        """
+        if not self.split:
+            return function(h, *weights)
+
+        @jax.checkpoint
+        def gathered(part, *weights):
+            whole = lax.all_gather(part, self.axes, axis=0, tiled=True)
+            return function(whole.reshape(self.rows, -1, whole.shape[-1]), *weights)
+
+        return gathered(h, *weights)
+
+    def reduce(self, partial):
+        """Sum partial results [b, Sq, M] over the group, and return them as the residual stream is kept."""
+        if not self.axes:
+            return partial
+        if not self.split:
+            return lax.psum(partial, self.axes)
+        flat = partial.reshape(-1, partial.shape[-1])
+        return lax.psum_scatter(flat, self.axes, scatter_dimension=0, tiled=True)
+
+    def own_tokens(self, tokens):
+        """Return the part of [b, Sq] that this device keeps: [t / n] of split tokens, else all of it."""
+        return own_part(tokens.reshape(-1), self.axes) if self.split else tokens
+
+    def positions(self, length: int):
+        """Return int32, the position of every token that `own_tokens` keeps, within its sequence of `length`."""
+        index = jnp.arange(self.rows * length, dtype=jnp.int32) % length
+        return self.own_tokens(index.reshape(self.rows, length))
+
+
+def make_model_group(roles: Roles, rows: int, sequence_parallel: bool) -> ModelGroup:
+    """Return the MP group of a mesh whose groups hold `rows` sequences each; a group of one has nothing to split."""
+    return ModelGroup(roles.model, rows, sequence_parallel and bool(roles.model))
+
+
+def check_sequence_parallel(sequence_parallel: bool, length: int, roles: Roles) -> None:
+    """Raise a UserError unless every sequence of `length` tokens splits evenly over the MP group, where that is asked.
+
+    The batch could make up for a length that does not; then the same config would run or not by its batch size.
+    """
+    parts = roles.size(roles.model)
+    if sequence_parallel and length % parts:
+        raise UserError(
+            f"ModelConfig.sequence_parallel splits the tokens over MeshConfig.model ({parts}) devices, which must "
+            f"divide DataConfig.sequence_length ({length}); make it a multiple of {parts}, or set "
+            "ModelConfig.sequence_parallel = False"
+        )
