@@ -130,7 +130,9 @@ def check_copies(home: np.ndarray, copies: np.ndarray, devices: int, guest_slots
 def check_shares(
     home: np.ndarray, copies: np.ndarray, shares: np.ndarray, rule: tuple[str, ...], nodes: int, devices: int, one: int
 ) -> None:
-    """Check that share rows name holders, stand in layers that use them, and sum to one."""
+    """Check that share rows (sorted by layer, expert, source node, device) name holders, stand in layers that use them,
+    and sum to one.
+    """
     if not len(shares):
         return
     _check_ids("shares", shares, *home.shape)
@@ -152,18 +154,18 @@ def check_shares(
             "(-1: every node)"
         )
     expert_key = layer.astype(np.int64) * home.shape[1] + expert
-    holders = np.concatenate([np.arange(home.size) * devices + home.ravel(), _key(copies, home.shape[1], devices)])
-    stranger = ~np.isin(expert_key * devices + device, holders)
+    holds = np.zeros(home.size * devices, bool)
+    holds[np.arange(home.size) * devices + home.ravel()] = True
+    holds[_key(copies, home.shape[1], devices)] = True
+    stranger = ~holds[expert_key * devices + device]
     if stranger.any():
         raise UserError(
             where.format(*shares[np.argmax(stranger), :3]) + "share for a device that does not hold the expert"
         )
     group = expert_key * (nodes + 1) + node + 1
-    full = group * devices + device
-    if len(np.unique(full)) != len(full):
-        raise UserError(
-            where.format(*shares[np.argmax(np.diff(full) == 0), :3]) + "share listed twice; add the two rows"
-        )
+    repeated = np.diff(group * devices + device) == 0  # rows are sorted
+    if repeated.any():
+        raise UserError(where.format(*shares[np.argmax(repeated), :3]) + "share listed twice; add the two rows")
     start = np.flatnonzero(np.r_[True, np.diff(group) != 0])
     sums = np.add.reduceat(share.astype(np.int64), start)
     if (sums != one).any():

@@ -1,8 +1,7 @@
 """Equal work on every device, with the fewest and nearest copies (ours).
 
 Enters: loads, homes, mu. Leaves: copies and shares under which every device computes the same number of tokens, as far
-as
-mu guests per device allow. `refine` keeps the copies and solves the shares again for the step's own counts.
+as mu guests per device allow. `refine` keeps the copies and solves the shares again for the step's own counts.
 
 Letters: L layers, S sources, E experts, D devices, Nn nodes.
 """
