@@ -6,18 +6,24 @@ them, but no data is read, no array is made and no device is asked for: the mach
 
 from __future__ import annotations
 
+from moe_jax.cluster.layer_seconds import ExpertLoad
+from moe_jax.cluster.pipeline import pairwise_seconds
 from moe_jax.data import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.mesh.abstract import assumed_devices, build_abstract_roles
 from moe_jax.mesh.roles import Roles
 from moe_jax.models import LanguageModel
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
-from moe_jax.models.memory import Sizes, device_bytes
+from moe_jax.models.memory import Sizes, device_bytes, itemsize
 from moe_jax.models.model_group import check_sequence_parallel
-from moe_jax.moe.layer import LayerPlan, make_schedule
+from moe_jax.moe.layer import LayerPlan, layer_sizes, make_schedule
+from moe_jax.moe.work import expert_work
 from moe_jax.run_config import RunConfig, config_text
 from moe_jax.schedules import schedules
+from moe_jax.schedules.automatic import layer_shape
+from moe_jax.schedules.pairwise import choose_groups
 from moe_jax.training.feed import padded_vocabulary
+from moe_jax.training.split import read_named_cluster
 
 GROUP_NAMES = {
     "embedding": "embeddings",
@@ -50,6 +56,7 @@ def dry_run(run: RunConfig, devices: int | None = None) -> str:
     sections = [
         _section("Config", config_text(run).splitlines()),
         _section("Mesh", _mesh_lines(run, roles, given=devices is not None)),
+        *([_section("Schedule", _pairwise_lines(run, roles))] if run.moe.schedule == "pairwise" else []),
         _section("Parameters", _parameter_lines(run, vocab_size)),
         _section("Bytes on each device", _byte_lines(run, roles, vocab_size)),
         _section("FLOPs", _flop_lines(run, roles, vocab_size)),
@@ -117,6 +124,35 @@ def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:
             "MeshConfig.expert"
         )
     return lines
+
+
+def _pairwise_lines(run: RunConfig, roles: Roles) -> list[str]:
+    """Say how the layer is pipelined, and what that can gain at most."""
+    moe, model = run.moe, run.model
+    tokens = run.train.batch_size // run.train.accumulate * run.data.sequence_length // roles.size(roles.dense)
+    sizes = layer_sizes(moe, roles, tokens)
+    shape = layer_shape("pairwise", roles, sizes, model.model_dim, model.sequence_parallel)
+    groups = choose_groups(roles, moe.pairwise_groups)
+    lines = [f"pairwise: {shape.members} expert-parallel devices in {groups} group(s), {3 * groups} tasks in a pass"]
+    path = moe.cluster or run.planner.cluster
+    if not path:
+        return [*lines, "bound (comm + comp) / max(comm, comp) unknown: name a file in MoEConfig.cluster"]
+    item, hidden = itemsize(model.dtype), model.hidden_dim // shape.shards
+    arriving = moe.top_k * (tokens // shape.copies) * shape.shards
+    even = [round(arriving / sizes.groups)] * sizes.groups
+    work = expert_work(even, shape.members * shape.shards * shape.rows, model.model_dim, hidden, item)
+    load = ExpertLoad(flops=3 * work.forward_flops, bytes=work.step_bytes)
+    try:
+        seconds = pairwise_seconds(shape, load, read_named_cluster(path), item)
+    except UserError as error:
+        return [*lines, f"bound (comm + comp) / max(comm, comp) unknown: {error}"]
+    return [
+        *lines,
+        f"a layer's transfers {1e3 * seconds.communication:.3g} ms, its experts {1e3 * seconds.experts:.3g} ms, "
+        f"forward and backward, evenly loaded, by {seconds.by} in {path}",
+        f"bound (comm + comp) / max(comm, comp) = {seconds.bound:.2f}: at most so many times faster than one after the "
+        "other (FasterMoE, section 4.2)",
+    ]
 
 
 def _parameter_lines(run: RunConfig, vocab_size: int) -> list[str]:

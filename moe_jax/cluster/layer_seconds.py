@@ -16,7 +16,7 @@ import typing
 from moe_jax.cluster.cluster import Cluster
 from moe_jax.cluster.fits import Fit
 from moe_jax.cluster.groups import fit_name, strided_name
-from moe_jax.cluster.volumes import LayerShape, Transfer, layer_transfers
+from moe_jax.cluster.volumes import LayerShape, Transfer, index_transfers, layer_transfers
 
 
 class LayerSeconds(typing.NamedTuple):
@@ -69,7 +69,7 @@ def layer_seconds(
     forward, backward = layer_transfers(schedule, shape, gather)
     ways = [[_carried(transfer, transport) for transfer in way] for way in (forward, backward)]
     moving = sum(transfer_seconds(way, shape, cluster, item, asker) for way in ways)
-    moving += transfer_seconds(_small_transfers(schedule, shape), shape, cluster, 4, asker)
+    moving += transfer_seconds(index_transfers(schedule, shape), shape, cluster, 4, asker)
     work = _row_work(schedule, shape)
     row = shape.model_dim * item
     alone = LayerSeconds(
@@ -126,27 +126,10 @@ def _name(transfer: Transfer, shape: LayerShape) -> str:
         "expert": (shape.members, shape.shards),
         "expert_shard": (shape.shards, 1),
         "expert+expert_shard": (shape.members * shape.shards, 1),
+        # an MP group's EP members stand N_ESP apart; calibrations time neighbours
+        "model_expert": (shape.copies // shape.shards, 1),
     }[transfer.group]
     return strided_name(transfer.collective, size, stride)
-
-
-def _small_transfers(schedule: str, shape: LayerShape) -> list[Transfer]:
-    """Return the integers that travel: counts, and under deepspeed the routes of all shards."""
-    if schedule != "deepspeed" or shape.shards == shape.copies == 1:
-        small = [Transfer("all_to_all", "expert+expert_shard", shape.members * shape.shards)]
-        if schedule == "s2" and shape.copies > shape.shards:
-            small.append(Transfer("all_gather", "model", shape.copies))
-    else:
-        places = shape.members * shape.rows
-        small = [
-            Transfer("all_to_all", "expert", shape.members * shape.shards),
-            Transfer("all_gather", "expert_shard", shape.shards * places),
-            Transfer("all_gather", "expert_shard", shape.shards * shape.tokens * shape.top_k),
-            Transfer("all_gather", "expert_shard", shape.shards * shape.members),
-        ]
-    sizes = {"model": shape.copies, "expert": shape.members, "expert_shard": shape.shards}
-    sizes["expert+expert_shard"] = shape.members * shape.shards
-    return [transfer for transfer in small if sizes[transfer.group] > 1]
 
 
 class _RowWork(typing.NamedTuple):

@@ -109,7 +109,7 @@ def _knows_layers(cluster: Cluster | None) -> bool:
 def layer_shape(
     schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int, split_tokens: bool = False
 ) -> LayerShape:
-    """Return what the cost formulas ask about one layer under 's1', 's2' or 'deepspeed'."""
+    """Return what the cost formulas ask about one layer under 's1', 's2', 'deepspeed' or 'pairwise'."""
     copies, members = roles.size(roles.model), roles.size(roles.expert)
     if schedule == "s2" and copies > 1:
         rows = whole_bucket_rows(sizes, members, copies)
@@ -125,6 +125,7 @@ def layer_shape(
         shards=roles.size(roles.expert_shard),
         copies=copies,
         top_k=sizes.top_k,
+        experts=sizes.num_experts,
         split_tokens=split_tokens,
     )
 

@@ -106,7 +106,7 @@ def test_small_calibration_serves_parm_and_reads_back(tmp_path):
 
 def test_layer_seconds_by_hand():
     """s1 on D = 2, S = 2, n = 2: per way two all-to-alls of x = 2*8*4*2 = 128 elements and a gather of 16*4 = 64."""
-    shape = LayerShape(tokens=16, model_dim=4, rows=8, members=2, shards=2, copies=2, top_k=1)
+    shape = LayerShape(tokens=16, model_dim=4, rows=8, members=2, shards=2, copies=2, top_k=1, experts=6)
     fits = {
         "all_to_all:4": Fit(1.0, 1.0),
         "all_gather:2": Fit(0.0, 10.0),
@@ -116,7 +116,7 @@ def test_layer_seconds_by_hand():
         "call": Fit(7.0, 0.0),
     }
     told = layer_seconds("s1", shape, ExpertLoad(flops=3.0, bytes=5.0), Cluster(fits=fits), item=1)
-    exchanges = 4 * (1 + 128) + (1 + 4 * 4)  # and one of counts: 4 numbers of 4 bytes
+    exchanges = 4 * (1 + 128) + (1 + 12 * 4)  # and one of counts: of 3 experts on 4 devices, of 4 bytes each
     assert told.communication == exchanges + 2 * 10 * 64
     assert told.experts == 11 and told.call == 7
     assert told.gate == 8  # N / n tokens

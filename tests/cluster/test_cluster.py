@@ -19,6 +19,9 @@ from moe_jax.cluster import (
     split_saa,
     write_cluster,
 )
+from moe_jax.cluster.layer_seconds import ExpertLoad
+from moe_jax.cluster.pipeline import pairwise_seconds
+from moe_jax.cluster.volumes import LayerShape
 from moe_jax.errors import UserError
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
@@ -168,3 +171,18 @@ def test_split_saa_by_hand():
 def test_overlap_bound_by_hand():
     # 3 s of transfers hide 1 s of matmuls: 4 s become 3; equal shares halve the time; with nothing to hide it stays.
     assert (overlap_bound(3, 1), overlap_bound(2, 2), overlap_bound(0, 5), overlap_bound(0, 0)) == (4 / 3, 2, 1, 1)
+
+
+def test_bound_of_pairwise_by_hand():
+    """D = 2, S = 2: per way 2 (4 - 1) rounds of 8 rows of 4 elements, and a gather of 16*4 = 64 over N_MP = 2."""
+    shape = LayerShape(tokens=16, model_dim=4, rows=8, members=2, shards=2, copies=2)
+    load = ExpertLoad(flops=300.0, bytes=5.0)
+    fits = {"permute:4": Fit(1.0, 1.0), "all_gather:2": Fit(0.0, 2.0), "expert_step": Fit(0.0, 2.0, 1.0)}
+    told = pairwise_seconds(shape, load, Cluster(fits=fits, flops=1.0), item=1)
+    assert told[:2] == (12 * (1 + 32) + 2 * 2 * 64, 2 * 300 + 5)
+    assert told.bound == (told.communication + told.experts) / max(told[:2]) and 1 < told.bound < 2
+    # a preset without fits: what crosses links at W = 4 bytes/s, P = 100 FLOP/s
+    flat = pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0, flops=100.0), item=1)
+    assert flat[:2] == ((12 * 32 + 2 * 32) / 4, 3.0)
+    with pytest.raises(UserError, match="the bound of MoEConfig.schedule 'pairwise' needs Cluster.flops"):
+        pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0))

@@ -100,6 +100,27 @@ def test_dry_run_has_all_sections(capsys):
     assert "assumed" not in out
 
 
+def test_dry_run_of_pairwise_tells_its_bound():
+    """From a preset, from a calibration, from a preset that lacks a figure, and from nothing."""
+
+    def section(*bindings):
+        run, _, _ = parse_run_config(["configs/run/fastermoe.gin"], bindings)
+        return dry_run(run, 8).split("Schedule\n")[1].split("\n\n")[0]
+
+    told = section()
+    assert "8 expert-parallel devices in 2 group(s), 6 tasks" in told and "FLOP/s in configs/cluster/host" in told
+    moving, computing = (float(number) for number in re.findall(r"([\d.]+) ms", told))
+    bound = float(re.search(r"= ([\d.]+):", told).group(1))
+    assert bound == pytest.approx((moving + computing) / max(moving, computing), abs=0.01) and 1 < bound < 2
+    told = section("MoEConfig.cluster = 'docs/bench/cluster_host.json'")
+    assert (
+        "by its fits in docs/bench/cluster_host.json" in told and "bound (comm + comp) / max(comm, comp) = 1." in told
+    )
+    assert "unknown: the bound of" in section("MoEConfig.cluster = 'configs/cluster/johnny.gin'")
+    bare = ("PlannerConfig.name = 'none'", "PlannerConfig.when = 'ahead'", "PlannerConfig.cluster = ''")
+    assert "unknown: name a file in MoEConfig.cluster" in section(*bare)
+
+
 def test_dry_run_says_what_it_assumed():
     run, _, _ = parse_run_config(gin_bindings=["MeshConfig.data = 2", "MeshConfig.model = 4"])
     text = dry_run(run)

@@ -37,7 +37,7 @@ def run_replay(tmp_path, *flags):
     path = tmp_path / "loads.npz"
     if not path.exists():
         write_trace(path, make_trace())
-    command = [sys.executable, "-m", "moe_jax.replay", f"--trace={path}", f"--cluster={FLAT}", *flags]
+    command = [sys.executable, "-m", "moe_jax.replay", f"--trace={path}", f"--cluster={FLAT}", *flags]  # the last wins
     return subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )
@@ -61,6 +61,31 @@ def test_cli_prints_a_table_and_a_json_line_and_draws(tmp_path):
     keys += "original_bytes_per_layer original_seconds_per_layer rb_ratio_to_fastermoe planner_us_per_layer "
     keys += "bytes_moved skeleton_changes"
     assert set(keys.split()) <= set(answer["planners"]["balanced"])
+
+
+@pytest.mark.parametrize("place", ["host", "lab"])
+def test_replay_reads_what_calibrate_wrote(tmp_path, place):
+    """Sizes and speeds come from the calibration, which was measured on eight devices; nothing else is said."""
+    write_trace(tmp_path / "loads.npz", make_trace(samples=4, sources=8, experts=16))
+    calibration = ROOT / f"docs/bench/cluster_{place}.json"
+    names = ["fastermoe_after_gate", "pro_prophet", "balanced"]
+    done = run_replay(tmp_path, f"--cluster={calibration}", f"--planners={','.join(names)}")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["cluster"] == "calibrated" and list(answer["planners"]) == names
+    for summary in answer["planners"].values():
+        assert summary["layer_seconds"] > 0 and summary["original_seconds_per_layer"] is not None
+    # by hand for plain EP: its slowest device's tokens at the file's FLOP/s and slow link
+    cluster = json.loads(calibration.read_text())["cluster"]
+    loads = make_trace(samples=4, sources=8, experts=16).loads[1:].astype(float)
+    own = np.stack([loads[:, :, d, 2 * d : 2 * d + 2].sum(-1) for d in range(8)], axis=-1)
+    computed = loads.sum(2).reshape(3, 2, 8, 2).sum(-1)
+    per_token = 12 * 1024 * 2048 / cluster["flops"]
+    links = [w for w in (cluster["intra_bandwidth"], cluster["inter_bandwidth"]) if w is not None]
+    exchange = 4 * 1024 * 4 / min(links)
+    plain = exchange * (computed - own).max(-1) + per_token * computed.max(-1)
+    got = answer["planners"]["balanced"]
+    assert got["layer_seconds"] * got["speedup_over_ep"] == pytest.approx(plain.mean(), rel=0.05)
 
 
 @pytest.mark.parametrize(

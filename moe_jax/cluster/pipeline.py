@@ -1,0 +1,52 @@
+"""What a pipelined layer can gain: its transfers beside its experts, as FasterMoE's `pairwise` schedule runs them.
+
+Enters: sizes of one layer, FLOPs of its experts, a cluster. Leaves: seconds of its transfers and of its experts, one
+after the other, forward and backward, and the bound (comm + comp) / max(comm, comp) on what hiding one behind the other
+can bring. Source: FasterMoE, section 4.2.
+"""
+
+from __future__ import annotations
+
+import typing
+
+from moe_jax.cluster.cluster import Cluster
+from moe_jax.cluster.groups import fit_name
+from moe_jax.cluster.layer_seconds import ExpertLoad, transfer_seconds
+from moe_jax.cluster.topology import overlap_bound
+from moe_jax.cluster.volumes import LayerShape, layer_transfers
+
+_ASKER = "the bound of MoEConfig.schedule 'pairwise'"
+
+
+class PipelineSeconds(typing.NamedTuple):
+    """Predicted seconds of one layer's transfers and experts, each alone, and what they are predicted by."""
+
+    communication: float
+    experts: float
+    by: str
+
+    @property
+    def bound(self) -> float:
+        """The most that the pipeline can gain over one after the other: from 1 to 2."""
+        return overlap_bound(self.communication, self.experts)
+
+
+def pairwise_seconds(shape: LayerShape, load: ExpertLoad, cluster: Cluster, item: int = 4) -> PipelineSeconds:
+    """Predict what `pairwise` pipelines: by the fits of a calibration, else by bandwidth and FLOP/s of a preset.
+
+    Args:
+      shape: of the layer; load: of the experts of one device; item: bytes of a number.
+
+    Raises:
+      UserError: the cluster lacks a figure; it names the figure.
+    """
+    ways = layer_transfers("pairwise", shape)
+    fitted = {name for name, _ in cluster.fits}
+    if {fit_name("permute", shape.members * shape.shards), "expert_step"} <= fitted:
+        moving = sum(transfer_seconds(way, shape, cluster, item, _ASKER) for way in ways)
+        return PipelineSeconds(moving, cluster.fit("expert_step", _ASKER).seconds(load.flops, load.bytes), "its fits")
+    sent = sum(t.calls * t.elements for way in ways for t in way if t.collective == "permute")
+    # what a device gets of an all-gather over the MP group comes from the others
+    gathered = sum(t.elements * (shape.copies - 1) // shape.copies for way in ways for t in way if t.group == "model")
+    moving = (sent + gathered) * item / cluster.bandwidth(_ASKER)
+    return PipelineSeconds(moving, load.flops / cluster.need("flops", _ASKER), "its bandwidth and FLOP/s")
