@@ -5,7 +5,8 @@
 
 Without gin the file serves every mesh whose N_MP and N_ESP are 1, 2 or 4; with it, the mesh that it describes. The file
 is for `MoEConfig.cluster` (schedule 'parm'), `PlannerConfig.cluster` and `moe_jax.replay --cluster`. The fits are drawn
-beside it. On several hosts start it on each, as `moe_jax.train`. A user's mistake is one line, exit code 2.
+beside it (.png), with what was measured (.csv). On several hosts start it on each, as `moe_jax.train`. A user's mistake
+is one line, exit code 2.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def command(argv: list[str]) -> None:
     import jax
 
     from moe_jax.calibration import CalibrationOptions, calibrate
-    from moe_jax.calibration.figures import draw_fits
+    from moe_jax.calibration.figures import draw_fits, write_points
     from moe_jax.cluster import write_cluster
     from moe_jax.mesh.hosts import HostsConfig, start_hosts
 
@@ -85,6 +86,7 @@ def command(argv: list[str]) -> None:
         if hosts.is_main:
             out = pathlib.Path(_OUT.value)
             write_cluster(cluster, out)
+            write_points(points, out.with_suffix(".csv"))
             draw_fits(points, cluster, out.with_suffix(".png"))
             r2 = {name: fit.r2 for name, fit in cluster.fits if fit.r2 is not None}
             least = min(r2, key=lambda name: r2[name])

@@ -1,15 +1,25 @@
 """The fits, drawn over the points that they were fitted to (Parm, fig. 6).
 
-Enters: measured points and fits by name. Leaves: one PNG. matplotlib is imported here, when it is needed.
+Enters: measured points and fits by name. Leaves: one PNG, and the points as CSV. matplotlib is imported late.
 """
 
 from __future__ import annotations
 
+import csv
 import pathlib
 from collections.abc import Mapping
 
 from moe_jax.calibration.measure import Points
 from moe_jax.cluster import Cluster
+
+
+def write_points(points: Mapping[str, Points], path: str | pathlib.Path) -> None:
+    """Write columns name, x, y, seconds: sizes as each fit counts them."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["name", *Points._fields])
+        for name, found in points.items():
+            writer.writerows([name, *point] for point in zip(*found, strict=True))
 
 
 def draw_fits(points: Mapping[str, Points], cluster: Cluster, path: str | pathlib.Path) -> None:

@@ -205,8 +205,8 @@ def _time_compute(devices, options: CalibrationOptions, empty: float, agree) -> 
 
 def _fit(points: Points) -> Fit:
     if any(points.y):
-        return fit_saa(points.x, points.y, points.seconds, relative=True)
-    return fit_alpha_beta(points.x, points.seconds, relative=True)
+        return fit_saa(points.x, points.y, points.seconds)
+    return fit_alpha_beta(points.x, points.seconds)
 
 
 def _fit_saa(points: Points) -> Fit:
@@ -214,7 +214,7 @@ def _fit_saa(points: Points) -> Fit:
     lines = {}
     for with_gathers in (True, False):
         chosen = [(x, s) for x, y, s in zip(*points, strict=True) if bool(y) == with_gathers]
-        lines[with_gathers] = fit_alpha_beta(*zip(*chosen, strict=True), relative=True)
+        lines[with_gathers] = fit_alpha_beta(*zip(*chosen, strict=True))
     ratio = next(y / x for x, y in zip(points.x, points.y, strict=True) if y)
     return split_saa(lines[False], lines[True], ratio)
 

@@ -54,28 +54,27 @@ class ParmChoice(typing.NamedTuple):
     deepspeed_seconds: float | None = None
 
 
-def fit_alpha_beta(sizes, seconds, relative: bool = False) -> Fit:
-    """Fit seconds = alpha + beta size by least squares.
+def fit_alpha_beta(sizes, seconds) -> Fit:
+    """Fit seconds = alpha + beta size by least squares, neither below 0.
 
     Args:
       sizes: [n] at least two different ones.
       seconds: [n] measured times.
-      relative: make the relative errors least, so that small sizes, which tell alpha, count as much as large ones.
 
     Returns:
       the fit, with R^2 = 1 - residual / total variance (1 where all times are equal).
 
-    Source: Parm, equation 12.
+    Source: Parm, equation 12; that no number is below 0 is ours: noise would give small sizes a time below nothing.
     """
-    return _least_squares(["size"], [sizes], seconds, relative)
+    return _fit(["size"], [sizes], seconds)
 
 
-def fit_saa(x, y, seconds, relative: bool = False) -> Fit:
-    """Fit the three constants of a simultaneous all-to-all (size x) and all-gather (size y).
+def fit_saa(x, y, seconds) -> Fit:
+    """Fit the three constants of a simultaneous all-to-all (size x) and all-gather (size y), none below 0.
 
     Source: Parm, section V; x and y vary apart here, so that their slopes can be told apart.
     """
-    return _least_squares(["x", "y"], [x, y], seconds, relative)
+    return _fit(["x", "y"], [x, y], seconds)
 
 
 def fit_layers(names, communication, computation, seconds) -> dict[str, Fit]:
@@ -86,8 +85,7 @@ def fit_layers(names, communication, computation, seconds) -> dict[str, Fit]:
       seconds: [n] measured times of the whole.
 
     Returns:
-      {schedule: Fit} with the same beta, gamma and R^2 of all; no coefficient is below 0 (those that least squares puts
-      there are left out, lowest first, and the rest is fitted again).
+      {schedule: Fit} with the same beta, gamma and R^2 of all; no coefficient is below 0.
     """
     kinds = sorted(set(names))
     columns = [np.asarray([name == kind for name in names], np.float64) for kind in kinds]
@@ -95,16 +93,8 @@ def fit_layers(names, communication, computation, seconds) -> dict[str, Fit]:
     times = np.asarray(seconds, np.float64)
     if len(times) < len(columns):
         raise UserError(f"a fit of layers needs at least {len(columns)} measurements, got {len(times)}; measure more")
-    matrix, kept = np.stack(columns, axis=1), list(range(len(columns)))
-    answer = np.zeros(len(columns))
-    while kept:
-        weighted = matrix[:, kept] / times[:, None]
-        scale = np.abs(weighted).max(axis=0)
-        found = np.linalg.lstsq(weighted / scale, np.ones(len(times)), rcond=None)[0] / scale
-        if found.min() >= 0:
-            answer[kept] = found
-            break
-        kept.pop(int(np.argmin(found * scale)))
+    matrix = np.stack(columns, axis=1)
+    answer = _least_squares(matrix / times[:, None], np.ones(len(times)))
     r2 = _r2(times, matrix @ answer)
     beta, gamma = (float(value) for value in answer[-2:])
     return {kind: Fit(float(alpha), beta, gamma, r2) for kind, alpha in zip(kinds, answer, strict=False)}
@@ -115,7 +105,7 @@ def split_saa(rounds: Fit, whole: Fit, y_over_x: float) -> Fit:
 
     The sizes of one mesh give y a fixed ratio to x, so only the rounds alone can say what of the slope is theirs.
     """
-    return Fit(whole.alpha, rounds.beta, (whole.beta - rounds.beta) / y_over_x, whole.r2)
+    return Fit(whole.alpha, min(rounds.beta, whole.beta), max(0.0, whole.beta - rounds.beta) / y_over_x, whole.r2)
 
 
 def parm_choice(x: float, y: float, gathered: float, a2a: Fit, gather: Fit, saa: Fit | None = None) -> ParmChoice:
@@ -139,25 +129,34 @@ def parm_choice(x: float, y: float, gathered: float, a2a: Fit, gather: Fit, saa:
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
 
 
-def _least_squares(names: list[str], columns: list, seconds, relative: bool) -> Fit:
+def _fit(names: list[str], columns: list, seconds) -> Fit:
     times = np.asarray(seconds, np.float64)
     matrix = np.stack([np.ones(len(times)), *(np.asarray(column, np.float64) for column in columns)], axis=1)
     if not np.isfinite(matrix).all() or not np.isfinite(times).all():
         raise UserError(f"a fit over {' and '.join(names)} needs finite sizes and times; drop the failed measurements")
-    # Columns differ by orders of magnitude: scale them, or the rank test takes a large size for the only column.
-    weight = 1 / np.maximum(times, 1e-9) if relative else np.ones(len(times))
-    weighted = matrix * weight[:, None]
-    scale = np.abs(weighted).max(axis=0)
-    scale[scale == 0] = 1.0
-    answer, _, rank, _ = np.linalg.lstsq(weighted / scale, times * weight, rcond=None)
+    rank = np.linalg.matrix_rank(matrix / np.maximum(np.abs(matrix).max(axis=0), 1e-300))
     if rank < matrix.shape[1]:
         raise UserError(
             f"a fit over {' and '.join(names)} needs at least {matrix.shape[1]} measurements at different sizes, got "
             f"{len(times)} of rank {rank}; measure more sizes"
         )
-    coefficients = answer / scale
+    coefficients = _least_squares(matrix, times)
     alpha, beta, gamma = (float(c) for c in np.r_[coefficients, 0.0][:3])
     return Fit(alpha, beta, gamma, _r2(times, matrix @ coefficients))
+
+
+def _least_squares(matrix: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Return coefficients of least squares; those that fall below 0 are left out, lowest first."""
+    # Columns differ by orders of magnitude: scale them, or a small one is lost.
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+    answer, kept = np.zeros(matrix.shape[1]), list(range(matrix.shape[1]))
+    while kept:
+        found = np.linalg.lstsq(matrix[:, kept] / scale[kept], times, rcond=None)[0]
+        if found.min() >= 0:
+            answer[kept] = found / scale[kept]
+            break
+        kept.pop(int(np.argmin(found)))
+    return answer
 
 
 def _r2(times: np.ndarray, told: np.ndarray) -> float:

@@ -153,14 +153,12 @@ def test_parm_choice_by_hand():
     assert parm_choice(4, 20, 10, a2a, gather, Fit(1.0, 2.0, 0.1)) == ("s2", 28.0, 20.0, None)
 
 
-def test_relative_fit_listens_to_small_sizes():
-    # A bend: 10 us up to 1 kB, then 1 ms per MB with 20% more at the top. Plain least squares bends alpha to the top.
-    sizes = np.array([1e2, 1e3, 1e5, 1e6, 1e7])
-    seconds = 1e-5 + 1e-9 * sizes * np.array([1, 1, 1, 1, 1.2])
-    plain, relative = fit_alpha_beta(sizes, seconds), fit_alpha_beta(sizes, seconds, relative=True)
-    assert abs(relative.alpha / 1e-5 - 1) < 0.1 < abs(plain.alpha / 1e-5 - 1)
-    exact = fit_alpha_beta(sizes, 1e-5 + 1e-9 * sizes, relative=True)
-    np.testing.assert_allclose([exact.alpha, exact.beta, exact.r2], [1e-5, 1e-9, 1], rtol=1e-9)
+def test_fit_starts_at_zero_or_above():
+    """Times that fall below nothing at size 0 give a line through zero: 20 / 10 of size 1 and 3."""
+    fit = fit_alpha_beta([1.0, 3.0], [0.5, 6.5])
+    assert fit.alpha == 0.0 and fit.beta == pytest.approx((1 * 0.5 + 3 * 6.5) / (1 + 9))
+    fit = fit_saa([1.0, 2.0, 3.0], [1.0, 5.0, 2.0], [3.0, 4.0, 7.0])
+    assert fit.gamma == 0.0 and fit.beta == pytest.approx(2.0)  # y alone would have a slope below zero
 
 
 def test_split_saa_by_hand():
