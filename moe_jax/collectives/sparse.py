@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.varying import cast_varying, match_varying, varying_axes
+from moe_jax.collectives.journey import Journey, bring_back, fetch, zeros_varying
+from moe_jax.collectives.varying import match_varying, varying_axes
 
 Array = jax.Array
 Bank = dict[str, Array]
@@ -96,7 +96,7 @@ def sparse_all_gather(bank: Bank, rows: Array, sink: Bank, table: Transfer, plan
 def _all_gather(plan, dtypes, bank, rows, sink, table):
     del dtypes, sink
     with jax.named_scope("sparse_all_gather"):
-        return _fetch(plan, bank, rows, table)
+        return fetch(plan, bank, rows, table).at_once(empty_guests(bank, plan))
 
 
 def _all_gather_fwd(plan, dtypes, bank, rows, sink, table):
@@ -111,28 +111,31 @@ def _all_gather_bwd(plan, dtypes, table, gradients):
 _all_gather.defvjp(_all_gather_fwd, _all_gather_bwd)
 
 
-def fetch_part(bank: Bank, rows: Array, table: Transfer, plan: TransferPlan, into: Bank | None = None) -> Bank:
-    """Return `sparse_all_gather` without a gradient, written over `into` {name: [Gs, ...]} in the slots that it fills.
+def fetch_journey(bank: Bank, rows: Array, table: Transfer, plan: TransferPlan) -> Journey:
+    """Return `sparse_all_gather` in steps, without a gradient; arrivals overwrite the slots [Gs] that they fill.
 
     With the plan and the table of `cut` that is a part of a transfer; the parts together are the whole.
     """
     bank, rows, table = match_varying(bank, rows, table)
-    with jax.named_scope("sparse_all_gather"):
-        return _fetch(plan, bank, rows, table, into)
+    return fetch(plan, bank, rows, table).named("sparse_all_gather")
 
 
-def return_part(guests: Bank, table: Transfer, plan: TransferPlan, into: Bank) -> Bank:
-    """Return `into` {name: [Hs, ...]} and the `sparse_reduce_scatter` of a part of a transfer, added up in its dtypes.
+def return_journey(guests: Bank, table: Transfer, plan: TransferPlan) -> Journey:
+    """Return the `sparse_reduce_scatter` of a part of a transfer in steps; arrivals are added to [Hs], in its dtypes.
 
-    Where the guests vary over more axes than `into` (replicas of the group), what is added is summed over those first.
+    Where the guests vary over more axes than the sums (replicas of the group), what is added is summed over those.
     """
     guests, table = match_varying(guests, table)
-    more = tuple(sorted(varying_axes(guests) - varying_axes(into)))
-    if not more:
-        with jax.named_scope("sparse_reduce_scatter"):
-            return _RETURN[plan.method](plan, guests, into, table)
-    sums = sparse_reduce_scatter(guests, table, plan, dtypes={name: leaf.dtype for name, leaf in into.items()})
-    return jax.tree.map(lambda total, part: total + lax.psum(part, more), into, sums)
+    steps = bring_back(plan, guests, table)
+
+    def unpack(arrived, into):
+        more = tuple(sorted(varying_axes(guests) - varying_axes(into)))
+        if not more:
+            return steps.unpack(arrived, into)
+        sums = steps.unpack(arrived, {n: zeros_varying(leaf.shape, leaf.dtype, guests[n]) for n, leaf in into.items()})
+        return jax.tree.map(lambda total, part: total + lax.psum(part, more), into, sums)
+
+    return Journey(steps.pack, steps.carry, unpack).named("sparse_reduce_scatter")
 
 
 def cut(plan: TransferPlan, table: Transfer, start: float, stop: float, layer: int | None = None):
@@ -179,127 +182,12 @@ def sparse_reduce_scatter(guests: Bank, table: Transfer, plan: TransferPlan, dty
     guests, table = match_varying(guests, table)
     with jax.named_scope("sparse_reduce_scatter"):
         sums = {
-            name: _zeros((plan.home_slots, *leaf.shape[1:]), (dtypes or {}).get(name, leaf.dtype), leaf)
+            name: zeros_varying((plan.home_slots, *leaf.shape[1:]), (dtypes or {}).get(name, leaf.dtype), leaf)
             for name, leaf in guests.items()
         }
-        return _RETURN[plan.method](plan, guests, sums, table)
+        return bring_back(plan, guests, table).at_once(sums)
 
 
-def _fetch(plan: TransferPlan, bank: Bank, rows: Array, table: Transfer, into: Bank | None = None) -> Bank:
-    first = next(iter(bank.values()))
-    out = into or {name: _zeros((plan.guest_slots, *leaf.shape[1:]), leaf.dtype, leaf) for name, leaf in bank.items()}
-    # what nothing asks for is sent as it comes, or as zeros: a padded slot may point to any row
-    source = jnp.minimum(rows[jnp.minimum(table.send, plan.home_slots - 1)], first.shape[0] - 1)
-    return _FETCH[plan.method](plan, bank, source, out, table)
-
-
-def _fetch_by_rounds(plan, bank, source, out, table):
-    def run(rounds, out):
-        for turn, pairs in enumerate(rounds):
-            arrived = lax.ppermute(_packed(bank, source[turn][None]), plan.axes, pairs)
-            pieces = _unpacked(arrived, bank)
-            out = {n: leaf.at[table.take[turn]].set(pieces[n][0], mode="drop") for n, leaf in out.items()}
-        return out
-
-    return _of_layer(plan, table, run, out)
-
-
-def _return_by_rounds(plan, guests, sums, table):
-    def run(rounds, sums):
-        for turn, pairs in enumerate(rounds):
-            back = tuple((b, a) for a, b in pairs)
-            arrived = lax.ppermute(_packed(guests, table.take[turn][None]), plan.axes, back)
-            pieces = _unpacked(arrived, guests)
-            sums = {
-                n: leaf.at[table.send[turn]].add(pieces[n][0].astype(leaf.dtype), mode="drop")
-                for n, leaf in sums.items()
-            }
-        return sums
-
-    return _of_layer(plan, table, run, sums)
-
-
-def _fetch_by_gather(plan, bank, source, out, table):
-    offered = lax.all_gather(_packed(bank, source), plan.axes, tiled=True)  # [D X, n]
-    return _filled(offered, table.take, out)
-
-
-def _return_by_gather(plan, guests, sums, table):
-    devices = lax.axis_size(plan.axes)
-    spread = _spread(guests, devices * table.send.shape[0], table.take)
-    return _added(sums, lax.psum_scatter(spread, plan.axes, tiled=True), guests, table.send)
-
-
-def _fetch_by_broadcast(plan, bank, source, out, table):
-    mine = (table.send < plan.home_slots)[:, None]
-    masked = jnp.where(mine, _packed(bank, source), 0)
-    everybodys = cast_varying(lax.psum(masked, plan.axes), varying_axes(masked))  # [B, n]
-    return _filled(everybodys, table.take, out)
-
-
-def _return_by_broadcast(plan, guests, sums, table):
-    spread = _spread(guests, table.send.shape[0], table.take)
-    total = cast_varying(lax.psum(spread, plan.axes), varying_axes(spread))
-    return _added(sums, total, guests, table.send)
-
-
-_FETCH = {
-    "shift": _fetch_by_rounds,
-    "permute": _fetch_by_rounds,
-    "gather": _fetch_by_gather,
-    "broadcast": _fetch_by_broadcast,
-}
-_RETURN = {
-    "shift": _return_by_rounds,
-    "permute": _return_by_rounds,
-    "gather": _return_by_gather,
-    "broadcast": _return_by_broadcast,
-}
-
-
-def _of_layer(plan, table, run, carry):
-    """Run the rounds of this layer: the only list, or the one that `table.layer` names."""
-    if len(plan.rounds) < 2:
-        return run(plan.rounds[0], carry) if plan.rounds else carry
-    return lax.switch(table.layer, [functools.partial(run, rounds) for rounds in plan.rounds], carry)
-
-
-def _filled(chunks: Array, take, out: Bank) -> Bank:
-    """Return `out` with chunks [n, ...] in the slots that take one."""
-    here = take < chunks.shape[0]
-    pieces = _unpacked(_take(chunks, take), out)
-    return {n: jnp.where(here.reshape(-1, *(1,) * (leaf.ndim - 1)), pieces[n], leaf) for n, leaf in out.items()}
-
-
-def _packed(leaves: Bank, index) -> Array:
-    """Return rows `index` [k] of all leaves side by side, [k, n]; zeros for a row out of range."""
-    return jnp.concatenate([_take(leaves[n], index).reshape(index.shape[0], -1) for n in sorted(leaves)], axis=1)
-
-
-def _unpacked(packed: Array, like: Bank) -> Bank:
-    """Undo `_packed`: [k, n] -> {name: [k, ...]} with the row shapes of `like`."""
-    pieces, start = {}, 0
-    for name in sorted(like):
-        size = math.prod(like[name].shape[1:])
-        pieces[name] = packed[:, start : start + size].reshape(packed.shape[0], *like[name].shape[1:])
-        start += size
-    return pieces
-
-
-def _take(rows: Array, index) -> Array:
-    return jnp.take(rows, index, axis=0, mode="fill", fill_value=0)
-
-
-def _spread(guests: Bank, places: int, take) -> Array:
-    """Add the guests' values at the places they were taken from: -> [places, n]."""
-    packed = jnp.concatenate([guests[n].reshape(guests[n].shape[0], -1) for n in sorted(guests)], axis=1)
-    return _zeros((places, packed.shape[1]), packed.dtype, packed).at[take].add(packed, mode="drop")
-
-
-def _added(sums: Bank, packed: Array, guests: Bank, slots) -> Bank:
-    pieces = _unpacked(packed, guests)
-    return {n: leaf.at[slots].add(pieces[n].astype(leaf.dtype), mode="drop") for n, leaf in sums.items()}
-
-
-def _zeros(shape, dtype, like) -> Array:
-    return cast_varying(jnp.zeros(shape, dtype), varying_axes(like))
+def empty_guests(bank: Bank, plan: TransferPlan) -> Bank:
+    """Return guest slots of zeros {name: [Gs, ...]}."""
+    return {name: zeros_varying((plan.guest_slots, *leaf.shape[1:]), leaf.dtype, leaf) for name, leaf in bank.items()}

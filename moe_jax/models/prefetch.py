@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.copies import declare_equal
-from moe_jax.collectives.sparse import TransferPlan, cut, fetch_part, return_part
+from moe_jax.collectives.sparse import TransferPlan, cut, empty_guests, fetch_journey, return_journey
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.models.stages import LayerInputs, Stages, doors, join_floats, known_arrays
 from moe_jax.overlap.blocks import BlockSchedule, Loop, Window
@@ -165,22 +165,26 @@ class _Direction:
     def beside(self, window: Window, env: dict, chain, compute):
         """Return compute(chain) with the window's moves in flight; their results go to `env`.
 
-        The table of a move is fenced with what enters the stage, so that the move cannot start before it.
+        What a move sends is packed and fenced with what enters the stage: the move cannot start before it, and the
+        stage not before everything is packed. Fenced by its table alone, Agg was packed wherever the compiler liked:
+        behind attention, with the gradients of experts, and all that they are computed from, waiting there too.
         """
-        cuts = self.cuts(window)
-        if cuts:
-            chain, tables = fence((chain, [table for _, _, table, _ in cuts]))
-            cuts = [(m, plan, table, rows) for (m, plan, _, rows), table in zip(cuts, tables, strict=True)]
+        journeys = []
+        for move, plan, table, rows in self.cuts(window):
+            if move.kind == "trans":
+                journeys.append((("guests", move.layer), fetch_journey(self.constants.bank, rows, table, plan)))
+            else:
+                journeys.append((("home", move.layer), return_journey(env["dguests", move.layer], table, plan)))
+        cargo = [journey.pack() for _, journey in journeys]
+        if journeys:
+            chain, cargo = fence((chain, cargo))
         (main, *others) = compute(chain)
         arrived = {}
-        for move, plan, table, rows in cuts:
-            if move.kind == "trans":
-                into = env.pop(("guests", move.layer), None)
-                arrived["guests", move.layer] = fetch_part(self.constants.bank, rows, table, plan, into)
-            else:
-                into = env.pop(("home", move.layer))
-                arrived["home", move.layer] = return_part(env["dguests", move.layer], table, plan, into)
-        if cuts:
+        for (key, journey), one in zip(journeys, cargo, strict=True):
+            into = env.pop(key, None)
+            into = empty_guests(self.constants.bank, self.how.transfer) if into is None else into
+            arrived[key] = journey.unpack(journey.carry(one), into)
+        if journeys:
             main, arrived = fence((main, arrived))
         env.update(arrived)
         return (main, *others)

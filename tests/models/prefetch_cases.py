@@ -113,21 +113,31 @@ def to_bank(experts, placement, rows):
     return {name: one(v) for name, v in experts.items()}
 
 
-def run(config, schedule, mesh, skeleton, placements, zero=1, shares=None):
-    """Return [(loss, gradients, stats)] of each placement, from one executable."""
+def gradient_step(config, schedule, mesh, skeleton, zero=1, shares=None):
+    """Return (jitted step, arguments(placement))."""
     roles = build_mesh(MeshConfig(**mesh), jax.devices())
     model = LanguageModel(config=config, moe=moe_config(schedule), vocab_size=VOCAB, roles=roles, zero_stage=zero)
     layout = model.layout()
     loss = make_loss(model, layout, BATCH, LENGTH, plan=layer_plan(skeleton, roles.expert, shares=shares))
     by_expert, whole = NamedSharding(roles.mesh, P(roles.expert)), NamedSharding(roles.mesh, P())
     rest = jax.device_put((batch(), jax.random.key(11), np.int32(0), np.float64(BATCH * LENGTH)), whole)
-    step, out = jax.jit(jax.value_and_grad(loss, has_aux=True)), []
-    for placement in placements:
+
+    def arguments(placement):
         params = reference_params(what(config))
         params = {"dense": params["dense"], "bank": to_bank(params["experts"], placement, skeleton.bank_rows)}
         params = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(roles.mesh, s)), params, layout.params)
         tables = jax.device_put(device_tables(skeleton, placement), by_expert)
-        (value, stats), grads = step(params, rest[0], tables, *rest[1:])
+        return params, rest[0], tables, *rest[1:]
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True)), arguments
+
+
+def run(config, schedule, mesh, skeleton, placements, zero=1, shares=None):
+    """Return [(loss, gradients, stats)] of each placement, from one executable."""
+    step, arguments = gradient_step(config, schedule, mesh, skeleton, zero, shares)
+    out = []
+    for placement in placements:
+        (value, stats), grads = step(*arguments(placement))
         out.append((float(value), grads, stats))
     return out
 

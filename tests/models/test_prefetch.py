@@ -5,11 +5,12 @@ loop, transfer method and kind of mesh run always; a set in which every two valu
 """
 
 import itertools
+import re
 
 import jax
 import numpy as np
 import pytest
-from prefetch_cases import check, model_config
+from prefetch_cases import check, gradient_step, model_config, placements_of
 
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
@@ -95,6 +96,24 @@ def test_covering_set_equals_reference(case):
     rest = {name: case[name] for name in ("rematerialize", "remat", "stack", "method", "rows", "moe_every")}
     layers = 3 * case["moe_every"]
     check(prefetch=prefetch, prefetch_case=part, schedule=schedule, mesh=dict(mesh), layers=layers, **rest)
+
+
+@pytest.mark.parametrize("prefetch", ["hecate", "pro_prophet"])
+def test_what_is_sent_is_packed_before_the_window_opens(prefetch):
+    """What every transfer sends comes out of a fence, beside what the stage computes with: in the program's text, the
+    operand of each permute is a result of an `optimization_barrier`, whose others nothing of that stage can precede."""
+    config = model_config(prefetch=prefetch, rematerialize=True)
+    placements, skeleton = placements_of("shift", config.moe_layers, 8)
+    with jax.enable_x64(True):
+        step, arguments = gradient_step(config, "deepspeed", {"expert": 8}, skeleton)
+        text = step.lower(*arguments(placements[0])).as_text()
+    found = 0
+    for function in text.split("func.func"):  # names are a function's own
+        fenced = set(re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", function))
+        sent = re.findall(r'"stablehlo.collective_permute"\((%\w+)(?:#\d+)?\)', function)
+        assert set(sent) <= fenced
+        found += len(sent)
+    assert found > 2
 
 
 def build(schedule, mesh, **changes):
