@@ -24,7 +24,7 @@ class Compiled:
     Attributes:
       text: the scheduled program; memory: bytes per device by kind.
       lower_seconds: tracing and lowering; compile_seconds: the compiler alone.
-      options: that the compiler was given.
+      options: that the compiler was given; guided: whether its scheduler was told modelled seconds.
       mesh: axis -> size.
       plan: skeleton of the plans that the step takes, None without a planner; skeleton: the same in words.
       executable: to run, where the devices are real.
@@ -35,6 +35,7 @@ class Compiled:
     lower_seconds: float
     compile_seconds: float
     options: dict[str, str]
+    guided: bool
     mesh: dict[str, int]
     plan: object
     skeleton: str
@@ -79,11 +80,12 @@ def compile_step(
       skew: of the loads that a planner is shown, see `skewed_loads`.
       options: compiler options beside those that training sets.
       real: whether the devices can run the program; if not, kernels are not tuned.
-      bare: leave out those that training sets.
+      bare: leave out those that training sets, and its guidance of the scheduler.
 
     Raises:
       UserError: whatever training itself would refuse, or an option that the compiler does not know.
     """
+    from moe_jax.training.guided import compile_guided
     from moe_jax.training.planning import planned_skeleton
     from moe_jax.training.program import build_program
 
@@ -97,7 +99,8 @@ def compile_step(
     untuned = {} if real else {"xla_gpu_autotune_level": "0"}
     options = {**untuned, **({} if bare else program.compiler_options()), **options}
     try:
-        executable = lowered.compile(compiler_options=options)
+        guide = None if bare else program.guiding_target()
+        executable = compile_guided(lowered, options, guide)
     except Exception as error:
         what = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         if what.startswith(("No such compile option", "While setting option")):
@@ -112,6 +115,7 @@ def compile_step(
         lower_seconds=lowered_at - started,
         compile_seconds=compiled_at - lowered_at,
         options=options,
+        guided=guide is not None,
         mesh=dict(program.roles.mesh.shape),
         plan=skeleton,
         skeleton="" if skeleton is None else describe_skeleton(skeleton),

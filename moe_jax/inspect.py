@@ -36,7 +36,7 @@ _HLO = flags.DEFINE_string(
     "hlo", "", "Read this schedule.hlo.gz (or .xz, or text) instead of compiling; needs no CUDA wheels."
 )
 _OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
-_BARE = flags.DEFINE_bool("bare", False, "Leave out the compiler options that training sets.")
+_BARE = flags.DEFINE_bool("bare", False, "Leave out what training tells the compiler: options, seconds.")
 _PROFILE = flags.DEFINE_bool("profile", False, "On real devices: record some steps, and put measured times beside.")
 _RATES = flags.DEFINE_string("rates", "", "Without --target: DEVICE whose rates the model takes, if it cannot tell.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Without --target: the CPU, split into so many devices.")
@@ -146,6 +146,7 @@ def facts_of(compiled) -> dict:
         "lower_seconds": compiled.lower_seconds,
         "compile_seconds": compiled.compile_seconds,
         "compiler_options": compiled.options,
+        "guided_scheduler": compiled.guided,
         "skeleton": compiled.skeleton,
         "memory": compiled.memory,
     }

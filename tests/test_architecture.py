@@ -6,7 +6,7 @@ entry points -> calibration -> moe
 moe -> after_gate -> dispatch, for plans that look at the counts first
 schedules -> cluster, for what an exchange costs
 planner -> placement -> cluster
-entry points -> inspection, which reads what the compiler wrote and nothing else
+entry points, training -> inspection, which reads what the compiler wrote and nothing else
 models, planner -> overlap, for what stands beside what
 moe_jax.errors lies below all; moe_jax.run_config stands beside the training room.
 """
@@ -27,7 +27,7 @@ PACKAGE = ROOT / "moe_jax"
 BELOW = {
     "entry points": ("training", "calibration", "inspection"),
     "inspection": (),
-    "training": ("models", "observe", "data", "planner"),
+    "training": ("models", "observe", "data", "planner", "inspection"),
     "models": ("moe", "overlap"),
     "calibration": ("moe",),
     "observe": (),

@@ -3,6 +3,7 @@
 from moe_jax.inspection.draw import draw_timeline, write_chrome_trace
 from moe_jax.inspection.hlo import Module, parse_module
 from moe_jax.inspection.measured import add_measured, measured_text
+from moe_jax.inspection.profile import scheduler_profile
 from moe_jax.inspection.report import build_report, report_text
 from moe_jax.inspection.targets import Target, check_mesh, device_named, parse_target, read_device, target_names
 from moe_jax.inspection.timeline import Model, Timeline, play
@@ -23,6 +24,7 @@ __all__ = [
     "play",
     "read_device",
     "report_text",
+    "scheduler_profile",
     "target_names",
     "write_chrome_trace",
 ]

@@ -124,7 +124,10 @@ def report_text(report: dict) -> str:
     target = report["target"]
     lines.append(f"target   {target['nodes']} x {target['per_node']} {target['device']}")
     if report.get("compile_seconds") is not None:
-        lines.append(f"compiled in {report['compile_seconds']:.1f} s (lowering {report['lower_seconds']:.1f} s)")
+        guided = "twice, the scheduler guided by modelled seconds, " if report.get("guided_scheduler") else ""
+        lines.append(
+            f"compiled {guided}in {report['compile_seconds']:.1f} s (lowering {report['lower_seconds']:.1f} s)"
+        )
     if report.get("memory"):
         parts = [f"{name} {value / 1e9:.3f} GB" for name, value in report["memory"].items()]
         lines.append("bytes per device: " + ", ".join(parts))

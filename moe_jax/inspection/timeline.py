@@ -132,6 +132,39 @@ def play(module: Module, target: Target, model: Model | None = None) -> Timeline
     return player.timeline
 
 
+def instruction_seconds(module: Module, target: Target, model: Model) -> dict[str, tuple[float, str]]:
+    """Return {name: (modelled seconds, name of the start that it ends)} of everything that takes time.
+
+    A collective has its seconds at its start and again, as the time between the two, at its done. Loops and branches
+    have those of what they run, nothing overlapped.
+    """
+    player, found = _Player(module, target, model), {}
+    for computation in launched_computations(module):
+        for instruction in computation.instructions:
+            name, opcode = instruction.name, instruction.opcode
+            if collective_kind(instruction, module):
+                found[name] = player.flight(instruction, computation, ()).traffic.seconds, ""
+            elif opcode.endswith("-done"):
+                start = instruction.operands[0] if instruction.operands else ""
+                if start in found:
+                    found[name] = found[start][0], start
+            elif opcode not in FREE and opcode not in ("async-start", "async-update"):
+                found[name] = player.seconds_alone(instruction, computation), ""
+    return found
+
+
+def launched_computations(module: Module) -> list[Computation]:
+    """Return the computations whose instructions are launched: the entry, loops' bodies, branches and calls."""
+    found, left = {}, [module.entry]
+    while left:
+        computation = left.pop()
+        found[computation.name] = computation
+        for instruction in computation.instructions:
+            if instruction.opcode in ("while", "conditional", "call"):
+                left += [module.computations[name] for name in instruction.called() if name not in found]
+    return list(found.values())
+
+
 def collective_kind(instruction: Instruction, module: Module) -> str:
     """Return the kind of a collective or of the start of one, '' for everything else."""
     opcode = instruction.opcode.removesuffix("-start")
@@ -216,22 +249,26 @@ class _Player:
     def estimate(self, computation: Computation) -> float:
         """Return seconds of a computation if nothing overlapped: what decides which branch is the cheap one."""
         if computation.name not in self.estimates:
-            total = 0.0
-            for instruction in computation.instructions:
-                inner = [self.module.computations[name] for name in instruction.called()]
-                if instruction.opcode == "while":
-                    body = self.module.computations[instruction.attribute("body")]
-                    total += (instruction.trip_count or 1) * self.estimate(body)
-                elif instruction.opcode == "conditional":
-                    total += min(map(self.estimate, inner))
-                elif instruction.opcode == "call":
-                    total += self.estimate(inner[0])
-                elif collective_kind(instruction, self.module):
-                    total += self._flight(instruction, computation, ()).traffic.seconds
-                elif instruction.opcode not in FREE and not instruction.opcode.endswith("-done"):
-                    total += self._cost(instruction, computation)[1]
+            total = sum(self.seconds_alone(instruction, computation) for instruction in computation.instructions)
             self.estimates[computation.name] = total
         return self.estimates[computation.name]
+
+    def seconds_alone(self, instruction: Instruction, computation: Computation) -> float:
+        """Return seconds of an instruction if nothing overlapped; a collective's stand at its start."""
+        inner = [self.module.computations[name] for name in instruction.called()]
+        if instruction.opcode == "while":
+            return (instruction.trip_count or 1) * self.estimate(
+                self.module.computations[instruction.attribute("body")]
+            )
+        if instruction.opcode == "conditional":
+            return min(map(self.estimate, inner))
+        if instruction.opcode == "call":
+            return self.estimate(inner[0])
+        if collective_kind(instruction, self.module):
+            return self.flight(instruction, computation, ()).traffic.seconds
+        if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
+            return 0.0
+        return self._cost(instruction, computation)[1]
 
     def _collectives(self, computation: Computation) -> int:
         count = 0
@@ -284,7 +321,7 @@ class _Player:
 
     # Collectives.
 
-    def _flight(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> Flight:
+    def flight(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> Flight:
         flights = self.timeline.flights
         if instruction.name in flights:
             return flights[instruction.name]
@@ -324,7 +361,7 @@ class _Player:
         )
 
     def _start(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> dict:
-        flight = self._flight(instruction, computation, loops)
+        flight = self.flight(instruction, computation, loops)
         self.timeline.flights[flight.name] = flight
         moved = flight.traffic
         links = [name for name, used in (("intra", moved.intra_bytes), ("inter", moved.inter_bytes)) if used]

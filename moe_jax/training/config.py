@@ -30,6 +30,8 @@ class TrainConfig:
       evaluate_windows: held-out windows of an evaluation at most; 0 takes all.
       loads_every: steps between recorded expert loads.
       log_every: steps between lines of progress where there is no terminal.
+      guide_scheduler: on GPUs, compile twice, the second time with modelled seconds of the first program's instructions
+        for the compiler's scheduler (`training/guided.py`). Left out where it cannot be done, which is said once.
       profile_steps: (first, last) steps whose trace is recorded, or None.
     """
 
@@ -53,6 +55,7 @@ class TrainConfig:
     evaluate_windows: int = 256
     loads_every: int = 10
     log_every: int = 10
+    guide_scheduler: bool = True
     profile_steps: tuple[int, int] | None = None
 
     def __post_init__(self):

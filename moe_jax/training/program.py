@@ -16,6 +16,7 @@ import optax
 from moe_jax.after_gate import Rule
 from moe_jax.data import Tokenizer, build_tokenizer
 from moe_jax.dispatch import Tables, even_tables
+from moe_jax.inspection import Target
 from moe_jax.mesh import Roles, build_mesh
 from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.moe.layer import LayerPlan
@@ -23,6 +24,7 @@ from moe_jax.placement import Skeleton
 from moe_jax.run_config import RunConfig
 from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.feed import padded_vocabulary
+from moe_jax.training.guided import compile_guided, find_target
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.plan import has_guests, layer_plan, table_shapes
 from moe_jax.training.split import split_shares
@@ -107,8 +109,14 @@ class Program:
     def compile_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None):
         """Return (executable, seconds) of what `lower_train_step` returns."""
         started = time.monotonic()
-        executable = self.lower_train_step(skeleton, rule).compile(compiler_options=self.compiler_options())
-        return executable, time.monotonic() - started
+        lowered = self.lower_train_step(skeleton, rule)
+        return compile_guided(lowered, self.compiler_options(), self.guiding_target()), time.monotonic() - started
+
+    def guiding_target(self) -> Target | None:
+        """Return the target whose rates guide the compiler's scheduler, None where nothing does."""
+        if not self.config.train.guide_scheduler:
+            return None
+        return find_target(list(self.roles.mesh.devices.flat), self.roles.config.devices_per_node)
 
 
 def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None) -> Program:

@@ -1,0 +1,48 @@
+"""The profile for the compiler's scheduler: modelled seconds of all that is launched, by scheduling name."""
+
+import re
+
+import pytest
+from toy import LOOP, MODEL, TARGET
+
+from moe_jax.inspect import read_text
+from moe_jax.inspection import Model, parse_module, parse_target, scheduler_profile
+from moe_jax.inspection.profile import scheduling_name
+
+
+def entries(text, model, target):
+    costs, latencies = {}, {}
+    for line in scheduler_profile(parse_module(text), target, model).splitlines():
+        if found := re.fullmatch(r'costs \{ name: "([^"]+)" cost_us: (\d+\.\d{3}) \}', line):
+            costs[found.group(1)] = float(found.group(2))
+        else:
+            found = re.fullmatch(r'latencies \{ source: "([^"]+)" target: "([^"]+)" latency_us: (\d+\.\d{3}) \}', line)
+            latencies[found.group(1), found.group(2)] = float(found.group(3))
+    return costs, latencies
+
+
+def test_seconds_by_hand():
+    """1,024 FLOPs at 64 a second take 16 s; 160 bytes, half of them, of two devices, at 10: 16 s.
+
+    The loop runs both three times; what is free has no entry."""
+    costs, latencies = entries(LOOP, MODEL, TARGET)
+    assert costs == {"dot.1": 16e6, "all-to-all-start": 16e6, "while.1": 3 * 32e6}
+    assert latencies == {("all-to-all-start", "all-to-all-done"): 16e6}
+
+
+def test_names_are_those_of_the_scheduler():
+    renamed = LOOP.replace('op_name="jit(f)/jvp(moe)/while/body/experts/dot_general"', 'scheduling_name="dot.7.clone"')
+    costs, _ = entries(renamed, MODEL, TARGET)
+    assert "dot.7.clone" in costs and "dot.1" not in costs
+
+
+@pytest.mark.parametrize("name", ["expert_parallel", "guests"])
+def test_every_transfer_of_a_real_schedule_has_a_latency(name):
+    text = read_text(f"{__file__.rpartition('/')[0]}/fixtures/{name}.hlo.xz")
+    costs, latencies = entries(text, Model(), parse_target("h200:2x2"))
+    starts = re.findall(r"%(\S+) = \S.* (?:all-to-all|all-reduce|all-gather|collective-permute)-start\(", text)
+    module = parse_module(text)
+    names = {scheduling_name(i) for c in module.computations.values() for i in c.instructions if i.name in set(starts)}
+    assert len(names) == len(starts) > 10
+    assert {source for source, _ in latencies} == names <= set(costs)
+    assert all(seconds > 0 for seconds in latencies.values())
