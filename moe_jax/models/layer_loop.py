@@ -22,7 +22,8 @@ from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import Constants, Prefetcher
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit
-from moe_jax.moe.layer import LayerPlan, fetch_guests, make_moe
+from moe_jax.moe.guests import fetch_in_turn
+from moe_jax.moe.layer import LayerPlan, make_moe
 from moe_jax.moe.staged import make_staged_moe
 
 if TYPE_CHECKING:
@@ -55,12 +56,17 @@ def make_layer_loop(
         return _make_prefetcher(model, layout, graph, tokens, noisy, plan, group)
     apply_moe = make_moe(model.moe, roles, tokens, config.activation, plan, group.split)
 
+    def whole_unit(params):
+        return gather_tree(params, gather, roles.dense, parts)
+
     def loop(x, units, bank, sink, tables, token_ids, key):
         def body(x, inputs):
             unit_params, layer_sink, layer_tables, layer = inputs
-            unit = nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts))
             noise_key = jax.random.fold_in(key, layer) if noisy else None
-            guests = fetch_guests(bank, layer_sink, layer_tables, plan, x)
+            x, params, layer_sink, guests = fetch_in_turn(
+                x, unit_params, whole_unit, bank, layer_sink, layer_tables, plan
+            )
+            unit = nnx.merge(graph, params)
 
             def moe(normed, w_gate):
                 weights, doors, here = bank_store(bank, layer_sink, layer_tables)

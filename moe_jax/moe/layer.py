@@ -18,8 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.after_gate import Rule, fetch_late, gather_counts
-from moe_jax.collectives.ordering import wait_for
-from moe_jax.collectives.sparse import TransferPlan, sparse_all_gather
+from moe_jax.collectives.ordering import gradients_in_turn, wait_for
+from moe_jax.collectives.sparse import TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
@@ -55,6 +55,12 @@ class LayerPlan:
     trans_share: float = 0.5
     agg_share: float = 0.5
 
+    @property
+    def branches(self) -> bool:
+        """Whether guests come in a branch of the program."""
+        late = self.after_gate is not None and self.after_gate.late_guests > 0
+        return late or (self.transfer is not None and self.transfer.branches)
+
 
 def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | None = None) -> LayerSizes:
     """Return the static sizes of one layer on a device whose MP group holds `tokens` tokens."""
@@ -86,22 +92,6 @@ def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:
         )
 
 
-def fetch_guests(bank, sink, tables, plan: LayerPlan | None, like):
-    """Return the guests of one layer {name: [Gs, ...]}, or None where the plan has none.
-
-    They depend on the bank and the tables alone: called before attention, the transfer can run beside it. Their
-    gradients are summed into the cotangent of `sink`.
-
-    Args:
-      bank, sink, tables: of this layer, as `make_moe`'s function takes them.
-      like: array that varies over all mesh axes over which the tokens do.
-    """
-    if plan is None or plan.transfer is None:
-        return None
-    bank, sink = cast_varying((bank, sink), varying_axes(like))
-    return sparse_all_gather(bank, tables.home_row, sink, tables.transfer, plan.transfer)
-
-
 def make_moe(
     config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: LayerPlan | None = None,
     split_tokens: bool = False,
@@ -125,8 +115,16 @@ def make_moe(
     decide = make_decide(roles, None if plan is None else plan.after_gate)
     implementation = find_grouped_matmul(config, roles)
 
+    late = plan is not None and plan.after_gate is not None and plan.after_gate.late_guests > 0
+
     def apply(x, token_ids, w_gate, bank, sink, tables, noise_key=None, guests=None):
-        gate = functools.partial(run_gate, w_gate=w_gate, config=config, noise_key=noise_key, model=roles.model)
+        def gate(x, token_ids):
+            nonlocal sink
+            weight = w_gate
+            if late:  # the sums of these gradients over devices come after the branch that brings the guests' home
+                weight = cast_varying(weight, varying_axes(x))
+                (x, weight), sink = gradients_in_turn((x, weight), sink, tables.transfer.layer)
+            return run_gate(x, token_ids, w_gate=weight, config=config, noise_key=noise_key, model=roles.model)
 
         def placed(stats):
             here, guests_here = decide(stats, bank, sink, tables, guests)
@@ -158,7 +156,9 @@ def make_decide(roles: Roles, rule: Rule | None):
             if not rule.late_guests:
                 return tables, guests
             bank, sink = cast_varying((bank, sink), varying_axes(stats.counts))
+            needed = wait_for(needed, needed, stats)
             late = fetch_late(bank, sink, tables, needed, rule, roles.expert)
+            tables = dataclasses.replace(tables, dest_slot=wait_for(tables.dest_slot, needed, late))
             return tables, late if guests is None else jax.tree.map(jnp.add, guests, late)
 
     return as_planned if rule is None else by_rule

@@ -17,6 +17,7 @@ from jax import lax
 
 from moe_jax.collectives.copies import enter_copies, leave_copies, own_part, scale_gradient
 from moe_jax.collectives.exchange import exchange_counts, make_exchange
+from moe_jax.collectives.ordering import wait_for
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
 from moe_jax.mesh.roles import Roles
@@ -62,7 +63,8 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             routing = route(choice, device, expert, members, sizes.groups)
             needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
         with jax.named_scope("dispatch"):
-            everyone = gather(enter_copies(x, roles.model)).reshape(-1, x.shape[-1])  # [S t, M]
+            ready = wait_for(x, needed, device)  # guests may come in a branch, before `device` is known
+            everyone = gather(enter_copies(ready, roles.model)).reshape(-1, x.shape[-1])  # [S t, M]
             weights = enter_copies(choice.weights, roles.model)
         sorted_rows, group_sizes, way = deliver(everyone, routing, 0)
         later = (everyone, routing, needed, lax.stop_gradient(stats)) if most > 1 else None

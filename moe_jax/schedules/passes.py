@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.ordering import wait_for
+from moe_jax.collectives.ordering import gradients_in_turn, wait_for
 from moe_jax.collectives.varying import cast_varying, varying_axes
 
 
@@ -56,7 +56,7 @@ def add_later_passes(first, one_pass, needed, most: int, before=()):
     trained = _trained(closed)
     leaves = [closed.consts[i] for i in trained]
     fixed = [leaf for i, leaf in enumerate(closed.consts) if i not in trained]
-    first, leaves = _in_turn(first, leaves, needed)
+    first, leaves = gradients_in_turn(first, leaves, needed)
     needed = wait_for(needed, needed, first, before)
     return first + _rest((closed.jaxpr, trained, most), leaves, fixed, needed)
 
@@ -86,18 +86,6 @@ def _trained(closed) -> tuple[int, ...]:
         if any(id(atom) in read for atom in equation.invars):
             read |= set(map(id, equation.outvars))
     return tuple(i for i, out in zip(floats, jaxpr.outvars, strict=True) if id(out) in read)
-
-
-@jax.custom_vjp
-def _in_turn(first, leaves, needed):
-    """Return first and leaves; the gradient of `first` waits for those of `leaves`."""
-    return first, leaves
-
-
-_in_turn.defvjp(
-    lambda first, leaves, needed: ((first, leaves), needed),
-    lambda needed, d: (wait_for(d[0], needed, d[1]), d[1], None),
-)
 
 
 def _plain_rest(how, leaves, fixed, needed):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.copies import own_part
+from moe_jax.collectives.ordering import wait_for
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import Choice, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
 from moe_jax.mesh.roles import Roles
@@ -50,7 +51,8 @@ def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         with jax.named_scope("dispatch"):
             device, group = destinations(tables, choice, sizes.groups)
             place = jnp.where(choice.kept, device * sizes.groups + group, -1)
-            tokens, weights, place = gather(mine), gather(choice.weights), gather(place)
+            ready = wait_for(mine, device[0, 0], device)  # guests may come in a branch, before `device` is known
+            tokens, weights, place = gather(ready), gather(choice.weights), gather(place)
         with jax.named_scope("route"):
             me = lax.axis_index(roles.expert)
             here = (place >= 0) & (place // sizes.groups == me)

@@ -146,9 +146,13 @@ def test_report_sums_and_prints(tmp_path):
     assert total["bytes"] == total["bytes_beside_matmuls"] == 480 and total["executions"] == 3
     assert total["seconds"] == pytest.approx(60.0) and total["exposed_seconds"] == pytest.approx(12.0)
     assert report["step"]["modelled_seconds"] == pytest.approx(60.0)
+    # one after the other 60 + 48 s of experts; at most the longer of the two is left, and here 48 + 12 are
+    alone = {"exchange_seconds": 60.0, "experts_seconds": 48.0, "exposed_seconds": 12.0}
+    assert report["pipeline"] == pytest.approx({**alone, "bound": 1.8, "reached": 1.8})
     json.dumps(report)
     text = report_text(report)
     assert "all-to-all-start" in text and "20%" in text  # 12 of 60 s exposed
+    assert "at most 1.80 times faster (FasterMoE's bound), in this program 1.80" in text
     write_chrome_trace(timeline, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     waits = [event for event in events if event["ph"] == "X" and event["tid"] == 3]

@@ -39,6 +39,11 @@ SLOW = {
     },
     "plain_unrolled_policy": {"prefetch": "none", "stack": "unrolled", "remat": "dots_saveable"},
     "one_layer": {"prefetch": "pro_prophet", "rematerialize": True, "layers": 1},
+    "branches_hecate_s1_mp2_esp2": {
+        "prefetch": "hecate", "rematerialize": True, "method": "permute", "schedule": "s1",
+        "mesh": {"expert": 4, "expert_shard": 2, "model": 2},
+    },
+    "branches_split": {"prefetch": "pro_prophet", "remat": "block", "method": "permute"},
 }  # fmt: skip
 
 
