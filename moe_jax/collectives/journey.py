@@ -119,7 +119,7 @@ def _carry_by_rounds(plan, table, back, cargo):
                 arrived.append(zeros_varying(chunk.shape, chunk.dtype, chunk))
         return arrived
 
-    if len(plan.rounds) < 2:
+    if not plan.branches:
         return run(plan.rounds[0] if plan.rounds else (), cargo)
     return lax.switch(table.layer, [functools.partial(run, rounds) for rounds in plan.rounds], cargo)
 

@@ -48,6 +48,11 @@ class TransferPlan:
     axes: tuple[str, ...]
     rounds: tuple[Rounds, ...] = ()
 
+    @property
+    def branches(self) -> bool:
+        """Whether the program holds one branch for each layer's rounds."""
+        return len(self.rounds) > 1
+
     def __post_init__(self):
         if self.method not in METHODS:
             raise ValueError(f"transfer method {self.method!r} is not one of {', '.join(METHODS)}")

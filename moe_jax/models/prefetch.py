@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.copies import declare_equal
+from moe_jax.collectives.ordering import wait_for_tree
 from moe_jax.collectives.sparse import TransferPlan, cut, empty_guests, fetch_journey, return_journey
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.models.stages import LayerInputs, Stages, doors, join_floats, known_arrays
@@ -112,6 +113,11 @@ class _Direction:
         self.door_dtypes = {name: leaf.dtype for name, leaf in sink.items()}
         self.door_axes = varying_axes(sink)
         self.turn = None
+        self.branches = how.scan and how.transfer is not None and how.transfer.branches  # of moves
+
+    def after(self, value, *others):
+        """Return value; XLA:CPU has it wait for `others`, whose collectives may stand in branches."""
+        return wait_for_tree(value, self.constants.token_ids[0], others)
 
     def index(self, layer: int):
         """Return the absolute layer, an int while no loop runs; what lies outside becomes the nearest inside."""
@@ -167,7 +173,8 @@ class _Direction:
 
         What a move sends is packed and fenced with what enters the stage: the move cannot start before it, and the
         stage not before everything is packed. Fenced by its table alone, Agg was packed wherever the compiler liked:
-        behind attention, with the gradients of experts, and all that they are computed from, waiting there too.
+        behind attention, with the gradients of experts, and all that they are computed from, waiting there too. Moves
+        in branches come first, and the stage waits for them, on XLA:CPU (see `collectives/ordering.py`).
         """
         journeys = []
         for move, plan, table, rows in self.cuts(window):
@@ -178,12 +185,19 @@ class _Direction:
         cargo = [journey.pack() for _, journey in journeys]
         if journeys:
             chain, cargo = fence((chain, cargo))
+            cargo = self.after(cargo, chain)
+        came: list = []
+        if self.branches:
+            for (_, journey), one in zip(journeys, cargo, strict=True):
+                came.append(journey.carry(self.after(one, came)))
+            chain = self.after(chain, came)
         (main, *others) = compute(chain)
+        came = came or [journey.carry(one) for (_, journey), one in zip(journeys, cargo, strict=True)]
         arrived = {}
-        for (key, journey), one in zip(journeys, cargo, strict=True):
+        for (key, journey), one in zip(journeys, came, strict=True):
             into = env.pop(key, None)
             into = empty_guests(self.constants.bank, self.how.transfer) if into is None else into
-            arrived[key] = journey.unpack(journey.carry(one), into)
+            arrived[key] = journey.unpack(one, into)
         if journeys:
             main, arrived = fence((main, arrived))
         env.update(arrived)
@@ -268,6 +282,7 @@ class _Forward(_Direction):
         elif window.stage == "dispatch":
             a = env["a", layer]
             ((rows, context, stats), (sizes, whole, passes)), kept = stages.dispatch(a, self.inputs(layer, None), save)
+            rows = self.after(rows, stats)
             env.update({("rows", layer): rows, ("sizes", layer): sizes, ("context", layer): (context, whole[0])})
             emit["stats", layer], emit["passes", layer] = join_floats(stats, whole[1]), passes
             if save:
@@ -343,16 +358,18 @@ class _Backward(_Direction):
                 self.write("sink", move.layer, env.pop(("home", move.layer)), env)
 
     def _recompute(self, layer: int, env: dict, kept: dict):
-        stages, a = self.how.stages, self.saved("a", layer, kept)
+        stages, a = self.how.stages, self.after(self.saved("a", layer, kept), env["dx", layer + 1])
         before, inputs = self.inputs(layer, None), self.inputs(layer, self.guests(layer, env, kept))
         ((rows, context, _), (sizes, whole, _)), env["dispatch", layer] = stages.dispatch(a, before, True)
         done, env["experts", layer] = stages.experts(rows, sizes, inputs, True)
-        _, env["combine", layer] = stages.combine(done, context, whole[0], inputs, True)
+        again, env["combine", layer] = stages.combine(done, context, whole[0], inputs, True)
+        env["dx", layer + 1] = self.after(env["dx", layer + 1], again)
 
     def _attention(self, window, layer, env, pull_back):
         (dx, dmix) = self.beside(window, env, env.pop(("da", layer)), pull_back)
-        env["dx", layer] = dx
-        self.write("mix", layer, self._unprepare(layer, mix=dmix), env)
+        dmix = self._unprepare(layer, mix=dmix)
+        env["dx", layer] = self.after(dx, dmix)
+        self.write("mix", layer, dmix, env)
 
     def _combine(self, window, layer, env, pull_back):
         dx = env.pop(("dx", layer + 1))
@@ -376,8 +393,9 @@ class _Backward(_Direction):
     def _dispatch(self, window, layer, env, pull_back):
         dstats = split_floats_of(self.dstats, lambda leaf: self.of_layer(leaf, layer))
         da, dgate = pull_back((env.pop(("drows", layer)), env.pop(("dcontext", layer)), dstats))
-        env["da", layer] = env["da", layer] + da
-        self.write("gate", layer, self._unprepare(layer, gate=dgate), env)
+        dgate = self._unprepare(layer, gate=dgate)
+        env["da", layer] = self.after(env["da", layer] + da, dgate)
+        self.write("gate", layer, dgate, env)
 
     def _unprepare(self, layer: int, *, mix=None, gate=None):
         """Return the cotangent of one layer's own (mix or gate) from that of the gathered one."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from program_order import overtaking
 
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
@@ -133,11 +134,13 @@ def gradient_step(config, schedule, mesh, skeleton, zero=1, shares=None):
 
 
 def run(config, schedule, mesh, skeleton, placements, zero=1, shares=None):
-    """Return [(loss, gradients, stats)] of each placement, from one executable."""
+    """Return [(loss, gradients, stats)] of each placement, from one executable; nothing overtakes its moves."""
     step, arguments = gradient_step(config, schedule, mesh, skeleton, zero, shares)
-    out = []
+    compiled, out = step.lower(*arguments(placements[0])).compile(), []
+    if len(skeleton.rounds) > 1 and config.stack == "scan":  # moves in branches
+        assert not overtaking(compiled.as_text())
     for placement in placements:
-        (value, stats), grads = step(*arguments(placement))
+        (value, stats), grads = compiled(*arguments(placement))
         out.append((float(value), grads, stats))
     return out
 
