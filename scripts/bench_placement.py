@@ -52,6 +52,7 @@ _SLACKS = flags.DEFINE_list("slacks", ["1.5", "3", "6"], "Bucket sizes tried for
 _TRANSPORTS = flags.DEFINE_list("transports", ["all_to_all", "pairwise", "two_level"], "Transports tried for EP.")
 _EP = flags.DEFINE_string("ep", "", "TRANSPORT:SLACK of plain EP as an earlier run chose it; '' tries them all.")
 _GUESTS = flags.DEFINE_integer("guest_slots", 4, "Guests of a device in a layer.")
+_SPLIT = flags.DEFINE_enum("split", "even", ["even", "plan"], "PlannerConfig.split of planners that plan ahead.")
 _FIRST = flags.DEFINE_integer("first_sample", 50, "Sample of the trace for step 0.")
 _WAIT_FOR = flags.DEFINE_string(
     "wait_for", "", "Start the rounds when this file exists: to empty a busy machine first."
@@ -116,6 +117,7 @@ def run_config(transport: str, slack: float, planner: str):
         "train.learning_rate = 1e-6", "train.zero_stage = 0", "train.steps = 1000000",
         f"PlannerConfig.name = '{planner.removesuffix('_after_gate')}'",
         f"PlannerConfig.when = '{'after_gate' if late else 'ahead'}'",
+        f"PlannerConfig.split = '{'plan' if late else _SPLIT.value}'",
         f"PlannerConfig.guest_slots = {_GUESTS.value}", "PlannerConfig.overlap_degree = 16",
         "PlannerConfig.interval = 1", "PlannerConfig.swap_after = 1", "PlannerConfig.n = 'search'",
         f"PlannerConfig.cluster = '{pathlib.Path(_OUT.value).resolve() / 'lab_cluster.gin'}'",
@@ -286,7 +288,7 @@ def worker(routing: str) -> None:
                 values["speedup"] = result["ep"]["step_seconds"] / values["step_seconds"]
             if hosts.is_main:
                 whole = {"routing": routing, "best_ep": best, "tried_ep": tried, "sides": result}
-                path = pathlib.Path(_OUT.value) / f"{routing}-{'-'.join(_PLANNERS.value)}.json"
+                path = pathlib.Path(_OUT.value) / f"{routing}-{'-'.join(_PLANNERS.value)}-{_SPLIT.value}.json"
                 path.write_text(json.dumps(whole, indent=1) + "\n")
 
         time_sides(sides, _ROUNDS.value, _STEPS.value, say, keep)

@@ -47,6 +47,8 @@ class PlannerConfig:
       horizon: steps over which a gain must pay for a change that costs (homes, skeletons).
       swap_seconds: what a new skeleton is charged when that is decided.
       cluster: file of the links and speeds that predictions use, such as 'configs/cluster/NAME.gin'; '' knows none.
+      split: which holder a token goes to: 'plan', as the planner says, near ones first; or 'even', in the same
+        proportions from every source: the plan's device loads stay, and buckets of a padded exchange may be small.
       transfer: how guests travel: 'shift', 'permute', 'gather', 'broadcast', or 'auto' for the fewest bytes.
       executables: compiled steps kept at most, the running one included.
     """
@@ -73,6 +75,7 @@ class PlannerConfig:
     horizon: int = 100
     swap_seconds: float = 0.0
     cluster: str = ""
+    split: str = "plan"
     transfer: str = "auto"
     executables: int = 4
 
@@ -81,6 +84,7 @@ class PlannerConfig:
         self._one_of("when", ("ahead", "after_gate"))
         self._one_of("predictor", PREDICTORS)
         self._one_of("transfer", TRANSFERS)
+        self._one_of("split", ("plan", "even"))
         for field, least in (("guest_slots", 0), ("shard_every", 0), ("top_k", 1), ("groups", 1), ("window", 1)):
             self._whole(field, least)
         self._whole("executables", 2)
@@ -101,6 +105,11 @@ class PlannerConfig:
             raise UserError(
                 f"PlannerConfig.when = 'after_gate' works with {', '.join(AFTER_GATE)}, not with {self.name!r}; use "
                 f"'ahead'"
+            )
+        if self.split == "even" and (self.when == "after_gate" or (self.name == "hecate" and self.calibrate)):
+            raise UserError(
+                "PlannerConfig.split = 'even' splits tokens ahead of the gate, and this planner decides after it (when "
+                "= 'after_gate' or calibrate = True); use split = 'plan'"
             )
 
     @property

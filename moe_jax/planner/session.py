@@ -17,6 +17,7 @@ from moe_jax.planner.base import Planner
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.predictor import build_predictor
 from moe_jax.planner.registry import build_planner
+from moe_jax.planner.shares import split_evenly
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,8 @@ class PlanSession:
                 self.last_sharded = iteration
             unsure = dataclasses.replace(self.cost, load_error=tuple(self.predictor.error().tolist()))
             self.placement = self.planner.propose(loads, self.placement, unsure)
+            if self.config.split == "even":
+                self.placement = split_evenly(self.placement, loads)
             self.last_planned = iteration
         return Proposal(
             placement=self.placement,

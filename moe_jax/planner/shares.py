@@ -114,6 +114,28 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     return np.stack([pair_layer[at], pair_expert[at], device[row], units[row, source], source], axis=1).astype(np.int32)
 
 
+def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
+    """Let every source split an expert's tokens in the same proportions: those of the whole under this placement.
+
+    Device loads stay what they are for `loads` [L, S, E]; what one source sends one device comes near the mean of all
+    pairs, so the buckets of an exchange whose rows are padded can be small. Tokens travel that a nearer holder would
+    have kept, which only an exchange of exact rows would gain from.
+    """
+    if not len(placement.copies):
+        return placement
+    copied = np.zeros(placement.home.shape, bool)
+    copied[tuple(placement.copies[:, :2].T)] = True
+    layer, expert = np.nonzero(copied)
+    mine = placement.destinations(np.asarray(loads))[layer, :, expert].sum(axis=1).astype(np.float64)  # [p, D]
+    at_home = np.arange(placement.devices) == placement.home[layer, expert][:, None]
+    mine = np.where(mine.sum(axis=1, keepdims=True) > 0, mine, at_home)  # without tokens: where its home is
+    p, device = np.nonzero(mine)
+    units = _units(mine[p, device][:, None], np.r_[True, p[1:] != p[:-1]])[:, 0]
+    everywhere = np.full(len(p), -1)
+    rows = np.stack([layer[p], expert[p], device, units, everywhere], axis=1)[units > 0]
+    return placement.replace(shares=rows.astype(np.int32), rule="shares")
+
+
 def _units(share: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Round shares to units of 2^-16, one in sum per run: share [h, Nn], start of a run bool [h] -> int [h, Nn]."""
     upto = share.cumsum(axis=0)

@@ -1,0 +1,34 @@
+"""An even split keeps the device loads of a plan and makes its fullest bucket small."""
+
+import numpy as np
+import pytest
+
+from moe_jax.errors import UserError
+from moe_jax.placement import SHARE_ONE, Placement
+from moe_jax.planner import PlannerConfig
+from moe_jax.planner.shares import split_evenly
+
+
+def test_by_hand():
+    """Expert 0 lives on device 0 and is copied to 1; near tokens stay, so each device serves its own 12 and 4."""
+    placement = Placement(np.array([[0, 1]]), copies=[(0, 0, 1)], devices=2, devices_per_node=2)
+    loads = np.array([[[12, 0], [4, 0]]])  # [L, S, E]
+    even = split_evenly(placement, loads)
+    assert even.shares.tolist() == [[0, 0, 0, SHARE_ONE * 3 // 4, -1], [0, 0, 1, SHARE_ONE // 4, -1]]
+    assert even.device_loads(loads).tolist() == placement.device_loads(loads).tolist() == [[12, 4]]
+    assert split_evenly(Placement.even(1, 2, 2), loads).shares.size == 0
+
+
+def test_device_loads_stay_and_the_fullest_bucket_shrinks():
+    rng = np.random.default_rng(0)
+    loads = rng.multinomial(4096, np.r_[0.5, np.full(15, 0.5 / 15)], size=(2, 8))
+    copies = [(layer, 0, device) for layer in range(2) for device in range(1, 8)]
+    near = Placement.even(2, 16, 8, 2, copies=copies)
+    even = split_evenly(near, loads)
+    assert np.abs(even.device_loads(loads) - near.device_loads(loads)).max() <= 8 * 2  # rounding, of one per source
+    assert even.pair_loads(loads).max() < 0.4 * near.pair_loads(loads).max()
+
+
+def test_a_planner_that_decides_late_refuses_it():
+    with pytest.raises(UserError, match="this planner decides after it"):
+        PlannerConfig(name="hecate", calibrate=True, split="even")
