@@ -1,110 +1,144 @@
 """What of Trans and Agg a block-wise schedule hides, as the GPU compiler schedules the real training step.
 
-    JAX_PLATFORMS=cpu python scripts/bench_overlap.py --gin_file=configs/model/hecate_gpt_moe_s.gin \\
-        --gin_bindings="ModelConfig.attention = 'cudnn'" --gin_bindings="ModelConfig.prefetch = 'hecate'" \\
-        --target=h200:4x8 --tokens=16384 --guests=2
+    python scripts/bench_overlap.py --gin_file=configs/model/hecate_gpt_moe_s.gin --target=h200:4x8 --target=h200:1x8
 
 needs the CUDA wheels of this jax in the environment, and no GPU. Every device has copies of one expert of each of its
-next --guests neighbours, in every layer: as many full rounds of one expert each, with all links alike. What is printed
-is modelled from the compiled program (`python -m moe_jax.inspect` says how): bytes of each transfer, how many have a
-kernel, and a matmul, between start and done, modelled seconds, and those that somebody waits for. The ceiling is 100%
-of the bytes and 0 s. 'in loops' is the steady state. The last line is one JSON object.
+next --guests neighbours, in every layer: as many full rounds of one expert each, with all links alike. One row for each
+target, schedule, guidance of the scheduler, and with and without the overflow branch, modelled from the program
+(`python -m moe_jax.inspect` says how): of the bytes of Trans and Agg in the loops over layers, the steady state, those
+that have a kernel, and a matmul, between start and done; modelled milliseconds, and which share somebody waits for, of
+all and in the loops; the same for the all-to-alls; bytes per device in GB. Ceiling: 100% of the bytes, 0% exposed.
+The last line is one JSON object; --out keeps each case as soon as it is there, its program beside it, and skips
+those that it holds.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import gzip
+import itertools
 import json
 import pathlib
 import sys
-import time
 
-import numpy as np
 from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from moe_jax import compile_ahead, inspection
+from gpu_programs import Case, Outcome, compile_case
 
+from moe_jax import compile_ahead
+
+SCHEDULES = {
+    "expert parallel": (0, ()),
+    "none": (None, ()),
+    "hecate": (None, ("ModelConfig.prefetch = 'hecate'", "ModelConfig.rematerialize = True")),
+    "pro_prophet": (None, ("ModelConfig.prefetch = 'pro_prophet'", "ModelConfig.rematerialize = True")),
+}
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding; may repeat.")
-_TARGET = flags.DEFINE_string("target", "h200:4x8", "DEVICE:NODESxDEVICES.")
+_TARGETS = flags.DEFINE_multi_string("target", ["h200:4x8"], "DEVICE:NODESxDEVICES; may repeat.")
+_SCHEDULES = flags.DEFINE_multi_enum("schedule", list(SCHEDULES), list(SCHEDULES), "What is compiled; may repeat.")
+_GUIDED = flags.DEFINE_bool("guided", True, "Compile again, the scheduler told modelled seconds.")
+_OVERFLOW = flags.DEFINE_multi_enum("overflow", ["yes", "no"], ["yes", "no"], "With the branch of later passes.")
 _TOKENS = flags.DEFINE_integer("tokens", 16384, "Tokens of a device.")
-_GUESTS = flags.DEFINE_integer("guests", 2, "Copies on each device in each layer; 0 is plain expert parallelism.")
+_GUESTS = flags.DEFINE_integer("guests", 2, "Copies on each device in each layer.")
 _METHOD = flags.DEFINE_string("method", "shift", "How they travel.")
 _OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
-
-
-def ring_copies(program, guests: int):
-    """Return the skeleton of a placement in which each device copies an expert of each of its next neighbours."""
-    from moe_jax.placement import build_skeleton
-    from moe_jax.training.planning import initial_placement
-
-    even = initial_placement(program)
-    if not guests:
-        return build_skeleton(even, method="none")
-    devices, held = even.devices, program.config.moe.num_experts // even.devices
-    layers = program.config.model.moe_layers
-    copies = [
-        (layer, (device + shift) % devices * held, device)
-        for layer in range(layers)
-        for device in range(devices)
-        for shift in range(1, guests + 1)
-    ]
-    return build_skeleton(even.replace(copies=np.array(sorted(copies), np.int32)), method=_METHOD.value)
+_OUT = flags.DEFINE_string("out", "", "File of JSON lines, one for each case.")
+ROW = "{:10} {:16} {:>6} {:>8} | {:>7} {:>7} {:>8} {:>8} {:>8} | {:>8} {:>8} | {:>7} {:>6} {:>6} {:>5}"
 
 
 def main(argv: list[str]) -> None:
-    from moe_jax.config import parse_run_config
-    from moe_jax.training.program import build_program
+    done = read(_OUT.value)
+    print(ROW.format("target", "schedule", "guided", "overflow", "kernel", "matmul", "ms", "exposed", "loops", "a2a ms",
+                     "exposed", "step ms", "args", "temp", "s"))  # fmt: skip
+    records = []
+    for target, overflow, schedule in itertools.product(_TARGETS.value, _OVERFLOW.value, _SCHEDULES.value):
+        guests, bindings = SCHEDULES[schedule]
+        case = Case(
+            files=tuple(_GIN_FILES.value),
+            bindings=("ModelConfig.attention = 'cudnn'", *bindings, *_GIN_BINDINGS.value),
+            target=target,
+            tokens=_TOKENS.value,
+            guests=_GUESTS.value if guests is None else guests,
+            method=_METHOD.value,
+            options=tuple(tuple(text.split("=", 1)) for text in _OPTIONS.value),
+            overflow=overflow == "yes",
+        )
+        key = {"target": target, "schedule": schedule, "overflow": overflow, "case": repr(case)}
+        found = [r for r in done if {name: r[name] for name in key} == key]
+        if len(found) < 1 + _GUIDED.value:
+            found = []
+            for outcome in compile_case(case, _GUIDED.value):
+                found.append({**key, **recorded(outcome)})
+                keep(found[-1], outcome)
+        records += found
+        for record in found:
+            print(row(record), flush=True)
+    print(json.dumps(records))
 
-    target = inspection.parse_target(_TARGET.value)
-    config, _, _ = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)
-    devices = target.nodes * target.per_node
-    sequences = devices * _TOKENS.value // config.data.sequence_length
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=sequences))
-    config = compile_ahead.on_target(config, target)
-    program = build_program(config, compile_ahead.described_devices(target))
-    skeleton = ring_copies(program, _GUESTS.value)
-    options = {**program.compiler_options(), **dict(text.split("=", 1) for text in _OPTIONS.value)}
-    started = time.monotonic()
-    lowered = program.lower_train_step(skeleton)
-    lowered_at = time.monotonic()
-    executable = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0", **options})
-    compiled_at = time.monotonic()
-    timeline = inspection.play(inspection.parse_module(executable.as_text()), target, inspection.Model())
-    report = inspection.build_report(timeline, target, inspection.Model())
-    record = {
-        "target": _TARGET.value,
-        "bindings": _GIN_BINDINGS.value,
-        "guests": _GUESTS.value,
-        "options": options,
-        "lower_seconds": round(lowered_at - started, 1),
-        "compile_seconds": round(compiled_at - lowered_at, 1),
-        "memory": compile_ahead.memory_of(executable),
-        "step_seconds": report["step"]["modelled_seconds"],
-        "step_exposed_seconds": report["step"]["exposed_seconds"],
-        "all": chosen(report["totals"]["by_role"]),
-        "in_loops": chosen(report["in_loops"]["by_role"]),
+
+def keep(record: dict, outcome: Outcome) -> None:
+    """Append a record to --out, and write its program beside it."""
+    if not _OUT.value:
+        return
+    path = pathlib.Path(_OUT.value)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    name = "-".join(str(record[part]).replace(" ", "_") for part in ("target", "schedule", "guided", "overflow"))
+    (path.parent / f"{path.stem}-{name}.hlo.gz").write_bytes(gzip.compress(outcome.text.encode()))
+
+
+def read(path: str) -> list[dict]:
+    """Return the records of a file, none if there is no such file."""
+    found = pathlib.Path(path)
+    return [json.loads(line) for line in found.read_text().splitlines()] if path and found.exists() else []
+
+
+def recorded(outcome: Outcome) -> dict:
+    """Return what is recorded of one compilation."""
+    roles = {"all": outcome.report["totals"]["by_role"], "loops": outcome.report["in_loops"]["by_role"]}
+    return {
+        "guided": "yes" if outcome.guided else "no",
+        "lower_seconds": outcome.lower_seconds,
+        "compile_seconds": outcome.compile_seconds,
+        "memory": outcome.memory,
+        "step": outcome.report["step"],
+        **{place: {r["role"]: r for r in rows} for place, rows in roles.items()},
     }
-    for place in ("all", "in_loops"):
-        for row in record[place]:
-            print(
-                f"{place:8} {row['role']:10} {row['bytes'] / 1e6:9.1f} MB, beside kernels "
-                f"{share(row, 'bytes_beside_kernels'):4.0%}, beside matmuls {share(row, 'bytes_beside_matmuls'):4.0%}; "
-                f"{1e3 * row['seconds']:8.3f} ms, exposed {1e3 * row['exposed_seconds']:8.3f} ms"
-            )
-    print(json.dumps(record))
 
 
-def chosen(rows: list[dict]) -> list[dict]:
-    """Return the totals of Trans, Agg and the all-to-alls."""
-    return [row for row in rows if row["role"] in ("Trans", "Agg", "all-to-all")]
+def moved(rows: dict) -> dict:
+    """Return the sums of Trans and Agg."""
+    both = [rows[role] for role in ("Trans", "Agg") if role in rows]
+    return {name: sum(r[name] for r in both) for name in both[0] if name != "role"} if both else {}
 
 
-def share(row: dict, name: str) -> float:
-    """Return a part of the row's bytes."""
-    return row[name] / row["bytes"] if row["bytes"] else 1.0
+def share(rows: dict, name: str, of: str) -> str:
+    """Return a part of a total in percent."""
+    return f"{rows[name] / rows[of]:.1%}" if rows and rows[of] else "-"
+
+
+def row(record: dict) -> str:
+    """Return a case as one line of the table."""
+    both, loops, tokens = moved(record["all"]), moved(record["loops"]), record["all"].get("all-to-all")
+    return ROW.format(
+        record["target"],
+        record["schedule"],
+        record["guided"],
+        record["overflow"],
+        share(loops, "bytes_beside_kernels", "bytes"),
+        share(loops, "bytes_beside_matmuls", "bytes"),
+        f"{1e3 * both['seconds']:.2f}" if both else "-",
+        share(both, "exposed_seconds", "seconds"),
+        share(loops, "exposed_seconds", "seconds"),
+        f"{1e3 * tokens['seconds']:.1f}" if tokens else "-",
+        f"{1e3 * tokens['exposed_seconds']:.1f}" if tokens else "-",
+        f"{1e3 * record['step']['modelled_seconds']:.1f}",
+        f"{record['memory']['arguments'] / 1e9:.2f}",
+        f"{record['memory']['temporaries'] / 1e9:.2f}",
+        f"{record['lower_seconds'] + record['compile_seconds']:.0f}",
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""Training steps for GPUs that are not there, with copies of experts in a ring: shared by benchmarks of the compiler.
+
+Enters: config files, bindings, a target, and how many copies each device holds. Leaves: what the compiler made of it.
+Needs the CUDA wheels of this jax in the environment, and no GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+
+from moe_jax import compile_ahead, inspection
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step.
+
+    Attributes:
+      files, bindings: of the config; target: DEVICE:NODESxDEVICES; tokens: of a device.
+      guests: copies on each device in each layer, of one expert of each of the next devices; 0 is expert parallelism.
+      method: how they travel.
+      options: for the compiler, beside training's.
+      overflow: with the branch of later passes; without it buckets of as many rows drop what does not fit.
+    """
+
+    files: tuple[str, ...]
+    bindings: tuple[str, ...]
+    target: str
+    tokens: int
+    guests: int
+    method: str = "shift"
+    options: tuple[tuple[str, str], ...] = ()
+    overflow: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a case.
+
+    Attributes:
+      guided: whether the compiler's scheduler was told modelled seconds.
+      program: as built; text: the scheduled program; report: of it; memory: bytes per device by kind.
+      lower_seconds, compile_seconds: of this compilation alone; a guided one comes after an unguided one.
+    """
+
+    guided: bool
+    program: Any
+    text: str
+    report: dict
+    memory: dict[str, int]
+    lower_seconds: float
+    compile_seconds: float
+
+
+def compile_case(case: Case, guided: bool) -> list[Outcome]:
+    """Compile one step as the compiler schedules it by itself, and then, if asked for, guided; model what came out."""
+    from moe_jax.config import parse_run_config
+    from moe_jax.training.guided import compile_with_profile
+    from moe_jax.training.program import build_program
+
+    target = inspection.parse_target(case.target)
+    config, _, _ = parse_run_config(list(case.files), list(case.bindings))
+    devices = target.nodes * target.per_node
+    sequences = devices * case.tokens // config.data.sequence_length
+    train = dataclasses.replace(config.train, batch_size=sequences)
+    config = compile_ahead.on_target(dataclasses.replace(config, train=train), target)
+    if not case.overflow:
+        moe = config.moe
+        groups = moe.num_experts // devices + case.guests
+        factor = moe.bucket_slack * moe.num_experts / (devices * groups)
+        config = dataclasses.replace(config, moe=dataclasses.replace(moe, capacity_factor=factor))
+    program = build_program(config, compile_ahead.described_devices(target))
+    options = {"xla_gpu_autotune_level": "0", **program.compiler_options(), **dict(case.options)}
+    started = time.monotonic()
+    lowered = program.lower_train_step(ring_copies(program, case.guests, case.method))
+    lower_seconds = round(time.monotonic() - started, 1)
+    found: list[Outcome] = []
+    for _ in range(1 + guided):
+        started = time.monotonic()
+        if found:
+            profile = inspection.scheduler_profile(inspection.parse_module(found[0].text), target)
+            executable = compile_with_profile(lowered, options, profile)
+        else:
+            executable = lowered.compile(compiler_options=options)
+        seconds, text = round(time.monotonic() - started, 1), executable.as_text()
+        timeline = inspection.play(inspection.parse_module(text), target, inspection.Model())
+        found.append(
+            Outcome(
+                guided=bool(found),
+                program=program,
+                text=text,
+                report=inspection.build_report(timeline, target, inspection.Model()),
+                memory=compile_ahead.memory_of(executable),
+                lower_seconds=lower_seconds,
+                compile_seconds=seconds,
+            )
+        )
+    return found
+
+
+def ring_copies(program, guests: int, method: str):
+    """Return the skeleton of a placement in which each device copies an expert of each of its next neighbours."""
+    from moe_jax.placement import build_skeleton
+    from moe_jax.training.planning import initial_placement
+
+    even = initial_placement(program)
+    if not guests:
+        return build_skeleton(even, method="none")
+    devices, held = even.devices, program.config.moe.num_experts // even.devices
+    layers = program.config.model.moe_layers
+    copies = [
+        (layer, (device + shift) % devices * held, device)
+        for layer in range(layers)
+        for device in range(devices)
+        for shift in range(1, guests + 1)
+    ]
+    return build_skeleton(even.replace(copies=np.array(sorted(copies), np.int32)), method=method)
