@@ -38,6 +38,7 @@ def mesh_groups(members: int, shards: int, copies: int) -> list[Timed]:
     found += [Timed("all_gather", both), Timed("reduce_scatter", both)]
     for size in (copies, shards):
         found += [Timed(kind, size) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    found.append(Timed("all_gather", copies // shards))  # of integers, where an MP group of s2 spans EP members
     if copies > 1 and both > 1:
         found.append(Timed("saa", both, 1, copies, shards))
     return sorted({timed for timed in found if timed.size > 1})

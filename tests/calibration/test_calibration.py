@@ -10,7 +10,7 @@ import pytest
 
 from moe_jax.calibration import CalibrationOptions, measure
 from moe_jax.calibration.groups import Timed, machine_groups, mesh_groups
-from moe_jax.calibration.layers import layer_cases, schedules_of
+from moe_jax.calibration.layers import LayerCase, build_layer, layer_cases, predict, schedules_of
 from moe_jax.calibration.measure import calibrate
 from moe_jax.calibration.timing import interleaved_seconds, medians
 from moe_jax.cluster import Cluster, Fit, fit_layers, read_cluster, write_cluster
@@ -38,7 +38,9 @@ def test_groups_of_a_mesh_by_hand():
     # N_EP 2, N_ESP 4, N_MP 2 on eight devices: EP&ESP is all eight, EP pairs stand 4 apart.
     names = {timed.name for timed in mesh_groups(members=2, shards=4, copies=2)}
     assert {"all_to_all:8", "all_to_all:2x4", "all_gather:2", "all_gather:4", "all_reduce:4", "saa:8,2,4"} <= names
-    assert not any(name.endswith(":1") for name in names)
+    assert not any(name.endswith((":1", ":0")) for name in names)
+    # N_MP 8 over N_ESP 2 spans four EP members, which agree on the first
+    assert "all_gather:4" in {timed.name for timed in mesh_groups(members=4, shards=2, copies=8)}
 
 
 def test_groups_of_a_machine_hold_those_of_every_mesh():
@@ -154,6 +156,37 @@ def test_layers_of_a_machine_visit_every_pair():
     assert {(case.copies, case.shards) for case in cases} == {(n, s) for n in (1, 2, 4) for s in (1, 2, 4)}
     assert schedules_of(cases[0]) == ("deepspeed", "s1", "s2")
     assert layer_cases(8, 1.0, MeshConfig(expert=2, expert_shard=2)) == []  # two replicas: gradients would be summed
+
+
+def test_timed_layers_give_the_law_that_their_times_follow(monkeypatch):
+    """Layers on a clock that takes 3 ms, half of the predicted communication and twice the computation."""
+    mesh = MeshConfig(expert=2, expert_shard=2, model=2)
+    line = (1e-4, 1e-9)
+    names = [timed.name for timed in mesh_groups(2, 2, 2) if timed.collective != "saa"]
+    fits = {name: line for name in names} | {"saa:4,2,2": (1e-4, 1e-9, 1e-9), "call": (1e-4, 0.0)}
+    fits |= {name: (2e-4, 3e-9, 1e-10) for name in ("gate", "regroup", "expert_step")}
+    alone = Cluster(fits=fits)
+    wanted = [(case, name) for case in layer_cases(4, 1.0, mesh, 5) for name in schedules_of(case)]
+    told = [predict(name, case, 4, alone, "all_to_all") for case, name in wanted]
+    monkeypatch.setattr(measure, "build_layer", lambda schedule, case, devices: (schedule, case))
+
+    def clock(calls, rounds):
+        assert list(calls.values()) == [(name, case) for case, name in wanted]
+        return {str(i): [3e-3 + 0.5 * t.communication + 2 * t.computation] for i, t in enumerate(told)}
+
+    monkeypatch.setattr(measure, "interleaved_seconds", clock)
+    options = CalibrationOptions(layers=5)
+    found = measure._time_layers(jax.devices()[:4], options, mesh, alone, lambda numbers: numbers)
+    fits = measure._fit_layers(found)
+    assert sorted(fits) == ["layer:deepspeed", "layer:s1", "layer:s2"]
+    for fit in fits.values():
+        assert (fit.alpha, fit.beta, fit.gamma) == pytest.approx((3e-3, 0.5, 2.0), rel=1e-6)
+
+
+def test_a_layer_is_built_and_runs():
+    case = LayerCase(copies=2, shards=2, tokens=64, model_dim=16, hidden_dim=16, factor=1.0, top_k=1)
+    y, (dx, *_) = build_layer("s1", case, jax.devices()[:4])()
+    assert y.shape == dx.shape == (2 * 64, 16)  # two MP groups
 
 
 def test_parm_counts_the_gate_when_it_was_timed():
