@@ -367,6 +367,8 @@ class _Backward(_Direction):
 
     def _attention(self, window, layer, env, pull_back):
         (dx, dmix) = self.beside(window, env, env.pop(("da", layer)), pull_back)
+        if window.beside:  # the devices' sum of dmix would stand before the moves, and attention's kernels before it
+            dx, dmix = fence((dx, dmix))
         dmix = self._unprepare(layer, mix=dmix)
         env["dx", layer] = self.after(dx, dmix)
         self.write("mix", layer, dmix, env)
