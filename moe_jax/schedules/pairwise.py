@@ -2,10 +2,14 @@
 
 Enters: the t tokens of this device's MP group. Leaves: the same tokens, transformed. The D expert-parallel members
 stand in G groups on a ring. In step s group g sends rows to group g - s (S_s), computes those that came from group g
-+ s (C_s) and sends them back (S'_s). One stream of transfers, S_0 .. S_{G-1}, S'_0 .. S'_{G-1}, and one of matmuls,
-C_0 .. C_{G-1}; C_s waits for S_s, and S'_s for C_s. The quickest transfers stand at the ends: S_0 stays in the own
-group, S'_{G-1} goes to a neighbour on the ring. Under MP and ESP tokens are split and rows dumped as in `s1`. Source:
-FasterMoE, section 4.2. Letters: n = D / G members of a group, S shards of an expert, c rows of a bucket, P = D S.
++ s (C_s) and sends them back (S'_s). One stream of transfers, S_0 .. S_{G-1}, S'_{G-1} last, and one of matmuls,
+C_0 .. C_{G-1}; C_s waits for S_s, and S'_s for C_s. Under MP and ESP tokens are split and rows dumped as in `s1`.
+Source: FasterMoE, section 4.2.
+
+A step is one transfer, because XLA keeps one in flight at a time (docs/bench/inspect.md): first each device collects
+from its own group all rows that go to its place in any group, one all-to-all over the fast links that stands for S_0;
+then S_s hands what it collected for group g - s to the device in its place there. The way back is the mirror image.
+Letters: n = D / G members of a group, S shards of an expert, L = n S devices of a group, c rows of a bucket, P = D S.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.copies import own_part
+from moe_jax.collectives.exchange import shift_pairs
+from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
@@ -66,14 +72,16 @@ def build_pairwise(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             device, expert = destinations(tables, choice, sizes.groups)
             routing = route(choice, device, expert, group.members, sizes.groups)
             needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
-        order, source = ring.places(lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard))
+        order, source = ring.places(lax.axis_index(group.axes) // ring.local)
 
         def one_pass(index):
             with jax.named_scope("dispatch"):
                 parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
                 arriving = group.send_counts(parcel.counts)[source]  # [P, groups], step after step
                 parcel = _reorder(parcel, order, rows)
-                blocks = tokens_to_rows(mine, parcel).reshape(groups, group.members // groups, rows, -1)
+                blocks = tokens_to_rows(mine, parcel).reshape(ring.each, groups, rows, -1)
+                # every matmul needs the counts: they travel ahead of the rows
+                blocks, arriving = lax.optimization_barrier((blocks, arriving))
             home = ring.run(blocks, arriving, experts)
             with jax.named_scope("combine"):
                 return rows_to_tokens(home.reshape(group.members * rows, -1), choice.weights, parcel)
@@ -89,62 +97,56 @@ class Ring:
 
     def __init__(self, group: ExpertGroup, groups: int):
         self.group, self.groups, self.each = group, groups, group.members // groups
+        self.local = self.each * group.shards
 
-    def places(self, member, shard):
-        """Return where rows go and come from, step after step, for this device.
+    def places(self, g):
+        """Return where rows go and come from, for a device of group g.
 
         Returns:
-          order int32 [D]: member to which the rows of place (s, j) go; source int32 [P]: device of the group from which
-          those of place (s, j, i) come.
+          order int32 [D]: member to which the rows of place (k, s) go, that is member k of group g - s; source int32
+          [P]: device from which those of place (s, l) come, that is device l of group g + s.
         """
-        g, k = member // self.each, member % self.each
-        step = jnp.arange(self.groups, dtype=jnp.int32)[:, None]
-        j = jnp.arange(self.each, dtype=jnp.int32)[None]
-        order = (g - step) % self.groups * self.each + (k + j) % self.each
-        origin = (g + step) % self.groups * self.each + (k - j) % self.each
-        i = jnp.arange(self.group.shards, dtype=jnp.int32)
-        source = origin[..., None] * self.group.shards + (shard - i)[None, None] % self.group.shards
-        return order.reshape(-1), source.reshape(-1)
+        step = jnp.arange(self.groups, dtype=jnp.int32)
+        k = jnp.arange(self.each, dtype=jnp.int32)[:, None]
+        origin = (g + step)[:, None] % self.groups
+        source = origin * self.local + jnp.arange(self.local, dtype=jnp.int32)
+        return ((g - step) % self.groups * self.each + k).reshape(-1), source.reshape(-1)
 
-    def pairs(self, s: int, j: int, i: int, back: bool = False) -> list[tuple[int, int]]:
-        """Return (source, target) of all devices in round (j, i) of step s, or of its way back."""
-        forth = []
-        for g in range(self.groups):
-            for k in range(self.each):
-                target = (g - s) % self.groups * self.each + (k + j) % self.each
-                for shard in range(self.group.shards):
-                    me = (g * self.each + k) * self.group.shards + shard
-                    forth.append((me, target * self.group.shards + (shard + i) % self.group.shards))
-        return [(b, a) for a, b in forth] if back else forth
+    def share(self, blocks):
+        """Exchange within the group: block l of [L, ...] to its device l; [L, ...], block l from there."""
+        if self.local == 1:
+            return blocks
+        inside = [list(range(g * self.local, (g + 1) * self.local)) for g in range(self.groups)]
+        blocks = cast_varying(blocks, self.group.axes)
+        return lax.all_to_all(blocks, self.group.axes, 0, 0, axis_index_groups=inside, tiled=True)
 
-    def move(self, block, s: int, j: int, i: int, back: bool = False):
-        return block if s == j == i == 0 else lax.ppermute(block, self.group.axes, self.pairs(s, j, i, back))
+    def move(self, block, steps: int):
+        """Hand a block to the device in the same place, so many groups ahead on the ring."""
+        steps %= self.groups
+        return lax.ppermute(block, self.group.axes, shift_pairs(self.groups, self.local, steps, 0)) if steps else block
 
-    def rounds(self):
-        """Return the rounds (j, i) of one step."""
-        return [(j, i) for j in range(self.each) for i in range(self.group.shards)]
-
-    def send(self, blocks, s: int):
-        """S_s: [n, c, M] to group g - s; returns what came from group g + s, [n S, c, M]."""
+    def send(self, collected, s: int):
+        """S_s: [L, c, M] to group g - s; returns what came from group g + s, [L, c, M]."""
         with jax.named_scope("dispatch"):
-            return jnp.stack([self.move(blocks[j], s, j, i) for j, i in self.rounds()])
+            return self.move(collected, -s)
 
     def send_back(self, done, s: int):
-        """S'_s: computed rows [n S, c, M] home; returns the own ones, summed over shards, [n, c, M]."""
+        """S'_s: computed rows [L, c, M] back to group g + s; returns what came home from group g - s."""
         with jax.named_scope("combine"):
-            parts = [self.move(done[r], s, j, i, back=True) for r, (j, i) in enumerate(self.rounds())]
-            wide = jnp.promote_types(done.dtype, jnp.float32)
-            home = jnp.stack(parts).reshape((self.each, self.group.shards) + done.shape[1:])
-            return jnp.sum(home, axis=1, dtype=wide).astype(done.dtype)
+            return self.move(done, s)
 
     def run(self, blocks, arriving, experts):
-        """Run all tasks: blocks [G, n, c, M] in step order -> the same places, computed.
+        """Run all tasks: blocks [n, G, c, M] -> the same places, computed and summed over shards.
 
         Args:
           arriving: int32 [P, groups of experts], counts in step order; experts: of this device.
         """
-        outgoing = [blocks[s] for s in range(self.groups)]
-        arriving = arriving.reshape(self.groups, self.each * self.group.shards, -1)
+        with jax.named_scope("dispatch"):
+            shards = self.group.shards
+            dumped = jnp.stack([blocks] * shards, axis=1) if shards > 1 else blocks
+            collected = self.share(dumped.reshape((self.local,) + blocks.shape[1:]))  # [L, G, c, M]
+            outgoing = [collected[:, s] for s in range(self.groups)]
+        arriving = arriving.reshape(self.groups, self.local, -1)
         received, done, home = [], [], []
         for s in range(self.groups):
             if s:  # the stream of transfers keeps its order; C_{s-1} is free to run beside S_s
@@ -158,7 +160,13 @@ class Ring:
             before = home if s else received
             done[s], before[-1] = lax.optimization_barrier((done[s], before[-1]))
             home.append(self.send_back(done[s], s))
-        return jnp.stack(home)
+        with jax.named_scope("combine"):
+            parts = self.share(jnp.stack(home, axis=1))  # [L, G, c, M]
+            if shards == 1:
+                return parts
+            wide = jnp.promote_types(parts.dtype, jnp.float32)
+            parts = parts.reshape((self.each, shards) + parts.shape[1:])
+            return jnp.sum(parts, axis=1, dtype=wide).astype(parts.dtype)
 
 
 def _reorder(parcel: Parcel, order, rows: int) -> Parcel:
