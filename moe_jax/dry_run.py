@@ -131,8 +131,8 @@ def _pairwise_lines(run: RunConfig, roles: Roles) -> list[str]:
     moe, model = run.moe, run.model
     tokens = run.train.batch_size // run.train.accumulate * run.data.sequence_length // roles.size(roles.dense)
     sizes = layer_sizes(moe, roles, tokens)
-    shape = layer_shape("pairwise", roles, sizes, model.model_dim, model.sequence_parallel)
     groups = choose_groups(roles, moe.pairwise_groups)
+    shape = layer_shape("pairwise", roles, sizes, model.model_dim, model.sequence_parallel, groups)
     lines = [f"pairwise: {shape.members} expert-parallel devices in {groups} group(s), {3 * groups} tasks in a pass"]
     path = moe.cluster or run.planner.cluster
     if not path:

@@ -30,12 +30,17 @@ class Timed(typing.NamedTuple):
         return strided_name(self.collective, self.size, self.stride)
 
 
-def mesh_groups(members: int, shards: int, copies: int) -> list[Timed]:
-    """Return what one mesh needs: N_EP, N_ESP, N_MP."""
+def mesh_groups(members: int, shards: int, copies: int, per_node: int = 0) -> list[Timed]:
+    """Return what one mesh needs: N_EP, N_ESP, N_MP, and devices of a node (0: all stand in one)."""
     both = members * shards
     found = [Timed(kind, both) for kind in EXCHANGES]
     found += [Timed(kind, members, shards) for kind in EXCHANGES]
     found += [Timed("all_gather", both), Timed("reduce_scatter", both)]
+    inside = per_node if 0 < per_node < both and both % per_node == 0 and per_node % shards == 0 else shards
+    found += [
+        Timed("all_to_all", inside),
+        Timed("permute", both // inside, inside),
+    ]  # `pairwise`: in and between groups
     for size in (copies, shards):
         found += [Timed(kind, size) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
     found.append(Timed("all_gather", copies // shards))  # of integers, where an MP group of s2 spans EP members
@@ -54,10 +59,10 @@ def machine_groups(devices: int, per_node: int, largest: int = 4) -> list[Timed]
     for shards in powers:
         for copies in powers:
             members = devices // shards
-            found |= set(mesh_groups(members, shards, copies))
+            found |= set(mesh_groups(members, shards, copies, per_node))
             for replicas in powers[1:]:
                 if members % replicas == 0:
-                    fewer = mesh_groups(members // replicas, shards, copies)
+                    fewer = mesh_groups(members // replicas, shards, copies, per_node)
                     found |= {timed for timed in fewer if timed.collective in EXCHANGES}
     if 1 < per_node < devices:
         found |= {Timed("permute", per_node), Timed("permute", devices // per_node, per_node)}

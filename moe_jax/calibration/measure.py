@@ -95,7 +95,7 @@ def calibrate(
         groups = machine_groups(len(devices), per_node)
     else:
         mesh = mesh.resolve(len(devices))
-        groups = mesh_groups(mesh.expert, mesh.expert_shard, mesh.model)
+        groups = mesh_groups(mesh.expert, mesh.expert_shard, mesh.model, per_node)
     agree = _Agreement(hosts)
     empty = agree(medians(interleaved_seconds({"call": empty_case(devices)}, 3 * options.rounds)))["call"]
     fits, points = {"call": Fit(empty, 0.0)}, {}

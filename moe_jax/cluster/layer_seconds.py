@@ -111,7 +111,7 @@ def transfer_seconds(transfers: list[Transfer], shape: LayerShape, cluster: Clus
         rest.remove(rounds[0])
         rest.remove(gathers[0])
     for transfer in rest:
-        fit = cluster.fit(_name(transfer, shape), asker)
+        fit = cluster.fit(transfer_fit(transfer, shape), asker)
         seconds += transfer.calls * max(0.0, fit.seconds(transfer.elements * item))
     return seconds
 
@@ -120,12 +120,16 @@ def _carried(transfer: Transfer, transport: str) -> Transfer:
     return transfer._replace(collective=transport) if transfer.collective == "all_to_all" else transfer
 
 
-def _name(transfer: Transfer, shape: LayerShape) -> str:
+def transfer_fit(transfer: Transfer, shape: LayerShape) -> str:
+    """Return the name of the fit that a transfer of this layer is predicted by."""
+    both = shape.members * shape.shards
     size, stride = {
         "model": (shape.copies, 1),
         "expert": (shape.members, shape.shards),
         "expert_shard": (shape.shards, 1),
-        "expert+expert_shard": (shape.members * shape.shards, 1),
+        "expert+expert_shard": (both, 1),
+        "pairwise_group": (both // shape.groups, 1),
+        "pairwise_ring": (shape.groups, both // shape.groups),
         # an MP group's EP members stand N_ESP apart; calibrations time neighbours
         "model_expert": (shape.copies // shape.shards, 1),
     }[transfer.group]

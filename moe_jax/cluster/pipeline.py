@@ -10,8 +10,7 @@ from __future__ import annotations
 import typing
 
 from moe_jax.cluster.cluster import Cluster
-from moe_jax.cluster.groups import fit_name
-from moe_jax.cluster.layer_seconds import ExpertLoad, transfer_seconds
+from moe_jax.cluster.layer_seconds import ExpertLoad, transfer_fit, transfer_seconds
 from moe_jax.cluster.topology import overlap_bound
 from moe_jax.cluster.volumes import LayerShape, layer_transfers
 
@@ -32,7 +31,7 @@ class PipelineSeconds(typing.NamedTuple):
 
 
 def pairwise_seconds(shape: LayerShape, load: ExpertLoad, cluster: Cluster, item: int = 4) -> PipelineSeconds:
-    """Predict what `pairwise` pipelines: by the fits of a calibration, else by bandwidth and FLOP/s of a preset.
+    """Predict what `pairwise` pipelines: by the fits of a calibration, else by bandwidths and FLOP/s of a preset.
 
     Args:
       shape: of the layer; load: of the experts of one device; item: bytes of a number.
@@ -42,11 +41,17 @@ def pairwise_seconds(shape: LayerShape, load: ExpertLoad, cluster: Cluster, item
     """
     ways = layer_transfers("pairwise", shape)
     fitted = {name for name, _ in cluster.fits}
-    if {fit_name("permute", shape.members * shape.shards), "expert_step"} <= fitted:
+    steps = {transfer_fit(t, shape) for way in ways for t in way if t.group != "model"}
+    if steps | {"expert_step"} <= fitted:
         moving = sum(transfer_seconds(way, shape, cluster, item, _ASKER) for way in ways)
         return PipelineSeconds(moving, cluster.fit("expert_step", _ASKER).seconds(load.flops, load.bytes), "its fits")
-    sent = sum(t.calls * t.elements for way in ways for t in way if t.collective == "permute")
+    sent = sum(t.calls * t.elements for way in ways for t in way if t.group == "pairwise_ring")
+    # of an all-to-all within a group of L devices one L-th stays
+    inside, size = 0.0, shape.members * shape.shards // shape.groups
+    if size > 1:
+        inside = sum(t.calls * t.elements for way in ways for t in way if t.group == "pairwise_group") * (1 - 1 / size)
     # what a device gets of an all-gather over the MP group comes from the others
     gathered = sum(t.elements * (shape.copies - 1) // shape.copies for way in ways for t in way if t.group == "model")
-    moving = (sent + gathered) * item / cluster.bandwidth(_ASKER)
+    between = cluster.bandwidth(_ASKER)
+    moving = item * ((sent + gathered) / between + inside / (cluster.intra_bandwidth or between))
     return PipelineSeconds(moving, load.flops / cluster.need("flops", _ASKER), "its bandwidth and FLOP/s")

@@ -5,9 +5,9 @@ counts elements as its collective's formula does: what a device hands in, and fo
 Integers (counts, routes, the flag of an overflow) are a term of their own, `index_transfers`; sums of gradients over
 data-parallel devices are not in here.
 
-Letters: N tokens of an MP group, M model dim, D EP members, S shards (N_ESP), n = N_MP, P = D S, G steps of `pairwise`,
-C rows of a bucket: of one device's N / n tokens under s1, pairwise and dp, of all N under deepspeed and s2. With a
-capacity, D C is the papers' E C.
+Letters: N tokens of an MP group, M model dim, D EP members, S shards (N_ESP), n = N_MP, P = D S, G groups of
+`pairwise`, C rows of a bucket: of one device's N / n tokens under s1, pairwise and dp, of all N under deepspeed
+and s2. With a capacity, D C is the papers' E C.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Transfer(typing.NamedTuple):
 class LayerShape:
     """Hold the sizes that decide what travels; see the letters above.
 
-    With `split_tokens` an MP group hands its tokens over in parts, and takes them back so.
+    With `split_tokens` an MP group hands its tokens over in parts, and takes them back so. `groups` is G of `pairwise`.
     """
 
     tokens: int
@@ -43,6 +43,7 @@ class LayerShape:
     top_k: int = 1
     experts: int = 1
     split_tokens: bool = False
+    groups: int = 1
 
     @property
     def x(self) -> int:
@@ -59,6 +60,7 @@ class LayerShape:
 
 
 _BOTH = "expert+expert_shard"
+_GROUP, _RING = "pairwise_group", "pairwise_ring"  # P / G neighbours of the EP&ESP group; the G devices in one place
 
 
 def layer_transfers(
@@ -69,15 +71,18 @@ def layer_transfers(
     Args:
       schedule: a name of the schedules; 'parm' is 's1' or 's2'.
       shape: sizes; gather: how s2 returns, 'saa' or 'aas'.
-      transport: how an all-to-all travels; local: for 'two_level', members of its group that share a node.
+      transport: how an all-to-all travels, but not that of `pairwise`, which cuts its own; local: for 'two_level',
+        members of its group that share a node.
 
     Source: Parm, sections III and IV, restated for buckets; FasterMoE, section 4.2.
     """
     if schedule not in _FORMULAS:
         raise UserError(f"schedule {schedule!r} has no volume formula; choose one of {', '.join(_FORMULAS)}")
     both = _FORMULAS[schedule](shape, gather)
-    forward, backward = (_carried(_present(transfers, shape), shape, transport, local) for transfers in both)
-    return forward, backward
+    forward, backward = (_present(transfers, shape) for transfers in both)
+    if schedule == "pairwise":
+        return forward, backward
+    return _carried(forward, shape, transport, local), _carried(backward, shape, transport, local)
 
 
 def index_transfers(schedule: str, shape: LayerShape, most_passes: int = 1) -> list[Transfer]:
@@ -108,7 +113,9 @@ def index_transfers(schedule: str, shape: LayerShape, most_passes: int = 1) -> l
 
 def _group_sizes(shape: LayerShape) -> dict[str, int]:
     sizes = {"model": shape.copies, "expert": shape.members, "expert_shard": shape.shards}
-    return {**sizes, _BOTH: shape.members * shape.shards, "model_expert": shape.copies // shape.shards}
+    both = shape.members * shape.shards
+    sizes |= {_BOTH: both, "model_expert": shape.copies // shape.shards}
+    return {**sizes, _GROUP: both // shape.groups, _RING: shape.groups}
 
 
 def _present(transfers: list[Transfer], shape: LayerShape) -> list[Transfer]:
@@ -175,8 +182,9 @@ def _deepspeed(shape: LayerShape, _):
 
 
 def _pairwise(shape: LayerShape, _):
-    rounds = Transfer("permute", _BOTH, shape.rows * shape.model_dim, 2 * (shape.members * shape.shards - 1))
-    both = [rounds, *shape.whole(in_parts=True)]
+    inside = Transfer("all_to_all", _GROUP, shape.x, 2)
+    steps = Transfer("permute", _RING, shape.x // shape.groups, 2 * (shape.groups - 1))
+    both = [inside, steps, *shape.whole(in_parts=True)]
     return both, both
 
 

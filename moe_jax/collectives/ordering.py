@@ -15,6 +15,8 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
 
+from moe_jax.collectives.varying import match_varying
+
 _wait_for_p = core.Primitive("wait_for")
 
 
@@ -71,6 +73,23 @@ gradients_in_turn.defvjp(
     lambda first, others, count: ((first, others), count),
     lambda count, d: (wait_for_tree(d[0], count, d[1]), d[1], None),
 )
+
+
+def both_ready(first, second):
+    """Return (first, second), neither of which a compiler may use before both are there; their gradients are free.
+
+    Args:
+      first, second: arrays of floats.
+    """
+    return _both_ready(*match_varying(first, second))
+
+
+@jax.custom_vjp
+def _both_ready(first, second):
+    return lax.optimization_barrier((first, second))
+
+
+_both_ready.defvjp(lambda first, second: (lax.optimization_barrier((first, second)), None), lambda _, d: d)
 
 
 @jax.custom_jvp

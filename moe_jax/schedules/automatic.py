@@ -107,9 +107,9 @@ def _knows_layers(cluster: Cluster | None) -> bool:
 
 
 def layer_shape(
-    schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int, split_tokens: bool = False
+    schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int, split_tokens: bool = False, groups: int = 1
 ) -> LayerShape:
-    """Return what the cost formulas ask about one layer under 's1', 's2', 'deepspeed' or 'pairwise'."""
+    """Return what the cost formulas ask about one layer under 's1', 's2', 'deepspeed' or 'pairwise' (in `groups`)."""
     copies, members = roles.size(roles.model), roles.size(roles.expert)
     if schedule == "s2" and copies > 1:
         rows = whole_bucket_rows(sizes, members, copies)
@@ -127,6 +127,7 @@ def layer_shape(
         top_k=sizes.top_k,
         experts=sizes.num_experts,
         split_tokens=split_tokens,
+        groups=groups,
     )
 
 

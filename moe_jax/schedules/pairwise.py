@@ -2,13 +2,14 @@
 
 Enters: the t tokens of this device's MP group. Leaves: the same tokens, transformed. The D expert-parallel members
 stand in G groups on a ring. In step s group g sends rows to group g - s (S_s), computes those that came from group g
-+ s (C_s) and sends them back (S'_s). One stream of transfers, S_0 .. S_{G-1}, S'_{G-1} last, and one of matmuls,
-C_0 .. C_{G-1}; C_s waits for S_s, and S'_s for C_s. Under MP and ESP tokens are split and rows dumped as in `s1`.
-Source: FasterMoE, section 4.2.
++ s (C_s) and sends them back (S'_s). One stream of transfers, S_0 .. S_{G-1}, S'_1 .. S'_{G-1}, S'_0, and one of
+matmuls, C_0 .. C_{G-1}; C_s waits for S_s, and S'_s for C_s. Under MP and ESP tokens are split and rows dumped as in
+`s1`. Source: FasterMoE, section 4.2.
 
 A step is one transfer, because XLA keeps one in flight at a time (docs/bench/inspect.md): first each device collects
 from its own group all rows that go to its place in any group, one all-to-all over the fast links that stands for S_0;
-then S_s hands what it collected for group g - s to the device in its place there. The way back is the mirror image.
+then S_s hands what it collected for group g - s to the device in its place there. The way back is the mirror image, so
+that S'_0 ends it. And because XLA schedules from the end, S_{s+2} waits for C_s: else all matmuls move behind S_{G-1}.
 Letters: n = D / G members of a group, S shards of an expert, L = n S devices of a group, c rows of a bucket, P = D S.
 """
 
@@ -20,6 +21,7 @@ from jax import lax
 
 from moe_jax.collectives.copies import own_part
 from moe_jax.collectives.exchange import shift_pairs
+from moe_jax.collectives.ordering import both_ready
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
 from moe_jax.errors import UserError
@@ -109,8 +111,8 @@ class Ring:
         step = jnp.arange(self.groups, dtype=jnp.int32)
         k = jnp.arange(self.each, dtype=jnp.int32)[:, None]
         origin = (g + step)[:, None] % self.groups
-        source = origin * self.local + jnp.arange(self.local, dtype=jnp.int32)
-        return ((g - step) % self.groups * self.each + k).reshape(-1), source.reshape(-1)
+        source = origin * self.local + jnp.arange(self.local, dtype=jnp.int32)[None]
+        return ((g - step)[None] % self.groups * self.each + k).reshape(-1), source.reshape(-1)
 
     def share(self, blocks):
         """Exchange within the group: block l of [L, ...] to its device l; [L, ...], block l from there."""
@@ -135,6 +137,10 @@ class Ring:
         with jax.named_scope("combine"):
             return self.move(done, s)
 
+    def compute(self, received, arriving, experts):
+        """C_s: rows [L, c, M] as they arrived -> the same places, computed."""
+        return compute(experts, received.reshape(-1, received.shape[-1]), arriving).reshape(received.shape)
+
     def run(self, blocks, arriving, experts):
         """Run all tasks: blocks [n, G, c, M] -> the same places, computed and summed over shards.
 
@@ -147,18 +153,22 @@ class Ring:
             collected = self.share(dumped.reshape((self.local,) + blocks.shape[1:]))  # [L, G, c, M]
             outgoing = [collected[:, s] for s in range(self.groups)]
         arriving = arriving.reshape(self.groups, self.local, -1)
-        received, done, home = [], [], []
-        for s in range(self.groups):
-            if s:  # the stream of transfers keeps its order; C_{s-1} is free to run beside S_s
-                outgoing[s], received[-1] = lax.optimization_barrier((outgoing[s], received[-1]))
+        received, done = outgoing[:1], []
+        for s in range(1, self.groups):
+            if s > 1:  # C_{s-2} has run beside S_{s-1}
+                outgoing[s], done[s - 2] = both_ready(outgoing[s], done[s - 2])
+            # the stream of transfers keeps its order; C_{s-1} is free to run beside S_s
+            outgoing[s], received[-1] = lax.optimization_barrier((outgoing[s], received[-1]))
             received.append(self.send(outgoing[s], s))
-        for s in range(self.groups):
-            shape = received[s].shape
-            rows = compute(experts, received[s].reshape(-1, shape[-1]), arriving[s])
-            done.append(rows.reshape(shape))
-        for s in range(self.groups):
-            before = home if s else received
-            done[s], before[-1] = lax.optimization_barrier((done[s], before[-1]))
+            done.append(self.compute(received[s - 1], arriving[s - 1], experts))
+        last = self.groups - 1
+        if last > 1:
+            done[1], received[last] = lax.optimization_barrier((done[1], received[last]))
+        done.append(self.compute(received[last], arriving[last], experts))
+        home = done[:1]
+        for s in range(1, self.groups):
+            if s > 1:
+                done[s], home[-1] = lax.optimization_barrier((done[s], home[-1]))
             home.append(self.send_back(done[s], s))
         with jax.named_scope("combine"):
             parts = self.share(jnp.stack(home, axis=1))  # [L, G, c, M]

@@ -39,6 +39,9 @@ def test_groups_of_a_mesh_by_hand():
     names = {timed.name for timed in mesh_groups(members=2, shards=4, copies=2)}
     assert {"all_to_all:8", "all_to_all:2x4", "all_gather:2", "all_gather:4", "all_reduce:4", "saa:8,2,4"} <= names
     assert not any(name.endswith((":1", ":0")) for name in names)
+    assert {"all_to_all:4", "permute:2x4"} <= names  # the groups of `pairwise`, each one member's shards
+    # eight members on two nodes: its groups are the nodes
+    assert {"all_to_all:4", "permute:2x4"} <= {timed.name for timed in mesh_groups(8, 1, 1, per_node=4)}
     # N_MP 8 over N_ESP 2 spans four EP members, which agree on the first
     assert "all_gather:4" in {timed.name for timed in mesh_groups(members=4, shards=2, copies=8)}
 
@@ -47,7 +50,7 @@ def test_groups_of_a_machine_hold_those_of_every_mesh():
     whole = set(machine_groups(8, 4))
     for copies in (1, 2, 4):
         for shards in (1, 2, 4):
-            assert set(mesh_groups(8 // shards, shards, copies)) <= whole
+            assert set(mesh_groups(8 // shards, shards, copies, per_node=4)) <= whole
     assert Timed("permute", 2, 4) in whole  # the two nodes
 
 

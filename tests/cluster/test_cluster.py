@@ -172,15 +172,22 @@ def test_overlap_bound_by_hand():
 
 
 def test_bound_of_pairwise_by_hand():
-    """D = 2, S = 2: per way 2 (4 - 1) rounds of 8 rows of 4 elements, and a gather of 16*4 = 64 over N_MP = 2."""
-    shape = LayerShape(tokens=16, model_dim=4, rows=8, members=2, shards=2, copies=2)
+    """D = G = 2, S = 2: per way 2 all-to-alls of 2*8*4*2 = 128 elements over the shards, as many steps of half of it
+    between the groups, and a gather of 16*4 = 64 over N_MP = 2."""
+    shape = LayerShape(tokens=16, model_dim=4, rows=8, members=2, shards=2, copies=2, groups=2)
     load = ExpertLoad(flops=300.0, bytes=5.0)
-    fits = {"permute:4": Fit(1.0, 1.0), "all_gather:2": Fit(0.0, 2.0), "expert_step": Fit(0.0, 2.0, 1.0)}
+    fits = {"permute:2x2": Fit(1.0, 1.0), "all_to_all:2": Fit(0.0, 3.0), "all_gather:2": Fit(0.0, 2.0)}
+    fits |= {"expert_step": Fit(0.0, 2.0, 1.0)}
     told = pairwise_seconds(shape, load, Cluster(fits=fits, flops=1.0), item=1)
-    assert told[:2] == (12 * (1 + 32) + 2 * 2 * 64, 2 * 300 + 5)
+    assert told[:2] == (4 * (1 + 64) + 4 * 3 * 128 + 2 * 2 * 64, 2 * 300 + 5)
     assert told.bound == (told.communication + told.experts) / max(told[:2]) and 1 < told.bound < 2
     # a preset without fits: what crosses links at W = 4 bytes/s, P = 100 FLOP/s
     flat = pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0, flops=100.0), item=1)
-    assert flat[:2] == ((12 * 32 + 2 * 32) / 4, 3.0)
+    assert flat[:2] == ((4 * 64 + 4 * 128 / 2 + 2 * 32) / 4, 3.0)
+    # two nodes: the all-to-all takes the links inside
+    nodes = pairwise_seconds(
+        shape, load, Cluster(nodes=2, devices_per_node=2, intra_bandwidth=8.0, inter_bandwidth=4.0, flops=100.0), item=1
+    )
+    assert nodes[:2] == ((4 * 64 + 2 * 32) / 4 + 4 * 128 / 2 / 8, 3.0)
     with pytest.raises(UserError, match="the bound of MoEConfig.schedule 'pairwise' needs Cluster.flops"):
         pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0))

@@ -22,6 +22,7 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe.bank import open_sink
 from moe_jax.moe.layer import layer_sizes, make_moe
+from moe_jax.schedules.pairwise import choose_groups
 from moe_jax.schedules.pause_after_gate import whole_bucket_rows
 
 WIDE = {"bucket_slack": 100.0}
@@ -30,6 +31,8 @@ CASES = [(schedule, pair, {}) for schedule in SCHEDULES for pair in ((1, 2), (2,
 CASES += [
     ("s2", (4, 2), {"gather": "aas"}),
     ("s1", (1, 1), {}),
+    ("pairwise", (1, 1), {"pairwise_groups": 4}),
+    ("pairwise", (1, 2), {"pairwise_groups": 2}),
     ("s1", (2, 2), {"transport": "pairwise"}),
     ("deepspeed", (2, 2), {"transport": "two_level"}),
     ("s1", (2, 2), {"transport": "two_level"}),
@@ -39,7 +42,7 @@ CASES += [(schedule, (2, 2), {"tokens": "split"}) for schedule in SCHEDULES]
 
 def name_of(case):
     schedule, (mp, esp), options = case
-    return "-".join([schedule, f"mp{mp}", f"esp{esp}", *options.values()])
+    return "-".join([schedule, f"mp{mp}", f"esp{esp}", *map(str, options.values())])
 
 
 def lower(config, roles, split=False):
@@ -90,11 +93,12 @@ def shape_of(config, roles, split=False):
         top_k=config.top_k,
         experts=EXPERTS,
         split_tokens=split,
+        groups=choose_groups(roles, config.pairwise_groups) if config.schedule == "pairwise" else 1,
     )
 
 
-def formula(transfers, is_float, roles):
-    """Count transfers as the program's are counted: a group is its devices."""
+def formula(transfers, is_float, roles, inside=1):
+    """Count transfers as the program's are counted: a group is its devices; `inside` of them in one of pairwise's."""
     axes = {
         "model": roles.model,
         "expert": roles.expert,
@@ -105,8 +109,18 @@ def formula(transfers, is_float, roles):
     }
     out = collections.Counter()
     for kind, group, elements, calls in transfers:
-        out[is_float, kind, groups_of(roles, axes[group]) if kind != "permute" else group, elements] += calls
+        if group == "pairwise_group":
+            devices = neighbours(groups_of(roles, axes["expert+expert_shard"]), inside)
+        else:
+            devices = group if kind == "permute" else groups_of(roles, axes[group])
+        out[is_float, kind, devices, elements] += calls
     return out
+
+
+def neighbours(groups, size):
+    """Cut groups of devices into those of `size` neighbours in each."""
+    ordered = [sorted(group) for group in groups]
+    return frozenset(frozenset(group[i : i + size]) for group in ordered for i in range(0, len(group), size))
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -126,12 +140,13 @@ def test_program_moves_what_the_formula_says(case):
     permutes = {t.group: t.group for t in forward + backward if t.collective == "permute"}
     seen_forward, seen_both = (collectives(lowered, roles, permutes) for lowered in lower(config, roles, split))
     integers = formula(index_transfers(schedule, shape), False, roles)
-    assert seen_forward == formula(forward, True, roles) + integers
+    inside = shape.members * shape.shards // shape.groups
+    assert seen_forward == formula(forward, True, roles, inside) + integers
     # gradients of replicated parameters are summed over the devices that hold them: no term of the layer's
     sums = collections.Counter(
         {key: n for key, n in seen_both.items() if key[0] and key[1] == "all_reduce" and key[3] == DIM * EXPERTS}
     )
-    assert seen_both - sums == formula(forward + backward, True, roles) + integers
+    assert seen_both - sums == formula(forward + backward, True, roles, inside) + integers
 
 
 def test_a_second_pass_moves_the_same_again():
@@ -182,7 +197,15 @@ def test_formulas_by_hand():
         {("all_gather", shard): 8 * 4 * 2, ("all_to_all", "expert"): 2 * wide, ("all_reduce", shard): wide},
         {("all_gather", shard): wide, ("all_to_all", "expert"): 2 * wide, ("reduce_scatter", shard): 8 * 4 * 2},
     ]
-    assert moved("pairwise", part)[0] == {("permute", both): 2 * x * 3 // 4, ("all_gather", "model"): 8 * 4}
+    steps = {("permute", "pairwise_ring"): 2 * x // 2, ("all_gather", "model"): 8 * 4}
+    inside = {("all_to_all", "pairwise_group"): 2 * x}
+    assert moved("pairwise", dataclasses.replace(part, groups=2)) == 2 * [
+        inside | steps
+    ]  # a group is a member's shards
+    assert moved("pairwise", dataclasses.replace(part, shards=1, groups=2))[0] == {
+        ("permute", "pairwise_ring"): x // 2,
+        ("all_gather", "model"): 8 * 4,
+    }
     # tokens that come in parts: s1 gathers nothing, the others once each way
     split = dataclasses.replace(part, split_tokens=True)
     assert moved("s1", split) == 2 * [{("all_to_all", both): 2 * x}]
