@@ -1,0 +1,46 @@
+"""The stream of `pairwise`: one transfer a step, and which experts each of them waits for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from layer_cases import roles_of
+
+from moe_jax.schedules.expert_group import build_expert_group
+from moe_jax.schedules.pairwise import Ring
+
+
+def waits(jaxpr):
+    """Return, for each permute in the program's order, how many experts (tanh) its operands are computed from."""
+    sources, permutes = {}, []
+    for equation in jaxpr.eqns:
+        before = frozenset().union(*(sources.get(id(atom), frozenset()) for atom in equation.invars))
+        if equation.primitive.name == "ppermute":
+            permutes.append(len(before))
+        if equation.primitive.name == "tanh":
+            before |= {id(equation)}
+        sources |= {id(out): before for out in equation.outvars}
+    return permutes
+
+
+@pytest.mark.parametrize("groups, expected", [(8, [0, 1, 2, 3, 4, 5, 6]), (4, [0, 1, 2]), (2, [0])])
+def test_transfers_wait_for_the_experts_of_the_step_before_the_last(groups, expected):
+    """S_1 waits for none, S_s for C_0 .. C_{s-2}; no way back is on its way before its own experts are done."""
+    roles = roles_of(1, 1)
+    ring = Ring(build_expert_group(roles), groups)
+    blocks = jnp.zeros((8, ring.each, groups, 2, 4))
+    arriving = jnp.ones((8, 8, 1), jnp.int32)
+
+    def run(blocks, arriving):
+        return ring.run(blocks[0], arriving[0], lambda rows, sizes: jnp.tanh(rows))[None]
+
+    mapped = jax.shard_map(run, mesh=roles.mesh, in_specs=P(roles.all), out_specs=P(roles.all))
+    inner = functools.reduce(
+        lambda found, equation: equation.params.get("jaxpr", found), jax.make_jaxpr(mapped)(blocks, arriving).eqns, None
+    )
+    found = waits(inner)
+    assert len(found) == 2 * (groups - 1)  # one a step and way, none for the own group
+    assert found[: groups - 1] == expected
+    assert all(back >= s for s, back in enumerate(found[groups - 1 :], 1))
