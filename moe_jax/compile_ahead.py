@@ -63,9 +63,10 @@ def on_target(config: RunConfig, target: Target) -> RunConfig:
     """Return the config with the target's node boundary.
 
     Raises:
-      UserError: a mesh that does not fit the topology.
+      UserError: a mesh that does not fit the topology, or a dtype that the device does not multiply.
     """
     check_mesh(target, config.mesh)
+    target.check_dtype(config.model.dtype)
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=target.per_node))
 
 

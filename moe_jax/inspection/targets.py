@@ -68,6 +68,15 @@ class Target:
         """Return the peak FLOP/s of one kind of arithmetic."""
         return getattr(self, f"flops_{arithmetic}")
 
+    def check_dtype(self, dtype: str) -> None:
+        """Raise a UserError if the compiler knows no matmul of this dtype for this device."""
+        capability = re.search(r"cuda_compute_capability \{ major: (\d+)", self.config)
+        if dtype == "bfloat16" and capability is not None and int(capability.group(1)) < 8:
+            raise UserError(
+                f"target {self.name!r} ({self.device}) has no bfloat16 matmuls, and ModelConfig.dtype is {dtype!r}; set "
+                "ModelConfig.dtype = 'float32'"
+            )
+
     def check_compilable(self, cuda: int) -> None:
         """Raise a UserError if the CUDA wheels of this major version compile for this device no more."""
         if self.dropped_by_cuda is not None and cuda >= self.dropped_by_cuda:

@@ -36,7 +36,9 @@ def inspect(target, folder, *arguments):
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("device", [name for name in target_names() if read_device(name).dropped_by_cuda is None])
 def test_the_training_step_compiles_for_a_topology(device, tmp_path):
-    report = inspect(f"{device}:2x2", tmp_path)
+    turing = device == "2080ti"  # no bfloat16
+    dtype = ["--gin_bindings=ModelConfig.dtype = 'float32'"] if turing else []
+    report = inspect(f"{device}:2x2", tmp_path, *dtype)
     assert report["compile_seconds"] > 0 and report["guided_scheduler"]
     memory = report["memory"]
     # parameters and two moments in float32, over 4 devices, and nothing twice: outputs take the arguments' place
@@ -44,7 +46,7 @@ def test_the_training_step_compiles_for_a_topology(device, tmp_path):
     assert memory["peak"] == memory["arguments"] + memory["outputs"] - memory["reused"] + memory["temporaries"]
     # dispatch and combine, forward and backward, in each of 3 layers, and their counts
     exchanges = [r for r in report["collectives"] if r["role"] == "all-to-all"]
-    assert sum(r["executions"] for r in exchanges if r["bytes"] == 4 * 96 * 64 * 2) == 4 * 3
+    assert sum(r["executions"] for r in exchanges if r["bytes"] == 4 * 96 * 64 * (4 if turing else 2)) == 4 * 3
     assert all(r["asynchronous"] for r in exchanges)
 
 
@@ -52,6 +54,7 @@ def test_the_training_step_compiles_for_a_topology(device, tmp_path):
 def test_a_guided_scheduler_hides_no_less(tmp_path):
     """Copies of experts, sent beside attention: with modelled seconds nobody waits longer for them than without."""
     copies = ("ModelConfig.prefetch = 'hecate'", "PlannerConfig.name = 'hecate'", "PlannerConfig.guest_slots = 2")
+    copies += ("PlannerConfig.overlap_degree = 2",)
     copies = [f"--gin_bindings={binding}" for binding in copies]
     exposed = {}
     for name, arguments in (("own", ("--bare",)), ("guided", ())):

@@ -69,6 +69,13 @@ def test_devices_that_cuda_dropped():
         parse_target("v100:1x8").check_compilable(13)
 
 
+def test_turing_multiplies_no_bfloat16():
+    parse_target("2080ti:1x8").check_dtype("float32")
+    parse_target("a100:1x8").check_dtype("bfloat16")
+    with pytest.raises(UserError, match="'2080ti' .* has no bfloat16 matmuls, .* set ModelConfig.dtype = 'float32'"):
+        parse_target("2080ti:1x8").check_dtype("bfloat16")
+
+
 def test_the_mark_is_the_one_that_the_scripts_write(tmp_path, monkeypatch):
     """make_environment of scripts/environment.sh writes requirements.txt and the wheels; `ready` asks for these."""
     place = tmp_path / "x-cuda"
