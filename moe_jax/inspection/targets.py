@@ -73,8 +73,8 @@ class Target:
         capability = re.search(r"cuda_compute_capability \{ major: (\d+)", self.config)
         if dtype == "bfloat16" and capability is not None and int(capability.group(1)) < 8:
             raise UserError(
-                f"target {self.name!r} ({self.device}) has no bfloat16 matmuls, and ModelConfig.dtype is {dtype!r}; set "
-                "ModelConfig.dtype = 'float32'"
+                f"target {self.name!r} ({self.device}) has no bfloat16 matmuls, and ModelConfig.dtype is {dtype!r}; "
+                "set ModelConfig.dtype = 'float32'"
             )
 
     def check_compilable(self, cuda: int) -> None:
