@@ -6,8 +6,11 @@ goes the other way: one reduce-scatter for the split leaves, one all-reduce for 
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from moe_jax.collectives.varying import cast_varying, varying_axes
@@ -26,7 +29,10 @@ def gather_tree(shards, dims, axes: tuple[str, ...], parts: int):
     out = list(leaves)
     # leaves that vary over other axes (MP) stay apart: packed with them, an equal leaf would look as if it varied, and
     # its gradient would be summed over the copies
-    kinds = [(str(leaf.dtype), tuple(sorted(varying_axes(leaf) - set(axes)))) for leaf in leaves]
+    kinds = [
+        (str(leaf.dtype), tuple(sorted(varying_axes(leaf) - set(axes))), tuple(sorted(set(axes) - varying_axes(leaf))))
+        for leaf in leaves
+    ]
     for kind in sorted(set(kinds)):
         chosen = [i for i in range(len(leaves)) if kinds[i] == kind]
         gathered = [i for i in chosen if split[i] >= 0]
@@ -35,10 +41,30 @@ def gather_tree(shards, dims, axes: tuple[str, ...], parts: int):
             packed = jnp.concatenate([leaves[i].reshape(-1) for i in gathered])
             full = lax.all_gather(packed, axes, axis=0, tiled=False)  # [parts, n]
             _unpack(full, leaves, gathered, split, parts, out)
-        if whole:
-            packed = cast_varying(jnp.concatenate([leaves[i].reshape(-1) for i in whole]), axes)
-            _unpack(packed[None], leaves, whole, split, 1, out)
+        if whole and kind[2]:
+            for i, leaf in zip(whole, _give_each(tuple(leaves[i] for i in whole), kind[2]), strict=True):
+                out[i] = leaf
     return jax.tree.unflatten(tree, out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _give_each(leaves: tuple, axes: tuple[str, ...]) -> tuple:
+    """Return leaves that are equal over `axes`, each device with its own; their gradients are summed in one move.
+
+    Nothing is packed on the way there: XLA for GPUs does not always see that a slice of a concatenation is one of its
+    operands, and one of its fusions of such a slice did not compile at all.
+    """
+    return cast_varying(leaves, axes)
+
+
+def _sum_gradients(axes, _, gradients):
+    packed = lax.psum(jnp.concatenate([gradient.reshape(-1) for gradient in gradients]), axes)
+    stops = np.cumsum([gradient.size for gradient in gradients])[:-1]
+    parts = jnp.split(packed, stops)
+    return (tuple(part.reshape(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)),)
+
+
+_give_each.defvjp(lambda leaves, axes: (cast_varying(leaves, axes), None), _sum_gradients)
 
 
 def _unpack(packed, leaves, chosen, split, parts, out):
@@ -48,9 +74,6 @@ def _unpack(packed, leaves, chosen, split, parts, out):
         shape, size = leaves[i].shape, leaves[i].size
         piece = lax.slice_in_dim(packed, start, start + size, axis=1).reshape((parts, *shape))
         start += size
-        if split[i] < 0:
-            out[i] = piece[0]
-            continue
         dim = split[i]
         joined = shape[:dim] + (parts * shape[dim],) + shape[dim + 1 :]
         out[i] = jnp.moveaxis(piece, 0, dim).reshape(joined)
