@@ -119,7 +119,7 @@ def main(_):
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.moe.grouped_matmul import default_implementation
+    from moe_jax.moe.grouped_matmul import choose_implementation
 
     dtype = jnp.dtype(_DTYPE.value)
     moe, moe_arguments, counts = moe_case(dtype)
@@ -134,7 +134,7 @@ def main(_):
     medians = {name: statistics.median(values) for name, values in times.items()}
     device = jax.devices()[0]
     name = _IMPLEMENTATION.value
-    name = default_implementation(device.platform) if name == "auto" else name
+    name = choose_implementation(name, device, dtype, (_MODEL_DIM.value, _HIDDEN_DIM.value))
     flops = 3 * 2 * 2 * _TOP_K.value * _TOKENS.value * _MODEL_DIM.value * _HIDDEN_DIM.value
     result = {
         "ratio_over_dense": medians["moe"] / medians["dense"],

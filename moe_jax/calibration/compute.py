@@ -52,7 +52,7 @@ def dense_timing(devices, dim: int, rows: int) -> Timing:
 
 def expert_timings(devices, rows: int, groups: int, dim: int, hidden: int) -> tuple[Timing, Timing]:
     """Return an expert FFN forward, and forward with backward; x is FLOPs of the rows computed, y bytes touched."""
-    implementation = default_implementation(devices[0].platform)
+    implementation = default_implementation(devices[0], jnp.float32, (dim, hidden))
     sizes = np.full(groups, rows // groups // 2, np.int32)  # half of the buffer is padding, as it often is
 
     def forward(x, w_in, w_out):

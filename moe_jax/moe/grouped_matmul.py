@@ -23,17 +23,36 @@ from moe_jax.moe.matmul_contract import (
     register,
 )
 
-__all__ = ["GroupedWeights", "default_implementation", "grouped_matmul", "implementations", "register"]
+__all__ = [
+    "GroupedWeights",
+    "choose_implementation",
+    "default_implementation",
+    "grouped_matmul",
+    "implementations",
+    "register",
+]
 
 Array = jax.Array
 
 
-def default_implementation(platform: str) -> str:
-    """Return the implementation to use on `platform` ('cpu', 'gpu', 'cuda', 'tpu', ...).
+def default_implementation(device, dtype, dims: tuple[int, ...]) -> str:
+    """Return what 'auto' is: on GPUs of the Hopper kind their kernels, where those take the dtype and the sizes.
 
-    `hopper` is faster where it applies, and must be asked for: it takes 16-bit floats and sizes that its tiles divide.
+    XLA for GPUs expands `lax.ragged_dot`, so `ragged` costs there what G matmuls of all rows cost, in FLOPs and memory.
+
+    Args:
+      device: `jax.Device`, real or described.
+      dtype: of the rows.
+      dims: model and hidden dim of the weights on this device.
     """
-    return "fused" if platform == "cpu" else "ragged"
+    if device.platform == "cpu":
+        return "fused"
+    return "hopper" if hopper_matmul.fits(device, dtype, dims) else "ragged"
+
+
+def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...]) -> str:
+    """Return the name that a config wants, 'auto' resolved by `default_implementation`."""
+    return default_implementation(device, dtype, dims) if wanted == "auto" else wanted
 
 
 def grouped_matmul(lhs: Array, group_sizes: Array, operands: Operands, *, implementation: str) -> Array:

@@ -1,8 +1,8 @@
 """Grouped matmul by the Pallas kernels for Hopper that ship with JAX, given a backward.
 
 See `matmul_contract` for what enters and leaves. Limits: 16-bit floats, K and N multiples of 64. The kernels lower on
-any machine; this project has not run them on a GPU, so nothing chooses them by default. Only a program that asks for
-`hopper` loads Pallas.
+any machine; this project has not run them on a GPU, so training compares them with `fused` before its first step
+(`training/first_step_check.py`). Only a program that uses `hopper` loads Pallas.
 
 Letters: R rows of this shard, G groups, K and N the contracted and the resulting dim.
 """
@@ -21,8 +21,18 @@ from moe_jax.moe.portable_matmul import clear_unowned_rows, gather_weights, spli
 
 Array = jax.Array
 
+CAPABILITY = "9.0"  # the kernels use instructions of this generation alone
 TILE = 64  # the least tile: rows of a warpgroup's matmul, and one swizzled line of 16-bit floats
 HOPPER_CORES = 132
+
+
+def fits(device, dtype, dims: tuple[int, ...]) -> bool:
+    """Return whether a device, real or described, runs the kernels on rows of a dtype and weights of these dims."""
+    return (
+        str(getattr(device, "compute_capability", "")) == CAPABILITY
+        and dtype in (jnp.bfloat16, jnp.float16)
+        and not any(dim % TILE for dim in dims)
+    )
 
 
 @register("hopper")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from moe_jax.moe.bank import open_sink, with_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.moe.gate import balance_loss, choose_experts, share_statistics, z_loss
-from moe_jax.moe.grouped_matmul import GroupedWeights, default_implementation, implementations
+from moe_jax.moe.grouped_matmul import GroupedWeights, choose_implementation, implementations
 from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule
 from moe_jax.schedules.base import Schedule
 
@@ -113,7 +114,7 @@ def make_moe(
     """
     schedule = make_schedule(config, roles, tokens, plan, split_tokens)
     decide = make_decide(roles, None if plan is None else plan.after_gate)
-    implementation = find_grouped_matmul(config, roles)
+    find_implementation = grouped_matmul_finder(config, roles)
 
     late = plan is not None and plan.after_gate is not None and plan.after_gate.late_guests > 0
 
@@ -131,7 +132,8 @@ def make_moe(
             weights = {name: _operands(bank[name], here, sink, guests_here, name) for name in bank}
 
             def experts(rows, group_sizes):
-                return expert_ffn(rows, group_sizes, weights, activation=activation, implementation=implementation)
+                name = find_implementation(rows, weights)
+                return expert_ffn(rows, group_sizes, weights, activation=activation, implementation=name)
 
             return experts, here
 
@@ -164,17 +166,23 @@ def make_decide(roles: Roles, rule: Rule | None):
     return as_planned if rule is None else by_rule
 
 
-def find_grouped_matmul(config: MoEConfig, roles: Roles) -> str:
-    """Return the name of the layer's grouped matmul, 'auto' resolved for the mesh's devices."""
-    implementation = config.grouped_matmul
-    if implementation == "auto":
-        implementation = default_implementation(roles.mesh.devices.flat[0].platform)
-    if implementation not in implementations():
+def grouped_matmul_finder(config: MoEConfig, roles: Roles) -> Callable:
+    """Return function(rows [R, M], weights {name: operands}) -> name of the layer's grouped matmul.
+
+    Raises:
+      UserError: a name that nobody knows.
+    """
+    wanted = config.grouped_matmul
+    if wanted != "auto" and wanted not in implementations():
         raise UserError(
-            f"MoEConfig.grouped_matmul ({implementation!r}) is unknown; choose 'auto' or one of "
-            f"{', '.join(implementations())}"
+            f"MoEConfig.grouped_matmul ({wanted!r}) is unknown; choose 'auto' or one of {', '.join(implementations())}"
         )
-    return implementation
+
+    def find(rows, weights) -> str:
+        device = roles.mesh.devices.flat[0]
+        return choose_implementation(wanted, device, rows.dtype, weights["w_in"][0].bank.shape[1:])
+
+    return find
 
 
 def make_schedule(

@@ -20,7 +20,7 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.grouped_matmul import GroupedWeights
-from moe_jax.moe.layer import LayerPlan, find_grouped_matmul, make_decide, make_schedule, run_gate
+from moe_jax.moe.layer import LayerPlan, grouped_matmul_finder, make_decide, make_schedule, run_gate
 from moe_jax.schedules.staged import Sent, StagedSchedule
 
 
@@ -36,7 +36,7 @@ class StagedMoE:
     config: MoEConfig
     roles: Roles
     activation: str
-    implementation: str
+    find_implementation: Callable
     decide: Callable
 
     def send(self, x, token_ids, w_gate, tables, noise_key) -> tuple[Sent, object, jax.Array]:
@@ -50,9 +50,8 @@ class StagedMoE:
         """Apply the experts to rows [R, M] in group order."""
         operands = {name: _operands(name, weights) for name in weights["bank"]}
         with jax.named_scope("experts"):
-            return expert_ffn(
-                rows, group_sizes, operands, activation=self.activation, implementation=self.implementation
-            )
+            name = self.find_implementation(rows, operands)
+            return expert_ffn(rows, group_sizes, operands, activation=self.activation, implementation=name)
 
     def finish(self, done, context, weights):
         """Bring rows home, run the later passes: returns [t, M]."""
@@ -95,4 +94,5 @@ def make_staged_moe(
             "ModelConfig.prefetch brings copies before the gate, and this planner brings them after it; set "
             "PlannerConfig.when = 'ahead' or ModelConfig.prefetch = 'none'"
         )
-    return StagedMoE(schedule, config, roles, activation, find_grouped_matmul(config, roles), make_decide(roles, rule))
+    find = grouped_matmul_finder(config, roles)
+    return StagedMoE(schedule, config, roles, activation, find, make_decide(roles, rule))

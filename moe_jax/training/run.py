@@ -17,10 +17,10 @@ from moe_jax.mesh.hosts import Hosts, StopSignal
 from moe_jax.observe import Progress, RunFolder, draw_all, environment_record, summarize_run, write_report
 from moe_jax.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.first_step_check import check_first_step
 from moe_jax.training.loop import Loop, Writers, evaluate
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.session import Session, build_session
-from moe_jax.training.transport_check import check_first_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.moe.blocked_matmul import choose_heights
 from moe_jax.moe.grouped_matmul import (
     GroupedWeights,
+    choose_implementation,
     default_implementation,
     grouped_matmul,
     implementations,
@@ -290,8 +291,15 @@ def test_grouped_matmul_computes_inside_its_loops(groups):
 
 def test_registry():
     assert implementations() == ("blocked", "fused", "hopper", "ragged", "reference")
-    assert default_implementation("cpu") == "fused"
-    assert default_implementation("gpu") == default_implementation("tpu") == "ragged"
+    cpu, tpu = (types.SimpleNamespace(platform=name) for name in ("cpu", "tpu"))
+    hopper, ampere = (types.SimpleNamespace(platform="gpu", compute_capability=c) for c in ("9.0", "8.0"))
+    fits = jnp.bfloat16, (128, 256)
+    assert default_implementation(cpu, *fits) == "fused"
+    assert default_implementation(tpu, *fits) == default_implementation(ampere, *fits) == "ragged"
+    assert default_implementation(hopper, *fits) == "hopper"
+    assert default_implementation(hopper, jnp.float32, (128, 256)) == "ragged"
+    assert default_implementation(hopper, jnp.bfloat16, (128, 100)) == "ragged"
+    assert choose_implementation("blocked", hopper, *fits) == "blocked"
     with pytest.raises(ValueError, match="named 'ragged' is registered already"):
         register("ragged")(object)
     lhs, group_sizes, _, weights = make_case(*SIZES["balanced"], dtype=np.float32)
