@@ -21,7 +21,7 @@ from moe_jax.calibration.timing import spread
 from moe_jax.collectives.exchange import make_exchange
 from moe_jax.mesh.roles import MeshConfig, build_mesh
 from moe_jax.schedules.expert_group import build_expert_group
-from moe_jax.schedules.pause_after_gate import make_collect, received_parts
+from moe_jax.schedules.pause_after_gate import make_collect, receive_part, rows_ahead
 
 _REPEATS = 4
 _ITEM = 4  # bytes of a float32
@@ -107,7 +107,11 @@ def _saa_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
     def rounds_alone(x):
         blocks = x.reshape(members, timed.shards, -1, _SAA_DIM)
         me = lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard)
-        return jnp.concatenate(list(received_parts(group, blocks, *me)))
+        parts = [receive_part(group, rows_ahead(group, blocks, 0, me), 0, me)]
+        for j in range(1, members):
+            ahead, parts[-1] = lax.optimization_barrier((rows_ahead(group, blocks, j, me), parts[-1]))
+            parts.append(receive_part(group, ahead, j, me))
+        return jnp.concatenate(parts)
 
     x_bytes = timed.size * rows * _SAA_DIM * _ITEM
     y_bytes = x_bytes // timed.shards * timed.copies

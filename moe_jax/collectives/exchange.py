@@ -20,6 +20,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.errors import UserError
@@ -62,6 +63,15 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int) 
     }[transport]
     symmetric = _own_transpose(move)
     return lambda x, sent=None, received=None: symmetric(cast_varying(x, axes))
+
+
+def permute_apart(x, axes: tuple[str, ...], pairs: list[tuple[int, int]]):
+    """Return `lax.ppermute(x, axes, pairs)`, on GPUs on the stream of point-to-point messages.
+
+    XLA keeps one transfer of a stream in flight, so this one may run beside another kind of collective.
+    """
+    with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
+        return lax.ppermute(x, axes, pairs)
 
 
 def exchange_counts(counts, axes: tuple[str, ...], size: int):

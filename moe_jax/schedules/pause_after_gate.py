@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.copies import declare_equal, join_parts
-from moe_jax.collectives.exchange import shift_pairs
+from moe_jax.collectives.exchange import permute_apart, shift_pairs
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import Parcel, Tables, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
 from moe_jax.mesh.roles import Roles
@@ -158,10 +158,14 @@ def make_collect(roles: Roles, group: ExpertGroup, gather: str):
     def at_the_same_time(rows, counts, arriving):
         del counts, arriving
         blocks = rows.reshape(group.members, group.shards, -1, rows.shape[-1])
-        parts = received_parts(group, blocks, lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard))
-        gathered, part = [], next(parts)
-        for following in parts:
-            # fences: gather j and phase j + 1 start together, and both end before phase j + 2
+        me = lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard)
+        gathered, part = [], receive_part(group, rows_ahead(group, blocks, 0, me), 0, me)
+        for j in range(1, group.members):
+            # gather j - 1 and phase j start together, when phase j - 1 and gather j - 2 are through
+            ahead, part = lax.optimization_barrier((rows_ahead(group, blocks, j, me), part))
+            following = receive_part(group, ahead, j, me)
+            # XLA makes a transfer synchronous that has only others between its start and end; this fence leaves a tuple
+            blocks, part = lax.optimization_barrier((blocks, part))
             whole = join_parts(part[None], roles.model)  # [n, c, M]
             following, whole = lax.optimization_barrier((following, whole))
             gathered.append(declare_equal(whole, roles.model))  # the barrier forgot it
@@ -177,19 +181,22 @@ def make_collect(roles: Roles, group: ExpertGroup, gather: str):
     return one_after_the_other if gather == "aas" else at_the_same_time
 
 
-def received_parts(group: ExpertGroup, blocks, member, shard):
-    """Yield, phase by phase, this device's part from the EP member j places back, summed over its shards: [c, M]."""
-    wide = jnp.promote_types(blocks.dtype, jnp.float32)
-    summed = None
-    for j in range(group.members):
-        ahead = lax.dynamic_index_in_dim(blocks, (member + j) % group.members, axis=0, keepdims=False)  # [S, c, M]
-        if summed is not None:
-            ahead, _ = lax.optimization_barrier((ahead, summed))  # phases in order
-        pieces = []
-        for i in range(group.shards):
-            piece = lax.dynamic_index_in_dim(ahead, (shard + i) % group.shards, axis=0, keepdims=False)
-            if i or j:
-                piece = lax.ppermute(piece, group.axes, shift_pairs(group.members, group.shards, j, i))
-            pieces.append(piece.astype(wide))
-        summed = sum(pieces[1:], pieces[0]).astype(blocks.dtype)
-        yield summed
+def rows_ahead(group: ExpertGroup, blocks, j: int, me):
+    """Return what phase j sends, the rows of the EP member j places on, [S, c, M]; blocks [D, S, c, M] by source."""
+    return lax.dynamic_index_in_dim(blocks, (me[0] + j) % group.members, axis=0, keepdims=False)
+
+
+def receive_part(group: ExpertGroup, ahead, j: int, me):
+    """Phase j: return this device's part from the EP member j places back, summed over its shards, [c, M].
+
+    Args:
+      ahead: [S, c, M] of `rows_ahead`; me: index of this device's EP member and shard.
+    """
+    wide = jnp.promote_types(ahead.dtype, jnp.float32)
+    pieces = []
+    for i in range(group.shards):
+        piece = lax.dynamic_index_in_dim(ahead, (me[1] + i) % group.shards, axis=0, keepdims=False)
+        if i or j:
+            piece = permute_apart(piece, group.axes, shift_pairs(group.members, group.shards, j, i))
+        pieces.append(piece.astype(wide))
+    return sum(pieces[1:], pieces[0]).astype(ahead.dtype)

@@ -1,6 +1,4 @@
-"""The stream of `pairwise`: one transfer a step, and which experts each of them waits for."""
-
-import functools
+"""In which order transfers may start: those of `pairwise` and the phases of s2's SAA, read from the traced program."""
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +8,18 @@ from layer_cases import roles_of
 
 from moe_jax.schedules.expert_group import build_expert_group
 from moe_jax.schedules.pairwise import Ring
+from moe_jax.schedules.pause_after_gate import make_collect
 
 
-def waits(jaxpr):
-    """Return, for each permute in the program's order, how many experts (tanh) its operands are computed from."""
+def waits(mapped, arguments, kind):
+    """Return, for each permute in the program's order, how many operations of a kind its operands are computed from."""
+    (outer,) = jax.make_jaxpr(mapped)(*arguments).eqns
     sources, permutes = {}, []
-    for equation in jaxpr.eqns:
+    for equation in outer.params["jaxpr"].eqns:
         before = frozenset().union(*(sources.get(id(atom), frozenset()) for atom in equation.invars))
         if equation.primitive.name == "ppermute":
             permutes.append(len(before))
-        if equation.primitive.name == "tanh":
+        if equation.primitive.name == kind:
             before |= {id(equation)}
         sources |= {id(out): before for out in equation.outvars}
     return permutes
@@ -37,10 +37,17 @@ def test_transfers_wait_for_the_experts_of_the_step_before_the_last(groups, expe
         return ring.run(blocks[0], arriving[0], lambda rows, sizes: jnp.tanh(rows))[None]
 
     mapped = jax.shard_map(run, mesh=roles.mesh, in_specs=P(roles.all), out_specs=P(roles.all))
-    inner = functools.reduce(
-        lambda found, equation: equation.params.get("jaxpr", found), jax.make_jaxpr(mapped)(blocks, arriving).eqns, None
-    )
-    found = waits(inner)
+    found = waits(mapped, (blocks, arriving), "tanh")
     assert len(found) == 2 * (groups - 1)  # one a step and way, none for the own group
     assert found[: groups - 1] == expected
     assert all(back >= s for s, back in enumerate(found[groups - 1 :], 1))
+
+
+def test_phases_of_saa_wait_for_the_gather_before_the_last():
+    """Phase j + 1 starts beside gather j, when gather j - 1 is through; 4 members of 2 shards, 2 permutes a phase."""
+    roles = roles_of(2, 2)
+    collect = make_collect(roles, build_expert_group(roles), "saa")
+    mapped = jax.shard_map(
+        lambda rows: collect(rows, None, None), mesh=roles.mesh, in_specs=P(roles.all), out_specs=P(roles.dense)
+    )
+    assert waits(mapped, (jnp.zeros((8 * 8, 4)),), "all_gather_invariant")[1:] == [0, 0, 1, 1, 2, 2]
