@@ -10,6 +10,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from prefetch_cases import check, gradient_step, model_config, placements_of
 
 from moe_jax.errors import UserError
@@ -120,6 +121,49 @@ def test_what_is_sent_is_packed_before_the_window_opens(prefetch):
         assert set(sent) <= fenced
         found += len(sent)
     assert found > 2
+
+
+def jaxprs_in(jaxpr):
+    """Yield a jaxpr and all that its equations hold."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for inner in jaxprs_in_params(equation.params):
+            yield from jaxprs_in(inner)
+
+
+def holds(equation, kind):
+    """Return whether an equation is, or holds, a primitive whose name starts so."""
+    inside = [e for j in jaxprs_in_params(equation.params) for inner in jaxprs_in(j) for e in inner.eqns]
+    return any(e.primitive.name.startswith(kind) for e in (equation, *inside))
+
+
+@pytest.mark.parametrize("prefetch, beside_attention", [("hecate", 1.0), ("pro_prophet", 0.5)])
+def test_the_sum_of_dense_gradients_waits_for_the_moves_of_its_window(prefetch, beside_attention):
+    """In the backward's loop the largest sum over devices is of attention's gradients. Were it free to stand before the
+    moves, XLA would put it there, and before it the kernels that it is computed from: nothing would be left beside."""
+    config = model_config(prefetch=prefetch, rematerialize=True)
+    placements, skeleton = placements_of("shift", config.moe_layers, 8)
+    with jax.enable_x64(True):
+        step, arguments = gradient_step(config, "deepspeed", {"expert": 8}, skeleton)
+        program = step.trace(*arguments(placements[0])).jaxpr
+    loops = [
+        equation.params["jaxpr"].jaxpr
+        for jaxpr in jaxprs_in(program.jaxpr)
+        for equation in jaxpr.eqns
+        if equation.primitive.name == "scan" and holds(equation, "ppermute") and equation.params["reverse"]
+    ]
+    assert len(loops) == 1
+    moves, sums, sources = set(), [], {}
+    for equation in loops[0].eqns:
+        before = frozenset().union(*(sources.get(id(atom), frozenset()) for atom in equation.invars))
+        if equation.primitive.name.startswith("psum"):
+            sums.append((equation.invars[0].aval.size, before))
+        if holds(equation, "ppermute"):
+            moves.add(id(equation))
+            before |= {id(equation)}
+        sources |= {id(out): before for out in equation.outvars}
+    in_window = max(sums, key=lambda pair: pair[0])[1]
+    assert len(moves) > 2 and len(in_window & moves) == beside_attention * len(moves)
 
 
 def build(schedule, mesh, **changes):
