@@ -49,6 +49,9 @@ class PlannerConfig:
       cluster: file of the links and speeds that predictions use, such as 'configs/cluster/NAME.gin'; '' knows none.
       split: which holder a token goes to: 'plan', as the planner says, near ones first; or 'even', in the same
         proportions from every source: the plan's device loads stay, and buckets of a padded exchange may be small.
+      bucket_limit: rows of a planned bucket over their mean, at most: a bucket is as large as the fullest pair that is
+        predicted, which under skewed loads and near holders can be all tokens of a device, for each of D destinations.
+        What does not fit takes another pass.
       transfer: how guests travel: 'shift', 'permute', 'gather', 'broadcast', or 'auto' for the fewest bytes.
       executables: compiled steps kept at most, the running one included.
     """
@@ -76,6 +79,7 @@ class PlannerConfig:
     swap_seconds: float = 0.0
     cluster: str = ""
     split: str = "plan"
+    bucket_limit: float = 4.0
     transfer: str = "auto"
     executables: int = 4
 
@@ -99,6 +103,10 @@ class PlannerConfig:
             raise UserError(f"PlannerConfig.swap_seconds ({self.swap_seconds}) must be at least 0")
         if self.headroom < 0:
             raise UserError(f"PlannerConfig.headroom ({self.headroom}) must be at least 0 guests per device")
+        if not self.bucket_limit >= 1:
+            raise UserError(
+                f"PlannerConfig.bucket_limit ({self.bucket_limit}) must be at least 1, the mean; 4.0 is the default"
+            )
         if not 0 < self.decay <= 1:
             raise UserError(f"PlannerConfig.decay ({self.decay}) must lie in (0, 1], the weight of the newest step")
         if self.when == "after_gate" and self.name not in AFTER_GATE:

@@ -146,7 +146,18 @@ def predicted_rows(skeleton: Skeleton, placement: Placement, session: Program, p
     plans.planner.notes.update(notes)
     error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
     rows = bucket_rows(pair, error, session.roles.size(session.roles.model))
-    return min(rows, _sizes(skeleton, session).worst_rows())
+    return min(rows, _most_rows(skeleton, session))
+
+
+def _most_rows(skeleton: Skeleton, session: Program) -> int:
+    """Return the rows that a planned bucket may have: the worst case, or what `PlannerConfig.bucket_limit` allows.
+
+    Never fewer than without a plan.
+    """
+    sizes = _sizes(dataclasses.replace(skeleton, bucket_rows=0), session)
+    mean = sizes.top_k * sizes.tokens / session.devices
+    most = math.ceil(session.config.planner.bucket_limit * mean)
+    return min(max(most, sizes.bucket_rows(session.devices)), sizes.worst_rows())
 
 
 def rows_of(skeleton: Skeleton, session: Program) -> int:
@@ -182,7 +193,8 @@ def grow(skeleton: Skeleton, placement: Placement, session: Program, plans: Plan
     rows = predicted_rows(skeleton, placement, session, plans)
     if rows > rows_of(skeleton, session):
         step = math.lcm(8, session.roles.size(session.roles.model))
-        skeleton = dataclasses.replace(skeleton, bucket_rows=step * math.ceil(HEADROOM * rows / step))
+        rows = min(HEADROOM * rows, _most_rows(skeleton, session))
+        skeleton = dataclasses.replace(skeleton, bucket_rows=step * math.ceil(rows / step))
     assert most_homes(placement) <= skeleton.bank_rows
     return skeleton
 

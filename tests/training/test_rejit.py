@@ -26,6 +26,7 @@ from moe_jax.planner import PlannerConfig
 from moe_jax.run_config import RunConfig
 from moe_jax.training import rejit
 from moe_jax.training.config import TrainConfig
+from moe_jax.training.planning import planned_skeleton
 from moe_jax.training.rejit import RejitEngine, build_engine
 
 DEVICES, LAYERS, EXPERTS = 4, 2, 8
@@ -184,6 +185,21 @@ def test_none_needs_no_engine_and_dp_refuses_planners():
         build_engine(session_of(name="eplb", schedule="dp"), 1)
     with pytest.raises(UserError, match="guest_slots to the most that you want"):
         build_engine(session_of(name="fastermoe", when="after_gate", bounded=False), 1)
+
+
+def test_a_planned_bucket_is_as_large_as_predicted_within_its_limit():
+    """Each device's tokens go to two experts of its own: all of them into one bucket, four times the mean of 32."""
+    loads = np.zeros((LAYERS, DEVICES, EXPERTS), np.int64)
+    for device in range(DEVICES):
+        loads[:, device, 2 * device : 2 * device + 2] = 64
+    rows = {}
+    for limit in (1.0, 2.0, 3.0, 100.0):
+        skeleton, _ = planned_skeleton(session_of(name="hecate", bucket_limit=limit), loads)
+        rows[limit] = skeleton.bucket_rows
+    # 128 rows are the worst case; at 1.0 the bucket without a plan (slack 1.5: 48) is larger already
+    assert rows == {1.0: 0, 2.0: 64, 3.0: 96, 100.0: 128}
+    with pytest.raises(UserError, match=r"PlannerConfig.bucket_limit \(0.5\) must be at least 1"):
+        PlannerConfig(bucket_limit=0.5)
 
 
 LATE = {"cluster": "configs/cluster/host_devices.gin", "when": "after_gate"}
