@@ -87,8 +87,12 @@ def expert_ffn(
     if isinstance(chosen, FusedFfn):
         return _fused(chosen, activation, rows, group_sizes, ins, outs)
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    pre = [grouped_matmul(rows, group_sizes, weight, implementation=implementation).astype(wide) for weight in ins]
-    hidden = _ACTIVATIONS[activation][1](*pre).astype(rows.dtype)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers keeps its float32 steps for each
+    def activate(*pre):
+        return _ACTIVATIONS[activation][1](*(array.astype(wide) for array in pre)).astype(rows.dtype)
+
+    hidden = activate(*(grouped_matmul(rows, group_sizes, weight, implementation=implementation) for weight in ins))
     return grouped_matmul(hidden, group_sizes, outs, implementation=implementation)
 
 
