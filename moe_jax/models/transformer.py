@@ -9,6 +9,8 @@ Letters: b sequences here, Sq positions, M model dim, H heads here, Dh head dim,
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -34,11 +36,16 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((dim,), dtype))
 
     def __call__(self, x):
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean = jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
-        normed = (wide - mean) * jax.lax.rsqrt(variance + 1e-5)
-        return (normed * along_last(self.scale[...], wide) + along_last(self.bias[...], wide)).astype(x.dtype)
+        return _normalize(x, self.scale[...], self.bias[...])
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers keeps its float32 steps for each
+def _normalize(x, scale, bias):
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
+    normed = (wide - mean) * jax.lax.rsqrt(variance + 1e-5)
+    return (normed * along_last(scale, wide) + along_last(bias, wide)).astype(x.dtype)
 
 
 def rotate(x, positions):
@@ -118,9 +125,13 @@ class FeedForward(nnx.Module):
             weights = [self.w_in, self.w_gate] if self.swiglu else [self.w_in]
             up, *gate = group.project(self.norm(x), _times_each, *(w[...].astype(dtype) for w in weights))
             up = up + along_last(self.in_bias[...], up)
-            up = jax.nn.silu(gate[0]) * up if self.swiglu else jax.nn.gelu(up)
+            up = jax.checkpoint(_swiglu if self.swiglu else jax.nn.gelu, prevent_cse=False)(up, *gate)
             out = group.reduce(up @ self.w_out[...].astype(dtype))
             return out + along_last(self.out_bias[...], out)
+
+
+def _swiglu(up, gate):
+    return jax.nn.silu(gate) * up
 
 
 def _times_each(h, *weights):
