@@ -82,8 +82,8 @@ def inspect_target(argv: list[str], options: dict[str, str]) -> int:
         return 0
     from moe_jax import compile_ahead, cuda_wheels
 
-    config = compile_ahead.on_target(read_config(), target)
     target.check_compilable(cuda_wheels.installed_cuda() or 13)
+    config = compile_ahead.on_target(read_config(), target)
     code = cuda_wheels.run_with_wheels(argv[1:], _INSTALL.value)
     if code is not None:
         return code

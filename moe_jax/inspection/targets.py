@@ -82,7 +82,7 @@ class Target:
         if self.dropped_by_cuda is not None and cuda >= self.dropped_by_cuda:
             raise UserError(
                 f"target {self.name!r} ({self.device}) was dropped by CUDA {self.dropped_by_cuda}, and the wheels here "
-                f"are of CUDA {cuda}; choose another of {', '.join(target_names())}"
+                f"are of CUDA {cuda}; choose one of {', '.join(name for name in target_names() if name != self.name)}"
             )
 
 
