@@ -142,6 +142,21 @@ def test_expert_ffn_bfloat16(activation):
         )
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_the_backward_keeps_hidden_rows_narrow(activation):
+    """Of the size of the hidden rows it keeps what enters the activation and what leaves it, nothing of its float32."""
+    rows, group_sizes, _, weights = make_case("balanced", activation, jnp.bfloat16)
+    sinks = zero_sinks(weights)
+
+    def apply(rows, sinks):
+        operands = as_operands(weights, sinks)
+        return expert_ffn(rows, jnp.asarray(group_sizes), operands, activation=activation, implementation="reference")
+
+    _, pull_back = jax.vjp(apply, jnp.asarray(rows), sinks)
+    kept = [leaf for leaf in jax.tree.leaves(pull_back) if getattr(leaf, "shape", ()) == (len(rows), HIDDEN)]
+    assert [leaf.dtype for leaf in kept] == [jnp.bfloat16] * len(weights)
+
+
 def test_expert_ffn_forward_alone():
     rows, group_sizes, dout, weights = make_case("empty", "gelu", np.float32)
     operands = as_operands(weights, {name: [None] for name in weights})
