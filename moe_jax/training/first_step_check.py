@@ -64,9 +64,9 @@ def compare_gradients(session: Session, state: dict, field: str, instead: str) -
     except UserError:
         raise
     except Exception as error:  # whatever lowering, compiling or running it may raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]  # some say nothing
         raise UserError(
-            f"MoEConfig.{field} ({used!r}) fails before the first step: {str(error).splitlines()[0]}; set "
-            f"MoEConfig.{field} = {instead!r}"
+            f"MoEConfig.{field} ({used!r}) fails before the first step: {reason}; set MoEConfig.{field} = {instead!r}"
         ) from error
     want = _gradients(session, proven)(*arguments)
     differences = np.asarray(jax.jit(_relative)(want, got))

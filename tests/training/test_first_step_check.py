@@ -74,17 +74,24 @@ def test_only_what_is_unproven_is_compared(tmp_path, monkeypatch, used):
     assert asked == wanted[used]
 
 
-def test_a_kernel_that_fails_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (jax.errors.JaxRuntimeError("INTERNAL: no such instruction\nsecond line"), "INTERNAL: no such instruction"),
+        (NotImplementedError(), "NotImplementedError"),
+    ],
+)
+def test_a_kernel_that_fails_is_named(tmp_path, monkeypatch, error, reason):
     def failing(session, model):
-        raise jax.errors.JaxRuntimeError("INTERNAL: no such instruction\nsecond line")
+        raise error
 
     session = session_of(tmp_path)
     monkeypatch.setattr(first_step_check, "_gradients", failing)
     with pytest.raises(UserError) as caught:
         compare_gradients(session, session.fresh_state(), "grouped_matmul", "fused")
     assert str(caught.value) == (
-        "MoEConfig.grouped_matmul ('reference') fails before the first step: INTERNAL: no such instruction; set "
-        "MoEConfig.grouped_matmul = 'fused'"
+        f"MoEConfig.grouped_matmul ('reference') fails before the first step: {reason}; set MoEConfig.grouped_matmul = "
+        "'fused'"
     )
 
 
