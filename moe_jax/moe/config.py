@@ -32,7 +32,7 @@ class MoEConfig:
       pairwise_groups: groups of the schedule 'pairwise'; 0 makes one of the expert-parallel devices of each node.
       gather: how the schedule 's2' returns: 'saa' (all-to-all and all-gather at the same time) or 'aas' (in turn).
       cluster: file of `moe_jax.calibrate` by which the schedule 'parm' chooses; '' compares bytes.
-      grouped_matmul: implementation of the grouped matmul; 'auto' takes the platform's default.
+      grouped_matmul: implementation of the grouped matmul; 'auto' takes the device's default.
       bucket_slack: dropless only: rows of one (source, destination) bucket over the mean number of rows.
     """
 

@@ -30,7 +30,7 @@ from moe_jax.moe.bank import open_sink, with_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.moe.gate import balance_loss, choose_experts, share_statistics, z_loss
-from moe_jax.moe.grouped_matmul import GroupedWeights, choose_implementation, implementations
+from moe_jax.moe.grouped_matmul import GroupedWeights, default_implementation, implementations
 from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule
 from moe_jax.schedules.base import Schedule
 
@@ -182,7 +182,7 @@ def grouped_matmul_finder(config: MoEConfig, roles: Roles) -> Callable:
         if wanted != "auto":
             return wanted  # without a look at the devices: the mesh may be abstract
         device = roles.mesh.devices.flat[0]
-        return choose_implementation(wanted, device, rows.dtype, weights["w_in"][0].bank.shape[1:])
+        return default_implementation(device, rows.dtype, weights["w_in"][0].bank.shape[1:])
 
     return find
 
