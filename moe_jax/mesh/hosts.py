@@ -11,19 +11,24 @@ is among how many, with jax.distributed started where there are several. Around 
 process 0 picks it and tells the others. Call this before anything that asks jax for devices.
 """
 
+import contextlib
 import dataclasses
 import os
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import jax
 
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
-from moe_jax.mesh.rendezvous import connect, gather_peers
+from moe_jax.mesh.job_token import derive_token
+from moe_jax.mesh.listeners import held_port
+from moe_jax.mesh.nodes import machine_id, node_size
+from moe_jax.mesh.rendezvous import Place, connect, gather_peers
 from moe_jax.mesh.stop_signal import StopSignal
 from moe_jax.mesh.watchdog import EXIT_HOST_LOST, Watchdog
 
@@ -32,6 +37,8 @@ __all__ = ["EXIT_HOST_LOST", "Hosts", "HostsConfig", "StopSignal", "exit_code_of
 # An exception of a step that speaks of communication is probably a lost process' doing: wait for the watch to name it.
 _COMMUNICATION_WORDS = ("gloo", "nccl", "unavailable", "deadline", "socket", "connection", "coordination", "aborted")
 _JAX_HEARTBEAT_MARGIN_SECONDS = 10
+_SHARD_AUTOTUNING = "xla_gpu_shard_autotuning"
+_SERVICE_SECONDS = 5.0  # jax tries for itself, for as long as `start_timeout_seconds`, if this was too short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +51,11 @@ class HostsConfig:
       process_id: this one's index, 0 to num_processes - 1.
       start_timeout_seconds: how long to wait for the other processes.
       lost_after_seconds: silence after which a process counts as lost; one that is killed is noticed at once.
-      stall_after_seconds: time without a step after which a process ends the job; 0 = never.
+      stall_after_seconds: time without a step after which a process ends the job (exit code 4); 0 = never. It runs
+        while a step, a batch of an evaluation or a checkpoint is under way, not while the first step is compiled, so it
+        must be longer than the longest of these. A re-jit that a step waits for counts as part of that step.
+      job_token: a secret that all processes of the job were given; None takes MOE_JAX_JOB_TOKEN from the environment,
+        and without that what the launcher and the coordinator's address tell (see `job_token.py`).
       shutdown_timeout_seconds: how long the end may wait for the other processes, one of which may still draw plots;
         if one dies meanwhile, that ends the wait.
     """
@@ -54,8 +65,9 @@ class HostsConfig:
     process_id: int | None = None
     start_timeout_seconds: int = 300
     lost_after_seconds: float = 30.0
-    stall_after_seconds: float = 0.0
+    stall_after_seconds: float = 1800.0
     shutdown_timeout_seconds: int = 1800
+    job_token: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
         if self.coordinator is not None:
@@ -68,10 +80,12 @@ class HostsConfig:
                 f"{self.num_processes}); number the processes from 0"
             )
         for name in ("start_timeout_seconds", "lost_after_seconds", "shutdown_timeout_seconds"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise UserError(f"{name} ({getattr(self, name)}) must be positive")
-        if self.stall_after_seconds < 0:
+        if not self.stall_after_seconds >= 0:
             raise UserError(f"stall_after_seconds ({self.stall_after_seconds}) must be 0 (never) or positive")
+        if self.job_token == "":
+            raise UserError("job_token ('') must not be empty; give a secret that all processes share, or none at all")
 
 
 class Hosts:
@@ -91,7 +105,9 @@ class Hosts:
         process_count: int = 1,
         watchdog: Watchdog | None = None,
         lost_after_seconds: float = 30.0,
+        host_ids: Sequence[str] = ("",),
     ):
+        self.host_ids = tuple(host_ids)
         self.process_index, self.process_count = process_index, process_count
         self._watchdog = watchdog
         self._lost_after_seconds = lost_after_seconds
@@ -101,10 +117,19 @@ class Hosts:
         """Whether this process writes what only one may write."""
         return self.process_index == 0
 
+    def node_size(self, devices: Sequence) -> int:
+        """Return how many devices share a machine, see `nodes.node_size`; all of them in a job of one process."""
+        return node_size(devices, self.host_ids)
+
     def touch(self, step: int) -> None:
-        """Note that a step was made, for `stall_after_seconds`."""
+        """Note that a step was made, or is due from now on, for `stall_after_seconds`."""
         if self._watchdog:
             self._watchdog.touch(step)
+
+    def rest(self) -> None:
+        """Note that no step is due until the next `touch`: `stall_after_seconds` does not run."""
+        if self._watchdog:
+            self._watchdog.rest()
 
     def gather_text(self, topic: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
         """Return every process' text on a topic, in the order of the processes; a barrier with a time limit.
@@ -173,47 +198,52 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
       UserError: flags that are incomplete or contradict each other or those of another process.
       HostLostError: another process did not come in time.
     """
-    config, local_device_ids = resolve_hosts(config or HostsConfig(), environment)
+    config = config or HostsConfig()
+    was_told = None not in (config.coordinator, config.num_processes, config.process_id)
+    config, local_device_ids = resolve_hosts(config, environment)
     count, index = config.num_processes, config.process_id
     if count == 1 or config.coordinator is None or count is None or index is None:
         return Hosts()
     if jax.distributed.is_initialized():
         raise RuntimeError("start_hosts must be called once, and instead of jax.distributed.initialize")
-    host, port = _split_address(config.coordinator)
-    if index == 0:
-        jax_port = _free_port()
-        peers = gather_peers(count=count, port=port, offer=str(jax_port), seconds=config.start_timeout_seconds)
-    else:
-        hub, offer = connect(index=index, count=count, host=host, port=port, seconds=config.start_timeout_seconds)
-        peers, jax_port = [hub], int(offer)
-    watchdog = Watchdog(
-        index=index,
-        count=count,
-        peers=peers,
-        lost_seconds=config.lost_after_seconds,
-        stall_seconds=config.stall_after_seconds,
-    )
-    hosts = Hosts(
-        process_index=index,
-        process_count=count,
-        watchdog=watchdog,
-        lost_after_seconds=config.lost_after_seconds,
-    )
-    # jax's own notice of SIGTERM takes the signal from Python's handlers; StopSignal agrees on a step without it.
-    jax.config.update("jax_enable_preemption_service", False)
-    try:
-        jax.distributed.initialize(
-            f"[{host}]:{jax_port}" if ":" in host else f"{host}:{jax_port}",
-            count,
-            index,
-            local_device_ids,
-            cluster_detection_method="deactivate",
-            initialization_timeout=config.start_timeout_seconds,
-            heartbeat_timeout_seconds=int(config.lost_after_seconds) + _JAX_HEARTBEAT_MARGIN_SECONDS,
-            shutdown_timeout_seconds=config.shutdown_timeout_seconds,
+    place = _place(config, environment, was_told)
+    with held_port() if index == 0 else contextlib.nullcontext("") as offer:
+        if index == 0:
+            joined = gather_peers(place, offer=offer, seconds=config.start_timeout_seconds)
+        else:
+            joined = connect(place, seconds=config.start_timeout_seconds)
+            _await_port(place.host, int(joined.offer))
+        host, jax_port = place.host, int(joined.offer)
+        watchdog = Watchdog(
+            index=index,
+            count=count,
+            peers=joined.peers,
+            lost_seconds=config.lost_after_seconds,
+            stall_seconds=config.stall_after_seconds,
         )
-    except Exception as error:
-        hosts.fail(error)
+        hosts = Hosts(
+            process_index=index,
+            process_count=count,
+            watchdog=watchdog,
+            lost_after_seconds=config.lost_after_seconds,
+            host_ids=joined.host_ids,
+        )
+        _tune_alone(os.environ)
+        # jax's own notice of SIGTERM takes the signal from Python's handlers; StopSignal agrees on a step without it.
+        jax.config.update("jax_enable_preemption_service", False)
+        try:
+            jax.distributed.initialize(
+                f"[{host}]:{jax_port}" if ":" in host else f"{host}:{jax_port}",
+                count,
+                index,
+                local_device_ids,
+                cluster_detection_method="deactivate",
+                initialization_timeout=config.start_timeout_seconds,
+                heartbeat_timeout_seconds=int(config.lost_after_seconds) + _JAX_HEARTBEAT_MARGIN_SECONDS,
+                shutdown_timeout_seconds=config.shutdown_timeout_seconds,
+            )
+        except Exception as error:
+            hosts.fail(error)
     return hosts
 
 
@@ -290,6 +320,21 @@ def _detect(
     return found
 
 
+def _place(config: HostsConfig, environment: Mapping[str, str], was_told: bool) -> Place:
+    """Return what the rendezvous needs to know; `was_told` if flags alone gave this process its place."""
+    assert config.coordinator and config.num_processes and config.process_id is not None
+    host, port = _split_address(config.coordinator)
+    launcher = None if was_told else find_launcher(environment)
+    return Place(
+        index=config.process_id,
+        count=config.num_processes,
+        host=host,
+        port=port,
+        token=derive_token(config.job_token, config.coordinator, launcher, environment),
+        host_id=machine_id(environment),
+    )
+
+
 def _first_int(value: int | None, environment: Mapping[str, str], name: str) -> int | None:
     if value is not None or name not in environment:
         return value
@@ -301,13 +346,35 @@ def _first_int(value: int | None, environment: Mapping[str, str], name: str) -> 
 
 def _split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    try:
+        is_name = bool(host.encode("idna"))  # as the resolver reads it
+    except UnicodeError:
+        is_name = False
+    if not colon or not is_name or not is_port:
         raise UserError(
             f"coordinator ({address!r}) must be host:port with a port in 1..65535, as in 10.0.0.1:8476 or [::1]:8476"
         )
     return host.strip("[]"), int(port)
 
 
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as listener:
-        return listener.getsockname()[1]
+def _tune_alone(environment: MutableMapping[str, str]) -> None:
+    """Keep XLA from sharing the timing of kernels among processes; it reads its flags when a backend first starts.
+
+    A process that finds a program in a cache, or compiles one that others do not, would leave them waiting, or wait.
+    Known to jax 0.10.2, 0.11.2 and 0.12.0.1; an unknown name in XLA_FLAGS would end the process.
+    """
+    given = environment.get("XLA_FLAGS", "")
+    if _SHARD_AUTOTUNING not in given:
+        environment["XLA_FLAGS"] = f"{given} --{_SHARD_AUTOTUNING}=false".strip()
+
+
+def _await_port(host: str, port: int) -> None:
+    """Return once process 0's coordination service listens: jax waits a second after an attempt that came too early."""
+    deadline = time.monotonic() + _SERVICE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), timeout=_SERVICE_SECONDS).close()
+            return
+        except OSError:
+            time.sleep(0.01)

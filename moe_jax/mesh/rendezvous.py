@@ -1,205 +1,419 @@
 """Connects the processes of a job in a star round process 0, or says what is wrong with their flags. No arrays, no jax.
 
-In: this process' index, the number of processes, process 0's host and port. Out: the connections, and a text that
-process 0 offers to the others. It comes before anything of jax, whose coordination service answers every mistake made
-here (a missing process, counts that differ, a process_id given twice) with an abort of the process or a long silence.
+In: this process' place, the coordinator's host and port, and the job's token. Out: the connections, which processes
+share a machine, and a text that process 0 offers to the others. It comes before anything of jax, whose coordination
+service answers every mistake made here (a missing process, counts that differ, a process_id given twice) with an abort
+of the process or a long silence.
+
+    process 0                              process i
+    challenge                       ->
+                                    <-     hello: index, count, versions, machine; sealed for that challenge
+    go or refused, sealed for the hello's challenge  ->
+
+Whoever cannot seal a hello is a stranger: its connection is dropped, its address logged once, and the job goes on. One
+deadline holds for all of it, whatever strangers do: process 0 waits for all connections at once and for none in
+particular. A hello that is sealed comes from the job itself, so a contradiction in it ends the job with its reason.
 """
 
-import json
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import selectors
 import socket
 import time
 from dataclasses import dataclass, field
 
 from moe_jax.errors import HostLostError, UserError
+from moe_jax.mesh.job_token import TOKEN_VARIABLE, new_challenge, seal, unseal
+from moe_jax.mesh.listeners import listen
+from moe_jax.mesh.peer import MalformedMessage, Peer, decode, encode
 
+_LOG = logging.getLogger(__name__)
+_PROTOCOL = 1  # of what is said here and after the start
 _BIND_SECONDS = 10.0  # a predecessor on the same port may still be ending
-_HELLO_SECONDS = 5.0
+_HELLO_SECONDS = 5.0  # a process of the job answers the challenge at once
+_SEND_SECONDS = 5.0
+_MAX_HELLO_BYTES = 8192
+_MAX_GO_BYTES = 1 << 20
+_MAX_LOGGED_ADDRESSES = 100
+_RETRY_SECONDS = 0.2
+_MENDED_SECONDS = 1.0  # between attempts that fail unless a user mends something
 
 
-@dataclass(kw_only=True, eq=False)
-class Peer:
-    """One other process, as seen over its connection."""
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Who this process is, and what it must share with the others.
+
+    Attributes:
+      index, count: of this process, and of processes.
+      host, port: where process 0 listens.
+      token: of the job.
+      host_id: names this machine; equal on processes that share it.
+    """
 
     index: int
-    name: str
-    connection: socket.socket
-    received: bytes = b""
-    last_heard: float = field(default_factory=time.monotonic)
-    has_left: bool = False
-
-    def __str__(self) -> str:
-        return f"process {self.index} ({self.name})"
-
-    def send(self, message: dict) -> None:
-        """Send one message; a connection that cannot take it is judged when it is read, not here."""
-        try:
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            pass
-
-    def receive(self) -> list[dict] | None:
-        """Return the messages that have arrived, or None when the connection is closed."""
-        try:
-            data = self.connection.recv(65536)
-        except (BlockingIOError, TimeoutError):
-            return []
-        except OSError:
-            data = b""
-        if not data:
-            return None
-        self.last_heard = time.monotonic()
-        *lines, self.received = (self.received + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+    count: int
+    host: str
+    port: int
+    token: bytes
+    host_id: str = ""
 
 
-def gather_peers(*, count: int, port: int, offer: str, seconds: float) -> list[Peer]:
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A job whose processes are all there.
+
+    Attributes:
+      peers: process 0's connection to every other process, or another process' connection to process 0.
+      host_ids: of all processes, by index.
+      offer: process 0's text.
+    """
+
+    peers: list[Peer]
+    host_ids: list[str]
+    offer: str
+
+
+def gather_peers(place: Place, *, offer: str, seconds: float) -> Joined:
     """Wait, as process 0, until all other processes have joined, and send them the offer.
 
     Raises:
       UserError: a process has other flags than this one, or the port is taken.
       HostLostError: some process did not join in time.
     """
-    name = socket.gethostname()
-    peers: dict[int, Peer] = {}
+    deadline = time.monotonic() + seconds
+    door = _Door(place, seconds)
     try:
-        with _listen(port) as listener:
-            _accept_all(listener, count, name, peers, seconds)
+        door.open(min(deadline, time.monotonic() + _BIND_SECONDS))
+        peers = door.admit_all(deadline)
     except (UserError, HostLostError) as error:
-        refusal = {"kind": "refused", "lost": isinstance(error, HostLostError), "line": str(error)}
-        for peer in peers.values():
-            peer.send(refusal)
-            peer.connection.close()
+        door.refuse_all({"lost": isinstance(error, HostLostError), "line": str(error)})
         raise
-    for peer in peers.values():
-        peer.send({"kind": "go", "name": name, "offer": offer})
-    return list(peers.values())
+    finally:
+        door.close()
+    host_ids = [place.host_id, *(peer.host_id for peer in peers)]
+    go = {"name": socket.gethostname(), "offer": offer, "host_ids": host_ids}
+    for peer in peers:
+        peer.connection.settimeout(_SEND_SECONDS)
+        peer.send(seal(place.token, "go", door.challenges[peer.index], go))
+    return Joined(peers=peers, host_ids=host_ids, offer=offer)
 
 
-def connect(*, index: int, count: int, host: str, port: int, seconds: float) -> tuple[Peer, str]:
-    """Join process 0 and wait until all others have; return the connection to it and its offer.
+def connect(place: Place, *, seconds: float) -> Joined:
+    """Join process 0 and wait until all others have.
 
     Raises:
       UserError: process 0 refuses this process' flags.
       HostLostError: process 0 does not answer, or another process did not join in time.
     """
     deadline = time.monotonic() + seconds
-    name = socket.gethostname()
-    reason = "no answer"
+    name, reason, said = socket.gethostname(), "no answer", set()
     while (left := deadline - time.monotonic()) > 0:
         try:
-            connection = socket.create_connection((host, port), timeout=min(left, 10.0))
+            connection = socket.create_connection((place.host, place.port), timeout=min(left, 10.0))
         except OSError as error:  # not up yet, or its name not yet known
             reason = str(error)
-            time.sleep(min(0.2, left))
+            time.sleep(min(_RETRY_SECONDS, left))
             continue
-        hub = Peer(index=0, name=host, connection=connection)
-        connection.settimeout(left + _HELLO_SECONDS)  # process 0 gives up first, and says for whom it waited
-        hub.send({"kind": "hello", "index": index, "count": count, "name": name})
-        message = _read_message(connection)
-        if message is None:
-            reason = "it closed the connection or is another program"
+        try:
+            return _ask_to_join(connection, place, name, deadline)
+        except _NotAdmitted as error:
             connection.close()
-            time.sleep(0.2)
-            continue
-        if message["kind"] == "refused":
+            reason = str(error)
+            if error.worth_saying and reason not in said:
+                said.add(reason)
+                _LOG.warning("process %d (%s) tries again: %s", place.index, name, reason)
+            pause = _MENDED_SECONDS if error.worth_saying else _RETRY_SECONDS
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+        except BaseException:
             connection.close()
-            raise (HostLostError if message["lost"] else UserError)(message["line"])
-        hub.name = message["name"]
-        return hub, message["offer"]
+            raise
     raise HostLostError(
-        f"process {index} ({name}) could not join process 0 at {host}:{port} within {seconds:g} s ({reason}); "
-        f"check that process 0 runs there, or set --coordinator to its host:port"
+        f"process {place.index} ({name}) could not join process 0 at {place.host}:{place.port} within {seconds:g} s "
+        f"({reason}); check that process 0 runs there, or set --coordinator to its host:port"
     )
 
 
-def _accept_all(listener: socket.socket, count: int, name: str, peers: dict[int, Peer], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    refused = ""
-    while len(peers) < count - 1:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            missing = [i for i in range(1, count) if i not in peers]
-            raise HostLostError(
-                f"processes {missing} of {count} have not joined process 0 ({name}) at port "
-                f"{listener.getsockname()[1]} within {seconds:g} s{refused}; see their logs, and give each process "
-                f"--num_processes={count} and a --process_id of its own"
-            ) from None
-        _drop_closed(peers)  # a process that joined and died: its successor may come
-        refused = _admit(connection, count, name, peers) or refused
-        _drop_closed(peers)
+class _NotAdmitted(Exception):
+    """Why an attempt to join came to nothing; `worth_saying` if a user could mend it meanwhile."""
+
+    def __init__(self, reason: str, worth_saying: bool = False):
+        super().__init__(reason)
+        self.worth_saying = worth_saying
 
 
-def _admit(connection: socket.socket, count: int, name: str, peers: dict[int, Peer]) -> str:
-    """Take in one process; return why not, or nothing. A contradiction that no retry can heal raises UserError."""
-    connection.settimeout(_HELLO_SECONDS)
-    hello = _read_message(connection) or {}
-    index, its_count, its_name = hello.get("index"), hello.get("count"), hello.get("name")
-    if hello.get("kind") != "hello" or not isinstance(index, int):  # a port scanner or a health check
-        connection.close()
-        return ""
-    peer = Peer(index=index, name=str(its_name), connection=connection)
-    line = ""
-    if its_count != count:
-        line = (
-            f"{peer} has num_processes={its_count} but process 0 ({name}) has num_processes={count}; give all the same"
-        )
-    elif not 0 < index < count:
-        line = f"{peer} joined process 0 of {count}, but process_id must lie in 1..{count - 1}; give each its own"
-    if line:
-        peer.send({"kind": "refused", "lost": False, "line": line})
-        connection.close()
-        raise UserError(line)
-    if index in peers:
-        line = f"{peer} joined although {peers[index]} has that process_id; give each process its own"
-        peer.send({"kind": "refused", "lost": False, "line": line})
-        connection.close()
-        return f" (refused: {line})"
-    peers[index] = peer
-    return ""
-
-
-def _listen(port: int) -> socket.socket:
-    deadline = time.monotonic() + _BIND_SECONDS
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    while True:
-        try:
-            return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"process 0 cannot listen at the coordinator's port {port} ({error.strerror}); another job or a "
-                    f"second process 0 holds it: set --coordinator to a free port, and --process_id=0 only once"
-                ) from None
-            time.sleep(0.5)
-
-
-def _read_message(connection: socket.socket) -> dict | None:
-    """Read exactly one message, or nothing if the other end closes, takes too long or babbles."""
-    line = b""
+def _ask_to_join(connection: socket.socket, place: Place, name: str, deadline: float) -> Joined:
+    patience = min(deadline, time.monotonic() + _HELLO_SECONDS)
+    challenge = _read_message(connection, patience, _MAX_HELLO_BYTES).get("challenge")
+    if not isinstance(challenge, str):
+        raise _NotAdmitted("another program answers there")
+    mine = new_challenge()
+    hello = {
+        "index": place.index,
+        "count": place.count,
+        "name": name,
+        "versions": versions(),
+        "host_id": place.host_id,
+        "challenge": mine,
+    }
+    connection.settimeout(_SEND_SECONDS)
     try:
-        while not line.endswith(b"\n"):
-            byte = connection.recv(1)
-            if not byte or len(line) > 65536:
-                return None
-            line += byte
-        message = json.loads(line)
-    except (OSError, ValueError):
-        return None
-    return message if isinstance(message, dict) else None
+        connection.sendall(encode(seal(place.token, "hello", challenge, hello)))
+    except OSError as error:
+        raise _NotAdmitted(str(error)) from error
+    # process 0 gives up first, and says for whom it waited
+    message = _read_message(connection, deadline + _HELLO_SECONDS, _MAX_GO_BYTES)
+    if message["kind"] == "stranger":
+        raise _NotAdmitted(
+            f"process 0 there holds another job token; give all processes the same --job_token or {TOKEN_VARIABLE}, "
+            f"and the same --coordinator",
+            worth_saying=True,
+        )
+    content = unseal(place.token, mine, message)
+    if content is None:
+        raise _NotAdmitted("what answers there does not hold this job's token", worth_saying=True)
+    if message["kind"] == "refused":
+        raise (HostLostError if content["lost"] else UserError)(content["line"])
+    hub = Peer(index=0, name=content["name"], connection=connection, host_id=content["host_ids"][0])
+    return Joined(peers=[hub], host_ids=content["host_ids"], offer=content["offer"])
 
 
-def _drop_closed(peers: dict[int, Peer]) -> None:
-    for peer in list(peers.values()):
-        peer.connection.setblocking(False)
+def _read_message(connection: socket.socket, deadline: float, most: int) -> dict:
+    """Read exactly one message; raise _NotAdmitted if the other end closes, takes too long or babbles."""
+    line = b""
+    while not line.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or len(line) > most:
+            raise _NotAdmitted("no answer" if left <= 0 else "another program answers there")
+        connection.settimeout(left)
         try:
-            is_closed = peer.connection.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            is_closed = False
+            data = connection.recv(4096)
+        except TimeoutError:
+            continue
+        except OSError as error:
+            raise _NotAdmitted(str(error)) from error
+        if not data:
+            raise _NotAdmitted("it closed the connection or is another program")
+        line += data
+    try:
+        return decode(line[:-1])
+    except MalformedMessage as error:
+        raise _NotAdmitted("another program answers there") from error
+
+
+@dataclass(eq=False)
+class _Visitor:
+    """A connection that has not said yet who it is."""
+
+    connection: socket.socket
+    address: str
+    challenge: str
+    until: float
+    received: bytes = b""
+
+
+@dataclass(eq=False)
+class _Door:
+    """Process 0's side: takes connections from all, and lets in who seals a hello."""
+
+    place: Place
+    seconds: float
+    listeners: list[socket.socket] = field(default_factory=list)
+    visitors: dict[socket.socket, _Visitor] = field(default_factory=dict)
+    peers: dict[int, Peer] = field(default_factory=dict)
+    challenges: dict[int, str] = field(default_factory=dict)
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    strangers: dict[str, str] = field(default_factory=dict)
+    refused: str = ""
+
+    def __post_init__(self):
+        self.name = socket.gethostname()
+        # so that a whole job may knock at once; beyond it the oldest visitor has to go
+        self.most_visitors = max(128, 2 * self.place.count)
+
+    def open(self, deadline: float) -> None:
+        """Listen at the coordinator's address; raise UserError if another program does."""
+        self.listeners = listen(self.place.host, self.place.port, deadline)
+        for listener in self.listeners:
+            listener.setblocking(False)
+            self.selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        """Give up the port and whoever has not joined."""
+        for connection in (*self.listeners, *self.visitors):
+            connection.close()
+        self.selector.close()
+
+    def admit_all(self, deadline: float) -> list[Peer]:
+        """Return the other processes in the order of their index, once all have joined."""
+        while True:
+            if len(self.peers) == self.place.count - 1:
+                self._drop_closed()  # one that joined and died just now: its successor may come
+                if len(self.peers) == self.place.count - 1:
+                    return [self.peers[index] for index in sorted(self.peers)]
+            now = time.monotonic()
+            for visitor in [visitor for visitor in self.visitors.values() if visitor.until <= now]:
+                self._drop(visitor, "said nothing in time")
+            if now >= deadline:
+                raise self._missing()
+            until = min([deadline, *(visitor.until for visitor in self.visitors.values())])
+            for key, _ in self.selector.select(max(0.0, until - now)):
+                if key.fileobj.fileno() >= 0:  # else dropped by an earlier turn of this loop
+                    key.data(key.fileobj)
+
+    def refuse_all(self, content: dict) -> None:
+        """Tell the processes that have joined why the job does not start."""
+        for index, peer in self.peers.items():
+            peer.connection.settimeout(_SEND_SECONDS)
+            peer.send(seal(self.place.token, "refused", self.challenges[index], content))
+            peer.connection.close()
+
+    # One event each.
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, address = listener.accept()
+        except OSError:  # gone before it was taken
+            return
+        if len(self.visitors) >= self.most_visitors:
+            self._drop(next(iter(self.visitors.values())), "made way for others")
+        connection.setblocking(False)
+        visitor = _Visitor(connection, str(address[0]), new_challenge(), time.monotonic() + _HELLO_SECONDS)
+        try:
+            connection.send(encode({"kind": "challenge", "challenge": visitor.challenge}))
         except OSError:
-            is_closed = True
-        peer.connection.settimeout(_HELLO_SECONDS)
-        if is_closed:
-            peers.pop(peer.index).connection.close()
+            connection.close()
+            return
+        self.visitors[connection] = visitor
+        self.selector.register(connection, selectors.EVENT_READ, self._hear)
+
+    def _hear(self, connection: socket.socket) -> None:
+        visitor = self.visitors[connection]
+        try:
+            data = connection.recv(_MAX_HELLO_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        visitor.received += data
+        line, end, _ = visitor.received.partition(b"\n")
+        if not end:
+            if not data:
+                self._drop(visitor, "closed without a hello")
+            elif len(visitor.received) > _MAX_HELLO_BYTES:
+                self._drop(visitor, "a line without an end")
+            return
+        try:
+            message = decode(line)
+        except MalformedMessage:
+            self._drop(visitor, "no hello of this program")
+            return
+        try:
+            hello = unseal(self.place.token, visitor.challenge, message) if message["kind"] == "hello" else None
+        except (ValueError, RecursionError):  # sealed, and no JSON: not by this program
+            hello = None
+        if hello is None:
+            self._drop(visitor, "another job token or none", farewell={"kind": "stranger"})
+            return
+        self.selector.unregister(connection)
+        del self.visitors[connection]
+        self._admit(connection, hello)
+
+    def _hear_early(self, connection: socket.socket) -> None:
+        """A process that has joined has nothing to say before the start: it died, or it is kept and not heard."""
+        self.selector.unregister(connection)
+        self._drop_closed()
+
+    def _admit(self, connection: socket.socket, hello: dict) -> None:
+        """Take in a process of this job; a contradiction that no retry can heal raises UserError."""
+        place, index, theirs = self.place, hello["index"], hello["versions"]  # in hellos of all versions to come
+        peer = Peer(index=index, name=hello["name"], connection=connection, host_id=hello.get("host_id", ""))
+        line = ""
+        if theirs != versions():
+            line = (
+                f"{peer} runs {_shown(theirs)} but process 0 ({self.name}) runs {_shown(versions())}; "
+                f"install the same everywhere"
+            )
+        elif hello["count"] != place.count:
+            line = (
+                f"{peer} has num_processes={hello['count']} but process 0 ({self.name}) has "
+                f"num_processes={place.count}; give all the same"
+            )
+        elif not 0 < index < place.count:
+            line = (
+                f"{peer} joined process 0 of {place.count}, but process_id must lie in 1..{place.count - 1}; give each "
+                "its own"
+            )
+        self._drop_closed()  # a process that joined and died: this may be its successor
+        twice = not line and index in self.peers
+        if twice:
+            line = f"{peer} joined although {self.peers[index]} has that process_id; give each process its own"
+        if line:
+            connection.settimeout(_SEND_SECONDS)
+            peer.send(seal(place.token, "refused", hello["challenge"], {"lost": False, "line": line}))
+            connection.close()
+            if not twice:
+                raise UserError(line)
+            self.refused = f" (refused: {line})"
+            return
+        self.peers[index], self.challenges[index] = peer, hello["challenge"]
+        self.selector.register(connection, selectors.EVENT_READ, self._hear_early)
+
+    # Who has to go.
+
+    def _drop(self, visitor: _Visitor, why: str, farewell: dict | None = None) -> None:
+        if farewell is not None:
+            try:
+                visitor.connection.send(encode(farewell))
+            except OSError:
+                pass
+        self.selector.unregister(visitor.connection)
+        del self.visitors[visitor.connection]
+        visitor.connection.close()
+        if visitor.address in self.strangers or len(self.strangers) >= _MAX_LOGGED_ADDRESSES:
+            return
+        self.strangers[visitor.address] = why
+        _LOG.warning(
+            "a stranger at the rendezvous port %d from %s was dropped (%s); later ones from there are not mentioned",
+            self.place.port,
+            visitor.address,
+            why,
+        )
+
+    def _drop_closed(self) -> None:
+        for index, peer in list(self.peers.items()):
+            try:
+                is_closed = peer.connection.recv(1, socket.MSG_PEEK) == b""
+            except BlockingIOError:
+                is_closed = False
+            except OSError:
+                is_closed = True
+            if is_closed:
+                del self.peers[index]
+                if peer.connection in self.selector.get_map():
+                    self.selector.unregister(peer.connection)
+                peer.connection.close()
+
+    def _missing(self) -> HostLostError:
+        place = self.place
+        missing = [index for index in range(1, place.count) if index not in self.peers]
+        where = " and ".join(sorted({listener.getsockname()[0] for listener in self.listeners}))
+        strangers = ""
+        if self.strangers:
+            shown = ", ".join(list(self.strangers)[:5])
+            strangers = f"; strangers came from {shown}: if they belong to this job, give all the same --job_token"
+        return HostLostError(
+            f"processes {missing} of {place.count} have not joined process 0 ({self.name}) at port {place.port} of "
+            f"{where} within {self.seconds:g} s{self.refused}; see their logs, and give each process "
+            f"--num_processes={place.count} and a --process_id of its own{strangers}"
+        )
+
+
+def versions() -> dict[str, str]:
+    """Return what must be equal on all processes."""
+    return {"protocol": str(_PROTOCOL), "jax": importlib.metadata.version("jax")}
+
+
+def _shown(versions: dict[str, str]) -> str:
+    return " with ".join(f"{name} {version}" for name, version in versions.items())

@@ -40,7 +40,8 @@ class MeshConfig:
       expert: expert-parallel devices (N_EP); -1 takes the devices that are left.
       expert_shard: devices among which each expert's hidden dim is split (N_ESP).
       model: model-parallel devices (N_MP): attention heads and dense hidden dim split.
-      devices_per_node: where the fast links end; 0 means that all devices stand in one node.
+      devices_per_node: where the fast links end. 0 takes the devices that share a host when a run starts on several
+        (`Hosts.node_size`), and here, where nobody filled it in, all devices.
     """
 
     data: int = 1
@@ -58,7 +59,9 @@ class MeshConfig:
                 f"MeshConfig.expert ({self.expert}) must be at least 1, or -1 for the devices that are left"
             )
         if self.devices_per_node < 0:
-            raise UserError(f"MeshConfig.devices_per_node ({self.devices_per_node}) must be 0 (one node) or positive")
+            raise UserError(
+                f"MeshConfig.devices_per_node ({self.devices_per_node}) must be 0 (those of a host) or positive"
+            )
 
     def resolve(self, num_devices: int) -> MeshConfig:
         """Return the same config with `expert` filled in; raise UserError where the sizes do not make `num_devices`."""

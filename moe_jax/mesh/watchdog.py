@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from moe_jax.errors import HostLostError
-from moe_jax.mesh.rendezvous import Peer
+from moe_jax.mesh.peer import MalformedMessage, Peer
 
 EXIT_HOST_LOST = 4
 # Outcomes of the whole job (a user's mistake, a loss that is not finite) rather than of one machine: every process ends
@@ -50,7 +50,7 @@ class Watchdog:
       index, count: this process and the number of processes.
       peers: process 0's connection to every other process, or another process' connection to process 0.
       lost_seconds: silence after which a process counts as lost.
-      stall_seconds: time without `touch` after which this process reports itself as stuck; 0 = never.
+      stall_seconds: time since the last `touch` after which this process reports itself as stuck; 0 = never.
     """
 
     def __init__(
@@ -75,8 +75,12 @@ class Watchdog:
     # Called by the owner of this process.
 
     def touch(self, step: int) -> None:
-        """Note that this process made a step."""
+        """Note that this process made a step, or that one is due now."""
         self._touched = (time.monotonic(), step)
+
+    def rest(self) -> None:
+        """Note that no step is due until the next `touch`."""
+        self._touched = None
 
     def await_verdict(self, seconds: float) -> None:
         """Return after some seconds, unless there is a reason to end by then: the watch ends this process for it."""
@@ -144,32 +148,41 @@ class Watchdog:
 
     def _read(self, peer: Peer) -> bool:
         """Handle what one peer sent; False once its connection is closed."""
-        messages = peer.receive()
+        try:
+            messages = peer.receive()
+            for message in messages or []:
+                self._take(peer, message)
+        except (MalformedMessage, KeyError, TypeError) as error:
+            # Only a process that was admitted can have sent it, and what it said may be what all wait for.
+            what = f"the message lacks {error}" if isinstance(error, KeyError) else str(error)
+            self._end(Verdict(line=f"{peer} is lost: its connection brings nonsense ({what})"))
         if messages is None:
             if not peer.has_left and not self._stopped.is_set():
                 self._end(Verdict(line=f"{peer} died: its connection closed"))
             return False
-        for message in messages:
-            match message["kind"]:
-                case "bye":
-                    peer.has_left = True
-                case "end":
-                    self._end(Verdict(**message["verdict"]))
-                case "say":
-                    self._take_text(message["topic"], peer.index, message["text"])
-                case "texts":
-                    with self._heard:
-                        self._texts[message["topic"]] = message["texts"]
-                        self._heard.notify_all()
         return True
+
+    def _take(self, peer: Peer, message: dict) -> None:
+        match message["kind"]:
+            case "bye":
+                peer.has_left = True
+            case "end":
+                self._end(Verdict(**message["verdict"]))
+            case "say":
+                self._take_text(message["topic"], peer.index, message["text"])
+            case "texts":
+                with self._heard:
+                    self._texts[message["topic"]] = message["texts"]
+                    self._heard.notify_all()
 
     def _judge_silence(self) -> None:
         now = time.monotonic()
         for peer in self._peers:
             if not peer.has_left and now - peer.last_heard > self._lost_seconds:
                 self._end(Verdict(line=f"{peer} is lost: silent for {now - peer.last_heard:.0f} s"))
-        if self._stall_seconds and self._touched:
-            since, step = now - self._touched[0], self._touched[1]
+        touched = self._touched  # another thread may set it
+        if self._stall_seconds and touched:
+            since, step = now - touched[0], touched[1]
             if since > self._stall_seconds:
                 line = f"{self._self}, or one that it waits for, is stuck: no step for {since:.0f} s after step {step}"
                 self._end(Verdict(line=line))

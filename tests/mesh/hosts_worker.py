@@ -61,7 +61,7 @@ def run_steps(flags, hosts, stop: StopSignal) -> None:
         return jax.lax.psum(x_d, "d"), jax.lax.pmax(flag_d, "d")
 
     texts = hosts.gather_text("devices", f"{hosts.process_index} of {hosts.process_count}")
-    print(f"start with {devices} devices, {texts}", flush=True)
+    print(f"start with {devices} devices, {texts}, nodes of {hosts.node_size(jax.devices())}", flush=True)
     x_D = jax.make_array_from_callback((devices,), everywhere, lambda index: jnp.ones(devices)[index])
     flags_returned = {}
     for step in range(flags.steps):
@@ -91,6 +91,9 @@ def make_mistake(flags, hosts, step: int) -> None:
         raise NonFiniteError("the loss of step 5 is nan")
     if kind == "bug":
         raise KeyError("a bug")
+    if kind == "babble":
+        hosts._watchdog._peers[0].connection.sendall(b"GET / HTTP/1.1\n")
+        time.sleep(1000)
     if kind == "stuck":
         time.sleep(1000)
 

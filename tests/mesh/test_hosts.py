@@ -3,6 +3,7 @@
 A job takes about five seconds, nearly all of it starting Python and jax twice.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -11,12 +12,15 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
 from moe_jax.mesh.hosts import Hosts, HostsConfig, StopSignal, exit_code_of, find_launcher, resolve_hosts, start_hosts
+from moe_jax.mesh.listeners import held_port
+from moe_jax.mesh.nodes import machine_id, node_size
 
 _ROOT = Path(__file__).parents[2]
 _WORKER = Path(__file__).with_name("hosts_worker.py")
@@ -32,6 +36,7 @@ class Job:
     """Two worker processes and their logs."""
 
     folder: Path
+    port: int
     processes: list[subprocess.Popen]
 
     def log(self, index: int) -> str:
@@ -54,8 +59,8 @@ def start_job(tmp_path):
 
     def start(*flags: str) -> Job:
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(_ROOT)}
-        coordinator = f"--coordinator=127.0.0.1:{free_port()}"
-        job = Job(tmp_path, [])
+        job = Job(tmp_path, free_port(), [])
+        coordinator = f"--coordinator=127.0.0.1:{job.port}"
         for index in range(2):
             command = [sys.executable, str(_WORKER), coordinator, "--num_processes=2", f"--process_id={index}", *flags]
             with open(tmp_path / f"log{index}", "w") as log:
@@ -119,6 +124,31 @@ def test_a_stuck_process_ends_the_job(start_job):
     assert re.search(r"or one that it waits for, is stuck: no step for \d s after step 5", job.log(0))
 
 
+def test_strangers_at_the_port_do_not_keep_a_job_from_starting(start_job):
+    job = start_job("--steps=6")
+    strangers = []
+    while not strangers:  # the first to come, before process 1 can be there
+        assert job.processes[0].poll() is None, job.log(0)
+        with contextlib.suppress(ConnectionRefusedError):
+            strangers.append(socket.create_connection(("127.0.0.1", job.port)))
+    for words in (b"", b"GET / HTTP/1.1\n", b"a" * 20000, b'{"kind": "hello", "index": 1, "count": 3, "name": "a"}\n'):
+        with contextlib.suppress(OSError):  # too late: the job has started
+            strangers.append(socket.create_connection(("127.0.0.1", job.port)))
+            strangers[-1].sendall(words)
+    assert [job.wait(i, 60) for i in range(2)] == [0, 0], job.log(0) + job.log(1)
+    assert job.log(0).count("a stranger at the rendezvous port") <= 1
+    assert "start with 4 devices, ['0 of 2', '1 of 2'], nodes of 4" in job.log(0)  # two processes on one machine
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_line_that_is_no_message_ends_the_job_with_the_name_of_its_sender(start_job):
+    job = start_job("--mistake=1:babble")
+    assert job.wait(0, 40) == 4
+    words = rf"moe_jax: process 1 \({socket.gethostname()}\) is lost: its connection brings nonsense \(b'GET"
+    assert re.search(words, job.log(0))
+
+
 def test_flags_that_contradict_each_other_end_both(start_job):
     job = start_job("--num_processes=3", "--start_timeout=4")  # both are told 3, so process 2 never comes
     assert [job.wait(i, 30) for i in range(2)] == [4, 4]
@@ -147,15 +177,87 @@ def test_hosts_lets_exceptions_of_a_process_alone_pass():
     [
         ({"coordinator": "10.0.0.1"}, r"coordinator \('10.0.0.1'\) must be host:port"),
         ({"coordinator": "a:99999"}, r"must be host:port with a port in 1..65535"),
+        ({"coordinator": "a:²"}, r"must be host:port with a port in 1..65535"),
+        ({"coordinator": "a..b:8476"}, r"coordinator \('a..b:8476'\) must be host:port"),
+        ({"coordinator": f"{'a' * 64}:8476"}, r"must be host:port"),
         ({"num_processes": 0}, r"num_processes \(0\) must be at least 1"),
         ({"num_processes": 2, "process_id": 2}, r"process_id \(2\) must lie in 0..num_processes - 1"),
         ({"process_id": -1}, r"process_id \(-1\)"),
         ({"lost_after_seconds": 0}, r"lost_after_seconds \(0\) must be positive"),
+        ({"stall_after_seconds": -1}, r"stall_after_seconds \(-1\) must be 0 \(never\) or positive"),
+        ({"stall_after_seconds": float("nan")}, r"stall_after_seconds \(nan\) must be 0 \(never\) or positive"),
+        ({"job_token": ""}, r"job_token \(''\) must not be empty"),
     ],
 )
 def test_hosts_config_refuses(fields, words):
     with pytest.raises(UserError, match=words):
         HostsConfig(**fields)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the port is only looked up")
+def test_port_of_the_service_is_kept_until_it_is_opened():
+    """Nobody is given it while processes join; what gRPC opens, with SO_REUSEPORT, may share it."""
+    with held_port() as port:
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("", int(port)))
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(port)))
+        with (
+            socket.create_server(("::", int(port)), family=socket.AF_INET6, reuse_port=True, dualstack_ipv6=True),
+            socket.create_connection(("127.0.0.1", int(port))),
+        ):
+            pass
+    socket.create_server(("", int(port))).close()
+
+
+def test_hosts_config_does_not_show_its_token():
+    assert "secret" not in repr(HostsConfig(job_token="secret"))
+
+
+# Nodes.
+
+
+def gpus(*processes: int) -> list:
+    """Return a device for each of these process indices."""
+    return [types.SimpleNamespace(process_index=index) for index in processes]
+
+
+@pytest.mark.parametrize(
+    ("processes", "host_ids", "size"),
+    [
+        ((0, 0, 0, 0), ["a"], 4),
+        ((0, 0, 1, 1), ["a", "b"], 2),
+        ((0, 1, 2, 3), ["a", "a", "b", "b"], 2),  # a process for each device
+        ((0, 0, 1, 2, 3, 3), ["a", "b", "b", "c"], 2),
+        ((0, 0, 1, 1), ["a", "a"], 4),
+    ],
+)
+def test_node_size_is_that_of_a_host(processes, host_ids, size):
+    assert node_size(gpus(*processes), host_ids) == size
+    hosts = Hosts(process_count=len(host_ids), host_ids=host_ids)
+    assert hosts.node_size(gpus(*processes)) == size
+
+
+@pytest.mark.parametrize(
+    ("processes", "host_ids", "words"),
+    [
+        (
+            (0, 0, 1),
+            ["a", "b"],
+            r"2 hosts of this job have different numbers of devices \(\[2, 1\]\).*or set Mesh",
+        ),
+        ((0, 1, 2, 3), ["a", "b", "a", "b"], r"are not numbered host by host .*srun --distribution=block.*or set Mesh"),
+    ],
+)
+def test_node_size_refuses_nodes_that_are_not_alike(processes, host_ids, words):
+    with pytest.raises(UserError, match=words) as error:
+        node_size(gpus(*processes), host_ids)
+    assert "\n" not in str(error.value)
+
+
+def test_machine_id_follows_nccl():
+    assert machine_id({}) == machine_id({}) and socket.gethostname() in machine_id({})
+    assert machine_id({"NCCL_HOSTID": "rack 1"}) == "NCCL_HOSTID rack 1"
 
 
 def test_exit_code_of_each_error():

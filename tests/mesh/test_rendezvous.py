@@ -1,5 +1,6 @@
 """The rendezvous between threads of one process: every contradiction among the processes' flags has its line."""
 
+import json
 import socket
 import threading
 import time
@@ -7,8 +8,16 @@ import time
 import pytest
 
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.mesh import rendezvous
-from moe_jax.mesh.rendezvous import connect, gather_peers
+from moe_jax.mesh import listeners, rendezvous
+from moe_jax.mesh.job_token import derive_token, seal, unseal
+from moe_jax.mesh.peer import MAX_MESSAGE_BYTES, MalformedMessage, Peer
+from moe_jax.mesh.rendezvous import Place, connect, gather_peers
+
+TOKEN = b"of the job"
+
+
+def place(index: int, count: int, port: int, token: bytes = TOKEN, host: str = "127.0.0.1") -> Place:
+    return Place(index=index, count=count, host=host, port=port, token=token, host_id=f"machine of {index}")
 
 
 def free_port() -> int:
@@ -20,18 +29,21 @@ class Meeting:
     """Process 0 in a thread, so that the test can play the others."""
 
     def __init__(self, count: int, seconds: float):
-        self.port, self.outcome = free_port(), None
+        self.port, self.outcome, self.began = free_port(), None, time.monotonic()
         self._thread = threading.Thread(target=self._run, args=(count, seconds), daemon=True)
         self._thread.start()
 
     def _run(self, count: int, seconds: float) -> None:
         try:
-            self.outcome = gather_peers(count=count, port=self.port, offer="jax at 77", seconds=seconds)
+            self.joined = gather_peers(place(0, count, self.port), offer="jax at 77", seconds=seconds)
+            self.outcome = self.joined.peers
         except Exception as error:
             self.outcome = error
+        self.seconds = time.monotonic() - self.began
 
-    def join(self, index: int, count: int, seconds: float = 30.0):
-        return connect(index=index, count=count, host="127.0.0.1", port=self.port, seconds=seconds)
+    def join(self, index: int, count: int, seconds: float = 30.0, token: bytes = TOKEN):
+        joined = connect(place(index, count, self.port, token), seconds=seconds)
+        return joined.peers[0], joined.offer
 
     def connect_stranger(self) -> socket.socket:
         deadline = time.monotonic() + 5
@@ -102,7 +114,7 @@ def test_gather_peers_refuses_a_second_process_of_an_index_and_waits_for_the_rig
 def test_gather_peers_takes_a_process_that_was_started_again():
     meeting = Meeting(count=3, seconds=30)
     with meeting.connect_stranger() as first:  # joins and dies
-        first.sendall(b'{"kind": "hello", "index": 1, "count": 3, "name": "a"}\n')
+        first.sendall(hello(first, index=1, count=3))
         time.sleep(1.5)  # the first has joined by then, on a busy machine too
     again = {}
     thread = threading.Thread(target=lambda: again.update(peer=meeting.join(1, 3)[0]))
@@ -119,23 +131,259 @@ def test_gather_peers_names_who_did_not_come_to_everybody():
     assert isinstance(meeting.result(), HostLostError)
 
 
-def test_gather_peers_ignores_strangers():
-    meeting = Meeting(count=2, seconds=5)
-    with meeting.connect_stranger() as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\n")
-        hub, _ = meeting.join(1, 2)
+# Strangers.
+
+
+def hello(connection: socket.socket, *, token: bytes = TOKEN, **content) -> bytes:
+    """Return what a process of the job would say to the challenge that it read."""
+    challenge = json.loads(connection.makefile("rb").readline())["challenge"]
+    content = {"name": "a", "versions": rendezvous.versions(), "host_id": "m", "challenge": "c"} | content
+    return json.dumps(seal(token, "hello", challenge, content)).encode() + b"\n"
+
+
+def say_nothing(connection: socket.socket) -> None:
+    """Connect and wait."""
+
+
+def say_garbage(connection: socket.socket) -> None:
+    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+
+
+def say_deep_json(connection: socket.socket) -> None:
+    connection.sendall(b"[" * 8000 + b"\n")
+
+
+def say_a_huge_line(connection: socket.socket) -> None:
+    try:
+        connection.sendall(b"a" * (1 << 20))
+    except OSError:  # cut off, as it should be
+        pass
+
+
+def say_a_wrong_token(connection: socket.socket) -> None:
+    connection.sendall(hello(connection, token=b"of another", index=1, count=2))
+
+
+def say_another_count(connection: socket.socket) -> None:
+    connection.sendall(hello(connection, token=b"", index=1, count=3))
+
+
+def say_the_old_hello(connection: socket.socket) -> None:
+    connection.sendall(b'{"kind": "hello", "index": 1, "count": 4, "name": "a"}\n')
+
+
+def say_slow_bytes(connection: socket.socket) -> None:
+    def drip() -> None:
+        try:
+            for _ in range(100):
+                connection.sendall(b"a")
+                time.sleep(0.1)
+        except OSError:
+            pass
+
+    threading.Thread(target=drip, daemon=True).start()
+
+
+STRANGERS = [
+    say_nothing, say_garbage, say_deep_json, say_a_huge_line, say_a_wrong_token, say_another_count, say_the_old_hello,
+    say_slow_bytes,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("say", STRANGERS)
+def test_strangers_neither_end_nor_delay_a_start(say, caplog):
+    meeting = Meeting(count=2, seconds=20)
+    strangers = [meeting.connect_stranger() for _ in range(3)]
+    for stranger in strangers:
+        say(stranger)
+    time.sleep(0.2)
+    began = time.monotonic()
+    hub, _ = meeting.join(1, 2)
+    assert time.monotonic() - began < 1.0
     close(*meeting.result(), hub)
+    for stranger in strangers:
+        stranger.close()
+    expected = 0 if say in (say_nothing, say_slow_bytes) else 1  # the job started before their time was up
+    assert caplog.text.count("from 127.0.0.1 was dropped") == expected
+
+
+@pytest.mark.parametrize("say", STRANGERS)
+def test_strangers_do_not_stretch_the_deadline(say, monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "_HELLO_SECONDS", 0.3)
+    meeting = Meeting(count=2, seconds=0.8)
+    strangers = []
+    while meeting.outcome is None:
+        if len(strangers) < 20:
+            try:
+                strangers.append(meeting.connect_stranger())
+                say(strangers[-1])
+            except OSError:  # dropped in the middle
+                pass
+        time.sleep(0.05)
+    assert meeting.seconds < 1.3
+    with pytest.raises(HostLostError, match=r"processes \[1\] of 2 have not joined .* strangers came from 127.0.0.1"):
+        raise meeting.result()
+    assert caplog.text.count("from 127.0.0.1 was dropped") == 1
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_more_strangers_than_may_wait_make_way(caplog):
+    meeting = Meeting(count=2, seconds=20)
+    strangers = [meeting.connect_stranger() for _ in range(150)]
+    hub, _ = meeting.join(1, 2)
+    close(*meeting.result(), hub)
+    assert "made way for others" in caplog.text
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_process_with_another_token_hears_of_it_and_may_be_mended(caplog):
+    meeting = Meeting(count=2, seconds=20)
+    with pytest.raises(HostLostError, match=r"within 0.5 s \(process 0 there holds another job token; give all"):
+        meeting.join(1, 2, seconds=0.5, token=b"of another")
+    assert caplog.text.count("process 1 (") == 1 and "of another" not in caplog.text
+    hub, _ = meeting.join(1, 2)
+    close(*meeting.result(), hub)
+
+
+def test_connect_does_not_believe_a_stranger_at_the_coordinator():
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        port, answers = impostor.getsockname()[1], []
+
+        def answer() -> None:
+            connection = impostor.accept()[0]
+            connection.sendall(b'{"kind": "challenge", "challenge": "c"}\n')
+            line = connection.makefile("rb").readline()
+            answers.append(line)
+            refusal = {"lost": False, "line": "go away"}
+            connection.sendall(json.dumps(seal(b"guessed", "refused", "c", refusal)).encode() + b"\n")
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(HostLostError, match="what answers there does not hold this job's token"):
+            connect(place(1, 2, port), seconds=0.6)
+        assert TOKEN not in answers[0] and TOKEN.hex().encode() not in answers[0]
+
+
+def test_gather_peers_refuses_another_version(monkeypatch):
+    meeting = Meeting(count=2, seconds=20)
+    here = rendezvous.versions()
+    with meeting.connect_stranger() as other:
+        other.sendall(hello(other, index=1, count=2, versions=here | {"jax": "0.0.1"}))
+        assert isinstance(meeting.result(), UserError)
+    words = rf"process 1 \(a\) runs protocol \d with jax 0.0.1 but process 0 .* with jax {here['jax']}; install"
+    with pytest.raises(UserError, match=words):
+        raise meeting.result()
+
+
+def test_machines_of_all_processes_are_told_to_all():
+    meeting = Meeting(count=2, seconds=20)
+    joined = connect(place(1, 2, meeting.port), seconds=20)
+    close(*meeting.result(), *joined.peers)
+    assert meeting.joined.host_ids == joined.host_ids == ["machine of 0", "machine of 1"]
+
+
+# The token.
+
+
+def test_seal_holds_for_its_token_kind_and_challenge_only():
+    message = seal(TOKEN, "hello", "c", {"index": 1})
+    assert unseal(TOKEN, "c", message) == {"index": 1}
+    assert unseal(TOKEN, "d", message) is None and unseal(b"other", "c", message) is None
+    for field, value in {"kind": "go", "content": '{"index": 2}', "proof": "0" * 64}.items():
+        assert unseal(TOKEN, "c", message | {field: value}) is None
+    for field in message:
+        assert unseal(TOKEN, "c", {k: v for k, v in message.items() if k != field}) is None
+    assert unseal(TOKEN, "c", message | {"proof": "\u00e9" * 64}) is None
+
+
+def test_token_is_the_same_for_a_job_and_another_for_others():
+    slurm = {"SLURM_JOB_ID": "5000"}
+    derived = derive_token(None, "a:1", "Slurm", slurm)
+    assert derived == derive_token(None, "a:1", "Slurm", slurm | {"SLURM_PROCID": "3"})
+    others = [
+        derive_token(None, "a:1", "Slurm", {"SLURM_JOB_ID": "5001"}),
+        derive_token(None, "b:1", "Slurm", slurm),
+        derive_token(None, "a:1", None, slurm),
+        derive_token("secret", "a:1", "Slurm", slurm),
+    ]
+    assert len({derived, *others}) == 5
+    given = derive_token("secret", "a:1", "Slurm", slurm)
+    assert given == derive_token(None, "b:1", None, {"MOE_JAX_JOB_TOKEN": "secret"})
+
+
+# Where process 0 listens.
+
+
+def test_process_0_listens_at_the_coordinators_address_only():
+    opened = listeners.listen("127.0.0.1", free_port(), time.monotonic())
+    try:
+        assert [listener.getsockname()[0] for listener in opened] == ["127.0.0.1"]
+    finally:
+        for listener in opened:
+            listener.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "found", "why"),
+    [
+        ("192.0.2.1", None, "it means 192.0.2.1, which is no address of this machine"),  # TEST-NET-1
+        ("service", ["198.51.100.7"], "it means 198.51.100.7, which is no address of this machine"),
+        ("link", ["fe80::1"], "it means fe80::1, which is no address of this machine"),
+        ("node1", ["127.0.1.1"], "127.0.1.1, which it means here, is reached from this machine only"),
+        ("unknown", OSError("no such name"), "it is not known here (no such name)"),
+    ],
+)
+def test_process_0_listens_everywhere_where_its_address_is_not_its_own(host, found, why, monkeypatch, caplog):
+    real = socket.getaddrinfo
+
+    def resolve(name, *rest, **more):
+        if name != host or found is None:
+            return real(name, *rest, **more)
+        if isinstance(found, OSError):
+            raise found
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    port = free_port()
+    (listener,) = listeners.listen(host, port, time.monotonic())
+    with listener, socket.create_connection(("127.0.0.1", port)):
+        pass
+    (record,) = caplog.records
+    assert record.getMessage() == f"process 0 listens at all addresses: the coordinator's host is {host!r}, and {why}"
+
+
+# After the rendezvous.
+
+
+@pytest.mark.parametrize("line", [b"GET / HTTP/1.1\n", b"\xff\xfe\n", b"[1]\n", b'{"kind": 3}\n', b"[" * 9000 + b"\n"])
+def test_peer_names_a_line_that_is_no_message(line):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b'{"kind": "beat"}\n' + line)
+        with pytest.raises(MalformedMessage, match="instead of a message"):
+            Peer(index=1, name="a", connection=ours).receive()
+
+
+def test_peer_bounds_a_line():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        peer = Peer(index=1, name="a", connection=ours, received=b"a" * MAX_MESSAGE_BYTES)
+        theirs.sendall(b"a")
+        with pytest.raises(MalformedMessage, match="a line of more than 64 MiB"):
+            peer.receive()
 
 
 def test_connect_says_that_process_0_does_not_answer():
     with pytest.raises(HostLostError, match=r"process 1 .* could not join process 0 at 127.0.0.1:\d+ within 0.5 s"):
-        connect(index=1, count=2, host="127.0.0.1", port=free_port(), seconds=0.5)
+        connect(place(1, 2, free_port()), seconds=0.5)
 
 
 def test_gather_peers_says_that_the_port_is_taken(monkeypatch):
     monkeypatch.setattr(rendezvous, "_BIND_SECONDS", 0.1)
     with (
-        socket.create_server(("", 0)) as holder,
+        socket.create_server(("127.0.0.1", 0)) as holder,
         pytest.raises(UserError, match="cannot listen at the coordinator's port"),
     ):
-        gather_peers(count=2, port=holder.getsockname()[1], offer="", seconds=1)
+        gather_peers(place(0, 2, holder.getsockname()[1]), offer="", seconds=1)

@@ -93,7 +93,7 @@ def test_resolve_takes_what_is_left():
         ({"model": 0}, r"MeshConfig.model \(0\) must be at least 1"),
         ({"expert": 0}, r"MeshConfig.expert \(0\) must be at least 1, or -1 for the devices that are left"),
         ({"expert": -3}, r"MeshConfig.expert \(-3\) must be at least 1, or -1"),
-        ({"devices_per_node": -1}, r"MeshConfig.devices_per_node \(-1\) must be 0 \(one node\) or positive"),
+        ({"devices_per_node": -1}, r"MeshConfig.devices_per_node \(-1\) must be 0 \(those of a host\) or positive"),
     ],
 )
 def test_mesh_config_errors(fields, message):

@@ -1,0 +1,54 @@
+"""When the watch of a process takes it for stuck; lost processes are in test_hosts.py."""
+
+import types
+
+import pytest
+
+from moe_jax.mesh import watchdog
+
+
+class Judge(watchdog.Watchdog):
+    """A watch that is asked instead of running, and notes how it would end the process."""
+
+    def _watch(self):
+        pass
+
+    def _end(self, verdict):
+        self.ended = verdict.line
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(watchdog, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(watchdog, "_handle_abort", lambda handler: None)
+    return now
+
+
+def test_the_stall_clock_rests_before_the_first_step_and_when_told(clock):
+    judge = Judge(index=0, count=1, peers=(), stall_seconds=10)
+    judge.ended = ""
+    clock[0] = 100.0
+    judge._judge_silence()
+    assert not judge.ended, "the first compilation is no step"
+    judge.touch(0)
+    clock[0] = 110.0
+    judge._judge_silence()
+    assert not judge.ended
+    judge.rest()
+    clock[0] = 1000.0
+    judge._judge_silence()
+    assert not judge.ended
+    judge.touch(7)
+    clock[0] = 1011.0
+    judge._judge_silence()
+    assert "is stuck: no step for 11 s after step 7" in judge.ended
+
+
+def test_no_stall_seconds_never_end_a_process(clock):
+    judge = Judge(index=0, count=1, peers=(), stall_seconds=0)
+    judge.ended = ""
+    judge.touch(0)
+    clock[0] = 1e9
+    judge._judge_silence()
+    assert not judge.ended
