@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.sparse import TransferPlan, sparse_all_gather
+from moe_jax.collectives.sparse import TransferPlan, open_guests
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import Tables
 
@@ -77,12 +77,12 @@ def by_falling(values):
 
 
 def fetch_late(bank, sink, tables: Tables, needed, rule: Rule, axes: tuple[str, ...]):
-    """Fetch the experts that a rule chose, broadcasting about as many as it chose: {name: [Gs, ...]}.
+    """Fetch the experts that a rule chose, broadcasting about as many as it chose: as `open_guests` returns them.
 
     A broadcast has a static number of chunks; there is one branch for none and one for each power of two up to B.
 
     Args:
-      bank, sink: of this device and layer, as `sparse_all_gather` takes them.
+      bank, sink: of this device and layer, as `open_guests` takes them.
       tables: what `rule` returned; its transfer holds B chunks.
       needed: int32 [], how many of them are in use, the first ones; equal on all devices.
       axes: of the expert-parallel group.
@@ -92,16 +92,19 @@ def fetch_late(bank, sink, tables: Tables, needed, rule: Rule, axes: tuple[str, 
     sizes = [1 << power for power in range(late.bit_length()) if 1 << power < late] + [late]
 
     def none():
-        return {
-            name: cast_varying(jnp.zeros((plan.guest_slots, *leaf.shape[1:]), leaf.dtype), varying_axes(leaf))
-            for name, leaf in bank.items()
-        }
+        return tuple(
+            {
+                name: cast_varying(jnp.zeros((plan.guest_slots, *leaf.shape[1:]), leaf.dtype), varying_axes(leaf))
+                for name, leaf in leaves.items()
+            }
+            for leaves in (bank, sink)
+        )
 
     def fetch(size):
         table = tables.transfer
         take = jnp.where(table.take < size, table.take, size)
         part = dataclasses.replace(table, send=table.send[:size], take=take)
-        return lambda: sparse_all_gather(bank, tables.home_row, sink, part, plan)
+        return lambda: open_guests(bank, tables.home_row, sink, part, plan)
 
     branch = jnp.searchsorted(jnp.array([0, *sizes], jnp.int32), needed, side="left").astype(jnp.int32)
     return lax.switch(branch, [none, *map(fetch, sizes)])

@@ -9,6 +9,9 @@ gradient: it may hold the chunks of all layers, and a loop over them would carry
 cotangent of `sink`, one row per home slot.
 Letters: S bank rows of this device, Hs home slots and Gs guest slots of a layer, D devices, T rounds, X chunks that
 each device offers to all, B chunks broadcast to all, n elements of a chunk.
+Where the bank is in 16 bits and the sink in float32, `open_guests` gives gradients a door of the sink's dtype: they are
+added in float32 on the device and at home. Rounds carry them rounded once, in the bank's dtype; `gather` and
+`broadcast`, which add on the way, carry float32, twice the bytes of the way out.
 Source: Hecate, section 3.1; Pro-Prophet's Trans and Agg.
 """
 
@@ -116,6 +119,32 @@ def _all_gather_bwd(plan, dtypes, table, gradients):
 _all_gather.defvjp(_all_gather_fwd, _all_gather_bwd)
 
 
+def open_guests(bank: Bank, rows: Array, sink: Bank, table: Transfer, plan: TransferPlan) -> tuple[Bank, Bank]:
+    """Return (guests, doors): `sparse_all_gather` with the gradients beside the values, in the sink's dtype.
+
+    The guests have no gradient. The doors {name: [Gs, ...]} are zeros that nothing reads, and their cotangents are the
+    gradients of the guests: in the dtype of the sums, wider than that of guests in 16 bits.
+    """
+    with jax.named_scope("sparse_all_gather"):
+        bank, rows, sink, table = match_varying(jax.tree.map(lax.stop_gradient, bank), rows, sink, table)
+        guests = fetch(plan, bank, rows, table).at_once(empty_guests(bank, plan))
+        wires = tuple(sorted((name, leaf.dtype) for name, leaf in bank.items()))
+        return guests, _open_doors(plan, wires, sink, table)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _open_doors(plan, wires, sink, table):
+    del wires, table
+    return {n: zeros_varying((plan.guest_slots, *leaf.shape[1:]), leaf.dtype, leaf) for n, leaf in sink.items()}
+
+
+def _open_doors_bwd(plan, wires, table, gradients):
+    return sparse_reduce_scatter(gradients, table, plan, wires=dict(wires)), None
+
+
+_open_doors.defvjp(lambda plan, wires, sink, table: (_open_doors(plan, wires, sink, table), table), _open_doors_bwd)
+
+
 def fetch_journey(bank: Bank, rows: Array, table: Transfer, plan: TransferPlan) -> Journey:
     """Return `sparse_all_gather` in steps, without a gradient; arrivals overwrite the slots [Gs] that they fill.
 
@@ -125,12 +154,14 @@ def fetch_journey(bank: Bank, rows: Array, table: Transfer, plan: TransferPlan) 
     return fetch(plan, bank, rows, table).named("sparse_all_gather")
 
 
-def return_journey(guests: Bank, table: Transfer, plan: TransferPlan) -> Journey:
+def return_journey(guests: Bank, table: Transfer, plan: TransferPlan, wires=None) -> Journey:
     """Return the `sparse_reduce_scatter` of a part of a transfer in steps; arrivals are added to [Hs], in its dtypes.
 
+    `wires` is as there.
     Where the guests vary over more axes than the sums (replicas of the group), what is added is summed over those.
     """
     guests, table = match_varying(guests, table)
+    guests = for_the_wire(guests, plan, wires)
     steps = bring_back(plan, guests, table)
 
     def unpack(arrived, into):
@@ -173,13 +204,24 @@ def cut(plan: TransferPlan, table: Transfer, start: float, stop: float, layer: i
     return plan, dataclasses.replace(table, send=send, take=take)
 
 
-def sparse_reduce_scatter(guests: Bank, table: Transfer, plan: TransferPlan, dtypes=None) -> Bank:
+def for_the_wire(guests: Bank, plan: TransferPlan, wires) -> Bank:
+    """Return the gradients of guests as they travel: rounds carry them in `wires` {name: dtype}, each rounded once.
+
+    `gather` and `broadcast` add them up on their way, so there they keep their dtype.
+    """
+    if wires is None or plan.method not in ("shift", "permute"):
+        return guests
+    return {name: leaf.astype(wires[name]) for name, leaf in guests.items()}
+
+
+def sparse_reduce_scatter(guests: Bank, table: Transfer, plan: TransferPlan, dtypes=None, wires=None) -> Bank:
     """Sum one value per guest slot at the home of its chunk: {name: [Gs, ...]} -> {name: [Hs, ...]}.
 
     Args:
-      guests: travel in their own dtype.
+      guests: travel in their own dtype, or as `for_the_wire` says.
       table, plan: of the `sparse_all_gather` that filled the slots.
       dtypes: {name: dtype} of the sums, that of the guests where not given.
+      wires: {name: dtype} in which rounds carry them; None is their own.
 
     Returns:
       The sums over the guests only: what the home itself has to add is not in them.
@@ -190,6 +232,7 @@ def sparse_reduce_scatter(guests: Bank, table: Transfer, plan: TransferPlan, dty
             name: zeros_varying((plan.home_slots, *leaf.shape[1:]), (dtypes or {}).get(name, leaf.dtype), leaf)
             for name, leaf in guests.items()
         }
+        guests = for_the_wire(guests, plan, wires)
         return bring_back(plan, guests, table).at_once(sums)
 
 

@@ -30,10 +30,11 @@ def _tokens_to_rows_fwd(x, choice_of_row, row_of_choice):
 
 
 def _tokens_to_rows_bwd(row_of_choice, d_rows):
-    dx = take_rows(d_rows, row_of_choice[:, 0])
+    wide = jnp.promote_types(d_rows.dtype, jnp.float32)
+    dx = take_rows(d_rows, row_of_choice[:, 0]).astype(wide)
     for k in range(1, row_of_choice.shape[1]):
-        dx = dx + take_rows(d_rows, row_of_choice[:, k])
-    return dx, None, None
+        dx = dx + take_rows(d_rows, row_of_choice[:, k]).astype(wide)
+    return dx.astype(d_rows.dtype), None, None
 
 
 _tokens_to_rows.defvjp(_tokens_to_rows_fwd, _tokens_to_rows_bwd)

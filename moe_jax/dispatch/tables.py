@@ -27,7 +27,7 @@ class Tables:
     Attributes:
       dest_slot: int32 [D, L, E, Q], candidates of source d's tokens for each expert, as device * G + group.
       dest_num: uint32 [D, L, E, Q], dest_den: uint32 [D, L, E]: the i-th of n choices of an expert goes to the first
-        candidate q with dest_num * n // dest_den > i.
+        candidate q with dest_num * n // dest_den > i; dest_num <= dest_den <= 2^16.
       home_row: int32 [D, L, Hs], the bank row behind each home slot; a row outside the bank where the slot is empty.
       slot_expert: int32 [D, L, G], the expert in each slot, -1 for none; None where nothing is decided after the gate.
       transfer: `Transfer` of every layer, arrays [D, L, ...]; None without guests.
@@ -51,7 +51,7 @@ def destinations(tables: Tables, choice: Choice, groups: int):
 
     Args:
       tables: this device's, of one layer: dest_slot [E, Q], dest_num [E, Q], dest_den [E].
-      choice: of t tokens; fewer than 2^16 choices of one expert, so that the products fit 32 bits.
+      choice: of t tokens; any number of choices of one expert.
       groups: G.
 
     Returns:
@@ -65,11 +65,24 @@ def destinations(tables: Tables, choice: Choice, groups: int):
         flat = jnp.where(choice.kept, ids, num_experts).reshape(-1)
         rank = rank_within(flat).astype(jnp.uint32)
         counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None], axis=0, dtype=jnp.uint32)
-        edges = tables.dest_num * counts[:, None] // tables.dest_den[:, None]  # [E, Q], first rank beyond candidate q
+        edges = share_of(tables.dest_num, tables.dest_den[:, None], counts[:, None])  # [E, Q], first rank beyond q
         q = jnp.sum(edges[ids.reshape(-1)] <= rank[:, None], axis=1, dtype=jnp.int32)
         q = jnp.minimum(q, candidates - 1).reshape(ids.shape)  # only dropped choices are beyond the last
         slot = tables.dest_slot[ids, q]
     return slot // groups, slot % groups
+
+
+def share_of(num, den, count):
+    """Return num * count // den, exact for every uint32 count although the product may not fit 32 bits.
+
+    With count = a den + b the result is num a + num b // den: num a <= count, and num b < 2^32.
+
+    Args:
+      num, den: uint32, 0 <= num <= den, 1 <= den <= 2^16.
+      count: uint32; the three broadcast.
+    """
+    whole = count // den
+    return num * whole + num * (count - whole * den) // den
 
 
 def even_tables(layers: int, experts: int, devices: int) -> Tables:

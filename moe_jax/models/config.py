@@ -11,7 +11,7 @@ CHOICES = {
     "kind": ("gpt", "bert"),
     "activation": ("gelu", "swiglu"),
     "positions": ("learned", "rotary"),
-    "attention": ("xla", "cudnn"),
+    "attention": ("auto", "xla", "cudnn"),
     "dtype": ("float32", "bfloat16", "float64"),
     "remat": (
         "none", "block", "dots", "everything_saveable", "nothing_saveable", "dots_saveable",
@@ -38,7 +38,8 @@ class ModelConfig:
       max_length: positions, with learned ones.
       activation: of experts and FFN, 'gelu' (two matrices) or 'swiglu' (three).
       positions: 'learned' or 'rotary'.
-      attention: implementation of `jax.nn.dot_product_attention`, 'xla' or 'cudnn'.
+      attention: implementation of `jax.nn.dot_product_attention`, 'xla' or 'cudnn'; 'auto' is 'cudnn' on the GPUs that
+        have it for this dtype and head size, else 'xla' (`models/attention.py`).
       dtype: compute dtype; parameters are float32 (float64 where this is float64).
       remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything), or
         the name of a policy in `jax.checkpoint_policies`. With a `prefetch` it is applied to each stage of a block:
@@ -65,7 +66,7 @@ class ModelConfig:
     max_length: int = 1024
     activation: str = "gelu"
     positions: str = "learned"
-    attention: str = "xla"
+    attention: str = "auto"
     dtype: str = "float32"
     remat: str = "none"
     prefetch: str = "none"

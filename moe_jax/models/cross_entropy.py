@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.collectives.varying import cast_varying, match_varying, varying_axes
+from moe_jax.models.wide_gradients import Weight, in_dtype, project
 
 
 def token_losses(x, table, targets):
-    """Return -log p(target) [n] for x [n, M], table [V, M], targets int32 [n]."""
+    """Return -log p(target) [n] for x [n, M], targets int32 [n], and the table [V, M], an array or a `Weight`."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    logits = jnp.einsum("tm,vm->tv", x, table, preferred_element_type=wide)
+    table = table if isinstance(table, Weight) else in_dtype(table, x.dtype)
+    logits = project("tm,vm->tv", x, table, out=wide)
     picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
     return jax.scipy.special.logsumexp(logits, axis=-1) - picked
 
@@ -25,7 +27,8 @@ def chunked_cross_entropy(x, table, targets, weights, chunk: int):
     """Return sum_i weights_i * loss_i, with at most `chunk` rows of logits alive.
 
     Args:
-      x: [t, M]; table: [V, M]; targets: int32 [t]; weights: float [t], 0 where a token is no target.
+      x: [t, M]; table: [V, M], read in the dtype of x; its gradient is summed over the chunks in the table's dtype.
+      targets: int32 [t]; weights: float [t], 0 where a token is no target.
       chunk: tokens per chunk; the last chunk is padded with weight 0.
     """
     tokens = x.shape[0]
@@ -36,9 +39,13 @@ def chunked_cross_entropy(x, table, targets, weights, chunk: int):
         x = jnp.pad(x, ((0, pad), (0, 0)))
         targets, weights = jnp.pad(targets, (0, pad)), jnp.pad(weights, (0, pad))
 
+    held = in_dtype(table, x.dtype)
+    if held.door is not None:  # else the sum over devices of the table's gradient would stand in the loop
+        x, held = match_varying(x, held)
+
     @jax.checkpoint
     def piece(x, targets, weights):
-        losses = token_losses(x, table, targets)
+        losses = token_losses(x, held, targets)
         return jnp.sum(losses * weights.astype(losses.dtype))
 
     def body(total, inputs):

@@ -9,6 +9,9 @@ can be brought a second time instead of being kept.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+
+from moe_jax.collectives.varying import cast_varying, varying_axes
 
 
 @jax.tree_util.register_pytree_node_class
@@ -30,18 +33,29 @@ class Kept:
         tree, places = self.plan
         there = jax.tree.leaves(known)
         sources = {"known": there, "own": self.arrays}
-        leaves = [at if kind == "static" else sources[kind][at] for kind, at in places]
+        leaves = [_leaf(kind, at, sources) for kind, at in places]
         return jax.tree.unflatten(tree, leaves)
 
 
+def _leaf(kind, at, sources):
+    if kind == "static":
+        return at
+    if kind == "empty":
+        shape, dtype, axes = at
+        return cast_varying(jnp.zeros(shape, dtype), axes)
+    return sources[kind][at]
+
+
 def keep(pull_back, known) -> Kept:
-    """Take apart what `jax.vjp` returned; an array that is the same object as a leaf of `known` is left out."""
+    """Take apart what `jax.vjp` returned; left out: leaves of `known`, the same objects, and empty arrays."""
     place = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(known))}
     leaves, tree = jax.tree.flatten(pull_back)
     arrays, places = [], []
     for leaf in leaves:
         if id(leaf) in place:
             places.append(("known", place[id(leaf)]))
+        elif hasattr(leaf, "dtype") and leaf.size == 0:  # an input that nothing reads, in every loop it passes
+            places.append(("empty", (leaf.shape, leaf.dtype, varying_axes(leaf))))
         elif hasattr(leaf, "dtype"):
             place_of_own = next((i for i, other in enumerate(arrays) if other is leaf), len(arrays))
             if place_of_own == len(arrays):

@@ -25,6 +25,7 @@ from moe_jax.dispatch.route import record
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import dense_specs, expert_specs
+from moe_jax.models.attention import resolve_attention
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.layer_loop import make_layer_loop
@@ -34,6 +35,7 @@ from moe_jax.moe.bank import open_sink, with_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.gate import balance_loss, z_loss
 from moe_jax.moe.layer import LayerPlan, check_hidden_dim, init_bank, layer_sizes
+from moe_jax.schedules.base import MOST_ROWS
 
 
 @record
@@ -210,7 +212,9 @@ def make_loss(
     Raises:
       UserError: if the batch does not divide over the data-parallel devices, or is longer than the positions.
     """
-    roles, config = model.roles, model.config
+    roles = model.roles
+    config = resolve_attention(model.config, model.roles.mesh.devices.flat[0])
+    model = dataclasses.replace(model, config=config)
     shards = roles.size(roles.dense)
     if batch_size % shards:
         raise UserError(
@@ -223,6 +227,7 @@ def make_loss(
             "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
     check_sequence_parallel(config.sequence_parallel, length, roles)
+    check_token_numbers(batch_size, microbatches, length, model.moe.top_k)
     stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches, plan)
     rows = P(roles.dense)
     stats_specs = StepStats(P(), P(), P(), P(None, roles.expert), P(), P(), P())
@@ -241,6 +246,21 @@ def make_loss(
         return sharded(params["dense"], bank, sink, batch, tables, key, first_row, normalizer)
 
     return loss
+
+
+def check_token_numbers(batch_size: int, microbatches: int, length: int, top_k: int) -> None:
+    """Raise a UserError where a step has more choices of experts than int32 counts: they are counted, tokens numbered.
+
+    Args:
+      batch_size: global sequences of a microbatch; microbatches: of a step; length: tokens of a sequence.
+    """
+    choices = batch_size * microbatches * length * top_k
+    if choices > MOST_ROWS:
+        raise UserError(
+            f"train.batch_size ({batch_size * microbatches}) x DataConfig.sequence_length ({length}) x MoEConfig.top_k "
+            f"({top_k}) = {choices} choices of experts in a step must be at most {MOST_ROWS}, so that int32 can count "
+            "them; lower one of the three"
+        )
 
 
 def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, training: bool, microbatches: int, plan):
@@ -276,7 +296,7 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
             # each device of an MP group takes its part of the group's tokens
             x = x if group.split else own_part(x.reshape(tokens, -1), roles.model)
             targets, weights = (own_part(array.reshape(-1), roles.model) for array in (batch.targets, batch.weights))
-            table = units.embedding.tokens[...].astype(dtype)
+            table = units.embedding.tokens[...]
             total = chunked_cross_entropy(units.norm(x), table, targets, weights, config.loss_chunk)
         cross_entropy = lax.psum(total, roles.all) / normalizer
         return _finish(cross_entropy, gate_stats, passes, tokens * parts)

@@ -1,7 +1,8 @@
 """Bytes that one training step needs on each device, before any device is asked.
 
 Enters: what the model is, its mesh (an abstract one will do), ZeRO stages, batch and length. Leaves: `DeviceBytes`.
-Parameters, gradients and optimizer state are exact: they follow the same partition specs as the run. Activations are an
+Parameters, gradients and optimizer state are exact: they follow the same partition specs as the run. What an optimizer
+other than AdamW keeps is the caller's to say, of shapes and specs that `moment_layout` gives. Activations are an
 estimate: what autodiff keeps of each block, one more block's worth for the backward at work, and the logits of one
 chunk. Against the temporary bytes that XLA states (CPU, float32, 1 and 8 devices, 4 to 16 layers) it is right within
 about a factor of 2, as long as the later passes of a layer keep nothing but their inputs. It leaves out other
@@ -41,10 +42,11 @@ class DeviceBytes:
 
     Attributes:
       parameters: the master weights.
-      optimizer: AdamW's two moments.
+      optimizer: its state; without a caller's word AdamW's two moments.
       gradients: as the backward leaves them; twice where microbatches are summed.
       copies: weights cast to the compute dtype, and what ZeRO-3 gathers at a time.
       activations: the estimate.
+      ema: the moving average of the parameters, where one is kept.
       guests: parameters and gradients of a plan's guests; overflow: what later passes hold. Both 0 without a plan.
     """
 
@@ -53,6 +55,7 @@ class DeviceBytes:
     gradients: int
     copies: int
     activations: int
+    ema: int = 0
     guests: int = 0
     overflow: int = 0
 
@@ -71,13 +74,14 @@ class Sizes:
     """What `device_bytes` is asked about.
 
     Attributes:
-      config, moe: the model.
+      config, moe: the model, with the attention that it will run (`resolve_attention`); 'auto' counts as 'xla'.
       vocab_size: V.
       length: Sq.
       batch_size: global sequences of a step.
       accumulate: microbatches of a step.
       zero_stage: of the dense parameters.
       expert_zero_stage: of the experts under the `dp` schedule.
+      ema: whether a moving average of the parameters is kept.
     """
 
     config: ModelConfig
@@ -88,30 +92,71 @@ class Sizes:
     accumulate: int
     zero_stage: int
     expert_zero_stage: int
+    ema: bool = False
 
 
-def device_bytes(sizes: Sizes, roles: Roles, plan: LayerPlan | None = None) -> DeviceBytes:
-    """Return what one device needs for a training step on this mesh.
+def moment_layout(sizes: Sizes, roles: Roles) -> tuple[dict, dict]:
+    """Return two trees like the parameters: shapes (tuples), and PartitionSpecs of moments."""
+    shapes: dict = {}
+    dense, bank = _leaves(sizes)
+    _, state, _ = _dense_specs(dense, sizes, roles)
+    *_, bank_state = _expert_specs(bank, sizes, roles)
+    specs: dict = {}
+    for path, leaf in dense.items():
+        _put(shapes, path, leaf.shape)
+        _put(specs, path, state[path])
+    for name, leaf in bank.items():
+        _put(shapes, ("bank", name), leaf.shape)
+        _put(specs, ("bank", name), bank_state[name])
+    return shapes, specs
 
-    Args:
-      plan: slots and buckets that the step is compiled for. Whatever the routing, the step stays within them: a fuller
-        bucket takes more passes, not more rows.
-    """
-    config = sizes.config
-    leaves = leaf_sizes(config, sizes.moe, sizes.vocab_size)
+
+def _put(tree: dict, path: tuple[str, ...], value) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def _leaves(sizes: Sizes) -> tuple[dict[tuple, LeafSize], dict[str, LeafSize]]:
+    """Return the dense leaves by path and those of the bank by name."""
+    leaves = leaf_sizes(sizes.config, sizes.moe, sizes.vocab_size)
     dense = {leaf.path: leaf for leaf in leaves if leaf.path[0] == "dense"}
-    bank = {leaf.path[1]: leaf for leaf in leaves if leaf.path[0] == "bank"}
-    params, state, _ = dense_specs(
+    return dense, {leaf.path[1]: leaf for leaf in leaves if leaf.path[0] == "bank"}
+
+
+def _dense_specs(dense: dict[tuple, LeafSize], sizes: Sizes, roles: Roles):
+    return dense_specs(
         {path: leaf.shape for path, leaf in dense.items()},
         {path: leaf.model_dim for path, leaf in dense.items()},
         {path: leaf.stacked for path, leaf in dense.items()},
         roles,
         sizes.zero_stage,
     )
-    dp_stage = sizes.expert_zero_stage if sizes.moe.schedule == "dp" else None
-    bank_params, sink, bank_state = expert_specs(
-        {name: leaf.shape for name, leaf in bank.items()}, roles, sizes.zero_stage, dp_stage
-    )
+
+
+def _expert_specs(bank: dict[str, LeafSize], sizes: Sizes, roles: Roles):
+    return expert_specs({name: leaf.shape for name, leaf in bank.items()}, roles, sizes.zero_stage, _dp_stage(sizes))
+
+
+def _dp_stage(sizes: Sizes) -> int | None:
+    return sizes.expert_zero_stage if sizes.moe.schedule == "dp" else None
+
+
+def device_bytes(
+    sizes: Sizes, roles: Roles, plan: LayerPlan | None = None, optimizer: int | None = None
+) -> DeviceBytes:
+    """Return what one device needs for a training step on this mesh.
+
+    Args:
+      optimizer: bytes of the optimizer's state on one device; None counts AdamW's two moments.
+      plan: slots and buckets that the step is compiled for. Whatever the routing, the step stays within them: a fuller
+        bucket takes more passes, not more rows.
+    """
+    config = sizes.config
+    dense, bank = _leaves(sizes)
+    params, state, _ = _dense_specs(dense, sizes, roles)
+    dp_stage = _dp_stage(sizes)
+    bank_params, sink, bank_state = _expert_specs(bank, sizes, roles)
     wide, narrow = np.dtype(config.param_dtype).itemsize, itemsize(config.dtype)
 
     def held(specs, bank_specs) -> int:
@@ -123,10 +168,11 @@ def device_bytes(sizes: Sizes, roles: Roles, plan: LayerPlan | None = None) -> D
     copies = local_bank * narrow if narrow != wide else 0
     return DeviceBytes(
         parameters=wide * held(params, bank_params),
-        optimizer=wide * MOMENTS * held(state, bank_state),
+        optimizer=wide * MOMENTS * held(state, bank_state) if optimizer is None else optimizer,
         gradients=wide * sums * held(params, sink),
         copies=copies + _gathered(dense, bank, sizes, dp_stage, roles, wide, narrow),
         activations=_activations(sizes, roles, narrow, plan),
+        ema=wide * held(state, bank_state) if sizes.ema else 0,
         guests=0 if plan is None else _guests(sizes, roles, plan, narrow),
         overflow=0 if plan is None else _overflow(sizes, roles, plan, narrow, local_bank),
     )
@@ -158,11 +204,14 @@ def _gathered(
 
 
 def _guests(sizes: Sizes, roles: Roles, plan: LayerPlan, narrow: int) -> int:
-    """Return the bytes of guests: parameters of the layers alive, and gradients of one layer, twice on their way."""
+    """Return the bytes of guests: parameters of the layers alive, and gradients of one layer, twice on their way.
+
+    Parameters are in the compute dtype, gradients in that of the parameters.
+    """
     config = sizes.config
     matrices = 3 if config.activation == "swiglu" else 2
-    expert = narrow * matrices * config.model_dim * config.hidden_dim // roles.size(roles.expert_shard)
-    return plan.guest_slots * expert * (config.guest_layers + 2)
+    elements = matrices * config.model_dim * config.hidden_dim // roles.size(roles.expert_shard)
+    return plan.guest_slots * elements * (narrow * config.guest_layers + 2 * itemsize(config.param_dtype))
 
 
 def _overflow(sizes: Sizes, roles: Roles, plan: LayerPlan, narrow: int, local_bank: int) -> int:
@@ -187,7 +236,7 @@ def _activations(sizes: Sizes, roles: Roles, narrow: int, plan: LayerPlan | None
     own = dim / model if config.sequence_parallel else dim  # of norms and the residual stream
     at_the_door = dim if moe.schedule in ("deepspeed", "s2") else own
 
-    scores = config.heads * sizes.length / model if config.attention == "xla" else 0
+    scores = config.heads * sizes.length / model if config.attention != "cudnn" else 0
     attention = narrow * (5 * own + 4 * dim / model) + (4 + narrow) * scores
     hidden = narrow * (3 * own + matrices * config.ffn_dim / model)
     rows = moe.top_k

@@ -46,7 +46,7 @@ class ModelGroup:
         Args:
           h: normed tokens as the residual stream is kept.
           function: linear in the tokens. With split tokens the backward gathers them again instead of keeping all t.
-          weights: arrays, split over the group.
+          weights: pytrees of arrays, split over the group.
         """
         if not self.split:
             return function(h, *weights)

@@ -153,7 +153,8 @@ class _Direction:
         if self.how.transfer is None:
             return home, None
         guest_axes = varying_axes(bank, self.constants.tables.transfer)
-        guests = {n: doors({n: v}, self.how.transfer.guest_slots, v.dtype, guest_axes)[n] for n, v in bank.items()}
+        slots, dtypes = self.how.transfer.guest_slots, self.door_dtypes
+        guests = {n: doors({n: v}, slots, dtypes[n], guest_axes)[n] for n, v in bank.items()}
         return home, guests
 
     def cuts(self, window: Window):
@@ -181,7 +182,8 @@ class _Direction:
             if move.kind == "trans":
                 journeys.append((("guests", move.layer), fetch_journey(self.constants.bank, rows, table, plan)))
             else:
-                journeys.append((("home", move.layer), return_journey(env["dguests", move.layer], table, plan)))
+                wires = {name: leaf.dtype for name, leaf in self.constants.bank.items()}
+                journeys.append((("home", move.layer), return_journey(env["dguests", move.layer], table, plan, wires)))
         cargo = [journey.pack() for _, journey in journeys]
         if journeys:
             chain, cargo = fence((chain, cargo))
@@ -253,7 +255,8 @@ class _Forward(_Direction):
         how, env = self.how, {("x", 0): x}
         last = how.transfer is not None and self.keeping and how.schedule.rematerialize
         if last:  # the last layer's guests are needed again at once
-            env["last", None] = self.sinks()[1]
+            bank = self.constants.bank
+            env["last", None] = {name: door.astype(bank[name].dtype) for name, door in self.sinks()[1].items()}
         loop = how.loop(how.schedule.forward)
         env, alone, stacked = self.run_loop(loop, env)
         told = [{k: v for k, v in part.items() if k[0] in ("stats", "passes")} for part in (alone, stacked)]

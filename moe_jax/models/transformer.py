@@ -15,17 +15,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup
+from moe_jax.models.wide_gradients import add_bias, in_dtype, project
 
 
 def normal(key, shape, scale, dtype):
     return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
-def along_last(vector, like):
-    """Return a vector [n] in the dtype of `like` [..., n] and with as many dims, ready to add or multiply."""
-    return vector.astype(like.dtype).reshape((1,) * (like.ndim - 1) + vector.shape)
+def as_last(vector, like):
+    """Return a vector [n] with as many dims as `like` [..., n], ready to add or multiply."""
+    return vector.reshape((1,) * (like.ndim - 1) + vector.shape)
 
 
 class LayerNorm(nnx.Module):
@@ -45,7 +47,7 @@ def _normalize(x, scale, bias):
     mean = jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
     normed = (wide - mean) * jax.lax.rsqrt(variance + 1e-5)
-    return (normed * along_last(scale, wide) + along_last(bias, wide)).astype(x.dtype)
+    return (normed * as_last(scale.astype(wide.dtype), wide) + as_last(bias.astype(wide.dtype), wide)).astype(x.dtype)
 
 
 def rotate(x, positions):
@@ -57,17 +59,6 @@ def rotate(x, positions):
     cos, sin = jnp.cos(angle)[None], jnp.sin(angle)[None]
     first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def attend(q, k, v, causal: bool, implementation: str):
-    """Return softmax(q k^T / sqrt(Dh)) v for [b, Sq, H, Dh] each; float64 stays float64, unlike in JAX's function."""
-    if q.dtype != jnp.float64:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    if causal:
-        index = jnp.arange(q.shape[1])
-        scores = jnp.where((index[:, None] >= index[None])[None, None], scores, jnp.finfo(scores.dtype).min)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
 
 
 class Attention(nnx.Module):
@@ -87,20 +78,20 @@ class Attention(nnx.Module):
         """Return the residual branch, of the shape of x; `group` gathers and sums over the MP group."""
         dtype, config = x.dtype, self.config
         with jax.named_scope("attention"):
-            qkv = group.project(self.norm(x), _to_heads, self.qkv[...].astype(dtype))
-            qkv = qkv + self.qkv_bias[...].astype(dtype)[:, None, None]
+            qkv = group.project(self.norm(x), _to_heads, in_dtype(self.qkv[...], dtype))
+            qkv = add_bias(qkv, self.qkv_bias[...][:, None, None])
             q, k, v = qkv[0], qkv[1], qkv[2]
             if config.positions == "rotary":
                 positions = jnp.arange(q.shape[1], dtype=jnp.int32)
                 q, k = rotate(q, positions), rotate(k, positions)
             mixed = attend(q, k, v, config.kind == "gpt", config.attention)
-            out = group.reduce(jnp.einsum("bshd,hdm->bsm", mixed, self.out[...].astype(dtype)))
-            return out + along_last(self.out_bias[...], out)
+            out = group.reduce(project("bshd,hdm->bsm", mixed, in_dtype(self.out[...], dtype)))
+            return add_bias(out, as_last(self.out_bias[...], out))
 
 
 def _to_heads(h, w):
     """Return queries, keys and values [3, b, Sq, H, Dh] of tokens [b, Sq, M]; w [M, 3, H, Dh]."""
-    return jnp.einsum("bsm,mchd->cbshd", h, w)
+    return project("bsm,mchd->cbshd", h, w)
 
 
 class FeedForward(nnx.Module):
@@ -123,11 +114,11 @@ class FeedForward(nnx.Module):
         dtype = x.dtype
         with jax.named_scope("feed_forward"):
             weights = [self.w_in, self.w_gate] if self.swiglu else [self.w_in]
-            up, *gate = group.project(self.norm(x), _times_each, *(w[...].astype(dtype) for w in weights))
-            up = up + along_last(self.in_bias[...], up)
+            up, *gate = group.project(self.norm(x), _times_each, *(in_dtype(w[...], dtype) for w in weights))
+            up = add_bias(up, as_last(self.in_bias[...], up))
             up = jax.checkpoint(_swiglu if self.swiglu else jax.nn.gelu, prevent_cse=False)(up, *gate)
-            out = group.reduce(up @ self.w_out[...].astype(dtype))
-            return out + along_last(self.out_bias[...], out)
+            out = group.reduce(project("bsf,fm->bsm", up, in_dtype(self.w_out[...], dtype)))
+            return add_bias(out, as_last(self.out_bias[...], out))
 
 
 def _swiglu(up, gate):
@@ -135,7 +126,7 @@ def _swiglu(up, gate):
 
 
 def _times_each(h, *weights):
-    return [h @ w for w in weights]
+    return [project("bsm,mf->bsf", h, w) for w in weights]
 
 
 class Gate(nnx.Module):
@@ -194,13 +185,16 @@ class Embedding(nnx.Module):
         self.learned = config.positions == "learned"
 
     def __call__(self, token_ids, dtype, group: ModelGroup):
-        """Embed int32 [b, Sq]: [b, Sq, M], or this device's [t / n, M] where the group splits its tokens."""
+        """Embed int32 [b, Sq]: [b, Sq, M], or this device's [t / n, M] where the group splits its tokens.
+
+        Rows are read and added as parameters and cast then, so that gradients are summed in the parameters' dtype.
+        """
         length = token_ids.shape[1]
-        x = self.tokens[...].astype(dtype)[group.own_tokens(token_ids)]
+        x = self.tokens[...][group.own_tokens(token_ids)]
         if self.learned:
-            table = self.positions[...].astype(dtype)
+            table = self.positions[...]
             x = x + (table[group.positions(length)] if group.split else table[None, :length])
-        return x
+        return x.astype(dtype)
 
 
 class Transformer(nnx.Module):

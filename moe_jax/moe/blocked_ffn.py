@@ -20,6 +20,7 @@ from moe_jax.moe.blocked_matmul import (
     ROWS_BY_WEIGHT,
     BlockedMatmul,
     choose_heights,
+    close_gradient,
     multiply,
     open_gradient,
     split_sizes,
@@ -52,8 +53,8 @@ class FusedBlocks(BlockedMatmul):
             carry = (drows, [open_gradient(w, rows) for w in part_ins], open_gradient(part_out, rows))
             heights = choose_heights(rows.shape[0], sizes.shape[0], part_out.bank[0].size)
             drows, dw_ins, dw_out = for_each_block(sizes, heights, rows.shape[0], carry, step, first_row)
-            dins.append(dw_ins)
-            douts.append(dw_out)
+            dins.append(list(map(close_gradient, part_ins, dw_ins)))
+            douts.append(close_gradient(part_out, dw_out))
         return drows, tuple(zip(*dins, strict=True)), tuple(douts)
 
 

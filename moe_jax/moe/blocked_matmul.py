@@ -52,8 +52,15 @@ def zeros_varying_like(shape, dtype, *like) -> Array:
 
 
 def open_gradient(operand: GroupedWeights, like: Array) -> Array | None:
-    """Return zeros for the gradient of an operand's groups, None where it has no sink."""
-    return None if operand.sink is None else zeros_varying_like(operand.sink.shape, operand.sink.dtype, like)
+    """Return zeros for the gradient of an operand's groups, None where it has no sink; blocks add up in float32."""
+    if operand.sink is None:
+        return None
+    return zeros_varying_like(operand.sink.shape, jnp.promote_types(operand.sink.dtype, jnp.float32), like)
+
+
+def close_gradient(operand: GroupedWeights, dweight: Array | None) -> Array | None:
+    """Return the gradient of an operand's groups in the dtype of its sink."""
+    return None if dweight is None else dweight.astype(operand.sink.dtype)
 
 
 @register("blocked")
@@ -91,5 +98,5 @@ class BlockedMatmul:
             heights = choose_heights(rows, sizes.shape[0], operand.bank[0].size)
             carry = (dlhs, open_gradient(operand, lhs))
             dlhs, dweight = for_each_block(sizes, heights, rows, carry, step, first_row)
-            dweights.append(dweight)
+            dweights.append(close_gradient(operand, dweight))
         return dlhs, tuple(dweights)

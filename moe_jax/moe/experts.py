@@ -52,6 +52,11 @@ def weight_names(activation: str) -> tuple[str, ...]:
     return (*_ACTIVATIONS[activation][0], "w_out")
 
 
+def apply_activation(activation: str, *pre: Array) -> Array:
+    """Return the hidden rows of the products with the input weights, one [R, F] each."""
+    return _ACTIVATIONS[activation][1](*pre)
+
+
 def expert_ffn(
     rows: Array,
     group_sizes: Array,

@@ -36,18 +36,21 @@ Array = jax.Array
 
 
 def default_implementation(device, dtype, dims: tuple[int, ...]) -> str:
-    """Return what 'auto' is: on GPUs of the Hopper kind their kernels, where those take the dtype and the sizes.
+    """Return what 'auto' is: never one that multiplies every row by every group's weights.
 
-    XLA for GPUs expands `lax.ragged_dot`, so `ragged` costs there what G matmuls of all rows cost, in FLOPs and memory.
+    On GPUs of the Hopper kind their kernels, where those take the dtype and the sizes. On all other GPUs, and on CPUs,
+    `fused`: loops over row blocks, plain XLA matmuls of the rows there are. `lax.ragged_dot` is the choice on TPUs,
+    which have a kernel for it; XLA for GPUs expands it to G matmuls of all rows, in FLOPs and memory
+    (docs/bench/inspect.md), or, from jax 0.11 on and with cuDNN 9.22, hands it to cuDNN, which was never run here.
 
     Args:
       device: `jax.Device`, real or described.
       dtype: of the rows.
       dims: model and hidden dim of the weights on this device.
     """
-    if device.platform == "cpu":
-        return "fused"
-    return "hopper" if hopper_matmul.fits(device, dtype, dims) else "ragged"
+    if device.platform == "tpu":
+        return "ragged"
+    return "hopper" if hopper_matmul.fits(device, dtype, dims) else "fused"
 
 
 def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...]) -> str:

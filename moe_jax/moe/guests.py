@@ -1,8 +1,8 @@
 """Guests of one layer, fetched before the layer starts: copies of experts whose homes are on other devices.
 
 Enters: this device's share of the bank, doors for gradients (`sink`), the layer's tables, and the plan that a step is
-compiled for. Leaves: {name: [Gs, ...]}, Gs guest slots; or None where the plan fetches nothing ahead. Inside
-`shard_map`.
+compiled for. Leaves: ({name: [Gs, ...]}, doors of the same shapes), Gs guest slots; or None where the plan fetches
+nothing ahead. Inside `shard_map`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 
 from moe_jax.collectives.ordering import gradients_in_turn, wait_for, wait_for_tree
-from moe_jax.collectives.sparse import sparse_all_gather
+from moe_jax.collectives.sparse import open_guests
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.moe.layer import LayerPlan
 
 
 def fetch_guests(bank, sink, tables, plan: LayerPlan | None, like):
-    """Return the guests of one layer {name: [Gs, ...]}, or None where the plan has none.
+    """Return (guests {name: [Gs, ...]} of one layer, doors for their gradients), or None where the plan has none.
 
     They depend on the bank and the tables alone: called before attention, the transfer can run beside it. Their
-    gradients are summed into the cotangent of `sink`.
+    gradients leave through the doors, in the dtype of `sink`, and are summed into its cotangent.
 
     Args:
       bank, sink, tables: of this layer, as `make_moe`'s function takes them.
@@ -28,7 +28,7 @@ def fetch_guests(bank, sink, tables, plan: LayerPlan | None, like):
     if plan is None or plan.transfer is None:
         return None
     bank, sink = cast_varying((bank, sink), varying_axes(like))
-    return sparse_all_gather(bank, tables.home_row, sink, tables.transfer, plan.transfer)
+    return open_guests(bank, tables.home_row, sink, tables.transfer, plan.transfer)
 
 
 def fetch_in_turn(x, params, gather, bank, sink, tables, plan: LayerPlan | None):

@@ -1,7 +1,7 @@
 """Grouped matmul by the Pallas kernels for Hopper that ship with JAX, given a backward.
 
 See `matmul_contract` for what enters and leaves. Limits: 16-bit floats, K and N multiples of 64. The kernels lower on
-any machine; this project has not run them on a GPU, so training compares them with `fused` before its first step
+any machine; this project has not run them on a GPU, so training compares them with plain matmuls before it starts
 (`training/first_step_check.py`). Only a program that uses `hopper` loads Pallas.
 
 Letters: R rows of this shard, G groups, K and N the contracted and the resulting dim.
@@ -23,6 +23,7 @@ Array = jax.Array
 
 CAPABILITY = "9.0"  # the kernels use instructions of this generation alone
 TILE = 64  # the least tile: rows of a warpgroup's matmul, and one swizzled line of 16-bit floats
+LINES = 8  # rows come in a multiple of the lines of a swizzled tile
 HOPPER_CORES = 132
 
 
@@ -42,17 +43,17 @@ class HopperMatmul:
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         _check(lhs, operands)
         weights = gather_weights(operands, lhs.dtype)
-        return clear_unowned_rows(_ragged_dot(lhs, weights, group_sizes, transpose_rhs=False), group_sizes)
+        return _rows_times_weights(lhs, weights, group_sizes, transpose_rhs=False)
 
     def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
         _check(lhs, operands)
         # The weight gradient masks its first and last block by multiplication, which keeps a NaN.
         lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)
         weights = gather_weights(operands, lhs.dtype)
-        dlhs = clear_unowned_rows(_ragged_dot(dout, weights, group_sizes, transpose_rhs=True), group_sizes)
+        dlhs = _rows_times_weights(dout, weights, group_sizes, transpose_rhs=True)
         if all(operand.sink is None for operand in operands):
             return dlhs, (None,) * len(operands)
-        return dlhs, split_gradient(_transposed_ragged_dot(lhs, dout, group_sizes), operands)
+        return dlhs, split_gradient(_transposed_ragged_dot(_fill(lhs), _fill(dout), group_sizes), operands)
 
 
 def _check(lhs: Array, operands: Operands) -> None:
@@ -60,13 +61,24 @@ def _check(lhs: Array, operands: Operands) -> None:
     if contracted % TILE or resulting % TILE:
         raise UserError(
             f"the hopper grouped matmul needs weights whose dims ({contracted}, {resulting}) are multiples of {TILE}; "
-            "choose such sizes, or MoEConfig.grouped_matmul = 'ragged'"
+            "choose such sizes, or MoEConfig.grouped_matmul = 'fused'"
         )
     if lhs.dtype not in (jnp.bfloat16, jnp.float16):
         raise UserError(
             f"the hopper grouped matmul takes bfloat16 or float16, not {lhs.dtype}; compute in bfloat16, or choose "
-            "MoEConfig.grouped_matmul = 'ragged'"
+            "MoEConfig.grouped_matmul = 'fused'"
         )
+
+
+def _rows_times_weights(lhs: Array, weights: Array, group_sizes: Array, *, transpose_rhs: bool) -> Array:
+    """Return [R, N], zero past the last group, for any R."""
+    out = _ragged_dot(_fill(lhs), weights, group_sizes, transpose_rhs=transpose_rhs)
+    return clear_unowned_rows(out[: lhs.shape[0]], group_sizes)
+
+
+def _fill(rows: Array) -> Array:
+    """Return [R, ...] with rows of zeros up to a multiple of `LINES`; a capacity may make any number of rows."""
+    return jnp.pad(rows, ((0, -rows.shape[0] % LINES), (0, 0))) if rows.shape[0] % LINES else rows
 
 
 def _largest_tile(size: int, most: int = 128) -> int:

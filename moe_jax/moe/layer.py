@@ -210,9 +210,9 @@ def _operands(bank, tables, sink, guests, name):
     home = GroupedWeights(bank=bank, slots=tables.home_row, sink=sink[name] if sink else None)
     if guests is None:
         return (home,)
-    # a guest is its own sink: nobody reads a sink's values, and its cotangent is the guest's gradient
-    own = guests[name]
-    return (home, GroupedWeights(bank=own, slots=jnp.arange(own.shape[0], dtype=jnp.int32), sink=own if sink else None))
+    values, doors = guests
+    slots = jnp.arange(values[name].shape[0], dtype=jnp.int32)
+    return (home, GroupedWeights(bank=values[name], slots=slots, sink=doors[name] if sink else None))
 
 
 def run_gate(x, token_ids, *, w_gate, config, noise_key, model):
@@ -306,8 +306,18 @@ class MoELayer(nnx.Module):
         self.bank = nnx.Dict({name: nnx.Param(value) for name, value in placed.items()})
 
     def __call__(self, x, *, noise_key=None):
-        """Apply the layer to tokens [..., M]; see the class for what comes back."""
-        tokens = x.reshape(-1, x.shape[-1])
+        """Apply the layer to tokens [..., M]; see the class for what comes back.
+
+        Raises:
+          UserError: tokens of another width than M, or a number of them that does not divide over the devices.
+        """
+        width = self.w_gate.shape[0]
+        if x.ndim == 0 or x.shape[-1] != width:
+            raise UserError(
+                f"the MoE layer takes tokens [..., {width}] (its model_dim) and got an array of shape {x.shape}; pass "
+                f"such tokens, or build the layer with model_dim = {x.shape[-1] if x.ndim else width}"
+            )
+        tokens = x.reshape(-1, width)
         roles, config = self.roles, self.config
         shards = roles.size(roles.dense)
         if tokens.shape[0] % shards:

@@ -1,4 +1,4 @@
-"""Two grouped matmuls without loops: `reference`, to be believed, and `ragged`, for GPU and TPU.
+"""Two grouped matmuls without loops: `reference`, to be believed, and `ragged`, for TPU.
 
 See `matmul_contract` for what enters and leaves. Both gather the groups' weights into one array [G, K, N] first.
 """

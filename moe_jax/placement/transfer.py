@@ -2,7 +2,8 @@
 
 Enters: a skeleton and the bytes of one expert. Leaves: bytes on the wire, and bytes of the operands as they stand in a
 compiled program. Every device pays for every round and slot of the skeleton, used or not. Trans (parameters out) and
-Agg (gradients home) cost the same. Letters: D devices, T rounds, X and B as in tables.py, S bytes of an expert.
+Agg (gradients home) cost the same, but under `gather` and `broadcast` in 16 bits: those sum on the way, in float32, so
+there Agg is twice Trans. Letters: D devices, T rounds, X and B as in tables.py, S bytes of an expert.
 """
 
 from __future__ import annotations

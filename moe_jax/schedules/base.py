@@ -27,6 +27,8 @@ from moe_jax.collectives.exchange import TRANSPORTS
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 
+MOST_ROWS = (1 << 31) - 1  # rows, choices and token ids are int32
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSizes:
@@ -161,6 +163,7 @@ def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: Schedule
             f"the {sizes.tokens} tokens of a model-parallel group must be divisible by MeshConfig.model ({parts}); "
             f"make DataConfig.sequence_length a multiple of {parts}"
         )
+    _check_row_numbers(roles, sizes)
     platform = roles.mesh.devices.flat[0].platform if isinstance(roles.mesh, jax.sharding.Mesh) else None
     if options.transport == "ragged" and platform == "cpu":
         raise UserError(
@@ -168,3 +171,15 @@ def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: Schedule
             "'all_to_all', 'pairwise' or 'two_level'"
         )
     return _BUILDERS[name](roles, sizes, options)
+
+
+def _check_row_numbers(roles: Roles, sizes: LayerSizes) -> None:
+    """Raise a UserError where rows, or choices of an expert by all tokens, are more than int32 counts."""
+    devices = max(roles.size(roles.expert + roles.expert_shard), roles.size(roles.dense))
+    choices = devices * sizes.tokens * sizes.top_k
+    if choices > MOST_ROWS:
+        raise UserError(
+            f"{devices} devices x {sizes.tokens} tokens x MoEConfig.top_k ({sizes.top_k}) = {choices} choices of "
+            f"experts in a layer must be at most {MOST_ROWS}, so that int32 can number their rows; lower "
+            "train.batch_size or DataConfig.sequence_length, or raise train.accumulate"
+        )

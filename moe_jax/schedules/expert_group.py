@@ -9,6 +9,7 @@ Letters: D EP members, S shards of an expert (N_ESP), P = D S devices, c rows of
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +42,7 @@ class ExpertGroup:
         """Return [D S, ...] from [D, ...]: every shard of a member gets the same."""
         if self.shards == 1:
             return array
-        # stacked, so that the gradient is a chain of additions: XLA:CPU sums over a middle dim one number at a time
-        return jnp.stack([array] * self.shards, axis=1).reshape((self.size,) + array.shape[1:])
+        return repeat_for_shards(array, self.shards).reshape((self.size,) + array.shape[1:])
 
     def send(self, rows, counts, arriving):
         """Send rows [D c, M] to their experts: [P c, M], source by source.
@@ -80,6 +80,28 @@ def build_expert_group(roles: Roles, transport: str = "all_to_all") -> ExpertGro
     members, shards = roles.size(roles.expert), roles.size(roles.expert_shard)
     local = min(members * shards, roles.config.devices_per_node)
     return ExpertGroup(axes, members, shards, make_exchange(axes, members * shards, transport, local))
+
+
+def repeat_for_shards(array, shards: int):
+    """Return [n, S, ...] from [n, ...]: the same for every shard. The gradient is summed in at least float32."""
+    wide = jnp.promote_types(array.dtype, jnp.float32)
+    if array.dtype == wide or not jnp.issubdtype(array.dtype, jnp.floating):
+        # stacked, so that the gradient is a chain of additions: XLA:CPU sums over a middle dim one number at a time
+        return jnp.stack([array] * shards, axis=1)
+    return _repeat(shards, array)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _repeat(shards, array):
+    return jnp.stack([array] * shards, axis=1)
+
+
+def _sum_repeats(shards, _, d):
+    parts = [d[:, shard].astype(jnp.float32) for shard in range(shards)]
+    return (sum(parts[1:], parts[0]).astype(d.dtype),)
+
+
+_repeat.defvjp(lambda shards, array: (_repeat(shards, array), None), _sum_repeats)
 
 
 def compute(experts, received, counts):

@@ -27,7 +27,7 @@ from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, route, 
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
-from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, compute
+from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, compute, repeat_for_shards
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed, run_passes
 
@@ -149,7 +149,7 @@ class Ring:
         """
         with jax.named_scope("dispatch"):
             shards = self.group.shards
-            dumped = jnp.stack([blocks] * shards, axis=1) if shards > 1 else blocks
+            dumped = repeat_for_shards(blocks, shards) if shards > 1 else blocks
             collected = self.share(dumped.reshape((self.local,) + blocks.shape[1:]))  # [L, G, c, M]
             outgoing = [collected[:, s] for s in range(self.groups)]
         arriving = arriving.reshape(self.groups, self.local, -1)

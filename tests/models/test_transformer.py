@@ -17,7 +17,15 @@ BATCH, LENGTH, DIM, HEADS = 2, 6, 8, 4
 
 
 def config_of(**changes):
-    return ModelConfig(**{"model_dim": DIM, "heads": HEADS, "dtype": "float64", "dense_hidden_dim": 12, **changes})
+    given = {
+        "model_dim": DIM,
+        "heads": HEADS,
+        "dtype": "float64",
+        "dense_hidden_dim": 12,
+        "attention": "xla",
+        **changes,
+    }
+    return ModelConfig(**given)
 
 
 def random_params(module, seed=0):

@@ -292,13 +292,16 @@ def test_grouped_matmul_computes_inside_its_loops(groups):
 def test_registry():
     assert implementations() == ("blocked", "fused", "hopper", "ragged", "reference")
     cpu, tpu = (types.SimpleNamespace(platform=name) for name in ("cpu", "tpu"))
-    hopper, ampere = (types.SimpleNamespace(platform="gpu", compute_capability=c) for c in ("9.0", "8.0"))
+    hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
     fits = jnp.bfloat16, (128, 256)
-    assert default_implementation(cpu, *fits) == "fused"
-    assert default_implementation(tpu, *fits) == default_implementation(ampere, *fits) == "ragged"
+    assert default_implementation(cpu, *fits) == "fused" and default_implementation(tpu, *fits) == "ragged"
     assert default_implementation(hopper, *fits) == "hopper"
-    assert default_implementation(hopper, jnp.float32, (128, 256)) == "ragged"
-    assert default_implementation(hopper, jnp.bfloat16, (128, 100)) == "ragged"
+    assert default_implementation(hopper, jnp.float32, (128, 256)) == "fused"
+    assert default_implementation(hopper, jnp.bfloat16, (128, 100)) == "fused"
+    for capability in ("7.5", "8.0", "8.6", "8.9", "10.0", "10.3", "12.0"):  # Turing, Ampere, Ada, Blackwell
+        for platform in ("gpu", "cuda"):
+            other = types.SimpleNamespace(platform=platform, compute_capability=capability)
+            assert default_implementation(other, *fits) == "fused", capability
     assert choose_implementation("blocked", hopper, *fits) == "blocked"
     with pytest.raises(ValueError, match="named 'ragged' is registered already"):
         register("ragged")(object)
@@ -319,7 +322,7 @@ def test_grouped_matmul_shapes_that_do_not_fit():
         grouped_matmul(lhs, group_sizes, wrong, implementation="blocked")
 
 
-@pytest.mark.parametrize("rows", [64, 1000])
+@pytest.mark.parametrize("rows", [64, 1000, 1003])
 def test_hopper_lowers_for_cuda(rows):
     """No GPU here: the kernels, forward and both gradients, must lower inside `shard_map` with typed outputs."""
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)

@@ -152,3 +152,11 @@ def test_readme_example():
     exec(compile(example, "README.md", "exec"), names)
     assert float(names["loss"]) < 0.5 * first
     assert names["loads"].shape == (8, 8) and np.sum(names["loads"]) == 2 * 256
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (3,), ()])
+def test_tokens_of_another_width_are_one_line(shape):
+    layer = layer_of(roles_of(1), MoEConfig(num_experts=EXPERTS))
+    with pytest.raises(UserError, match=r"takes tokens \[\.\.\., 8\] .* got an array of shape") as caught:
+        layer(jnp.zeros(shape))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,129 @@
+"""Self-attention of one device's heads, and which implementation computes it.
+
+Enters: q, k, v [b, Sq, H, Dh], or a ModelConfig and a device. Leaves: [b, Sq, H, Dh], or 'xla' or 'cudnn'.
+
+`xla` writes the scores [b, H, Sq, Sq] to memory; `cudnn` keeps them on the chip (flash attention). A GPU runs the
+second where cuDNN takes dtype, head size and generation, which is what 'auto' finds out, once, when a step is built.
+Letters: b sequences here, Sq positions, H heads here, Dh head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+
+from moe_jax.errors import UserError
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.kept import keep
+
+_LOG = logging.getLogger(__name__)
+LARGEST_HEAD = 128  # of cuDNN on every generation; Hopper has 256, which JAX refuses where no such GPU is at hand
+CAPABILITY = (8, 0)  # Ampere: the first with flash attention in cuDNN
+
+
+def attend(q, k, v, causal: bool, implementation: str):
+    """Return softmax(q k^T / sqrt(Dh)) v for [b, Sq, H, Dh] each; float64 stays float64, unlike in JAX's function."""
+    if implementation == "auto":
+        raise ValueError("attention 'auto' must be resolved by resolve_attention before the step is built")
+    if implementation == "cudnn":
+        return _attend_cudnn(causal, q, k, v)
+    if q.dtype != jnp.float64:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    if causal:
+        index = jnp.arange(q.shape[1])
+        scores = jnp.where((index[:, None] >= index[None])[None, None], scores, jnp.finfo(scores.dtype).min)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+
+def _cudnn(causal: bool):
+    return functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_cudnn(causal: bool, q, k, v):
+    """JAX's call of cuDNN, whose backward keeps no empty array.
+
+    JAX's own backward keeps the bias that is not there, as an array of no elements. Behind a scan it becomes an input
+    that the backward's loop carries and never reads, and the compiler of jax 0.11.2 crashes while it removes that
+    (Shardy's ManualComputationUnusedInputsPattern, a segmentation fault) as soon as there are several devices.
+    """
+    return _cudnn(causal)(q, k, v)
+
+
+def _forward_cudnn(causal: bool, q, k, v):
+    out, pull_back = jax.vjp(_cudnn(causal), q, k, v)
+    return out, keep(pull_back, ())
+
+
+def _backward_cudnn(causal: bool, kept, dout):
+    del causal
+    return kept.restore(())(dout)
+
+
+_attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn)
+
+
+def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:
+    """Return the config with the attention that its step computes: 'auto' is replaced by what it is on this device.
+
+    Args:
+      device: one of the mesh's, real or described; None, that of an abstract mesh, counts as a CPU for 'auto' and is
+        not held against 'cudnn'.
+
+    Raises:
+      UserError: 'cudnn' where cuDNN cannot, with the reason.
+    """
+    if config.attention == "xla":
+        return config
+    reason = missing_for_cudnn(config, device)
+    if config.attention == "cudnn":
+        if reason:
+            raise UserError(
+                f"ModelConfig.attention ('cudnn') cannot be used: {reason}; set ModelConfig.attention = 'auto', which "
+                "takes 'xla' there"
+            )
+        return config
+    on_cpu = device is None or device.platform == "cpu"
+    if reason and not on_cpu:
+        _say_fallback(reason)
+    return dataclasses.replace(config, attention="xla" if reason or device is None else "cudnn")
+
+
+def missing_for_cudnn(config: ModelConfig, device=None) -> str:
+    """Return in words why cuDNN does not compute this model's attention on this device; '' where it does.
+
+    Args:
+      device: real or described; None leaves out what depends on it.
+    """
+    if device is not None:
+        if device.platform not in ("gpu", "cuda"):
+            return f"cuDNN runs on NVIDIA GPUs, and the devices are of platform {device.platform!r}"
+        capability = str(getattr(device, "compute_capability", ""))
+        if _version(capability) < CAPABILITY:
+            return (
+                f"cuDNN's attention needs compute capability {'.'.join(map(str, CAPABILITY))}, and "
+                f"{device.device_kind} has {capability or 'none'}"
+            )
+    if config.dtype != "bfloat16":
+        return f"cuDNN's attention takes 16-bit floats, and ModelConfig.dtype is {config.dtype!r}"
+    if config.head_dim > LARGEST_HEAD or config.head_dim % 8:
+        return (
+            f"cuDNN's attention takes heads of a multiple of 8 up to {LARGEST_HEAD}, and ModelConfig.model_dim "
+            f"({config.model_dim}) / heads ({config.heads}) is {config.head_dim}"
+        )
+    return ""
+
+
+def _version(text: str) -> tuple[int, ...]:
+    parts = text.split(".")
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else (0,)
+
+
+@functools.cache
+def _say_fallback(reason: str) -> None:
+    _LOG.warning("ModelConfig.attention 'auto' is 'xla' here, not 'cudnn': %s", reason)

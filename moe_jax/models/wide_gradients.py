@@ -1,0 +1,99 @@
+"""Parameters wider than the compute dtype: read in the compute dtype, and their gradients summed in their own.
+
+Enters: activations [..., M] in the compute dtype and parameters in theirs. Leaves: activations in the compute dtype.
+Written `x @ w.astype(dtype)`, JAX rounds the sum over tokens that is w's gradient to the compute dtype before it
+widens it again, and adds parts of it (chunks of tokens, devices, the tokens of a bias) in the compute dtype too. Here
+the parameter is a *door*: its value is not read, and its cotangent comes out of the matmul in its own dtype. Where the
+two dtypes are one, every function is plain JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.varying import match_varying
+from moe_jax.dispatch.route import record
+
+
+@record
+class Weight:
+    """A parameter as a matmul takes it.
+
+    Attributes:
+      held: float [...], its value in the compute dtype.
+      door: the parameter, through which the gradient leaves; None where `held` is the parameter.
+    """
+
+    held: jax.Array
+    door: jax.Array | None
+
+
+def in_dtype(parameter, dtype) -> Weight:
+    """Return a parameter [...] for a matmul in `dtype`."""
+    if parameter.dtype == dtype:
+        return Weight(held=parameter, door=None)
+    return Weight(held=lax.stop_gradient(parameter).astype(dtype), door=parameter)
+
+
+def project(spec: str, x, weight: Weight, out=None):
+    """Return einsum(spec, x, weight), in the dtype of x or in `out`; the weight's gradient has the parameter's dtype.
+
+    Args:
+      spec: 'x,weight->result', without an index that only one of the three has.
+      x: float [...].
+      out: dtype of the result.
+    """
+    if weight.door is None:
+        return jnp.einsum(spec, x, weight.held, preferred_element_type=out)
+    return _project(spec, out, weight.door.dtype, *match_varying(x, weight.held, weight.door))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _project(spec, out, door_dtype, x, held, door):
+    del door_dtype, door
+    return jnp.einsum(spec, x, held, preferred_element_type=out)
+
+
+def _project_fwd(spec, out, door_dtype, x, held, door):
+    return _project(spec, out, door_dtype, x, held, door), (x, held)
+
+
+def _project_bwd(spec, out, door_dtype, residuals, d):
+    x, held = residuals
+    operands, result = spec.split("->")
+    of_x, of_weight = operands.split(",")
+    dx = jax.vjp(lambda x: jnp.einsum(spec, x, held, preferred_element_type=out), x)[1](d)[0]
+    dweight = jnp.einsum(f"{of_x},{result}->{of_weight}", x, d, preferred_element_type=door_dtype)
+    return dx, None, dweight
+
+
+_project.defvjp(_project_fwd, _project_bwd)
+
+
+def add_bias(x, bias):
+    """Return x + bias in the dtype of x; the bias's gradient is summed in the bias's dtype.
+
+    Args:
+      x: float [...].
+      bias: float of as many dims; where it has 1, it is added to all.
+    """
+    if bias.dtype == x.dtype:
+        return x + bias
+    axes = tuple(axis for axis, size in enumerate(bias.shape) if size == 1)
+    return _add_bias(axes, bias.dtype, *match_varying(x, bias))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _add_bias(axes, bias_dtype, x, bias):
+    del axes, bias_dtype
+    return x + bias.astype(x.dtype)
+
+
+_add_bias.defvjp(
+    lambda axes, bias_dtype, x, bias: (_add_bias(axes, bias_dtype, x, bias), None),
+    lambda axes, bias_dtype, _, d: (d, jnp.sum(d, axis=axes, keepdims=True, dtype=bias_dtype)),
+)

@@ -1,0 +1,142 @@
+"""The token rule at sizes where num * n does not fit 32 bits, against Python's integers; and such sizes end to end."""
+
+import bisect
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.after_gate import ShareRule
+from moe_jax.dispatch import Choice, Tables, destinations, local
+from moe_jax.dispatch.tables import share_of
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models.language_model import check_token_numbers
+from moe_jax.moe import MoEConfig
+from moe_jax.moe.guests import fetch_guests
+from moe_jax.moe.layer import make_moe
+from moe_jax.placement import Placement, build_skeleton
+from moe_jax.schedules import LayerSizes, build_schedule
+from moe_jax.training.plan import device_tables, layer_plan
+
+COUNTS = [0, 1, 2, 3, 65_535, 65_536, 65_537, 70_000, 131_072, 1 << 20, (1 << 24) + 1, (1 << 31) - 1, (1 << 32) - 1]
+
+
+@pytest.mark.parametrize("den", [1, 2, 3, 7, 64, 1000, 65_535, 65_536])
+def test_share_of_equals_python_integers(den):
+    nums = sorted({0, 1, den // 3, den // 2, den - 1, den})
+    grid = np.array([(num, count) for num in nums for count in COUNTS], np.uint32)
+    got = jax.jit(share_of)(grid[:, 0], np.uint32(den), grid[:, 1])
+    assert got.dtype == jnp.uint32
+    assert got.tolist() == [int(num) * int(count) // den for num, count in grid]
+
+
+def test_share_of_is_the_plain_product_where_that_fits():
+    rng = np.random.default_rng(0)
+    den = rng.integers(1, 1 << 16, 4000).astype(np.uint32)
+    num = (rng.random(4000) * (den + 1)).astype(np.uint32)
+    count = rng.integers(0, 1 << 16, 4000).astype(np.uint32)
+    np.testing.assert_array_equal(share_of(num, den, count), num * count // den)
+
+
+@pytest.mark.parametrize("count", [65_535, 65_536, 70_000, 1 << 20])
+def test_destinations_split_any_number_of_choices(count):
+    # expert 0: 30% to device 0, the rest to device 1; devices 2 and 3 do not hold it, and their groups are expert 1's
+    nums, den = [19_661, 65_536, 65_536, 65_536], 65_536
+    tables = Tables(
+        dest_slot=jnp.array([[0, 1, 2, 3], [2, 3, 2, 3]], jnp.int32),
+        dest_num=jnp.array([nums, [1, 2, 2, 2]], jnp.uint32),
+        dest_den=jnp.array([den, 2], jnp.uint32),
+        home_row=jnp.zeros((1,), jnp.int32),
+    )
+    ids = jnp.concatenate([jnp.zeros((count, 1), jnp.int32), jnp.ones((4, 1), jnp.int32)])  # 4 choices of expert 1
+    choice = Choice(expert_ids=ids, weights=jnp.ones(ids.shape), kept=jnp.ones(ids.shape, bool))
+    device, group = jax.jit(destinations, static_argnums=2)(tables, choice, 1)
+    edges = [num * count // den for num in nums]
+    want = [bisect.bisect_right(edges, rank) for rank in range(count)] + [2, 2, 3, 3]
+    np.testing.assert_array_equal(device[:, 0], want)
+    np.testing.assert_array_equal(group, 0)
+
+
+def test_layer_with_70000_choices_of_one_expert():
+    """Every token of four sources chooses expert 1, whose one copy takes half of them by a rule after the gate."""
+    devices, tokens, dim = 4, 70_000, 4
+    roles = build_mesh(MeshConfig(expert=devices), jax.devices()[:devices])
+    placement = Placement(
+        np.arange(devices, dtype=np.int32)[None], np.array([[0, 1, 3]], np.int32), devices=devices,
+        devices_per_node=devices,
+    )  # fmt: skip
+    skeleton = build_skeleton(placement, method="gather", candidates=devices)
+    rule = ShareRule(home_slots=1, guest_slots=1, devices_per_node=devices, sweeps=4)
+    plan = layer_plan(skeleton, roles.expert, rule)
+    config = MoEConfig(num_experts=devices, top_k=1, schedule="s1", bucket_slack=2.0)
+    apply = make_moe(config, roles, tokens, "gelu", plan)
+
+    def body(x, w_gate, bank, tables):
+        here = jax.tree.map(lambda array: array[0], local(tables))
+        guests = fetch_guests(bank, {n: jnp.zeros_like(v) for n, v in bank.items()}, here, plan, x)
+        y, stats, _ = apply(x, jnp.arange(tokens, dtype=jnp.int32), w_gate, bank, None, here, guests=guests)
+        return y, stats.counts[None]
+
+    rows, held = P(roles.all), P(roles.expert)
+    layer = jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=(rows, P(), held, held), out_specs=(rows, rows)))
+    rng = np.random.default_rng(0)
+    bank = {"w_in": rng.normal(size=(devices, dim, dim)), "w_out": rng.normal(size=(devices, dim, dim))}
+    bank = {name: leaf.astype(np.float32) for name, leaf in bank.items()}
+    x = rng.normal(size=(devices * tokens, dim)).astype(np.float32)
+    x[:, 0] = 1
+    w_gate = np.zeros((dim, devices), np.float32)
+    w_gate[0, 1] = 9
+    y, counts = layer(x, w_gate, bank, device_tables(skeleton, placement))
+    np.testing.assert_array_equal(counts, [[0, tokens, 0, 0]] * devices)
+    want = np.asarray(jax.nn.gelu(x @ bank["w_in"][1]) @ bank["w_out"][1])
+    np.testing.assert_allclose(y, want, atol=1e-4)  # float32
+
+
+@pytest.mark.parametrize("count", [60_000, 65_536, 70_000, 1 << 20])
+def test_device_and_host_count_alike(count):
+    """What the placement counts with 64-bit integers is what the device's tables say."""
+    copies = np.array([[0, 0, 1], [0, 0, 2], [0, 1, 3]], np.int32)
+    shares = [(0, 0, 0, 11_111), (0, 0, 1, 22_222), (0, 0, 2, 32_203), (0, 1, 1, 65_535), (0, 1, 3, 1)]
+    placement = Placement(
+        np.arange(4, dtype=np.int32)[None], copies, shares, ("shares",), devices=4, devices_per_node=4
+    )
+    skeleton = build_skeleton(placement)
+    tables = jax.tree.map(lambda leaf: leaf[:, 0], device_tables(skeleton, placement))  # [D, ...] of the one layer
+    loads = np.broadcast_to(np.array([count, count + 1, 5, 0]), (1, 4, 4))
+    n = loads[0][:, :, None].astype(np.uint32)
+    edges = np.asarray(jax.jit(share_of)(tables.dest_num, tables.dest_den[:, :, None], n)).astype(np.int64)
+    tokens = np.diff(np.maximum.accumulate(edges, axis=2), prepend=0, axis=2)
+    groups = skeleton.home_slots + skeleton.guest_slots
+    got = np.zeros((4, 4, 4), np.int64)
+    source, expert, _ = np.indices(tokens.shape)
+    np.add.at(got, (source, expert, tables.dest_slot // groups), tokens)
+    np.testing.assert_array_equal(got, placement.destinations(loads)[0])
+
+
+def test_more_choices_than_int32_counts_are_refused():
+    roles = build_mesh(MeshConfig(expert=4), jax.devices()[:4])
+    most = LayerSizes(
+        tokens=(1 << 28) - 1, top_k=2, num_experts=4, groups=1, capacity=None, bucket_slack=1.0
+    )  # 4 x 2 x (2^28 - 1) = 2^31 - 8
+    build_schedule("s1", roles, most)
+    with pytest.raises(UserError) as error:
+        build_schedule("s1", roles, dataclasses.replace(most, tokens=1 << 28))
+    assert str(error.value) == (
+        "4 devices x 268435456 tokens x MoEConfig.top_k (2) = 2147483648 choices of experts in a layer must be at most "
+        "2147483647, so that int32 can number their rows; lower train.batch_size or DataConfig.sequence_length, or "
+        "raise train.accumulate"
+    )
+
+
+def test_more_tokens_of_a_step_than_int32_counts_are_refused():
+    check_token_numbers(1 << 10, 4, 1 << 17, 3)
+    with pytest.raises(UserError) as error:
+        check_token_numbers(1 << 10, 8, 1 << 17, 2)
+    assert str(error.value) == (
+        "train.batch_size (8192) x DataConfig.sequence_length (131072) x MoEConfig.top_k (2) = 2147483648 choices of "
+        "experts in a step must be at most 2147483647, so that int32 can count them; lower one of the three"
+    )

@@ -1,0 +1,132 @@
+"""Which attention a model computes, and what the call of cuDNN keeps for its backward."""
+
+import dataclasses
+import logging
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.errors import UserError
+from moe_jax.inspection import parse_target
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models import LanguageModel, ModelConfig, attention, make_loss
+from moe_jax.models.attention import attend, resolve_attention
+from moe_jax.moe import MoEConfig
+
+NARROW = ModelConfig(dtype="bfloat16", model_dim=128, heads=2)
+
+
+def gpu(capability="9.0", platform="gpu"):
+    return types.SimpleNamespace(platform=platform, compute_capability=capability, device_kind="NVIDIA X")
+
+
+def test_auto_is_the_default_and_xla_on_the_cpu(caplog):
+    assert ModelConfig().attention == "auto"
+    with caplog.at_level(logging.WARNING):
+        for config in (ModelConfig(), NARROW):
+            resolved = resolve_attention(config, jax.devices()[0])
+            assert resolved == dataclasses.replace(config, attention="xla")
+            assert resolve_attention(config) == resolved  # of an abstract mesh
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("device", [gpu(), gpu("8.0"), gpu("10.0"), gpu(platform="cuda"), parse_target("h200:4x8")])
+def test_auto_is_cudnn_where_the_gpu_has_it(device, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert resolve_attention(NARROW, device) == dataclasses.replace(NARROW, attention="cudnn")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "config, device, reason",
+    [
+        (ModelConfig(), gpu(), "cuDNN's attention takes 16-bit floats, and ModelConfig.dtype is 'float32'"),
+        (NARROW, gpu("7.5"), "cuDNN's attention needs compute capability 8.0, and NVIDIA X has 7.5"),
+        (NARROW, gpu("gfx942"), "cuDNN's attention needs compute capability 8.0, and NVIDIA X has gfx942"),
+        (
+            dataclasses.replace(NARROW, heads=32),
+            gpu(),
+            "cuDNN's attention takes heads of a multiple of 8 up to 128, and ModelConfig.model_dim (128) / heads (32) "
+            "is 4",
+        ),
+        (dataclasses.replace(NARROW, model_dim=320), gpu(), "(320) / heads (2) is 160"),
+    ],
+)
+def test_fallbacks_on_gpus_are_said_once_and_named_choices_refused(config, device, reason, caplog):
+    attention._say_fallback.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert resolve_attention(config, device).attention == "xla"
+    (record,) = caplog.records
+    assert record.getMessage().startswith("ModelConfig.attention 'auto' is 'xla' here, not 'cudnn': ")
+    assert record.getMessage().endswith(reason)
+    with pytest.raises(UserError) as raised:
+        resolve_attention(dataclasses.replace(config, attention="cudnn"), device)
+    assert str(raised.value).startswith("ModelConfig.attention ('cudnn') cannot be used: ")
+    assert str(raised.value).endswith(f"{reason}; set ModelConfig.attention = 'auto', which takes 'xla' there")
+
+
+def test_cudnn_on_the_cpu_is_refused_when_the_step_is_built():
+    config = dataclasses.replace(NARROW, attention="cudnn", vocab_size=256)
+    roles = build_mesh(MeshConfig(), jax.devices()[:1])
+    model = LanguageModel(config=config, moe=MoEConfig(num_experts=8), vocab_size=256, roles=roles)
+    with pytest.raises(UserError, match="cuDNN runs on NVIDIA GPUs, and the devices are of platform 'cpu'; set"):
+        make_loss(model, model.layout(), 2, 16)
+
+
+def test_what_nobody_resolved_is_a_bug():
+    x = jnp.zeros((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="resolve_attention"):
+        attend(x, x, x, True, "auto")
+
+
+@pytest.fixture
+def empty_residual(monkeypatch):
+    """In the place of cuDNN: attention whose backward keeps an empty array, as that of JAX's call of cuDNN does."""
+
+    def build(causal):
+        plain = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")  # noqa: E731
+
+        @jax.custom_vjp
+        def stand_in(q, k, v, bias):
+            return plain(q, k, v)
+
+        def forward(q, k, v, bias):
+            return plain(q, k, v), (q, k, v, bias)
+
+        def backward(saved, dout):
+            *qkv, bias = saved
+            return *jax.vjp(plain, *qkv)[1](dout), jnp.zeros_like(bias)
+
+        stand_in.defvjp(forward, backward)
+        return lambda q, k, v: stand_in(q, k, v, jnp.zeros(0, q.dtype))
+
+    monkeypatch.setattr(attention, "_cudnn", build)
+
+
+def test_no_empty_array_reaches_the_backward_s_loop(empty_residual):
+    """Such an input of a loop that reads it nowhere crashes jax 0.11.2's compiler for several GPUs."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(implementation, x, weights):
+        def layers(x, weights):
+            def layer(x, w):
+                return x + attend(x @ w, x, x, True, implementation), None
+
+            return jax.lax.psum(jnp.sum(jnp.square(jax.lax.scan(layer, x, weights)[0])), "d")
+
+        return jax.shard_map(layers, mesh=mesh, in_specs=(P("d"), P()), out_specs=P())(x, weights)
+
+    keys = jax.random.split(jax.random.key(0))
+    x, weights = jax.random.normal(keys[0], (2, 8, 2, 8)), jax.random.normal(keys[1], (3, 8, 8))
+    got, want = (jax.jit(jax.grad(lambda *a, name=name: loss(name, *a), (0, 1))) for name in ("cudnn", "xla"))
+    for ours, theirs in zip(got(x, weights), want(x, weights), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6 * np.max(np.abs(theirs)))  # float32 rounding
+    jaxpr = got.trace(x, weights).jaxpr
+    crossing = [v.aval.shape for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "shard_map" for v in eqn.invars]
+    assert len(crossing) > 6 and (0,) not in crossing
