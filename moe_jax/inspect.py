@@ -5,7 +5,8 @@
 
 prints, and writes to --out: report.json (memory, every collective, what computes beside it, modelled and exposed
 time), timeline.png, trace.json (for ui.perfetto.dev) and schedule.hlo.gz (the program as the compiler scheduled it).
-Without --target the devices of this machine are taken, and --profile puts measured times beside the modelled ones.
+Without --target the devices of this machine are taken, and --profile puts measured times beside the modelled ones,
+instruction by instruction, with the constants that would have fitted; --constants=FILE models with them.
 Exit codes: 0, or 2 for a user's mistake.
 """
 
@@ -17,6 +18,7 @@ import json
 import lzma
 import re
 import sys
+import zlib
 from pathlib import Path
 
 from absl import flags, logging
@@ -24,7 +26,7 @@ from absl import flags, logging
 from moe_jax.command_line import parse_flags
 from moe_jax.errors import UserError
 
-PROFILED_STEPS = 5
+PROFILED_STEPS = PLAIN_STEPS = 5
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.steps = 40'; may repeat.")
@@ -38,6 +40,12 @@ _HLO = flags.DEFINE_string(
 _OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
 _BARE = flags.DEFINE_bool("bare", False, "Leave out what training tells the compiler: options, seconds.")
 _PROFILE = flags.DEFINE_bool("profile", False, "On real devices: record some steps, and put measured times beside.")
+_CONSTANTS = flags.DEFINE_string(
+    "constants",
+    "",
+    "JSON with the cost model's constants: report.json of --profile, gpu_day.json, or your own; names: "
+    "matmul_efficiency, memory_efficiency (shares), launch, conditional (seconds).",
+)
 _RATES = flags.DEFINE_string("rates", "", "Without --target: DEVICE whose rates the model takes, if it cannot tell.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Without --target: the CPU, split into so many devices.")
 _SKEW = flags.DEFINE_float("skew", 1.0, "With a planner: it is shown loads that fall as rank to the power -skew.")
@@ -78,10 +86,11 @@ def inspect_target(argv: list[str], options: dict[str, str]) -> int:
         )
     target = inspection.parse_target(_TARGET.value)
     if _HLO.value:
-        write_all(read_text(_HLO.value), target, {})
+        write_all(read_text(_HLO.value), target, model_of_flags(), {})
         return 0
     from moe_jax import compile_ahead, cuda_wheels
 
+    model = model_of_flags()
     target.check_compilable(cuda_wheels.installed_cuda() or 13)
     config = compile_ahead.on_target(read_config(), target)
     code = cuda_wheels.run_with_wheels(argv[1:], _INSTALL.value)
@@ -92,7 +101,7 @@ def inspect_target(argv: list[str], options: dict[str, str]) -> int:
     compiled = compile_ahead.compile_step(
         config, devices, skew=_SKEW.value, options=options, real=False, bare=_BARE.value
     )
-    write_all(compiled.text, target, facts_of(compiled))
+    write_all(compiled.text, target, model, facts_of(compiled))
     return 0
 
 
@@ -113,20 +122,33 @@ def inspect_here(options: dict[str, str]) -> int:
             f"no GPU that is known here ({len(devices)} x {kind}); name a topology to compile for, such as "
             f"--target=h200:4x8, or with --rates={inspection.target_names()[0]} whose rates the model should take"
         )
+    model = model_of_flags()
     target = inspection.parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
     config = compile_ahead.on_target(read_config(), target)
     compiled = compile_ahead.compile_step(
         config, devices, skew=_SKEW.value, options=options, real=True, bare=_BARE.value
     )
-    report, module = write_all(compiled.text, target, facts_of(compiled), print_it=not _PROFILE.value)
+    report, module = write_all(compiled.text, target, model, facts_of(compiled), print_it=not _PROFILE.value)
     if _PROFILE.value:
         folder = Path(_OUT.value) / "profile"
-        recorded_trace.record_steps(config, devices, compiled.executable, compiled.plan, folder, PROFILED_STEPS)
-        spans = recorded_trace.read_spans(folder, module)
+        seconds = recorded_trace.record_steps(
+            config, devices, compiled.executable, compiled.plan, folder, PROFILED_STEPS, PLAIN_STEPS
+        )
+        spans = recorded_trace.read_spans(folder, module.name)
+        measured = inspection.compare_instructions(module, target, model, spans, PROFILED_STEPS, seconds)
         report = inspection.add_measured(report, spans, PROFILED_STEPS)
+        report = {**report, "instructions": measured, "constants": measured["constants"]}
         (Path(_OUT.value) / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(inspection.report_text(report) + inspection.measured_text(report), end="")
+        print(inspection.instructions_text(measured), end="")
     return 0
+
+
+def model_of_flags():
+    """Return the cost model, with the constants of --constants."""
+    from moe_jax import inspection
+
+    return inspection.read_constants(_CONSTANTS.value) if _CONSTANTS.value else inspection.Model()
 
 
 def read_config():
@@ -148,6 +170,7 @@ def facts_of(compiled) -> dict:
         "compiler_options": compiled.options,
         "guided_scheduler": compiled.guided,
         "skeleton": compiled.skeleton,
+        "resolved": compiled.resolved,
         "memory": compiled.memory,
     }
 
@@ -158,7 +181,7 @@ def read_text(path: str) -> str:
         data = Path(path).read_bytes()
         packed = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(Path(path).suffix, bytes)
         return packed(data).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"--hlo ({path!r}) cannot be read: {error}") from error
 
 
@@ -169,11 +192,10 @@ def without_places(text: str) -> str:
                   r"| source_file=\"[^\"]*\"", "", text)  # fmt: skip
 
 
-def write_all(text: str, target, facts: dict, print_it: bool = True) -> tuple[dict, str]:
-    """Model a schedule, print the report and fill the folder; return the report and the program's name."""
+def write_all(text: str, target, model, facts: dict, print_it: bool = True):
+    """Model a schedule, print the report and fill the folder; return the report and the program (`Module`)."""
     from moe_jax import inspection
 
-    model = inspection.Model()
     module = inspection.parse_module(text)
     timeline = inspection.play(module, target, model)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -193,7 +215,7 @@ def write_all(text: str, target, facts: dict, print_it: bool = True) -> tuple[di
     except ModuleNotFoundError:
         print("timeline.png needs matplotlib, which is not installed; pip install matplotlib")
     print(f"wrote {out}/report.json, timeline.png, trace.json, schedule.hlo.gz")
-    return report, module.name
+    return report, module
 
 
 def main() -> None:

@@ -43,25 +43,33 @@ class Cost:
 
 
 def cost_of(instruction: Instruction, computation: Computation, module: Module) -> Cost:
-    """Return the cost of one instruction; loops, branches and calls cost nothing themselves."""
-    if instruction.opcode in FREE or instruction.opcode in ("while", "conditional", "call"):
+    """Return the cost of one instruction; loops, branches and calls cost nothing themselves.
+
+    The start of an asynchronous kernel (`fusion-start`: how jax 0.11 and newer write a slice that is copied on a stream
+    of its own) costs what the kernel would, of the arrays that it takes and returns.
+    """
+    opcode = instruction.opcode
+    if opcode in FREE or opcode in ("while", "conditional", "call"):
         return Cost()
-    if instruction.opcode == "fusion":
-        return _fusion(instruction, computation, module)
+    if opcode == "copy-start":  # its result holds both copies
+        return Cost(bytes=2 * sum(operand.bytes for operand in computation.operands(instruction)))
+    opcode, result = opcode.removesuffix("-start"), instruction
+    if opcode != instruction.opcode and instruction.started:
+        result = dataclasses.replace(instruction, shape=instruction.started)
+    if opcode == "fusion":
+        return _fusion(result, computation, module)
     operands = computation.operands(instruction)
-    read, written = sum(operand.bytes for operand in operands), instruction.bytes
-    if instruction.opcode == "dot":
-        return Cost(_dot_flops(instruction, computation), read + written)
-    if instruction.opcode == "custom-call":
-        return _custom_call(instruction, operands, read + written)
-    if instruction.opcode == "sort":
+    read, written = sum(operand.bytes for operand in operands), result.bytes
+    if opcode == "dot":
+        return Cost(_dot_flops(result, computation), read + written)
+    if opcode == "custom-call":
+        return _custom_call(result, operands, read + written)
+    if opcode == "sort":
         return Cost(bytes=SORT_SWEEPS * (read + written))
-    if instruction.opcode in SLICES:
+    if opcode in SLICES:
         return Cost(bytes=2 * written)
-    if instruction.opcode == "dynamic-update-slice":
+    if opcode == "dynamic-update-slice":
         return Cost(bytes=2 * operands[1].bytes if len(operands) > 1 else written)
-    if instruction.opcode == "copy-start":  # its result holds both copies
-        return Cost(bytes=2 * read)
     return Cost(bytes=read + written)
 
 

@@ -91,6 +91,16 @@ class Instruction:
         return sum(array.bytes for array in self.arrays)
 
     @functools.cached_property
+    def started(self) -> str:
+        """The shape that an asynchronous start will have produced at its done, '' where its shape does not tell.
+
+        A start's shape is `((operands), results, context)`; the older all-gather-start, all-to-all-start and
+        collective-permute-start of one operand, and all-reduce-start, leave the inner brackets out.
+        """
+        parts = split_outside(self.shape[1:-1], ",") if self.shape.startswith("((") else []
+        return parts[1].strip() if len(parts) > 1 else ""
+
+    @functools.cached_property
     def op_name(self) -> str:
         """The path of jax names that this instruction came from, '' where the compiler left none."""
         found = _OP_NAME.search(self.attributes)

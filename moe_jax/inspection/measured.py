@@ -34,7 +34,7 @@ def add_measured(report: dict, spans: Sequence[Span], steps: int) -> dict:
       A new report: `measured` at its top (seconds of a step by the longest device, of compute, of collectives,
       exposed), and in each collective (None where the trace has no execution of it).
     """
-    names = {_stem(record["name"]) for record in report["collectives"]}
+    names = {stem(record["name"]) for record in report["collectives"]}
     devices: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         devices[span.device].append(span)
@@ -44,11 +44,11 @@ def add_measured(report: dict, spans: Sequence[Span], steps: int) -> dict:
     counts: dict[str, int] = defaultdict(int)
     compute = step = 0.0
     for of_device in devices.values():
-        working = _union([(s.begin, s.end) for s in of_device if _stem(s.instruction) not in names])
+        working = merge_spans([(s.begin, s.end) for s in of_device if stem(s.instruction) not in names])
         compute += sum(end - begin for begin, end in working)
         step = max(step, max(s.end for s in of_device) - min(s.begin for s in of_device))
         for span in of_device:
-            name = _stem(span.instruction)
+            name = stem(span.instruction)
             if name in names:
                 length = span.end - span.begin
                 seconds[name] += length
@@ -56,7 +56,7 @@ def add_measured(report: dict, spans: Sequence[Span], steps: int) -> dict:
                 counts[name] += 1
     collectives = []
     for record in report["collectives"]:
-        name = _stem(record["name"])
+        name = stem(record["name"])
         found = None
         if name in counts:
             found = {
@@ -104,13 +104,14 @@ def _row(name: str, modelled: float, measured: float) -> str:
     return _ROW.format(name[:44], f"{modelled * 1e3:.3f}", f"{measured * 1e3:.3f}")
 
 
-def _stem(name: str) -> str:
+def stem(name: str) -> str:
     """Return the name that start, done and the kernel of one collective share."""
     head, dot, number = name.partition(".")
     return head.removesuffix("-start").removesuffix("-done") + dot + number
 
 
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return (begin, end) pairs as the fewest that cover the same time, in order."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:

@@ -13,7 +13,7 @@ import re
 
 from moe_jax.inspection.hlo import Instruction, Module
 from moe_jax.inspection.targets import Target
-from moe_jax.inspection.timeline import Model, instruction_seconds, launched_computations
+from moe_jax.inspection.timeline import Model, collective_kind, instruction_seconds, launched_computations
 
 _NAME = re.compile(r'scheduling_name="([^"]*)"')
 
@@ -29,8 +29,12 @@ def scheduler_profile(module: Module, target: Target, model: Model | None = None
             took, start = seconds[instruction.name]
             name = scheduling_name(instruction)
             if start:
-                source = scheduling_name(computation.by_name[start])
-                lines.append(f'latencies {{ source: "{source}" target: "{name}" latency_us: {1e6 * took:.3f} }}')
+                source = computation.by_name[start]
+                lines.append(
+                    f'latencies {{ source: "{scheduling_name(source)}" target: "{name}" latency_us: {1e6 * took:.3f} }}'
+                )
+                if not collective_kind(source, module):  # the scheduler looks for a kernel's done among the costs too
+                    lines.append(f'costs {{ name: "{name}" cost_us: 0.000 }}')
             else:
                 lines.append(f'costs {{ name: "{name}" cost_us: {1e6 * took:.3f} }}')
     return "\n".join(lines) + "\n"
@@ -40,3 +44,25 @@ def scheduling_name(instruction: Instruction) -> str:
     """Return what the compiler called an instruction while it scheduled."""
     found = _NAME.search(instruction.attributes)
     return found.group(1) if found else instruction.name
+
+
+def unguided_share(module: Module, target: Target, profile: str, model: Model | None = None) -> float:
+    """Return the share of a program's modelled seconds whose instructions a profile does not name.
+
+    XLA matches a profile to a program by names alone and goes on by its own estimates where none fits: of a profile
+    that was made for another program, or by a version that names things otherwise, this is close to 1.
+
+    Args:
+      module: the program as it was compiled with the profile.
+      profile: what `scheduler_profile` returned.
+    """
+    named = set(re.findall(r'(?:name|target): "([^"]*)"', profile))
+    total = missed = 0.0
+    seconds = instruction_seconds(module, target, model or Model())
+    for computation in launched_computations(module):
+        for instruction in computation.instructions:
+            took, start = seconds.get(instruction.name, (0.0, ""))
+            if not start:
+                total += took
+                missed += took if scheduling_name(instruction) not in named else 0.0
+    return missed / total if total else 0.0

@@ -149,6 +149,15 @@ def report_text(report: dict) -> str:
         lines.append(
             f"compiled {guided}in {report['compile_seconds']:.1f} s (lowering {report['lower_seconds']:.1f} s)"
         )
+    if report.get("resolved"):
+        lines.append("resolved: " + ", ".join(f"{name} = {value!r}" for name, value in report["resolved"].items()))
+    assumed = [
+        f"{field.name} {report['model'][field.name]:.4g} (default {field.default:.4g})"
+        for field in dataclasses.fields(Model)
+        if report["model"][field.name] != field.default
+    ]
+    if assumed:
+        lines.append("constants of the cost model: " + ", ".join(assumed))
     if report.get("memory"):
         parts = [f"{name} {value / 1e9:.3f} GB" for name, value in report["memory"].items()]
         lines.append("bytes per device: " + ", ".join(parts))
@@ -212,8 +221,10 @@ def report_text(report: dict) -> str:
             f"side would take {', '.join(_ms(seconds) for seconds in branch['seconds_not_taken'])} and holds "
             f"{branch['collectives_not_taken']} collectives"
         )
-    for name in report["unknown_loops"]:
-        lines.append(f"loop {name}: the compiler does not know how often it runs; counted once")
+    if report["unknown_loops"]:
+        names = report["unknown_loops"]
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        lines.append(f"{len(names)} loops ({shown}): their turns are data; counted as one turn each, so too short")
     for name, count in report["unknown_calls"].items():
         lines.append(f"custom call {name!r} ({count} runs): its FLOPs are not known here; its bytes are counted")
     return "\n".join(lines) + "\n"

@@ -14,7 +14,7 @@ from moe_jax.inspection.hlo import split_outside
 
 # words that jax itself puts into a path
 _STRUCTURE = re.compile(
-    r"^(while|body|cond|closed_call|checkpoint|remat\w*|rematted_computation|shard_map|branch_\d+_fun|custom_\w+_call|"
+    r"^(while|body|cond|closed_call|eval_jaxpr|checkpoint|remat\w*|rematted_computation|shard_map|branch_\d+_fun|custom_\w+_call|"
     r"custom_vjp_call\w*|pjit|core_call|jit|scan|true_fun|false_fun|main|cond_fun|body_fun|)$"
 )
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|pmap|linearize|vjp)\((.*)\)$")

@@ -68,10 +68,26 @@ class Target:
         """Return the peak FLOP/s of one kind of arithmetic."""
         return getattr(self, f"flops_{arithmetic}")
 
+    @property
+    def platform(self) -> str:
+        """What `jax.Device.platform` says of such a device."""
+        return "cuda"
+
+    @property
+    def device_kind(self) -> str:
+        """What `jax.Device.device_kind` says of such a device."""
+        return self.device
+
+    @property
+    def compute_capability(self) -> str:
+        """What `jax.Device.compute_capability` says of such a device, as '9.0'; '' where the description lacks it."""
+        found = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", self.config)
+        return f"{found.group(1)}.{found.group(2) or 0}" if found else ""
+
     def check_dtype(self, dtype: str) -> None:
         """Raise a UserError if the compiler knows no matmul of this dtype for this device."""
-        capability = re.search(r"cuda_compute_capability \{ major: (\d+)", self.config)
-        if dtype == "bfloat16" and capability is not None and int(capability.group(1)) < 8:
+        capability = self.compute_capability
+        if dtype == "bfloat16" and capability and int(capability.partition(".")[0]) < 8:
             raise UserError(
                 f"target {self.name!r} ({self.device}) has no bfloat16 matmuls, and ModelConfig.dtype is {dtype!r}; "
                 "set ModelConfig.dtype = 'float32'"

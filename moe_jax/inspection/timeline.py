@@ -18,7 +18,7 @@ import dataclasses
 from moe_jax.errors import UserError
 from moe_jax.inspection.costs import FREE, Cost, cost_of
 from moe_jax.inspection.groups import replica_groups, source_target_pairs
-from moe_jax.inspection.hlo import Computation, Instruction, Module
+from moe_jax.inspection.hlo import Computation, Instruction, Module, arrays_of
 from moe_jax.inspection.links import KINDS, Traffic, traffic
 from moe_jax.inspection.scopes import pass_of, role_of, scope_of
 from moe_jax.inspection.targets import Target
@@ -32,11 +32,13 @@ class Model:
       matmul_efficiency: of the peak FLOP/s, reached by large matmuls.
       memory_efficiency: of the memory bandwidth, reached by kernels without matmuls.
       launch: seconds that no kernel undercuts.
+      conditional: seconds that the device stands still at each conditional, beside the branch that it takes.
     """
 
     matmul_efficiency: float = 0.7
     memory_efficiency: float = 0.8
     launch: float = 2e-6
+    conditional: float = 0.0
 
 
 @dataclasses.dataclass
@@ -244,6 +246,7 @@ class _Player:
             },
         )
         record["executions"] += 1
+        self.now += self.model.conditional
         self.run(branches[taken], loops)
 
     def estimate(self, computation: Computation) -> float:
@@ -261,7 +264,7 @@ class _Player:
                 self.module.computations[instruction.attribute("body")]
             )
         if instruction.opcode == "conditional":
-            return min(map(self.estimate, inner))
+            return self.model.conditional + min(map(self.estimate, inner))
         if instruction.opcode == "call":
             return self.estimate(inner[0])
         if collective_kind(instruction, self.module):
@@ -397,7 +400,9 @@ class _Player:
 
 
 def _result_bytes(instruction: Instruction, kind: str, entering: int) -> int:
-    """Return the bytes of what a collective returns; that of a start holds its operands too, but an all-reduce's."""
+    """Return the bytes of what a collective returns; a start's shape holds its operands too, old all-reduces' not."""
+    if instruction.started:
+        return sum(array.bytes for array in arrays_of(instruction.started))
     if instruction.opcode.endswith("-start") and kind != "all-reduce":
         return instruction.bytes - entering
     return instruction.bytes

@@ -1,13 +1,16 @@
 """The real compiler, for GPUs that are not there: run by `bash scripts/test.sh --gpu-compile`."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from moe_jax.inspect import read_text
 from moe_jax.inspection import read_device, target_names
 
+WORDS = ("Found", "Missing")  # of XLA, after it looked the program's instructions up in the profile
 TINY = {
     "ModelConfig.layers": 3,
     "ModelConfig.model_dim": 64,
@@ -23,14 +26,36 @@ TINY = {
 }
 
 
+# what lays the step out in another way, around the call of cuDNN
+FORMS = {
+    "prefetch": ("ModelConfig.prefetch = 'hecate'", "PlannerConfig.name = 'hecate'", "PlannerConfig.guest_slots = 2",
+                 "PlannerConfig.overlap_degree = 2"),
+    "model and sequence parallel": ("MeshConfig.model = 2", "ModelConfig.sequence_parallel = True"),
+    "every second block, dots": ("ModelConfig.layers = 4", "ModelConfig.moe_every = 2", "ModelConfig.remat = 'dots'"),
+    "block, ZeRO-3, microbatches": ("ModelConfig.remat = 'block'", "train.zero_stage = 3", "train.accumulate = 2"),
+    "bert": ("ModelConfig.kind = 'bert'", "ModelConfig.positions = 'rotary'", "ModelConfig.activation = 'swiglu'"),
+    "pairwise": ("MoEConfig.schedule = 'pairwise'",),
+    "dp": ("MoEConfig.schedule = 'dp'", "MeshConfig.data = 4", "MeshConfig.expert = 1", "train.expert_zero_stage = 3"),
+}  # fmt: skip
+
+
 def inspect(target, folder, *arguments):
-    """Return the report of the command for the tiny model."""
+    """Return the report of the command for the tiny model; a crash of the compiler ends a process of its own."""
     bindings = [f"--gin_bindings={name} = {value}" for name, value in TINY.items()]
     command = [sys.executable, "-m", "moe_jax.inspect", *bindings, f"--target={target}", f"--out={folder}"]
     command += arguments
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "report.json").read_text())
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((folder / "report.json").read_text())
+    assert report["unknown_calls"] == {}
+    if target.startswith(("h100", "h200")) and not any("float32" in argument for argument in arguments):
+        assert report["unknown_loops"] == []  # elsewhere experts are loops over row blocks, whose turns are data
+    if report["guided_scheduler"]:
+        assert "had little effect" not in done.stderr
+        found, missed = (re.search(rf"{word} (\d+) instructions from the profile", done.stderr) for word in WORDS)
+        # loops whose turns are known compare nothing, and their comparisons have no cost
+        assert int(found.group(1)) > 20 * int(missed.group(1) if missed else 0)
+    return report
 
 
 @pytest.mark.gpu_compile
@@ -52,6 +77,26 @@ def test_the_training_step_compiles_for_a_topology(device, tmp_path):
 
 
 @pytest.mark.gpu_compile
+@pytest.mark.parametrize("stack", ["scan", "unrolled"])
+@pytest.mark.parametrize("attention", ["cudnn", "xla"])
+@pytest.mark.parametrize("target", ["h200:1x1", "h200:1x8"])
+def test_every_attention_compiles_in_every_stack(target, attention, stack, tmp_path):
+    """jax 0.11.2 crashed on cudnn in a scan over several GPUs (docs/bench/inspect.md has all versions)."""
+    bindings = (f"ModelConfig.attention = '{attention}'", f"ModelConfig.stack = '{stack}'")
+    report = inspect(target, tmp_path, *(f"--gin_bindings={binding}" for binding in bindings))
+    assert report["resolved"]["ModelConfig.attention"] == attention
+    calls = read_text(str(tmp_path / "schedule.hlo.gz")).count("__cudnn$fmhaSoftmaxBackward")
+    assert calls == {"xla": 0, "cudnn": 1 if stack == "scan" else TINY["ModelConfig.layers"]}[attention]
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("form", FORMS)
+def test_default_attention_compiles_in_every_form(form, tmp_path):
+    report = inspect("h200:1x4", tmp_path, *(f"--gin_bindings={binding}" for binding in FORMS[form]))
+    assert report["resolved"]["ModelConfig.attention"] == "cudnn"
+
+
+@pytest.mark.gpu_compile
 def test_a_guided_scheduler_hides_no_less(tmp_path):
     """Copies of experts, sent beside attention: with modelled seconds nobody waits longer for them than without."""
     copies = ("ModelConfig.prefetch = 'hecate'", "PlannerConfig.name = 'hecate'", "PlannerConfig.guest_slots = 2")
@@ -64,3 +109,21 @@ def test_a_guided_scheduler_hides_no_less(tmp_path):
         assert len(rows) == 2 and report["guided_scheduler"] == (name == "guided")
         exposed[name] = sum(r["exposed_seconds"] for r in rows)
     assert exposed["guided"] <= exposed["own"]
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("device, dtype", [("a100", "bfloat16"), ("h200", "float32"), ("b200", "bfloat16")])
+def test_auto_multiplies_no_row_by_every_groups_weights(device, dtype, tmp_path):
+    """8 experts a device, GPUs without a kernel: 'auto' is loops over row blocks, whose turns are data."""
+    flops, loops = {}, {}
+    for wanted in ("auto", "ragged"):
+        changes = (
+            "MoEConfig.num_experts = 32",
+            f"MoEConfig.grouped_matmul = {wanted!r}",
+            f"ModelConfig.dtype = {dtype!r}",
+        )
+        bindings = [f"--gin_bindings={change}" for change in changes]
+        report = inspect(f"{device}:1x4", tmp_path / wanted, *bindings)
+        flops[wanted], loops[wanted] = sum(report["step"]["flops"].values()), len(report["unknown_loops"])
+    assert loops["auto"] >= 4 and loops["ragged"] == 0
+    assert flops["ragged"] > 1.5 * flops["auto"]  # attention, gate and head are in both

@@ -75,6 +75,7 @@ def test_a_failed_installation_leaves_nothing(tmp_path):
         (("--out=x", "--target=v100:1x8"), "was dropped by CUDA 13"),
         (("--out=x", "--target=h200:4x8", "--compiler_option=fast"), "is not xla_NAME=VALUE"),
         (("--out=x", "--target=h200:4x8", "--hlo=nowhere.hlo"), "cannot be read"),
+        (("--out=x", "--target=h200:4x8", "--constants=nowhere.json"), "cannot be read as JSON"),
         (("--nonsense",), "nonsense"),
     ],
 )
@@ -115,6 +116,18 @@ def test_real_devices_are_run_and_measured(tmp_path):
     found = [record for record in report["collectives"] if record["measured"]]
     assert found and all(record["measured"]["executions"] >= 1 for record in found)
     assert "measured over 5 steps on 2 devices" in out
+    instructions = report["instructions"]
+    assert instructions["step_seconds"] > 0 and instructions["launches"] > 10
+    assert {"matmul", "fusion", "collective"} <= {group["group"] for group in instructions["groups"]}
+    assert len(instructions["worst"]) == 20 and "instructions that differ most" in out
+    again = tmp_path / "again"
+    constants = f"--constants={tmp_path / 'out' / 'report.json'}"
+    code, _, err = inspect(
+        f"--hlo={tmp_path / 'out' / 'schedule.hlo.gz'}", "--target=h200:1x2", constants, f"--out={again}"
+    )
+    assert code == 0, err
+    model = json.loads((again / "report.json").read_text())["model"]
+    assert report["constants"] and {name: model[name] for name in report["constants"]} == report["constants"]
     assert report["target"]["per_node"] == 2 and report["memory"]["arguments"] > 0
 
 

@@ -9,7 +9,7 @@ from moe_jax.mesh.roles import MeshConfig
 
 
 def test_every_device_has_figures_and_a_description():
-    assert set(target_names()) == {"h100", "h200", "a100", "v100", "2080ti", "3090", "4090"}
+    assert set(target_names()) == {"b200", "h100", "h200", "a100", "v100", "2080ti", "3090", "4090"}
     for name in target_names():
         target = read_device(name)
         assert target.source and target.device in target.config
@@ -17,7 +17,7 @@ def test_every_device_has_figures_and_a_description():
         assert min(rates) > 1e9 and target.adapters >= 1
         assert f"memory_bandwidth: {int(target.memory_bandwidth)}" in target.config  # said twice, and alike
         assert device_named(target.device) == name
-    assert device_named("NVIDIA B200") is None
+    assert device_named("NVIDIA B9") is None
 
 
 def test_parse_target():
@@ -33,7 +33,7 @@ def test_parse_target_refuses_topologies(text):
 
 def test_parse_target_refuses_unknown_devices():
     with pytest.raises(
-        UserError, match="names no known device; choose one of 2080ti, 3090, 4090, a100, h100, h200, v100"
+        UserError, match="names no known device; choose one of 2080ti, 3090, 4090, a100, b200, h100, h200, v100"
     ):
         parse_target("h300:4x8")
 
@@ -91,6 +91,6 @@ def test_the_mark_is_the_one_that_the_scripts_write(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_wheels.metadata, "version", lambda name: cuda_wheels.RECORDED)
     assert cuda_wheels.folder() == place
     script = (pathlib.Path(__file__).parents[2] / "scripts" / "test.sh").read_text()
-    assert f"make_environment \"$venv\" '{cuda_wheels.wheels()}'" in script
+    assert f"\nrecorded={cuda_wheels.RECORDED} " in script and 'make_environment "$venv" "jax[cuda13]==$jax"' in script
     monkeypatch.setattr(cuda_wheels.metadata, "version", lambda name: "0.12.9")
     assert cuda_wheels.folder() == tmp_path / "x-cuda-0.12.9"

@@ -7,7 +7,7 @@ import json
 import pytest
 from toy import HEAD, LOOP, MODEL, TARGET
 
-from moe_jax.inspection import build_report, parse_module, play, report_text
+from moe_jax.inspection import Model, build_report, parse_module, play, report_text
 from moe_jax.inspection.draw import middle_turns, write_chrome_trace
 
 
@@ -55,6 +55,16 @@ def test_synchronous_collectives_are_exposed_whole():
     text = text.replace("tuple(%i, %all-to-all-done)", "tuple(%i, %all-to-all-start)")
     flight = only(play(parse_module(text), TARGET, MODEL))
     assert not flight.asynchronous and flight.exposed == pytest.approx(48.0) and flight.bytes == 160
+
+
+def test_an_all_reduce_counts_its_operand_once_however_its_start_is_written():
+    """Alone in jax 0.10.2, ((operands), results) in 0.11 and newer."""
+    line = "  %all-reduce-start = SHAPE all-reduce-start(%x), replica_groups={{0,1,2,3}}, to_apply=%sum\n"
+    for shape in ("f32[4,10]{1,0}", "((f32[4,10]{1,0}), f32[4,10]{1,0})"):
+        text = f"{HEAD}ENTRY %main (x: f32[4,10]) -> f32[4,10] {{\n  %x = f32[4,10]{{1,0}} parameter(0)\n"
+        text += line.replace("SHAPE", shape)
+        text += "  ROOT %all-reduce-done = f32[4,10]{1,0} all-reduce-done(%all-reduce-start)\n}\n"
+        assert only(play(parse_module(text), TARGET, MODEL)).bytes == 160
 
 
 def test_unknown_trip_counts_run_once_and_are_named():
@@ -151,6 +161,9 @@ def test_report_sums_and_prints(tmp_path):
     assert report["pipeline"] == pytest.approx({**alone, "bound": 1.8, "reached": 1.8})
     json.dumps(report)
     text = report_text(report)
+    assert "constants of the cost model" not in report_text({**report, "model": dataclasses.asdict(Model())})
+    fitted = report_text({**report, "model": dataclasses.asdict(Model(matmul_efficiency=0.6))})
+    assert "constants of the cost model: matmul_efficiency 0.6 (default 0.7)\n" in fitted
     assert "all-to-all-start" in text and "20%" in text  # 12 of 60 s exposed
     assert "at most 1.80 times faster (FasterMoE's bound), in this program 1.80" in text
     write_chrome_trace(timeline, tmp_path / "trace.json")

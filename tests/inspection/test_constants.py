@@ -1,0 +1,110 @@
+"""Constants of the model: fitted to kernels whose times are known, read from files, refused if they make no sense."""
+
+import json
+import random
+
+import pytest
+from toy import HEAD, MODEL, TARGET
+
+from moe_jax.errors import UserError
+from moe_jax.inspection import Model, parse_module, play, read_constants
+from moe_jax.inspection.constants import Sample, fit_constants, weighted_quantile
+
+
+def samples_of(model, conditional=0.0, outliers=0):
+    """Kernels as a device with these constants runs them, and some that are ten times slower for no reason."""
+    rng = random.Random(0)
+    found = []
+    for place in range(60):
+        matmul = rng.uniform(1e-4, 1e-3) if place % 3 == 0 else 0.0
+        memory = {0: 1e-5, 1: rng.uniform(3e-5, 3e-4), 2: 1e-8}[place % 3]
+        took = max(matmul / model.matmul_efficiency, memory / model.memory_efficiency, model.launch)
+        slow = 10 if place < outliers else 1
+        found.append(
+            Sample(matmul_seconds=matmul, memory_seconds=memory, measured_seconds=took * slow, executions=1 + place % 4)
+        )
+    return found
+
+
+def test_fit_finds_the_constants_of_a_device():
+    real = Model(matmul_efficiency=0.55, memory_efficiency=0.9, launch=3.5e-6, conditional=2e-5)
+    constants, fit = fit_constants(samples_of(real), Model(), pauses=[2e-5 + 2e-6] * 5)
+    assert constants == pytest.approx(
+        {"matmul_efficiency": 0.55, "memory_efficiency": 0.9, "launch": 3.5e-6, "conditional": 2e-5}
+    )
+    assert fit["launch"]["before"] == Model().launch and fit["launch"]["samples"] == 20
+
+
+def test_fit_is_not_moved_by_a_few_slow_kernels():
+    real = Model(matmul_efficiency=0.55, memory_efficiency=0.9, launch=3.5e-6)
+    constants, _ = fit_constants(samples_of(real, outliers=4), Model())
+    assert constants["memory_efficiency"] == pytest.approx(0.9) and constants["launch"] == pytest.approx(3.5e-6)
+
+
+def test_fit_without_samples_says_so():
+    constants, fit = fit_constants([], Model())
+    assert constants == {}
+    assert fit["conditional"] == {"value": None, "before": 0.0, "samples": 0, "quartiles": None}
+
+
+def test_weighted_quantile_by_hand():
+    points = [(3.0, 1.0), (1.0, 2.0), (2.0, 1.0)]
+    assert [weighted_quantile(points, share) for share in (0.25, 0.5, 0.75, 1.0)] == [1.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("wrap", [lambda record: record, lambda record: {"schema": 1, "constants": record}])
+def test_read_constants_of_a_file_and_of_a_report(tmp_path, wrap):
+    path = tmp_path / "constants.json"
+    path.write_text(json.dumps(wrap({"matmul_efficiency": 0.5, "conditional": 1e-5})))
+    assert read_constants(str(path)) == Model(matmul_efficiency=0.5, conditional=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "cannot be read as JSON"),
+        ("{}", "holds no constants; write some of matmul_efficiency, memory_efficiency, launch, conditional"),
+        ('{"constants": {}}', "holds no constants"),
+        ('{"launches": 1}', "names 'launches'; the model has"),
+        ('{"launch": -1}', "launch (-1) must be seconds, at least 0"),
+        ('{"launch": "2"}', "launch ('2') must be seconds"),
+        ('{"memory_efficiency": 1.5}', "memory_efficiency (1.5) must be a share above 0 and at most 1"),
+        ('{"matmul_efficiency": NaN}', "matmul_efficiency (nan) must be"),
+        (f'{{"launch": 1{"0" * 400}}}', "must be seconds, at least 0"),
+    ],
+)
+def test_bad_constants_are_one_line(tmp_path, text, message):
+    path = tmp_path / "constants.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_constants(str(path))
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+BRANCH = (
+    HEAD
+    + """
+%nothing (a: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} parameter(0)
+}
+
+%something (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %negate = f32[8]{0} negate(%b)
+}
+
+ENTRY %main (x: f32[8], p: s32[]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %p = s32[] parameter(1)
+  ROOT %conditional.1 = f32[8]{0} conditional(%p, %x, %x), branch_computations={%nothing, %something}
+}
+"""
+)
+
+
+def test_a_conditional_costs_what_the_model_says():
+    import dataclasses
+
+    module = parse_module(BRANCH)
+    assert play(module, TARGET, MODEL).seconds == 0
+    assert play(module, TARGET, dataclasses.replace(MODEL, conditional=3.0)).seconds == 3.0

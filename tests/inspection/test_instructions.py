@@ -1,0 +1,112 @@
+"""Measured beside modelled, instruction by instruction: a device whose constants are known gives them back."""
+
+import json
+import lzma
+import pathlib
+
+import pytest
+from gpu_trace import write_gpu_trace
+from toy import LOOP, MODEL, TARGET
+
+from moe_jax.inspection import Model, compare_instructions, instructions_text, parse_module, parse_target
+from moe_jax.inspection.instructions import modelled_instructions
+from moe_jax.inspection.measured import Span
+from moe_jax.recorded_trace import read_spans
+
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+H200 = parse_target("h200:2x2")
+REAL = Model(matmul_efficiency=0.5, memory_efficiency=0.6, launch=4e-6)
+
+
+@pytest.fixture(scope="module")
+def program():
+    return parse_module(lzma.decompress((FIXTURES / "expert_parallel.hlo.xz").read_bytes()).decode())
+
+
+def compare(folder, program, model, steps=2):
+    write_gpu_trace(folder, program, H200, REAL, steps)
+    return compare_instructions(program, H200, model, read_spans(folder, program.name), steps, step_seconds=1.0)
+
+
+def test_a_trace_of_the_model_itself_has_ratio_one(tmp_path, program):
+    record = compare(tmp_path, program, REAL)
+    assert {group["group"] for group in record["groups"]} >= {"matmul", "fusion", "collective"}
+    for row in [*record["groups"], *record["worst"]]:
+        assert row["ratio"] == pytest.approx(1, rel=1e-6), row
+    assert record["not_in_trace"]["instructions"] == record["not_in_program"]["instructions"] == 0
+    assert record["devices"] == 1 and record["busy_seconds"] <= record["profiled_step_seconds"] * 1.001
+
+
+def test_constants_of_the_device_are_found(tmp_path, program):
+    """Modelled with the defaults, the trace says what the device's own constants are."""
+    record = compare(tmp_path, program, Model())
+    assert record["constants"]["launch"] == pytest.approx(REAL.launch, rel=1e-6)
+    for name in ("matmul_efficiency", "memory_efficiency"):
+        if record["fit"][name]["samples"] >= 3:
+            assert record["constants"][name] == pytest.approx(getattr(REAL, name), rel=1e-6)
+    again = compare_instructions(
+        program, H200, Model(**record["constants"]), read_spans(tmp_path, program.name), 2, step_seconds=1.0
+    )
+    before, after = (
+        sum(abs(row["measured_seconds"] - row["modelled_seconds"]) for row in found["groups"])
+        for found in (record, again)
+    )
+    assert after < 0.05 * before
+    text = instructions_text(record)
+    assert "instructions that differ most" in text and "launch 2e-06 -> 4e-06" in text
+    json.dumps(record)
+
+
+def test_every_instruction_that_runs_has_a_group(program):
+    modelled = modelled_instructions(program, H200, Model())
+    assert all(record.executions for record in modelled.values() if record.group != "loop overhead")
+    total = sum(record.seconds * record.executions for record in modelled.values() if record.group == "matmul")
+    assert total > 0
+
+
+def test_compare_by_hand():
+    """The toy's loop: 3 turns of a matmul of 1,024 FLOPs at 64 FLOP/s, 16 s, and 160 bytes on the links. Two steps on
+    one device measure 20 s a turn: ratio 1.25. A kernel that the program lacks is told apart."""
+    module = parse_module(LOOP)
+    spans = []
+    for turn in range(6):
+        spans.append(Span("gpu", "dot.1", 30.0 * turn, 30.0 * turn + 20))
+        spans.append(Span("gpu", "all-to-all-start", 30.0 * turn, 30.0 * turn + 25))
+    spans.append(Span("gpu", "stranger", 200.0, 202.0))
+    record = compare_instructions(module, TARGET, MODEL, spans, steps=2, step_seconds=100.0)
+    matmul = next(group for group in record["groups"] if group["group"] == "matmul")
+    assert matmul == {
+        "group": "matmul", "instructions": 1, "executions": 3, "modelled_seconds": 48.0, "measured_seconds": 60.0,
+        "ratio": 1.25,
+    }  # fmt: skip
+    assert record["not_in_program"] == {"instructions": 1, "measured_seconds": 1.0, "names": ["stranger"]}
+    assert record["launches"] == 3 and record["busy_seconds"] == (6 * 25 + 2) / 2
+    assert record["idle_seconds_per_launch"] == pytest.approx((100 - 76) / 3)
+    assert record["profiled_step_seconds"] == 101.0
+
+
+def test_pauses_around_conditionals_are_their_cost():
+    """Kernels end at 1, 11, 21, 31 ms; the predicate is read; the next kernels begin 0.5 ms after the last one's end:
+    the conditional costs that, less one launch."""
+    from test_constants import BRANCH
+
+    module = parse_module(BRANCH)
+    spans = []
+    for place in range(4):
+        start = 0.01 * place
+        spans.append(Span("gpu", "before", start, start + 1e-3))
+        spans.append(Span("gpu", "conditional.1", start + 1.1e-3, start + 1.2e-3))
+        spans.append(Span("gpu", "after", start + 1.5e-3, start + 2e-3))
+    record = compare_instructions(module, H200, Model(), spans, steps=4)
+    assert record["constants"]["conditional"] == pytest.approx(0.5e-3 - 2e-6)
+    loops = next(group for group in record["groups"] if group["group"] == "loop overhead")
+    assert loops["measured_seconds"] == pytest.approx(1e-4) and record["step_seconds"] is None
+
+
+def test_read_spans_takes_streams_alone(tmp_path, program):
+    """Derived lines repeat the kernels; nested names are read to their innermost."""
+    write_gpu_trace(tmp_path, program, H200, REAL, 1)
+    spans = read_spans(tmp_path, program.name)
+    names = set(modelled_instructions(program, H200, REAL))
+    assert spans and {span.instruction for span in spans} <= names
+    assert {span.device for span in spans} == {"/device:GPU:0"}
