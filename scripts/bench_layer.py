@@ -115,7 +115,8 @@ def executed_rows(counts, name: str) -> float | None:
     return float(rows_computed(np.asarray(counts), heights) / rows)
 
 
-def main(_):
+def measure() -> dict:
+    """Return what was measured at the sizes of the flags."""
     import jax
     import jax.numpy as jnp
 
@@ -136,7 +137,7 @@ def main(_):
     name = _IMPLEMENTATION.value
     name = choose_implementation(name, device, dtype, (_MODEL_DIM.value, _HIDDEN_DIM.value))
     flops = 3 * 2 * 2 * _TOP_K.value * _TOKENS.value * _MODEL_DIM.value * _HIDDEN_DIM.value
-    result = {
+    return {
         "ratio_over_dense": medians["moe"] / medians["dense"],
         "moe_seconds": medians["moe"],
         "dense_seconds": medians["dense"],
@@ -159,6 +160,11 @@ def main(_):
         "jax": jax.__version__,
         "rounds": _ROUNDS.value,
     }
+
+
+def main(_):
+    result = measure()
+    flops, medians = result["useful_flops"], {case: result[f"{case}_seconds"] for case in ("moe", "dense")}
     print(f"{'':8s} {'seconds':>10s} {'GFLOP/s':>10s} {'temp MB':>10s} {'FLOPs/useful':>13s}")
     for case in ("moe", "dense"):
         rate = flops / medians[case] / 1e9

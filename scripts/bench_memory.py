@@ -47,7 +47,6 @@ def compiled(bindings: tuple[str, ...], dtype: str, guests: int):
     """Return the outcome of one case."""
     narrow = dtype == "bfloat16"
     common = (
-        f"ModelConfig.attention = '{'cudnn' if narrow else 'xla'}'",
         f"ModelConfig.dtype = '{dtype}'",
         f"ModelConfig.remat = '{_REMAT.value}'",
         f"MoEConfig.grouped_matmul = '{_MATMUL.value or ('auto' if narrow else 'fused')}'",

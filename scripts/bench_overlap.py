@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
         guests, bindings = SCHEDULES[schedule]
         case = Case(
             files=tuple(_GIN_FILES.value),
-            bindings=("ModelConfig.attention = 'cudnn'", *bindings, *_GIN_BINDINGS.value),
+            bindings=(*bindings, *_GIN_BINDINGS.value),
             target=target,
             tokens=_TOKENS.value,
             guests=_GUESTS.value if guests is None else guests,

@@ -1,27 +1,30 @@
 # Makes the virtual environment that demo.sh and test.sh run in. Sourced, with the repository root as current folder.
 # Plain POSIX tools only, so that Linux and macOS run the same lines.
 
-# find_python: prints the first Python of at least 3.11. Each is tried by running it, because a name on PATH may be an
-# empty shim of a version manager.
+# find_python [MINOR]: prints the first Python of at least 3.11, or 3.MINOR. Each is tried by running it, because a name
+# on PATH may be an empty shim of a version manager.
 find_python() {
+  least=${1:-11}
   for candidate in python3.12 python3.11 python3; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+    if "$candidate" -c "import sys; sys.exit(sys.version_info < (3, $least))" >/dev/null 2>&1; then
       command -v "$candidate"
       return 0
     fi
   done
-  echo "moe_jax needs Python 3.11 or newer: none of python3.12, python3.11 and python3 is; install one from python.org" >&2
+  echo "moe_jax needs Python 3.$least or newer here: none of python3.12, python3.11 and python3 is; install one from" \
+    "python.org" >&2
   return 2
 }
 
-# make_environment FOLDER [REQUIREMENT...]: leaves FOLDER with requirements.txt and the further ones installed.
+# make_environment FOLDER [REQUIREMENT...]: leaves FOLDER with requirements.txt and the further ones installed, made with
+# a Python of at least 3.$least_minor where that is set.
 # A second call with the same requirements returns at once: what was installed stands in FOLDER/installed.txt, written
 # last, so an interrupted installation is done again.
 make_environment() {
   folder=$1
   shift
   if ! "$folder/bin/python" -c '' >/dev/null 2>&1; then
-    python=$(find_python) || return 2
+    python=$(find_python "${least_minor:-11}") || return 2
     echo "making $folder with $("$python" --version)" >&2
     rm -f "$folder/installed.txt"
     if ! "$python" -m venv "$folder" >&2; then

@@ -5,22 +5,37 @@
 #   bash scripts/test.sh tests/moe -k gate     some of them
 #   bash scripts/test.sh -m slow               the slow ones
 #   bash scripts/test.sh --gpu-compile         those that compile for GPUs without having one, in .venv-cuda (4.8 GB)
+#   bash scripts/test.sh --gpu-compile --jax=0.11.2    the same with another jax, in .venv-cuda-0.11.2
 #
-# MOE_JAX_VENV names another environment folder (with --gpu-compile: that name with -cuda behind it).
+# MOE_JAX_VENV names another environment folder (with --gpu-compile: that name with -cuda behind it, and the version of
+# another jax behind that, as moe_jax/cuda_wheels.py names them). MOE_JAX_JAX=0.11.2 is the same as --jax=0.11.2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh
 
+recorded=0.10.2 # the jax whose wheels most recorded results were compiled with
 venv=${MOE_JAX_VENV:-.venv}
+jax=${MOE_JAX_JAX:-}
 gpu_compile=no
 arguments=()
 for argument in "$@"; do
-  if [ "$argument" = --gpu-compile ]; then
-    gpu_compile=yes
-  else
-    arguments+=("$argument")
-  fi
+  case $argument in
+    --gpu-compile) gpu_compile=yes ;;
+    --jax=*) jax=${argument#--jax=} ;;
+    *) arguments+=("$argument") ;;
+  esac
 done
+if [ -n "$jax" ] && [ "$gpu_compile" = no ]; then
+  echo "--jax=$jax (or MOE_JAX_JAX) goes with --gpu-compile; without it the tests run with the jax of $venv" >&2
+  exit 2
+fi
+case ${jax:=$recorded} in
+  0.10.* | 0.11.* | 0.12.*) ;;
+  *)
+    echo "--jax=$jax (or MOE_JAX_JAX) is no version of jax 0.10, 0.11 or 0.12, such as 0.11.2" >&2
+    exit 2
+    ;;
+esac
 
 # Several hosts on one machine need network namespaces. Without them the tests that use them skip, and pytest counts it.
 if [ "$(uname -s)" = Linux ] && ! { command -v ip && command -v tc; } >/dev/null 2>&1; then
@@ -35,8 +50,11 @@ fi
 
 if [ "$gpu_compile" = yes ]; then
   venv=$venv-cuda
-  # the wheels that the recorded results were compiled with
-  make_environment "$venv" 'jax[cuda13]==0.10.2'
+  if [ "$jax" != "$recorded" ]; then
+    venv=$venv-$jax
+    least_minor=12 # of Python, for jax 0.11 and newer
+  fi
+  make_environment "$venv" "jax[cuda13]==$jax"
   export JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
   export XLA_FLAGS="--xla_gpu_autotune_level=0 ${XLA_FLAGS:-}"
   exec "$venv/bin/python" -m pytest -m gpu_compile ${arguments[@]+"${arguments[@]}"}

@@ -1,0 +1,88 @@
+"""Item 8: what a rule after the gate takes by itself, and that the GPU decides what the CPU decides.
+
+D = 32 devices in nodes of 8, E = 64 experts; the counts of one step, one layer and one source, on one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gpu_day_items.timing import seconds_of, shown
+
+
+def measure(context, planner: str):
+    """Record seconds and launches of a planner's rule."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    rule, tables, counts, holders = _case(context, planner)
+
+    def decide(tables, counts, holders):
+        return rule.decide(tables, counts, holders, jnp.int32(1))
+
+    jitted = jax.jit(decide)
+    arguments = jax.tree.map(jnp.asarray, (tables, counts, holders))
+    seconds = seconds_of({"decide": (jitted, arguments)}, rounds=context.of_size(9, 2), calls=context.of_size(10, 1))
+    here = jax.tree.map(np.asarray, jitted(*arguments))
+    cpu = jax.devices("cpu")[0]
+    there = jax.tree.map(np.asarray, jitted(*jax.device_put(arguments, cpu)))
+    pairs = zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True)
+    apart = max(int(np.abs(a.astype(np.int64) - b.astype(np.int64)).max(initial=0)) for a, b in pairs)
+    launches, turns = _launches(jitted.lower(*arguments).compile().as_text())
+    context.record(decide_seconds=seconds["decide"], launches=launches, largest_difference_from_cpu=apart)
+    equal = "equal to the CPU's" if not apart else f"tables differ from the CPU's by {apart} at most"
+    context.row(
+        f"{planner}: {type(rule).__name__}, D = {counts.shape[0]}, E = {counts.shape[1]}",
+        f"{shown(seconds['decide'])}, {launches} launches in {turns} loops; {equal}",
+    )
+
+
+def _case(context, name: str):
+    """Return a rule with tables, counts [D, E] and holders [D, G] of a plan of its planner."""
+    import jax
+    import numpy as np
+
+    from moe_jax.after_gate import CalibrateRule, ShadowRule, ShareRule
+    from moe_jax.cluster import Cluster
+    from moe_jax.placement import Placement, build_skeleton
+    from moe_jax.planner import SWEEPS, Cost, PlannerConfig, build_planner, shadow_rates
+    from moe_jax.training.plan import device_tables
+
+    devices, experts, node, guests = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))
+    cluster = Cluster(
+        name="day", nodes=devices // node, devices_per_node=node, flat=True, intra_bandwidth=3e9, flops=3e13
+    )
+    cost = Cost(cluster=cluster, model_dim=768, hidden_dim=1536, guest_slots=guests, overlap_degree=8)
+    rng = np.random.default_rng(0)
+    share = rng.dirichlet(np.full(experts, 0.3))
+    loads = np.stack([rng.multinomial(1024, share) for _ in range(devices)])[None]
+    home = np.repeat(np.arange(devices, dtype=np.int32), experts // devices)
+    even = Placement(home[None], devices=devices, devices_per_node=node)
+    when = {"calibrate": True} if name == "hecate" else {"when": "after_gate"}
+    plan = build_planner(PlannerConfig(name=name, guest_slots=guests, **when)).propose(loads, even, cost)
+    skeleton = build_skeleton(plan, method="broadcast", home_slots=experts // devices, guest_slots=guests)
+    late = {"fastermoe": guests, "hecate": 8, "balanced": max(skeleton.broadcast_slots, 1)}[name]
+    skeleton = dataclasses.replace(skeleton, broadcast_slots=max(late, skeleton.broadcast_slots))
+    compute, exchange, shadow = shadow_rates(cost, name) if name != "balanced" else (0.0, 0.0, 0.0)
+    slots = {"home_slots": skeleton.home_slots, "guest_slots": guests}
+    rule = {
+        "fastermoe": lambda: ShadowRule(compute=compute, exchange=exchange, shadow=shadow, residual=False, **slots),
+        "hecate": lambda: CalibrateRule(
+            devices_per_node=node, most_guests=guests, overlap_degree=8, compute=compute, exchange=exchange,
+            copy=shadow / devices, **slots,
+        ),
+        "balanced": lambda: ShareRule(devices_per_node=node, sweeps=SWEEPS, **slots),
+    }[name]()  # fmt: skip
+    tables = device_tables(skeleton, plan)
+    holders = np.asarray(tables.slot_expert)[:, 0]
+    mine = jax.tree.map(lambda leaf: np.asarray(leaf)[1, 0], tables)
+    return rule, mine, loads[0].astype(np.int32), holders
+
+
+def _launches(text: str) -> tuple[int, int]:
+    """Return (kernels launched, loops) of a compiled program."""
+    from moe_jax import inspection
+
+    timeline = inspection.play(inspection.parse_module(text), inspection.parse_target("h200:1x1"))
+    return sum(event.row == "compute" for event in timeline.events), text.count(" while(")

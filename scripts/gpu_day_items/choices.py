@@ -1,0 +1,63 @@
+"""Item 4: ten steps of GPT-MoE-S with four layers under one choice changed, the scheduler unguided."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from gpu_day_items import configs
+from gpu_day_items.context import NotHere
+from gpu_day_items.timing import shown
+
+
+def measure(context, model: dict | None = None, options: dict | None = None, chunk: int = 1):
+    """Compile and time one variant.
+
+    Args:
+      model: fields of `ModelConfig` that differ; options: for the compiler.
+      chunk: times the default `loss_chunk`.
+    """
+    import jax
+
+    from moe_jax.models.config import ModelConfig
+    from moe_jax.training.feed import to_devices
+    from moe_jax.training.session import build_session
+
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    missing = [name for name in model or {} if name not in fields]
+    if missing:
+        raise NotHere(f"not in this commit: ModelConfig.{missing[0]}")
+    if (model or {}).get("attention") == "cudnn" and jax.devices()[0].platform == "cpu":
+        raise NotHere("cuDNN attention needs a GPU")
+    changed = {**(model or {})}
+    if chunk > 1:
+        changed["loss_chunk"] = chunk * ModelConfig().loss_chunk
+    config = configs.gpt_moe_s(context, batch=8, layers=context.of_size(4, 1), model=changed, steps=20)
+    session = build_session(config, jax.devices()[:1])
+    started = time.monotonic()
+    lowered = session.lower_train_step()
+    executable = lowered.compile(compiler_options={**session.compiler_options(), **(options or {})})
+    compiled = time.monotonic() - started
+    state, tables, wishes = session.fresh_state(), session.tables, session.wishes(0)
+    steps = context.of_size(10, 3)
+    batches = [to_devices(session.feed.read(step), session.placing.batch) for step in range(2 + steps)]
+    for batch in batches[:2]:
+        state, metrics = executable(state, batch, tables, wishes)
+    jax.block_until_ready((state, metrics))
+    started = time.perf_counter()
+    for batch in batches[2:]:
+        state, metrics = executable(state, batch, tables, wishes)
+    jax.block_until_ready((state, metrics))
+    seconds = (time.perf_counter() - started) / steps
+    analysis = executable.memory_analysis()
+    temporaries = None if analysis is None else int(analysis.temp_size_in_bytes)
+    context.record(step_seconds=seconds, compile_seconds=compiled, temporaries=temporaries, loss=float(metrics["loss"]))
+    name = _name(changed, options)
+    context.row(
+        name, f"{shown(seconds)} a step, temporaries {(temporaries or 0) / 1e9:.2f} GB, compiled in {compiled:.1f} s"
+    )
+
+
+def _name(changed: dict, options: dict | None) -> str:
+    parts = [f"{name} = {value!r}" for name, value in {**changed, **(options or {})}.items()]
+    return ", ".join(parts) or "base (attention as chosen for this device, scan, default command buffers)"

@@ -1,0 +1,85 @@
+"""Configs of runs, built in code: where gin-config is missing there is no other way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+def gpt_moe_s(context, *, batch: int, layers: int = 12, model: dict | None = None, moe: dict | None = None, **train):
+    """Return the RunConfig of GPT-MoE-S (configs/model/hecate_gpt_moe_s.gin), or of a tiny model of its form.
+
+    Args:
+      batch: sequences of 2,048 tokens; a tiny one has 4 of 16.
+      layers: of the 12; a tiny one has 2 at most.
+      model, moe: fields of `ModelConfig` and `MoEConfig`; train: of `TrainConfig`.
+    """
+    from moe_jax.data.config import DataConfig
+    from moe_jax.models.config import ModelConfig
+    from moe_jax.moe.config import MoEConfig
+    from moe_jax.run_config import RunConfig
+    from moe_jax.training.config import TrainConfig
+
+    sizes = {"layers": layers, "model_dim": 768, "hidden_dim": 1536, "heads": 12, "vocab_size": 50304}
+    experts, length = 64, 2048
+    if context.tiny:
+        sizes = {"layers": min(layers, 2), "model_dim": 16, "hidden_dim": 16, "heads": 2, "vocab_size": 0}
+        experts, length, batch = 8, 16, 4
+        train["evaluate_windows"] = 4
+    data = DataConfig(
+        path=small_corpus(context) if context.tiny else "",
+        sequence_length=length,
+        cache_dir=str(context.scratch / "tokens"),
+    )
+    dtype = "float32" if context.tiny else "bfloat16"
+    fields = {"kind": "gpt", "max_length": length, "dtype": dtype, **best_attention(), **sizes, **(model or {})}
+    return RunConfig(
+        train=TrainConfig(batch_size=batch, **{"warmup_steps": 5, "evaluate_windows": 8, **train}),
+        data=data,
+        model=ModelConfig(**fields),
+        moe=MoEConfig(num_experts=experts, top_k=2, **(moe or {})),
+    )
+
+
+def small(context, **train):
+    """Return a RunConfig of two layers in bfloat16 that compiles in seconds."""
+    config = gpt_moe_s(context, batch=8, layers=2, **train)
+    if context.tiny:
+        return config
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, model_dim=256, hidden_dim=512, heads=4, vocab_size=0, max_length=512),
+        moe=dataclasses.replace(config.moe, num_experts=16),
+        data=dataclasses.replace(config.data, sequence_length=512),
+    )
+
+
+def best_attention() -> dict[str, str]:
+    """Return the attention that a run on this device should have, where the default does not choose it."""
+    import jax
+
+    from moe_jax.models.config import ModelConfig
+
+    chooses = ModelConfig().attention == "auto"
+    return {} if chooses or jax.devices()[0].platform == "cpu" else {"attention": "cudnn"}
+
+
+def small_corpus(context) -> str:
+    """Write two small documents and return their folder."""
+    folder = context.scratch / "corpus"
+    folder.mkdir(exist_ok=True)
+    for name, step in (("a.txt", 7), ("b.txt", 11)):
+        (folder / name).write_text(" ".join(f"{(i * step) % 97} apples" for i in range(600)), encoding="utf-8")
+    return str(folder)
+
+
+def target_here():
+    """Return the target whose rates the model takes for one of these devices, and whether it is this very device."""
+    import jax
+
+    from moe_jax import inspection
+
+    kind = jax.devices()[0].device_kind
+    name = inspection.device_named(kind)
+    if name is None and jax.devices()[0].platform != "cpu":
+        return None, False
+    return inspection.parse_target(f"{name or 'h200'}:1x1"), name is not None

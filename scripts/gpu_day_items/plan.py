@@ -1,0 +1,170 @@
+"""What a GPU's day consists of: items in order of value, each of some parts. Standard library alone.
+
+A part is one call in a child process. Parts of one item with the same environment share a child until one of them
+fails; the next parts get a new one, since a kernel that went wrong poisons CUDA for its process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """One call.
+
+    Attributes:
+      name: within its item.
+      call: 'module:function'; it takes a `context.Context` and `arguments`.
+      arguments: for the function.
+      limit: seconds, its child's start included.
+      flags: for XLA_FLAGS of its process.
+      unless: name of a part of this item; this one runs only if that one went wrong.
+      after: name of a part of this item; this one runs only if that one went well.
+    """
+
+    name: str
+    call: str
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    limit: float = 60
+    flags: str = ""
+    unless: str = ""
+    after: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Item:
+    """One item of the day.
+
+    Attributes:
+      number, name, title: as in docs/bench/gpu.md.
+      budget: seconds of all its parts; least: seconds that must be left for it to be begun.
+    """
+
+    number: int
+    name: str
+    title: str
+    budget: float
+    least: float
+    parts: tuple[Part, ...]
+
+
+CUDNN_RAGGED = "xla_gpu_experimental_use_ragged_dot_fusion"
+GROUPED_GEMM = "xla_gpu_experimental_use_ragged_dot_grouped_gemm"
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+
+
+def _part(name: str, call: str, **fields) -> Part:
+    return Part(name=name, call=f"gpu_day_items.{call}", **fields)
+
+
+def _grouped(name: str, limit: float = 45, **arguments) -> Part:
+    return _part(name, "grouped:measure", arguments={"implementation": name, **arguments}, limit=limit)
+
+
+def _variant(name: str, limit: float = 40, **arguments) -> Part:
+    return _part(name, "choices:measure", arguments=arguments, limit=limit)
+
+
+def _resumed(kind: str, flags: str) -> tuple[Part, ...]:
+    return (
+        _part(f"gradient, {kind}", "determinism:gradient", limit=40, flags=flags),
+        _part(
+            f"straight, {kind}",
+            "determinism:straight",
+            arguments={"kind": kind},
+            limit=40,
+            flags=flags,
+        ),
+        _part(
+            f"killed, {kind}",
+            "determinism:until_killed",
+            arguments={"kind": kind},
+            limit=30,
+            flags=flags,
+            after=f"straight, {kind}",
+        ),
+        _part(
+            f"resumed, {kind}",
+            "determinism:resumed",
+            arguments={"kind": kind},
+            limit=30,
+            flags=flags,
+            after=f"killed, {kind}",
+        ),
+    )
+
+
+ITEMS = (
+    Item(
+        number=1, name="grouped_matmuls", title="Grouped matmuls against float32", budget=120, least=20,
+        parts=(
+            _grouped("hopper"),
+            _grouped("ragged_cudnn", of="ragged", option=CUDNN_RAGGED),
+            _grouped("ragged_grouped_gemm", of="ragged", option=GROUPED_GEMM),
+            _grouped("tokamax"),
+            _grouped("ragged"),
+            _grouped("fused"),
+            _grouped("blocked"),
+            _part("others", "grouped:measure_others"),
+        ),
+    ),
+    Item(
+        number=2, name="whole_model", title="training.run, GPT-MoE-S whole, batch 8", budget=160, least=60,
+        parts=(
+            _part("auto", "whole:train", arguments={"grouped_matmul": "auto"}, limit=130),
+            _part("fused", "whole:train", arguments={"grouped_matmul": "fused"}, limit=130, unless="auto"),
+        ),
+    ),
+    Item(
+        number=3, name="instructions", title="inspect --profile: measured beside modelled, instruction by instruction",
+        budget=70, least=30, parts=(_part("profile", "profiled:measure", limit=70),),
+    ),
+    Item(
+        number=4, name="choices", title="A / B of 10 steps at 4 layers, unguided", budget=95, least=30,
+        parts=(
+            _variant("base"),
+            _variant("xla_gpu_enable_command_buffer = ''", options={"xla_gpu_enable_command_buffer": ""}),
+            _variant("stack = 'unrolled'", model={"stack": "unrolled"}),
+            _variant("attention = 'xla'", model={"attention": "xla"}),
+            _variant("attention = 'cudnn'", model={"attention": "cudnn"}),
+            _variant("loss_chunk x 4", chunk=4),
+            _variant("loss_chunk x 16", chunk=16),
+            _variant("overlap = 'halves'", model={"overlap": "halves"}),
+            _variant("base again"),
+        ),
+    ),
+    Item(
+        number=5, name="conditional", title="What a conditional costs: a scan of 12 turns", budget=25, least=12,
+        parts=(_part("scan", "conditional:measure", limit=25),),
+    ),
+    Item(
+        number=6, name="routing", title="Routing alone", budget=25, least=12,
+        parts=(
+            _part("top_k", "routing:top_k", limit=15),
+            _part("searchsorted", "routing:searchsorted", limit=15),
+            _part("sorts", "routing:sorts", limit=20),
+        ),
+    ),
+    Item(
+        number=7, name="determinism", title="The same again: gradients, and a run that was killed", budget=95, least=20,
+        parts=(*_resumed("default", ""), *_resumed("deterministic ops", DETERMINISTIC)),
+    ),
+    Item(
+        number=8, name="after_gate", title="Rules after the gate alone", budget=30, least=12,
+        parts=tuple(
+            _part(name, "after_gate:measure", arguments={"planner": name}, limit=20)
+            for name in ("fastermoe", "hecate", "balanced")
+        ),
+    ),
+    Item(
+        number=9, name="layer", title="One MoE layer over a dense FFN of equal FLOPs", budget=40, least=15,
+        parts=(
+            _part("bfloat16", "layer:measure", arguments={"dtype": "bfloat16"}, limit=40),
+            _part("float32", "layer:measure", arguments={"dtype": "float32"}, limit=40),
+            _part("tf32", "layer:tf32_error", limit=20),
+        ),
+    ),
+)  # fmt: skip
+PROBE = _part("machine", "machine:describe", limit=90)

@@ -1,0 +1,73 @@
+"""Item 3: `inspect --profile` of the whole model's step, instruction by instruction, and the constants that fit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+from gpu_day_items import configs, whole
+from gpu_day_items.context import NotHere
+
+
+def measure(context):
+    """Compile the step of item 2 (from the cache, where that ran), record a trace, put it beside the model."""
+    import jax
+
+    from moe_jax import compile_ahead, inspection, recorded_trace
+
+    choice = context.scratch / whole.CHOICE
+    grouped_matmul = json.loads(choice.read_text(encoding="utf-8")) if choice.exists() else "auto"
+    config, devices = whole.config_of(context, grouped_matmul), jax.devices()[:1]
+    target, known = configs.target_here()
+    if target is None:
+        raise NotHere(f"the rates of {devices[0].device_kind} are not known; add moe_jax/inspection/devices/NAME.txt")
+    config = compile_ahead.on_target(config, target)
+    compiled = compile_ahead.compile_step(config, devices, skew=1.0, options={}, real=True)
+    model, module = inspection.Model(), inspection.parse_module(compiled.text)
+    report = inspection.build_report(inspection.play(module, target, model), target, model, memory=compiled.memory)
+    folder, steps = context.scratch / "profile", context.of_size(3, 2)
+    seconds = recorded_trace.record_steps(config, devices, compiled.executable, compiled.plan, folder, steps, 2 * steps)
+    spans = recorded_trace.read_spans(folder, module.name)
+    measured = inspection.compare_instructions(module, target, model, spans, steps, seconds)
+    report = {**inspection.add_measured(report, spans, steps), "instructions": measured}
+    _keep(context, compiled.text, folder, {**report, "constants": measured["constants"]})
+    context.record(
+        grouped_matmul=grouped_matmul,
+        modelled_seconds=report["step"]["modelled_seconds"],
+        rates_are_of_this_device=known,
+        instructions=measured,
+        constants=measured["constants"],
+    )
+    context.row(
+        "step",
+        f"{measured['step_seconds'] * 1e3:.1f} ms measured without the profiler, {measured['busy_seconds'] * 1e3:.1f} "
+        f"ms of kernels, {report['step']['modelled_seconds'] * 1e3:.1f} ms modelled, {measured['launches']} launches",
+    )
+    for group in measured["groups"]:
+        ratio = "-" if group["ratio"] is None else f"{group['ratio']:.2f}"
+        context.row(
+            group["group"],
+            f"{group['measured_seconds'] * 1e3:.2f} ms measured, {group['modelled_seconds'] * 1e3:.2f} modelled: "
+            f"{ratio} ({group['executions']} runs)",
+        )
+    for row in measured["worst"][: context.of_size(20, 5)]:
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        context.row(
+            f"{row['name']} {row['scope']}",
+            f"{row['measured_seconds'] * 1e3:.3f} ms measured, {row['modelled_seconds'] * 1e3:.3f} modelled: {ratio}",
+        )
+    for name, fit in measured["fit"].items():
+        value = "no sample" if fit["value"] is None else f"{fit['value']:.4g} ({fit['samples']} samples)"
+        context.row(f"constant {name}", f"{fit['before']:.4g} before; fitted {value}")
+
+
+def _keep(context, text: str, folder, report: dict):
+    """Leave report, schedule and trace for the day's folder: a machine without a GPU can read them again."""
+    from moe_jax.inspect import without_places
+
+    keep = context.scratch / "keep"
+    keep.mkdir(exist_ok=True)
+    (keep / "profile_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (keep / "profile_schedule.hlo.gz").write_bytes(gzip.compress(without_places(text).encode(), mtime=0))
+    for trace in folder.rglob("*.trace.json.gz"):
+        (keep / "profile_trace.json.gz").write_bytes(trace.read_bytes())

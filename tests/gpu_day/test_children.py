@@ -1,0 +1,189 @@
+"""A part may fail, crash, hang or end its process: it is recorded, and the next one runs."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import types
+from unittest import mock
+
+import pytest
+from gpu_day_items import children, day, page
+from gpu_day_items.plan import ITEMS, Item, Part
+
+
+@pytest.fixture
+def room(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parent))
+    return children.Room(out=tmp_path, scratch=tmp_path, tiny=True)
+
+
+def part(name, call="", **fields):
+    return Part(name=name, call=f"bad_parts:{call or name}", **fields)
+
+
+def run(room, *parts, seconds=60.0):
+    told = []
+    return children.run_parts(parts, room, time.monotonic() + seconds, lambda records: told.append(len(records))), told
+
+
+def test_what_goes_wrong_is_recorded_and_the_next_runs(room):
+    records, told = run(
+        room, part("well"), part("raises"), part("does_not_apply"), part("crashes"), part("hangs", limit=2),
+        part("exits"), part("last", "well", arguments={"value": 7}),
+    )  # fmt: skip
+    found = {record["name"]: record for record in records}
+    assert {name: record["status"] for name, record in found.items()} == {
+        "well": "ok", "raises": "failed", "does_not_apply": "skipped", "crashes": "crashed", "hangs": "timed out",
+        "exits": "crashed", "last": "ok",
+    }  # fmt: skip
+    assert found["raises"]["reason"].startswith("RuntimeError: RESOURCE_EXHAUSTED: Out of memory")
+    assert found["raises"]["before"] == 1 and any("Traceback" in line for line in found["raises"]["stderr"])
+    assert found["does_not_apply"]["reason"] == "no such device"
+    assert found["crashes"]["reason"] == "killed by SIGSEGV" and found["crashes"]["stderr"] == ["last words"]
+    assert found["crashes"]["before"] == 2 and found["hangs"]["before"] == 3
+    assert "not done after 2 s; killed" in found["hangs"]["reason"] and 2 <= found["hangs"]["seconds"] < 10
+    assert found["exits"]["reason"] == "exit code 3" and found["last"]["value"] == 7
+    assert told[-1] == len(records)
+
+
+def test_parts_share_a_process_until_one_goes_wrong(room):
+    records, _ = run(
+        room, part("a", "well"), part("b", "well"), part("raises"), part("c", "well"),
+        part("d", "well", flags="--xla_gpu_deterministic_ops=true"),
+    )  # fmt: skip
+    process = {record["name"]: record.get("process") for record in records}
+    assert process["a"] == process["b"] and len({process[name] for name in "acd"}) == 3
+
+
+def test_a_part_that_asks_for_it_is_killed(room):
+    records, _ = run(room, part("wants_to_be_killed"), part("then", "well", after="wants_to_be_killed"))
+    assert [record["status"] for record in records] == ["ok", "ok"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(records[0]["process"], 0)
+
+
+def test_a_child_whose_parent_is_killed_ends_itself(tmp_path):
+    """By SIGKILL the parent tidies up nothing; a kernel that hangs must not hold the GPU for the next run."""
+    code = f"""
+import pathlib, time
+from gpu_day_items import children, plan
+room = children.Room(out=pathlib.Path({str(tmp_path)!r}), scratch=pathlib.Path({str(tmp_path)!r}), tiny=True)
+children.run_parts([plan.Part(name="a", call="bad_parts:hangs")], room, time.monotonic() + 60, print)
+"""
+    here = pathlib.Path(__file__).parent
+    paths = os.pathsep.join([str(here.parents[1] / "scripts"), str(here.parents[1]), str(here)])
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths})
+    mark, limit = tmp_path / "hanging", time.monotonic() + 60
+    while not (mark.exists() and mark.read_text()) and time.monotonic() < limit:
+        time.sleep(0.02)
+    child = int(mark.read_text())
+    assert runs(child)
+    parent.kill()
+    parent.wait()
+    while runs(child) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not runs(child)
+
+
+def runs(process: int) -> bool:
+    """Say whether a process runs; one that ended and whose end nobody has asked for does not."""
+    done = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, check=False)
+    return done.stdout.strip()[:1] not in ("", "Z")
+
+
+def test_unless_and_after(room):
+    records, _ = run(
+        room, part("well"), part("substitute", "well", unless="well"), part("raises"),
+        part("instead", "well", unless="raises"), part("never", "well", after="raises"),
+    )  # fmt: skip
+    assert [(record["name"], record["status"]) for record in records] == [
+        ("well", "ok"), ("raises", "failed"), ("instead", "ok"), ("never", "skipped"),
+    ]  # fmt: skip
+
+
+def test_time_that_is_spent_skips_parts_and_items(room):
+    records, _ = run(room, part("hangs"), part("well"), seconds=2)
+    assert [record["status"] for record in records] == ["timed out", "skipped"]
+    assert records[1]["reason"] == "the time of its item was spent"
+    item = Item(number=1, name="a", title="A", budget=10, least=30, parts=(part("well"),))
+    full = children.Room(out=room.out, scratch=room.scratch, tiny=False)
+    record = day.run_item(item, full, time.monotonic() + 10, lambda _: None)
+    assert record["status"] == "skipped" and "it needs at least 30 s" in record["reason"]
+
+
+def test_an_item_whose_substitute_went_well_is_well(room):
+    parts = (part("raises"), part("instead", "well", unless="raises"))
+    item = Item(number=1, name="a", title="A", budget=30, least=1, parts=parts)
+    record = day.run_item(item, room, time.monotonic() + 30, lambda _: None)
+    assert record["status"] == "ok" and record["parts"][0]["status"] == "failed"
+    lines = page.item_lines(record)
+    assert "| what | a \\| result of 1 |" in lines
+    assert any(line.startswith("| raises | failed: RuntimeError") for line in lines)
+
+
+def test_a_child_that_hangs_in_the_driver_is_not_waited_for(monkeypatch):
+    """SIGKILL does not reach a process that the kernel holds."""
+    waited = []
+
+    def wait(timeout=None):
+        waited.append(timeout)
+        raise subprocess.TimeoutExpired("child", timeout or 0)
+
+    monkeypatch.setattr(children.os, "killpg", lambda *_: None)
+    children._kill(types.SimpleNamespace(pid=1, wait=wait, stdin=None))
+    assert waited == [children.KILLED_SECONDS]
+
+
+def test_what_is_not_finite_leaves_strict_json(tmp_path):
+    """A kernel that is wrong makes NaN, and a part may record it."""
+    items = [{"parts": [{"loss": float("nan"), "errors": (1.0, float("inf"), -float("inf"))}]}]
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    with mock.patch.object(day.page, "page", lambda day: ""):
+        day.write(tmp_path, {"items": items})
+    found = json.loads((tmp_path / "gpu_day.json").read_text(), parse_constant=refuse)
+    assert found == {"items": [{"parts": [{"loss": "nan", "errors": [1.0, "inf", "-inf"]}]}]}
+
+
+def test_the_plan_fits_its_limit():
+    """Nine items in order; the names of parts that others refer to exist; nothing alone takes more than its item."""
+    assert [item.number for item in ITEMS] == list(range(1, 10))
+    for item in ITEMS:
+        names = {part.name for part in item.parts}
+        assert len(names) == len(item.parts) and item.least <= item.budget
+        for part in item.parts:
+            assert {part.unless, part.after} <= names | {""} and part.limit <= item.budget
+    assert sum(item.least for item in ITEMS) < 525 < 540
+
+
+def test_children_share_one_gpu_one_cache_and_take_no_memory_ahead(room, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setenv("XLA_FLAGS", "--a=1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    full = children.Room(out=room.out, scratch=room.scratch, tiny=False)
+    found = children.environment(full, "--b=2")
+    assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false" and found["CUDA_VISIBLE_DEVICES"] == "0"
+    assert found["JAX_COMPILATION_CACHE_DIR"] == str(room.out / "cache")
+    assert found["XLA_FLAGS"] == "--a=1 --b=2" and found["JAX_PLATFORMS"] == "cuda,cpu"
+    assert children.environment(room, "")["JAX_PLATFORMS"] == "cpu"
+
+
+def test_the_page_gives_constants_with_units():
+    record = {
+        "date": "2026-11-22T09:00:00+00:00",
+        "machine": {"device_kind": "cpu", "jax": "0.10.2", "jaxlib": "0.10.2"},
+        "commit": "0" * 40,
+        "uncommitted_changes": False,
+        "command": "gpu_day",
+        "seconds": 1.0,
+        "sizes": "full",
+        "finished": True,
+        "constants": {"matmul_efficiency": 0.614, "launch": 2.5e-6},
+        "items": [],
+    }
+    assert "gpu_day.json`: launch 2.5 us, matmul_efficiency 0.61.\n" in page.page(record)

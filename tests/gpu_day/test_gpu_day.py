@@ -1,0 +1,196 @@
+"""A GPU's day on a CPU: the command itself with every item at tiny sizes, cut off, and with mistakes.
+
+gin is out of reach in all of it, as on machines that do not have it.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from moe_jax.config import parse_run_config
+from moe_jax.inspection import read_constants
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """An environment in which `import gin` fails."""
+    blocked = tmp_path_factory.mktemp("blocked")
+    (blocked / "gin.py").write_text("raise ImportError('there is no gin on this machine')\n")
+    return {**os.environ, "PYTHONPATH": str(blocked)}
+
+
+def start(out, environment, *flags):
+    return subprocess.Popen(
+        [sys.executable, "scripts/gpu_day.py", f"--out={out}", "--tiny", *flags],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, environment):
+    """The folder of a whole day, and its JSON."""
+    out = tmp_path_factory.mktemp("day")
+    out_text, error = start(out, environment, "--limit=900").communicate(timeout=900)
+    return out, json.loads((out / "gpu_day.json").read_text()), out_text + error
+
+
+def parts_of(day, number):
+    item = day["items"][number - 1]
+    assert item["number"] == number
+    return {part["name"]: part for part in item["parts"]}
+
+
+def test_every_item_runs(finished):
+    _, day, said = finished
+    assert day["finished"] and day["sizes"] == "tiny" and day["unfinished"] is None
+    assert [(item["number"], item["status"]) for item in day["items"]] == [(n, "ok") for n in range(1, 10)], (
+        said,
+        [part for item in day["items"] for part in item["parts"] if part["status"] not in ("ok", "skipped")],
+    )
+    assert all(part["status"] in ("ok", "skipped") for item in day["items"] for part in item["parts"])
+    assert day["machine"]["jax"] and day["machine"]["jaxlib"] and day["machine"]["device_kind"] == "cpu"
+    assert (day.get("commit") or day["package_version"]) and day["command"].endswith("--limit=900")
+
+
+def test_the_folder_is_small_and_flat(finished):
+    out, day, _ = finished
+    files = [path for path in out.rglob("*")]
+    assert len(files) <= 8 and all(path.parent == out and path.is_file() for path in files), files
+    assert all(path.stat().st_size < 16e6 for path in files)
+    page = (out / "gpu_day.md").read_text()
+    assert page.startswith("### cpu, ") and "tiny sizes, which say nothing of a GPU" in page
+    assert all(f"**{item['number']}. {item['title']}** (ok" in page for item in day["items"])
+
+
+def test_grouped_matmuls_are_checked_and_timed(finished):
+    parts = parts_of(finished[1], 1)
+    assert parts["tokamax"]["status"] == "skipped" or parts["tokamax"]["right"] in (True, False)
+    assert parts["hopper"]["reason"] == "cpu has no compute capability 9.0"
+    for name in ("ragged", "fused", "blocked"):
+        assert parts[name]["right"] and set(parts[name]["errors"]) >= {"uneven", "empty", "one row", "nothing"}
+        timed = parts[name]["200 x 128 x 64, 8 groups, 67%"]
+        for product in ("forward", "d-rows", "d-weights"):
+            assert timed[product]["tflops"] > 0 and timed[product]["share_of_dense"] > 0
+
+
+def test_the_whole_model_trains_and_is_modelled(finished):
+    parts = parts_of(finished[1], 2)
+    assert list(parts) == ["auto"]  # the substitute was not needed
+    assert parts["auto"]["steps"] == 6 and parts["auto"]["tokens_per_second"] > 0
+    assert parts["auto"]["modelled_launches"] > 100 and parts["auto"]["losses"][-1] < parts["auto"]["losses"][0]
+
+
+def test_instructions_and_constants(finished):
+    out, day, _ = finished
+    measured = parts_of(day, 3)["profile"]["instructions"]
+    assert {"matmul", "fusion"} <= {group["group"] for group in measured["groups"]} and len(measured["worst"]) == 20
+    assert measured["step_seconds"] > 0
+    assert "conditional" in day["constants"]
+    read_constants(str(out / "gpu_day.json"))
+    assert {"profile_report.json", "profile_schedule.hlo.gz"} <= {path.name for path in out.iterdir()}
+
+
+def test_choices_conditionals_routing_and_rules(finished):
+    day = finished[1]
+    choices = parts_of(day, 4)
+    assert choices["overlap = 'halves'"]["reason"].startswith("not in this commit") or (
+        choices["overlap = 'halves'"]["step_seconds"] > 0
+    )
+    assert choices["base"]["step_seconds"] > 0
+    assert choices["base"]["loss"] == pytest.approx(choices["stack = 'unrolled'"]["loss"], rel=1e-4)
+    assert set(parts_of(day, 5)["scan"]["conditional_seconds"]) == {"default", "none"}
+    routing = parts_of(day, 6)
+    assert routing["top_k"]["values_right"] and routing["top_k"]["rows_with_lowest_ids"] == 1
+    methods = ("scan", "scan_unrolled", "sort", "compare_all")
+    assert all(routing["searchsorted"][method] for method in methods) and len(routing["sorts"]["times"]) == 7
+    rules = parts_of(day, 8)
+    assert all(rules[name]["decide_seconds"] > 0 for name in rules)
+    assert all(rules[name]["largest_difference_from_cpu"] == 0 for name in ("fastermoe", "hecate", "balanced"))
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(finished):
+    parts = parts_of(finished[1], 7)
+    assert parts["gradient, default"]["differing"] == {} == parts["gradient, deterministic ops"]["differing"]
+    assert parts["killed, default"]["killed_after_step"] == 5
+    assert parts["resumed, default"]["differing_steps"] == [] and parts["resumed, default"]["steps"] == 6
+    assert parts["resumed, default"]["differing_leaves"] == {}
+
+
+def test_layers_are_measured(finished):
+    parts = parts_of(finished[1], 9)
+    assert parts["bfloat16"]["layers"][0]["ratio_over_dense"] > 0
+    assert parts["tf32"]["HIGHEST"]["relative_error"] < 1e-6
+
+
+def test_a_run_cut_off_after_three_items_leaves_three(tmp_path, environment):
+    """SIGKILL, so nothing can be tidied up: the JSON is whole, and no child goes on."""
+    process = start(tmp_path, environment, "--items=5,6,8,9")
+    path, day = tmp_path / "gpu_day.json", {"items": []}
+    limit = time.monotonic() + 300
+    while len(day["items"]) < 3 and time.monotonic() < limit and process.poll() is None:
+        time.sleep(0.02)
+        if path.exists() and path.stat().st_size:
+            day = json.loads(path.read_text())  # at any moment
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    day = json.loads(path.read_text())
+    assert [item["number"] for item in day["items"]] == [5, 6, 8] and not day["finished"]
+    assert all(item["status"] == "ok" for item in day["items"])
+    assert "cut off" in (tmp_path / "gpu_day.md").read_text()
+    left = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    assert len(left) <= 8 and all(path.is_symlink() or path.is_file() for path in left)
+    if pathlib.Path("/proc").is_dir():
+        mark, limit = f"JAX_COMPILATION_CACHE_DIR={tmp_path}".encode(), time.monotonic() + 20
+        while (running := _with_environment(mark)) and time.monotonic() < limit:
+            time.sleep(0.1)
+        assert not running
+
+
+def _with_environment(mark):
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes() and (process / "stat").read_text().split()[2] != "Z":
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--items=10",), "--items ('10') names '10'; items are 1, 2, 3, 4, 5, 6, 7, 8, 9"),
+        (("--limit=0",), "--limit (0) must be above 0 seconds"),
+        (("--nonsense",), "unrecognized arguments: --nonsense"),
+        (("--out=/proc/nowhere",), "--out ('/proc/nowhere') cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, environment, flags, message):
+    process = start(tmp_path, environment, *flags)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == "" and message in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "gpu_day.json").exists() or not (tmp_path / "gpu_day.json").read_text()
+
+
+def test_the_config_built_in_code_is_that_of_the_file(tmp_path):
+    """GPT-MoE-S without gin is GPT-MoE-S with gin; which attention a device gets is its own choice."""
+    import dataclasses
+
+    from gpu_day_items import configs
+
+    full = types.SimpleNamespace(tiny=False, scratch=tmp_path)
+    built = configs.gpt_moe_s(full, batch=8)
+    read, _, _ = parse_run_config(["configs/model/hecate_gpt_moe_s.gin"], [])
+    assert dataclasses.replace(built.model, attention=read.model.attention) == read.model
+    assert built.moe == read.moe and built.data.sequence_length == read.data.sequence_length
+    assert configs.small(full).model.layers == 2
