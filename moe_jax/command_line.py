@@ -1,4 +1,4 @@
-"""Flags of a command: a mistake in them is one line that a user can act on.
+"""Flags of a command: `--help`, and a mistake in them in one line that a user can act on.
 
 Enters: the words of a command line. Leaves: absl's flags, filled. Nothing else is imported, so that a command can still
 choose its devices afterwards.
@@ -6,13 +6,18 @@ choose its devices afterwards.
 
 from __future__ import annotations
 
+import sys
+
 from absl import flags
 
 from moe_jax.errors import UserError
 
+# the command's own flags; those of every imported module too
+HELP, HELP_FULL = ("--help", "-help", "-h", "--helpshort", "-helpshort"), ("--helpfull", "-helpfull")
+
 
 def parse_flags(argv: list[str], command: str, flag: str) -> None:
-    """Parse a command line that consists of flags alone.
+    """Parse a command line that consists of flags alone; `--help` and `--helpfull` print them and exit with code 0.
 
     Args:
       argv: the program's name and its words.
@@ -22,9 +27,25 @@ def parse_flags(argv: list[str], command: str, flag: str) -> None:
     Raises:
       UserError: for an unknown flag, a wrong value, or words that are no flags.
     """
+    words = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
+    if any(word in HELP + HELP_FULL for word in words):
+        print(help_text(command, full=any(word in HELP_FULL for word in words)))
+        sys.exit(0)
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        raise UserError(f"{str(error).splitlines()[0]}; python -m {command} --helpfull lists all flags") from None
+        raise UserError(f"{str(error).splitlines()[0]}; python -m {command} --help lists all flags") from None
     if len(rest) > 1:
         raise UserError(f"{rest[1]!r} is no flag; did you mean --{flag}={rest[1]}?")
+
+
+def help_text(command: str, full: bool) -> str:
+    """Return what a command's module says of itself, and its flags with types and defaults.
+
+    Args:
+      command: the module that was started.
+      full: add the flags of the modules that it imports, such as those of logging.
+    """
+    about = (sys.modules["__main__"].__doc__ or f"python -m {command}").strip()
+    listed = flags.FLAGS.get_help() if full else flags.FLAGS.main_module_help()
+    return f"{about}\n\nFlags:\n{listed.rstrip()}"

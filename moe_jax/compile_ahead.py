@@ -25,7 +25,7 @@ class Compiled:
       text: the scheduled program; memory: bytes per device by kind.
       lower_seconds: tracing and lowering; compile_seconds: the compiler alone.
       options: that the compiler was given; guided: whether its scheduler was told modelled seconds.
-      mesh: axis -> size.
+      mesh: axis -> size; resolved: what 'auto' is on these devices, by binding.
       plan: skeleton of the plans that the step takes, None without a planner; skeleton: the same in words.
       executable: to run, where the devices are real.
     """
@@ -37,6 +37,7 @@ class Compiled:
     options: dict[str, str]
     guided: bool
     mesh: dict[str, int]
+    resolved: dict[str, str]
     plan: object
     skeleton: str
     executable: object
@@ -118,6 +119,7 @@ def compile_step(
         options=options,
         guided=guide is not None,
         mesh=dict(program.roles.mesh.shape),
+        resolved=program.resolved(),
         plan=skeleton,
         skeleton="" if skeleton is None else describe_skeleton(skeleton),
         executable=executable if real else None,

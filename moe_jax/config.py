@@ -3,13 +3,13 @@
 Enters: names of gin files, binding strings, folders to search. Leaves: (RunConfig, its canonical text, gin's operative
 text), or a UserError of one line. Files are read twice: first statement by statement with gin's own parser, so that
 every mistake is named with its file and line, and what gin lets pass is caught (a mistyped macro, a scope that nothing
-enters, a value of the wrong type, a file that includes itself); then gin gets the same statements, flattened, for its
-operative config. gin is left as empty as a fresh process has it, so that a notebook may parse again.
+enters, a value of the wrong type, a file that includes itself, an `import`, which would run code); then gin gets the
+same statements, flattened, for its operative config. gin is left as empty as a fresh process has it, so that a notebook
+may parse again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import io
@@ -27,6 +27,7 @@ from moe_jax.run_config import (
     CONFIG_CLASSES,
     MAY_DIFFER,
     RunConfig,
+    bound_in,
     check_resumable,
     config_differences,
     config_text,
@@ -38,6 +39,7 @@ __all__ = [
     "CONFIG_CLASSES",
     "MAY_DIFFER",
     "RunConfig",
+    "bound_in",
     "check_resumable",
     "config_differences",
     "config_text",
@@ -110,7 +112,8 @@ def parse_run_config(
       search_paths: folders, for `gin_files` and for `include` lines.
 
     Returns:
-      the config, `config_text` of it, and gin's operative config (what the program used, macros shown).
+      the config, `config_text` of it with what was bound marked, and gin's operative config (what the program used,
+      macros shown).
 
     Raises:
       UserError: whatever is wrong, in one line.
@@ -133,7 +136,7 @@ def parse_run_config(
     used = {name for statement in bindings.values() for name in _macro_names(statement.value, macros)}
     lines = [f"{name} = {macros[name].value!r}" for name in sorted(used)]
     lines += [f"{MODULE}.{statement.target} = {statement.value!r}" for statement in bindings.values()]
-    return run, config_text(run), _operative_text(reader.imports + lines)
+    return run, config_text(run, bindings.keys()), _operative_text(lines)
 
 
 def _build(values: dict[str, dict]) -> dict:
@@ -167,7 +170,6 @@ class _Reader:
         beside = [str(root)] if (root / "configs").is_dir() else []
         self.folders = ["", *search_paths, *beside]
         self.statements: list[Statement] = []
-        self.imports: list[str] = []
         self.open_files: list[str] = []
 
     def read_file(self, name: str, place: str):
@@ -206,9 +208,10 @@ class _Reader:
             if kind == "IncludeStatement":
                 self.read_file(statement.filename, place)
             elif kind == "ImportStatement":
-                if statement.module.startswith("__gin__"):
-                    raise UserError(f"{place}: dynamic registration is not in use here; take the line out")
-                self.imports.append(statement.format())
+                raise UserError(
+                    f"{place}: {statement.format()!r} would run the code of a module, and no binding of a run needs "
+                    "one; take the line out"
+                )
             elif kind == "BindingStatement":
                 # a macro has no dot: gin reads it as a selector without an argument
                 scope, name, field, value, _ = statement
@@ -349,20 +352,9 @@ def _operative_text(lines: list[str]) -> str:
         with gin.config.interactive_mode():  # a reloaded module may register again
             for name, cls in CONFIG_CLASSES.items():
                 gin.external_configurable(cls, name=name, module=MODULE)
-        with _import_errors():
-            gin.parse_config_files_and_bindings([], lines, finalize_config=True, skip_unknown=False)
+        gin.parse_config_files_and_bindings([], lines, finalize_config=True, skip_unknown=False)
         for name in CONFIG_CLASSES:
             gin.get_configurable(f"{MODULE}.{name}")()
         return gin.operative_config_str()
     finally:
         gin.clear_config()
-
-
-@contextlib.contextmanager
-def _import_errors():
-    """Turn a failed `import` line of a gin file into one line; everything else was checked before."""
-    try:
-        yield
-    except ImportError as error:
-        what = " ".join(str(error).splitlines()[0].split())
-        raise UserError(f"an import line of a gin file fails: {what}; install the module, or set PYTHONPATH") from error

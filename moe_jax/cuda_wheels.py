@@ -20,7 +20,7 @@ from moe_jax.errors import UserError
 PLUGINS = {13: "jax-cuda13-plugin", 12: "jax-cuda12-plugin"}
 SIZE = "about 2 GB to download, 4.8 GB on disk"  # measured with jax 0.10.2, the other requirements included
 MARK = "installed.txt"
-RECORDED = "0.10.2"  # the jax whose wheels scripts/test.sh --gpu-compile takes
+RECORDED = "0.10.2"  # the jax whose wheels scripts/test.sh --gpu-compile takes without --jax
 STARTED = "MOE_JAX_CUDA_ENVIRONMENT"  # set in the process that was started with the other Python
 
 
@@ -35,14 +35,17 @@ def installed_cuda() -> int | None:
     return None
 
 
-def folder() -> Path:
+def folder(version: str | None = None) -> Path:
     """Return the environment's folder: `.venv-cuda` in the checkout (or here), or MOE_JAX_VENV with -cuda behind it.
 
-    Another jax than the one that the tests compile with has a folder of its own, with its version behind that.
+    Another jax than the one that the tests compile with by default has a folder of its own, with its version behind.
+
+    Args:
+      version: of jax; None is the one that runs here.
     """
     root = Path(__file__).resolve().parents[1]
     beside = root if (root / "requirements.txt").exists() else Path.cwd()
-    version = metadata.version("jax")
+    version = version or metadata.version("jax")
     suffix = "-cuda" if version == RECORDED else f"-cuda-{version}"
     return beside / (os.environ.get("MOE_JAX_VENV", ".venv") + suffix)
 

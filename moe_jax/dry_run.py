@@ -6,15 +6,22 @@ them, but no data is read, no array is made and no device is asked for: the mach
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+import jax
+
 from moe_jax.cluster.layer_seconds import ExpertLoad
 from moe_jax.cluster.pipeline import pairwise_seconds
+from moe_jax.compile_ahead import on_target
 from moe_jax.data import build_tokenizer
 from moe_jax.errors import UserError
+from moe_jax.inspection.targets import Target, parse_target
 from moe_jax.mesh.abstract import assumed_devices, build_abstract_roles
 from moe_jax.mesh.roles import Roles
 from moe_jax.models import LanguageModel
+from moe_jax.models.attention import missing_for_cudnn, resolve_attention
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
-from moe_jax.models.memory import Sizes, device_bytes, itemsize
+from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel
 from moe_jax.moe.layer import LayerPlan, layer_sizes, make_schedule
 from moe_jax.moe.work import expert_work
@@ -22,9 +29,17 @@ from moe_jax.run_config import RunConfig, config_text
 from moe_jax.schedules import schedules
 from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups
+from moe_jax.training.config import TrainConfig
 from moe_jax.training.feed import padded_vocabulary
+from moe_jax.training.optimizer import state_bytes
 from moe_jax.training.split import read_named_cluster
 
+OPTIMIZER_STATES = {
+    "adamw": "AdamW, two moments",
+    "adafactor": "Adafactor, rows and columns of second moments",
+    "muon": "Muon, momentum of hidden matrices, two moments of the rest",
+    "lion": "Lion, one moment",
+}
 GROUP_NAMES = {
     "embedding": "embeddings",
     "attention": "attention matrices",
@@ -36,37 +51,65 @@ GROUP_NAMES = {
 }
 
 
-def dry_run(run: RunConfig, devices: int | None = None) -> str:
+def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound: Collection[str] = ()) -> str:
     """Describe a run.
 
     Args:
       run: the config.
       devices: devices that the run will have, from --host_devices; None takes the product of the mesh's sizes, with
         the least `expert` that works where that is -1.
+      target: DEVICE:NODESxDEVICES that the run is for, as `python -m moe_jax.inspect` takes it: their number and node
+        size, and what each 'auto' is there. '' describes a run on CPU devices.
+      bound: the bindings that somebody set, which are marked as in config.gin.
 
     Raises:
       UserError: sizes that do not fit together, as the run itself would raise it.
     """
     if devices is not None and devices < 1:
         raise UserError(f"--host_devices ({devices}) must be at least 1")
+    described = parse_target(target) if target else None
+    if described is not None:
+        if devices is not None:
+            raise UserError(f"--target={target} and --host_devices={devices} both count devices; give one of them")
+        run, devices = on_target(run, described), described.devices
     count = assumed_devices(run.mesh) if devices is None else devices
     roles = build_abstract_roles(run.mesh, count)
     vocab_size = padded_vocabulary(build_tokenizer(run.data), run.model)
     check_sizes(run, roles, vocab_size)
     sections = [
-        _section("Config", config_text(run).splitlines()),
+        _section("Config", config_text(run, bound).splitlines()),
+        _section("Choices", [attention_line(run, described)]),
         _section("Mesh", _mesh_lines(run, roles, given=devices is not None)),
         *([_section("Schedule", _pairwise_lines(run, roles))] if run.moe.schedule == "pairwise" else []),
         _section("Parameters", _parameter_lines(run, vocab_size)),
-        _section("Bytes on each device", _byte_lines(run, roles, vocab_size)),
+        _section("Bytes on each device", _byte_lines(run, roles, vocab_size, described)),
         _section("FLOPs", _flop_lines(run, roles, vocab_size)),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def print_dry_run(run: RunConfig, *, host_devices: int | None = None) -> None:
+def print_dry_run(
+    run: RunConfig, *, host_devices: int | None = None, target: str = "", bound: Collection[str] = ()
+) -> None:
     """Print what `dry_run` returns."""
-    print(dry_run(run, host_devices), end="")
+    print(dry_run(run, host_devices, target, bound), end="")
+
+
+def attention_line(run: RunConfig, target: Target | None) -> str:
+    """Say what ModelConfig.attention is on the target, or without one on CPU devices and on GPUs.
+
+    Raises:
+      UserError: 'cudnn' where it cannot be.
+    """
+    wanted, resolved = run.model.attention, resolve_attention(run.model, target).attention
+    if wanted != "auto":
+        return f"ModelConfig.attention {wanted!r}"
+    if target is not None:
+        reason = missing_for_cudnn(run.model, target)
+        return f"ModelConfig.attention 'auto' is {resolved!r} on {target.device}{reason and f': {reason}'}"
+    reason = missing_for_cudnn(run.model)
+    on_gpus = f"'xla' on GPUs too: {reason}" if reason else "'cudnn' on GPUs that have it, see --target"
+    return f"ModelConfig.attention 'auto' is 'xla' on CPU devices, {on_gpus}"
 
 
 def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
@@ -117,6 +160,11 @@ def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:
         axes = getattr(roles, name)
         title = "dense data parallel" if name == "dense" else name
         lines.append(f"{title:20} {roles.size(axes):5}  over {' x '.join(axes) or 'no axis'}")
+    if not mesh.devices_per_node:
+        lines.append(
+            "a node is all of them here; a run on several hosts takes the devices of a host, because "
+            "MeshConfig.devices_per_node = 0"
+        )
     if mesh.expert == -1 and not given:
         lines.append(
             f"assumed: MeshConfig.expert = {resolved.expert}, so {roles.num_devices} device(s), because "
@@ -173,10 +221,11 @@ def billions(number: float) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
 
 
-def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int) -> list[str]:
+def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int, target: Target | None) -> list[str]:
     train = run.train
+    model = resolve_attention(run.model, target)
     sizes = Sizes(
-        config=run.model,
+        config=model,
         moe=run.moe,
         vocab_size=vocab_size,
         length=run.data.sequence_length,
@@ -184,15 +233,22 @@ def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int) -> list[str]:
         accumulate=train.accumulate,
         zero_stage=train.zero_stage,
         expert_zero_stage=train.expert_zero_stage,
+        ema=train.ema_decay > 0,
     )
-    held = device_bytes(sizes, roles, _plan(run, roles))
     dtype = run.model.param_dtype
+    shapes, specs = moment_layout(sizes, roles)
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+    state = state_bytes(train, shapes, specs, dict(roles.mesh.shape))
+    held = device_bytes(sizes, roles, _plan(run, roles), state)
     rows = [
         ("parameters", held.parameters, dtype),
-        ("optimizer state", held.optimizer, f"AdamW, two moments, {dtype}"),
+        ("optimizer state", held.optimizer, _state_note(train, dtype)),
+        *([("averaged parameters", held.ema, f"train.ema_decay {train.ema_decay}, {dtype}")] if held.ema else []),
         ("gradients", held.gradients, "sum and microbatch" if train.accumulate > 1 else dtype),
         ("copies", held.copies, f"weights cast to {run.model.dtype} or gathered by ZeRO-3"),
-        ("activations", held.activations, f"estimate, remat {run.model.remat!r}"),
+        ("activations", held.activations, f"estimate, remat {model.remat!r}, attention {model.attention!r}"),
         ("guests", held.guests, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
         ("overflow passes", held.overflow, "what later passes hold where buckets may be too small"),
         ("sum", held.total, "without other temporaries and buffers of collectives"),
@@ -201,6 +257,12 @@ def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int) -> list[str]:
     if run.moe.schedule == "dp":
         stages += f", {train.expert_zero_stage} of the experts"
     return [stages] + [f"{name:22}{size:>20,}  {gibibytes(size)}  ({note})" for name, size, note in rows]
+
+
+def _state_note(train: TrainConfig, dtype: str) -> str:
+    """Say what an optimizer keeps, and how wide."""
+    first = f", first moment {train.first_moment_dtype}" if train.first_moment_dtype else ""
+    return f"{OPTIMIZER_STATES[train.optimizer]}, {dtype}{first}"
 
 
 def _plan(run: RunConfig, roles: Roles) -> LayerPlan | None:

@@ -14,9 +14,10 @@ import pathlib
 import subprocess
 import sys
 
-from absl import app, flags
+from absl import flags
 
 from moe_jax.cluster import read_cluster
+from moe_jax.command_line import parse_flags
 from moe_jax.errors import UserError
 from moe_jax.placement import Placement
 from moe_jax.planner import Cost, PlannerConfig, plots, report, simulate
@@ -136,10 +137,10 @@ def _provenance(trace, cost: Cost) -> dict:
     }
 
 
-def main(argv) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown argument {argv[1]!r}")
+def main() -> None:
+    """Run the command line; a user's mistake is one line and no traceback."""
     try:
+        parse_flags(sys.argv, "moe_jax.replay", "trace")
         answer = replay()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -150,10 +151,5 @@ def main(argv) -> None:
     print(line)
 
 
-def cli() -> None:
-    """Console entry point."""
-    app.run(main)
-
-
 if __name__ == "__main__":
-    cli()
+    main()

@@ -1,8 +1,9 @@
 """One run's whole configuration as one record, as text, and as a difference between two texts.
 
 Enters: the six config dataclasses, or two texts. Leaves: `RunConfig`; its canonical text, one line
-`Name.field = value` for every field, defaults included, so that two configs compare field by field; and the rule of
-what may change when a run goes on. Host side, no gin: runs and notebooks may build a `RunConfig` by hand.
+`Name.field = value` for every field, defaults included and what was set marked, so that two configs compare field by
+field; and the rule of what may change when a run goes on. Host side, no gin: runs and notebooks may build a `RunConfig`
+by hand.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fnmatch
+from collections.abc import Collection
 from typing import Any
 
 from moe_jax.data.config import DataConfig
@@ -50,6 +52,11 @@ MAY_DIFFER = (
     "ModelConfig.loss_chunk",
     "DataConfig.cache_dir",
     "train.steps",
+    "train.decay_steps",
+    "train.max_skipped_steps",
+    "train.ema_decay",
+    "train.guide_scheduler",
+    "train.deterministic",
     "train.zero_stage",
     "train.expert_zero_stage",
     "train.checkpoint_every",
@@ -61,6 +68,7 @@ MAY_DIFFER = (
     "train.profile_steps",
 )
 ABSENT = "(absent)"
+BOUND = "  # set"  # behind a value that a gin file or a binding set; the others are defaults
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,13 +93,23 @@ class RunConfig:
         return dict(zip(CONFIG_CLASSES, parts, strict=True))
 
 
-def config_text(run: RunConfig) -> str:
-    """Return every field of a run as sorted lines `Name.field = value`, which gin can read again."""
+def config_text(run: RunConfig, bound: Collection[str] = ()) -> str:
+    """Return every field of a run as sorted lines `Name.field = value`, which gin can read again.
+
+    Args:
+      bound: the bindings `Name.field` that somebody set; their lines end in `BOUND`, the others are defaults.
+    """
     lines = []
     for name, config in run.by_name().items():
         for field in dataclasses.fields(config):
-            lines.append(f"{name}.{field.name} = {getattr(config, field.name)!r}")
+            mark = BOUND if f"{name}.{field.name}" in bound else ""
+            lines.append(f"{name}.{field.name} = {getattr(config, field.name)!r}{mark}")
     return "\n".join(sorted(lines)) + "\n"
+
+
+def bound_in(text: str) -> set[str]:
+    """Return the bindings that a config text marks as set."""
+    return {line.partition(" = ")[0] for line in text.splitlines() if line.endswith(BOUND)}
 
 
 def config_differences(old_text: str, new_text: str) -> list[tuple[str, str, str]]:
@@ -135,9 +153,10 @@ def check_resumable(old_text: str, new_text: str, workdir: str = "") -> list[tup
         return differences
     listed = "; ".join(f"{binding} was {old} and is {new} now" for binding, old, new in blocking)
     raise UserError(
-        f"{workdir or 'the work folder'} holds a run with another config: {listed}. Set it back to resume, name "
-        f"another --workdir, or start a new run from its parameters with --init_from={workdir or 'DIR'}; only mesh, "
-        "schedule, planner, step count and what is written down may differ"
+        f"{workdir or 'the work folder'} holds a run with another config: {listed}. To resume or evaluate it, set "
+        f"these back (--gin_file={workdir or 'DIR'}/config.gin does); else name another --workdir, or start a "
+        f"new run from its parameters with --init_from={workdir or 'DIR'}. Mesh, schedule, planner, step count, how "
+        "it is compiled and what is written down may differ"
     )
 
 
@@ -147,7 +166,7 @@ def _values(text: str) -> dict[str, str]:
         line = line.strip()
         if not line or line.startswith("#"):
             continue
-        binding, equals, value = line.partition(" = ")
+        binding, equals, value = line.removesuffix(BOUND).partition(" = ")
         if not equals or "." not in binding:
             raise UserError(
                 f"config text, line {number}: {line!r} is not a line 'Name.field = value'; restore the file"

@@ -1,7 +1,7 @@
 """`python -m moe_jax.train`: flags -> gin -> one run.
 
 Exit codes: 0 finished (or stopped by a signal, see --preempt_exit_code), 2 a user's mistake, 3 a loss that is not
-finite, 4 a process of the job that was lost.
+finite, 4 a process of the job that was lost or stuck.
 """
 
 from __future__ import annotations
@@ -21,32 +21,60 @@ _GIN_PATHS = flags.DEFINE_multi_string(
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder; the same command on the same folder resumes.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print config, mesh, parameters, bytes and FLOPs, then stop.")
-_EVAL_ONLY = flags.DEFINE_bool("eval_only", False, "Evaluate the last checkpoint of --workdir on held-out text.")
+_TARGET = flags.DEFINE_string(
+    "target", "", "With --dry_run: the GPUs it is for, DEVICE:NODESxDEVICES, such as h200:4x8."
+)
+_EVAL_ONLY = flags.DEFINE_bool("eval_only", False, "Only evaluate the last checkpoint of --workdir on held-out text.")
 _INIT_FROM = flags.DEFINE_string("init_from", "", "Run folder whose parameters a new run starts from.")
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, for several processes.")
+_INIT_FROM_EMA = flags.DEFINE_bool("init_from_ema", False, "With --init_from: take its averaged parameters.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port where process 0 listens; for several processes.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
-_PREEMPT_EXIT_CODE = flags.DEFINE_integer("preempt_exit_code", 0, "Exit code after a stop by SIGTERM or SIGINT.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, from 0.")
+_JOB_TOKEN = flags.DEFINE_string(
+    "job_token",
+    None,
+    "Secret that keeps strangers out of the start, the same for all processes; as MOE_JAX_JOB_TOKEN in the "
+    "environment it does not show in ps.",
+)
+_COMPILATION_CACHE = flags.DEFINE_string(
+    "compilation_cache",
+    None,
+    "Folder that keeps compiled programs between starts; '' = none. Default: ~/.cache/moe_jax/compilation on GPUs, "
+    "none on CPUs.",
+)
+_STALL_AFTER_SECONDS = flags.DEFINE_float(
+    "stall_after_seconds",
+    1800.0,
+    "With several processes: end the job with exit code 4 after so many seconds without a step; 0 = never.",
+)
+_PREEMPT_EXIT_CODE = flags.DEFINE_integer("preempt_exit_code", 0, "Exit code after SIGTERM or SIGINT and saving.")
 
 
 def command(argv: list[str]) -> int:
     """Carry out the command line and return the exit code 0 or --preempt_exit_code; errors are raised."""
     parse_flags(argv, "moe_jax.train", "gin_file")
     logging.set_verbosity(logging.WARNING)  # orbax says much at INFO
-    from moe_jax.config import parse_run_config
+    from moe_jax.config import bound_in, parse_run_config
 
     config, config_text, operative_text = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)
     if _DRY_RUN.value:
         from moe_jax.dry_run import print_dry_run
 
-        print_dry_run(config, host_devices=_HOST_DEVICES.value)
+        bound = bound_in(config_text)
+        print_dry_run(config, host_devices=_HOST_DEVICES.value, target=_TARGET.value, bound=bound)
         return 0
+    if _TARGET.value:
+        raise UserError(
+            f"--target={_TARGET.value} needs --dry_run: a run takes the devices that it finds; python -m "
+            "moe_jax.inspect compiles for devices that are not there"
+        )
     if not _WORKDIR.value:
         raise UserError("--workdir is needed: the folder that the run is written to, such as --workdir=runs/try")
     import jax
 
     from moe_jax.mesh.host_devices import set_up_devices
     from moe_jax.mesh.hosts import HostsConfig, start_hosts
+    from moe_jax.training.compilation_cache import set_up_compilation_cache
     from moe_jax.training.run import RunOptions, run
 
     set_up_devices(_HOST_DEVICES.value)
@@ -54,10 +82,20 @@ def command(argv: list[str]) -> int:
     if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     hosts_config = HostsConfig(
-        coordinator=_COORDINATOR.value, num_processes=_NUM_PROCESSES.value, process_id=_PROCESS_ID.value
+        coordinator=_COORDINATOR.value,
+        num_processes=_NUM_PROCESSES.value,
+        process_id=_PROCESS_ID.value,
+        stall_after_seconds=_STALL_AFTER_SECONDS.value,
+        job_token=_JOB_TOKEN.value,
     )
-    options = RunOptions(workdir=_WORKDIR.value, init_from=_INIT_FROM.value, eval_only=_EVAL_ONLY.value)
+    options = RunOptions(
+        workdir=_WORKDIR.value,
+        init_from=_INIT_FROM.value,
+        init_from_ema=_INIT_FROM_EMA.value,
+        eval_only=_EVAL_ONLY.value,
+    )
     with start_hosts(hosts_config) as hosts:
+        set_up_compilation_cache(_COMPILATION_CACHE.value)
         finished = run(config, config_text, operative_text, options, hosts)
     return 0 if finished else _PREEMPT_EXIT_CODE.value
 

@@ -8,7 +8,7 @@ schedules -> cluster, for what an exchange costs
 planner -> placement -> cluster
 entry points, training -> inspection, which reads what the compiler wrote and nothing else
 models, planner -> overlap, for what stands beside what
-moe_jax.errors lies below all; moe_jax.run_config stands beside the training room.
+moe_jax.errors and moe_jax.user_cache lie below all; moe_jax.run_config stands beside the training room.
 """
 
 import ast
@@ -99,7 +99,7 @@ def room_of(module):
     parts = module.split(".")
     if parts == ["moe_jax", "run_config"]:
         return "training"
-    if parts == ["moe_jax", "errors"]:
+    if parts in (["moe_jax", "errors"], ["moe_jax", "user_cache"]):
         return "errors"
     return parts[1] if len(parts) > 1 and parts[1] in ROOMS else "entry points"
 

@@ -37,7 +37,7 @@ class CalibrationOptions:
       least_seconds: where the largest message takes less, larger ones are timed, up to 4 times; else what a call costs
         would hide the slope.
       rounds: interleaved calls of each size; the median counts.
-      devices_per_node: where the fast links end; 0 takes the devices of a process.
+      devices_per_node: where the fast links end; 0 takes the devices of a host, whose processes may be several.
       compute: time matmuls, gating and rows as well; layers: and so many whole layers under each schedule, 0 for none.
       scale: sizes of the timed compute over the default ones, in tokens.
     """
@@ -88,7 +88,7 @@ def calibrate(
       mesh: the only mesh that the file must serve; None serves all whose N_MP and N_ESP are 1, 2 or 4.
       say: called with a line per fit.
     """
-    per_node = options.devices_per_node or len(devices) // hosts.process_count
+    per_node = options.devices_per_node or hosts.node_size(devices)
     if len(devices) % per_node:
         raise UserError(f"--devices_per_node ({per_node}) must divide the {len(devices)} devices; set it to a divisor")
     if mesh is None:

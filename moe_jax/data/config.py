@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_jax import user_cache
 from moe_jax.errors import UserError
 
 
@@ -57,7 +58,7 @@ def cache_root(config: DataConfig) -> Path:
     """
     if config.cache_dir:
         return Path(os.path.expanduser(config.cache_dir))
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if root.startswith("~"):
+    root = user_cache.cache_root()
+    if root is None:
         raise UserError("DataConfig.cache_dir ('') needs a home folder and this user has none; name a folder there")
-    return Path(root) / "moe_jax"
+    return root

@@ -19,7 +19,7 @@ _PURPOSE = 2  # keeps these numbers apart from those of stream.py
 def mask_tokens(
     tokens: np.ndarray,
     step: int,
-    row_offset: int,
+    rows: int | np.ndarray,
     seed: int,
     vocab_size: int,
     mask_id: int,
@@ -31,7 +31,7 @@ def mask_tokens(
     Args:
       tokens: integers [b, S].
       step: the training step.
-      row_offset: the global row of tokens[0].
+      rows: the global row of each, int [b]; or of tokens[0], where they follow one another.
       seed: `train.seed`.
       vocab_size: the tokenizer's, so that a random token is one that the tokenizer knows.
       mask_id: the tokenizer's.
@@ -45,9 +45,8 @@ def mask_tokens(
 
     Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018), section 3.1.
     """
-    rows, length = tokens.shape
-    row = (row_offset + np.arange(rows))[:, None]
-    column = np.arange(length)[None, :]
+    row = (rows + np.arange(len(tokens)) if isinstance(rows, int) else rows)[:, None]
+    column = np.arange(tokens.shape[1])[None, :]
     special = np.unique([mask_id, *special_ids])
 
     chosen = (uniform(_PURPOSE, seed, step, 0, row, column) < rate) & ~np.isin(tokens, special)

@@ -55,14 +55,14 @@ class TokenStream:
         self._span = span
         self._content = cache.meta.content
 
-    def batch(self, step: int, rows: slice | None = None) -> np.ndarray:
+    def batch(self, step: int, rows: slice | np.ndarray | None = None) -> np.ndarray:
         """Return the rows of a step, int32 [b, S + 1].
 
         Args:
           step: from 0.
-          rows: which of the B global rows; None gives all. A host passes its own.
+          rows: which of the B global rows, a slice or int [b]; None gives all. A host passes its own.
         """
-        row = np.arange(self.batch_size, dtype=np.int64)[rows or slice(None)]
+        row = np.arange(self.batch_size, dtype=np.int64)[slice(None) if rows is None else rows]
         epoch, place = np.divmod(step * self.batch_size + row, self.windows)
         window = shuffled(place, self.windows, _PURPOSE, self.seed, epoch)
         out = np.empty((row.size, self.sequence_length + 1), np.int32)
@@ -116,7 +116,12 @@ class HeldOutBatch(NamedTuple):
 
 
 def held_out_batches(
-    cache: TokenCache, *, sequence_length: int, batch_size: int, limit: int = 0, rows: slice | None = None
+    cache: TokenCache,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    limit: int = 0,
+    rows: slice | np.ndarray | None = None,
 ) -> Iterator[HeldOutBatch]:
     """Yield the held-out windows, in the order of the text, every batch of the same shape.
 
@@ -128,13 +133,13 @@ def held_out_batches(
       sequence_length: S.
       batch_size: B, over all hosts; the last batch is filled up with rows of weight 0.
       limit: the most windows; 0 takes all.
-      rows: which of the B global rows; None gives all. All hosts get the same number of batches.
+      rows: which of the B global rows, a slice or int [b]; None gives all. All hosts get the same number of batches.
     """
     windows = _held_out_windows(cache.held_out, sequence_length, limit)
     for first in range(0, len(windows), batch_size):
         numbers = np.full(batch_size, -1, np.int64)
         numbers[: len(windows) - first] = windows[first : first + batch_size]
-        numbers = numbers[rows or slice(None)]
+        numbers = numbers[slice(None) if rows is None else rows]
         tokens = np.zeros((numbers.size, sequence_length + 1), np.int32)
         weights = np.zeros((numbers.size, sequence_length), np.float32)
         for i, window in enumerate(numbers.tolist()):

@@ -57,6 +57,7 @@ class Progress:
         loss: float | None = None,
         tokens_per_second: float | None = None,
         device_load: float | None = None,
+        skipped_steps: int = 0,
     ) -> None:
         """Show a finished step.
 
@@ -65,12 +66,14 @@ class Progress:
           loss: of this step.
           tokens_per_second: of this step.
           device_load: max over mean of tokens per device, over all layers (1 is balanced).
+          skipped_steps: left out so far because they were not finite; shown where there are any.
         """
         now = self._clock()
         self._step = step
         self._times.append((step, now))
         numbers = {
             "loss": None if loss is None else f"loss {loss:.4f}",
+            "skipped": f"skipped {skipped_steps}" if skipped_steps else None,
             "left": self._time_left(now),
             "speed": None if tokens_per_second is None else f"{with_prefix(tokens_per_second)} tokens/s",
             "load": None if device_load is None else f"load {device_load:.2f}x",
@@ -82,7 +85,14 @@ class Progress:
                 self._draw()
         elif last or step % self._every == 0:
             load = None if device_load is None else f"device load max/mean {device_load:.2f}"
-            words = (f"step {step}/{self._total}", numbers["loss"], numbers["speed"], load, numbers["left"])
+            words = (
+                f"step {step}/{self._total}",
+                numbers["loss"],
+                numbers["skipped"],
+                numbers["speed"],
+                load,
+                numbers["left"],
+            )
             self._emit(" | ".join(word for word in words if word) + "\n")
 
     def note(self, text: str) -> None:
@@ -125,7 +135,7 @@ class Progress:
             if text and len(text) + 2 <= room:
                 kept[name] = text
                 room -= len(text) + 2
-        tail = "".join("  " + kept[name] for name in ("loss", "speed", "load", "left") if name in kept)
+        tail = "".join("  " + kept[name] for name in ("loss", "skipped", "speed", "load", "left") if name in kept)
         length = min(room - 2, _LONGEST_BAR)
         bar = "  " + self._drawn_bar(length) if length >= _SHORTEST_BAR else ""
         return (head + bar + tail)[: max(width, 0)]

@@ -103,6 +103,7 @@ def headline_numbers(summary: RunSummary) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, float | None, str, str]] = [
         ("held-out loss, before", s.held_out_loss_first, ".3f", "nats per token"),
         ("held-out loss, after", s.held_out_loss_last, ".3f", "nats per token"),
+        ("held-out loss, averaged", s.held_out_loss_ema, ".3f", "moving average of parameters"),
         ("unigram entropy", s.unigram_entropy, ".3f", "" if below is None else f"loss ends {_percent_below(below)} it"),
         ("training loss, last step", s.loss_last, ".3f", "nats per token"),
         ("tokens/s", s.tokens_per_second, "si", "median"),
@@ -113,6 +114,7 @@ def headline_numbers(summary: RunSummary) -> list[tuple[str, str, str]]:
         ("device load, worst", s.device_load_worst, ".2f", "of any layer and step"),
         ("dropped tokens", s.dropped_fraction, ".3%", "mean over steps"),
         ("overflow steps", s.overflow_steps, ",.0f", "took more than one pass"),
+        ("skipped steps", s.skipped_steps or None, ",.0f", "loss or gradient not finite"),
         ("compilations", s.compilations or None, ",.0f", f"{s.compile_seconds:.1f} s in all"),
         ("re-jit stall", s.rejit_stall_seconds, ".1f", "seconds waited"),
     ]

@@ -117,7 +117,7 @@ class RunFolder:
         return held if held is not None and _trimmed(held) != _trimmed(other_than) else None
 
     def write_config(self, text: str) -> Path:
-        """Write config.gin: what the user bound."""
+        """Write config.gin: every value of the run, those that somebody set marked."""
         return write_atomically(self.config, _ending_in_newline(text))
 
     def write_operative_config(self, text: str) -> Path:

@@ -36,6 +36,8 @@ class RunSummary:
     device_load_worst: float | None
     dropped_fraction: float | None
     overflow_steps: int | None
+    skipped_steps: int | None = None
+    held_out_loss_ema: float | None = None
     compilations: int
     compile_seconds: float
     rejit_stall_seconds: float | None
@@ -53,7 +55,8 @@ def summarize(metrics: Records, evaluations: Records) -> RunSummary:
 
     Args:
       metrics: as `read_metrics` returns them, with the fields that the training loop writes; any may be absent.
-        `overflow_steps` and `rejit_stall_seconds` count what happened in that record's step, and are summed.
+        `overflow_steps` and `rejit_stall_seconds` count what happened in that record's step, and are summed;
+        `skipped_steps` counts from the start of the run.
       evaluations: records with `held_out_loss` and, in at least one, `unigram_entropy`.
     """
     steady = [record for record in metrics if not record.get("compile_seconds")] or metrics
@@ -64,6 +67,7 @@ def summarize(metrics: Records, evaluations: Records) -> RunSummary:
         loss_last=_reduced(np.ravel(column(metrics, "loss")[1])[-1:], np.mean),
         held_out_loss_first=_reduced(held_out[:1], np.mean),
         held_out_loss_last=_reduced(held_out[-1:], np.mean),
+        held_out_loss_ema=_reduced(column(evaluations, "held_out_loss_ema")[1][-1:], np.mean),
         unigram_entropy=_reduced(column(evaluations, "unigram_entropy")[1][-1:], np.mean),
         tokens_per_second=_reduced(column(steady, "tokens_per_second")[1], np.median),
         model_flops_per_second=_reduced(column(steady, "model_flops_per_second")[1], np.median),
@@ -73,6 +77,7 @@ def summarize(metrics: Records, evaluations: Records) -> RunSummary:
         device_load_worst=_reduced(column(metrics, "device_load_max_over_mean")[1], np.max),
         dropped_fraction=_reduced(column(metrics, "dropped_fraction")[1], np.mean),
         overflow_steps=_whole(_reduced(column(metrics, "overflow_steps")[1], np.sum)),
+        skipped_steps=_whole(_reduced(column(metrics, "skipped_steps")[1], np.max)),
         compilations=int(np.count_nonzero(compilations)),
         compile_seconds=float(np.nansum(compilations)),
         rejit_stall_seconds=_reduced(column(metrics, "rejit_stall_seconds")[1], np.sum),

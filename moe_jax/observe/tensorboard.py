@@ -39,6 +39,7 @@ class TensorBoardWriter:
         except ImportError as error:
             _log.warning("no TensorBoard events: tensorboardX cannot be imported (%s); pip install tensorboardX", error)
             return
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # a line per NaN; a skipped step has several
         path = RunFolder(folder).tensorboard
         purge_step = 0 if resume_step is None else resume_step + 1
         with disk_errors_named(path):

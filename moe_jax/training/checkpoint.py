@@ -38,7 +38,7 @@ from jax.sharding import NamedSharding
 
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.training.bank_order import FileOrder, file_sharding
-from moe_jax.training.checkpoint_format import FORMAT, check_same_leaves, flatten, is_bank
+from moe_jax.training.checkpoint_format import FORMAT, agreed_part, check_same_leaves, flatten, is_bank
 
 _UNFINISHED = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
 _WRITE_SECONDS = 1200
@@ -100,7 +100,7 @@ class Checkpointer:
         return custom["host"]
 
     def restore(self, step: int, abstract_state, home: np.ndarray) -> tuple[Any, dict]:
-        """Return (state, host data) of a checkpoint.
+        """Return (state, host data) of a checkpoint; without 'ema' where the file or `abstract_state` has none.
 
         Args:
           step: of a finished checkpoint.
@@ -111,13 +111,22 @@ class Checkpointer:
           UserError: the checkpoint is of another model (names the first leaf that differs), or cannot be read.
         """
         host = self.read_host(step)
-        return self._read(step, self._stored(step), flatten(abstract_state), abstract_state, home), host
+        stored, abstract_state = agreed_part(self._stored(step), abstract_state)
+        return self._read(step, stored, flatten(abstract_state), abstract_state, home), host
 
-    def restore_params(self, step: int, abstract_params, home: np.ndarray):
-        """Return the parameters {'dense', 'bank'} alone; arguments and errors as in `restore`."""
+    def restore_params(self, step: int, abstract_params, home: np.ndarray, part: str = "params"):
+        """Return the parameters {'dense', 'bank'} alone; arguments and errors as in `restore`.
+
+        Args:
+          part: 'params', or 'ema' for their moving average.
+        """
         self.read_host(step)
-        params = {name: leaf for name, leaf in self._stored(step).items() if name.startswith("params/")}
-        return self._read(step, params, flatten(abstract_params, "params"), abstract_params, home)
+        params = {name: leaf for name, leaf in self._stored(step).items() if name.startswith(f"{part}/")}
+        return self._read(step, params, flatten(abstract_params, part), abstract_params, home)
+
+    def has_ema(self, step: int) -> bool:
+        """Say whether a checkpoint holds a moving average of the parameters."""
+        return any(name.startswith("ema/") for name in self._stored(step))
 
     def read_arrays(self, step: int) -> dict[str, np.ndarray]:
         """Return all leaves {name: array} on the host, as they are stored; for tools that compare checkpoints."""

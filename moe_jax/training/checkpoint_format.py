@@ -15,6 +15,7 @@ from moe_jax.errors import UserError
 
 FORMAT = "moe_jax checkpoint 1"
 BANK = "bank"
+OPTIONAL = "ema"  # the part of a state that a run may keep or not
 
 
 def flatten(tree, prefix: str = "") -> dict[str, Any]:
@@ -30,6 +31,14 @@ def flatten(tree, prefix: str = "") -> dict[str, Any]:
 def is_bank(name: str) -> bool:
     """Say whether a leaf is part of the expert bank (or of a moment of it)."""
     return BANK in name.split("/")
+
+
+def agreed_part(stored: dict[str, Any], state: dict) -> tuple[dict[str, Any], dict]:
+    """Return leaves of a file and a state to be read, both without the optional part where one of them lacks it."""
+    kept = {name: leaf for name, leaf in stored.items() if not name.startswith(f"{OPTIONAL}/")}
+    if OPTIONAL in state and len(kept) < len(stored):
+        return stored, state
+    return kept, {name: part for name, part in state.items() if name != OPTIONAL}
 
 
 def _text(entry) -> str:

@@ -6,6 +6,10 @@ import dataclasses
 
 from moe_jax.errors import UserError
 
+OPTIMIZERS = ("adamw", "adafactor", "muon", "lion")
+LEARNING_RATE_SCHEDULES = ("cosine", "constant", "linear", "wsd")
+DECAY_SHAPES = ("linear", "1-sqrt")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -16,12 +20,24 @@ class TrainConfig:
       seed: of initial values, data order, gate noise and masks.
       batch_size: global sequences per optimizer step.
       accumulate: microbatches that a step is split into; divides batch_size.
-      learning_rate: peak, reached after warmup_steps by a straight line and left by a cosine.
+      optimizer: 'adamw', 'adafactor', 'muon' (hidden matrices; AdamW for the rest) or 'lion'.
+      learning_rate: peak, reached after warmup_steps by a straight line.
+      learning_rate_schedule: how the peak is left: 'cosine', 'constant', 'linear', or 'wsd' (warm-up, stable, decay).
       warmup_steps: steps of the rise.
-      final_learning_rate: at the last step, as a share of the peak.
-      weight_decay: of AdamW; norms, biases and gates are spared.
-      beta1, beta2, epsilon: of AdamW.
+      final_learning_rate: at the last step, as a share of the peak; 'constant' does not look at it.
+      decay_steps: steps at the end in which 'wsd' decays; 0 takes a tenth of `steps`.
+      decay_shape: of that decay: 'linear' or '1-sqrt'.
+      weight_decay: times the learning rate, of every optimizer; norms, biases and gates are spared.
+      beta1, beta2, epsilon: of AdamW; lion has the first two, muon's momentum is beta1, adafactor has its own.
+      first_moment_dtype: of AdamW's first moment and of lion's and muon's momentum: 'bfloat16', or '' for the dtype of
+        the parameters. Second moments keep that dtype always: docs/log.md has what rounding them does.
+      min_dim_size_to_factor: adafactor keeps rows and columns of matrices whose two largest dims are at least this, and
+        whole second moments of all other leaves.
       clip_norm: largest global gradient norm; 0 does not clip.
+      ema_decay: share of the exponential moving average of the parameters that a step keeps, such as 0.999; the rest is
+        the new parameters. It starts from parameters, not from zero, so nothing is to be corrected for. 0: no average.
+      max_skipped_steps: steps of the whole run, not only in a row, that may be left out because their loss or gradient
+        norm is not finite; one more ends the run. 0 allows none, and the step is compiled without the choice.
       zero_stage: ZeRO stage of the dense parameters: 0, 1 or 3.
       expert_zero_stage: ZeRO stage of the experts under the `dp` schedule: 0, 1, 2 or 3.
       checkpoint_every: steps between checkpoints; 0 saves at the end only.
@@ -32,6 +48,8 @@ class TrainConfig:
       log_every: steps between lines of progress where there is no terminal.
       guide_scheduler: on GPUs, compile twice, the second time with modelled seconds of the first program's instructions
         for the compiler's scheduler (`training/guided.py`). Left out where it cannot be done, which is said once.
+      deterministic: on GPUs, compile every program of the model with kernels that give the same bits every time
+        (`xla_gpu_deterministic_ops`), which is slower; docs/determinism.md says what holds where. CPUs always do.
       profile_steps: (first, last) steps whose trace is recorded, or None.
     """
 
@@ -39,14 +57,22 @@ class TrainConfig:
     seed: int = 0
     batch_size: int = 32
     accumulate: int = 1
+    optimizer: str = "adamw"
     learning_rate: float = 3e-3
+    learning_rate_schedule: str = "cosine"
     warmup_steps: int = 20
     final_learning_rate: float = 0.1
+    decay_steps: int = 0
+    decay_shape: str = "linear"
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
+    first_moment_dtype: str = ""
+    min_dim_size_to_factor: int = 128
     clip_norm: float = 1.0
+    ema_decay: float = 0.0
+    max_skipped_steps: int = 0
     zero_stage: int = 1
     expert_zero_stage: int = 1
     checkpoint_every: int = 100
@@ -56,13 +82,29 @@ class TrainConfig:
     loads_every: int = 10
     log_every: int = 10
     guide_scheduler: bool = True
+    deterministic: bool = False
     profile_steps: tuple[int, int] | None = None
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "accumulate", "keep_checkpoints", "loads_every", "log_every"):
+        for name in (
+            "steps",
+            "batch_size",
+            "accumulate",
+            "keep_checkpoints",
+            "loads_every",
+            "log_every",
+            "min_dim_size_to_factor",
+        ):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name} ({getattr(self, name)}) must be at least 1")
-        for name in ("warmup_steps", "checkpoint_every", "evaluate_every", "evaluate_windows"):
+        for name in (
+            "warmup_steps",
+            "decay_steps",
+            "max_skipped_steps",
+            "checkpoint_every",
+            "evaluate_every",
+            "evaluate_windows",
+        ):
             if getattr(self, name) < 0:
                 raise UserError(f"train.{name} ({getattr(self, name)}) must not be negative")
         if self.batch_size % self.accumulate:
@@ -76,9 +118,50 @@ class TrainConfig:
             raise UserError(f"train.expert_zero_stage ({self.expert_zero_stage}) must be 0, 1, 2 or 3")
         if self.learning_rate <= 0:
             raise UserError(f"train.learning_rate ({self.learning_rate}) must be positive")
+        self._check_optimizer()
         if self.clip_norm < 0:
             raise UserError(f"train.clip_norm ({self.clip_norm}) must be positive, or 0 not to clip")
+        if not 0 <= self.ema_decay < 1:
+            raise UserError(f"train.ema_decay ({self.ema_decay}) must be at least 0 (no average) and below 1")
         if self.profile_steps is not None and not 0 <= self.profile_steps[0] < self.profile_steps[1]:
             raise UserError(
                 f"train.profile_steps {self.profile_steps} must be (first, last) with 0 <= first < last, or None"
+            )
+
+    @property
+    def decays_over(self) -> int:
+        """Steps at the end in which 'wsd' decays."""
+        return self.decay_steps or max(1, self.steps // 10)
+
+    def _check_optimizer(self):
+        """Check the optimizer's name, and what says how the peak of the learning rate is left."""
+        choices = {
+            "optimizer": OPTIMIZERS,
+            "learning_rate_schedule": LEARNING_RATE_SCHEDULES,
+            "decay_shape": DECAY_SHAPES,
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise UserError(f"train.{name} ({getattr(self, name)!r}) must be one of {', '.join(known)}")
+        if self.first_moment_dtype not in ("", "bfloat16"):
+            raise UserError(
+                f"train.first_moment_dtype ({self.first_moment_dtype!r}) must be 'bfloat16', or '' for the parameters' "
+                "dtype"
+            )
+        if self.first_moment_dtype and self.optimizer == "adafactor":
+            raise UserError(
+                f"train.first_moment_dtype ({self.first_moment_dtype!r}) has no effect on train.optimizer = "
+                "'adafactor', which has no first moment; set it to ''"
+            )
+        if self.learning_rate_schedule == "wsd":
+            warmup = min(self.warmup_steps, self.steps - 1)
+            if warmup + self.decays_over > self.steps:
+                raise UserError(
+                    f"train.warmup_steps ({warmup}) and train.decay_steps ({self.decays_over}) must fit into "
+                    f"train.steps ({self.steps}) under 'wsd'; lower one of the two"
+                )
+        elif self.decay_steps:
+            raise UserError(
+                f"train.decay_steps ({self.decay_steps}) needs train.learning_rate_schedule = 'wsd'; under "
+                f"{self.learning_rate_schedule!r} leave it 0"
             )

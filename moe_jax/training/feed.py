@@ -1,8 +1,9 @@
 """From the corpus to the devices: batches as global arrays, the same on any number of hosts.
 
 Enters: a token cache and a step. Leaves: a `Batch` [n, B / n, Sq] of global arrays, for training or evaluation. Rows
-keep the stream's order: microbatch m holds rows [m B / n, (m + 1) B / n).
-Letters: n microbatches, B global sequences of a step, Sq positions.
+keep the stream's order: microbatch m holds rows [m B / n, (m + 1) B / n). A process reads the rows that its own devices
+hold, which need not follow one another (the mesh may lay devices in any order, and an MP group may span processes).
+Letters: n microbatches, B global sequences of a step, b rows of a microbatch that a process holds, Sq positions.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from moe_jax.data import Tokenizer, TokenStream, held_out_batches, mask_tokens
 from moe_jax.data.cache import TokenCache
@@ -24,23 +26,33 @@ def padded_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> int:
 
 
 class Feed:
-    """Batches of one run; a pure function of the step."""
+    """Batches of one run; a pure function of the step.
+
+    Attributes:
+      own: int64 [b], rows of a microbatch that the devices of this process hold, ascending.
+
+    Args:
+      placing: `Batch` of NamedShardings, of arrays [n, B / n, Sq] and [1, B / n, Sq].
+    """
 
     def __init__(
-        self, cache: TokenCache, tokenizer: Tokenizer, train: TrainConfig, model: ModelConfig, sequence_length: int
-    ):
+        self, cache: TokenCache, tokenizer: Tokenizer, train: TrainConfig, model: ModelConfig, sequence_length: int,
+        placing: Batch,
+    ):  # fmt: skip
         self.cache, self.tokenizer, self.train, self.model = cache, tokenizer, train, model
         self.sequence_length = sequence_length
         self.stream = TokenStream(cache, sequence_length=sequence_length, batch_size=train.batch_size, seed=train.seed)
+        self.placing, self.rows = placing, train.batch_size // train.accumulate
+        self.own = own_rows(placing.inputs, (1, self.rows, sequence_length))
 
-    def _hide(self, tokens, step):
-        """Turn [B, Sq + 1] tokens into (inputs, targets, weights): next tokens, or masked ones."""
+    def _hide(self, tokens, step, rows):
+        """Turn tokens [r, Sq + 1] of global rows [r] into (inputs, targets, weights): next tokens, or masked ones."""
         if self.model.kind == "gpt":
             return tokens[:, :-1], tokens[:, 1:], np.ones(tokens[:, 1:].shape, np.float32)
         return mask_tokens(
             tokens[:, :-1],
             step,
-            0,
+            rows,
             self.train.seed,
             self.tokenizer.vocab_size,
             self.tokenizer.mask_id,
@@ -48,27 +60,50 @@ class Feed:
             [self.tokenizer.end_id],
         )
 
-    def read(self, step: int) -> Batch:
-        """Return the batch of a step as NumPy arrays [n, B / n, Sq]."""
-        inputs, targets, weights = self._hide(self.stream.batch(step), step)
+    def read(self, step: int, rows: np.ndarray | None = None) -> Batch:
+        """Return the batch of a step as NumPy arrays [n, B / n, Sq]; [n, b, Sq] of the `rows` given, such as `own`."""
+        rows = np.arange(self.rows) if rows is None else rows
+        rows = (np.arange(self.train.accumulate)[:, None] * self.rows + rows[None]).ravel()
+        inputs, targets, weights = self._hide(self.stream.batch(step, rows), step, rows)
         shape = (self.train.accumulate, -1, self.sequence_length)
         return Batch(inputs.reshape(shape), targets.reshape(shape), self._weights(weights).reshape(shape))
 
-    def held_out(self) -> Iterator[tuple[Batch, float]]:
-        """Yield evaluation batches [1, B / n, Sq] with the sum of their weights; always the same ones."""
+    def held_out(self) -> Iterator[Batch]:
+        """Yield this process' rows of the evaluation batches, [1, b, Sq]; always the same ones."""
         batches = held_out_batches(
             self.cache,
             sequence_length=self.sequence_length,
-            batch_size=self.train.batch_size // self.train.accumulate,
+            batch_size=self.rows,
             limit=self.train.evaluate_windows,
+            rows=self.own,
         )
         for step, (tokens, real) in enumerate(batches):
-            inputs, targets, weights = self._hide(tokens, step)
-            weights = self._weights(weights * real)
-            yield Batch(inputs[None], targets[None], weights[None]), float(weights.sum())
+            inputs, targets, weights = self._hide(tokens, step, self.own)
+            yield Batch(inputs[None], targets[None], self._weights(weights * real)[None])
+
+    def place(self, batch: Batch) -> Batch:
+        """Return global arrays [n, B / n, Sq] from this process' rows [n, b, Sq] of each."""
+
+        def one(array, sharding):
+            shape = (len(array), self.rows, self.sequence_length)
+
+            def part(index):
+                first, last, _ = index[1].indices(self.rows)
+                at = int(np.searchsorted(self.own, first))
+                return array[index[0], at : at + last - first, index[2]]
+
+            return jax.make_array_from_callback(shape, sharding, part)
+
+        return jax.tree.map(one, batch, self.placing)
 
     def _weights(self, weights):
         return weights.astype(self.model.param_dtype)
+
+
+def own_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.ndarray:
+    """Return which rows (dim 1) of an array of this shape lie on devices of this process, int64, ascending."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    return np.unique(np.concatenate([np.arange(shape[1])[index[1]] for index in indices]))
 
 
 def to_devices(arrays, shardings):

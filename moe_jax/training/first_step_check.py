@@ -1,100 +1,228 @@
-"""Do not train on an exchange or a kernel that changes gradients: compare it with a proven one before the first step.
+"""Do not train on an exchange or a kernel that computes something else: compare it with a proven one before that.
 
-Enters: a `Session` and its state. Leaves: nothing, or an error. Two things that a run may use are not proven by the
-tests of this project: `ragged_all_to_all`, young, with reports of wrong gradients, and the `hopper` grouped matmul,
-never run here on the GPUs that it is for. So a run that uses one computes the gradients of its first microbatch twice,
-and goes on only if they are equal but for rounding. Everything else costs nothing here.
+Enters: a `Session`, before it has a state, and the job's processes. Leaves: the session, with a proven grouped matmul
+where 'auto' had chosen one that does not hold, and a record for environment.json. Some things that a run may use are
+not proven by the tests of this project: `ragged_all_to_all`, young, with reports of wrong gradients; the `hopper`
+grouped matmul, never run here on the GPUs that it is for; and `lax.ragged_dot` on GPUs, which newer compilers hand to
+cuDNN. A run that uses one compares it first, with a few MB: one expert FFN (`expert_check`), one exchange on the run's
+mesh (`exchange_check`). Outcomes are kept (`verdicts`), so the next start costs nothing; everything else never does.
+
+    outcome                  field says 'auto'                      field names it
+    equal but for rounding   goes on                                goes on
+    differs, or fails        goes on with the proven one, says so   UserError
+    no memory for the check  goes on with the proven one, says so   goes on unchecked, says so
+
+All processes of a job decide alike: by the worst of their outcomes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.models import LanguageModel, make_loss
+from moe_jax.mesh.hosts import Hosts
 from moe_jax.moe.grouped_matmul import choose_implementation
-from moe_jax.training.feed import to_devices
+from moe_jax.training.compiler_options import compiler_options
+from moe_jax.training.exchange_check import compare_exchange
+from moe_jax.training.expert_check import ExpertShape, compare_expert
 from moe_jax.training.session import Session
-from moe_jax.training.step import leaf_names
+from moe_jax.training.verdicts import (
+    DIFFERS,
+    FAILS,
+    NO_MEMORY,
+    OUTCOMES,
+    PASSES,
+    Verdict,
+    keep_verdict,
+    read_verdict,
+    verdict_key,
+    verdict_path,
+)
 
-PROVEN = {"transport": ("ragged", "all_to_all"), "grouped_matmul": ("hopper", "fused")}  # field: (unproven, instead)
-# of the largest entry of a leaf: only sums may run in another order
-TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
-
-
-def check_first_step(session: Session, state: dict) -> None:
-    """Compare gradients where the run uses something unproven; see `compare_gradients`."""
-    used = fields_in_use(session)
-    for field, (unproven, instead) in PROVEN.items():
-        if used[field] == unproven:
-            compare_gradients(session, state, field, instead)
-
-
-def fields_in_use(session: Session) -> dict[str, str]:
-    """Return the transport and the grouped matmul that the session's layers use, 'auto' resolved."""
-    config, roles = session.config, session.roles
-    dims = config.model.model_dim, config.model.hidden_dim // roles.size(roles.expert_shard)
-    device, dtype = roles.mesh.devices.flat[0], jnp.dtype(config.model.dtype)
-    matmul = choose_implementation(config.moe.grouped_matmul, device, dtype, dims)
-    return {"transport": config.moe.transport, "grouped_matmul": matmul}
+_LOG = logging.getLogger(__name__)
+PROVEN = {"transport": "all_to_all", "grouped_matmul": "fused"}  # fields of MoEConfig: what to take instead
+WAIT_SECONDS = 900.0  # for another process' compilations
 
 
-def compare_gradients(session: Session, state: dict, field: str, instead: str) -> float:
-    """Compare the run's gradients of the first microbatch with those of the same model with one field changed.
+def settle_unproven(session: Session, hosts: Hosts) -> tuple[Session, dict]:
+    """Compare what the session uses and nobody has proven, before anything large stands in the devices' memory.
 
     Args:
-      field: of `MoEConfig`; instead: the proven choice.
+      session: with the config as the user gave it.
+      hosts: all processes of the job call this together.
 
     Returns:
-      the largest difference of any leaf, over the leaf's largest entry.
+      the session to train with, and {field of MoEConfig: {'wanted', 'used', 'outcome', 'detail'}} of what was compared.
 
     Raises:
-      UserError: it is above the tolerance of the model's dtype, or not a number; or the run's own choice fails.
+      UserError: the config names something that differs or fails, or a kernel has made the device unusable.
     """
-    used, dtype = fields_in_use(session)[field], session.config.model.dtype
-    proven = dataclasses.replace(session.model, moe=dataclasses.replace(session.model.moe, **{field: instead}))
-    batch = to_devices(session.feed.read(0), session.placing.batch)
-    arguments = (state["params"], batch, session.tables)
+    record = {}
+    for field, (used, check, key) in unproven(session).items():
+        wanted, instead = getattr(session.config.moe, field), PROVEN[field]
+        verdict = agree(hosts, field, kept_by_all(hosts, field, key) or fresh_verdict(check, key))
+        taken = used
+        if verdict.outcome != PASSES:
+            taken = decide(field, wanted, used, instead, verdict, session)
+            if taken != used:
+                session = with_field(session, field, taken)
+        record[field] = {"wanted": wanted, "compared": used, "used": taken, **dataclasses.asdict(verdict)}
+    return session, record
+
+
+def unproven(session: Session) -> dict[str, tuple[str, Callable[[], Verdict], dict]]:
+    """Return {field: (what is used, its check, the verdict's key)} of what the session uses unproven."""
+    config, roles = session.config, session.roles
+    device = local_device(session)
+    # what concerns several processes is set for all programs of a process (`mesh/hosts.py`)
+    options = compiler_options(device.platform, deterministic=config.train.deterministic)
+    found = {}
+    if config.moe.transport == "ragged" and roles.size(roles.expert + roles.expert_shard) > 1:
+        width, dtype = config.model.model_dim, config.model.dtype
+        mesh = {axis: int(size) for axis, size in roles.mesh.shape.items()}
+        key = verdict_key(
+            device, check="exchange", transport="ragged", width=width, dtype=dtype, mesh=mesh,
+            per_node=roles.config.devices_per_node, processes=jax.process_count(), options=options,
+        )  # fmt: skip
+        found["transport"] = "ragged", lambda: check_exchange(session, "ragged", options), key
+    shape = ExpertShape(
+        model_dim=config.model.model_dim,
+        hidden_dim=config.model.hidden_dim // roles.size(roles.expert_shard),
+        dtype=config.model.dtype,
+        param_dtype=config.model.param_dtype,
+        activation=config.model.activation,
+    )
+    matmul = matmul_in_use(session)
+    if matmul == "hopper" or (matmul == "ragged" and device.platform in ("gpu", "cuda")):
+        key = verdict_key(device, check="expert", implementation=matmul, options=options, **dataclasses.asdict(shape))
+        found["grouped_matmul"] = matmul, lambda: check_expert(matmul, shape, device, options), key
+    return found
+
+
+def matmul_in_use(session: Session) -> str:
+    """Return the grouped matmul that the session's layers use, 'auto' resolved."""
+    config, roles = session.config, session.roles
+    dims = config.model.model_dim, config.model.hidden_dim // roles.size(roles.expert_shard)
+    return choose_implementation(
+        config.moe.grouped_matmul, roles.mesh.devices.flat[0], jnp.dtype(config.model.dtype), dims
+    )
+
+
+def local_device(session: Session) -> jax.Device:
+    """Return the first device of the mesh that belongs to this process."""
+    return next(d for d in session.roles.mesh.devices.flat if d.process_index == jax.process_index())
+
+
+def kept_by_all(hosts: Hosts, field: str, key: dict) -> Verdict | None:
+    """Return this process' kept verdict if every process has one: a check may be collective, so all or none run it."""
+    kept = read_verdict(key)
+    if "no" in hosts.gather_text(f"kept verdict of {field}", "no" if kept is None else "yes", WAIT_SECONDS):
+        return None
+    assert kept is not None
+    if kept.outcome == PASSES:
+        return kept
+    where = f"{kept.detail} (so it was at an earlier start; delete {verdict_path(key)} to compare again)"
+    return dataclasses.replace(kept, detail=where)
+
+
+def fresh_verdict(check: Callable[[], Verdict], key: dict) -> Verdict:
+    """Return what a check comes to, and keep it under its key.
+
+    Raises:
+      UserError: what the user has to mend, such as dims that the implementation does not take.
+    """
     try:
-        got = jax.block_until_ready(_gradients(session, session.model)(*arguments))
+        verdict = check()
     except UserError:
         raise
     except Exception as error:  # whatever lowering, compiling or running it may raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]  # some say nothing
+        verdict = Verdict(outcome=NO_MEMORY if out_of_memory(error) else FAILS, detail=first_line(error))
+    keep_verdict(key, verdict)
+    return verdict
+
+
+def check_expert(implementation: str, shape: ExpertShape, device, options: dict | None = None) -> Verdict:
+    """Compare a grouped matmul with plain matmuls on one expert FFN of these dims."""
+    worst = compare_expert(implementation, shape, device, options)
+    return Verdict(outcome=PASSES) if worst.explained else Verdict(outcome=DIFFERS, detail=str(worst))
+
+
+def check_exchange(session: Session, transport: str, options: dict | None = None) -> Verdict:
+    """Compare a transport with the padded all-to-all on the session's mesh."""
+    model = session.config.model
+    off = compare_exchange(session.roles, transport, model.model_dim, model.dtype, PROVEN["transport"], options)
+    wrong = ", ".join(f"{count} entries with rows spread {name!r}" for name, count in off.items() if count)
+    return Verdict(outcome=DIFFERS, detail=wrong) if wrong else Verdict(outcome=PASSES)
+
+
+def agree(hosts: Hosts, field: str, verdict: Verdict) -> Verdict:
+    """Return the worst verdict of all processes, of the first process that has it; a barrier."""
+    texts = hosts.gather_text(f"check of {field}", json.dumps(dataclasses.asdict(verdict)), WAIT_SECONDS)
+    return max((Verdict(**json.loads(text)) for text in texts), key=lambda given: OUTCOMES.index(given.outcome))
+
+
+def decide(field: str, wanted: str, used: str, instead: str, verdict: Verdict, session: Session) -> str:
+    """Return what the run takes, and say why; see the table at the top.
+
+    Raises:
+      UserError: as the table has it, or since the device does not answer any more.
+    """
+    what = {
+        DIFFERS: f"computes something else than {instead!r}: {verdict.detail}",
+        FAILS: f"fails before the first step: {verdict.detail}",
+        NO_MEMORY: f"could not be compared with {instead!r}, since not even that fits into memory: {verdict.detail}",
+    }[verdict.outcome]
+    remedy = f"set MoEConfig.{field} = {instead!r}"
+    if wanted != "auto":
+        if verdict.outcome != NO_MEMORY:
+            raise UserError(f"MoEConfig.{field} ({used!r}) {what}; {remedy}")
+        _say(f"MoEConfig.{field} ({used!r}) {what}; the run goes on with it, unchecked")
+        return used
+    if not usable(local_device(session)):
         raise UserError(
-            f"MoEConfig.{field} ({used!r}) fails before the first step: {reason}; set MoEConfig.{field} = {instead!r}"
-        ) from error
-    want = _gradients(session, proven)(*arguments)
-    differences = np.asarray(jax.jit(_relative)(want, got))
-    worst = int(np.argmax(np.where(np.isnan(differences), np.inf, differences)))
-    if not differences[worst] <= TOLERANCE[dtype]:
-        raise UserError(
-            f"MoEConfig.{field} ({used!r}) gives other gradients than {instead!r} before the first step: "
-            f"{leaf_names(state['params'])[worst]} differs by {differences[worst]:.2g} of its largest entry, more than "
-            f"{TOLERANCE[dtype]:g} ({dtype}); set MoEConfig.{field} = {instead!r}"
+            f"MoEConfig.{field} ('auto': {used!r}) {what}; the device does not answer any more: give the same command "
+            f"again, or {remedy}"
         )
-    return float(differences[worst])
+    _say(f"MoEConfig.{field} ('auto'): {used!r} {what}; the run takes {instead!r}, which is slower")
+    return instead
 
 
-def _gradients(session: Session, model: LanguageModel):
-    train = session.config.train
-    rows, length = train.batch_size // train.accumulate, session.config.data.sequence_length
-    loss = make_loss(model, session.layout, rows, length, microbatches=train.accumulate)
-
-    def gradients(params, batch, tables):
-        first = jax.tree.map(lambda array: array[0], batch)
-        normalizer = jnp.maximum(jnp.sum(first.weights), 1)
-        return jax.grad(loss, has_aux=True)(params, first, tables, jax.random.key(0), jnp.int32(0), normalizer)[0]
-
-    return jax.jit(gradients, out_shardings=session.placing.state["params"])
+def usable(device: jax.Device) -> bool:
+    """Return whether a device still computes: a kernel's bad access ends CUDA for its whole process."""
+    try:
+        return int(jnp.sum(jax.device_put(jnp.ones(4, jnp.int32), device))) == 4
+    except Exception:  # whatever the backend raises then
+        return False
 
 
-def _relative(want, got):
-    """Return [leaves], max |want - got| / max |want| of each leaf."""
-    tiny = 1e-30
-    pairs = zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True)
-    return jnp.stack([jnp.max(jnp.abs(a - b)) / (jnp.max(jnp.abs(a)) + tiny) for a, b in pairs])
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that there was no memory left; a kernel's own shared memory is always as large."""
+    text = str(error)
+    if "shared memory" in text.lower():
+        return False
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, in one line; some say nothing but their name."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def with_field(session: Session, field: str, value: str) -> Session:
+    """Return the session with a field of its MoEConfig changed; layout and places do not depend on those."""
+    config, model = session.config, session.model
+    moe = dataclasses.replace(config.moe, **{field: value})
+    return dataclasses.replace(
+        session, config=dataclasses.replace(config, moe=moe), model=dataclasses.replace(model, moe=moe)
+    )
+
+
+def _say(text: str) -> None:
+    if jax.process_index() == 0:
+        _LOG.warning("%s", text)

@@ -3,8 +3,8 @@
 Enters: a lowered program, options, and the target whose rates the model takes. Leaves: the executable. XLA's
 latency-hiding scheduler takes every fusion for equally long, so it fills a transfer with five small kernels and leaves
 the large ones beside nothing; docs/bench/overlap.md has the before and after. What it needs to know stands in the first
-program: the same instructions, read and timed by `moe_jax.inspection`. All processes of a job take the profile of the
-first one: two schedules of one program would order its collectives differently and hang.
+program: the same instructions, read and timed by `moe_jax.inspection`. In a job of several processes one compiles for
+all (`shared_program.py`): two schedules of one program would order its collectives differently and hang.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ import dataclasses
 import functools
 import hashlib
 import logging
-import os
-import pathlib
 import tempfile
-import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
-from jax._src import distributed  # the coordination service has no public name
 
 from moe_jax import inspection
+from moe_jax.errors import UserError
+from moe_jax.training.compiler_options import compiled
+from moe_jax.training.shared_program import compile_for_all
+from moe_jax.user_cache import read_cached, user_cache_folder, write_cached
 
 _LOG = logging.getLogger(__name__)
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
-WAIT_SECONDS = 3600  # for another process' first compilation; the watchdog ends a job that lost that process
+# Of a program's modelled seconds; nearly all of them where nothing fits. A transfer that the first compilation made
+# synchronous has lost the name that the scheduler knows it by: 11% of the seconds of a tiny model on a100:2x2 with jax
+# 0.11.2, for which the compiler keeps its own estimates.
+UNGUIDED_LIMIT = 0.5
 
 
 def find_target(devices, per_node: int) -> inspection.Target | None:
@@ -56,16 +59,48 @@ def _say_unguided(kind: str) -> None:
     )
 
 
-def compile_guided(lowered: jax.stages.Lowered, options: dict[str, str], target: inspection.Target | None):
-    """Return the executable of a lowered program; with a target the scheduler is told what the model says of it."""
-    if target is None:
-        return lowered.compile(compiler_options=options)
+def compile_guided(
+    lowered: jax.stages.Lowered, options: dict[str, str], target: inspection.Target | None, devices: Sequence = ()
+) -> jax.stages.Compiled:
+    """Return the executable of a lowered program; with a target the scheduler is told what the model says of it.
 
-    def profile() -> str:
-        return profile_of(lowered.compile(compiler_options=options), target)
+    Args:
+      devices: of the program's mesh, where it is to run: if they are GPUs, process 0 compiles for all processes.
 
-    name = lambda: hashlib.sha256(lowered.as_text().encode()).hexdigest()  # noqa: E731
-    return compile_with_profile(lowered, options, agreed(profile, name))
+    Raises:
+      UserError, RuntimeError, HostLostError: see `compile_for_all`.
+    """
+
+    def first() -> tuple[jax.stages.Compiled, str]:
+        if target is None:
+            return compiled(lowered, options), ""
+        profile = profile_of(compiled(lowered, options), target)
+        executable = compile_with_profile(lowered, options, profile)
+        say_if_not_taken_up(inspection.parse_module(executable.as_text()), target, profile)
+        return executable, profile
+
+    def again(profile: str) -> jax.stages.Compiled:
+        return compile_with_profile(lowered, options, profile) if profile else compiled(lowered, options)
+
+    if not devices or devices[0].platform not in ("gpu", "cuda"):
+        return first()[0]
+    return compile_for_all(lowered, first, again, devices)
+
+
+def say_if_not_taken_up(module: inspection.Module, target: inspection.Target, profile: str) -> None:
+    """Log if the compiler could not match a profile to the program that it was given for; it says so in C++ logs only.
+
+    Args:
+      module: the program as compiled with the profile.
+    """
+    share = inspection.unguided_share(module, target, profile)
+    if share > UNGUIDED_LIMIT:
+        _LOG.warning(
+            "train.guide_scheduler (True) had little effect on %s: the profile names instructions of %.0f%% of its "
+            "modelled seconds, and the compiler scheduled the rest by its own estimates",
+            module.name,
+            100 * (1 - share),
+        )
 
 
 def profile_of(executable: jax.stages.Compiled, target: inspection.Target) -> str:
@@ -76,31 +111,30 @@ def profile_of(executable: jax.stages.Compiled, target: inspection.Target) -> st
 def compile_with_profile(lowered: jax.stages.Lowered, options: dict[str, str], profile: str) -> jax.stages.Compiled:
     """Compile a lowered program with a profile for the scheduler.
 
-    The profile lies in a file of the user's temporary folder that is named after what it says, and stays: its name
-    is an option of the compilation, and JAX's compilation cache would not find the program under another one.
+    The profile lies in a file of the user's cache folder that is named after what it says, and stays: its name
+    is an option of the compilation, and JAX's compilation cache would not find the program under another one. Where the
+    folder takes no more (a quota, a disk that is full or mounted to be read only), a file for this compilation does.
+
+    Raises:
+      UserError: the folder is a link or somebody else's, or no file can be written at all.
     """
-    folder = pathlib.Path(tempfile.gettempdir()) / f"moe_jax_profiles_{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{hashlib.sha256(profile.encode()).hexdigest()[:32]}.pbtxt"
-    whole = path.with_suffix(f".{os.getpid()}")
-    whole.write_text(profile, encoding="utf-8")
-    whole.replace(path)
-    return lowered.compile(compiler_options={**options, PROFILE_OPTION: str(path)})
+    path = user_cache_folder("profiles") / f"{hashlib.sha256(profile.encode()).hexdigest()[:32]}.pbtxt"
+    try:
+        if read_cached(path) != profile.encode():
+            write_cached(path, profile)
+    except UserError as error:
+        return _compile_with_passing_file(lowered, options, profile, error)
+    return compiled(lowered, {**options, PROFILE_OPTION: str(path)})
 
 
-def agreed(make: Callable[[], str], name: Callable[[], str]) -> str:
-    """Return make() of process 0 on all processes of the job.
-
-    Args:
-      make: called on process 0 only.
-      name: () -> what the text is called among the processes; equal on all.
-    """
-    client = distributed.global_state.client
-    if client is None or jax.process_count() == 1:
-        return make()
-    key = f"moe_jax/profile/{name()}"
-    if jax.process_index() == 0:
-        text = make()
-        client.key_value_set_bytes(key, zlib.compress(text.encode()), allow_overwrite=True)
-        return text
-    return zlib.decompress(client.blocking_key_value_get_bytes(key, 1000 * WAIT_SECONDS)).decode()
+def _compile_with_passing_file(
+    lowered: jax.stages.Lowered, options: dict[str, str], profile: str, reason: UserError
+) -> jax.stages.Compiled:
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="moe_jax_", suffix=".pbtxt") as file:
+            file.write(profile)
+            file.flush()
+            _LOG.warning("the scheduler's profile is kept for this compilation only: %s", reason)
+            return compiled(lowered, {**options, PROFILE_OPTION: file.name})
+    except OSError:
+        raise reason from None

@@ -21,11 +21,10 @@ from moe_jax.mesh.hosts import Hosts, StopSignal
 from moe_jax.models.counts import training_flops_per_token
 from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.feed import to_devices
 from moe_jax.training.record import check_finite, step_record
 from moe_jax.training.rejit import RejitEngine
 from moe_jax.training.session import Session
-from moe_jax.training.step import leaf_names
+from moe_jax.training.step import ema_params, leaf_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,21 +62,33 @@ class Writers:
             writer.close()
 
 
-def evaluate(session: Session, step_function: Callable, params, tables=None) -> float:
-    """Return the mean loss per target token of the held-out windows, in nats; `tables` of the experts' homes."""
+def evaluate(
+    session: Session, step_function: Callable, params, tables=None, after_batch: Callable[[], None] | None = None
+) -> float:
+    """Return the mean loss per target token of the held-out windows, in nats.
+
+    Args:
+      tables: of the experts' homes; None takes the session's.
+      after_batch: called when a batch is done.
+    """
     tables = session.tables if tables is None else tables
-    total = weight = 0.0
-    for batch, weights in session.feed.held_out():
-        total += float(step_function(params, to_devices(batch, session.placing.batch), tables))
-        weight += weights
-    return total / max(weight, 1.0)
+    total, count = 0.0, 0
+    for batch in session.feed.held_out():
+        loss, targets = step_function(params, session.feed.place(batch), tables)
+        total, count = total + float(loss), count + int(targets)
+        if after_batch is not None:
+            after_batch()
+    return total / max(count, 1)
 
 
-def peak_bytes(executable) -> int | None:
-    """Return the most bytes in use on one device: as the device counts them, else as the compiler does."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "peak_bytes_in_use" in stats:
-        return int(stats["peak_bytes_in_use"])
+def allocated_peak(devices) -> int | None:
+    """Return the most bytes that were ever in use on one of these devices, None where they do not count (CPUs)."""
+    peaks = [stats["peak_bytes_in_use"] for d in devices if "peak_bytes_in_use" in (stats := d.memory_stats() or {})]
+    return int(max(peaks)) if peaks else None
+
+
+def compiled_peak(executable) -> int | None:
+    """Return the most bytes that a program needs on one device, as the compiler counts them."""
     analysis = executable.memory_analysis()
     if analysis is None:
         return None
@@ -91,11 +102,13 @@ class Loop:
     def __init__(
         self, session: Session, state: dict, checkpoints: Checkpointer, writers: Writers | None, progress: Progress,
         hosts: Hosts, config_text: str, last_checkpoint: int | None, engine: RejitEngine | None = None,
+        skipped_steps: int = 0,
     ):  # fmt: skip
         self.session, self.state, self.checkpoints, self.writers = session, state, checkpoints, writers
         self.progress, self.hosts, self.config_text = progress, hosts, config_text
         self.last_checkpoint = last_checkpoint
         self.engine = engine
+        self.skipped_steps = skipped_steps  # so far, as read from metrics
         self.step = int(state["step"])
         self.names = leaf_names(state["params"])
         self.in_flight: collections.deque = collections.deque()
@@ -113,13 +126,17 @@ class Loop:
     def run(self, stop: StopSignal) -> Outcome:
         """Train until the last step or an agreed stop; the state is saved at the end in either case."""
         train = self.session.config.train
+        self.hosts.touch(self.step)
         if self.step == 0:
             self.evaluate()
+        self.hosts.rest()  # however long the compiler takes
         compiled = self.session.compile_train_step() if self.engine is None else self.engine.start()
         executable, self.compile_seconds = compiled
-        self.peak = peak_bytes(executable)
-        batches = prefetch(self.session.feed.read, self.step, train.steps)
+        self.compiled_peak = compiled_peak(executable)
+        feed = self.session.feed
+        batches = prefetch(lambda step: feed.read(step, feed.own), self.step, train.steps)
         self.clock = time.monotonic()
+        self.hosts.touch(self.step)
         stopped = False
         try:
             for step, batch in batches:
@@ -128,7 +145,7 @@ class Loop:
                     stopped = True
                     break
                 self.profile(step)
-                batch = to_devices(batch, self.session.placing.batch)
+                batch = feed.place(batch)
                 if self.engine is None:
                     tables, wishes = self.session.tables, self.session.wishes(stop.local_flag())
                 else:
@@ -136,8 +153,8 @@ class Loop:
                     executable, tables, wishes, self.state = self.engine.before_step(
                         step, self.state, stop.local_flag()
                     )
-                    if executable is not running and self.peak is not None:
-                        self.peak = max(self.peak, peak_bytes(executable) or 0)
+                    if executable is not running and self.compiled_peak is not None:
+                        self.compiled_peak = max(self.compiled_peak, compiled_peak(executable) or 0)
                 self.state, metrics = executable(self.state, batch, tables, wishes)
                 self.step = step + 1
                 self.in_flight.append((step, metrics))
@@ -157,6 +174,7 @@ class Loop:
         if not stopped:
             self.evaluate()
         self.checkpoints.wait()
+        self.hosts.rest()  # the others may have to wait for process 0's pictures
         return Outcome(step=self.step, stopped=stopped)
 
     def read_metrics(self, stop: StopSignal, until: int | None = None):
@@ -174,8 +192,11 @@ class Loop:
         """Check, record and show the finished step number `step` (from 1)."""
         now = time.monotonic()
         seconds, self.clock = now - self.clock, now
-        check_finite(step, metrics, self.names, self.last_checkpoint)
         session, moe = self.session, self.session.config.moe
+        allowed = session.config.train.max_skipped_steps
+        self.skipped_steps += int(metrics.get("skipped", 0))
+        check_finite(step, metrics, self.names, self.last_checkpoint, skipped=self.skipped_steps, allowed=allowed)
+        peak = allocated_peak(session.roles.mesh.local_devices)  # by now the step is done, and grows it no more
         tokens = session.tokens_per_step
         record = step_record(
             metrics,
@@ -185,21 +206,26 @@ class Loop:
             flops=tokens * training_flops_per_token(
                 session.config.model, moe, session.model.vocab_size, session.config.data.sequence_length
             ),
-            peak_device_bytes=self.peak,
+            peak_device_bytes=self.compiled_peak if peak is None else peak,
             compile_seconds=self.compile_seconds,
             home=session.home,
             devices=session.devices,
         )  # fmt: skip
         self.compile_seconds = None
+        if allowed:
+            record["skipped"], record["skipped_steps"] = int(metrics["skipped"]), self.skipped_steps
         if self.engine is not None:
             record.update(self.engine.record(step - 1, metrics["loads"]))
         if self.writers:
             self.writers.step(step, record, metrics["loads"])
+            if record.get("skipped"):
+                self.progress.note(f"step {step}: not finite, skipped ({self.skipped_steps} of at most {allowed})")
             self.progress.update(
                 step,
                 loss=record["loss"],
                 tokens_per_second=record["tokens_per_second"],
                 device_load=float(np.mean(record["device_load_max_over_mean"])),
+                skipped_steps=self.skipped_steps,
             )
 
     def save(self):
@@ -207,18 +233,31 @@ class Loop:
         if self.last_checkpoint == self.step:
             return
         host = {"config": self.config_text, "data": self.session.feed.stream.position(self.step)}
+        if self.skipped_steps:
+            host["skipped_steps"] = self.skipped_steps
         if self.engine is not None:
             host["plan"] = self.engine.state()
         home = self.session.home if self.engine is None else self.engine.bank.home
         self.checkpoints.save(self.step, self.state, home, host)
         self.last_checkpoint = self.step
+        self.hosts.touch(self.step)
 
     def evaluate(self):
         """Evaluate on held-out text and write the result down."""
         session = self.session
         step_function, tables = (self.evaluation_step, None) if self.engine is None else self.engine.evaluation()
-        loss = evaluate(session, step_function, self.state["params"], tables)
+
+        def held_out_loss(params) -> float:  # a batch is a step to the stall clock: held-out text may be long
+            return evaluate(session, step_function, params, tables, lambda: self.hosts.touch(self.step))
+
+        loss = held_out_loss(self.state["params"])
         record = {"held_out_loss": loss}
+        averaged = ""
+        if "ema" in self.state:
+            if self.step:  # before the first step it is the parameters
+                loss = held_out_loss(ema_params(self.state["ema"], session.placing))
+            record["held_out_loss_ema"] = loss
+            averaged = f", {loss:.4f} with averaged parameters"
         if self.step == 0:
             record["unigram_entropy"] = held_out_entropy(
                 session.feed.cache,
@@ -228,8 +267,9 @@ class Loop:
             )
         if self.writers:
             self.writers.evaluation(self.step, record)
-            self.progress.note(f"step {self.step}: held-out loss {loss:.4f}")
+            self.progress.note(f"step {self.step}: held-out loss {record['held_out_loss']:.4f}{averaged}")
         self.clock = time.monotonic()
+        self.hosts.touch(self.step)
 
     def profile(self, step: int):
         """Record a trace of the steps first to last - 1 of `train.profile_steps`, on process 0."""

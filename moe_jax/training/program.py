@@ -19,6 +19,7 @@ from moe_jax.dispatch import Tables, even_tables
 from moe_jax.inspection import Target
 from moe_jax.mesh import Roles, build_mesh
 from moe_jax.models import Batch, LanguageModel, Layout
+from moe_jax.models.attention import resolve_attention
 from moe_jax.moe.layer import LayerPlan
 from moe_jax.placement import Skeleton
 from moe_jax.run_config import RunConfig
@@ -62,6 +63,10 @@ class Program:
         layers, experts = self.config.model.moe_layers, self.config.moe.num_experts
         return np.repeat(np.arange(self.devices, dtype=np.int32), experts // self.devices)[None].repeat(layers, axis=0)
 
+    def resolved(self) -> dict[str, str]:
+        """Return what 'auto' is on these devices, under the names of the bindings."""
+        return {"ModelConfig.attention": self.model.config.attention}
+
     def even_tables(self) -> Tables:
         """Return the tables of even homes without a planner, as NumPy arrays."""
         return even_tables(self.config.model.moe_layers, self.config.moe.num_experts, self.devices)
@@ -104,13 +109,17 @@ class Program:
 
     def compiler_options(self) -> dict[str, str]:
         """Return the options that the training step is compiled with on these devices."""
-        return compiler_options(self.roles.mesh.devices.flat[0].platform)
+        return compiler_options(
+            self.roles.mesh.devices.flat[0].platform, jax.process_count(), self.config.train.deterministic
+        )
 
     def compile_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None):
         """Return (executable, seconds) of what `lower_train_step` returns."""
         started = time.monotonic()
         lowered = self.lower_train_step(skeleton, rule)
-        return compile_guided(lowered, self.compiler_options(), self.guiding_target()), time.monotonic() - started
+        devices = list(self.roles.mesh.devices.flat)
+        executable = compile_guided(lowered, self.compiler_options(), self.guiding_target(), devices)
+        return executable, time.monotonic() - started
 
     def guiding_target(self) -> Target | None:
         """Return the target whose rates guide the compiler's scheduler, None where nothing does."""
@@ -131,7 +140,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     roles = build_mesh(config.mesh, devices)
     vocab_size = padded_vocabulary(tokenizer or build_tokenizer(config.data), config.model)
     model = LanguageModel(
-        config=config.model,
+        config=resolve_attention(config.model, roles.mesh.devices.flat[0]),
         moe=config.moe,
         vocab_size=vocab_size,
         roles=roles,
@@ -140,7 +149,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     )
     layout = model.layout()
     optimizer = build_optimizer(config.train)
-    placing = place(model, layout, optimizer)
+    placing = place(model, layout, optimizer, ema=config.train.ema_decay > 0)
     # the step is built once here for its checks
     make_train_step(model, layout, config.train, placing, config.data.sequence_length)
     return Program(config=config, roles=roles, model=model, layout=layout, optimizer=optimizer, placing=placing)

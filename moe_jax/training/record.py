@@ -11,17 +11,23 @@ from moe_jax.errors import NonFiniteError
 from moe_jax.observe import dead_experts, device_load_max_over_mean
 
 
-def check_finite(step: int, metrics: dict, names: list[str], last_checkpoint: int | None):
-    """Raise NonFiniteError if the loss or the gradient of a step is not finite.
+def check_finite(
+    step: int, metrics: dict, names: list[str], last_checkpoint: int | None, *, skipped: int = 0, allowed: int = 0
+):
+    """Raise NonFiniteError if the loss or the gradient of a step is not finite, and the step may not be skipped.
 
     Args:
       step: number of the step, from 1.
       metrics: of the step, as NumPy.
       names: of the gradient leaves, in the order of metrics['square_norms'].
       last_checkpoint: step of the last finished checkpoint, or None.
+      skipped: steps that were not finite so far, this one among them.
+      allowed: `train.max_skipped_steps`.
     """
     finite = np.isfinite(metrics["square_norms"])
-    if np.isfinite(metrics["loss"]) and finite.all():
+    if allowed and skipped <= allowed:
+        return
+    if np.isfinite(metrics["loss"]) and finite.all() and not metrics.get("skipped", False):
         return
     gradient = "every gradient is finite"
     if not finite.all():
@@ -29,9 +35,11 @@ def check_finite(step: int, metrics: dict, names: list[str], last_checkpoint: in
     kept = (
         "there is no checkpoint yet" if last_checkpoint is None else f"the checkpoint of step {last_checkpoint} is kept"
     )
+    beyond = f"; {skipped} such steps are more than train.max_skipped_steps ({allowed})" if allowed else ""
+    tolerate = "" if allowed else ", or let train.max_skipped_steps leave out a few such steps"
     raise NonFiniteError(
-        f"step {step}: the loss is {float(metrics['loss'])}, and {gradient}; {kept}. Lower train.learning_rate, "
-        "or raise train.warmup_steps"
+        f"step {step}: the loss is {float(metrics['loss'])}, and {gradient}{beyond}; {kept}. Lower "
+        f"train.learning_rate, or raise train.warmup_steps{tolerate}"
     )
 
 

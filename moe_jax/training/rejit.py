@@ -136,7 +136,8 @@ class RejitEngine:
                 f"step {step + 1}: the processes ran different plans; each must see the same config, cluster file and "
                 f"loads"
             )
-        self.waiting[step] = step_loads(self.session, metrics["loads"])
+        if not metrics.get("skipped", False):  # gates that saw no number choose without meaning: nothing to plan by
+            self.waiting[step] = step_loads(self.session, metrics["loads"])
         self.agreed = max(self.agreed, int(metrics["ready"]))
 
     def record(self, step: int, loads: np.ndarray) -> dict:
@@ -287,7 +288,8 @@ class RejitEngine:
     def _wishes(self, flag: int):
         """Return the step's input int32 [devices, 3]: stop, newest skeleton ready here, hash of the plan."""
         ready = 0
-        if self.pending is not None and self.executables[self.pending.skeleton].done():
+        if self.pending is not None and (future := self.executables[self.pending.skeleton]).done():
+            future.result()  # a compilation that failed ends the run now, not at a swap that others may never reach
             ready = self.pending.number
         row = np.array([flag, ready, self.hash], np.int32)
         return to_devices(np.tile(row, (self.session.roles.num_devices, 1)), self.session.placing.wishes)

@@ -17,10 +17,11 @@ from moe_jax.mesh.hosts import Hosts, StopSignal
 from moe_jax.observe import Progress, RunFolder, draw_all, environment_record, summarize_run, write_report
 from moe_jax.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.first_step_check import check_first_step
+from moe_jax.training.first_step_check import settle_unproven
 from moe_jax.training.loop import Loop, Writers, evaluate
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.session import Session, build_session
+from moe_jax.training.step import start_ema
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +31,13 @@ class RunOptions:
     Attributes:
       workdir: the run folder.
       init_from: run folder whose parameters a new run starts from, or ''.
+      init_from_ema: start from the moving average of that run's parameters instead.
       eval_only: evaluate the last checkpoint and stop.
     """
 
     workdir: str
     init_from: str = ""
+    init_from_ema: bool = False
     eval_only: bool = False
 
 
@@ -62,7 +65,9 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         if latest is not None and latest >= config.train.steps and not options.eval_only:
             say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
             return True
-        session = build_session(config, jax.devices())
+        devices = jax.devices()
+        session = build_session(with_node_size(config, devices, hosts), devices)
+        session, compared = settle_unproven(session, hosts)
         if options.eval_only:
             return evaluate_only(session, checkpoints, latest, folder, hosts)
         engine = build_engine(session, Loop.lag_of(session))
@@ -70,7 +75,7 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         if hosts.is_main:
             folder.write_config(config_text)
             folder.write_operative_config(operative_text)
-            folder.write_environment(environment(session, hosts))
+            folder.write_environment({**environment(session, hosts), "compared_before_first_step": compared})
         return train(session, state, checkpoints, latest, folder, config_text, hosts, engine)
     finally:
         checkpoints.close()
@@ -95,6 +100,20 @@ def open_folder(options: RunOptions, config_text: str, hosts: Hosts) -> RunFolde
     return RunFolder(options.workdir, create=create and hosts.is_main)
 
 
+def with_node_size(config: RunConfig, devices, hosts: Hosts) -> RunConfig:
+    """Return the config with `MeshConfig.devices_per_node` filled in from the processes' machines, unless it is bound.
+
+    Raises:
+      UserError: machines with different numbers of devices, or devices that are not in the order of the machines.
+    """
+    if config.mesh.devices_per_node:
+        return config
+    size = hosts.node_size(devices)
+    if hosts.process_count > 1:
+        say(hosts, f"{size} devices a node ({hosts.process_count} processes on {len(set(hosts.host_ids))} host(s))")
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=size))
+
+
 def check_folder(folder: RunFolder, checkpoints: Checkpointer, latest: int | None, config_text: str):
     """Raise UserError if the folder belongs to a run that this config may not go on with."""
     if latest is not None:
@@ -115,6 +134,7 @@ def starting_state(
             home = engine.bank.home
         state, host = checkpoints.restore(latest, session.abstract_state(), home)
         session.feed.stream.check_position(host["data"])
+        _keep_or_drop_ema(session, checkpoints, latest, state, hosts)
         say(hosts, f"resuming at step {latest}")
         return state
     if options.init_from:
@@ -123,11 +143,29 @@ def starting_state(
         step = other.latest()
         if step is None:
             raise UserError(f"--init_from={options.init_from} has no finished checkpoint; give the folder of a run")
-        params = other.restore_params(step, session.abstract_state()["params"], session.home)
+        if options.init_from_ema and not other.has_ema(step):
+            raise UserError(
+                f"--init_from_ema: the checkpoint of step {step} of {options.init_from} holds no moving average of its "
+                "parameters; leave the flag out, or give a run with train.ema_decay"
+            )
+        part, word = ("ema", "averaged parameters") if options.init_from_ema else ("params", "parameters")
+        params = other.restore_params(step, session.abstract_state()["params"], session.home, part)
         other.close()
-        say(hosts, f"starting from the parameters of {options.init_from}, step {step}")
+        say(hosts, f"starting from the {word} of {options.init_from}, step {step}")
         return session.state_from(params)
+    if options.init_from_ema:
+        raise UserError("--init_from_ema needs --init_from=DIR, the run whose averaged parameters are meant")
     return session.fresh_state()
+
+
+def _keep_or_drop_ema(session: Session, checkpoints: Checkpointer, step: int, state: dict, hosts: Hosts):
+    """Start the moving average that a restored state lacks; say so, and say when a stored one is left behind."""
+    decay = session.config.train.ema_decay
+    if decay and "ema" not in state:
+        state["ema"] = start_ema(state["params"], session.placing)
+        say(hosts, f"train.ema_decay ({decay}): the average starts from the parameters of step {step}")
+    elif not decay and checkpoints.has_ema(step):
+        say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {step} holds is dropped")
 
 
 def evaluate_only(
@@ -137,15 +175,22 @@ def evaluate_only(
     if latest is None:
         raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")
     params = checkpoints.restore_params(latest, session.abstract_state()["params"], session.home)
-    loss = evaluate(session, session.evaluation_step(), params)
-    say(hosts, f"step {latest}: held-out loss {loss:.4f}")
+    step_function = session.evaluation_step()
+    text = f"step {latest}: held-out loss {evaluate(session, step_function, params):.4f}"
+    if checkpoints.has_ema(latest):
+        del params
+        averaged = checkpoints.restore_params(latest, session.abstract_state()["params"], session.home, "ema")
+        text += f", {evaluate(session, step_function, averaged):.4f} with averaged parameters"
+    say(hosts, text)
     return True
 
 
 def environment(session: Session, hosts: Hosts) -> dict:
     """Return what environment.json says."""
     devices = [{"platform": d.platform, "kind": d.device_kind} for d in session.roles.mesh.devices.flat]
-    return environment_record(devices=devices, mesh=dict(session.roles.mesh.shape), processes=hosts.process_count)
+    record = environment_record(devices=devices, mesh=dict(session.roles.mesh.shape), processes=hosts.process_count)
+    resolved = {"MeshConfig.devices_per_node": session.roles.config.devices_per_node, **session.resolved()}
+    return {**record, "resolved": resolved}
 
 
 def train(
@@ -156,14 +201,14 @@ def train(
     steps = session.config.train.steps
     writers = Writers(folder, session, latest) if hosts.is_main else None
     start = latest or 0
+    skipped = 0 if latest is None else checkpoints.read_host(latest).get("skipped_steps", 0)
     with (
         StopSignal(processes=hosts.process_count, lag=Loop.lag_of(session)) as stop,
         Progress(steps, sys.stdout, start_step=start, every=session.config.train.log_every) as progress,
     ):
-        loop = Loop(session, state, checkpoints, writers, progress, hosts, config_text, latest, engine)
+        loop = Loop(session, state, checkpoints, writers, progress, hosts, config_text, latest, engine, skipped)
         del state
         try:
-            check_first_step(session, loop.state)
             outcome = loop.run(stop)
         finally:
             if writers:
@@ -187,10 +232,19 @@ def report(folder: RunFolder):
     if summary.held_out_loss_first is not None and summary.held_out_loss_last is not None:
         first, last = summary.held_out_loss_first, summary.held_out_loss_last
         print(f"held-out loss     {first:.4f} before, {last:.4f} after training")
+    if summary.held_out_loss_ema is not None:
+        print(f"                  {summary.held_out_loss_ema:.4f} after training, with averaged parameters")
     if summary.unigram_entropy is not None:
         below = summary.below_unigram_entropy
-        share = "" if below is None else f"; the held-out loss ends {100 * below:.1f}% below it"
+        share = "" if below is None else f"; the held-out loss ends {_below_or_above(below)} it"
         print(f"unigram entropy   {summary.unigram_entropy:.4f} of the held-out text{share}")
+    if summary.skipped_steps:
+        print(f"skipped steps     {summary.skipped_steps}, whose loss or gradient was not finite")
     for picture in pictures:
         print(f"plot              {picture}")
     print(f"report            {page}")
+
+
+def _below_or_above(fraction: float) -> str:
+    """Return a share as text, such as '31.0% below' for 0.31 and '4.0% above' for -0.04."""
+    return f"{100 * abs(fraction):.1f}% {'below' if fraction >= 0 else 'above'}"

@@ -16,6 +16,7 @@ from moe_jax.placement import Skeleton
 from moe_jax.run_config import RunConfig
 from moe_jax.training.feed import Feed, to_devices
 from moe_jax.training.program import Program, build_program
+from moe_jax.training.shared_program import SharedFunction
 from moe_jax.training.step import init_state, make_evaluation_step, state_of_params
 
 
@@ -41,10 +42,12 @@ class Session(Program):
 
     def evaluation_step(self, skeleton: Skeleton | None = None):
         """Return the evaluation step; it compiles when first called."""
-        return make_evaluation_step(
+        step = make_evaluation_step(
             self.model, self.layout, self.config.train, self.placing, self.config.data.sequence_length,
             self.layer_plan(skeleton),
         )  # fmt: skip
+        options, devices = self.compiler_options(), list(self.roles.mesh.devices.flat)
+        return SharedFunction(step, options, devices) if options else step
 
     def wishes(self, flag: int):
         """Return this process' wish to stop, as the step's input."""
@@ -63,6 +66,6 @@ def build_session(config: RunConfig, devices) -> Session:
     parts = {field.name: getattr(program, field.name) for field in dataclasses.fields(program)}
     return Session(
         **parts,
-        feed=Feed(cache, tokenizer, config.train, config.model, config.data.sequence_length),
+        feed=Feed(cache, tokenizer, config.train, config.model, config.data.sequence_length, program.placing.batch),
         tables=to_devices(program.even_tables(), program.placing.tables),
     )

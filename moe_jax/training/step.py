@@ -1,8 +1,9 @@
 """The training step and the evaluation step: what is compiled, with every leaf's place on the mesh fixed.
 
-Enters: state {'step', 'params', 'opt_state'} (donated), one step's batch [n, B / n, Sq], the plan's tables, and each
-device's wish to stop. Leaves: the new state and a dictionary of metrics. The gradient is taken outside the model's
-`shard_map`; clipping and the optimizer see global arrays, split over the mesh by the layout's specs (ZeRO).
+Enters: state {'step', 'params', 'opt_state'} and, where it is kept, 'ema' (donated), one step's batch [n, B / n, Sq],
+the plan's tables, and each device's wish to stop. Leaves: the new state and a dictionary of metrics. The gradient is
+taken outside the model's `shard_map`; clipping and the optimizer see global arrays, split over the mesh by the layout's
+specs (ZeRO).
 Letters: n microbatches of a step, B global sequences of a step, Sq positions.
 """
 
@@ -21,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
 from moe_jax.moe.layer import LayerPlan
 from moe_jax.training.config import TrainConfig
-from moe_jax.training.optimizer import build_optimizer, build_schedule
+from moe_jax.training.learning_rate import build_learning_rate
+from moe_jax.training.optimizer import build_optimizer, finished_updates, state_specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +45,20 @@ class Placing:
     replicated: NamedSharding
 
 
-def place(model: LanguageModel, layout: Layout, optimizer: optax.GradientTransformation) -> Placing:
-    """Return where state and inputs lie for this model on its mesh."""
+def place(model: LanguageModel, layout: Layout, optimizer: optax.GradientTransformation, ema: bool = False) -> Placing:
+    """Return where state and inputs lie for this model on its mesh; `ema` says whether a moving average is kept."""
     mesh, roles = model.roles.mesh, model.roles
 
     def named(specs):
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
 
-    moments = jax.eval_shape(optimizer.init, model.shapes())
-    opt_specs = optax.tree_map_params(
-        optimizer, lambda _, spec: spec, moments, layout.state, transform_non_params=lambda _: P()
-    )
+    shapes = model.shapes()
+    opt_specs = state_specs(jax.eval_shape(optimizer.init, shapes), shapes, layout.state)
     rows = NamedSharding(mesh, P(None, roles.dense))
     replicated = NamedSharding(mesh, P())
+    state = {"step": replicated, "params": named(layout.params), "opt_state": named(opt_specs)}
     return Placing(
-        state={"step": replicated, "params": named(layout.params), "opt_state": named(opt_specs)},
+        state={**state, "ema": named(layout.state)} if ema else state,
         batch=Batch(rows, rows, rows),
         tables=NamedSharding(mesh, P(roles.expert)),
         wishes=NamedSharding(mesh, P(roles.all)),
@@ -67,12 +68,7 @@ def place(model: LanguageModel, layout: Layout, optimizer: optax.GradientTransfo
 
 def abstract_state(model: LanguageModel, optimizer: optax.GradientTransformation, placing: Placing) -> dict:
     """Return the state as ShapeDtypeStructs with shardings; nothing is computed."""
-    params = model.shapes()
-    shapes = {
-        "step": jax.ShapeDtypeStruct((), jnp.int32),
-        "params": params,
-        "opt_state": jax.eval_shape(optimizer.init, params),
-    }
+    shapes = jax.eval_shape(lambda params: _first_state(params, optimizer, placing), model.shapes())
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, placing.state
     )
@@ -82,8 +78,7 @@ def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, pl
     """Return the state of step 0; each device makes its own part."""
 
     def init(key):
-        params = model.init(key)
-        return {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
+        return _first_state(model.init(key), optimizer, placing)
 
     return jax.jit(init, out_shardings=placing.state)(jax.random.key(seed))
 
@@ -91,10 +86,23 @@ def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, pl
 def state_of_params(params, optimizer: optax.GradientTransformation, placing: Placing) -> dict:
     """Return the state of step 0 that starts from given parameters."""
 
-    def init(params):
-        return {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
+    return jax.jit(lambda params: _first_state(params, optimizer, placing), out_shardings=placing.state)(params)
 
-    return jax.jit(init, out_shardings=placing.state)(params)
+
+def _first_state(params, optimizer: optax.GradientTransformation, placing: Placing) -> dict:
+    """Return the state of step 0; traced."""
+    state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
+    return {**state, "ema": jax.tree.map(jnp.copy, params)} if "ema" in placing.state else state
+
+
+def start_ema(params, placing: Placing):
+    """Return the moving average that starts from given parameters, in buffers of its own."""
+    return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=placing.state["ema"])(params)
+
+
+def ema_params(ema, placing: Placing):
+    """Return the moving average where a step looks for parameters; under ZeRO it is split, as moments are."""
+    return jax.jit(lambda ema: ema, out_shardings=placing.state["params"])(ema)
 
 
 def leaf_names(tree) -> list[str]:
@@ -114,12 +122,18 @@ def make_train_step(
 
     With a plan `wishes` is int32 [devices, 3]: stop, number of the newest skeleton ready, hash of the plan; and metrics
     have `ready`, the least of all, and `plan_hash_least` and `plan_hash_most` besides.
+
+    Where `max_skipped_steps` allows it, a step whose loss or gradient norm is not finite in any microbatch leaves the
+    state as it was but for `step`: the batch is left out, and neither moments nor schedule move. Metrics then have
+    `skipped` bool []. The choice is made on the device, so it needs no word from the host and knows no limit: counting
+    is the host's. (`optax.apply_if_finite` looks at the gradients only, and at its limit lets them through.)
     """
-    optimizer, schedule = build_optimizer(config), build_schedule(config)
-    pieces = config.accumulate
+    optimizer, schedule = build_optimizer(config), build_learning_rate(config)
+    pieces, may_skip = config.accumulate, config.max_skipped_steps > 0
     rows = config.batch_size // pieces
-    loss = make_loss(model, layout, rows, length, microbatches=pieces, plan=plan)
-    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+    value_and_grad = jax.value_and_grad(
+        make_loss(model, layout, rows, length, microbatches=pieces, plan=plan), has_aux=True
+    )
     moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), layout.state)
 
     def gradients(params, batch, tables, key):
@@ -150,6 +164,8 @@ def make_train_step(
             "params": optax.apply_updates(params, updates),
             "opt_state": opt_state,
         }
+        if config.ema_decay:
+            new_state["ema"] = optax.incremental_update(new_state["params"], state["ema"], 1 - config.ema_decay)
         metrics = {
             "loss": jnp.sum(stats.cross_entropy),
             "aux_loss": jnp.mean(stats.aux_loss),
@@ -163,6 +179,11 @@ def make_train_step(
             "passes": jnp.max(stats.passes, axis=0),
             "stop": jnp.max(wishes if plan is None else wishes[:, 0]),
         }
+        if may_skip:
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            kept = {name: leaf for name, leaf in state.items() if name != "step"}
+            new_state |= _select(finite, {name: new_state[name] for name in kept}, kept)
+            metrics |= {"skipped": ~finite, "learning_rate": schedule(finished_updates(state["opt_state"]))}
         if plan is not None:
             metrics["ready"] = jnp.min(wishes[:, 1])
             metrics["plan_hash_least"], metrics["plan_hash_most"] = jnp.min(wishes[:, 2]), jnp.max(wishes[:, 2])
@@ -176,18 +197,27 @@ def make_train_step(
     )
 
 
+def _select(condition, new, old):
+    """Return the tree `new` where the condition [] holds, else `old`."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
 def make_evaluation_step(
     model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int,
     plan: LayerPlan | None = None,
 ) -> Callable:  # fmt: skip
-    """Return evaluate(params, batch, tables) -> float [], the sum of weighted losses of a batch [1, B / n, Sq]."""
+    """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, B / n, Sq].
+
+    The first is the sum of the losses of the targets that count, the second how many count: a process that holds some
+    of the rows only cannot tell. Weights are 0 or 1.
+    """
     loss = make_loss(model, layout, config.batch_size // config.accumulate, length, training=False, plan=plan)
 
     def evaluate(params, batch, tables):
         _, stats = loss(
             params, jax.tree.map(lambda a: a[0], batch), tables, jax.random.key(0), jnp.int32(0), jnp.float32(1)
         )
-        return stats.cross_entropy
+        return stats.cross_entropy, jnp.sum(batch.weights.astype(jnp.int32))
 
     return jax.jit(
         evaluate,

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from moe_jax.config import parse_run_config
+from moe_jax.config import bound_in, parse_run_config
 from moe_jax.dry_run import dry_run, print_dry_run
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
@@ -81,7 +81,7 @@ def test_macros_of_the_named_sizes():
 
 def test_dry_run_has_all_sections(capsys):
     run, text, _ = parse_run_config(["configs/run/demo.gin"])
-    print_dry_run(run, host_devices=8)
+    print_dry_run(run, host_devices=8, bound=bound_in(text))
     out = capsys.readouterr().out
     for line in text.splitlines():
         assert line in out
@@ -98,6 +98,27 @@ def test_dry_run_has_all_sections(capsys):
     ):
         assert part in out, part
     assert "assumed" not in out
+    assert "8 devices a node" in out and "a run on several hosts takes the devices of a host" in out
+    bound = dry_run(parse_run_config(["configs/run/demo.gin"], ["MeshConfig.devices_per_node = 4"])[0], 8)
+    assert "4 devices a node" in bound and "a run on several hosts" not in bound
+
+
+def test_dry_run_says_what_auto_attention_is_and_counts_it():
+    """Scores of t x Sq x heads, written and read in the backward, are most of what xla's attention keeps."""
+    run, _, _ = parse_run_config(["configs/model/hecate_gpt_moe_s.gin"], ["train.batch_size = 256"])
+    texts = {"h200": dry_run(run, target="h200:4x8"), "cpu": dry_run(run, 32)}
+    kept = {}
+    for name, text in texts.items():
+        kept[name], said = re.search(r"activations +([\d,]+) .*, attention '(\w+)'\)", text).groups()
+        assert said == {"h200": "cudnn", "cpu": "xla"}[name]
+    assert int(kept["cpu"].replace(",", "")) > 3 * int(kept["h200"].replace(",", ""))
+    assert "ModelConfig.attention 'auto' is 'cudnn' on NVIDIA H200\n" in texts["h200"]
+    assert "32 devices = data 1 x expert 32 x expert_shard 1; model 1; 8 devices a node" in texts["h200"]
+    assert "'auto' is 'xla' on CPU devices, 'cudnn' on GPUs that have it, see --target\n" in texts["cpu"]
+    wide, _, _ = parse_run_config(["configs/model/hecate_gpt_moe_s.gin"], ["ModelConfig.dtype = 'float32'"])
+    assert "'auto' is 'xla' on NVIDIA H200: cuDNN's attention takes 16-bit floats" in dry_run(wide, target="h200:1x8")
+    with pytest.raises(UserError, match="--target=h200:1x2 and --host_devices=2 both count devices; give one of them"):
+        dry_run(run, 2, "h200:1x2")
 
 
 def test_dry_run_of_pairwise_tells_its_bound():
@@ -231,7 +252,7 @@ for name in ("devices", "local_devices", "device_count", "local_device_count", "
     setattr(jax, name, refuse)
 from jax._src import xla_bridge
 xla_bridge.backends = xla_bridge.get_backend = refuse
-from moe_jax.config import parse_run_config
+from moe_jax.config import bound_in, parse_run_config
 from moe_jax.dry_run import dry_run
 for arguments in ([], ["train.zero_stage = 3", "MeshConfig.data = 2"]):
     print(dry_run(parse_run_config(["configs/run/demo.gin"], arguments)[0], 8).count("8 devices"))

@@ -1,5 +1,6 @@
 """What a stranger meets first: the command's errors, the requirements, and the scripts' promises."""
 
+import os
 import re
 import subprocess
 import sys
@@ -103,6 +104,31 @@ def test_scripts_gpu_compile_has_its_own_environment(tmp_path):
     assert any("pip install" in line and "jax[cuda13]" in line for line in lines)
     assert lines[-1] == "-m pytest -m gpu_compile -x"
     assert (tmp_path / "venv-cuda").is_dir() and not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize("flags, environment", [(["--jax=0.12.0.1"], {}), ([], {"MOE_JAX_JAX": "0.12.0.1"})])
+def test_scripts_gpu_compile_takes_another_jax(flags, environment, tmp_path):
+    """In the folder that `python -m moe_jax.inspect` would look for it, made by a Python that this jax supports."""
+    log = tmp_path / "log"
+    fake_python(tmp_path / "bin", log)
+    done = shell("test.sh", tmp_path, "--gpu-compile", *flags, "-x", **environment)
+    assert done.returncode == 0, done.stderr
+    lines = log.read_text().splitlines()
+    assert "version_info < (3, 12)" in lines[0] and lines[-1] == "-m pytest -m gpu_compile -x"
+    assert any(line.endswith("jax[cuda13]==0.12.0.1") for line in lines)
+    code = "from moe_jax import cuda_wheels; print(cuda_wheels.folder('0.12.0.1'))"
+    env = {**os.environ, "MOE_JAX_VENV": str(tmp_path / "venv")}
+    named = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, env=env)
+    assert (tmp_path / "venv-cuda-0.12.0.1").is_dir() and named.stdout.strip() == str(tmp_path / "venv-cuda-0.12.0.1")
+
+
+def test_scripts_refuse_a_jax_that_is_not_supported(tmp_path):
+    done = shell("test.sh", tmp_path, "--gpu-compile", "--jax=0.9.1")
+    assert (
+        done.returncode == 2 and "--jax=0.9.1 (or MOE_JAX_JAX) is no version of jax 0.10, 0.11 or 0.12" in done.stderr
+    )
+    done = shell("test.sh", tmp_path, "--jax=0.11.2")
+    assert done.returncode == 2 and "--jax=0.11.2 (or MOE_JAX_JAX) goes with --gpu-compile" in done.stderr
 
 
 def test_scripts_without_a_new_enough_python_say_so(tmp_path):

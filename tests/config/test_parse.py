@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moe_jax.config import CONFIG_CLASSES, RunConfig, parse_run_config
+from moe_jax.config import CONFIG_CLASSES, RunConfig, config_differences, parse_run_config
 from moe_jax.config_values import fitted
 from moe_jax.errors import UserError
 from moe_jax.training.config import TrainConfig
@@ -45,9 +45,9 @@ def test_parse_files_includes_macros_and_bindings_in_order(tmp_path):
     assert run.train.learning_rate == 1.0 and type(run.train.learning_rate) is float
     assert run.data.path == "a = b # c"
     assert type(run.train) is TrainConfig
-    assert "MoEConfig.num_experts = 32\n" in text and "EXPERTS = 32" in operative
+    assert "MoEConfig.num_experts = 32  # set\n" in text and "EXPERTS = 32" in operative
     again, text_again, _ = parse_run_config([write(tmp_path, "again.gin", text)])
-    assert again == run and text_again == text
+    assert again == run and config_differences(text_again, text) == []
 
 
 def test_parse_block_syntax_and_none():
@@ -109,14 +109,21 @@ def test_parse_finds_files_by_search_path_and_beside_the_package(tmp_path, monke
         ("train.steps = {[1]: 2}", ["unhashable"]),
         ("train.steps = 3\n\0", ["NUL"]),
         ("train.steps = 0", ["train.steps (0) must be at least 1"]),
-        ("import no_such_module_of_mine", ["No module named 'no_such_module_of_mine'"]),
-        ("from __gin__ import dynamic_registration", ["dynamic registration"]),
+        ("import no_such_module_of_mine", ["'import no_such_module_of_mine' would run the code", "take the line out"]),
+        ("from __gin__ import dynamic_registration", ["dynamic_registration' would run the code of a module"]),
     ],
 )
 def test_parse_mistaken_binding(binding, parts):
     message = mistake(bindings=[binding])
     for part in parts:
         assert part in message
+
+
+def test_parse_runs_no_code(tmp_path, monkeypatch):
+    (tmp_path / "of_mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = write(tmp_path, "a.gin", "import of_mine\ntrain.steps = 3\n")
+    assert "a.gin:1" in mistake([file]) and not (tmp_path / "ran").exists()
 
 
 def test_parse_mistaken_macro_names_the_near_one(tmp_path):

@@ -27,6 +27,14 @@ def test_config_text_is_sorted_and_whole():
     assert "train.profile_steps = None" in lines and "DataConfig.path = ''" in lines
 
 
+def test_config_text_marks_what_was_set_and_compares_values_alone():
+    run = RunConfig(train=TrainConfig(steps=7))
+    marked = config_text(run, bound={"train.steps", "train.seed"})
+    assert [line for line in marked.splitlines() if "#" in line] == ["train.seed = 0  # set", "train.steps = 7  # set"]
+    assert config_differences(config_text(run), marked) == []
+    assert config_differences(BASE, marked) == [("train.steps", "100", "7")]
+
+
 def test_config_differences_names_binding_and_values():
     run = RunConfig(train=TrainConfig(steps=7), moe=MoEConfig(num_experts=16))
     assert config_differences(BASE, config_text(run)) == [
@@ -62,11 +70,13 @@ def test_check_resumable_lets_layout_and_cadence_change():
         ("MoEConfig.schedule = 'deepspeed'", "MoEConfig.schedule = 's1'"),
         ("train.steps = 100", "train.steps = 200"),
         ("train.log_every = 10", "train.log_every = 1"),
+        ("train.deterministic = False", "train.deterministic = True"),
+        ("train.guide_scheduler = True", "train.guide_scheduler = False"),
         ("ModelConfig.remat = 'none'", "ModelConfig.remat = 'block'"),
     ):
         assert old in text
         text = text.replace(old, new)
-    assert len(check_resumable(BASE, text)) == 6
+    assert len(check_resumable(BASE, text)) == 8
 
 
 def test_check_resumable_refuses_the_rest_and_names_all():
@@ -79,6 +89,7 @@ def test_check_resumable_refuses_the_rest_and_names_all():
     assert "MoEConfig.num_experts was 8 and is 16 now" in message
     assert "train.learning_rate was 0.003 and is 0.1 now" in message
     assert "runs/try" in message and "--init_from=runs/try" in message and "\n" not in message
+    assert "(--gin_file=runs/try/config.gin does)" in message
 
 
 def test_may_differ_names_real_bindings():

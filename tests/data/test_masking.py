@@ -7,13 +7,13 @@ from moe_jax.data import mask_tokens
 from moe_jax.data.keyed_random import hash64, uniform
 
 
-def oracle(tokens, step, row_offset, seed, vocab_size, mask_id, rate, special_ids):
+def oracle(tokens, step, rows, seed, vocab_size, mask_id, rate, special_ids):
     """Hide tokens one by one."""
     inputs, weights = tokens.copy(), np.zeros(tokens.shape, np.float32)
     ordinary = [i for i in range(vocab_size) if i not in {mask_id, *special_ids}]
     for b in range(tokens.shape[0]):
         for s in range(tokens.shape[1]):
-            address = (row_offset + b, s)
+            address = (rows + b, s)
             if tokens[b, s] not in ordinary or uniform(2, seed, step, 0, *address)[0] >= rate:
                 continue
             weights[b, s] = 1
@@ -28,7 +28,7 @@ def oracle(tokens, step, row_offset, seed, vocab_size, mask_id, rate, special_id
 @pytest.mark.parametrize("special_ids", [(), (0, 7)])
 def test_mask_tokens_equals_loop(special_ids):
     tokens = (np.arange(6 * 40).reshape(6, 40) * 7 % 12).astype(np.int32)
-    settings = dict(step=3, row_offset=10, seed=5, vocab_size=12, mask_id=11, rate=0.5, special_ids=special_ids)
+    settings = dict(step=3, rows=10, seed=5, vocab_size=12, mask_id=11, rate=0.5, special_ids=special_ids)
     found = mask_tokens(tokens, **settings)
     for name, one, other in zip(("inputs", "targets", "weights"), found, oracle(tokens, **settings), strict=True):
         np.testing.assert_array_equal(one, other, err_msg=name)
@@ -55,8 +55,10 @@ def test_mask_tokens_does_not_depend_on_the_number_of_hosts(hosts):
     whole = mask_tokens(tokens, 4, 0, 1, 258, 257)
     share = 6 // hosts
     parts = [mask_tokens(tokens[i : i + share], 4, i, 1, 258, 257) for i in range(0, 6, share)]
+    odd = mask_tokens(tokens[1::2], 4, np.arange(1, 6, 2), 1, 258, 257)  # a host's rows need not follow one another
     for i in range(3):
         np.testing.assert_array_equal(np.concatenate([part[i] for part in parts]), whole[i])
+        np.testing.assert_array_equal(odd[i], whole[i][1::2])
 
 
 def test_mask_tokens_differs_by_step_seed_and_row():

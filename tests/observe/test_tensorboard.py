@@ -24,6 +24,12 @@ def test_events_hold_the_tags(tmp_path):
     assert writer.records_missed == 0
 
 
+def test_a_skipped_step_adds_no_lines_of_tensorboardx(tmp_path, caplog):
+    with TensorBoardWriter(tmp_path) as writer:
+        writer.write(1, {"loss": math.nan, "grad_norm": math.inf})
+    assert caplog.records == []
+
+
 @pytest.fixture
 def no_tensorboard(monkeypatch):
     real = builtins.__import__

@@ -15,7 +15,7 @@ from tiny_run import bindings_of
 from moe_jax.config import parse_run_config
 from moe_jax.models.memory import Sizes, device_bytes
 from moe_jax.training.feed import to_devices
-from moe_jax.training.loop import peak_bytes
+from moe_jax.training.loop import compiled_peak
 from moe_jax.training.plan import layer_plan
 from moe_jax.training.rejit import build_engine
 from moe_jax.training.session import build_session
@@ -87,5 +87,5 @@ def test_ten_steps_on_one_expert(tmp_path):
     assert guests[-1] > 0 and passes[-1] < passes[0]  # the plan followed
     for skeleton, executable in used.items():
         want = predicted(config, session, skeleton)
-        peak = peak_bytes(executable)
+        peak = compiled_peak(executable)
         assert peak <= want.at_most <= 2 * peak, (skeleton, peak, want)

@@ -8,7 +8,11 @@ import jax
 import pytest
 
 from moe_jax import inspection
-from moe_jax.training import guided
+from moe_jax.errors import UserError
+from moe_jax.training import guided, shared_program
+from moe_jax.training.compiler_options import compiled, compiler_options
+from moe_jax.training.config import TrainConfig
+from moe_jax.training.program import Program
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "inspection" / "fixtures" / "guests.hlo.xz"
 
@@ -52,7 +56,7 @@ class Lowered:
 def lowered(tmp_path, monkeypatch):
     from moe_jax.inspect import read_text
 
-    monkeypatch.setattr(guided.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return Lowered(read_text(str(FIXTURE)))
 
 
@@ -66,21 +70,125 @@ def test_second_compilation_is_told_the_seconds_of_the_first(lowered):
     assert lowered.told[3][0] == second, "another name would be another program to JAX's compilation cache"
 
 
+def test_a_profile_that_does_not_fit_is_said(lowered, caplog):
+    """The compiler matches by name; a program whose instructions are called otherwise is scheduled without guidance."""
+    target = inspection.parse_target("h200:2x2")
+    with caplog.at_level(logging.WARNING):
+        guided.compile_guided(lowered, {}, target)
+        assert not caplog.records
+        module = inspection.parse_module(lowered.text)
+        other = inspection.scheduler_profile(module, target).replace('" ', '.of_another_program" ')
+        guided.say_if_not_taken_up(module, target, other)
+    (record,) = caplog.records
+    assert "train.guide_scheduler (True) had little effect on jit_train_step" in record.getMessage()
+
+
+def test_link_at_the_profile_folder_is_refused(lowered, tmp_path):
+    (tmp_path / "moe_jax").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "moe_jax" / "profiles").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"moe_jax/profiles' is a link to '.*elsewhere', which is not followed"):
+        guided.compile_guided(lowered, {}, inspection.parse_target("h200:2x2"))
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_full_cache_folder_costs_the_name_of_the_profile_and_not_the_run(lowered, tmp_path, monkeypatch, caplog):
+    target = inspection.parse_target("h200:2x2")
+    guided.compile_guided(lowered, {}, target)
+    kept = lowered.told[1]
+
+    def full(path, content):
+        raise UserError(f"{str(path)!r} cannot be written (Disk quota exceeded)")
+
+    monkeypatch.setattr(guided, "write_cached", full)
+    guided.compile_guided(lowered, {}, target)
+    assert lowered.told[3] == kept and not caplog.records, "what lies there need not be written again"
+    pathlib.Path(kept[0][guided.PROFILE_OPTION]).unlink()
+    guided.compile_guided(lowered, {}, target)
+    options, profile = lowered.told[5]
+    assert profile == kept[1] and not pathlib.Path(options[guided.PROFILE_OPTION]).exists()
+    (record,) = caplog.records
+    assert "kept for this compilation only: " in record.getMessage() and "quota exceeded" in record.getMessage()
+    monkeypatch.setattr(guided.tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(UserError, match="Disk quota exceeded"):
+        guided.compile_guided(lowered, {}, target)
+
+
 def test_without_a_target_there_is_one_compilation(lowered):
     guided.compile_guided(lowered, {}, None)
     assert lowered.told == [({}, None)]
 
 
-def test_all_processes_take_the_first_one_s_profile(monkeypatch):
-    kept = {}
-    client = types.SimpleNamespace(
-        key_value_set_bytes=lambda key, value, allow_overwrite: kept.__setitem__(key, value),
-        blocking_key_value_get_bytes=lambda key, _: kept[key],
-    )
-    monkeypatch.setattr(guided.distributed.global_state, "client", client)
+class Client:
+    """Stands in for the coordination service."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def key_value_set_bytes(self, key, value, allow_overwrite):
+        self.kept[key] = value
+
+    def blocking_key_value_get_bytes(self, key, _milliseconds):
+        return self.kept[key]
+
+    def key_value_dir_get_bytes(self, folder):
+        return [(key, value) for key, value in self.kept.items() if key.startswith(folder)]
+
+    def key_value_delete(self, folder):
+        self.kept = {key: value for key, value in self.kept.items() if not key.startswith(folder)}
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """Return a function that makes this process the one of that index."""
+    monkeypatch.setattr(shared_program.distributed.global_state, "client", Client())
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    told = []
+    return lambda index: monkeypatch.setattr(jax, "process_index", lambda: index)
+
+
+@pytest.mark.parametrize("guide", ["h200:2x2", None])
+def test_nobody_waits_for_other_processes_timings(lowered, two_processes, guide, caplog):
+    """Every compilation of a job of several processes on GPUs, wherever it happens, times its kernels alone."""
+    options = compiler_options("cuda", processes=2)
+    assert options["xla_gpu_shard_autotuning"] == "False"
+    target = guide and inspection.parse_target(guide)
     for process in range(2):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        told.append(guided.agreed(lambda process=process: f"made by {process}", lambda: "name"))
-    assert told == ["made by 0", "made by 0"]
+        two_processes(process)
+        guided.compile_guided(lowered, options, target, gpus("NVIDIA H200", 4))
+    assert all(told["xla_gpu_shard_autotuning"] == "False" for told, _ in lowered.told)
+    # what stands in for the executable cannot be handed out, so process 1 compiles by process 0's profile, and only so
+    assert "each compiles it for itself" in caplog.text
+    assert len(lowered.told) == (3 if guide else 2) and lowered.told[-1] == lowered.told[-2]
+
+
+def test_deterministic_run_tells_the_compiler():
+    devices = types.SimpleNamespace(flat=gpus("NVIDIA H200", 4))
+    roles = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=devices))
+    for wanted in (False, True):
+        config = types.SimpleNamespace(train=TrainConfig(deterministic=wanted))
+        options = Program.compiler_options(types.SimpleNamespace(roles=roles, config=config))
+        assert options == ({"xla_gpu_deterministic_ops": "True"} if wanted else {})
+    assert compiler_options("cpu", deterministic=True) == {}
+
+
+def test_one_process_and_cpus_share_no_timings():
+    assert "xla_gpu_shard_autotuning" not in {**compiler_options("cuda"), **compiler_options("cpu", processes=2)}
+
+
+def test_option_that_a_compiler_does_not_know_is_left_out(caplog):
+    told = []
+
+    def compile(compiler_options):
+        told.append(compiler_options)
+        for name in compiler_options:
+            if name in unknown:
+                raise RuntimeError(f"INVALID_ARGUMENT: No such compile option: '{name}'")
+        return "executable"
+
+    lowered, unknown = types.SimpleNamespace(compile=compile), {"xla_gpu_shard_autotuning"}
+    options = {"xla_a": "1", "xla_gpu_shard_autotuning": "False"}
+    assert compiled(lowered, options) == "executable"
+    assert told == [options, {"xla_a": "1"}] and "has no option xla_gpu_shard_autotuning" in caplog.text
+    unknown.add("xla_a")
+    with pytest.raises(RuntimeError, match="No such compile option: 'xla_a'"):
+        compiled(lowered, {"xla_a": "1"})

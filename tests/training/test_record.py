@@ -23,7 +23,8 @@ def test_check_finite_names_the_first_leaf(bad):
         check_finite(7, metrics_of(2.5, [1.0, bad, bad]), NAMES, 4)
     assert str(caught.value) == (
         "step 7: the loss is 2.5, and gradient leaf 'bank/w_out' is the first that is not finite; the checkpoint of "
-        "step 4 is kept. Lower train.learning_rate, or raise train.warmup_steps"
+        "step 4 is kept. Lower train.learning_rate, or raise train.warmup_steps, or let train.max_skipped_steps "
+        "leave out a few such steps"
     )
 
 

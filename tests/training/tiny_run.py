@@ -60,11 +60,13 @@ def command(folder, workdir, *changes: str, devices: int = 2, flags=()) -> list[
 
 def start(arguments, **keywords) -> subprocess.Popen:
     """Start a command from the repository's root with quiet output in pipes."""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    root = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
+    python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": python_path}
     return subprocess.Popen(
         arguments,
         env=environment,
-        cwd=os.path.join(os.path.dirname(__file__), "..", ".."),
+        cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

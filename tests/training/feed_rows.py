@@ -1,0 +1,89 @@
+"""One of two processes that feed one mesh, for test_feed.py: it reads its own rows, and they are the right ones.
+
+For every mesh the rows read are counted at the corpus, and what lies on each device is compared with the same place of
+the whole batch, bit for bit. The last lines are the held-out losses, which test_feed.py compares with those of one
+process.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from tiny_run import bindings_of
+
+from moe_jax.config import parse_run_config
+from moe_jax.data.split import TokenSpan
+from moe_jax.mesh.hosts import HostsConfig, start_hosts
+from moe_jax.training.loop import evaluate
+from moe_jax.training.session import build_session
+
+BERT = ("ModelConfig.kind = 'bert'",)
+# name: (order of the eight devices, rows of a microbatch of 8 that each process holds, bindings)
+MESHES = {
+    "expert": (range(8), [range(4), range(4, 8)], ()),
+    "data_in_turn": ([0, 4, 1, 5, 2, 6, 3, 7], [range(0, 8, 2), range(1, 8, 2)], ("MeshConfig.data = 2", *BERT)),
+    "mp_within": (range(8), [range(4), range(4, 8)], ("MeshConfig.model = 2", "MeshConfig.expert_shard = 2")),
+    "mp_across": ([0, 4, 1, 5, 2, 6, 3, 7], [range(8), range(8)], ("MeshConfig.model = 2",)),
+    "backwards": (range(7, -1, -1), [range(4, 8), range(4)], ("train.accumulate = 2", "train.batch_size = 16")),
+}
+EVALUATED = ("data_in_turn", "mp_across")
+
+
+def session_of(folder, name):
+    """Return the session of one of the meshes."""
+    order, _, bindings = MESHES[name]
+    config, _, _ = parse_run_config((), bindings_of(folder, *bindings))
+    devices = jax.devices()
+    return build_session(config, [devices[index] for index in order])
+
+
+def assert_own_rows(session, process, want, read):
+    """A step's batch and every held-out one: right on each device, and no more read than `want` says."""
+    feed, pieces = session.feed, session.config.train.accumulate
+    assert feed.own.tolist() == list(want)
+    for step in (0, 3):
+        whole = feed.read(step)
+        read.clear()
+        arrays = feed.place(feed.read(step, feed.own))
+        assert len(read) == pieces * len(want), (process, len(read))
+        for array, values in zip(jax.tree.leaves(arrays), jax.tree.leaves(whole), strict=True):
+            assert array.shape == values.shape and array.dtype == values.dtype
+            for shard in array.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), values[shard.index])
+    read.clear()
+    batches = len([feed.place(batch) for batch in feed.held_out()])
+    assert 0 < len(read) <= batches * len(want)
+
+
+def main():
+    """Check every mesh, then evaluate fresh parameters on two of them."""
+    parser = argparse.ArgumentParser()
+    for flag in ("--folder", "--coordinator"):
+        parser.add_argument(flag)
+    for flag in ("--num_processes", "--process_id"):
+        parser.add_argument(flag, type=int)
+    flags = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    config = HostsConfig(coordinator=flags.coordinator, num_processes=flags.num_processes, process_id=flags.process_id)
+    read, read_span = [], TokenSpan.read
+
+    def counted(self, start, stop):
+        read.append((start, stop))
+        return read_span(self, start, stop)
+
+    TokenSpan.read = counted
+    with start_hosts(config) as hosts:
+        for name, (_, rows, _) in MESHES.items():
+            session = session_of(Path(flags.folder), name)
+            assert_own_rows(session, hosts.process_index, rows[hosts.process_index], read)
+            if name in EVALUATED:
+                loss = evaluate(session, session.evaluation_step(), session.fresh_state()["params"])
+                print(f"{name} {loss!r}", flush=True)
+        hosts.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""One of two processes for test_shared_program.py: programs that process 0 compiles, in each way that can go."""
+
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import distributed
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.errors import HostLostError, UserError
+from moe_jax.mesh.hosts import HostsConfig, start_hosts
+from moe_jax.training import shared_program
+from moe_jax.training.shared_program import SharedFunction, compile_for_all
+
+
+def main(port: str, index: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    config = HostsConfig(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=index, start_timeout_seconds=60)
+    with start_hosts(config):
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+        devices, split = list(mesh.devices.flat), NamedSharding(mesh, P("d"))
+        x_D = jax.make_array_from_callback((4,), split, lambda part: np.arange(4.0, dtype=np.float32)[part])
+
+        def step(factor):
+            def body(x_d):
+                return factor * jax.lax.psum(x_d, "d")
+
+            return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P()))
+
+        compiled = []
+
+        def run(name, factor, seconds=0.0):
+            lowered = step(factor).lower(x_D)
+
+            def first(text=name):
+                time.sleep(seconds)
+                compiled.append(f"{name} by {text}")
+                return lowered.compile()
+
+            try:
+                executable = compile_for_all(lowered, lambda: (first(), "process 0's text"), first, devices)
+                print(name, float(executable(x_D)[0]), flush=True)
+            except (UserError, RuntimeError) as error:
+                print(name, type(error).__name__, error, flush=True)
+
+        run("handed out", 2.0)
+        shared = SharedFunction(step(3.0), {}, devices)
+        print("function", float(shared(x_D)[0]), float(shared(x_D)[0]), flush=True)
+        serialize = shared_program.serialize_executable.serialize
+        shared_program.serialize_executable.serialize = lambda executable: 1 / 0
+        run("each", 4.0)
+        run("once more", 2.0, seconds=0.5)  # handed out before; now each compiles it, and nobody takes the old one
+        shared_program.serialize_executable.serialize = serialize
+        print("compiled:", compiled, flush=True)
+        if index == 0:
+            held = distributed.global_state.client.key_value_dir_get_bytes("moe_jax/program/")
+            print("held:", len({key.rsplit("/", 2)[0] for key, _ in held if key.endswith("/head")}), flush=True)
+
+        def fails():
+            raise UserError("the mesh (3) does not fit\nmore")
+
+        for kind in (UserError, HostLostError):
+            lowered = step(5.0 if kind is UserError else 6.0).lower(x_D)
+            shared_program.WAIT_SECONDS = 60 if kind is UserError else 0.5
+            try:
+                if index == 1 or kind is UserError:  # process 0 never comes to the other one
+                    compile_for_all(lowered, fails, lambda text: None, devices)
+            except (UserError, HostLostError) as error:
+                print("failed:", type(error).__name__, str(error).splitlines()[0], flush=True)
+        print("end", jnp.float32(1), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

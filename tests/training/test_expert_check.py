@@ -1,0 +1,177 @@
+"""What one expert FFN tells of a grouped matmul: rounding passes, and each way in which kernels were seen to be wrong
+does not."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moe_jax.moe import matmul_contract
+from moe_jax.moe.grouped_matmul import register
+from moe_jax.moe.portable_matmul import RaggedMatmul, clear_unowned_rows, split_gradient
+from moe_jax.training import expert_check
+from moe_jax.training.expert_check import CASES, ExpertShape, compare_expert, make_arrays, programs, rounding_limit
+
+SMALL = ExpertShape(model_dim=64, hidden_dim=128, dtype="bfloat16", param_dtype="float32", activation="gelu")
+TILE = 64
+
+
+def group_of_rows(group_sizes, rows):
+    """Return [R], the group of each row, and [R], its place in the group."""
+    stops = jnp.cumsum(group_sizes)
+    group = jnp.searchsorted(stops, jnp.arange(rows), side="right", method="compare_all")
+    group = jnp.minimum(group, group_sizes.shape[0] - 1)
+    return group, jnp.arange(rows) - (stops - group_sizes)[group]
+
+
+def in_last_part_of_a_tile(group_sizes, rows):
+    group, place = group_of_rows(group_sizes, rows)
+    return (place >= group_sizes[group] // TILE * TILE)[:, None]
+
+
+class DropsThePartTile(RaggedMatmul):
+    """Rows after the last whole tile of a group stay zero."""
+
+    def multiply(self, lhs, group_sizes, operands):
+        out = super().multiply(lhs, group_sizes, operands)
+        return jnp.where(in_last_part_of_a_tile(group_sizes, lhs.shape[0]), 0, out)
+
+
+class LeaksUnownedRows(RaggedMatmul):
+    """The gradient of the weights masks rows by multiplication, which keeps a NaN."""
+
+    def gradients(self, lhs, dout, group_sizes, operands):
+        dlhs, dweights = super().gradients(lhs, dout, group_sizes, operands)
+        unowned = clear_unowned_rows(jnp.ones((lhs.shape[0], 1), lhs.dtype), group_sizes) == 0
+        leak = jnp.sum(jnp.where(unowned, lhs, 0) * 0)
+        return dlhs, tuple(dweight + leak.astype(dweight.dtype) for dweight in dweights)
+
+
+class LeavesEmptyGroups(RaggedMatmul):
+    """The gradient of an empty group's weights is what stood in memory."""
+
+    def gradients(self, lhs, dout, group_sizes, operands):
+        dlhs, dweights = super().gradients(lhs, dout, group_sizes, operands)
+        stale = jnp.where(group_sizes == 0, 1e-3, 0)[:, None, None]
+        parts = split_gradient(jnp.broadcast_to(stale, (*group_sizes.shape, *operands[0].bank.shape[1:])), operands)
+        return dlhs, tuple(dweight + part for dweight, part in zip(dweights, parts, strict=True))
+
+
+class UnalignedWeightGradient(RaggedMatmul):
+    """The gradient of the weights reads whole tiles only: right for groups that a tile divides (marin #8339)."""
+
+    def gradients(self, lhs, dout, group_sizes, operands):
+        dlhs, _ = super().gradients(lhs, dout, group_sizes, operands)
+        kept = jnp.where(in_last_part_of_a_tile(group_sizes, lhs.shape[0]), 0, dout)
+        return dlhs, super().gradients(lhs, kept, group_sizes, operands)[1]
+
+
+class OneRowOff(RaggedMatmul):
+    """One row of the gradient of the rows has the wrong sign."""
+
+    def gradients(self, lhs, dout, group_sizes, operands):
+        dlhs, dweights = super().gradients(lhs, dout, group_sizes, operands)
+        return dlhs * jnp.where(jnp.arange(dlhs.shape[0]) == 130, -1, 1)[:, None].astype(dlhs.dtype), dweights
+
+
+class LeavesUnownedRows(RaggedMatmul):
+    """Rows that nobody owns are not zero on exit."""
+
+    def multiply(self, lhs, group_sizes, operands):
+        out = super().multiply(lhs, group_sizes, operands)
+        return jnp.where(jnp.arange(out.shape[0])[:, None] < jnp.sum(group_sizes), out, jnp.array(1e-3, out.dtype))
+
+
+SABOTEURS = (
+    DropsThePartTile, LeaksUnownedRows, LeavesEmptyGroups, UnalignedWeightGradient, OneRowOff, LeavesUnownedRows
+)  # fmt: skip
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Return a function that registers an implementation for one test."""
+    monkeypatch.setattr(matmul_contract, "_REGISTRY", dict(matmul_contract._REGISTRY))
+    names = (f"saboteur {number}" for number in itertools.count())
+
+    def add(implementation):
+        name = next(names)
+        register(name)(implementation)
+        return name
+
+    return add
+
+
+@pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.__name__)
+def test_a_wrong_kernel_is_found(monkeypatch, registered, saboteur):
+    monkeypatch.setattr(expert_check, "CASES", CASES[1:])  # one case tells, in half the time
+    worst = compare_expert(registered(saboteur), SMALL, jax.devices()[0])
+    assert not worst.explained and worst.size > 5 * worst.limit
+    if saboteur in (LeaksUnownedRows, LeavesEmptyGroups, UnalignedWeightGradient):
+        assert worst.what.startswith("gradient of w_")
+    assert f"more than {worst.limit:.2g}" in str(worst)
+
+
+@pytest.mark.parametrize("activation, dtype", [("gelu", "bfloat16"), ("swiglu", "bfloat16"), ("gelu", "float32")])
+def test_rounding_passes(monkeypatch, activation, dtype):
+    """The implementations that all other tests hold, at half of what rounding may explain."""
+    monkeypatch.setattr(expert_check, "CASES", CASES[1:] if activation == "swiglu" else CASES[:1])
+    shape = ExpertShape(model_dim=64, hidden_dim=128, dtype=dtype, param_dtype="float32", activation=activation)
+    for implementation in ("ragged", "blocked"):
+        worst = compare_expert(implementation, shape, jax.devices()[0])
+        assert 0 < worst.size < worst.limit / 2, (implementation, worst)
+
+
+def test_the_limit_is_the_dtypes():
+    shapes = {d: ExpertShape(model_dim=64, hidden_dim=128, dtype=d, param_dtype="float32", activation="gelu")
+              for d in ("bfloat16", "float16", "float32")}  # fmt: skip
+    assert rounding_limit(shapes["bfloat16"], "gpu") == pytest.approx(16 * 2**-8, rel=0.01)
+    assert rounding_limit(shapes["float16"], "gpu") == pytest.approx(16 * 2**-11, rel=0.01)
+    assert rounding_limit(shapes["float32"], "gpu") == rounding_limit(shapes["float16"], "gpu")  # TF32 rounds so
+    assert rounding_limit(shapes["float32"], "cpu") < 1e-4
+
+
+def test_cases_have_what_kernels_get_wrong():
+    for (rows, sizes), tall in zip(CASES, (True, False), strict=True):
+        assert rows % TILE and rows > sum(sizes) and (rows >= 128 * len(sizes)) == tall
+        assert sizes[0] == sizes[-1] == 0 and 0 in sizes[1:-1] and 1 in sizes
+        assert any(size % TILE == 0 and size for size in sizes) and any(size > TILE and size % TILE for size in sizes)
+
+
+def test_the_check_is_small():
+    """GPT-MoE-S, 768 x 1,536: weights of seven experts, their gradients twice, and 1,000 rows."""
+    shape = ExpertShape(model_dim=768, hidden_dim=1536, dtype="bfloat16", param_dtype="float32", activation="gelu")
+    rows, sizes = CASES[0]
+    compute, plain, compare = programs("reference", shape, rows, sizes, {})
+    arrays = jax.eval_shape(lambda: make_arrays(shape, rows, sizes))
+    counts = jax.ShapeDtypeStruct((len(sizes),), jnp.int32)
+    outputs = [jax.eval_shape(compute, counts, *arrays), jax.eval_shape(plain, *arrays)]
+    held = nbytes(arrays)
+    total = []
+    for function, given, kept in ((plain, arrays, nbytes(outputs[0])), (compare, outputs, held)):
+        memory = function.lower(*given).compile().memory_analysis()
+        total.append(memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes + kept)
+    assert held + nbytes(outputs) < max(total) < 300e6
+
+
+def nbytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def test_a_kernel_that_raises_is_not_hidden(monkeypatch, registered):
+    class Raises(RaggedMatmul):
+        def multiply(self, lhs, group_sizes, operands):
+            raise NotImplementedError("no such instruction")
+
+    with pytest.raises(NotImplementedError):
+        expert_check.compare_expert(registered(Raises), SMALL, jax.devices()[0])
+
+
+@pytest.mark.parametrize("rows, sizes", CASES)
+def test_the_kernel_for_hopper_takes_the_cases(rows, sizes):
+    """No GPU here: what the check runs on one must lower for it."""
+    compute, _, _ = programs("hopper", SMALL, rows, sizes, {})
+    arrays = jax.eval_shape(lambda: make_arrays(SMALL, rows, sizes))
+    traced = compute.trace(jax.ShapeDtypeStruct((len(sizes),), jnp.int32), *arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 6  # two products forward, two gradients of each

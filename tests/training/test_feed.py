@@ -1,0 +1,47 @@
+"""Every process reads the rows of its own devices, whatever the order of the mesh, and no number changes."""
+
+import socket
+import sys
+from pathlib import Path
+
+import feed_rows
+import numpy as np
+import pytest
+from tiny_run import finish, start, write_corpus
+
+from moe_jax.training.loop import evaluate
+
+HELPER = Path(__file__).with_name("feed_rows.py")
+
+
+def test_two_processes_read_their_own_rows(tmp_path):
+    """Five meshes on two processes; held-out losses on two of them equal those of one process to rounding."""
+    write_corpus(tmp_path / "corpus")
+    want = {}
+    for name in feed_rows.EVALUATED:
+        session = feed_rows.session_of(tmp_path, name)
+        want[name] = evaluate(session, session.evaluation_step(), session.fresh_state()["params"])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    arguments = [sys.executable, str(HELPER), f"--folder={tmp_path}", f"--coordinator=127.0.0.1:{port}"]
+    processes = [start([*arguments, "--num_processes=2", f"--process_id={index}"]) for index in range(2)]
+    for code, out, err in [finish(process) for process in processes]:
+        assert code == 0, err[-4000:]
+        found = dict(line.split() for line in out.splitlines() if line.split()[0] in want)
+        assert found.keys() == want.keys()
+        for name, loss in found.items():
+            # collectives between processes sum in another order
+            assert float(loss) == pytest.approx(want[name], rel=1e-6), name
+
+
+def test_evaluation_counts_the_targets_that_count(tmp_path):
+    """The weights of all held-out rows, summed on the devices, are those that the stream gives."""
+    session = feed_rows.session_of(tmp_path, "backwards")
+    weights = [batch.weights for batch in session.feed.held_out()]
+    step = session.evaluation_step()
+    params = session.fresh_state()["params"]
+    for batch, want in zip(session.feed.held_out(), weights, strict=True):
+        assert int(step(params, session.feed.place(batch), session.tables)[1]) == int(np.sum(want)) > 0
+    told = []
+    evaluate(session, step, params, after_batch=lambda: told.append(1))  # the stall clock hears of every batch
+    assert len(told) == len(weights) > 0

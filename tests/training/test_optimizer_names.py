@@ -1,0 +1,255 @@
+"""Every optimizer by name: updates by hand, the same numbers on any mesh, a state that moves with its experts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models import LanguageModel, ModelConfig
+from moe_jax.models.memory import Sizes, moment_layout
+from moe_jax.moe import MoEConfig
+from moe_jax.placement import Placement, bank_rows
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.checkpoint_format import flatten, is_bank
+from moe_jax.training.config import OPTIMIZERS, TrainConfig
+from moe_jax.training.optimizer import build_optimizer, muon_dims, state_bytes
+from moe_jax.training.reshard import reshard
+from moe_jax.training.step import abstract_state, place
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
+
+LAYERS, EXPERTS, VOCAB = 2, 8, 64
+SIZES = {"layers": 2 * LAYERS, "moe_every": 2, "model_dim": 16, "heads": 2, "hidden_dim": 32, "max_length": 8}
+
+
+def config_of(name, **fields):
+    name, _, narrow = name.partition("+")
+    fields = {"first_moment_dtype": "bfloat16", **fields} if narrow else fields
+    fields = {"learning_rate": 0.1, "warmup_steps": 0, "min_dim_size_to_factor": 8, **fields}
+    return TrainConfig(optimizer=name, steps=9, **fields)
+
+
+def one_update(config, params, grads):
+    optimizer = build_optimizer(config)
+    return optimizer.update(grads, optimizer.init(params), params)
+
+
+def tree(bank, qkv, tokens):
+    return {
+        "bank": {"w_in": bank},
+        "dense": {"embedding": {"tokens": tokens}, "units": {"attention": {"qkv": qkv}}},
+    }
+
+
+NO_DECAY = {"weight_decay": 0.0, "clip_norm": 0.0}
+
+
+def test_muon_takes_each_matrix_by_itself():
+    """Gradients c x I with c from 0 to 1,000: each expert's update has one length, and none has none.
+
+    I / |I| has all singular values 8^-1/2; five steps of s <- 3.4445 s - 4.775 s^3 + 2.0315 s^5 make them one value,
+    and the update is 0.2 sqrt(8) times it, with Nesterov's momentum as with none: all gradients point one way.
+    """
+    identity = jnp.eye(8)
+    bank = jnp.stack([scale * identity for scale in (0, 1, 10, 1000)])
+    qkv = jnp.stack([scale * identity for scale in (1, 100, 10_000)], axis=1).reshape(1, 8, 3, 2, 4)
+    grads = tree(bank, qkv, jnp.full((4, 8), 2.0))
+    updates, _ = one_update(config_of("muon", **NO_DECAY), jax.tree.map(jnp.ones_like, grads), grads)
+    s = 8**-0.5
+    for _ in range(5):
+        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+    want = -0.1 * 0.2 * 8**0.5 * s * np.eye(8)
+    for expert in (1, 2, 3):
+        np.testing.assert_allclose(updates["bank"]["w_in"][expert], want, atol=1e-5)
+    np.testing.assert_array_equal(updates["bank"]["w_in"][0], np.zeros((8, 8)))
+    projections = updates["dense"]["units"]["attention"]["qkv"].reshape(8, 3, 8)
+    for index in range(3):
+        np.testing.assert_allclose(projections[:, index], want, atol=1e-5)
+    # an embedding is Adam's: the first update is the sign of the gradient
+    np.testing.assert_allclose(updates["dense"]["embedding"]["tokens"], np.full((4, 8), -0.1), rtol=1e-5)
+
+
+def test_adafactor_takes_each_matrix_by_itself():
+    """Expert i has gradients i + 1 and parameters of size 2^i: its update is learning rate x 2^i, whatever the rest."""
+    scale = jnp.arange(1.0, 5.0)[:, None, None]
+    size = 2.0 ** jnp.arange(4)[:, None, None]
+    ones = jnp.ones((4, 8, 16))
+    grads = tree(scale * ones, jnp.ones((1, 8, 3, 2, 4)), jnp.full((16, 8), 3.0))
+    params = tree(size * ones, jnp.ones((1, 8, 3, 2, 4)), jnp.full((16, 8), 0.5))
+    updates, state = one_update(config_of("adafactor", **NO_DECAY), params, grads)
+    np.testing.assert_allclose(updates["bank"]["w_in"], -0.1 * size * ones, rtol=1e-5)
+    np.testing.assert_allclose(updates["dense"]["embedding"]["tokens"], np.full((16, 8), -0.05), rtol=1e-5)
+    factors = {name.split("/")[-3]: leaf for name, leaf in flatten(state).items() if name.endswith("bank/w_in")}
+    # at the first step the moments are the squares themselves, means over rows and over columns of each expert
+    np.testing.assert_allclose(factors["v_row"], np.broadcast_to(scale[:, 0] ** 2, (4, 8)), rtol=1e-6)
+    np.testing.assert_allclose(factors["v_col"], np.broadcast_to(scale[:, 0] ** 2, (4, 16)), rtol=1e-6)
+    assert factors["v"].shape == (4, 1)
+
+
+def test_lion_takes_the_sign():
+    grads = tree(jnp.array([[[3.0, -0.01]]]), jnp.ones((1, 1, 3, 1, 1)), -jnp.ones((1, 1)))
+    updates, _ = one_update(config_of("lion", **NO_DECAY), jax.tree.map(jnp.ones_like, grads), grads)
+    np.testing.assert_allclose(updates["bank"]["w_in"], [[[-0.1, 0.1]]], rtol=1e-6)
+
+
+def test_muon_has_the_hidden_matrices():
+    model = model_on(1, 1)
+    named = {"/".join(e.key for e in path): muon_dims(path) for path, _ in jax.tree.leaves_with_path(model.shapes())}
+    hidden = sorted(name for name, dims in named.items() if dims)
+    assert hidden == sorted(
+        ["bank/w_in", "bank/w_out"]
+        + [f"dense/units/{part}/{leaf}" for part in ("attention", "dense_attention") for leaf in ("out", "qkv")]
+        + ["dense/units/dense/w_in", "dense/units/dense/w_out"]
+    )
+
+
+def model_on(data, expert, zero=1):
+    return LanguageModel(
+        config=ModelConfig(**SIZES),
+        moe=MoEConfig(num_experts=EXPERTS),
+        vocab_size=VOCAB,
+        roles=build_mesh(MeshConfig(data=data, expert=expert), jax.devices()[: data * expert]),
+        zero_stage=zero,
+    )
+
+
+class Run:
+    """Updates on one mesh from gradients that are known by (layer, expert)."""
+
+    def __init__(self, config, data, expert, zero=1):
+        self.model = model_on(data, expert, zero)
+        self.optimizer = build_optimizer(config)
+        self.placing = place(self.model, self.model.layout(), self.optimizer)
+        self.abstract = abstract_state(self.model, self.optimizer, self.placing)
+        self.placement = Placement.even(LAYERS, EXPERTS, expert)
+
+        def update(state, grads):
+            updates, opt_state = self.optimizer.update(grads, state["opt_state"], state["params"])
+            params = optax.apply_updates(state["params"], updates)
+            return {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
+
+        self.update = jax.jit(update, out_shardings=self.placing.state)
+
+    def params(self, seed, scale):
+        """Random leaves by name, experts in the order of the file."""
+        rng = np.random.default_rng(seed)
+        at = (self.placement.home * (LAYERS * EXPERTS // self.placement.devices) + bank_rows(self.placement)).ravel()
+
+        def one(path, leaf):
+            values = (scale * rng.standard_normal(leaf.shape)).astype(np.float32)
+            if path[0].key == "bank":
+                bank = np.empty_like(values)
+                bank[at] = values
+                values = bank
+            return jax.device_put(values, leaf.sharding)
+
+        return jax.tree_util.tree_map_with_path(one, self.abstract["params"])
+
+    def start(self):
+        params = self.params(0, 0.1)
+        make = lambda p: {"step": jnp.zeros((), jnp.int32), "params": p, "opt_state": self.optimizer.init(p)}  # noqa: E731
+        self.state = jax.jit(make, out_shardings=self.placing.state)(params)
+
+    def steps(self, first, last):
+        for seed in range(first, last):
+            self.state = self.update(self.state, self.params(seed, 1.0))
+
+    def move(self, seed):
+        home = np.random.default_rng(seed).permutation(self.placement.home.ravel()).reshape(LAYERS, EXPERTS)
+        new = self.placement.replace(home=home.astype(np.int32))
+        self.state = reshard(self.state, self.placement, new, LAYERS * EXPERTS // new.devices)
+        self.placement = new
+
+
+# slow: the two whose states are all shaped like parameters
+FAST = ("adafactor", "muon+bfloat16")
+NAMES = [*OPTIMIZERS, "muon+bfloat16", "adamw+bfloat16"]
+CASES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_mesh_gives_the_same_numbers(name, tmp_path):
+    """Four updates on one device; on eight two, a move of experts, one, a checkpoint, and one on another mesh.
+
+    What both save at the end is compared leaf by leaf, by (layer, expert): parameters and the optimizer's whole state.
+    The gradients are clipped, so a norm over all devices is in it. Float32: sums run in another order.
+    """
+    config = config_of(name)
+    checkpoints = {step: Checkpointer(tmp_path / str(step), keep=3) for step in ("one", "eight")}
+    one = Run(config, 1, 1)
+    one.start()
+    one.steps(1, 5)
+    checkpoints["one"].save(4, one.state, one.placement.home, {})
+    eight = Run(config, 2, 4)
+    eight.start()
+    eight.steps(1, 3)
+    eight.move(seed=7)
+    eight.steps(3, 4)
+    checkpoints["eight"].save(3, eight.state, eight.placement.home, {})
+    checkpoints["eight"].wait()
+    same, _ = checkpoints["eight"].restore(3, eight.abstract, eight.placement.home)
+    jax.tree.map(np.testing.assert_array_equal, same, eight.state)  # a resumed run has the same bits
+    other = Run(config, 4, 2, zero=3)
+    other.state, _ = checkpoints["eight"].restore(3, other.abstract, other.placement.home)
+    other.steps(4, 5)
+    checkpoints["eight"].save(4, other.state, other.placement.home, {})
+    arrays = {}
+    for key, checkpointer in checkpoints.items():
+        checkpointer.close()
+        arrays[key] = checkpointer.read_arrays(4)
+    assert arrays["one"].keys() == arrays["eight"].keys()
+    narrow = [name for name, leaf in arrays["one"].items() if leaf.dtype.name == "bfloat16"]
+    assert all("/mu/" in name for name in narrow) and bool(narrow) == bool(config.first_moment_dtype)
+    for leaf, want in arrays["one"].items():
+        if leaf in narrow:  # one unit in the last of 8 bits, where rounding fell the other way
+            got, want = arrays["eight"][leaf].astype(np.float32), want.astype(np.float32)
+            np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-5, err_msg=leaf)
+            continue
+        got, tight = arrays["eight"][leaf], 2e-5 * (np.abs(want).max() or 1.0)
+        if narrow:  # where a moment rounds the other way, an entry moves by two units of 2^-7 of an update (0.1)
+            assert np.mean(np.abs(got - want) > tight) < 1e-3, leaf
+            tight = 0.1 * 2**-6
+        np.testing.assert_allclose(got, want, atol=tight, rtol=1e-4, err_msg=leaf)
+        assert want.shape[:2] == (LAYERS, EXPERTS) or not is_bank(leaf), leaf
+    start = np.asarray(one.params(0, 0.1)["bank"]["w_in"]).reshape(arrays["one"]["params/bank/w_in"].shape)
+    assert np.abs(arrays["one"]["params/bank/w_in"] - start).max() > 0.05  # it went somewhere
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_bytes_are_those_of_the_state(name):
+    """What a dry run counts without devices, against the shards of the state on one of eight devices."""
+    config = config_of(name)
+    run = Run(config, 2, 4)
+    leaves = jax.tree.leaves(run.abstract["opt_state"])
+    held = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
+    sizes = Sizes(
+        config=run.model.config, moe=run.model.moe, vocab_size=VOCAB, length=8, batch_size=8, accumulate=1,
+        zero_stage=1, expert_zero_stage=1,
+    )  # fmt: skip
+    shapes, specs = moment_layout(sizes, run.model.roles)
+    shapes = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, np.float32), shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+    assert state_bytes(config, shapes, specs, dict(run.model.roles.mesh.shape)) == held
+    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(run.model.shapes()))
+    if name in ("adafactor", "lion"):
+        assert held < whole / 4
+
+
+def test_an_optimizer_that_optax_lacks_is_one_line(monkeypatch):
+    monkeypatch.delattr(optax.contrib, "scale_by_muon")
+    with pytest.raises(
+        UserError, match=r"train.optimizer \('muon'\) needs what optax \S+ lacks .*scale_by_muon.*; install"
+    ):
+        build_optimizer(config_of("muon"))
+    with pytest.raises(UserError, match=r"train.optimizer \('sgd'\) must be one of adamw, adafactor, muon, lion"):
+        TrainConfig(optimizer="sgd")
+    with pytest.raises(UserError, match=r"train.first_moment_dtype \('float16'\) must be 'bfloat16', or '' for"):
+        TrainConfig(first_moment_dtype="float16")
+    with pytest.raises(UserError, match=r"first_moment_dtype \('bfloat16'\) has no effect on .*'adafactor'"):
+        TrainConfig(first_moment_dtype="bfloat16", optimizer="adafactor")
+    with pytest.raises(UserError, match=r"train.min_dim_size_to_factor \(0\) must be at least 1"):
+        TrainConfig(min_dim_size_to_factor=0)
