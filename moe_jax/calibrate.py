@@ -18,7 +18,7 @@ import sys
 
 from absl import flags
 
-from moe_jax.command_line import parse_flags
+from moe_jax.config.command_line import parse_flags
 from moe_jax.errors import HostLostError, UserError
 
 _OUT = flags.DEFINE_string("out", None, "File to write, such as cluster.json.")

@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
+from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.inspection import Target, check_mesh
-from moe_jax.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)

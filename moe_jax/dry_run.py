@@ -13,6 +13,8 @@ import jax
 from moe_jax.cluster.layer_seconds import ExpertLoad
 from moe_jax.cluster.pipeline import pairwise_seconds
 from moe_jax.compile_ahead import on_target
+from moe_jax.config.run_config import RunConfig, config_text
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inspection.targets import Target, parse_target
@@ -25,11 +27,9 @@ from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel
 from moe_jax.moe.layer import LayerPlan, layer_sizes, make_schedule
 from moe_jax.moe.work import expert_work
-from moe_jax.run_config import RunConfig, config_text
 from moe_jax.schedules import schedules
 from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups
-from moe_jax.training.config import TrainConfig
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
 from moe_jax.training.split import read_named_cluster

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from moe_jax.command_line import parse_flags
+from moe_jax.config.command_line import parse_flags
 from moe_jax.errors import UserError
 
 PROFILED_STEPS = PLAIN_STEPS = 5

@@ -14,9 +14,9 @@ import statistics
 import time
 from pathlib import Path
 
+from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.inspection.measured import Span
-from moe_jax.run_config import RunConfig
 
 WARM_UP = 2
 

@@ -17,7 +17,7 @@ import sys
 from absl import flags
 
 from moe_jax.cluster import read_cluster
-from moe_jax.command_line import parse_flags
+from moe_jax.config.command_line import parse_flags
 from moe_jax.errors import UserError
 from moe_jax.placement import Placement
 from moe_jax.planner import Cost, PlannerConfig, plots, report, simulate

@@ -10,7 +10,7 @@ import sys
 
 from absl import flags, logging
 
-from moe_jax.command_line import parse_flags
+from moe_jax.config.command_line import parse_flags
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import Tokenizer, TokenStream, held_out_batches, mask_tokens
 from moe_jax.data.cache import TokenCache
 from moe_jax.models import Batch, ModelConfig
-from moe_jax.training.config import TrainConfig
 
 
 def padded_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> int:

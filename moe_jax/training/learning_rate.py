@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import optax
 
-from moe_jax.training.config import TrainConfig
+from moe_jax.config.train_config import TrainConfig
 
 
 def build_learning_rate(config: TrainConfig) -> optax.Schedule:

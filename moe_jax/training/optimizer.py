@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
-from moe_jax.training.config import TrainConfig
 from moe_jax.training.learning_rate import build_learning_rate
 from moe_jax.training.per_matrix import per_matrix
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from moe_jax.after_gate import Rule
+from moe_jax.config.run_config import RunConfig
 from moe_jax.data import Tokenizer, build_tokenizer
 from moe_jax.dispatch import Tables, even_tables
 from moe_jax.inspection import Target
@@ -22,7 +23,6 @@ from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
 from moe_jax.moe.layer import LayerPlan
 from moe_jax.placement import Skeleton
-from moe_jax.run_config import RunConfig
 from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.guided import compile_guided, find_target

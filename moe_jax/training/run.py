@@ -2,7 +2,7 @@
 
 Enters: a RunConfig with its text, a work folder, and who this process is. Leaves: the folder, filled, and lines that
 say what came out. What may differ between a checkpoint and the command that resumes it is decided in
-`moe_jax.run_config`.
+`moe_jax.config.run_config`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 
 import jax
 
+from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.errors import UserError
 from moe_jax.mesh.hosts import Hosts, StopSignal
 from moe_jax.observe import Progress, RunFolder, draw_all, environment_record, summarize_run, write_report
-from moe_jax.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.first_step_check import settle_unproven
 from moe_jax.training.loop import Loop, Writers, evaluate

@@ -12,13 +12,13 @@ import os
 from pathlib import Path
 
 from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
 from moe_jax.models.memory import itemsize
 from moe_jax.moe.experts import weight_names
 from moe_jax.overlap import Times, shares
 from moe_jax.placement import Skeleton
 from moe_jax.placement.transfer import transfer_bytes
-from moe_jax.run_config import RunConfig
 
 _LOG = logging.getLogger(__name__)
 

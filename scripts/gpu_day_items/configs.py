@@ -13,11 +13,11 @@ def gpt_moe_s(context, *, batch: int, layers: int = 12, model: dict | None = Non
       layers: of the 12; a tiny one has 2 at most.
       model, moe: fields of `ModelConfig` and `MoEConfig`; train: of `TrainConfig`.
     """
+    from moe_jax.config import RunConfig
+    from moe_jax.config.train_config import TrainConfig
     from moe_jax.data.config import DataConfig
     from moe_jax.models.config import ModelConfig
     from moe_jax.moe.config import MoEConfig
-    from moe_jax.run_config import RunConfig
-    from moe_jax.training.config import TrainConfig
 
     sizes = {"layers": layers, "model_dim": 768, "hidden_dim": 1536, "heads": 12, "vocab_size": 50304}
     experts, length = 64, 2048

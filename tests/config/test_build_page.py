@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 import re
 
-from moe_jax.training.config import TrainConfig
+from moe_jax.config.train_config import TrainConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "BUILD.md").read_text(encoding="utf-8")

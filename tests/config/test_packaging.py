@@ -17,7 +17,7 @@ def test_gin_is_imported_in_one_file_only():
         for path in (ROOT / "moe_jax").rglob("*.py")
         if re.search(r"^\s*(import gin|from gin)\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert importing == {"moe_jax/config.py"}
+    assert importing == {"moe_jax/config/gin_files.py"}
 
 
 @pytest.mark.parametrize("binding", ["train.stepz = 4", "train.steps = ("])

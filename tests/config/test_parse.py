@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from moe_jax.config import CONFIG_CLASSES, RunConfig, config_differences, parse_run_config
-from moe_jax.config_values import fitted
+from moe_jax.config.train_config import TrainConfig
+from moe_jax.config.values import fitted
 from moe_jax.errors import UserError
-from moe_jax.training.config import TrainConfig
 
 
 def write(folder, name, text):

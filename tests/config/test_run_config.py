@@ -14,9 +14,9 @@ from moe_jax.config import (
     config_text,
     may_differ,
 )
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
 from moe_jax.moe.config import MoEConfig
-from moe_jax.training.config import TrainConfig
 
 BASE = config_text(RunConfig())
 

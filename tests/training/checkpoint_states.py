@@ -14,12 +14,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.mesh.hosts import HostsConfig, start_hosts
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.config import TrainConfig
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.step import abstract_state, place
 

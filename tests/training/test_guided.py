@@ -8,10 +8,10 @@ import jax
 import pytest
 
 from moe_jax import inspection
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
 from moe_jax.training import guided, shared_program
 from moe_jax.training.compiler_options import compiled, compiler_options
-from moe_jax.training.config import TrainConfig
 from moe_jax.training.program import Program
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "inspection" / "fixtures" / "guests.hlo.xz"

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from moe_jax.config.run_config import RunConfig, check_resumable, config_text
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
-from moe_jax.run_config import RunConfig, check_resumable, config_text
-from moe_jax.training.config import TrainConfig
 from moe_jax.training.learning_rate import build_learning_rate
 
 

@@ -16,6 +16,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.after_gate import CalibrateRule, ShadowRule, ShareRule
+from moe_jax.config.run_config import RunConfig
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
@@ -23,9 +25,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.placement import fits
 from moe_jax.planner import PlannerConfig
-from moe_jax.run_config import RunConfig
 from moe_jax.training import rejit
-from moe_jax.training.config import TrainConfig
 from moe_jax.training.planning import planned_skeleton
 from moe_jax.training.rejit import RejitEngine, build_engine
 

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
+from moe_jax.config.run_config import RunConfig
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import DataConfig
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.placement import Placement, build_skeleton
 from moe_jax.planner import PlannerConfig
-from moe_jax.run_config import RunConfig
-from moe_jax.training.config import TrainConfig
 from moe_jax.training.split import split_shares
 
 # 2 x 4 devices, one link of 1e9 B/s, 1e9 FLOP/s: 64 tokens a device, M = 8 and Sq = 16 make

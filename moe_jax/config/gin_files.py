@@ -20,32 +20,9 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moe_jax.config_values import fitted
+from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig, config_text
+from moe_jax.config.values import fitted
 from moe_jax.errors import UserError
-from moe_jax.run_config import (
-    ABSENT,
-    CONFIG_CLASSES,
-    MAY_DIFFER,
-    RunConfig,
-    bound_in,
-    check_resumable,
-    config_differences,
-    config_text,
-    may_differ,
-)
-
-__all__ = [
-    "ABSENT",
-    "CONFIG_CLASSES",
-    "MAY_DIFFER",
-    "RunConfig",
-    "bound_in",
-    "check_resumable",
-    "config_differences",
-    "config_text",
-    "may_differ",
-    "parse_run_config",
-]
 
 BINDINGS = "--gin_bindings"
 MODULE = "moe_jax"
@@ -166,7 +143,7 @@ class _Reader:
     """Collect the statements of files, of the files they include, and of the command line, in order."""
 
     def __init__(self, search_paths: Sequence[str]):
-        root = Path(__file__).resolve().parent.parent
+        root = Path(__file__).resolve().parents[2]
         beside = [str(root)] if (root / "configs").is_dir() else []
         self.folders = ["", *search_paths, *beside]
         self.statements: list[Statement] = []

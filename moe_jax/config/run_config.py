@@ -14,13 +14,13 @@ import fnmatch
 from collections.abc import Collection
 from typing import Any
 
+from moe_jax.config.train_config import TrainConfig
 from moe_jax.data.config import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import MeshConfig
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.config import MoEConfig
 from moe_jax.planner.config import PlannerConfig
-from moe_jax.training.config import TrainConfig
 
 CONFIG_CLASSES: dict[str, type] = {
     "train": TrainConfig,
