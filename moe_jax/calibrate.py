@@ -65,7 +65,7 @@ def command(argv: list[str]) -> None:
     from moe_jax.calibration import CalibrationOptions, calibrate
     from moe_jax.calibration.figures import draw_fits, write_points
     from moe_jax.cluster import write_cluster
-    from moe_jax.mesh.hosts import HostsConfig, start_hosts
+    from moe_jax.distributed.hosts import HostsConfig, start_hosts
 
     options = CalibrationOptions(
         smallest=_SMALLEST.value,

@@ -72,8 +72,8 @@ def command(argv: list[str]) -> int:
         raise UserError("--workdir is needed: the folder that the run is written to, such as --workdir=runs/try")
     import jax
 
+    from moe_jax.distributed.hosts import HostsConfig, start_hosts
     from moe_jax.mesh.host_devices import set_up_devices
-    from moe_jax.mesh.hosts import HostsConfig, start_hosts
     from moe_jax.training.compilation_cache import set_up_compilation_cache
     from moe_jax.training.run import RunOptions, run
 

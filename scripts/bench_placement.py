@@ -243,8 +243,8 @@ def worker(routing: str) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     from stepper import Training
 
+    from moe_jax.distributed.hosts import HostsConfig, start_hosts
     from moe_jax.mesh import build_mesh
-    from moe_jax.mesh.hosts import HostsConfig, start_hosts
 
     place = {"coordinator": None, "num_processes": None, "process_id": None}
     if "JAX_COORDINATOR_ADDRESS" in os.environ:

@@ -116,8 +116,8 @@ def time_layer(layer: LayerCase, devices, rounds: int) -> dict[str, list[float]]
 
 def measure(path: pathlib.Path) -> None:
     """Measure what the CSV file lacks, until the time is up."""
+    from moe_jax.distributed.hosts import HostsConfig, start_hosts
     from moe_jax.mesh.host_devices import set_up_devices
-    from moe_jax.mesh.hosts import HostsConfig, start_hosts
 
     began = time.monotonic()
     set_up_devices(_HOST_DEVICES.value)

@@ -26,8 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from moe_jax.mesh.job_token import seal  # noqa: E402
-from moe_jax.mesh.rendezvous import versions  # noqa: E402
+from moe_jax.distributed.job_token import seal  # noqa: E402
+from moe_jax.distributed.rendezvous import versions  # noqa: E402
 
 ALLOWED_SECONDS = 1.0
 DROPPED = "from 127.0.0.1 was dropped"
@@ -79,7 +79,7 @@ def work(arguments: argparse.Namespace) -> None:
     """Be one process of a job: wait for the word where there is one to wait for, join, and say when."""
     import jax
 
-    from moe_jax.mesh.hosts import HostsConfig, start_hosts
+    from moe_jax.distributed.hosts import HostsConfig, start_hosts
 
     jax.config.update("jax_platforms", "cpu")
     print("ready", flush=True)

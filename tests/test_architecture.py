@@ -1,9 +1,9 @@
 """Who may import whom. A reader can trust the folder tree because this file holds it to its word.
 
-entry points -> training -> config, observe, inspection
+entry points -> training -> config, observe, inspection, distributed
 config -> models, data, planner, whose config classes make one record
 models -> moe -> schedules -> dispatch -> collectives -> mesh
-entry points -> calibration -> moe
+entry points -> calibration -> moe, distributed
 moe -> after_gate -> dispatch, for plans that look at the counts first
 schedules -> cluster, for what an exchange costs
 planner -> placement -> cluster
@@ -27,11 +27,12 @@ PACKAGE = ROOT / "moe_jax"
 # room -> the rooms right below it; a room may import these and all that lie below them
 BELOW = {
     "entry points": ("training", "calibration"),
-    "training": ("config", "observe", "inspection"),
+    "training": ("config", "observe", "inspection", "distributed"),
     "config": ("models", "data", "planner"),
     "inspection": (),
     "models": ("moe", "overlap"),
-    "calibration": ("moe",),
+    "calibration": ("moe", "distributed"),
+    "distributed": (),
     "observe": (),
     "data": (),
     "planner": ("placement", "overlap"),

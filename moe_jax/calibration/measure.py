@@ -21,8 +21,8 @@ from moe_jax.calibration.timing import interleaved_seconds, medians
 from moe_jax.cluster import Cluster, Fit, fit_alpha_beta, fit_layers, fit_saa, split_saa
 from moe_jax.cluster.groups import strided_name
 from moe_jax.cluster.layer_seconds import layer_name
+from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
-from moe_jax.mesh.hosts import Hosts
 from moe_jax.mesh.roles import MeshConfig
 
 LEAST_LAYERS = 4

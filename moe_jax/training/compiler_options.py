@@ -13,7 +13,7 @@ _LOG = logging.getLogger(__name__)
 # what holds for every jax that this package supports (0.10.2 to 0.12)
 GPU: dict[str, str] = {}
 # With several processes: whoever compiles alone must not wait for the others' timings of kernels (`shared_program.py`).
-# `mesh/hosts.py` sets the same for all other programs of the process.
+# `distributed/hosts.py` sets the same for all other programs of the process.
 ALONE = {"xla_gpu_shard_autotuning": "False"}
 # Kernels that give the same bits every time, or an error where there is none.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": "True"}

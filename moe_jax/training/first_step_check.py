@@ -25,8 +25,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
-from moe_jax.mesh.hosts import Hosts
 from moe_jax.moe.grouped_matmul import choose_implementation
 from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.exchange_check import compare_exchange
@@ -80,7 +80,7 @@ def unproven(session: Session) -> dict[str, tuple[str, Callable[[], Verdict], di
     """Return {field: (what is used, its check, the verdict's key)} of what the session uses unproven."""
     config, roles = session.config, session.roles
     device = local_device(session)
-    # what concerns several processes is set for all programs of a process (`mesh/hosts.py`)
+    # what concerns several processes is set for all programs of a process (`distributed/hosts.py`)
     options = compiler_options(device.platform, deterministic=config.train.deterministic)
     found = {}
     if config.moe.transport == "ragged" and roles.size(roles.expert + roles.expert_shard) > 1:

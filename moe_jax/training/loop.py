@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from moe_jax.data import held_out_entropy, prefetch
-from moe_jax.mesh.hosts import Hosts, StopSignal
+from moe_jax.distributed.hosts import Hosts, StopSignal
 from moe_jax.models.counts import training_flops_per_token
 from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
 from moe_jax.training.checkpoint import Checkpointer

@@ -13,8 +13,8 @@ import sys
 import jax
 
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
+from moe_jax.distributed.hosts import Hosts, StopSignal
 from moe_jax.errors import UserError
-from moe_jax.mesh.hosts import Hosts, StopSignal
 from moe_jax.observe import Progress, RunFolder, draw_all, environment_record, summarize_run, write_report
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.first_step_check import settle_unproven

@@ -124,7 +124,7 @@ def _workdir(context, name: str, kind: str):
 def _run(context, name: str, kind: str):
     import moe_jax.training.run as training_run
     from moe_jax.config.run_config import config_text
-    from moe_jax.mesh.hosts import Hosts
+    from moe_jax.distributed.hosts import Hosts
     from moe_jax.training.run import RunOptions
 
     config = _config(context)

@@ -28,7 +28,7 @@ def train(context, grouped_matmul: str):
     """Train, then compile the same step again to read it."""
     import moe_jax.training.run as training_run
     from moe_jax.config.run_config import config_text
-    from moe_jax.mesh.hosts import Hosts
+    from moe_jax.distributed.hosts import Hosts
     from moe_jax.training.loop import Loop
     from moe_jax.training.run import RunOptions
 

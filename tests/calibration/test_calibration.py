@@ -16,9 +16,9 @@ from moe_jax.calibration.timing import interleaved_seconds, medians
 from moe_jax.cluster import Cluster, Fit, fit_layers, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import ExpertLoad, layer_seconds
 from moe_jax.cluster.volumes import LayerShape
+from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.mesh.hosts import Hosts
 from moe_jax.schedules import LayerSizes
 from moe_jax.schedules.automatic import choose
 

@@ -13,7 +13,7 @@ from lab.network import find_missing, lab_names, processes_in, start_ticks
 
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = _ROOT / "scripts" / "lab_cluster.py"
-_JAX_WORKER = _ROOT / "tests" / "mesh" / "hosts_worker.py"
+_JAX_WORKER = _ROOT / "tests" / "distributed" / "hosts_worker.py"
 
 
 @pytest.fixture(scope="module", autouse=True)

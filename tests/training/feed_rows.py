@@ -15,7 +15,7 @@ from tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
 from moe_jax.data.split import TokenSpan
-from moe_jax.mesh.hosts import HostsConfig, start_hosts
+from moe_jax.distributed.hosts import HostsConfig, start_hosts
 from moe_jax.training.loop import evaluate
 from moe_jax.training.session import build_session
 

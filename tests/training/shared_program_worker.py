@@ -10,8 +10,8 @@ from jax._src import distributed
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.distributed.hosts import HostsConfig, start_hosts
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.mesh.hosts import HostsConfig, start_hosts
 from moe_jax.training import shared_program
 from moe_jax.training.shared_program import SharedFunction, compile_for_all
 

@@ -13,9 +13,9 @@ from tiny_run import bindings_of, run_here
 from moe_jax import user_cache
 from moe_jax.collectives import exchange
 from moe_jax.config import parse_run_config
+from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.mesh.hosts import Hosts
 from moe_jax.training import first_step_check, verdicts
 from moe_jax.training import run as run_module
 from moe_jax.training.exchange_check import compare_exchange

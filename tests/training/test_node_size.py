@@ -5,8 +5,8 @@ import types
 import pytest
 
 from moe_jax.config import parse_run_config
+from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
-from moe_jax.mesh.hosts import Hosts
 from moe_jax.training.run import with_node_size
 
 DEVICES = [types.SimpleNamespace(id=i, process_index=i // 2) for i in range(8)]

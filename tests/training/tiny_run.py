@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from moe_jax.config import parse_run_config
-from moe_jax.mesh.hosts import Hosts
+from moe_jax.distributed.hosts import Hosts
 from moe_jax.training.run import RunOptions, run
 
 BINDINGS = (

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from moe_jax.distributed.peer import MalformedMessage, Peer
 from moe_jax.errors import HostLostError
-from moe_jax.mesh.peer import MalformedMessage, Peer
 
 EXIT_HOST_LOST = 4
 # Outcomes of the whole job (a user's mistake, a loss that is not finite) rather than of one machine: every process ends

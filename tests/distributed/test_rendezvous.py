@@ -7,11 +7,11 @@ import time
 
 import pytest
 
+from moe_jax.distributed import listeners, rendezvous
+from moe_jax.distributed.job_token import derive_token, seal, unseal
+from moe_jax.distributed.peer import MAX_MESSAGE_BYTES, MalformedMessage, Peer
+from moe_jax.distributed.rendezvous import Place, connect, gather_peers
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.mesh import listeners, rendezvous
-from moe_jax.mesh.job_token import derive_token, seal, unseal
-from moe_jax.mesh.peer import MAX_MESSAGE_BYTES, MalformedMessage, Peer
-from moe_jax.mesh.rendezvous import Place, connect, gather_peers
 
 TOKEN = b"of the job"
 

@@ -24,10 +24,10 @@ import socket
 import time
 from dataclasses import dataclass, field
 
+from moe_jax.distributed.job_token import TOKEN_VARIABLE, new_challenge, seal, unseal
+from moe_jax.distributed.listeners import listen
+from moe_jax.distributed.peer import MalformedMessage, Peer, decode, encode
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.mesh.job_token import TOKEN_VARIABLE, new_challenge, seal, unseal
-from moe_jax.mesh.listeners import listen
-from moe_jax.mesh.peer import MalformedMessage, Peer, decode, encode
 
 _LOG = logging.getLogger(__name__)
 _PROTOCOL = 1  # of what is said here and after the start

@@ -24,13 +24,13 @@ from typing import NoReturn
 
 import jax
 
+from moe_jax.distributed.job_token import derive_token
+from moe_jax.distributed.listeners import held_port
+from moe_jax.distributed.nodes import machine_id, node_size
+from moe_jax.distributed.rendezvous import Place, connect, gather_peers
+from moe_jax.distributed.stop_signal import StopSignal
+from moe_jax.distributed.watchdog import EXIT_HOST_LOST, Watchdog
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
-from moe_jax.mesh.job_token import derive_token
-from moe_jax.mesh.listeners import held_port
-from moe_jax.mesh.nodes import machine_id, node_size
-from moe_jax.mesh.rendezvous import Place, connect, gather_peers
-from moe_jax.mesh.stop_signal import StopSignal
-from moe_jax.mesh.watchdog import EXIT_HOST_LOST, Watchdog
 
 __all__ = ["EXIT_HOST_LOST", "Hosts", "HostsConfig", "StopSignal", "exit_code_of", "start_hosts"]
 

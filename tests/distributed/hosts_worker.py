@@ -1,7 +1,7 @@
 """One process of a job of several, for test_hosts.py: steps of a psum until told to stop.
 
 Each process prints `step N` now and then, and `stopped at N` when all have agreed on it. Its answers to mistakes are
-those of moe_jax.mesh.hosts.
+those of moe_jax.distributed.hosts.
 """
 
 import argparse
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.distributed.hosts import HostsConfig, StopSignal, exit_code_of, start_hosts
 from moe_jax.errors import NonFiniteError, UserError
-from moe_jax.mesh.hosts import HostsConfig, StopSignal, exit_code_of, start_hosts
 
 
 def main() -> None:
