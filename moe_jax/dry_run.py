@@ -17,6 +17,7 @@ from moe_jax.config.run_config import RunConfig, config_text
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import build_tokenizer
 from moe_jax.errors import UserError
+from moe_jax.grouped_matmul.ffn_cost import expert_work
 from moe_jax.inspection.targets import Target, parse_target
 from moe_jax.mesh.abstract import assumed_devices, build_abstract_roles
 from moe_jax.mesh.roles import Roles
@@ -26,7 +27,6 @@ from moe_jax.models.counts import forward_flops_per_token, parameter_counts, tra
 from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel
 from moe_jax.moe.layer import LayerPlan, layer_sizes, make_schedule
-from moe_jax.moe.work import expert_work
 from moe_jax.schedules import schedules
 from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups

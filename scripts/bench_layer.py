@@ -105,8 +105,8 @@ def executed_rows(counts, name: str) -> float | None:
     """Return rows that the grouped matmul computed over rows that there are, where the implementation tells."""
     import numpy as np
 
-    from moe_jax.moe.blocked_matmul import choose_heights
-    from moe_jax.moe.row_blocks import rows_computed
+    from moe_jax.grouped_matmul.blocked import choose_heights
+    from moe_jax.grouped_matmul.row_blocks import rows_computed
 
     if name not in ("fused", "blocked"):
         return None
@@ -120,7 +120,7 @@ def measure() -> dict:
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.moe.grouped_matmul import choose_implementation
+    from moe_jax.grouped_matmul.matmul import choose_implementation
 
     dtype = jnp.dtype(_DTYPE.value)
     moe, moe_arguments, counts = moe_case(dtype)

@@ -5,6 +5,7 @@ config -> models, data, planner, whose config classes make one record
 models -> moe -> schedules -> dispatch -> collectives -> mesh
 entry points -> calibration -> moe, distributed
 moe -> after_gate -> dispatch, for plans that look at the counts first
+moe -> grouped_matmul -> collectives
 schedules -> cluster, for what an exchange costs
 planner -> placement -> cluster
 entry points, training -> inspection, which reads what the compiler wrote and nothing else
@@ -39,7 +40,8 @@ BELOW = {
     "overlap": (),
     "placement": ("cluster",),
     "cluster": (),
-    "moe": ("schedules", "after_gate"),
+    "moe": ("schedules", "after_gate", "grouped_matmul"),
+    "grouped_matmul": ("collectives",),
     "after_gate": ("dispatch",),
     "schedules": ("dispatch", "cluster"),
     "dispatch": ("collectives",),

@@ -27,11 +27,11 @@ from moe_jax.dispatch import (
     rows_to_tokens,
     tokens_to_rows,
 )
+from moe_jax.grouped_matmul.ffn_cost import expert_work
+from moe_jax.grouped_matmul.matmul import GroupedWeights, default_implementation
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.gate import choose_experts
-from moe_jax.moe.grouped_matmul import GroupedWeights, default_implementation
-from moe_jax.moe.work import expert_work
 
 _ITEM = 4
 

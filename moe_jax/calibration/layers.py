@@ -16,11 +16,11 @@ import numpy as np
 
 from moe_jax.cluster import Cluster
 from moe_jax.cluster.layer_seconds import ExpertLoad, LayerSeconds, layer_seconds
+from moe_jax.grouped_matmul.ffn_cost import expert_work
 from moe_jax.mesh.abstract import build_abstract_roles
 from moe_jax.mesh.roles import MeshConfig, Roles, build_mesh
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import layer_sizes
-from moe_jax.moe.work import expert_work
 from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.base import LayerSizes
 

@@ -39,7 +39,7 @@ class LayerSeconds(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertLoad:
-    """What one device's experts do in a forward and backward: FLOPs and bytes touched, as `moe/work.py` counts."""
+    """One device's experts, forward and backward: FLOPs and bytes touched, as `grouped_matmul/ffn_cost.py` counts."""
 
     flops: float
     bytes: float

@@ -1,8 +1,8 @@
 """The MoE layer: what a token meets between two attentions. See README.md."""
 
+from moe_jax.grouped_matmul.matmul import GroupedWeights, grouped_matmul
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.gate import GateStats, balance_loss, choose_experts, z_loss
-from moe_jax.moe.grouped_matmul import GroupedWeights, grouped_matmul
 from moe_jax.moe.layer import MoELayer, make_moe
 from moe_jax.moe.reference import reference_moe
 

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.collectives.varying import match_varying
-from moe_jax.moe.grouped_matmul import (
+from moe_jax.grouped_matmul.contract import FusedFfn, Operands, find_implementation
+from moe_jax.grouped_matmul.matmul import (
     check_operands,
     door_cotangents,
     grouped_matmul,
@@ -24,7 +25,6 @@ from moe_jax.moe.grouped_matmul import (
     without_bank_gradient,
     without_sinks,
 )
-from moe_jax.moe.matmul_contract import FusedFfn, Operands, find_implementation
 
 Array = jax.Array
 

@@ -24,13 +24,13 @@ from moe_jax.collectives.sparse import TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
+from moe_jax.grouped_matmul.matmul import GroupedWeights, default_implementation, implementations
 from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe.bank import open_sink, with_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.moe.gate import balance_loss, choose_experts, share_statistics, z_loss
-from moe_jax.moe.grouped_matmul import GroupedWeights, default_implementation, implementations
 from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule
 from moe_jax.schedules.base import Schedule
 

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.errors import UserError
+from moe_jax.grouped_matmul.matmul import GroupedWeights
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
-from moe_jax.moe.grouped_matmul import GroupedWeights
 from moe_jax.moe.layer import LayerPlan, grouped_matmul_finder, make_decide, make_schedule, run_gate
 from moe_jax.schedules.staged import Sent, StagedSchedule
 

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax.grouped_matmul.matmul import GroupedWeights
 from moe_jax.moe.experts import apply_activation, expert_ffn, weight_names
-from moe_jax.moe.grouped_matmul import GroupedWeights
 
 Array = jax.Array
 

@@ -60,7 +60,7 @@ def measure(context, implementation: str, of: str = "", option: str = ""):
 
 def measure_others(context):
     """Check and time what is registered beside the implementations that have parts of their own."""
-    from moe_jax.moe.grouped_matmul import implementations
+    from moe_jax.grouped_matmul.matmul import implementations
 
     others = [name for name in implementations() if name not in KNOWN]
     if not others:
@@ -73,11 +73,11 @@ def _check_device(name: str, context):
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.moe import hopper_matmul
+    from moe_jax.grouped_matmul import hopper
 
     device = jax.devices()[0]
-    if name == "hopper" and not hopper_matmul.fits(device, jnp.bfloat16, (128, 128)):
-        raise NotHere(f"{device.device_kind} has no compute capability {hopper_matmul.CAPABILITY}")
+    if name == "hopper" and not hopper.fits(device, jnp.bfloat16, (128, 128)):
+        raise NotHere(f"{device.device_kind} has no compute capability {hopper.CAPABILITY}")
 
 
 def _registered(name: str):
@@ -85,7 +85,7 @@ def _registered(name: str):
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.moe.matmul_contract import GroupedWeights, find_implementation
+    from moe_jax.grouped_matmul.contract import GroupedWeights, find_implementation
 
     found = find_implementation(name)
 

@@ -19,6 +19,7 @@ from sums_in_programs import narrow_sums
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.dispatch.tables import even_tables
+from moe_jax.grouped_matmul.matmul import implementations
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.cross_entropy import chunked_cross_entropy
@@ -27,7 +28,6 @@ from moe_jax.models.transformer import Transformer
 from moe_jax.models.wide_gradients import add_bias, in_dtype, project
 from moe_jax.moe import GroupedWeights, MoEConfig
 from moe_jax.moe.experts import expert_ffn
-from moe_jax.moe.grouped_matmul import implementations
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.plan import device_tables, layer_plan
 from moe_jax.training.step import abstract_state, make_train_step, place

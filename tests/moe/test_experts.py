@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.grouped_matmul.matmul import GroupedWeights
 from moe_jax.moe.experts import expert_ffn, weight_names
-from moe_jax.moe.grouped_matmul import GroupedWeights
 
 ON_CPU = ("blocked", "fused", "ragged", "reference")
 MODEL, HIDDEN = 6, 10

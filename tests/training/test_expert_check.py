@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.moe import matmul_contract
-from moe_jax.moe.grouped_matmul import register
-from moe_jax.moe.portable_matmul import RaggedMatmul, clear_unowned_rows, split_gradient
+from moe_jax.grouped_matmul import contract
+from moe_jax.grouped_matmul.matmul import register
+from moe_jax.grouped_matmul.portable import RaggedMatmul, clear_unowned_rows, split_gradient
 from moe_jax.training import expert_check
 from moe_jax.training.expert_check import CASES, ExpertShape, compare_expert, make_arrays, programs, rounding_limit
 
@@ -91,7 +91,7 @@ SABOTEURS = (
 @pytest.fixture
 def registered(monkeypatch):
     """Return a function that registers an implementation for one test."""
-    monkeypatch.setattr(matmul_contract, "_REGISTRY", dict(matmul_contract._REGISTRY))
+    monkeypatch.setattr(contract, "_REGISTRY", dict(contract._REGISTRY))
     names = (f"saboteur {number}" for number in itertools.count())
 
     def add(implementation):

@@ -1,7 +1,7 @@
 """Grouped matmul as loops over row blocks: about the FLOPs of the rows there are, with plain XLA matmuls.
 
-The choice on a CPU, where XLA expands `lax.ragged_dot` to G times the work. See `row_blocks` for the loops and
-`matmul_contract` for what enters and leaves.
+The choice on a CPU, where XLA expands `lax.ragged_dot` to G times the work. See `row_blocks.py` for the loops and
+`contract.py` for what enters and leaves.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.varying import cast_varying, varying_axes
-from moe_jax.moe.matmul_contract import GroupedWeights, Operands, register
-from moe_jax.moe.row_blocks import block_heights, for_each_block
+from moe_jax.grouped_matmul.contract import GroupedWeights, Operands, register
+from moe_jax.grouped_matmul.row_blocks import block_heights, for_each_block
 
 Array = jax.Array
 

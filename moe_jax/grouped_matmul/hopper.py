@@ -1,6 +1,6 @@
 """Grouped matmul by the Pallas kernels for Hopper that ship with JAX, given a backward.
 
-See `matmul_contract` for what enters and leaves. Limits: 16-bit floats, K and N multiples of 64. The kernels lower on
+See `contract.py` for what enters and leaves. Limits: 16-bit floats, K and N multiples of 64. The kernels lower on
 any machine; this project has not run them on a GPU, so training compares them with plain matmuls before it starts
 (`training/first_step_check.py`). Only a program that uses `hopper` loads Pallas.
 
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.errors import UserError
-from moe_jax.moe.matmul_contract import Operands, register
-from moe_jax.moe.portable_matmul import clear_unowned_rows, gather_weights, split_gradient
+from moe_jax.grouped_matmul.contract import Operands, register
+from moe_jax.grouped_matmul.portable import clear_unowned_rows, gather_weights, split_gradient
 
 Array = jax.Array
 

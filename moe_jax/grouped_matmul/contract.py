@@ -2,7 +2,7 @@
 
 Rows `[R, K]` sorted by group enter together with `group_sizes [G]` and the weights of the groups; `[R, N]` leaves.
 Group g owns the `group_sizes[g]` rows after those of the groups before it; rows past the last group belong to nobody:
-they may hold anything on entry and are zero on exit. Nothing here computes: see `grouped_matmul`.
+they may hold anything on entry and are zero on exit. Nothing here computes: see `matmul.py`.
 
 Letters: R rows of this shard, G groups, S rows of a weight bank, K and N the contracted and the resulting dim.
 """

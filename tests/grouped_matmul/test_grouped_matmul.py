@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.moe.blocked_matmul import choose_heights
-from moe_jax.moe.grouped_matmul import (
+from moe_jax.grouped_matmul.blocked import choose_heights
+from moe_jax.grouped_matmul.matmul import (
     GroupedWeights,
     choose_implementation,
     default_implementation,
@@ -18,7 +18,7 @@ from moe_jax.moe.grouped_matmul import (
     implementations,
     register,
 )
-from moe_jax.moe.row_blocks import block_heights, for_each_block
+from moe_jax.grouped_matmul.row_blocks import block_heights, for_each_block
 
 ON_CPU = ("blocked", "fused", "ragged", "reference")
 

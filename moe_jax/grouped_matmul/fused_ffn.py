@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from moe_jax.moe.blocked_matmul import (
+from moe_jax.grouped_matmul.blocked import (
     ROWS_BY_ROWS,
     ROWS_BY_TRANSPOSED,
     ROWS_BY_WEIGHT,
@@ -26,8 +26,8 @@ from moe_jax.moe.blocked_matmul import (
     split_sizes,
     zeros_varying_like,
 )
-from moe_jax.moe.matmul_contract import GroupedWeights, register
-from moe_jax.moe.row_blocks import for_each_block
+from moe_jax.grouped_matmul.contract import GroupedWeights, register
+from moe_jax.grouped_matmul.row_blocks import for_each_block
 
 Array = jax.Array
 

@@ -1,8 +1,8 @@
 """Multiply rows that are sorted by expert by their experts' weights, with a choice of implementations.
 
 Rows `[R, K]`, `group_sizes [G]` and the groups' weights enter, `[R, N]` leaves; the gradients of the rows and, through
-the sinks, of the weights leave the backward. Works inside `shard_map` and outside. The rules are in `matmul_contract`,
-the implementations in `portable_matmul`, `blocked_matmul`, `blocked_ffn` and `hopper_matmul`.
+the sinks, of the weights leave the backward. Works inside `shard_map` and outside. The rules are in `contract.py`,
+the implementations in `portable.py`, `blocked.py`, `fused_ffn.py` and `hopper.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from moe_jax.collectives.varying import match_varying
-from moe_jax.moe import blocked_ffn, hopper_matmul, portable_matmul  # noqa: F401  (each registers itself)
-from moe_jax.moe.matmul_contract import (
+from moe_jax.grouped_matmul import fused_ffn, hopper, portable  # noqa: F401  (each registers itself)
+from moe_jax.grouped_matmul.contract import (
     GroupedWeights,
     Operands,
     find_implementation,
@@ -50,7 +50,7 @@ def default_implementation(device, dtype, dims: tuple[int, ...]) -> str:
     """
     if device.platform == "tpu":
         return "ragged"
-    return "hopper" if hopper_matmul.fits(device, dtype, dims) else "fused"
+    return "hopper" if hopper.fits(device, dtype, dims) else "fused"
 
 
 def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...]) -> str:

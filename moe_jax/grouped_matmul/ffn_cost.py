@@ -9,8 +9,8 @@ import typing
 
 import numpy as np
 
-from moe_jax.moe.blocked_matmul import choose_heights
-from moe_jax.moe.row_blocks import rows_computed
+from moe_jax.grouped_matmul.blocked import choose_heights
+from moe_jax.grouped_matmul.row_blocks import rows_computed
 
 
 class ExpertWork(typing.NamedTuple):

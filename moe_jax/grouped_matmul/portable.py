@@ -1,6 +1,6 @@
 """Two grouped matmuls without loops: `reference`, to be believed, and `ragged`, for TPU.
 
-See `matmul_contract` for what enters and leaves. Both gather the groups' weights into one array [G, K, N] first.
+See `contract.py` for what enters and leaves. Both gather the groups' weights into one array [G, K, N] first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.moe.matmul_contract import Operands, register
+from moe_jax.grouped_matmul.contract import Operands, register
 
 Array = jax.Array
 
