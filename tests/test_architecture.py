@@ -2,6 +2,7 @@
 
 entry points -> training -> config, observe, inspection, distributed
 config -> models, data, planner, whose config classes make one record
+entry points -> replay -> config, planner, observe
 models -> moe -> schedules -> dispatch -> collectives -> mesh
 entry points -> calibration -> moe, distributed
 moe -> after_gate -> dispatch, for plans that look at the counts first
@@ -27,7 +28,8 @@ PACKAGE = ROOT / "moe_jax"
 
 # room -> the rooms right below it; a room may import these and all that lie below them
 BELOW = {
-    "entry points": ("training", "calibration"),
+    "entry points": ("training", "calibration", "replay"),
+    "replay": ("config", "planner", "observe"),
     "training": ("config", "observe", "inspection", "distributed"),
     "config": ("models", "data", "planner"),
     "inspection": (),
@@ -51,7 +53,7 @@ BELOW = {
 }
 FOUNDATION = ("errors", "renames", "user_cache")  # modules that every package may import, and that import none
 ROOMS = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py")))
-HOST_ROOMS = ("cluster", "overlap", "placement", "planner", "inspection")
+HOST_ROOMS = ("cluster", "overlap", "placement", "planner", "inspection", "replay")
 ARRAY_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 

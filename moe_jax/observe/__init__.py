@@ -3,7 +3,8 @@
 from moe_jax.observe.atomic import atomic_file, disk_errors_named, write_atomically
 from moe_jax.observe.balance import dead_experts, device_load_max_over_mean, device_loads
 from moe_jax.observe.environment import environment_record, git_state
-from moe_jax.observe.loads import LoadsRecorder, LoadsTrace, read_loads
+from moe_jax.observe.load_trace import LoadsTrace, read_loads
+from moe_jax.observe.loads import LoadsRecorder
 from moe_jax.observe.metrics import MetricsWriter, read_metrics
 from moe_jax.observe.plots import draw_all
 from moe_jax.observe.progress import Progress, short_time, with_prefix

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moe_jax.observe.figures import FAINT, GREY, INK, MOST_POINTS, new_figure
-from moe_jax.observe.loads import LoadsTrace
+from moe_jax.observe.load_trace import LoadsTrace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

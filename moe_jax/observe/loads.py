@@ -6,8 +6,8 @@ Enters: loads int32 [L, S, E] of a step, on the host. Leaves: loads/part_*.npz, 
     loads       int32 [T, L, S, E]   tokens that source s routed to expert e
     iterations  int64 [T]            the step of each sample, rising
     sources     int64 [T]            S of each sample; smaller than the array's S where the run resumed on another mesh
-When S differs between samples the missing sources are filled with zeros, logged once. Read a trace with `read_loads`,
-whoever made it. Nothing here knows where experts live.
+When S differs between samples the missing sources are filled with zeros, logged once. `load_trace.py` reads
+such files, whoever made them. Nothing here knows where experts live.
 """
 
 from __future__ import annotations
@@ -15,27 +15,20 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
-import zlib
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.observe.atomic import TEMPORARY_SUFFIX, atomic_file, disk_errors_named
+from moe_jax.observe.load_trace import read_loads
 from moe_jax.observe.run_folder import RunFolder
 
 PART_RECORDS = 64
 PART_BYTES = 4 << 20
 
 _log = logging.getLogger(__name__)
-
-
-class LoadsTrace(NamedTuple):
-    """A recorded trace: `loads` [T, L, S, E] non-negative integers, `iterations` [T] rising integers."""
-
-    loads: np.ndarray
-    iterations: np.ndarray
 
 
 class LoadsRecorder:
@@ -156,60 +149,6 @@ class LoadsRecorder:
                 self._write_part(trace.loads[keep], trace.iterations[keep])
             last_step = int(trace.iterations[keep][-1])
         return last_step
-
-
-def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
-    """Read and check a trace of loads.
-
-    Args:
-      path: an npz file with `loads` [T, L, S, E] and `iterations` [T]; other keys are ignored.
-
-    Returns:
-      A `LoadsTrace`.
-
-    Raises:
-      UserError: the file is missing or no npz, lacks a key, or its arrays break a rule above; names the first bad
-        entry.
-    """
-    loads, iterations = _arrays(path)
-    if loads.ndim != 4:
-        raise UserError(f"{path}: loads has shape {list(loads.shape)}; it must be [steps, layers, sources, experts]")
-    if loads.dtype.kind not in "iu":
-        raise UserError(f"{path}: loads has dtype {loads.dtype}; they are counts of tokens and must be integers")
-    if iterations.dtype.kind not in "iu" or iterations.shape != loads.shape[:1]:
-        raise UserError(
-            f"{path}: iterations is {iterations.dtype} {list(iterations.shape)}; it must be integers [{len(loads)}],"
-            " one for each step of loads"
-        )
-    if loads.size and loads.min() < 0:
-        sample, layer, source, expert = np.argwhere(loads < 0)[0].tolist()
-        value = loads[sample, layer, source, expert]
-        raise UserError(
-            f"{path}: loads[{sample}, {layer}, {source}, {expert}] ({value}: layer {layer}, source {source}, expert"
-            f" {expert}) is negative; they are counts of tokens"
-        )
-    if (np.diff(iterations.astype(np.int64)) <= 0).any():
-        sample = int(np.argmax(np.diff(iterations.astype(np.int64)) <= 0)) + 1
-        raise UserError(f"{path}: iterations[{sample}] ({iterations[sample]}) must be later than the one before it")
-    return LoadsTrace(loads, iterations)
-
-
-def _arrays(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return `loads` and `iterations` as they stand in the file."""
-    try:
-        # Opened here, since np.load leaves a damaged file open.
-        with open(path, "rb") as file:
-            archive = np.load(file, allow_pickle=False)
-            if isinstance(archive, np.ndarray):
-                raise UserError(f"{path} is a single array; a trace is an npz file with `loads` and `iterations`")
-            absent = [name for name in ("loads", "iterations") if name not in archive]
-            if absent:
-                raise UserError(f"{path} has no {' and no '.join(absent)}; it has {sorted(archive)}")
-            return archive["loads"], archive["iterations"]
-    except UserError:
-        raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is not a readable npz file of plain arrays ({error})") from error
 
 
 def _write_loads(member: IO[bytes], parts: list[Path], shape: tuple[int, int, int, int]) -> None:

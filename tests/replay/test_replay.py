@@ -11,9 +11,10 @@ import pytest
 
 from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
+from moe_jax.observe import LoadsTrace, read_loads
 from moe_jax.placement import Placement
-from moe_jax.planner import NAMES, Cost, PlannerConfig, report, simulate
-from moe_jax.planner.trace import Trace, read_trace, write_trace
+from moe_jax.planner import NAMES, Cost, PlannerConfig
+from moe_jax.replay import report, simulate
 
 ROOT = pathlib.Path(__file__).parents[2]
 FLAT = ROOT / "configs/cluster/flat_3gbs_30tflops.gin"
@@ -30,13 +31,13 @@ def make_trace(samples=12, layers=2, sources=4, experts=8):
     rng = np.random.default_rng(0)
     popularity = rng.dirichlet(np.full(experts, 0.4), size=layers)
     loads = np.stack([rng.multinomial(2000, popularity, size=(sources, layers)).swapaxes(0, 1) for _ in range(samples)])
-    return Trace(loads=loads, iterations=1 + 10 * np.arange(samples))
+    return LoadsTrace(loads=loads, iterations=1 + 10 * np.arange(samples))
 
 
 def run_replay(tmp_path, *flags):
     path = tmp_path / "loads.npz"
     if not path.exists():
-        write_trace(path, make_trace())
+        np.savez(path, **make_trace()._asdict())
     command = [sys.executable, "-m", "moe_jax.replay", f"--trace={path}", f"--cluster={FLAT}", *flags]  # the last wins
     return subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
@@ -66,7 +67,7 @@ def test_cli_prints_a_table_and_a_json_line_and_draws(tmp_path):
 @pytest.mark.parametrize("place", ["host", "lab"])
 def test_replay_reads_what_calibrate_wrote(tmp_path, place):
     """Sizes and speeds come from the calibration, which was measured on eight devices; nothing else is said."""
-    write_trace(tmp_path / "loads.npz", make_trace(samples=4, sources=8, experts=16))
+    np.savez(tmp_path / "loads.npz", **make_trace(samples=4, sources=8, experts=16)._asdict())
     calibration = ROOT / f"docs/bench/cluster_{place}.json"
     names = ["fastermoe_after_gate", "pro_prophet", "balanced"]
     done = run_replay(tmp_path, f"--cluster={calibration}", f"--planners={','.join(names)}")
@@ -112,37 +113,24 @@ def test_mistakes_end_with_one_line_and_code_2(tmp_path, flags, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda loads: -loads, r"sample 0, layer 0, source 0, expert \d: load -\d+ is not a whole number"),
-        (lambda loads: loads + 0.5, r"sample 0, layer 0, source 0, expert 0: load .*\.5"),
-        (lambda loads: loads[0], r"must have dims \[steps, layers, sources, experts\], not shape \(2, 4, 8\)"),
-        (lambda loads: loads.astype(str), "whole numbers, not"),
+        (lambda loads: -loads, r"loads\[0, 0, 0, \d\] \(-\d+: .* is not a whole number"),
+        (lambda loads: loads + 0.5, r"loads\[0, 0, 0, 0\] \(.*\.5: layer 0, source 0, expert 0\)"),
+        (lambda loads: loads[0], r"shape \[2, 4, 8\]; it must be \[steps, layers, sources, experts\]"),
+        (lambda loads: loads.astype(str), "must be whole numbers"),
     ],
 )
-def test_wrong_traces_are_named(change, message):
-    loads = change(make_trace().loads)
+def test_wrong_traces_are_named(tmp_path, change, message):
+    np.savez(tmp_path / "t.npz", loads=change(make_trace().loads))
     with pytest.raises(UserError, match=message):
-        Trace(loads=loads, iterations=np.arange(len(loads)))
+        read_loads(tmp_path / "t.npz")
 
 
-def test_wrong_files_are_named(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
-        read_trace(tmp_path / "none.npz")
-    (tmp_path / "text.npz").write_text("loads")
-    with pytest.raises(UserError, match="is not an npz file"):
-        read_trace(tmp_path / "text.npz")
-    np.savez(tmp_path / "other.npz", counts=np.ones(3))
-    with pytest.raises(UserError, match="has no array 'loads', only counts"):
-        read_trace(tmp_path / "other.npz")
-    with pytest.raises(UserError, match="iterations must rise, but sample 1 has 5 and the next 5"):
-        Trace(loads=make_trace(3).loads, iterations=np.array([1, 5, 5]))
-
-
-def test_written_traces_read_back(tmp_path):
+def test_traces_of_whole_floats_without_iterations_are_read(tmp_path):
     trace = make_trace()
-    write_trace(tmp_path / "t.npz", trace)
-    again = read_trace(tmp_path / "t.npz")
+    np.savez(tmp_path / "t.npz", loads=trace.loads.astype(np.float32))
+    again = read_loads(tmp_path / "t.npz")
     np.testing.assert_array_equal(again.loads, trace.loads)
-    np.testing.assert_array_equal(again.iterations, trace.iterations)
+    assert again.loads.dtype == np.int64 and again.iterations.tolist() == list(range(len(trace.loads)))
 
 
 def simulate_one(name, trace, lag=1, **fields):
@@ -154,7 +142,7 @@ def test_ahead_sees_only_the_past_and_after_gate_sees_the_step():
     # Expert 0 hot in even samples, expert 7 in odd ones: the past is always wrong.
     loads = np.zeros((6, 1, 4, 8), int)
     loads[0::2, :, :, 0] = loads[1::2, :, :, 7] = 40
-    trace = Trace(loads=loads, iterations=np.arange(6))
+    trace = LoadsTrace(loads=loads, iterations=np.arange(6))
     ahead, sees = simulate_one("fastermoe", trace), simulate_one("fastermoe_after_gate", trace)
     assert ahead.sample.tolist() == [1, 2, 3, 4, 5]
     assert (report.imbalance(ahead) == 4).all() and (report.imbalance(sees) == 1).all()
@@ -166,7 +154,7 @@ def test_summary_by_hand():
     # Two samples judged, plain EP, homes 2d and 2d + 1; expert 0 has all 160 tokens: H = (160, 0, 0, 0), max/mean 4.
     loads = np.zeros((3, 1, 4, 8), int)
     loads[..., 0] = 40
-    trace = Trace(loads=loads, iterations=np.arange(3))
+    trace = LoadsTrace(loads=loads, iterations=np.arange(3))
     none, shadow = simulate_one("none", trace), simulate_one("topk_all", trace, top_k=1)
     summary = report.summarize(shadow, none, COST)
     # One expert of 8 copied to 3 devices: lambda 1/8, 2 x 3 x 65,536 bytes each step; H even: RB has no finite value.
@@ -198,8 +186,8 @@ def test_absent_figures_leave_seconds_empty_but_balance_known():
     assert report.roofline(none, bare) is None
 
 
-def test_planner_room_imports_neither_jax_nor_heavy_packages():
-    code = "import sys, moe_jax.planner.simulate, moe_jax.planner.report, moe_jax.planner.plots, moe_jax.replay; "
+def test_replay_imports_neither_jax_nor_heavy_packages():
+    code = "import sys, moe_jax.replay.simulate, moe_jax.replay.report, moe_jax.replay.plots, moe_jax.replay.__main__; "
     code += "print([m for m in ('jax', 'scipy', 'matplotlib', 'gin') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

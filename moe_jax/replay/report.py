@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_jax.cluster import all_reduce_bytes
 from moe_jax.planner.cost import Cost
-from moe_jax.planner.simulate import Records, split_name
+from moe_jax.replay.simulate import Records, split_name
 
 WARM = 10  # in the first nine samples a plan from the past hardly helps: report without them too
 

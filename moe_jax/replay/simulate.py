@@ -15,11 +15,11 @@ import numpy as np
 
 from moe_jax.cluster import exchange_seconds
 from moe_jax.errors import UserError
+from moe_jax.observe.load_trace import LoadsTrace
 from moe_jax.placement import Placement, build_skeleton, fits, widen
 from moe_jax.planner.config import AFTER_GATE, NAMES, PlannerConfig
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.session import PlanSession
-from moe_jax.planner.trace import Trace
 
 SUFFIX = "_after_gate"
 
@@ -67,7 +67,7 @@ def every_name() -> list[str]:
 
 
 def simulate(
-    name: str, trace: Trace, config: PlannerConfig, placement: Placement, cost: Cost, lag: int, every: int
+    name: str, trace: LoadsTrace, config: PlannerConfig, placement: Placement, cost: Cost, lag: int, every: int
 ) -> Records:
     """Plan each judged sample from the sample `lag` before it, and judge it on its own loads.
 

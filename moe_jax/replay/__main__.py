@@ -14,14 +14,16 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 from absl import flags
 
 from moe_jax.cluster import read_cluster
 from moe_jax.config.command_line import parse_flags
 from moe_jax.errors import UserError
+from moe_jax.observe.load_trace import LoadsTrace, read_loads
 from moe_jax.placement import Placement
-from moe_jax.planner import Cost, PlannerConfig, plots, report, simulate
-from moe_jax.planner.trace import read_trace
+from moe_jax.planner import Cost, PlannerConfig
+from moe_jax.replay import plots, report, simulate
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("trace", None, "npz with loads [steps, layers, sources, experts] and iterations [steps]")
@@ -76,7 +78,10 @@ def _setup():
             raise UserError(f"--{flag} is missing; give a path")
     if FLAGS.lag < 1 or FLAGS.every < 1:
         raise UserError(f"--lag ({FLAGS.lag}) and --every ({FLAGS.every}) must be at least 1")
-    trace = read_trace(FLAGS.trace)
+    recorded = read_loads(FLAGS.trace)
+    if not recorded.loads.size:
+        raise UserError(f"{FLAGS.trace}: loads {list(recorded.loads.shape)} is empty; give a trace with samples")
+    trace = LoadsTrace(recorded.loads.astype(np.int64), recorded.iterations)
     cluster = read_cluster(FLAGS.cluster).sized(FLAGS.nodes, FLAGS.devices_per_node)
     for field in ("nodes", "devices_per_node"):
         cluster.need(field, f"replay (or set --{field})")

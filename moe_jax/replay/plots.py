@@ -10,8 +10,8 @@ import pathlib
 import numpy as np
 
 from moe_jax.planner.cost import Cost
-from moe_jax.planner.report import roofline
-from moe_jax.planner.simulate import Records
+from moe_jax.replay.report import roofline
+from moe_jax.replay.simulate import Records
 
 
 def _figure(width: float, height: float):

@@ -1,0 +1,89 @@
+"""Read traces of expert loads, those of our own runs and those of others, for pictures and for replay.
+
+Letters: T samples, L layers, S sources (members of the expert-parallel group), E experts.
+
+Enters: an npz with `loads` [T, L, S, E] and, where known, `iterations` [T]. Leaves: a checked `LoadsTrace`.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from moe_jax.errors import UserError
+
+
+class LoadsTrace(NamedTuple):
+    """A recorded trace: `loads` [T, L, S, E] non-negative integers, `iterations` [T] rising integers."""
+
+    loads: np.ndarray
+    iterations: np.ndarray
+
+
+def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
+    """Read and check a trace of loads.
+
+    Args:
+      path: an npz file with `loads` [T, L, S, E], whole numbers of any dtype, and `iterations` [T]; without
+        `iterations` samples are numbered from 0; other keys are ignored.
+
+    Returns:
+      A `LoadsTrace`.
+
+    Raises:
+      UserError: the file is missing or no npz, lacks `loads`, or its arrays break a rule above; names the first bad
+        entry.
+    """
+    return check_loads(*_arrays(path), path)
+
+
+def check_loads(loads: np.ndarray, iterations: np.ndarray, path: str | os.PathLike[str]) -> LoadsTrace:
+    """Return the arrays of a trace as integers, or raise a UserError that names `path`; see `read_loads`."""
+    if loads.ndim != 4:
+        raise UserError(f"{path}: loads has shape {list(loads.shape)}; it must be [steps, layers, sources, experts]")
+    if loads.dtype.kind not in "iuf":
+        raise UserError(f"{path}: loads has dtype {loads.dtype}; they are counts of tokens and must be whole numbers")
+    if iterations.dtype.kind not in "iu" or iterations.shape != loads.shape[:1]:
+        raise UserError(
+            f"{path}: iterations is {iterations.dtype} {list(iterations.shape)}; it must be integers [{len(loads)}],"
+            " one for each step of loads"
+        )
+    wrong = loads < 0
+    if loads.dtype.kind == "f":
+        wrong |= ~np.isfinite(loads) | (loads != np.floor(loads))
+    if wrong.any():
+        sample, layer, source, expert = np.argwhere(wrong)[0].tolist()
+        value = loads[sample, layer, source, expert]
+        raise UserError(
+            f"{path}: loads[{sample}, {layer}, {source}, {expert}] ({value}: layer {layer}, source {source}, expert"
+            f" {expert}) is not a whole number of at least 0; they are counts of tokens"
+        )
+    if (np.diff(iterations.astype(np.int64)) <= 0).any():
+        sample = int(np.argmax(np.diff(iterations.astype(np.int64)) <= 0)) + 1
+        raise UserError(
+            f"{path}: iterations[{sample}] ({iterations[sample]}) must be later than the one before it"
+            f" ({iterations[sample - 1]})"
+        )
+    return LoadsTrace(loads if loads.dtype.kind in "iu" else loads.astype(np.int64), iterations)
+
+
+def _arrays(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return `loads` and `iterations` as they stand in the file."""
+    try:
+        # Opened here, since np.load leaves a damaged file open.
+        with open(path, "rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
+                raise UserError(f"{path} is a single array; a trace is an npz file with `loads` and `iterations`")
+            if "loads" not in archive:
+                raise UserError(f"{path} has no loads; it has {sorted(archive)}")
+            loads = archive["loads"]
+            return loads, archive["iterations"] if "iterations" in archive else np.arange(len(loads))
+    except UserError:
+        raise
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is not a readable npz file of plain arrays ({error})") from error
