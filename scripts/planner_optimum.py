@@ -20,7 +20,10 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from moe_jax.cluster import Cluster  # noqa: E402
-from moe_jax.placement import Placement  # noqa: E402
+from moe_jax.placement import (
+    Placement,  # noqa: E402
+    routing,
+)
 from moe_jax.planner import Cost, PlannerConfig, build_planner  # noqa: E402
 from moe_jax.planner.base import copied_everywhere  # noqa: E402
 
@@ -84,7 +87,7 @@ def solve(totals, home, mu):
 def own_seconds(name, loads, start, cost, chosen):
     """Return the time that a planner's own model predicts when `chosen` bool [E] are copied to all."""
     placement = start.replace(copies=copied_everywhere(start, chosen[None]), rule="home")
-    computed, received = (part[0].astype(float) for part in placement.computed_and_received(loads))
+    computed, received = (part[0].astype(float) for part in routing.computed_and_received(placement, loads))
     forward = computed.max() / cost.tokens_per_second(name)
     if name == "pro_prophet":
         holders = np.array(float(chosen.sum() * D))
@@ -113,7 +116,7 @@ def main(argv):
         floor.append(best / (totals.sum() / D))
         for name in PLANNERS:
             placement = build_planner(PlannerConfig(name=name)).propose(loads, start, cost)
-            above[name].append(placement.device_loads(loads).max() / best)
+            above[name].append(routing.device_loads(placement, loads).max() / best)
             if name == "balanced":
                 copies.append(len(placement.copies) - fewest)
                 home = start.home[0, placement.copies[:, 1]]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.after_gate.base import by_falling, slots_of
-from moe_jax.collectives.sparse import Transfer
+from moe_jax.collectives.transfer import Transfer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.collectives.transfer import Transfer, TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
-
-if TYPE_CHECKING:
-    from moe_jax.collectives.sparse import Transfer, TransferPlan
 
 Array = jax.Array
 Bank = dict[str, Array]

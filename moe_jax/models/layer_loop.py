@@ -8,7 +8,6 @@ Letters: t tokens, L layers, Hs home slots.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax import lax
 from moe_jax.collectives.gather import gather_tree
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.errors import UserError
+from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import Constants, Prefetcher
 from moe_jax.models.stages import Stages
@@ -25,9 +25,6 @@ from moe_jax.models.transformer import Unit
 from moe_jax.moe.guests import fetch_in_turn
 from moe_jax.moe.layer import LayerPlan, make_moe
 from moe_jax.moe.staged import make_staged_moe
-
-if TYPE_CHECKING:
-    from moe_jax.models.language_model import LanguageModel, Layout
 
 
 def make_layer_loop(
@@ -41,7 +38,7 @@ def make_layer_loop(
       tokens: t of this device's MP group.
       training: with gate noise, if the gate has any.
       plan: slots and buckets; None is an even placement without guests.
-      bank_store: what one MoE layer computes with, see `language_model`.
+      bank_store: what one MoE layer computes with, see `loss.py`.
       group: the MP group, which says whether x comes whole or split over tokens.
 
     Raises:

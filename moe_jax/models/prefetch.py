@@ -23,7 +23,8 @@ from jax import lax
 
 from moe_jax.collectives.copies import declare_equal
 from moe_jax.collectives.ordering import wait_for_tree
-from moe_jax.collectives.sparse import TransferPlan, cut, empty_guests, fetch_journey, return_journey
+from moe_jax.collectives.sparse import cut, empty_guests, fetch_journey, return_journey
+from moe_jax.collectives.transfer import TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.models.stages import LayerInputs, Stages, doors, join_floats, known_arrays
 from moe_jax.overlap.blocks import BlockSchedule, Loop, Window

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.after_gate import Rule, fetch_late, gather_counts
 from moe_jax.collectives.ordering import gradients_in_turn, wait_for
-from moe_jax.collectives.sparse import TransferPlan
+from moe_jax.collectives.transfer import TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError

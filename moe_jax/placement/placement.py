@@ -1,7 +1,8 @@
 """Which device holds which expert, for all layers at once.
 
 Enters: the home device of every expert, the copies held for one step, and the rule that sends a token to a holder.
-Leaves: a frozen, checked `Placement` that answers how many tokens go where. It moves no parameters and knows no times.
+Leaves: a frozen, checked `Placement`. How many tokens go where is counted in `routing.py`. It moves no parameters and
+knows no times.
 
 Letters: L layers, S sources (= devices), E experts, D devices, n copies, m share rows.
 """
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.placement import checks, routing
+from moe_jax.placement import checks
+from moe_jax.placement.candidates import Candidates, build_candidates
 
 RULES = ("nearest", "home", "shares")
 SHARE_ONE = 1 << 16
@@ -124,44 +126,9 @@ class Placement:
         return held
 
     @functools.cached_property
-    def candidates(self) -> routing.Candidates:
+    def candidates(self) -> Candidates:
         """The holders a token may choose between, as slices of sorted rows."""
-        return routing.build_candidates(self)
-
-    def destinations(self, loads: np.ndarray) -> np.ndarray:
-        """Count tokens by destination: loads int [L, S, E] -> int64 [L, S, E, D]."""
-        placed, loads = self._matched(loads)
-        flow = routing.route(placed, loads)
-        counts = np.zeros((*loads.shape, placed.devices), np.int64)
-        counts[flow.layer, flow.source, flow.expert, flow.device] = flow.tokens
-        return counts
-
-    def device_loads(self, loads: np.ndarray) -> np.ndarray:
-        """Count the tokens that each device computes: loads int [L, S, E] -> H int64 [L, D]."""
-        return self.computed_and_received(loads)[0]
-
-    def received(self, loads: np.ndarray) -> np.ndarray:
-        """Count the tokens that each device gets from other devices: loads int [L, S, E] -> R int64 [L, D]."""
-        return self.computed_and_received(loads)[1]
-
-    def computed_and_received(self, loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (H, R), both int64 [L, D], from one pass over the tokens."""
-        placed, loads = self._matched(loads)
-        flow = routing.route(placed, loads)
-        key = flow.layer * placed.devices + flow.device
-        size = placed.layers * placed.devices
-        total = np.bincount(key, flow.tokens, size)
-        own = np.bincount(key, flow.tokens * (flow.source == flow.device), size)
-        shape = (placed.layers, placed.devices)
-        return np.rint(total).astype(np.int64).reshape(shape), np.rint(total - own).astype(np.int64).reshape(shape)
-
-    def pair_loads(self, loads: np.ndarray) -> np.ndarray:
-        """Count tokens by (source, destination), what a bucket holds: loads int [L, S, E] -> int64 [L, S, D]."""
-        placed, loads = self._matched(loads)
-        flow = routing.route(placed, loads)
-        key = (flow.layer * placed.devices + flow.source) * placed.devices + flow.device
-        sums = np.bincount(key, flow.tokens, placed.layers * placed.devices**2)
-        return np.rint(sums).astype(np.int64).reshape(placed.layers, placed.devices, placed.devices)
+        return build_candidates(self.holds, self.shares, self.nodes)
 
     def fingerprint(self) -> str:
         """Hash everything that decides numbers or bytes, so that processes can compare their plans."""
@@ -177,7 +144,7 @@ class Placement:
     def __hash__(self) -> int:
         return hash(self.fingerprint())
 
-    def _matched(self, loads: np.ndarray) -> tuple[Placement, np.ndarray]:
+    def matched(self, loads: np.ndarray) -> tuple[Placement, np.ndarray]:
         """Check loads against the sizes; a placement whose device count was inferred grows to the sources."""
         loads = checks.loads_array(loads)
         placed = self

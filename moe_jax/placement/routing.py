@@ -1,50 +1,22 @@
 """Which holder a token goes to: the rule of the placement, counted for all tokens at once.
 
-Enters: a Placement and loads [L, S, E]. Leaves: rows (layer, source, expert, device, tokens). The token of rank i among
-the n of (source, expert) goes to the first candidate j with num_j n // den > i: num_j = j + 1 and den = c for an even
-split over c candidates, num_j = the running sum of shares and den = 2^16 for shares. Nothing here chooses copies.
+Enters: a Placement and loads [L, S, E]. Leaves: rows (layer, source, expert, device, tokens), and their sums by device
+and by pair of devices. The token of rank i among the n of (source, expert) goes to the first candidate j with
+num_j n // den > i: num_j = j + 1 and den = c for an even split over c candidates, num_j = the running sum of shares and
+den = 2^16 for shares. Nothing here chooses copies.
 
-Letters: L layers, S sources, E experts, D devices, Nn nodes, h holder rows, m share rows, q rows with tokens.
+Letters: L layers, S sources, E experts, D devices.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 
 import numpy as np
 
-if typing.TYPE_CHECKING:
-    from moe_jax.placement.placement import Placement
+from moe_jax.placement.placement import Placement
 
 SHARE_BITS = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidates:
-    """Lists of candidates as slices of two sorted row tables.
-
-    Devices of a node have neighbouring ids, so in rows sorted by (layer, expert, device) the holders of an expert on
-    one
-    node are a slice too.
-
-    Attributes:
-      holder: int32 [h], devices by rising (layer, expert, device).
-      start, count: int32 [L, E], the slice of all holders.
-      node_start, node_count: int32 [L, E, Nn], the slice on one node.
-      share_device: int32 [m], share_num: int64 [m], running sums of shares within a slice.
-      share_start, share_count: int32 [L, E, Nn]; count 0 where no shares apply.
-    """
-
-    holder: np.ndarray
-    start: np.ndarray
-    count: np.ndarray
-    node_start: np.ndarray
-    node_count: np.ndarray
-    share_device: np.ndarray
-    share_num: np.ndarray
-    share_start: np.ndarray
-    share_count: np.ndarray
 
 
 class Flow(typing.NamedTuple):
@@ -55,34 +27,6 @@ class Flow(typing.NamedTuple):
     expert: np.ndarray
     device: np.ndarray
     tokens: np.ndarray
-
-
-def build_candidates(placement: Placement) -> Candidates:
-    """Sort holders and share rows into slices."""
-    layers, experts, nodes = placement.layers, placement.experts, placement.nodes
-    held = placement.holds.reshape(layers, experts, nodes, placement.devices_per_node)
-    node_count = held.sum(axis=3, dtype=np.int32)
-    count = node_count.sum(axis=2, dtype=np.int32)
-    start = (np.cumsum(count.ravel()) - count.ravel()).reshape(count.shape).astype(np.int32)
-    node_start = (np.cumsum(node_count.ravel()) - node_count.ravel()).reshape(node_count.shape).astype(np.int32)
-    share = _share_slices(placement)
-    return Candidates(np.nonzero(placement.holds)[2].astype(np.int32), start, count, node_start, node_count, *share)
-
-
-def _share_slices(placement: Placement) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    layers, experts, nodes = placement.layers, placement.experts, placement.nodes
-    layer, expert, device, share, node = placement.shares.T.astype(np.int64)
-    key = (layer * experts + expert) * (nodes + 1) + node + 1  # column 0: rows for every node without its own
-    count = np.bincount(key, minlength=layers * experts * (nodes + 1))
-    start = np.cumsum(count) - count
-    before = np.concatenate([[0], np.cumsum(share)])
-    num = before[1:] - before[start[key]] if len(key) else np.zeros(0, np.int64)
-    count = count.reshape(layers, experts, nodes + 1)
-    start = start.reshape(layers, experts, nodes + 1)
-    own = count[:, :, 1:] > 0
-    slice_start = np.where(own, start[:, :, 1:], start[:, :, :1]).astype(np.int32)
-    slice_count = np.where(own, count[:, :, 1:], count[:, :, :1]).astype(np.int32)
-    return device.astype(np.int32), num, slice_start, slice_count
 
 
 def choose_slices(placement: Placement, layer: np.ndarray, source: np.ndarray, expert: np.ndarray):
@@ -156,6 +100,46 @@ def _split(placement: Placement, rows: Flow, kind, start, count, j) -> Flow:
     den = np.where(even, count, 1 << SHARE_BITS)
     tokens = num * rows.tokens // den - before * rows.tokens // den
     return Flow(rows.layer, rows.source, rows.expert, device, tokens)
+
+
+def destinations(placement: Placement, loads: np.ndarray) -> np.ndarray:
+    """Count tokens by destination: loads int [L, S, E] -> int64 [L, S, E, D]."""
+    placement, loads = placement.matched(loads)
+    flow = route(placement, loads)
+    counts = np.zeros((*loads.shape, placement.devices), np.int64)
+    counts[flow.layer, flow.source, flow.expert, flow.device] = flow.tokens
+    return counts
+
+
+def device_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
+    """Count the tokens that each device computes: loads int [L, S, E] -> H int64 [L, D]."""
+    return computed_and_received(placement, loads)[0]
+
+
+def received(placement: Placement, loads: np.ndarray) -> np.ndarray:
+    """Count the tokens that each device gets from other devices: loads int [L, S, E] -> R int64 [L, D]."""
+    return computed_and_received(placement, loads)[1]
+
+
+def computed_and_received(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (H, R), both int64 [L, D], from one pass over the tokens."""
+    placement, loads = placement.matched(loads)
+    flow = route(placement, loads)
+    key = flow.layer * placement.devices + flow.device
+    size = placement.layers * placement.devices
+    total = np.bincount(key, flow.tokens, size)
+    own = np.bincount(key, flow.tokens * (flow.source == flow.device), size)
+    shape = (placement.layers, placement.devices)
+    return np.rint(total).astype(np.int64).reshape(shape), np.rint(total - own).astype(np.int64).reshape(shape)
+
+
+def pair_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
+    """Count tokens by (source, destination), what a bucket holds: loads int [L, S, E] -> int64 [L, S, D]."""
+    placement, loads = placement.matched(loads)
+    flow = route(placement, loads)
+    key = (flow.layer * placement.devices + flow.source) * placement.devices + flow.device
+    sums = np.bincount(key, flow.tokens, placement.layers * placement.devices**2)
+    return np.rint(sums).astype(np.int64).reshape(placement.layers, placement.devices, placement.devices)
 
 
 def expected(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.placement import SHARE_ONE, Placement
+from moe_jax.placement import SHARE_ONE, Placement, routing
 
 
 def level_quotas(
@@ -126,7 +126,7 @@ def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
     copied = np.zeros(placement.home.shape, bool)
     copied[tuple(placement.copies[:, :2].T)] = True
     layer, expert = np.nonzero(copied)
-    mine = placement.destinations(np.asarray(loads))[layer, :, expert].sum(axis=1).astype(np.float64)  # [p, D]
+    mine = routing.destinations(placement, np.asarray(loads))[layer, :, expert].sum(axis=1).astype(np.float64)  # [p, D]
     at_home = np.arange(placement.devices) == placement.home[layer, expert][:, None]
     mine = np.where(mine.sum(axis=1, keepdims=True) > 0, mine, at_home)  # without tokens: where its home is
     p, device = np.nonzero(mine)

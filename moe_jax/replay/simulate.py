@@ -16,7 +16,7 @@ import numpy as np
 from moe_jax.cluster import exchange_seconds
 from moe_jax.errors import UserError
 from moe_jax.observe.load_trace import LoadsTrace
-from moe_jax.placement import Placement, build_skeleton, fits, widen
+from moe_jax.placement import Placement, build_skeleton, fits, routing, widen
 from moe_jax.planner.config import AFTER_GATE, NAMES, PlannerConfig
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.session import PlanSession
@@ -116,7 +116,7 @@ def simulate(
 
 def _judge(plan: Placement, before: Placement, loads: np.ndarray, cost: Cost) -> tuple:
     """Return computed, received, guests, copies, moved, arrived and exchange of one sample."""
-    pairs = plan.pair_loads(loads)
+    pairs = routing.pair_loads(plan, loads)
     computed = pairs.sum(axis=1)
     received = computed - np.einsum("ldd->ld", pairs)
     layer, expert, device = plan.copies.T

@@ -16,7 +16,7 @@ import numpy as np
 from moe_jax.after_gate import CalibrateRule, Rule, ShadowRule, ShareRule
 from moe_jax.cluster import Cluster
 from moe_jax.moe.layer import layer_sizes
-from moe_jax.placement import Placement, Skeleton, bucket_rows, build_skeleton, fits, most_homes, widen
+from moe_jax.placement import Placement, Skeleton, bucket_rows, build_skeleton, fits, most_homes, routing, widen
 from moe_jax.placement.transfer import cheapest_method
 from moe_jax.planner import SWEEPS, Cost, PlanSession, shadow_rates
 from moe_jax.training.plan import has_guests, layer_plan
@@ -141,7 +141,7 @@ def predicted_rows(skeleton: Skeleton, placement: Placement, session: Program, p
         return 0
     loads = np.rint(plans.predictor.predict()).astype(np.int64)
     notes = dict(plans.planner.notes)  # a look ahead is no decision to be counted
-    pair = refined(session, plans, skeleton, placement, loads).pair_loads(loads).max() / pieces_of(session)
+    pair = routing.pair_loads(refined(session, plans, skeleton, placement, loads), loads).max() / pieces_of(session)
     plans.planner.notes.clear()
     plans.planner.notes.update(notes)
     error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))

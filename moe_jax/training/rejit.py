@@ -22,7 +22,7 @@ import time
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.placement import Placement, Skeleton, fits
+from moe_jax.placement import Placement, Skeleton, fits, routing
 from moe_jax.planner import PlanSession, predicted_layer_seconds, worth_a_swap
 from moe_jax.training import plan_state
 from moe_jax.training.feed import to_devices
@@ -146,7 +146,7 @@ class RejitEngine:
         loads = step_loads(self.session, loads)
         placement = refined(self.session, self.plans, skeleton, placement, loads)
         record["guests"] = len(placement.copies)
-        computed = placement.device_loads(loads)
+        computed = routing.device_loads(placement, loads)
         record["device_load_max_over_mean"] = computed.max(axis=1) / np.maximum(computed.mean(axis=1), 1e-9)
         seconds = self._predicted(placement, loads)
         if seconds is not None:

@@ -14,11 +14,11 @@ from moe_jax.dispatch import Choice, Tables, destinations, local
 from moe_jax.dispatch.tables import share_of
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.models.language_model import check_token_numbers
+from moe_jax.models.loss import check_token_numbers
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.guests import fetch_guests
 from moe_jax.moe.layer import make_moe
-from moe_jax.placement import Placement, build_skeleton
+from moe_jax.placement import Placement, build_skeleton, routing
 from moe_jax.schedules import LayerSizes, build_schedule
 from moe_jax.training.plan import device_tables, layer_plan
 
@@ -114,7 +114,7 @@ def test_device_and_host_count_alike(count):
     got = np.zeros((4, 4, 4), np.int64)
     source, expert, _ = np.indices(tokens.shape)
     np.add.at(got, (source, expert, tables.dest_slot // groups), tokens)
-    np.testing.assert_array_equal(got, placement.destinations(loads)[0])
+    np.testing.assert_array_equal(got, routing.destinations(placement, loads)[0])
 
 
 def test_more_choices_than_int32_counts_are_refused():

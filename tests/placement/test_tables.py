@@ -13,6 +13,7 @@ from moe_jax.placement import (
     fits,
     reshard_permutation,
     rounds,
+    routing,
     split,
     widen,
 )
@@ -99,7 +100,7 @@ def test_destination_tables_repeat_the_host_rule(seed):
             device, slot = divmod(int(slot), skeleton.slots)
             assert tables.slot_to_expert[layer, device, slot] == expert
             counts[layer, source, expert, device] += 1
-    np.testing.assert_array_equal(counts, placement.destinations(loads))
+    np.testing.assert_array_equal(counts, routing.destinations(placement, loads))
 
 
 def test_same_sizes_keep_the_skeleton_and_others_do_not_fit():
