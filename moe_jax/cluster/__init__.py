@@ -6,7 +6,6 @@ from moe_jax.cluster.read import read_cluster, write_cluster
 from moe_jax.cluster.topology import (
     LinkTraffic,
     all_reduce_bytes,
-    broadcast_bytes,
     exchange_seconds,
     link_traffic,
     overlap_bound,
@@ -18,7 +17,6 @@ __all__ = [
     "LinkTraffic",
     "ParmChoice",
     "all_reduce_bytes",
-    "broadcast_bytes",
     "exchange_seconds",
     "fit_alpha_beta",
     "fit_layers",

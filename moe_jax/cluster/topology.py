@@ -72,8 +72,3 @@ def overlap_bound(communication: float, computation: float) -> float:
 def all_reduce_bytes(size: float, members):
     """Return what a ring all-reduce of S bytes sends over each link, 2 (N - 1) / N S, for a number or an array N."""
     return 2.0 * (members - 1) / members * size
-
-
-def broadcast_bytes(size: float) -> float:
-    """Return what a pipelined ring broadcast or reduce sends over each link: S."""
-    return size

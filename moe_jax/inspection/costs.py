@@ -37,10 +37,6 @@ class Cost:
     bytes: float = 0.0
     unknown: str = ""
 
-    @property
-    def total_flops(self) -> float:
-        return sum(count for _, count in self.flops)
-
 
 def cost_of(instruction: Instruction, computation: Computation, module: Module) -> Cost:
     """Return the cost of one instruction; loops, branches and calls cost nothing themselves.

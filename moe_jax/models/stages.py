@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.collectives.varying import cast_varying
 from moe_jax.models.kept import Kept, keep
 from moe_jax.moe.staged import StagedMoE
 
@@ -134,8 +134,3 @@ def join_floats(floats, rest):
 
 def _is_float(leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def same_type(tree, like):
-    """Cast the leaves of `tree` to vary over the axes of their partners in `like`."""
-    return jax.tree.map(lambda leaf, other: cast_varying(leaf, varying_axes(other)), tree, like)

@@ -14,7 +14,6 @@ Source: Hecate, section 3.2; Pro-Prophet, section V-B, algorithm 2 and figure 9.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 from moe_jax.errors import UserError
 
@@ -205,8 +204,3 @@ def _shift(window: Window, turn: int) -> Window:
 
 def _inside(window: Window, layers: int) -> Window:
     return dataclasses.replace(window, beside=tuple(move for move in window.beside if 0 <= move.layer < layers))
-
-
-def moves_of(windows: Iterable[Window]) -> tuple[Move, ...]:
-    """Return all moves of some windows, in order."""
-    return tuple(move for window in windows for move in window.beside)

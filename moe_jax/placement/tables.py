@@ -34,7 +34,6 @@ class Skeleton:
         all.
       rounds: (src, dst) pairs by [layer or shared][round]; empty unless `permute` or `shift`.
       bucket_rows: rows of one (source, destination) bucket of tokens.
-      schedule, remat: what else the caller compiles for; opaque here.
     """
 
     layers: int
@@ -50,8 +49,6 @@ class Skeleton:
     gather_slots: int = 0
     broadcast_slots: int = 0
     bucket_rows: int = 0
-    schedule: str = ""
-    remat: bool = False
 
     @property
     def slots(self) -> int:
@@ -116,16 +113,9 @@ def build_skeleton(
     home_slots: int | None = None,
     candidates: int | None = None,
     rows: int | None = None,
-    spare_rounds: int = 0,
     bucket: int = 0,
-    schedule: str = "",
-    remat: bool = False,
 ) -> Skeleton:
-    """Return the smallest skeleton that this placement fits, or a larger one where a size is given.
-
-    Args:
-      spare_rounds: for `shift`, extra rounds of every shift that is used, so that more plans fit.
-    """
+    """Return the smallest skeleton that this placement fits, or a larger one where a size is given."""
     if method not in METHODS:
         raise UserError(f"transfer method {method!r} is not one of {', '.join(METHODS)}")
     if len(placement.copies) and method == "none":
@@ -137,7 +127,7 @@ def build_skeleton(
     pairs: tuple = ()
     gather = broadcast = 0
     if method == "shift" and len(layer):
-        pairs = (_shift_pairs(rounds_lib.shift_rounds(layer, src, dst, placement.devices)[0], spare_rounds),)
+        pairs = (_shift_pairs(rounds_lib.shift_rounds(layer, src, dst, placement.devices)[0]),)
     elif method == "permute" and len(layer):
         pairs = _permute_pairs(layer, src, dst, placement)
     elif method in ("gather", "broadcast"):
@@ -156,8 +146,6 @@ def build_skeleton(
         gather_slots=gather if method == "gather" else 0,
         broadcast_slots=broadcast if method == "broadcast" else 0,
         bucket_rows=bucket,
-        schedule=schedule,
-        remat=remat,
     )
 
 
@@ -341,12 +329,12 @@ def _assign_rounds(skeleton: Skeleton, placement: Placement) -> np.ndarray | Non
     return turn
 
 
-def _shift_pairs(need: np.ndarray, spare: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _shift_pairs(need: np.ndarray) -> tuple[tuple[tuple[int, int], ...], ...]:
     devices = len(need)
     return tuple(
         tuple((i, (i + shift) % devices) for i in range(devices))
         for shift in np.flatnonzero(need).tolist()
-        for _ in range(int(need[shift]) + spare)
+        for _ in range(int(need[shift]))
     )
 
 

@@ -36,8 +36,9 @@ def skeleton_data(skeleton: Skeleton) -> dict:
 
 
 def read_skeleton(data: dict) -> Skeleton:
-    """Return the skeleton, its rounds as tuples again."""
-    return Skeleton(**{**data, "rounds": _tuples(data["rounds"])})
+    """Return the skeleton, its rounds as tuples again; checkpoints of before have two fields that nothing read."""
+    fields = {name: value for name, value in data.items() if name not in ("schedule", "remat")}
+    return Skeleton(**{**fields, "rounds": _tuples(data["rounds"])})
 
 
 def _tuples(value):

@@ -90,7 +90,7 @@ def make_functions(skeleton):
 
 def case_of(seed, method):
     placement = random_placement(seed)
-    skeleton = build_skeleton(placement, method=method, home_slots=EXPERTS // 2, guest_slots=GUESTS, spare_rounds=0)
+    skeleton = build_skeleton(placement, method=method, home_slots=EXPERTS // 2, guest_slots=GUESTS)
     rng = np.random.default_rng(seed + 100)
     bank = {n: rng.normal(size=(DEVICES * skeleton.bank_rows, *shape)) for n, shape in SHAPES.items()}
     cotangent = {n: rng.normal(size=(DEVICES, LAYERS, GUESTS, *shape)) for n, shape in SHAPES.items()}
