@@ -29,7 +29,7 @@ import numpy as np
 from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from moe_jax.calibration.layers import LayerCase  # noqa: E402
+from moe_jax.calibration.layer_cases import LayerCase  # noqa: E402
 
 _OUT = flags.DEFINE_string("out", None, "Folder for CSV files, tables and plots.", required=True)
 _PLACE = flags.DEFINE_enum("place", "host", ["host", "lab"], "Which sweep: one process, or two hosts of four devices.")
@@ -98,7 +98,7 @@ def append_row(path: pathlib.Path, layer: LayerCase, seconds: dict[str, list[flo
 def time_layer(layer: LayerCase, devices, rounds: int) -> dict[str, list[float]]:
     """Compile and time the three schedules of one layer; with N_MP = 1 s1 and s2 are one program."""
     from moe_jax.calibration import interleaved_seconds
-    from moe_jax.calibration.layers import build_layer
+    from moe_jax.calibration.layer_cases import build_layer
 
     names = SCHEDULES if layer.copies > 1 else SCHEDULES[:2]
 

@@ -28,7 +28,7 @@ def interval(samples: list[float], base: list[float], rng, draws: int = 400) -> 
 
 def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: str) -> None:
     """Print tables and the JSON line; draw beside the CSV file."""
-    from moe_jax.calibration.layers import predict
+    from moe_jax.calibration.layer_cases import predict
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError
     from moe_jax.schedules.automatic import choose

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.calibration.groups import Timed
+from moe_jax.calibration.timed_groups import Timed
 from moe_jax.calibration.timing import spread
 from moe_jax.collectives.exchange import make_exchange
 from moe_jax.mesh.roles import MeshConfig, build_mesh

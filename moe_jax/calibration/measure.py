@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 from moe_jax.calibration.collectives import collective_cases, empty_case
 from moe_jax.calibration.compute import dense_timing, expert_timings, gate_timing, regroup_timing
-from moe_jax.calibration.groups import Timed, machine_groups, mesh_groups
-from moe_jax.calibration.layers import build_layer, layer_cases, predict, schedules_of
+from moe_jax.calibration.layer_cases import build_layer, layer_cases, predict, schedules_of
+from moe_jax.calibration.timed_groups import Timed, machine_groups, mesh_groups
 from moe_jax.calibration.timing import interleaved_seconds, medians
 from moe_jax.cluster import Cluster, Fit, fit_alpha_beta, fit_layers, fit_saa, split_saa
-from moe_jax.cluster.groups import strided_name
+from moe_jax.cluster.fit_names import strided_name
 from moe_jax.cluster.layer_seconds import layer_name
 from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError

@@ -14,8 +14,8 @@ import dataclasses
 import typing
 
 from moe_jax.cluster.cluster import Cluster
+from moe_jax.cluster.fit_names import fit_name, strided_name
 from moe_jax.cluster.fits import Fit
-from moe_jax.cluster.groups import fit_name, strided_name
 from moe_jax.cluster.volumes import LayerShape, Transfer, index_transfers, layer_transfers
 
 

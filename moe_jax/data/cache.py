@@ -23,7 +23,7 @@ from absl import logging
 
 from moe_jax.data.config import DataConfig, cache_root
 from moe_jax.data.corpus import Source, find_documents
-from moe_jax.data.split import TokenSpan, split_documents
+from moe_jax.data.held_out_split import TokenSpan, split_documents
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
 

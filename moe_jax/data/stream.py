@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_jax.data.cache import TokenCache
+from moe_jax.data.held_out_split import TokenSpan
 from moe_jax.data.keyed_random import shuffled
-from moe_jax.data.split import TokenSpan
 from moe_jax.errors import UserError
 
 _PURPOSE = 1  # keeps these numbers apart from those of masking.py

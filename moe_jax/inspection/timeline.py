@@ -17,9 +17,9 @@ import dataclasses
 
 from moe_jax.errors import UserError
 from moe_jax.inspection.costs import FREE, Cost, cost_of
-from moe_jax.inspection.groups import replica_groups, source_target_pairs
 from moe_jax.inspection.hlo import Computation, Instruction, Module, arrays_of
 from moe_jax.inspection.links import KINDS, Traffic, traffic
+from moe_jax.inspection.replica_groups import replica_groups, source_target_pairs
 from moe_jax.inspection.scopes import pass_of, role_of, scope_of
 from moe_jax.inspection.targets import Target
 

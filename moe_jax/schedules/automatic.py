@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
-from moe_jax.cluster.groups import fit_name
+from moe_jax.cluster.fit_names import fit_name
 from moe_jax.cluster.layer_seconds import layer_name, layer_seconds
 from moe_jax.cluster.volumes import LayerShape
 from moe_jax.mesh.roles import Roles

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from moe_jax.calibration import CalibrationOptions, measure
-from moe_jax.calibration.groups import Timed, machine_groups, mesh_groups
-from moe_jax.calibration.layers import LayerCase, build_layer, layer_cases, predict, schedules_of
+from moe_jax.calibration.layer_cases import LayerCase, build_layer, layer_cases, predict, schedules_of
 from moe_jax.calibration.measure import calibrate
+from moe_jax.calibration.timed_groups import Timed, machine_groups, mesh_groups
 from moe_jax.calibration.timing import interleaved_seconds, medians
 from moe_jax.cluster import Cluster, Fit, fit_layers, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import ExpertLoad, layer_seconds

@@ -2,8 +2,8 @@ import pytest
 from toy import HEAD, LOOP
 
 from moe_jax.errors import UserError
-from moe_jax.inspection.groups import replica_groups, source_target_pairs
 from moe_jax.inspection.hlo import Array, parse_module
+from moe_jax.inspection.replica_groups import replica_groups, source_target_pairs
 from moe_jax.inspection.scopes import pass_of, role_of, scope_of
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
-from moe_jax.data.split import TokenSpan
+from moe_jax.data.held_out_split import TokenSpan
 from moe_jax.distributed.hosts import HostsConfig, start_hosts
 from moe_jax.training.loop import evaluate
 from moe_jax.training.session import build_session

@@ -1,14 +1,14 @@
 """Which collectives are timed, and in which groups. Host side; no arrays.
 
 Enters: a number of devices, or the sizes of one mesh. Leaves: `Timed` collectives. A group is n devices a stride apart
-(see `cluster/groups.py`); on every mesh MP, ESP and EP&ESP are neighbours and EP stands N_ESP apart.
+(see `cluster/fit_names.py`); on every mesh MP, ESP and EP&ESP are neighbours and EP stands N_ESP apart.
 """
 
 from __future__ import annotations
 
 import typing
 
-from moe_jax.cluster.groups import fit_name, strided_name
+from moe_jax.cluster.fit_names import fit_name, strided_name
 
 EXCHANGES = ("all_to_all", "pairwise", "permute")  # an exchange in one move, one in rounds, and one round
 

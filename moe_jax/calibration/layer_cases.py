@@ -116,7 +116,7 @@ def layer_cases(devices: int, scale: float, mesh: MeshConfig | None, count: int 
 
 def build_layer(schedule: str, case: LayerCase, devices, transport: str = "all_to_all") -> Callable:
     """Return a compiled call of the layer, forward and backward."""
-    from moe_jax.calibration.layer import layer_call
+    from moe_jax.calibration.layer_call import layer_call
 
     roles = build_mesh(case.mesh(len(devices)), devices)
     config = case.config(schedule, len(devices), transport)
