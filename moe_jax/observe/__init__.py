@@ -5,6 +5,7 @@ from moe_jax.observe.balance import dead_experts, device_load_max_over_mean, dev
 from moe_jax.observe.environment import environment_record, git_state
 from moe_jax.observe.load_trace import LoadsTrace, read_loads
 from moe_jax.observe.loads import LoadsRecorder
+from moe_jax.observe.loads_origin import LoadsOrigin
 from moe_jax.observe.metrics import MetricsWriter, read_metrics
 from moe_jax.observe.plots import draw_all
 from moe_jax.observe.progress import Progress, short_time, with_prefix
@@ -16,6 +17,7 @@ from moe_jax.observe.tensorboard import TensorBoardWriter
 __all__ = [
     "EVALUATIONS",
     "METRICS",
+    "LoadsOrigin",
     "LoadsRecorder",
     "LoadsTrace",
     "MetricsWriter",

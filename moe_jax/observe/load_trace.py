@@ -15,13 +15,23 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_jax.errors import UserError
+from moe_jax.observe.loads_origin import KEYS, LoadsOrigin, read_origins
 
 
 class LoadsTrace(NamedTuple):
-    """A recorded trace: `loads` [T, L, S, E] non-negative integers, `iterations` [T] rising integers."""
+    """A recorded trace.
+
+    Attributes:
+      loads: [T, L, S, E], non-negative integers.
+      iterations: [T], rising integers.
+      sources: [T], S of each sample; None where the file does not say, which means that all are the array's.
+      origins: the run behind each sample, T of them, None where the file does not say.
+    """
 
     loads: np.ndarray
     iterations: np.ndarray
+    sources: np.ndarray | None = None
+    origins: tuple[LoadsOrigin | None, ...] = ()
 
 
 def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
@@ -29,7 +39,8 @@ def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
 
     Args:
       path: an npz file with `loads` [T, L, S, E], whole numbers of any dtype, and `iterations` [T]; without
-        `iterations` samples are numbered from 0; other keys are ignored.
+        `iterations` samples are numbered from 0; `sources` and what `loads_origin.py` names are read where they are;
+        other keys are ignored.
 
     Returns:
       A `LoadsTrace`.
@@ -38,7 +49,12 @@ def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
       UserError: the file is missing or no npz, lacks `loads`, or its arrays break a rule above; names the first bad
         entry.
     """
-    return check_loads(*_arrays(path), path)
+    arrays = _arrays(path)
+    loads, iterations = check_loads(arrays["loads"], arrays["iterations"], path)[:2]
+    sources = arrays.get("sources")
+    if sources is not None and (sources.shape != iterations.shape or sources.dtype.kind not in "iu"):
+        sources = None  # somebody else's key
+    return LoadsTrace(loads, iterations, sources, read_origins(arrays, len(loads), path))
 
 
 def check_loads(loads: np.ndarray, iterations: np.ndarray, path: str | os.PathLike[str]) -> LoadsTrace:
@@ -71,8 +87,8 @@ def check_loads(loads: np.ndarray, iterations: np.ndarray, path: str | os.PathLi
     return LoadsTrace(loads if loads.dtype.kind in "iu" else loads.astype(np.int64), iterations)
 
 
-def _arrays(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return `loads` and `iterations` as they stand in the file."""
+def _arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Return `loads`, `iterations` and what else is known here, as they stand in the file."""
     try:
         # Opened here, since np.load leaves a damaged file open.
         with open(path, "rb") as file:
@@ -82,7 +98,8 @@ def _arrays(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray]:
             if "loads" not in archive:
                 raise UserError(f"{path} has no loads; it has {sorted(archive)}")
             loads = archive["loads"]
-            return loads, archive["iterations"] if "iterations" in archive else np.arange(len(loads))
+            known = (name for name in ("iterations", "sources", *KEYS) if name in archive)
+            return {"loads": loads, "iterations": np.arange(len(loads)), **{name: archive[name] for name in known}}
     except UserError:
         raise
     except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:

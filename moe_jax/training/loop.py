@@ -21,6 +21,7 @@ from moe_jax.distributed.hosts import Hosts, StopSignal
 from moe_jax.models.counts import training_flops_per_token
 from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
 from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.planning import loads_origin
 from moe_jax.training.record import check_finite, step_record
 from moe_jax.training.rejit import RejitEngine
 from moe_jax.training.session import Session
@@ -42,7 +43,9 @@ class Writers:
         self.folder = folder
         self.metrics = MetricsWriter(folder, resume_step=resume_step)
         self.evaluations = MetricsWriter(folder, resume_step=resume_step, file_name=EVALUATIONS)
-        self.loads = LoadsRecorder(folder, session.config.train.loads_every, resume_step=resume_step)
+        self.loads = LoadsRecorder(
+            folder, session.config.train.loads_every, resume_step=resume_step, origin=loads_origin(session)
+        )
         self.tensorboard = TensorBoardWriter(folder, resume_step=resume_step)
 
     def step(self, step: int, record: dict, loads: np.ndarray):

@@ -16,6 +16,7 @@ import numpy as np
 from moe_jax.after_gate import CalibrateRule, Rule, ShadowRule, ShareRule
 from moe_jax.cluster import Cluster
 from moe_jax.moe.layer import layer_sizes
+from moe_jax.observe import LoadsOrigin
 from moe_jax.placement import Placement, Skeleton, bucket_rows, build_skeleton, fits, most_homes, routing, widen
 from moe_jax.placement.transfer import cheapest_method
 from moe_jax.planner import SWEEPS, Cost, PlanSession, shadow_rates
@@ -59,6 +60,20 @@ def initial_placement(session: Program) -> Placement:
     per_node = inside if session.devices % inside == 0 else session.devices
     layers, experts = session.home.shape
     return Placement.even(layers, experts, session.devices, per_node)
+
+
+def loads_origin(session: Program) -> LoadsOrigin:
+    """Return what stands beside the recorded loads of a run, so that a replay knows model and mesh."""
+    config = session.config
+    return LoadsOrigin(
+        model_dim=config.model.model_dim,
+        hidden_dim=config.model.hidden_dim,
+        top_k=config.moe.top_k,
+        dtype=config.model.dtype,
+        mesh=tuple(session.roles.mesh.shape.items()),
+        devices_per_node=initial_placement(session).devices_per_node,
+        cluster=config.planner.cluster or config.moe.cluster,
+    )
 
 
 def step_loads(session: Program, loads: np.ndarray) -> np.ndarray:

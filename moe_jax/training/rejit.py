@@ -191,14 +191,26 @@ class RejitEngine:
             "waiting": {str(step): loads.tolist() for step, loads in sorted(self.waiting.items())},
         }
 
-    def restore(self, state: dict | None) -> None:
-        """Continue from what `state` returned, if it was on as many devices; else from even homes."""
+    def restore(self, state: dict | None) -> str | None:
+        """Continue from what `state` returned, if it was on as many devices; else from even homes.
+
+        Returns:
+          a line that says what of the state is left out, and why; None where it is taken whole.
+        """
         if state is None:
-            return
+            return None
         skeleton = plan_state.read_skeleton(state["skeleton"])
         sizes = ("layers", "experts", "devices", "devices_per_node", "bank_rows")
-        if any(getattr(skeleton, name) != getattr(self.skeleton, name) for name in sizes):
-            return
+        changed = [
+            f"{name} was {getattr(skeleton, name)} and is {getattr(self.skeleton, name)}"
+            for name in sizes
+            if getattr(skeleton, name) != getattr(self.skeleton, name)
+        ]
+        if changed:
+            return (
+                f"plan: the checkpoint's is of another mesh or planner ({', '.join(changed)}); experts start at even "
+                "homes, and the planner sees new loads only"
+            )
         self.plans.restore(state["session"])
         self.placement = plan_state.read_placement(state["placement"], self.placement)
         self.bank = plan_state.read_placement(state["bank"], self.bank)
@@ -214,6 +226,7 @@ class RejitEngine:
             )
         self.asked, self.plan_id = state["asked"], state["plan_id"]
         self.waiting = {int(step): np.asarray(loads, np.int64) for step, loads in state["waiting"].items()}
+        return None
 
     # Inside.
 

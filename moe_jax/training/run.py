@@ -130,7 +130,9 @@ def starting_state(
     if latest is not None:
         home = session.home
         if engine is not None:
-            engine.restore(checkpoints.read_host(latest).get("plan"))
+            left_out = engine.restore(checkpoints.read_host(latest).get("plan"))
+            if left_out is not None:
+                say(hosts, left_out)
             home = engine.bank.home
         state, host = checkpoints.restore(latest, session.abstract_state(), home)
         session.feed.stream.check_position(host["data"])
@@ -200,6 +202,8 @@ def train(
     """Train to the end or to a signal; draw pictures and say what came out."""
     steps = session.config.train.steps
     writers = Writers(folder, session, latest) if hosts.is_main else None
+    if writers and (older := writers.loads.describe_older()) is not None:
+        say(hosts, older)
     start = latest or 0
     skipped = 0 if latest is None else checkpoints.read_host(latest).get("skipped_steps", 0)
     with (

@@ -3,7 +3,7 @@ import pytest
 
 import moe_jax.observe.loads as loads_module
 from moe_jax.errors import UserError
-from moe_jax.observe import LoadsRecorder, read_loads
+from moe_jax.observe import LoadsOrigin, LoadsRecorder, read_loads
 
 
 def sample(step, sources=2):
@@ -72,15 +72,77 @@ def test_part_closes_at_its_size_in_bytes(tmp_path, monkeypatch):
 
 
 def test_merge_fills_sources_of_another_mesh_and_says_so(tmp_path, caplog):
+    caplog.set_level("INFO")
     record_steps(tmp_path, [10], sources=4)
     recorder = record_steps(tmp_path, [20], sources=2, resume_step=10)
     path = recorder.merge()
     assert "sources were [4, 2] along the run" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"INFO"}
     trace = read_loads(path)
     np.testing.assert_array_equal(trace.loads[0], sample(10, 4))
     np.testing.assert_array_equal(trace.loads[1, :, :2], sample(20, 2))
     assert trace.loads[1, :, 2:].sum() == 0
     np.testing.assert_array_equal(np.load(path)["sources"], [4, 2])
+
+
+def origin(sources=2, **changes):
+    fields = {"model_dim": 16, "hidden_dim": 32, "top_k": 2, "dtype": "bfloat16", "devices_per_node": 2}
+    return LoadsOrigin(**{**fields, "mesh": (("data", 2), ("expert", sources)), **changes})
+
+
+def test_merged_file_says_which_run_recorded_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(loads_module, "PART_RECORDS", 2)
+    recorder = record_steps(tmp_path, [10, 20, 30], origin=origin(cluster="configs/cluster/hecate_a.gin"))
+    path = recorder.merge()
+    with np.load(path) as file:
+        assert (file["M"], file["F"], file["K"], file["dtype"]) == (16, 32, 2, "bfloat16")
+        assert file["mesh"].tolist() == ['{"data": 2, "expert": 2}'] and file["mesh_index"].tolist() == [0, 0, 0]
+        assert file["devices_per_node"].tolist() == [2] and file["cluster"].tolist() == ["configs/cluster/hecate_a.gin"]
+    assert read_loads(path).origins == (origin(cluster="configs/cluster/hecate_a.gin"),) * 3
+
+
+def test_resume_on_another_mesh_keeps_what_is_known_of_the_first(tmp_path):
+    record_steps(tmp_path, [10, 20, 30], sources=4, origin=origin(4))
+    recorder = record_steps(tmp_path, [30], resume_step=20, origin=origin(2))  # cuts the sample of step 30
+    text = recorder.describe_older()
+    assert text.startswith("recorded loads: samples of other meshes up to step 20 are kept as they are")
+    assert "2 of (data 2 x expert 4, 4 sources)" in text and "this mesh (data 2 x expert 2, 2 sources)" in text
+    trace = read_loads(recorder.merge())
+    assert trace.iterations.tolist() == [10, 20, 30] and trace.sources.tolist() == [4, 4, 2]
+    assert trace.origins == (origin(4), origin(4), origin(2))
+
+
+def test_resume_on_the_same_mesh_has_nothing_to_say(tmp_path):
+    record_steps(tmp_path, [10], origin=origin())
+    assert record_steps(tmp_path, [20], resume_step=10, origin=origin()).describe_older() is None
+
+
+def test_older_parts_without_a_run_are_kept_and_read(tmp_path):
+    """What was recorded before loads.npz said which run it is of, resumed today."""
+    record_steps(tmp_path, [10], sources=4)
+    recorder = record_steps(tmp_path, [20], resume_step=10, origin=origin(2))
+    assert "1 of (4 sources)" in recorder.describe_older()
+    trace = read_loads(recorder.merge())
+    assert trace.origins == (None, origin(2))
+    assert LoadsRecorder(tmp_path, 10, resume_step=20, origin=origin(4)).describe_older().count(" of (") == 1
+    np.savez(tmp_path / "old.npz", **GOOD, mesh=np.zeros(3))  # somebody else's file, somebody else's key
+    assert read_loads(tmp_path / "old.npz").origins == (None, None)
+
+
+def test_parts_of_two_models_are_refused(tmp_path):
+    record_steps(tmp_path, [10], origin=origin())
+    recorder = record_steps(tmp_path, [20], resume_step=10, origin=origin(top_k=1))
+    with pytest.raises(UserError, match=r"samples have \(M, F, K, dtype\) .* they are not of one model"):
+        recorder.merge()
+
+
+def test_broken_origin_is_named(tmp_path):
+    path = record_steps(tmp_path, [10, 20], origin=origin()).merge()
+    with np.load(path) as file:
+        arrays = {**file, "mesh_index": np.array([0])}
+    np.savez(path, **arrays)
+    with pytest.raises(UserError, match="what it says of its run .* must be 2 numbers below 1"):
+        read_loads(path)
 
 
 def test_every_zero_records_nothing_and_negative_is_an_error(tmp_path):

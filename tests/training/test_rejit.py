@@ -171,6 +171,18 @@ def test_resume_continues_with_the_same_plans(cut):
         engine.close()
 
 
+def test_plan_of_another_mesh_is_left_out_and_named():
+    first, second = (RejitEngine(session_of(name="hecate"), 1) for _ in range(2))
+    state = json.loads(json.dumps(first.state()))
+    assert second.restore(None) is None and second.restore(state) is None
+    state["skeleton"]["devices"] = 8
+    text = second.restore(state)
+    assert text.startswith("plan: the checkpoint's is of another mesh or planner (devices was 8 and is 4)")
+    assert text.endswith("experts start at even homes, and the planner sees new loads only")
+    for engine in (first, second):
+        engine.close()
+
+
 def test_different_plans_are_an_error():
     session = session_of(name="topk_all", top_k=1)
     engine = RejitEngine(session, 1)

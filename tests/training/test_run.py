@@ -45,6 +45,13 @@ def test_run_folder_holds_what_was_promised(finished):
     assert environment["devices"][0]["count"] == devices
 
 
+def test_loads_say_which_run_they_are_of(finished):
+    (origin,) = set(read_loads(finished / "work" / "loads.npz").origins)
+    assert (origin.model_dim, origin.hidden_dim, origin.top_k, origin.dtype) == (16, 16, 2, "float32")
+    assert dict(origin.mesh) == json.loads((finished / "work" / "environment.json").read_text())["mesh"]
+    assert origin.sources == origin.devices_per_node == len(jax.devices()) and origin.cluster == ""
+
+
 def test_same_command_says_finished(finished, capsys):
     assert run_here(finished, finished / "work")
     assert "finished already, at step 6 of 6" in capsys.readouterr().out
@@ -112,8 +119,15 @@ def test_another_config_is_refused(finished):
 
 
 def test_steps_and_mesh_may_differ(finished, capsys):
-    assert run_here(finished, finished / "work", "train.steps = 7", "MeshConfig.data = 2")
-    assert "resuming at step 6" in capsys.readouterr().out
+    before = read_loads(finished / "work" / "loads.npz")
+    assert run_here(finished, finished / "work", "train.steps = 8", "MeshConfig.data = 2")
+    out = capsys.readouterr().out
+    assert "resuming at step 6" in out
+    assert "recorded loads: samples of other meshes up to step 6 are kept as they are: 3 of (data 1 x expert 8" in out
+    after = read_loads(finished / "work" / "loads.npz")
+    assert after.iterations.tolist() == [2, 4, 6, 8] and after.sources.tolist() == [8, 8, 8, 4]
+    np.testing.assert_array_equal(after.loads[:3], before.loads)
+    assert [dict(origin.mesh)["data"] for origin in after.origins] == [1, 1, 1, 2]
 
 
 def test_checkpoint_of_another_model_is_refused(finished):

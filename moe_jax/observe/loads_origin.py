@@ -1,0 +1,125 @@
+"""What run a trace of loads was recorded by: sizes of the model, and the mesh.
+
+Inputs: a `LoadsOrigin` for each sample. Outputs: plain arrays that stand beside the loads in an npz file, and back:
+    M, F, K           int64 []    model dim, hidden dim of an expert, experts chosen by a token (top_k)
+    dtype             str []      what the model computes in, such as 'bfloat16'
+    mesh              str [n]     each mesh that the run used, oldest first, as JSON {axis: size}; '' where not known
+    devices_per_node  int64 [n]   devices of an expert-parallel group that share a node, 0 where not known
+    cluster           str [n]     the cluster file that the run named, '' for none
+    mesh_index        int64 [T]   which of the n each sample was recorded on
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from moe_jax.errors import UserError
+
+KEYS = ("M", "F", "K", "dtype", "mesh", "devices_per_node", "cluster", "mesh_index")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadsOrigin:
+    """Describe the run that recorded a sample.
+
+    Attributes:
+      model_dim, hidden_dim, top_k: M, F and K.
+      dtype: what the model computes in.
+      mesh: (axis, size) of the device mesh, slowest axis first.
+      devices_per_node: devices of an expert-parallel group that share a node.
+      cluster: path of the cluster file that the run named, or ''.
+    """
+
+    model_dim: int
+    hidden_dim: int
+    top_k: int
+    dtype: str
+    mesh: tuple[tuple[str, int], ...]
+    devices_per_node: int
+    cluster: str = ""
+
+    @property
+    def model(self) -> tuple[int, int, int, str]:
+        """M, F, K and dtype, which do not change within a run."""
+        return self.model_dim, self.hidden_dim, self.top_k, self.dtype
+
+    @property
+    def sources(self) -> int:
+        """S, members of the expert-parallel group."""
+        return math.prod(size for axis, size in self.mesh if axis in ("expert", "expert_mp"))
+
+    def describe_mesh(self) -> str:
+        """Return the mesh in words, such as 'data 2 x expert 4'."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.mesh)
+
+
+def origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray]:
+    """Return the arrays of the docstring for one origin per sample; {} where none is known.
+
+    Raises:
+      UserError: the samples are of two models.
+    """
+    models = list(dict.fromkeys(origin.model for origin in origins if origin is not None))
+    if not models:
+        return {}
+    if len(models) > 1:
+        raise UserError(f"samples have (M, F, K, dtype) {models}: they are not of one model; use one folder for each")
+    meshes = list(dict.fromkeys((o.mesh, o.devices_per_node, o.cluster) if o else ((), 0, "") for o in origins))
+    places = {mesh: index for index, mesh in enumerate(meshes)}
+    M, F, K, dtype = models[0]
+    index = [places[(o.mesh, o.devices_per_node, o.cluster) if o else ((), 0, "")] for o in origins]
+    return {
+        "M": np.int64(M),
+        "F": np.int64(F),
+        "K": np.int64(K),
+        "dtype": np.array(dtype),
+        "mesh": np.array([json.dumps(dict(mesh)) if mesh else "" for mesh, _, _ in meshes]),
+        "devices_per_node": np.array([per_node for _, per_node, _ in meshes], np.int64),
+        "cluster": np.array([cluster for _, _, cluster in meshes]),
+        "mesh_index": np.array(index, np.int64),
+    }
+
+
+def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -> tuple[LoadsOrigin | None, ...]:
+    """Return the origin of each of `samples` samples, None where the file does not say.
+
+    Args:
+      arrays: of the npz file, those of `KEYS` that it has.
+      path: of the file, for errors.
+
+    Raises:
+      UserError: the keys are all there and do not fit together.
+    """
+    if not all(key in arrays for key in KEYS):  # an older file, or somebody else's
+        return (None,) * samples
+    try:
+        known: list[LoadsOrigin | None] = [
+            None
+            if not str(mesh)
+            else LoadsOrigin(
+                model_dim=int(arrays["M"]),
+                hidden_dim=int(arrays["F"]),
+                top_k=int(arrays["K"]),
+                dtype=str(arrays["dtype"]),
+                mesh=tuple((str(axis), int(size)) for axis, size in json.loads(str(mesh)).items()),
+                devices_per_node=int(per_node),
+                cluster=str(cluster),
+            )
+            for mesh, per_node, cluster in zip(
+                arrays["mesh"], arrays["devices_per_node"], arrays["cluster"], strict=True
+            )
+        ]
+        index = arrays["mesh_index"].tolist()
+        if len(index) != samples or not all(0 <= place < len(known) for place in index):
+            raise ValueError(f"mesh_index must be {samples} numbers below {len(known)}")
+        return tuple(known[place] for place in index)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{path}: what it says of its run ({', '.join(KEYS)}) does not fit together ({error}); save it again with "
+            "loads and iterations alone"
+        ) from error
