@@ -67,6 +67,7 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
             return True
         devices = jax.devices()
         session = build_session(with_node_size(config, devices, hosts), devices)
+        check_same_corpus(session, hosts)
         session, compared = settle_unproven(session, hosts)
         if options.eval_only:
             return evaluate_only(session, checkpoints, latest, folder, hosts)
@@ -112,6 +113,18 @@ def with_node_size(config: RunConfig, devices, hosts: Hosts) -> RunConfig:
     if hosts.process_count > 1:
         say(hosts, f"{size} devices a node ({hosts.process_count} processes on {len(set(hosts.host_ids))} host(s))")
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=size))
+
+
+def check_same_corpus(session: Session, hosts: Hosts):
+    """Raise UserError if the processes read different texts: each would train on batches that the others do not see."""
+    meta = session.feed.cache.meta
+    held = hosts.gather_text("corpus", f"{meta.tokens} tokens in {meta.documents} documents, hash {meta.content}")
+    for index, text in enumerate(held):
+        if text != held[0]:
+            raise UserError(
+                f"DataConfig.path ({session.config.data.path!r}) holds {held[0]} on process 0 and {text} on process "
+                f"{index}; give every machine the same files, and change none while a job starts"
+            )
 
 
 def check_folder(folder: RunFolder, checkpoints: Checkpointer, latest: int | None, config_text: str):

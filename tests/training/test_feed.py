@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from tiny_run import finish, start, write_corpus
 
+from moe_jax.distributed.hosts import Hosts
+from moe_jax.errors import UserError
 from moe_jax.training.loop import evaluate
+from moe_jax.training.run import check_same_corpus
 
 HELPER = Path(__file__).with_name("feed_rows.py")
 
@@ -32,6 +35,24 @@ def test_two_processes_read_their_own_rows(tmp_path):
         for name, loss in found.items():
             # collectives between processes sum in another order
             assert float(loss) == pytest.approx(want[name], rel=1e-6), name
+
+
+def test_processes_that_read_different_texts_stop(tmp_path):
+    """The hash of the tokens is compared, not names and dates: files are copied from machine to machine."""
+    session = feed_rows.session_of(tmp_path, "expert")
+    asked = []
+
+    class Two(Hosts):
+        def gather_text(self, name, text, *_):
+            asked.append(text)
+            return [text, other or text]
+
+    other = ""
+    check_same_corpus(session, Two())
+    other = "5 tokens in 1 documents, hash 00"
+    with pytest.raises(UserError, match=r"DataConfig\.path .* on process 0 and 5 tokens .* on process 1; give every"):
+        check_same_corpus(session, Two())
+    assert session.feed.cache.meta.content in asked[0]
 
 
 def test_evaluation_counts_the_targets_that_count(tmp_path):

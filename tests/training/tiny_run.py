@@ -26,10 +26,16 @@ BINDINGS = (
 
 
 def write_corpus(folder) -> str:
-    """Write two small documents and return the binding that reads them."""
+    """Write two small documents, unless they stand there, and return the binding that reads them.
+
+    Several processes call this with one folder while others read it: a file appears whole, and never changes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, step in (("a.txt", 7), ("b.txt", 11)):
-        (folder / name).write_text(" ".join(f"{(i * step) % 97} apples" for i in range(600)))
+        if not (folder / name).exists():
+            part = folder.parent / f"{name}.{os.getpid()}"
+            part.write_text(" ".join(f"{(i * step) % 97} apples" for i in range(600)))
+            part.rename(folder / name)
     return f"DataConfig.path = {str(folder)!r}"
 
 
