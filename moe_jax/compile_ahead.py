@@ -87,14 +87,14 @@ def compile_step(
     Raises:
       UserError: whatever training itself would refuse, or an option that the compiler does not know.
     """
+    from moe_jax.replan.replanner import Replanner
     from moe_jax.training.guided import compile_guided
-    from moe_jax.training.planning import planned_skeleton
     from moe_jax.training.program import build_program
 
     program = build_program(config, devices)
     skeleton = rule = None
     if config.planner.name != "none":
-        skeleton, rule = planned_skeleton(program, skewed_loads(program, skew))
+        skeleton, rule = Replanner(config, program.roles).planned_skeleton(skewed_loads(program, skew))
     started = time.monotonic()
     lowered = program.lower_train_step(skeleton, rule)
     lowered_at = time.monotonic()

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import jax
 
+from moe_jax.cluster import read_named_cluster
 from moe_jax.cluster.layer_seconds import ExpertLoad
 from moe_jax.cluster.pipeline import pairwise_seconds
 from moe_jax.compile_ahead import on_target
@@ -32,7 +33,6 @@ from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
-from moe_jax.training.split import read_named_cluster
 
 OPTIMIZER_STATES = {
     "adamw": "AdamW, two moments",

@@ -39,8 +39,8 @@ def record_steps(
     """
     import jax
 
-    from moe_jax.training.feed import to_devices
-    from moe_jax.training.plan import table_shapes
+    from moe_jax.mesh.global_arrays import to_devices
+    from moe_jax.replan.device_tables import table_shapes
     from moe_jax.training.session import build_session
 
     session = build_session(config, devices)

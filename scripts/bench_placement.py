@@ -133,7 +133,7 @@ def rate_bytes(rate: str) -> float:
 
 def change_for(routing: str):
     """Return (state, step) -> state that gives the gate its skew."""
-    from moe_jax.training.feed import to_devices
+    from moe_jax.mesh.global_arrays import to_devices
 
     devices, seen = _HOSTS.value * _DEVICES.value, {}
     if routing == "trace":

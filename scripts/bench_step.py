@@ -33,7 +33,7 @@ def prepare(config, devices):
 
     import jax
 
-    from moe_jax.training.feed import to_devices
+    from moe_jax.mesh.global_arrays import to_devices
     from moe_jax.training.session import build_session
 
     mesh = config.mesh if len(devices) > 1 else type(config.mesh)()

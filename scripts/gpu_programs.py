@@ -105,9 +105,9 @@ def compile_case(case: Case, guided: bool) -> list[Outcome]:
 def ring_copies(program, guests: int, method: str):
     """Return the skeleton of a placement in which each device copies an expert of each of its next neighbours."""
     from moe_jax.placement import build_skeleton
-    from moe_jax.training.planning import initial_placement
+    from moe_jax.replan.replanner import initial_placement
 
-    even = initial_placement(program)
+    even = initial_placement(program.config, program.roles)
     if not guests:
         return build_skeleton(even, method="none")
     devices, held = even.devices, program.config.moe.num_experts // even.devices

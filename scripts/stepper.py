@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import jax
 
-from moe_jax.training.feed import to_devices
+from moe_jax.mesh.global_arrays import to_devices
+from moe_jax.replan.rejit import build_engine
 from moe_jax.training.loop import Loop
-from moe_jax.training.rejit import build_engine
 from moe_jax.training.session import build_session
 
 

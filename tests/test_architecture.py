@@ -19,7 +19,8 @@ PACKAGE = ROOT / "moe_jax"
 # package -> the packages right below it, from the top down; one may import these and all that lie below them
 BELOW = {
     "entry points": ("training", "calibration", "replay"),
-    "training": ("config", "observe", "inspection", "distributed"),
+    "training": ("replan", "observe", "inspection", "distributed"),
+    "replan": ("config",),
     "replay": ("config", "observe"),
     "config": ("models", "planner", "data"),
     "calibration": ("moe", "distributed"),

@@ -2,7 +2,7 @@
 
 from moe_jax.cluster.cluster import Cluster
 from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_layers, fit_saa, parm_choice, split_saa
-from moe_jax.cluster.read import read_cluster, write_cluster
+from moe_jax.cluster.read import read_cluster, read_named_cluster, write_cluster
 from moe_jax.cluster.topology import (
     LinkTraffic,
     all_reduce_bytes,
@@ -25,6 +25,7 @@ __all__ = [
     "overlap_bound",
     "parm_choice",
     "read_cluster",
+    "read_named_cluster",
     "split_saa",
     "write_cluster",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import os
 import pathlib
 import re
 
@@ -37,6 +38,12 @@ def read_cluster(path: str | pathlib.Path) -> Cluster:
     if unknown:
         raise UserError(f"{path.name}: Cluster has no field {unknown[0]!r}; its fields are {', '.join(known)}")
     return Cluster(**{"name": path.stem, **fields})
+
+
+def read_named_cluster(path: str) -> Cluster:
+    """Read a cluster file, named from here or from beside the package."""
+    beside = pathlib.Path(__file__).parents[2] / path
+    return read_cluster(beside if not os.path.exists(path) and beside.exists() else path)
 
 
 def write_cluster(cluster: Cluster, path: str | pathlib.Path) -> None:

@@ -37,8 +37,9 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from moe_jax.errors import HostLostError, UserError
+from moe_jax.models.leaf_names import flatten, is_bank
 from moe_jax.training.bank_order import FileOrder, file_sharding
-from moe_jax.training.checkpoint_format import FORMAT, agreed_part, check_same_leaves, flatten, is_bank
+from moe_jax.training.checkpoint_format import FORMAT, agreed_part, check_same_leaves
 
 _UNFINISHED = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
 _WRITE_SECONDS = 1200

@@ -8,29 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from moe_jax.errors import UserError
 
 FORMAT = "moe_jax checkpoint 1"
-BANK = "bank"
 OPTIONAL = "ema"  # the part of a state that a run may keep or not
-
-
-def flatten(tree, prefix: str = "") -> dict[str, Any]:
-    """Return {name: leaf} of a tree, names such as 'params/dense/units/gate/w_gate' or 'opt_state/1/0/mu/bank/w_in'."""
-    flat = {}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        name = "/".join([prefix, *map(_text, path)] if prefix else map(_text, path))
-        assert name not in flat, f"two leaves are called {name}"
-        flat[name] = leaf
-    return flat
-
-
-def is_bank(name: str) -> bool:
-    """Say whether a leaf is part of the expert bank (or of a moment of it)."""
-    return BANK in name.split("/")
 
 
 def agreed_part(stored: dict[str, Any], state: dict) -> tuple[dict[str, Any], dict]:
@@ -39,14 +22,6 @@ def agreed_part(stored: dict[str, Any], state: dict) -> tuple[dict[str, Any], di
     if OPTIONAL in state and len(kept) < len(stored):
         return stored, state
     return kept, {name: part for name, part in state.items() if name != OPTIONAL}
-
-
-def _text(entry) -> str:
-    """Return one step of a path: a dictionary's key, a named tuple's field, or an index."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    raise TypeError(f"a state has no {type(entry).__name__}")
 
 
 def check_same_leaves(path, stored: dict[str, Any], needed: dict[str, Any]) -> None:

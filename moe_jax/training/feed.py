@@ -104,20 +104,3 @@ def own_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.ndarray
     """Return which rows (dim 1) of an array of this shape lie on devices of this process, int64, ascending."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     return np.unique(np.concatenate([np.arange(shape[1])[index[1]] for index in indices]))
-
-
-def to_devices(arrays, shardings):
-    """Return NumPy arrays as global arrays; every process gives the same arrays and places its own part.
-
-    Args:
-      arrays: pytree of NumPy arrays.
-      shardings: matching pytree, or one sharding for all.
-    """
-
-    def one(array, sharding):
-        array = np.asarray(array)
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-    if isinstance(shardings, jax.sharding.Sharding):
-        return jax.tree.map(lambda array: one(array, shardings), arrays)
-    return jax.tree.map(one, arrays, shardings)

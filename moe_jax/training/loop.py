@@ -20,10 +20,9 @@ from moe_jax.data import held_out_entropy, prefetch
 from moe_jax.distributed.hosts import Hosts, StopSignal
 from moe_jax.models.counts import training_flops_per_token
 from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
+from moe_jax.replan.rejit import RejitEngine
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.planning import loads_origin
-from moe_jax.training.record import check_finite, step_record
-from moe_jax.training.rejit import RejitEngine
+from moe_jax.training.record import check_finite, loads_origin, step_record
 from moe_jax.training.session import Session
 from moe_jax.training.step import ema_params, leaf_names
 

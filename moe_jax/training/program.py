@@ -23,12 +23,12 @@ from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
 from moe_jax.moe.layer import LayerPlan
 from moe_jax.placement import Skeleton
+from moe_jax.replan.device_tables import has_guests, layer_plan, table_shapes
+from moe_jax.replan.transfer_shares import split_shares
 from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.guided import compile_guided, find_target
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.plan import has_guests, layer_plan, table_shapes
-from moe_jax.training.split import split_shares
 from moe_jax.training.step import Placing, abstract_state, make_train_step, place
 
 

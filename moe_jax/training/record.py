@@ -8,7 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.errors import NonFiniteError
-from moe_jax.observe import dead_experts, device_load_max_over_mean
+from moe_jax.observe import LoadsOrigin, dead_experts, device_load_max_over_mean
+from moe_jax.replan.replanner import initial_placement
+from moe_jax.training.program import Program
 
 
 def check_finite(
@@ -87,3 +89,17 @@ def step_record(
     if compile_seconds is not None:
         record["compile_seconds"] = compile_seconds
     return record
+
+
+def loads_origin(program: Program) -> LoadsOrigin:
+    """Return what stands beside the recorded loads of a run, so that a replay knows model and mesh."""
+    config = program.config
+    return LoadsOrigin(
+        model_dim=config.model.model_dim,
+        hidden_dim=config.model.hidden_dim,
+        top_k=config.moe.top_k,
+        dtype=config.model.dtype,
+        mesh=tuple(program.roles.mesh.shape.items()),
+        devices_per_node=initial_placement(config, program.roles).devices_per_node,
+        cluster=config.planner.cluster or config.moe.cluster,
+    )

@@ -16,10 +16,10 @@ from moe_jax.config.run_config import RunConfig, check_resumable, config_differe
 from moe_jax.distributed.hosts import Hosts, StopSignal
 from moe_jax.errors import UserError
 from moe_jax.observe import Progress, RunFolder, draw_all, environment_record, summarize_run, write_report
+from moe_jax.replan.rejit import RejitEngine, build_engine
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.first_step_check import settle_unproven
 from moe_jax.training.loop import Loop, Writers, evaluate
-from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.session import Session, build_session
 from moe_jax.training.step import start_ema
 

@@ -13,8 +13,9 @@ import numpy as np
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import build_cache, build_tokenizer
 from moe_jax.dispatch import Tables
+from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.placement import Skeleton
-from moe_jax.training.feed import Feed, to_devices
+from moe_jax.training.feed import Feed
 from moe_jax.training.program import Program, build_program
 from moe_jax.training.shared_program import SharedFunction
 from moe_jax.training.step import init_state, make_evaluation_step, state_of_params

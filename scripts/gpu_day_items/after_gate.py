@@ -47,7 +47,7 @@ def _case(context, name: str):
     from moe_jax.cluster import Cluster
     from moe_jax.placement import Placement, build_skeleton
     from moe_jax.planner import SWEEPS, Cost, PlannerConfig, build_planner, shadow_rates
-    from moe_jax.training.plan import device_tables
+    from moe_jax.replan.device_tables import device_tables
 
     devices, experts, node, guests = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))
     cluster = Cluster(

@@ -19,8 +19,8 @@ def measure(context, model: dict | None = None, options: dict | None = None, chu
     """
     import jax
 
+    from moe_jax.mesh.global_arrays import to_devices
     from moe_jax.models.config import ModelConfig
-    from moe_jax.training.feed import to_devices
     from moe_jax.training.session import build_session
 
     fields = {field.name for field in dataclasses.fields(ModelConfig)}

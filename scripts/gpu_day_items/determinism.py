@@ -24,8 +24,8 @@ def gradient(context):
     import jax.numpy as jnp
     import numpy as np
 
+    from moe_jax.mesh.global_arrays import to_devices
     from moe_jax.models import make_loss
-    from moe_jax.training.feed import to_devices
     from moe_jax.training.session import build_session
     from moe_jax.training.step import leaf_names
 

@@ -17,7 +17,7 @@ from moe_jax.after_gate.base import slots_of
 from moe_jax.cluster import Cluster
 from moe_jax.placement import Placement, build_skeleton, routing
 from moe_jax.planner import SWEEPS, Cost, PlannerConfig, build_planner, shadow_rates
-from moe_jax.training.plan import device_tables
+from moe_jax.replan.device_tables import device_tables
 
 DEVICES, EXPERTS, GUESTS, NODE = 8, 16, 3, 4
 

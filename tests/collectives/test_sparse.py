@@ -17,7 +17,7 @@ from moe_jax.collectives.transfer import TransferPlan
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.placement import Placement, bank_rows, build_skeleton, fill_tables
 from moe_jax.placement.transfer import operand_bytes, transfer_bytes
-from moe_jax.training.plan import device_tables, layer_plan
+from moe_jax.replan.device_tables import device_tables, layer_plan
 
 DEVICES, LAYERS, EXPERTS, GUESTS = 8, 2, 16, 3
 SHAPES = {"w_in": (3, 2), "w_out": (2, 5)}  # 16 elements of a chunk

@@ -19,8 +19,8 @@ from moe_jax.moe import MoEConfig
 from moe_jax.moe.guests import fetch_guests
 from moe_jax.moe.layer import make_moe
 from moe_jax.placement import Placement, build_skeleton, routing
+from moe_jax.replan.device_tables import device_tables, layer_plan
 from moe_jax.schedules import LayerSizes, build_schedule
-from moe_jax.training.plan import device_tables, layer_plan
 
 COUNTS = [0, 1, 2, 3, 65_535, 65_536, 65_537, 70_000, 131_072, 1 << 20, (1 << 24) + 1, (1 << 31) - 1, (1 << 32) - 1]
 

@@ -19,7 +19,7 @@ from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.gate import gate_noise
 from moe_jax.placement import SHARE_ONE, Placement, bank_rows, build_skeleton, fits, widen
-from moe_jax.training.plan import device_tables, layer_plan
+from moe_jax.replan.device_tables import device_tables, layer_plan
 
 EXPERTS, BATCH, LENGTH, VOCAB, GUESTS, NOISE = 8, 8, 8, 31, 2, 0.1
 

@@ -23,8 +23,8 @@ from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import SHARE_ONE, Placement, bank_rows, build_skeleton, fits, widen
+from moe_jax.replan.device_tables import device_tables, layer_plan
 from moe_jax.schedules import build_schedule
-from moe_jax.training.plan import device_tables, layer_plan
 
 EXPERTS, BATCH, LENGTH, VOCAB, LAYERS, GUESTS = 8, 8, 8, 31, 2, 3
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -28,8 +28,8 @@ from moe_jax.models.transformer import Transformer
 from moe_jax.models.wide_gradients import add_bias, in_dtype, project
 from moe_jax.moe import GroupedWeights, MoEConfig
 from moe_jax.moe.experts import expert_ffn
+from moe_jax.replan.device_tables import device_tables, layer_plan
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.plan import device_tables, layer_plan
 from moe_jax.training.step import abstract_state, make_train_step, place
 
 BATCH, LENGTH, VOCAB, EXPERTS, TOKENS = 32, 16, 31, 8, 64

@@ -8,7 +8,7 @@ import pytest
 from tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
-from moe_jax.training.feed import to_devices
+from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.training.session import build_session
 
 STEPS = 30

@@ -13,11 +13,11 @@ import pytest
 from tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
+from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.models.memory import Sizes, device_bytes
-from moe_jax.training.feed import to_devices
+from moe_jax.replan.device_tables import layer_plan
+from moe_jax.replan.rejit import build_engine
 from moe_jax.training.loop import compiled_peak
-from moe_jax.training.plan import layer_plan
-from moe_jax.training.rejit import build_engine
 from moe_jax.training.session import build_session
 
 SIZES = (

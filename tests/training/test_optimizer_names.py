@@ -10,13 +10,13 @@ from moe_jax.config.train_config import OPTIMIZERS, TrainConfig
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, ModelConfig
+from moe_jax.models.leaf_names import flatten, is_bank
 from moe_jax.models.memory import Sizes, moment_layout
 from moe_jax.moe import MoEConfig
 from moe_jax.placement import Placement, bank_rows
+from moe_jax.replan.reshard import reshard
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.checkpoint_format import flatten, is_bank
 from moe_jax.training.optimizer import build_optimizer, muon_dims, state_bytes
-from moe_jax.training.reshard import reshard
 from moe_jax.training.step import abstract_state, place
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")

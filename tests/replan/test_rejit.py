@@ -25,9 +25,9 @@ from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.placement import fits, routing
 from moe_jax.planner import PlannerConfig
-from moe_jax.training import rejit
-from moe_jax.training.planning import planned_skeleton
-from moe_jax.training.rejit import RejitEngine, build_engine
+from moe_jax.replan import rejit
+from moe_jax.replan.rejit import RejitEngine, build_engine
+from moe_jax.replan.replanner import Replanner
 
 DEVICES, LAYERS, EXPERTS = 4, 2, 8
 
@@ -206,7 +206,8 @@ def test_a_planned_bucket_is_as_large_as_predicted_within_its_limit():
         loads[:, device, 2 * device : 2 * device + 2] = 64
     rows = {}
     for limit in (1.0, 2.0, 3.0, 100.0):
-        skeleton, _ = planned_skeleton(session_of(name="hecate", bucket_limit=limit), loads)
+        session = session_of(name="hecate", bucket_limit=limit)
+        skeleton, _ = Replanner(session.config, session.roles).planned_skeleton(loads)
         rows[limit] = skeleton.bucket_rows
     # 128 rows are the worst case; at 1.0 the bucket without a plan (slack 1.5: 48) is larger already
     assert rows == {1.0: 0, 2.0: 64, 3.0: 96, 100.0: 128}

@@ -18,30 +18,41 @@ import collections
 import concurrent.futures
 import dataclasses
 import time
+from typing import Any, Protocol
 
 import numpy as np
 
+from moe_jax.after_gate import Rule
+from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
+from moe_jax.mesh.global_arrays import to_devices
+from moe_jax.mesh.roles import Roles
 from moe_jax.placement import Placement, Skeleton, fits, routing
-from moe_jax.planner import PlanSession, predicted_layer_seconds, worth_a_swap
-from moe_jax.training import plan_state
-from moe_jax.training.feed import to_devices
-from moe_jax.training.plan import device_tables
-from moe_jax.training.planning import (
-    after_gate_rule,
-    bare_skeleton,
-    grow,
-    initial_placement,
-    plan_hash,
-    planning_cost,
-    predicted_rows,
-    refined,
-    rows_of,
-    step_loads,
-    with_room_for_rule,
-)
-from moe_jax.training.reshard import reshard
-from moe_jax.training.session import Session
+from moe_jax.planner import predicted_layer_seconds, worth_a_swap
+from moe_jax.replan import plan_state
+from moe_jax.replan.device_tables import device_tables
+from moe_jax.replan.replanner import Replanner, bare_skeleton, plan_hash
+from moe_jax.replan.reshard import reshard
+
+
+class Session(Protocol):
+    """What a run gives the engine; `training.session.Session` does."""
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def roles(self) -> Roles: ...
+
+    @property
+    def placing(self) -> Any:
+        """Shardings of a step's inputs, `tables` and `wishes` among them."""
+
+    def compile_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None) -> tuple[Any, float]:
+        """Return (executable, seconds) of the training step for plans of this skeleton."""
+
+    def evaluation_step(self, skeleton: Skeleton | None = None) -> Any:
+        """Return the evaluation step."""
 
 
 @dataclasses.dataclass
@@ -65,10 +76,11 @@ class RejitEngine:
     def __init__(self, session: Session, lag: int):
         config = session.config.planner
         self.session, self.config, self.lag = session, config, lag
-        start = initial_placement(session)
-        self.plans = PlanSession(config, start, planning_cost(session))
-        self.placement = self.bank = start  # what the next step runs with, and where the state's experts are now
-        self.skeleton = with_room_for_rule(bare_skeleton(start), self.plans)
+        self.replanner = Replanner(session.config, session.roles)
+        self.plans = self.replanner.plans
+        # what the next step runs with, and where the state's experts are now
+        self.placement = self.bank = self.replanner.start
+        self.skeleton = self.replanner.first_skeleton()
         self.pending: Pending | None = None
         self.asked = 0  # skeletons asked for so far
         self.agreed = 0  # the newest that every process had ready, as far as metrics were read
@@ -92,9 +104,9 @@ class RejitEngine:
     def foresee(self, past: list[np.ndarray]):
         """Plan the first step from loads [L, S, E] seen elsewhere, oldest first; to be called before `start`."""
         for loads in past:
-            self.plans.observe(step_loads(self.session, loads))
+            self.plans.observe(self.replanner.step_loads(loads))
         placement = self.plans.propose(0).placement
-        self.skeleton = grow(self.skeleton, placement, self.session, self.plans)
+        self.skeleton = self.replanner.grow(self.skeleton, placement)
         self._adopt(placement)
 
     def before_step(self, step: int, state: dict, flag: int):
@@ -137,14 +149,14 @@ class RejitEngine:
                 f"loads"
             )
         if not metrics.get("skipped", False):  # gates that saw no number choose without meaning: nothing to plan by
-            self.waiting[step] = step_loads(self.session, metrics["loads"])
+            self.waiting[step] = self.replanner.step_loads(metrics["loads"])
         self.agreed = max(self.agreed, int(metrics["ready"]))
 
     def record(self, step: int, loads: np.ndarray) -> dict:
         """Return what metrics.jsonl says of a finished step (from 0)."""
         placement, record, skeleton = self.records.pop(step)
-        loads = step_loads(self.session, loads)
-        placement = refined(self.session, self.plans, skeleton, placement, loads)
+        loads = self.replanner.step_loads(loads)
+        placement = self.replanner.refined(skeleton, placement, loads)
         record["guests"] = len(placement.copies)
         computed = routing.device_loads(placement, loads)
         record["device_load_max_over_mean"] = computed.max(axis=1) / np.maximum(computed.mean(axis=1), 1e-9)
@@ -214,14 +226,14 @@ class RejitEngine:
         self.plans.restore(state["session"])
         self.placement = plan_state.read_placement(state["placement"], self.placement)
         self.bank = plan_state.read_placement(state["bank"], self.bank)
-        self.skeleton = with_room_for_rule(skeleton, self.plans)
+        self.skeleton = self.replanner.with_room_for_rule(skeleton)
         if not fits(self.skeleton, self.placement):  # another planner's copies, and this one decides on the device
             self.placement = self.bank.replace(copies=None, shares=None, rule="home")
         if (pending := state["pending"]) is not None:
             self.pending = Pending(
                 number=pending["number"],
                 step=pending["step"],
-                skeleton=with_room_for_rule(plan_state.read_skeleton(pending["skeleton"]), self.plans),
+                skeleton=self.replanner.with_room_for_rule(plan_state.read_skeleton(pending["skeleton"])),
                 placement=plan_state.read_placement(pending["placement"], self.placement),
             )
         self.asked, self.plan_id = state["asked"], state["plan_id"]
@@ -237,10 +249,10 @@ class RejitEngine:
         fitting = fits(self.skeleton, placement)
         if fitting:
             self._adopt(placement)
-        rows = predicted_rows(self.skeleton, placement, self.session, self.plans)
-        crowded = rows > rows_of(self.skeleton, self.session)
+        rows = self.replanner.predicted_rows(self.skeleton, placement)
+        crowded = rows > self.replanner.rows_of(self.skeleton)
         if self.pending is None and (crowded if fitting else self._pays(placement)):
-            skeleton = grow(self.skeleton, placement, self.session, self.plans)
+            skeleton = self.replanner.grow(self.skeleton, placement)
             if skeleton == self.skeleton:  # no bucket can be larger
                 return
             self.asked += 1
@@ -289,7 +301,7 @@ class RejitEngine:
     def _compile(self, skeleton: Skeleton, now: bool = False) -> concurrent.futures.Future:
         """Have a skeleton compiled, unless it is in the cache; in the thread, or `now`, in front of it."""
         if skeleton not in self.executables:
-            rule = after_gate_rule(self.session, self.plans, skeleton)
+            rule = self.replanner.after_gate_rule(skeleton)
             if now:
                 future: concurrent.futures.Future = concurrent.futures.Future()
                 future.set_result(self.session.compile_train_step(skeleton, rule))
@@ -317,10 +329,11 @@ def build_engine(session: Session, lag: int) -> RejitEngine | None:
     config = session.config.planner
     if config.name == "none":
         return None
-    if session.config.moe.schedule == "dp" or session.devices == 1:
+    devices = session.roles.size(session.roles.expert)
+    if session.config.moe.schedule == "dp" or devices == 1:
         raise UserError(
             f"PlannerConfig.name ({config.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
-            f"{session.config.moe.schedule!r} and the expert axis has {session.devices}; use another schedule and "
+            f"{session.config.moe.schedule!r} and the expert axis has {devices}; use another schedule and "
             f"MeshConfig.expert > 1, or set PlannerConfig.name = 'none'"
         )
     if config.when == "after_gate" and not config.bounded:

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.placement import Placement, bank_rows
-from moe_jax.training.reshard import move_tables, reshard
+from moe_jax.replan.reshard import move_tables, reshard
 
 LAYERS, EXPERTS = 3, 8
 

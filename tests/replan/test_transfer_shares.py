@@ -14,7 +14,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.placement import Placement, build_skeleton
 from moe_jax.planner import PlannerConfig
-from moe_jax.training.split import split_shares
+from moe_jax.replan.transfer_shares import split_shares
 
 # 2 x 4 devices, one link of 1e9 B/s, 1e9 FLOP/s: 64 tokens a device, M = 8 and Sq = 16 make
 # 64 (8 * 64 + 4 * 16 * 8) = 65,536 FLOPs of attention, 65.5 us

@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.models.leaf_names import flatten, is_bank
 from moe_jax.placement import Placement, reshard_permutation
-from moe_jax.training.checkpoint_format import flatten, is_bank
 
 
 def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:

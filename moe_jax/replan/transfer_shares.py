@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-from pathlib import Path
 
-from moe_jax.cluster import Cluster, read_cluster
+from moe_jax.cluster import Cluster, read_named_cluster
 from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
 from moe_jax.models.memory import itemsize
@@ -21,12 +19,6 @@ from moe_jax.placement import Skeleton
 from moe_jax.placement.transfer import transfer_bytes
 
 _LOG = logging.getLogger(__name__)
-
-
-def read_named_cluster(path: str) -> Cluster:
-    """Read a cluster file, named from here or from beside the package."""
-    beside = Path(__file__).parents[2] / path
-    return read_cluster(beside if not os.path.exists(path) and beside.exists() else path)
 
 
 def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
