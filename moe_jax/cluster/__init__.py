@@ -1,6 +1,6 @@
 """The machines: sizes, links, speeds, fitted collectives, and the presets of the papers' clusters."""
 
-from moe_jax.cluster.cluster import Cluster
+from moe_jax.cluster.cluster import AbsentFigureError, Cluster
 from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_layers, fit_saa, parm_choice, split_saa
 from moe_jax.cluster.read import read_cluster, read_named_cluster, write_cluster
 from moe_jax.cluster.topology import (
@@ -12,6 +12,7 @@ from moe_jax.cluster.topology import (
 )
 
 __all__ = [
+    "AbsentFigureError",
     "Cluster",
     "Fit",
     "LinkTraffic",

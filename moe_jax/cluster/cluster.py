@@ -15,6 +15,10 @@ from moe_jax.cluster.fits import Fit
 from moe_jax.errors import UserError
 
 
+class AbsentFigureError(UserError):
+    """A figure is needed that the cluster leaves absent."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Describe a cluster of equal nodes; None marks what is not known.
@@ -82,11 +86,11 @@ class Cluster:
         """Return a field that must be known.
 
         Raises:
-          UserError: it is absent; the message names field, cluster and asker.
+          AbsentFigureError: it is absent; the message names field, cluster and asker.
         """
         value = getattr(self, field)
         if value is None:
-            raise UserError(
+            raise AbsentFigureError(
                 f"{asker} needs Cluster.{field}, which cluster {self.name!r} leaves absent; "
                 f"set Cluster.{field} in its file, or use a file written by calibrate"
             )
@@ -105,7 +109,7 @@ class Cluster:
             if name == collective:
                 return value
         known = ", ".join(name for name, _ in self.fits) or "none"
-        raise UserError(
+        raise AbsentFigureError(
             f"{asker} needs Cluster.fits[{collective!r}], which cluster {self.name!r} leaves absent (it has: {known}); "
             "run calibrate on these devices"
         )

@@ -9,6 +9,7 @@ from tiny_run import run_here
 
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.observe import read_loads, read_metrics
+from moe_jax.replay.inputs import GivenFlags, build_inputs
 from moe_jax.training.checkpoint import Checkpointer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
@@ -50,6 +51,8 @@ def test_loads_say_which_run_they_are_of(finished):
     assert (origin.model_dim, origin.hidden_dim, origin.top_k, origin.dtype) == (16, 16, 2, "float32")
     assert dict(origin.mesh) == json.loads((finished / "work" / "environment.json").read_text())["mesh"]
     assert origin.sources == origin.devices_per_node == len(jax.devices()) and origin.cluster == ""
+    inputs = build_inputs(GivenFlags(trace=str(finished / "work")))  # a replay needs no more
+    assert (inputs.model_dim, inputs.hidden_dim, inputs.cluster.devices) == (16, 16, origin.sources)
 
 
 def test_same_command_says_finished(finished, capsys):

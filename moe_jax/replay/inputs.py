@@ -1,0 +1,196 @@
+"""What a replay runs with: what the flags say, else what the trace says of its run, else a default.
+
+Inputs: the flags that were given, and the path of a trace or of a run folder. Outputs: `ReplayInputs`, the trace's
+samples of one mesh with the model's sizes and a cluster of as many devices; `notes` says where each figure comes from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from moe_jax.cluster import Cluster, read_cluster, read_named_cluster
+from moe_jax.errors import UserError
+from moe_jax.observe.load_trace import LoadsTrace, read_loads
+from moe_jax.observe.loads_origin import LoadsOrigin
+from moe_jax.observe.run_folder import RunFolder
+
+MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES = 1024, 2048, 4  # of a trace file that says nothing of its run
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+# Where nobody names a cluster; the figures of configs/cluster/flat_3gbs_30tflops.gin, which need not be installed.
+DEFAULT_CLUSTER = Cluster(name="flat_3gbs_30tflops", flat=True, intra_bandwidth=3e9, flops=30e12)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GivenFlags:
+    """The flags that decide the inputs; None where a flag was not given."""
+
+    trace: str | None
+    cluster: str | None = None
+    nodes: int | None = None
+    devices_per_node: int | None = None
+    model_dim: int | None = None
+    hidden_dim: int | None = None
+    dtype_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayInputs:
+    """Everything about the trace, the model and the machines.
+
+    Attributes:
+      path: of the trace file.
+      trace: samples of one mesh, loads int64 [T, L, S, E].
+      cluster: of S devices.
+      model_dim, hidden_dim, dtype_bytes: M, F, and bytes of one number.
+      top_k: K of the run, None where the trace does not say.
+      notes: lines for the user.
+    """
+
+    path: Path
+    trace: LoadsTrace
+    cluster: Cluster
+    model_dim: int
+    hidden_dim: int
+    dtype_bytes: int
+    top_k: int | None
+    notes: tuple[str, ...]
+
+
+def build_inputs(given: GivenFlags) -> ReplayInputs:
+    """Return what a replay runs with.
+
+    Raises:
+      UserError: a flag is missing that nothing else stands for, or what is given does not fit together.
+    """
+    if given.trace is None:
+        raise UserError("--trace is missing; give a run folder, or the path of an npz file with loads")
+    path = trace_path(given.trace)
+    recorded = read_loads(path)
+    if not recorded.loads.size:
+        raise UserError(f"{path}: loads {list(recorded.loads.shape)} is empty; give a trace with samples")
+    trace, notes = one_mesh(recorded, given)
+    origin = trace.origins[-1] if trace.origins else None
+    if origin is None:
+        _check_nothing_is_missing(given, path)
+        model_dim, hidden_dim, dtype_bytes = MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES
+    else:
+        if origin.dtype not in BYTES and given.dtype_bytes is None:
+            raise UserError(f"{path}: dtype {origin.dtype!r} is unknown; give --dtype_bytes, the bytes of one number")
+        model_dim, hidden_dim, dtype_bytes = origin.model_dim, origin.hidden_dim, BYTES.get(origin.dtype, 0)
+        notes.append(
+            f"trace: M {model_dim}, F {hidden_dim}, K {origin.top_k}, {origin.dtype}, mesh {origin.describe_mesh()}, "
+            f"{origin.devices_per_node} devices of an expert-parallel group on a node"
+        )
+    cluster = find_cluster(given, origin, trace.loads.shape[2], path, notes)
+    return ReplayInputs(
+        path=path,
+        trace=trace,
+        cluster=cluster,
+        model_dim=model_dim if given.model_dim is None else given.model_dim,
+        hidden_dim=hidden_dim if given.hidden_dim is None else given.hidden_dim,
+        dtype_bytes=dtype_bytes if given.dtype_bytes is None else given.dtype_bytes,
+        top_k=None if origin is None else origin.top_k,
+        notes=tuple(notes),
+    )
+
+
+def trace_path(trace: str) -> Path:
+    """Return the trace file of a path that names it, or the run folder that it is in."""
+    path = Path(trace).expanduser()
+    if not path.is_dir():
+        return path
+    loads = RunFolder(path, create=False).loads
+    if not loads.exists():
+        raise UserError(
+            f"{path} has no {loads.name}, so --trace must name another run folder or an npz file; a run writes "
+            f"{loads.name} when it ends or is stopped, unless train.loads_every = 0"
+        )
+    return loads
+
+
+def one_mesh(recorded: LoadsTrace, given: GivenFlags) -> tuple[LoadsTrace, list[str]]:
+    """Return the samples of one mesh, without the zeros that fill them up, and what there is to say of it.
+
+    A run that was resumed on other meshes has samples of several: those with as many sources as the flags ask devices
+    for are taken, else those of the newest mesh.
+    """
+    loads, sources, origins = recorded.loads.astype(np.int64), recorded.sources, recorded.origins
+    if sources is None:
+        sources = np.full(len(loads), loads.shape[2])
+    meshes = [(int(S), o.mesh if o else None) for S, o in zip(sources, origins or [None] * len(loads), strict=True)]
+    wanted = meshes[-1]
+    if given.nodes is not None and given.devices_per_node is not None:
+        devices = given.nodes * given.devices_per_node
+        wanted = next((mesh for mesh in reversed(meshes) if mesh[0] == devices), wanted)
+    taken = np.flatnonzero([mesh == wanted for mesh in meshes])
+    notes = []
+    if len(taken) < len(loads):
+        notes.append(
+            f"trace: {len(taken)} of {len(loads)} samples, those of one mesh with {wanted[0]} sources; --nodes and "
+            "--devices_per_node choose another of the run's meshes"
+        )
+    trace = LoadsTrace(
+        loads[taken][:, :, : wanted[0]],
+        recorded.iterations[taken],
+        sources[taken],
+        tuple(origins[index] for index in taken) if origins else (),
+    )
+    return trace, notes
+
+
+def _check_nothing_is_missing(given: GivenFlags, path: Path) -> None:
+    """Name the flags without which a trace that says nothing of its run is not replayed."""
+    if not Path(str(given.trace)).expanduser().is_dir():
+        if given.cluster is None:
+            raise UserError(f"--cluster is missing; give a path, for {path.name} does not say which run it is of")
+        return
+    bindings = {
+        "model_dim": "ModelConfig.model_dim",
+        "hidden_dim": "ModelConfig.hidden_dim",
+        "dtype_bytes": "bytes of one number of ModelConfig.dtype",
+    }
+    missing = {f"--{flag}": what for flag, what in bindings.items() if getattr(given, flag) is None}
+    if given.devices_per_node is None and (given.cluster is None or read_cluster(given.cluster).devices is None):
+        missing["--devices_per_node"] = "devices of an expert-parallel group that share a node"
+    if missing:
+        listed = ", ".join(f"{flag} ({what})" for flag, what in missing.items())
+        raise UserError(f"{path} was written before runs said there what they are; give {listed}; see config.gin there")
+
+
+def find_cluster(given: GivenFlags, origin: LoadsOrigin | None, sources: int, path: Path, notes: list[str]) -> Cluster:
+    """Return the cluster of the flag, of the run, or the default one, with as many devices as the trace has sources.
+
+    Sizes come from the flags, then from the file that --cluster names, then from the trace.
+    """
+    if given.cluster is not None:
+        cluster = read_cluster(given.cluster).sized(given.nodes, given.devices_per_node)
+    else:
+        cluster = DEFAULT_CLUSTER
+        if origin is not None and origin.cluster:
+            try:
+                cluster = read_named_cluster(origin.cluster)
+            except UserError as error:
+                raise UserError(f"{path}: the run's cluster cannot be read ({error}); give --cluster") from error
+            notes.append(f"cluster: {cluster.name}, which the run named")
+        else:
+            notes.append(
+                f"cluster: {cluster.name} (every device on a link of {cluster.intra_bandwidth:g} bytes/s, "
+                f"{cluster.flops:g} FLOP/s), assumed because the run named none; --cluster names one"
+            )
+        cluster = dataclasses.replace(cluster, nodes=given.nodes, devices_per_node=given.devices_per_node)
+    nodes, per_node = cluster.nodes, cluster.devices_per_node
+    if origin is not None or Path(str(given.trace)).expanduser().is_dir():
+        if per_node is None and nodes is not None:
+            per_node = sources // nodes or None
+        elif per_node is None and origin is not None:
+            per_node = origin.devices_per_node
+        if nodes is None and per_node is not None:
+            nodes = sources // per_node or 1
+        cluster = cluster.sized(nodes, per_node)
+    for field in ("nodes", "devices_per_node"):
+        cluster.need(field, f"replay (or set --{field})")
+    cluster.check_devices(sources, f"trace {path.name}")
+    return cluster

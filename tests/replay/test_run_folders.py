@@ -1,0 +1,145 @@
+"""Replay of a run folder without another flag; what is said where figures are missing; traces of several meshes."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from moe_jax.cluster import read_cluster
+from moe_jax.errors import UserError
+from moe_jax.observe import LoadsOrigin, LoadsRecorder
+from moe_jax.replay.inputs import DEFAULT_CLUSTER, GivenFlags, build_inputs
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXPERTS = 8
+
+
+def origin(sources, **changes):
+    """A run on two expert-parallel groups of `sources` devices, two of each group on a node."""
+    fields = {"model_dim": 16, "hidden_dim": 32, "top_k": 2, "dtype": "bfloat16", "devices_per_node": 2}
+    return LoadsOrigin(**{**fields, "mesh": (("data", 2), ("expert", sources)), **changes})
+
+
+def write_run(folder, sources=4, steps=range(6), resume_step=None, **changes):
+    """Write the loads of a run folder as training does; 'origin=None' writes what older versions wrote."""
+    recorder = LoadsRecorder(folder, 1, resume_step=resume_step, **{"origin": origin(sources), **changes})
+    random = np.random.default_rng(0)
+    for step in steps:
+        recorder.record(step, random.integers(1, 99, size=(2, sources, EXPERTS)))
+    recorder.merge()
+
+
+def inputs_of(trace, **flags):
+    return build_inputs(GivenFlags(trace=str(trace), **flags))
+
+
+def run_replay(folder, *flags):
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_jax.replay", *flags],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_run_folder_needs_no_other_flag(tmp_path):
+    write_run(tmp_path / "run")
+    code, lines, err = run_replay(tmp_path, "--trace=run")
+    assert code == 0, err
+    assert lines[0] == (
+        "trace: M 16, F 32, K 2, bfloat16, mesh data 2 x expert 4, 2 devices of an expert-parallel group on a node"
+    )
+    assert "assumed because the run named none; --cluster names one" in lines[1]
+    answer = json.loads(lines[-1])
+    assert answer["trace"] == {"name": "loads.npz", "shape": [6, 2, 4, EXPERTS]}
+    assert answer["model"] == {"model_dim": 16, "hidden_dim": 32, "top_k": 2, "dtype_bytes": 2}
+    assert len(answer["planners"]) > 10
+
+
+def test_planners_that_the_clusters_figures_rule_out_are_left_out_of_all(tmp_path):
+    (tmp_path / "slow.gin").write_text("Cluster.intra_bandwidth = 1e9\nCluster.inter_bandwidth = 1e8\n")  # no flops
+    write_run(tmp_path / "run", origin=origin(4, cluster="slow.gin"))
+    code, lines, err = run_replay(tmp_path, "--trace=run")
+    assert code == 0, err
+    assert "cluster: slow, which the run named" in lines
+    planners = json.loads(lines[-1])["planners"]
+    left_out = [line.split(" is left out: ")[0] for line in lines if "left out" in line and "Cluster.flops" in line]
+    assert "pro_prophet" in left_out and "balanced" in planners and not set(left_out) & set(planners)
+    code, _, err = run_replay(tmp_path, "--trace=run", "--planners=pro_prophet")
+    assert code == 2 and "Cluster.flops" in err
+
+
+def test_default_cluster_is_the_file_of_its_name():
+    assert read_cluster(ROOT / "configs/cluster/flat_3gbs_30tflops.gin") == DEFAULT_CLUSTER
+
+
+def test_given_flags_win(tmp_path):
+    write_run(tmp_path / "run", sources=8)
+    got = inputs_of(tmp_path / "run")
+    assert (got.cluster.nodes, got.cluster.devices_per_node) == (4, 2)
+    for flags, sizes in (
+        ({"nodes": 2}, (2, 4)), ({"devices_per_node": 8}, (1, 8)), ({"nodes": 1, "devices_per_node": 8}, (1, 8)),
+    ):  # fmt: skip
+        got = inputs_of(tmp_path / "run", **flags)
+        assert (got.cluster.nodes, got.cluster.devices_per_node) == sizes
+    got = inputs_of(tmp_path / "run", model_dim=5, hidden_dim=6, dtype_bytes=8)
+    assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.top_k) == (5, 6, 8, 2)
+    sized = tmp_path / "sized.gin"
+    sized.write_text("Cluster.nodes = 2\nCluster.devices_per_node = 4\nCluster.intra_bandwidth = 1e9\n")
+    got = inputs_of(tmp_path / "run", cluster=str(sized))
+    assert (got.cluster.name, got.cluster.nodes, got.cluster.devices_per_node) == ("sized", 2, 4)
+    with pytest.raises(UserError, match=r"has 8 devices, but cluster 'flat_3gbs_30tflops' has nodes \(2\)"):
+        inputs_of(tmp_path / "run", devices_per_node=3)
+
+
+def test_cluster_of_the_run_is_found_beside_the_package_or_named(tmp_path):
+    write_run(tmp_path / "a", origin=origin(4, cluster="configs/cluster/hecate_a.gin"))
+    got = inputs_of(tmp_path / "a")  # the run's sizes, the file's speeds
+    assert (got.cluster.name, got.cluster.nodes, got.cluster.intra_bandwidth) == ("hecate_a", 2, 300e9)
+    write_run(tmp_path / "b", origin=origin(4, cluster="gone.gin"))
+    with pytest.raises(UserError, match="the run's cluster cannot be read .*'gone.gin' does not exist.*give --cluster"):
+        inputs_of(tmp_path / "b")
+
+
+def test_a_run_on_several_meshes_is_replayed_on_one_at_a_time(tmp_path):
+    """Zeros of missing sources are no devices: samples of 4 and of 2 sources are never mixed."""
+    write_run(tmp_path / "run", sources=4)
+    write_run(tmp_path / "run", sources=2, steps=range(6, 9), resume_step=5)
+    newest = inputs_of(tmp_path / "run")
+    assert newest.trace.loads.shape == (3, 2, 2, EXPERTS) and newest.trace.iterations.tolist() == [6, 7, 8]
+    assert newest.notes[0].startswith("trace: 3 of 9 samples, those of one mesh with 2 sources")
+    older = inputs_of(tmp_path / "run", nodes=2, devices_per_node=2)
+    assert older.trace.loads.shape == (6, 2, 4, EXPERTS) and older.trace.loads.min() > 0
+    assert dict(older.trace.origins[0].mesh)["expert"] == 4
+
+
+def test_older_run_folder_names_the_flags_that_are_missing(tmp_path):
+    write_run(tmp_path / "run", origin=None)
+    code, _, err = run_replay(tmp_path, "--trace=run", "--hidden_dim=32")
+    assert code == 2 and len(err.splitlines()) == 1
+    for flag in ("--model_dim (ModelConfig.model_dim)", "--dtype_bytes", "--devices_per_node"):
+        assert flag in err
+    assert "--hidden_dim" not in err
+    got = inputs_of(tmp_path / "run", model_dim=16, hidden_dim=32, dtype_bytes=4, devices_per_node=2)
+    assert (got.cluster.name, got.cluster.nodes, got.top_k) == ("flat_3gbs_30tflops", 2, None)
+
+
+def test_run_folder_without_loads_is_one_line(tmp_path):
+    (tmp_path / "run").mkdir()
+    code, _, err = run_replay(tmp_path, "--trace=run")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "has no loads.npz, so --trace must name another run folder or an npz file" in err
+
+
+def test_trace_file_of_anyone_keeps_its_defaults(tmp_path):
+    np.savez(tmp_path / "t.npz", loads=np.ones((3, 1, 4, EXPERTS), int))
+    with pytest.raises(UserError, match="--cluster is missing; give a path, for t.npz does not say which run it is of"):
+        inputs_of(tmp_path / "t.npz")
+    flat = ROOT / "configs/cluster/flat_3gbs_30tflops.gin"
+    got = inputs_of(tmp_path / "t.npz", cluster=str(flat), nodes=1, devices_per_node=4)
+    assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.notes) == (1024, 2048, 4, ())
+    with pytest.raises(UserError, match="--trace is missing"):
+        build_inputs(GivenFlags(trace=None))
