@@ -13,14 +13,10 @@ Runs on one device: a CPU, or a GPU where jax finds one. It needs no gin.
 from __future__ import annotations
 
 import json
-import pathlib
 import statistics
-import sys
 import time
 
 from absl import app, flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 _EXPERTS = flags.DEFINE_integer("experts", 64, "E.")
 _TOP_K = flags.DEFINE_integer("top_k", 2, "K.")

@@ -6,7 +6,7 @@ gathers less than s1. Eight devices, one replica of the experts, E = 8; K = 2, a
 all-reduce of gradients is left out, as in the paper. All schedules of a layer are timed in turn, medians count.
 
     python scripts/bench_schedules.py --out=DIR --host_devices=8 --seconds=420          # repeat until it says done
-    python scripts/lab_cluster.py --hosts=2 --devices_per_host=4 --rate=500mbit -- \\
+    python scripts/lab/cluster.py --hosts=2 --devices_per_host=4 --rate=500mbit -- \\
         python scripts/bench_schedules.py --out=DIR --place=lab --seconds=420
     python scripts/bench_schedules.py --out=DIR --cluster=cluster.json --report         # tables, plots, one JSON line
 
@@ -22,14 +22,12 @@ import csv
 import itertools
 import pathlib
 import statistics
-import sys
 import time
 
 import numpy as np
 from absl import app, flags
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from moe_jax.calibration.layer_cases import LayerCase  # noqa: E402
+from moe_jax.calibration.layer_cases import LayerCase
 
 _OUT = flags.DEFINE_string("out", None, "Folder for CSV files, tables and plots.", required=True)
 _PLACE = flags.DEFINE_enum("place", "host", ["host", "lab"], "Which sweep: one process, or two hosts of four devices.")
@@ -148,7 +146,7 @@ def main(_):
     if not _REPORT.value:
         measure(path)
         return
-    from schedule_report import report
+    from bench.schedule_report import report
 
     report(path, read_rows(path), _CLUSTER.value, _TRANSPORT.value)
 

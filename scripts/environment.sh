@@ -16,8 +16,8 @@ find_python() {
   return 2
 }
 
-# make_environment FOLDER [REQUIREMENT...]: leaves FOLDER with requirements.txt and the further ones installed, made with
-# a Python of at least 3.$least_minor where that is set.
+# make_environment FOLDER [REQUIREMENT...]: leaves FOLDER with requirements.txt and the further ones installed, and this checkout's
+# package as an editable install; made with a Python of at least 3.$least_minor where that is set.
 # A second call with the same requirements returns at once: what was installed stands in FOLDER/installed.txt, written
 # last, so an interrupted installation is done again.
 make_environment() {
@@ -26,7 +26,7 @@ make_environment() {
   if ! "$folder/bin/python" -c '' >/dev/null 2>&1; then
     python=$(find_python "${least_minor:-11}") || return 2
     echo "making $folder with $("$python" --version)" >&2
-    rm -f "$folder/installed.txt"
+    rm -f "$folder/installed.txt" "$folder/package.txt"
     if ! "$python" -m venv "$folder" >&2; then
       echo "$python cannot make a virtual environment; on Debian and Ubuntu install the package python3-venv" >&2
       return 2
@@ -34,12 +34,27 @@ make_environment() {
   fi
   wanted=$(cat requirements.txt && printf '%s\n' "$@")
   if [ -f "$folder/installed.txt" ] && [ "$(cat "$folder/installed.txt")" = "$wanted" ]; then
-    return 0
+    install_package "$folder"
+    return
   fi
   echo "installing the requirements into $folder (minutes the first time)" >&2
   "$folder/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements.txt "$@" >&2 || {
     echo "installation into $folder failed; see the lines above, then run the same command again" >&2
     return 2
   }
+  install_package "$folder" || return 2
   printf '%s\n' "$wanted" >"$folder/installed.txt"
+}
+
+# install_package FOLDER: makes `import moe_jax` find this checkout from anywhere, so that scripts need no path. What was
+# done stands in FOLDER/package.txt.
+install_package() {
+  if [ -f "$1/package.txt" ] && [ "$(cat "$1/package.txt")" = "$PWD" ]; then
+    return 0
+  fi
+  "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -e . >&2 || {
+    echo "installing moe_jax itself into $1 failed; see the lines above, then run the same command again" >&2
+    return 2
+  }
+  printf '%s\n' "$PWD" >"$1/package.txt"
 }

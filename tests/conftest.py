@@ -2,6 +2,10 @@
 
 import os
 
+# children that a test starts find this checkout, whether it is installed or not
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.environ.get("PYTHONPATH", "")])
+)
 os.environ["JAX_PLATFORMS"] = os.environ.get("MOE_JAX_TEST_PLATFORM", "cpu")
 # LLVM at -O0 halves the time of the suite, which compiles far more than it computes
 os.environ["XLA_FLAGS"] = (

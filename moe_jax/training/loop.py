@@ -7,7 +7,6 @@ verdict (a checkpoint, an evaluation) first reads all that are in flight.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import os
 import time
@@ -25,6 +24,7 @@ from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.record import check_finite, loads_origin, step_record
 from moe_jax.training.session import Session
 from moe_jax.training.step import ema_params, leaf_names
+from moe_jax.training.stepper import Stepper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,24 +106,27 @@ class Loop:
         hosts: Hosts, config_text: str, last_checkpoint: int | None, engine: RejitEngine | None = None,
         skipped_steps: int = 0,
     ):  # fmt: skip
-        self.session, self.state, self.checkpoints, self.writers = session, state, checkpoints, writers
+        self.session, self.checkpoints, self.writers = session, checkpoints, writers
+        self.stepper = Stepper(session, state, engine)
         self.progress, self.hosts, self.config_text = progress, hosts, config_text
         self.last_checkpoint = last_checkpoint
         self.engine = engine
         self.skipped_steps = skipped_steps  # so far, as read from metrics
-        self.step = int(state["step"])
         self.names = leaf_names(state["params"])
-        self.in_flight: collections.deque = collections.deque()
-        self.lag = self.lag_of(session)
         self.evaluation_step = session.evaluation_step() if engine is None else None
         self.compile_seconds: float | None = None
         self.profiling = False
         self.clock = time.monotonic()
 
-    @staticmethod
-    def lag_of(session: Session) -> int:
-        """Return how many steps after its dispatch a step's metrics are read; so many hide the host's work."""
-        return 1 if session.roles.mesh.devices.flat[0].platform == "cpu" else 2
+    @property
+    def state(self) -> dict:
+        """The training state after the last step that was dispatched."""
+        return self.stepper.state
+
+    @property
+    def step(self) -> int:
+        """How many steps were dispatched, of the whole run."""
+        return self.stepper.step
 
     def run(self, stop: StopSignal) -> Outcome:
         """Train until the last step or an agreed stop; the state is saved at the end in either case."""
@@ -132,9 +135,8 @@ class Loop:
         if self.step == 0:
             self.evaluate()
         self.hosts.rest()  # however long the compiler takes
-        compiled = self.session.compile_train_step() if self.engine is None else self.engine.start()
-        executable, self.compile_seconds = compiled
-        self.compiled_peak = compiled_peak(executable)
+        self.compile_seconds = self.stepper.compile()
+        self.compiled_peak = compiled_peak(self.stepper.executable)
         feed = self.session.feed
         batches = prefetch(lambda step: feed.read(step, feed.own), self.step, train.steps)
         self.clock = time.monotonic()
@@ -142,26 +144,15 @@ class Loop:
         stopped = False
         try:
             for step, batch in batches:
-                self.read_metrics(stop, until=step - self.lag)
+                self.read_metrics(stop, until=step - self.stepper.lag)
                 if stop.should_stop(step):
                     stopped = True
                     break
                 self.profile(step)
-                batch = feed.place(batch)
-                if self.engine is None:
-                    tables, wishes = self.session.tables, self.session.wishes(stop.local_flag())
-                else:
-                    running = executable
-                    executable, tables, wishes, self.state = self.engine.before_step(
-                        step, self.state, stop.local_flag()
-                    )
-                    if executable is not running and self.compiled_peak is not None:
-                        self.compiled_peak = max(self.compiled_peak, compiled_peak(executable) or 0)
-                self.state, metrics = executable(self.state, batch, tables, wishes)
-                self.step = step + 1
-                self.in_flight.append((step, metrics))
-                if self.engine is not None:
-                    self.engine.after_dispatch(step)
+                running = self.stepper.executable
+                self.stepper.dispatch(feed.place(batch), stop.local_flag())
+                if self.stepper.executable is not running and self.compiled_peak is not None:
+                    self.compiled_peak = max(self.compiled_peak, compiled_peak(self.stepper.executable) or 0)
                 if train.checkpoint_every and self.step % train.checkpoint_every == 0 and self.step < train.steps:
                     self.read_metrics(stop)
                     self.save()
@@ -181,12 +172,8 @@ class Loop:
 
     def read_metrics(self, stop: StopSignal, until: int | None = None):
         """Take in the metrics of all steps up to `until` (from 0, as dispatched); None takes all in flight."""
-        while self.in_flight and (until is None or self.in_flight[0][0] <= until):
-            step, arrays = self.in_flight.popleft()
-            metrics = jax.device_get(arrays)
+        for step, metrics in self.stepper.finished(until):
             stop.observe(int(metrics["stop"]), step)
-            if self.engine is not None:
-                self.engine.observe(step, metrics)
             self.hosts.touch(step)
             self.take_in(step + 1, metrics)
 

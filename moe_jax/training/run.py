@@ -22,6 +22,7 @@ from moe_jax.training.first_step_check import settle_unproven
 from moe_jax.training.loop import Loop, Writers, evaluate
 from moe_jax.training.session import Session, build_session
 from moe_jax.training.step import start_ema
+from moe_jax.training.stepper import lag_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         session, compared = settle_unproven(session, hosts)
         if options.eval_only:
             return evaluate_only(session, checkpoints, latest, folder, hosts)
-        engine = build_engine(session, Loop.lag_of(session))
+        engine = build_engine(session, lag_of(session))
         state = starting_state(session, checkpoints, latest, options, hosts, engine)
         if hosts.is_main:
             folder.write_config(config_text)
@@ -220,7 +221,7 @@ def train(
     start = latest or 0
     skipped = 0 if latest is None else checkpoints.read_host(latest).get("skipped_steps", 0)
     with (
-        StopSignal(processes=hosts.process_count, lag=Loop.lag_of(session)) as stop,
+        StopSignal(processes=hosts.process_count, lag=lag_of(session)) as stop,
         Progress(steps, sys.stdout, start_step=start, every=session.config.train.log_every) as progress,
     ):
         loop = Loop(session, state, checkpoints, writers, progress, hosts, config_text, latest, engine, skipped)

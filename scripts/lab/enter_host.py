@@ -1,6 +1,6 @@
 """Turns this process into the first process of a lab's host, then becomes the command to run there.
 
-Called by lab.processes inside the host's network namespace: enter_host.py LAB_PID HOST_NAME CORES COMMAND...
+Called by processes.py inside the host's network namespace: enter_host.py LAB_PID HOST_NAME CORES COMMAND...
 It takes the host's name, keeps to its cores, and makes sure not to outlive the lab, even if that is killed.
 """
 

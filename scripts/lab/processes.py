@@ -1,6 +1,6 @@
 """Runs one command on every host of a lab, streams what it prints, and ends all of them together.
 
-In: the hosts that lab.network built, and a command. Out: each host's exit code. A host that dies is given to the others
+In: the hosts that network.py built, and a command. Out: each host's exit code. A host that dies is given to the others
 to notice: after a grace period the lab kills what is left. The network stays as it is.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from lab.network import LabHost
+from network import LabHost
 
 _COORDINATOR_PORT = 8476  # free: the lab has its own network
 _ENTER_HOST = Path(__file__).with_name("enter_host.py")

@@ -1,6 +1,6 @@
 """Shows what the links of a lab carry: times a ring of ppermutes over all devices, for a few sizes.
 
-    sudo python scripts/lab_cluster.py --hosts=4 --rate=200mbit -- python scripts/lab/ring.py [--seconds=5]
+    sudo python scripts/lab/cluster.py --hosts=4 --rate=200mbit -- python scripts/lab/ring.py [--seconds=5]
 
 Each device sends its array to the next one, so each host sends and receives the array of one device over its link: the
 time to beat is bytes / rate. Prints a table from process 0. With --seconds it goes on for that long, which gives
@@ -8,13 +8,9 @@ something to interrupt.
 """
 
 import argparse
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
 
 import jax
 import jax.numpy as jnp

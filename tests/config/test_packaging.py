@@ -81,7 +81,8 @@ def test_scripts_install_once_and_again_when_requirements_change(tmp_path):
     log.write_text("")
     done = shell("demo.sh", tmp_path, "--gin_bindings=train.steps = 40")
     assert done.returncode == 0, done.stderr
-    assert log.read_text().count("-m pip install") == 1
+    assert log.read_text().count("-r requirements.txt") == 1
+    assert log.read_text().count("--no-deps -e .") == 1
     trained = log.read_text().splitlines()[-1]
     assert trained.startswith("-m moe_jax.train --gin_file=configs/run/demo.gin") and trained.endswith(
         "train.steps = 40"
@@ -93,7 +94,7 @@ def test_scripts_install_once_and_again_when_requirements_change(tmp_path):
     (tmp_path / "venv" / "installed.txt").write_text("jax==0.1\n")
     log.write_text("")
     shell("test.sh", tmp_path)
-    assert log.read_text().count("-m pip install") == 1
+    assert log.read_text().count("-r requirements.txt") == 1
 
 
 def test_scripts_gpu_compile_has_its_own_environment(tmp_path):
@@ -158,12 +159,10 @@ def test_scripts_use_no_tool_that_only_linux_has():
             assert word not in text, (name, word)
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.py")))
-def test_scripts_find_the_package_without_installing_it(script):
-    """`python scripts/x.py` looks in scripts/ alone; files that others import leave it to those."""
-    text = (ROOT / "scripts" / script).read_text()
-    if '__name__ == "__main__"' in text and re.search(r"^ *(from|import) (moe_jax|stepper)\b", text, re.MULTILINE):
-        assert re.search(r"^sys\.path\.insert\(0, ", text, re.MULTILINE)
+def test_scripts_import_the_installed_package():
+    """No script but gpu_day.py, whose machine may have no network to install anything from, changes the path."""
+    for script in (ROOT / "scripts").rglob("*.py"):
+        assert ("sys.path" in script.read_text(encoding="utf-8")) == (script.name == "gpu_day.py"), script
 
 
 def test_license_is_apache():

@@ -1,6 +1,6 @@
-"""The lab's modules stand beside its script; they are imported as that script does."""
+"""The lab's modules are imported as its script does: from their own folder."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "lab"))

@@ -1,4 +1,4 @@
-"""lab_cluster.py as its user runs it. Whatever happens to it, nothing may be left behind."""
+"""The lab as its user runs it. Whatever happens to it, nothing may be left behind."""
 
 import os
 import re
@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from lab.network import find_missing, lab_names, processes_in, start_ticks
+from network import find_missing, lab_names, processes_in, start_ticks
 
 _ROOT = Path(__file__).parents[2]
-_SCRIPT = _ROOT / "scripts" / "lab_cluster.py"
+_SCRIPT = _ROOT / "scripts" / "lab" / "cluster.py"
 _JAX_WORKER = _ROOT / "tests" / "distributed" / "hosts_worker.py"
 
 
@@ -24,7 +24,7 @@ def lab_machine() -> None:
 
 
 class Lab:
-    """A running lab_cluster.py."""
+    """A running scripts/lab/cluster.py."""
 
     def __init__(self, *arguments: str):
         environment = os.environ | {"PYTHONPATH": str(_ROOT)}

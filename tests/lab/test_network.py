@@ -5,10 +5,10 @@ import subprocess
 import sys
 import time
 
+import network
 import pytest
-from lab import network
-from lab.network import LabError, LabShape, bits_per_second, build_network, default_burst, find_missing, start_ticks
-from lab.processes import host_command, host_environment, share_cores
+from network import LabError, LabShape, bits_per_second, build_network, default_burst, find_missing, start_ticks
+from processes import host_command, host_environment, share_cores
 
 
 @pytest.fixture(scope="module")

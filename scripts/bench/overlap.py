@@ -1,6 +1,6 @@
 """What of Trans and Agg a block-wise schedule hides, as the GPU compiler schedules the real training step.
 
-    python scripts/bench_overlap.py --gin_file=configs/model/hecate_gpt_moe_s.gin --target=h200:4x8 --target=h200:1x8
+    python scripts/bench/overlap.py --gin_file=configs/model/hecate_gpt_moe_s.gin --target=h200:4x8 --target=h200:1x8
 
 needs the CUDA wheels of this jax in the environment, and no GPU. Every device has copies of one expert of each of its
 next --guests neighbours, in every layer: as many full rounds of one expert each, with all links alike. One row for each
@@ -22,11 +22,8 @@ import sys
 
 from absl import app, flags
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
-from gpu_programs import Case, Outcome, compile_case
-
 from moe_jax import compile_ahead
+from moe_jax.compile_cases import Case, Outcome, compile_case
 
 SCHEDULES = {
     "expert parallel": (0, ()),

@@ -4,20 +4,16 @@ What it says: the work is the same and the cores are the same, so the ratio is w
 smaller matmuls, and repeats of what is not split. The floor is 1. Runs are interleaved in one process; the ratio is
 that of the medians. Run it as
 
-    python scripts/bench_step.py --gin_file=configs/run/demo.gin --host_devices=8 --rounds=5
+    python scripts/bench/step.py --gin_file=configs/run/demo.gin --host_devices=8 --rounds=5
 """
 
 from __future__ import annotations
 
 import json
-import pathlib
 import statistics
-import sys
 import time
 
 from absl import app, flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", ["configs/run/demo.gin"], "Config file.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding.")

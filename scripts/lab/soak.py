@@ -1,10 +1,10 @@
 """Runs the lab many times, interrupts or kills half of the runs at random moments, and checks that nothing is left.
 
-    sudo python scripts/lab_soak.py --times=20 [--seed=0]
+    sudo python scripts/lab/soak.py --times=20 [--seed=0]
 
 Every other run is disturbed in one of five ways: SIGINT or SIGTERM to the lab, SIGKILL to the lab, SIGKILL to one
 host's process, or one host's link taken down for good. Each run's exit code must be what that calls for. After the next
-start (`lab_cluster.py --clean`) there must be no namespace, no bridge, no folder under /etc/netns and no process left.
+start (`cluster.py --clean`) there must be no namespace, no bridge, no folder under /etc/netns and no process left.
 Prints a table, then one JSON line; exit code 1 if anything was wrong. Twenty runs take about three minutes.
 """
 
@@ -18,9 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-from lab.network import LabError, find_missing, lab_names, processes_in
+from network import LabError, find_missing, lab_names, processes_in
 
-_SCRIPTS = Path(__file__).parent
+_LAB = Path(__file__).parent
 _MARK = "MOE_JAX_LAB_SOAK"
 _WAYS = ("SIGINT", "SIGTERM", "SIGKILL of the lab", "SIGKILL of a host", "link down")
 _LINK_DOWN_SECONDS = 60  # the watchdog names a silent host after 30 s
@@ -28,8 +28,8 @@ _LINK_DOWN_SECONDS = 60  # the watchdog names a silent host after 30 s
 
 def run_once(hosts: int, way: str | None, moment: float, mark: str) -> dict:
     """Run the lab once; disturb it after `moment` seconds."""
-    ring = [sys.executable, str(_SCRIPTS / "lab" / "ring.py"), "--seconds=4"]
-    command = [sys.executable, str(_SCRIPTS / "lab_cluster.py"), f"--hosts={hosts}", "--rate=200mbit", "--", *ring]
+    ring = [sys.executable, str(_LAB / "ring.py"), "--seconds=4"]
+    command = [sys.executable, str(_LAB / "cluster.py"), f"--hosts={hosts}", "--rate=200mbit", "--", *ring]
     start = time.monotonic()
     environment = os.environ | {_MARK: mark}
     lab = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -125,7 +125,7 @@ def main() -> None:
             f"{run:3}  {outcome['way']:20} {outcome['moment'] or '':>5} {outcome['exit_code']:5} {outcome['seconds']:6}"
         )
         print(f"{shown}  {'' if outcome['expected'] else 'UNEXPECTED: '}{outcome['last_line']}", flush=True)
-    subprocess.run([sys.executable, str(_SCRIPTS / "lab_cluster.py"), "--clean"], check=True, capture_output=True)
+    subprocess.run([sys.executable, str(_LAB / "cluster.py"), "--clean"], check=True, capture_output=True)
     remains = find_remains(mark, bridges)
     for line in remains:
         print(f"left behind: {line}")

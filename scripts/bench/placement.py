@@ -1,9 +1,9 @@
 """Time training steps of every planner against plain expert parallelism, on hosts that are joined by slow links.
 
-    sudo python scripts/bench_placement.py --out=DIR [--trace=loads.npz] [--planners=hecate,pro_prophet,balanced]
+    sudo python scripts/bench/placement.py --out=DIR [--trace=loads.npz] [--planners=hecate,pro_prophet,balanced]
 
 What it measures: seconds of a training step (forward, backward, update, planning, exchange) in the lab
-(scripts/lab_cluster.py): each host is a process of its own, and a byte between hosts costs what its link takes. All
+(scripts/lab/cluster.py): each host is a process of its own, and a byte between hosts costs what its link takes. All
 hosts share this machine's cores, so compute is the same for everybody and stragglers in compute do not show; what shows
 is bytes, and the planner's host time. XLA:CPU overlaps no transfer with compute: every transfer is paid in full.
 
@@ -33,8 +33,7 @@ import time
 import numpy as np
 from absl import app, flags
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PLANNERS = ("hecate", "pro_prophet", "balanced", "fastermoe", "flexmoe", "eplb", "smartmoe", "topk_all")
 
 _OUT = flags.DEFINE_string("out", None, "Folder for results.", required=True)
@@ -241,10 +240,9 @@ def worker(routing: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
     jax.config.update("jax_enable_compilation_cache", False)
-    from stepper import Training
-
     from moe_jax.distributed.hosts import HostsConfig, start_hosts
     from moe_jax.mesh import build_mesh
+    from moe_jax.training.stepper import build_stepper
 
     place = {"coordinator": None, "num_processes": None, "process_id": None}
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
@@ -262,7 +260,7 @@ def worker(routing: str) -> None:
         def build(transport, slack, planner, how=routing, past=()):
             began = time.perf_counter()
             config = run_config(transport, slack, planner)
-            side = Training(config, jax.devices(), change_for(how), past)
+            side = build_stepper(config, jax.devices(), change_for(how), past)
             compiled = time.perf_counter() - began
             past = [record["loads"] for record in side.run(_SETTLE.value)]
             say(f"{planner} {transport} {slack:g}: compiled in {compiled:.0f} s, settled after {side.step} steps")
@@ -296,9 +294,9 @@ def worker(routing: str) -> None:
 
 def run_lab(routing: str) -> None:
     command = [
-        sys.executable, str(ROOT / "scripts/lab_cluster.py"), f"--hosts={_HOSTS.value}",
+        sys.executable, str(ROOT / "scripts/lab/cluster.py"), f"--hosts={_HOSTS.value}",
         f"--devices_per_host={_DEVICES.value}", f"--rate={_RATE.value}", f"--timeout={_TIMEOUT.value}", "--",
-        sys.executable, str(ROOT / "scripts/bench_placement.py"), *sys.argv[1:], f"--worker={routing}",
+        sys.executable, str(ROOT / "scripts/bench/placement.py"), *sys.argv[1:], f"--worker={routing}",
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT)
 

@@ -1,6 +1,6 @@
 """What copies of experts cost in memory, as the GPU compiler counts it: expert parallelism, Hecate, Hecate-RM, FlexMoE.
 
-    python scripts/bench_memory.py --gin_file=configs/model/hecate_gpt_moe_s.gin --target=h200:4x8
+    python scripts/bench/memory.py --gin_file=configs/model/hecate_gpt_moe_s.gin --target=h200:4x8
 
 needs the CUDA wheels of this jax in the environment, and no GPU. A row is the arguments of the step (parameters and
 optimizer state) and what its temporaries have above those of expert parallelism under the same checkpointing of
@@ -20,11 +20,8 @@ import sys
 
 from absl import app, flags
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
-from gpu_programs import Case, compile_case
-
 from moe_jax import compile_ahead
+from moe_jax.compile_cases import Case, compile_case
 
 SYSTEMS = {
     "Hecate": ("ModelConfig.prefetch = 'hecate'",),

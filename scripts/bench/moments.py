@@ -4,7 +4,7 @@ The model predicts a byte of Python's statistics.py from the two before it (embe
 with b1 0.9, b2 0.999, no decay. With b2 = 0.999 a step changes a second moment by less than half a unit of bfloat16's
 last place, so rounding to nearest freezes it; stochastic rounding is right on average. Takes seconds on a CPU.
 
-  python scripts/bench_moments.py
+  python scripts/bench/moments.py
 """
 
 from __future__ import annotations

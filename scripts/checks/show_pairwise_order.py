@@ -1,6 +1,6 @@
 """The smallest program in which XLA keeps FasterMoE's pairwise exchange apart from the matmuls it should hide behind.
 
-    python scripts/show_pairwise_order.py
+    python scripts/checks/show_pairwise_order.py
 
 needs the CUDA wheels of this jax in the environment, and no GPU. Eight devices in four groups of two: in step s a
 group sends rows to the group s places back (S_s), multiplies what came (C_s) and sends it home (R_s): one stream of
@@ -13,13 +13,9 @@ matmul, all of S_s and R_s by number.
 
 from __future__ import annotations
 
-import pathlib
 import re
-import sys
 
 from absl import app, flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from moe_jax import compile_ahead, inspection
 

@@ -1,7 +1,7 @@
 """How far a bfloat16 run's gradients are from a float32 run's, leaf by leaf, and what of it rounding allows.
 
-    python scripts/precision_report.py --out=after.json
-    python scripts/precision_report.py --out=now.json --before=before.json
+    python scripts/checks/precision_report.py --out=after.json
+    python scripts/checks/precision_report.py --out=now.json --before=before.json
 
 One step of the demo's model (configs/run/demo.gin) from one start and one batch, on 8 CPU devices, three times: in
 float32, in bfloat16, and as `rounded`: one device in float64 that rounds forward and backward values to bfloat16 where
@@ -19,11 +19,8 @@ import functools
 import json
 import pathlib
 import subprocess
-import sys
 
 from absl import app, flags
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 _GIN = flags.DEFINE_string("gin_file", "configs/run/demo.gin", "The run.")
 _BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "More gin bindings.")

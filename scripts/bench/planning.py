@@ -1,6 +1,6 @@
 """Time what planning adds to a training step, and count what changing plans make it wait.
 
-    python scripts/bench_planning.py --out=DIR [--gin_file=configs/run/demo.gin] [--planner=balanced]
+    python scripts/bench/planning.py --out=DIR [--gin_file=configs/run/demo.gin] [--planner=balanced]
 
 First: the same training twice in one process, without a planner and with one that plans after every step but whose
 plans are never adopted (`PlannerConfig.swap_seconds` is beyond any gain). Both run segments of --steps steps, in turn;
@@ -16,14 +16,11 @@ from __future__ import annotations
 import json
 import pathlib
 import statistics
-import sys
 import time
 
 from absl import app, flags
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
-from stepper import Training  # noqa: E402
+from moe_jax.training.stepper import Stepper, build_stepper
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", ["configs/run/demo.gin"], "Config file.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding.")
@@ -36,7 +33,7 @@ _SETTLE_STEPS = flags.DEFINE_integer("settle_steps", 60, "Steps before those, in
 _OUT = flags.DEFINE_string("out", None, "Folder for the JSON file.", required=True)
 
 
-def overhead(off: Training, on: Training) -> dict:
+def overhead(off: Stepper, on: Stepper) -> dict:
     """Return seconds of a step on both sides and the interval of the mean log ratio, from interleaved segments."""
     import math
 
@@ -66,7 +63,7 @@ def overhead(off: Training, on: Training) -> dict:
     }
 
 
-def stalls(training: Training) -> dict:
+def stalls(training: Stepper) -> dict:
     """Return what 200 steps waited for compilations, while plans change."""
     first = training.run(_SETTLE_STEPS.value)
     records = training.run(_STALL_STEPS.value)
@@ -100,11 +97,11 @@ def main(_):
     if _PAIRS.value:
         none = dataclasses.replace(config, planner=dataclasses.replace(planner, name="none"))
         held = dataclasses.replace(config, planner=dataclasses.replace(planner, swap_seconds=1e9))
-        off, on = (Training(side, jax.devices()) for side in (none, held))
+        off, on = (build_stepper(side, jax.devices()) for side in (none, held))
         result["overhead"] = overhead(off, on)
         del off, on
     if _STALL_STEPS.value:
-        result["stalls"] = stalls(Training(dataclasses.replace(config, planner=planner), jax.devices()))
+        result["stalls"] = stalls(build_stepper(dataclasses.replace(config, planner=planner), jax.devices()))
     folder = pathlib.Path(_OUT.value)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench_planning.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Measure how far the planners are from the optimum on small cases, and print a table and one JSON line.
 
-    python scripts/planner_optimum.py [--cases=40] [--guest_slots=2]
+    python scripts/checks/planner_optimum.py [--cases=40] [--guest_slots=2]
 
 Two nodes of two devices, eight experts, Zipf-like loads. The optimum is solved as a mixed integer programme (scipy's
 HiGHS): first the least possible maximum of the device loads over all homes-fixed placements with at most mu guests per
@@ -11,21 +11,17 @@ the best subset of experts by their own predicted time, found by trying all subs
 
 import itertools
 import json
-import pathlib
-import sys
 
 import numpy as np
 from absl import app, flags
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
-from moe_jax.cluster import Cluster  # noqa: E402
+from moe_jax.cluster import Cluster
 from moe_jax.placement import (
-    Placement,  # noqa: E402
+    Placement,
     routing,
 )
-from moe_jax.planner import Cost, PlannerConfig, build_planner  # noqa: E402
-from moe_jax.planner.base import copied_everywhere  # noqa: E402
+from moe_jax.planner import Cost, PlannerConfig, build_planner
+from moe_jax.planner.base import copied_everywhere
 
 E, D, PER_NODE = 8, 4, 2
 

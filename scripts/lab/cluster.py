@@ -1,6 +1,6 @@
 """A cluster on one machine: runs a command on several hosts that are network namespaces joined by slow links.
 
-    sudo python scripts/lab_cluster.py --hosts=4 --rate=200mbit --devices_per_host=2 -- \\
+    sudo python scripts/lab/cluster.py --hosts=4 --rate=200mbit --devices_per_host=2 -- \\
         python -m moe_jax.train --gin_file=configs/run/demo.gin --workdir=runs/lab
 
 Each host is one process with its own address, host name and CPU devices, joined to the others by jax.distributed over
@@ -25,7 +25,7 @@ import sys
 import time
 from pathlib import Path
 
-from lab.network import (
+from network import (
     LabError,
     LabShape,
     build_network,
@@ -33,7 +33,7 @@ from lab.network import (
     remove_leftovers,
     remove_network,
 )
-from lab.processes import LabRun, share_cores
+from processes import LabRun, share_cores
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -1,6 +1,6 @@
 """Time every planner on synthetic loads and print microseconds per layer, then one JSON line.
 
-    python scripts/bench_planners.py [--layers=24] [--repeats=3] [--planners=all]
+    python scripts/bench/planners.py [--layers=24] [--repeats=3] [--planners=all]
 
 Measures `propose` alone (prediction and table filling apart), for all layers at once, divided by the layers, on one CPU
 process; the median of the repeats. The bar is 1 ms a layer at 64 experts on 32 devices, 10 ms at 256 on 256. There is
@@ -8,19 +8,15 @@ no physical ceiling: host time hides behind the step as long as it is shorter th
 """
 
 import json
-import pathlib
 import platform
-import sys
 import time
 
 import numpy as np
 from absl import app, flags
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-
-from moe_jax.cluster import Cluster  # noqa: E402
-from moe_jax.placement import Placement  # noqa: E402
-from moe_jax.planner import NAMES, Cost, PlannerConfig, build_planner  # noqa: E402
+from moe_jax.cluster import Cluster
+from moe_jax.placement import Placement
+from moe_jax.planner import NAMES, Cost, PlannerConfig, build_planner
 
 SIZES = ((64, 32, 8, 1.0), (256, 256, 8, 10.0))  # experts, devices, devices per node, bar in ms
 

@@ -1,4 +1,4 @@
-"""What a sweep of `bench_schedules.py` says: speed-ups by group sizes, the automatic choice, the cost model's error.
+"""What a sweep of `scripts/bench_schedules.py` says: speed-ups by groups, the automatic choice, the model's error.
 
 Enters: measured seconds per layer and schedule, and the calibration file of the same place. Leaves: tables on the
 screen, two plots, one JSON line. `parm` is whichever of s1 and s2 the file makes `MoEConfig.schedule = 'parm'` take.

@@ -1,6 +1,6 @@
 """Strangers at the rendezvous port of jobs of two processes: does the job start, and how much later?
 
-    python scripts/rendezvous_strangers.py --starts=20
+    python scripts/checks/rendezvous_strangers.py --starts=20
 
 For each kind of stranger, so many jobs of two real processes are started through `start_hosts` on the loopback
 interface. Process 1 knocks when the stranger has been at process 0's port and said what it says; some go on meanwhile.
@@ -23,12 +23,10 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from moe_jax.distributed.job_token import seal
+from moe_jax.distributed.rendezvous import versions
 
-from moe_jax.distributed.job_token import seal  # noqa: E402
-from moe_jax.distributed.rendezvous import versions  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 ALLOWED_SECONDS = 1.0
 DROPPED = "from 127.0.0.1 was dropped"
 

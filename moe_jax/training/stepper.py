@@ -1,0 +1,117 @@
+"""The steps of a run, one dispatched after the other, with metrics that are read some steps later.
+
+Enters: a `Session`, a state, batches on the devices. Leaves: the next state, and the metrics of each finished step.
+This is what `loop.py` and benchmarks share; files, checkpoints and evaluations are the loop's.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from moe_jax.config.run_config import RunConfig
+from moe_jax.mesh.global_arrays import to_devices
+from moe_jax.replan.rejit import RejitEngine, build_engine
+from moe_jax.training.session import Session, build_session
+
+
+def lag_of(session: Session) -> int:
+    """Return how many steps after its dispatch a step's metrics are read; so many hide the host's work."""
+    return 1 if session.roles.mesh.devices.flat[0].platform == "cpu" else 2
+
+
+class Stepper:
+    """One run that goes on step by step.
+
+    Attributes:
+      state: of the run, donated to each step; step: how many were dispatched, so the number of the next from 0.
+      executable: of the newest step.
+      in_flight: (step, metrics on the devices) of steps that are not read yet.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        state: dict,
+        engine: RejitEngine | None = None,
+        change_state: Callable | None = None,
+    ):
+        """Hold a run that stands at `state`.
+
+        Args:
+          engine: plans for the next steps, None without a planner.
+          change_state: function (state, step) -> state, called by `run` before each step.
+        """
+        self.session, self.state, self.engine, self.change_state = session, state, engine, change_state
+        self.step = int(state["step"])
+        self.lag = lag_of(session)
+        self.executable: Any = None
+        self.in_flight: collections.deque = collections.deque()
+
+    def compile(self) -> float:
+        """Compile what the next step runs with; return the seconds that it took."""
+        compiled = self.session.compile_train_step() if self.engine is None else self.engine.start()
+        self.executable, seconds = compiled
+        return seconds
+
+    def dispatch(self, batch, flag: int = 0) -> None:
+        """Let the devices run the next step on a batch that lies there; `flag` is this process' wish to stop."""
+        if self.engine is None:
+            tables, wishes = self.session.tables, self.session.wishes(flag)
+        else:
+            self.executable, tables, wishes, self.state = self.engine.before_step(self.step, self.state, flag)
+        self.state, metrics = self.executable(self.state, batch, tables, wishes)
+        self.in_flight.append((self.step, metrics))
+        self.step += 1
+        if self.engine is not None:
+            self.engine.after_dispatch(self.step - 1)
+
+    def finished(self, until: int | None = None) -> Iterator[tuple[int, dict]]:
+        """Yield (step, metrics as NumPy) of the steps up to `until` (from 0), waiting for each; None: all in flight."""
+        while self.in_flight and (until is None or self.in_flight[0][0] <= until):
+            step, arrays = self.in_flight.popleft()
+            metrics = jax.device_get(arrays)
+            if self.engine is not None:
+                self.engine.observe(step, metrics)
+            yield step, metrics
+
+    def run(self, steps: int) -> list[dict]:
+        """Run the next steps to their end; return a record of each: loss, loads, passes, dropped, and the engine's."""
+        records = []
+        for _ in range(steps):
+            records += map(self._record, self.finished(self.step - self.lag))
+            batch = to_devices(self.session.feed.read(self.step), self.session.placing.batch)
+            if self.change_state is not None:
+                self.state = self.change_state(self.state, self.step)
+            self.dispatch(batch)
+        return records + [self._record(done) for done in self.finished()]
+
+    def _record(self, done: tuple[int, dict]) -> dict:
+        step, metrics = done
+        record = {name: metrics[name] for name in ("loss", "loads", "passes", "dropped")}
+        if self.engine is not None:
+            record.update(self.engine.record(step, metrics["loads"]))
+        return record
+
+
+def build_stepper(
+    config: RunConfig, devices, change_state: Callable | None = None, past: Iterable[np.ndarray] = ()
+) -> Stepper:
+    """Return a run at its first step, compiled, without any files.
+
+    Args:
+      change_state: see `Stepper`.
+      past: loads from which the first step is planned, oldest first.
+    """
+    session = build_session(config, devices)
+    engine = build_engine(session, lag_of(session))
+    past = list(past)
+    if engine is not None and past:
+        engine.foresee(past)
+    stepper = Stepper(session, session.fresh_state(), engine, change_state)
+    stepper.compile()
+    return stepper
