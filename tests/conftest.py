@@ -2,16 +2,18 @@
 
 import os
 
-# children that a test starts find this checkout, whether it is installed or not
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.environ.get("PYTHONPATH", "")])
-)
 os.environ["JAX_PLATFORMS"] = os.environ.get("MOE_JAX_TEST_PLATFORM", "cpu")
 # LLVM at -O0 halves the time of the suite, which compiles far more than it computes
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
 )
 os.environ.setdefault("XDG_CACHE_HOME", os.path.join(os.path.dirname(__file__), "..", ".pytest_cache", "xdg"))
+
+# children that a test starts find this checkout, whether it is installed or not, and tests/support
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [os.path.abspath(os.path.join(os.path.dirname(__file__), "..")), os.path.abspath(os.path.dirname(__file__))]
+    + list(filter(None, [os.environ.get("PYTHONPATH", "")]))
+)
 
 import jax
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.placements import random_placement
 
 from moe_jax.collectives.sparse import sparse_all_gather, sparse_reduce_scatter
 from moe_jax.collectives.transfer import TransferPlan
@@ -22,19 +23,6 @@ from moe_jax.replan.device_tables import device_tables, layer_plan
 DEVICES, LAYERS, EXPERTS, GUESTS = 8, 2, 16, 3
 SHAPES = {"w_in": (3, 2), "w_out": (2, 5)}  # 16 elements of a chunk
 METHODS = ("permute", "shift", "gather", "broadcast")
-
-
-def random_placement(seed):
-    """0..E chunks of a layer homed on a device, 0..3 guests each, so some slots stay empty."""
-    rng = np.random.default_rng(seed)
-    home = rng.permutation(np.repeat(np.arange(DEVICES), LAYERS * EXPERTS // DEVICES)).reshape(LAYERS, EXPERTS)
-    copies = [
-        (layer, expert, device)
-        for layer in range(LAYERS)
-        for device in range(DEVICES)
-        for expert in rng.choice(np.flatnonzero(home[layer] != device), rng.integers(0, GUESTS + 1), replace=False)
-    ]
-    return Placement(home, np.array(copies), devices=DEVICES)
 
 
 def oracle_gather(bank, placement, tables, skeleton):
@@ -89,7 +77,7 @@ def make_functions(skeleton):
 
 
 def case_of(seed, method):
-    placement = random_placement(seed)
+    placement = random_placement(seed, layers=LAYERS, experts=EXPERTS, devices=DEVICES, guests=GUESTS)
     skeleton = build_skeleton(placement, method=method, home_slots=EXPERTS // 2, guest_slots=GUESTS)
     rng = np.random.default_rng(seed + 100)
     bank = {n: rng.normal(size=(DEVICES * skeleton.bank_rows, *shape)) for n, shape in SHAPES.items()}

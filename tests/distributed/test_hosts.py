@@ -16,6 +16,7 @@ import types
 from pathlib import Path
 
 import pytest
+from support.ports import free_port
 
 from moe_jax.distributed.hosts import (
     Hosts,
@@ -32,11 +33,6 @@ from moe_jax.errors import HostLostError, NonFiniteError, UserError
 
 _ROOT = Path(__file__).parents[2]
 _WORKER = Path(__file__).with_name("hosts_worker.py")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @dataclasses.dataclass

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from support.ports import free_port
 
 from moe_jax.distributed import listeners, rendezvous
 from moe_jax.distributed.job_token import derive_token, seal, unseal
@@ -18,11 +19,6 @@ TOKEN = b"of the job"
 
 def place(index: int, count: int, port: int, token: bytes = TOKEN, host: str = "127.0.0.1") -> Place:
     return Place(index=index, count=count, host=host, port=port, token=token, host_id=f"machine of {index}")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 class Meeting:

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from toy import HEAD, MODEL, TARGET
+from support.toy import BRANCH, MODEL, TARGET
 
 from moe_jax.errors import UserError
 from moe_jax.inspection import Model, parse_module, play, read_constants
@@ -79,27 +79,6 @@ def test_bad_constants_are_one_line(tmp_path, text, message):
     with pytest.raises(UserError) as refused:
         read_constants(str(path))
     assert message in str(refused.value) and "\n" not in str(refused.value)
-
-
-BRANCH = (
-    HEAD
-    + """
-%nothing (a: f32[8]) -> f32[8] {
-  ROOT %a = f32[8]{0} parameter(0)
-}
-
-%something (b: f32[8]) -> f32[8] {
-  %b = f32[8]{0} parameter(0)
-  ROOT %negate = f32[8]{0} negate(%b)
-}
-
-ENTRY %main (x: f32[8], p: s32[]) -> f32[8] {
-  %x = f32[8]{0} parameter(0)
-  %p = s32[] parameter(1)
-  ROOT %conditional.1 = f32[8]{0} conditional(%p, %x, %x), branch_computations={%nothing, %something}
-}
-"""
-)
 
 
 def test_a_conditional_costs_what_the_model_says():

@@ -1,7 +1,7 @@
 """Each number is derived beside it."""
 
 import pytest
-from toy import HEAD
+from support.toy import HEAD
 
 from moe_jax.inspection.costs import cost_of
 from moe_jax.inspection.hlo import parse_module

@@ -1,5 +1,5 @@
 import pytest
-from toy import HEAD, LOOP
+from support.toy import HEAD, LOOP
 
 from moe_jax.errors import UserError
 from moe_jax.inspection.hlo import Array, parse_module

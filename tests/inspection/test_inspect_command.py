@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny_run import bindings_of
+from support.tiny_run import bindings_of
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 ROOT = pathlib.Path(__file__).parents[2]

@@ -5,8 +5,8 @@ import lzma
 import pathlib
 
 import pytest
-from gpu_trace import write_gpu_trace
-from toy import LOOP, MODEL, TARGET
+from support.gpu_trace import write_gpu_trace
+from support.toy import BRANCH, LOOP, MODEL, TARGET
 
 from moe_jax.inspection import Model, compare_instructions, instructions_text, parse_module, parse_target
 from moe_jax.inspection.instructions import modelled_instructions
@@ -88,8 +88,6 @@ def test_compare_by_hand():
 def test_pauses_around_conditionals_are_their_cost():
     """Kernels end at 1, 11, 21, 31 ms; the predicate is read; the next kernels begin 0.5 ms after the last one's end:
     the conditional costs that, less one launch."""
-    from test_constants import BRANCH
-
     module = parse_module(BRANCH)
     spans = []
     for place in range(4):

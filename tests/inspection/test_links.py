@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from toy import TARGET
+from support.toy import TARGET
 
 from moe_jax.inspection.links import traffic
 

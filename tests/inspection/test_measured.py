@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from toy import LOOP, MODEL, TARGET
+from support.toy import LOOP, MODEL, TARGET
 
 from moe_jax.errors import UserError
 from moe_jax.inspection import add_measured, build_report, measured_text, parse_module, play

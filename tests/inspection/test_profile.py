@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from toy import HEAD, LOOP, MODEL, TARGET
+from support.toy import HEAD, LOOP, MODEL, TARGET
 
 from moe_jax.inspect import read_text
 from moe_jax.inspection import Model, parse_module, parse_target, scheduler_profile

@@ -5,7 +5,7 @@ import dataclasses
 import json
 
 import pytest
-from toy import HEAD, LOOP, MODEL, TARGET
+from support.toy import HEAD, LOOP, MODEL, TARGET
 
 from moe_jax.inspection import Model, build_report, parse_module, play, report_text
 from moe_jax.inspection.draw import middle_turns, write_chrome_trace

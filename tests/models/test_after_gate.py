@@ -6,21 +6,14 @@ the step decided shows in nothing but its speed, so the rules are chosen such th
 
 import dataclasses
 import functools
-import importlib.util
-import pathlib
 
 import jax
 import numpy as np
 import pytest
+from support import placement_cases as cases
 
 from moe_jax.after_gate import CalibrateRule, ShadowRule, ShareRule
 from moe_jax.placement import build_skeleton
-
-_spec = importlib.util.spec_from_file_location(
-    "placement_cases", pathlib.Path(__file__).with_name("test_placements.py")
-)
-cases = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(cases)
 
 MESHES = {
     "deepspeed": {"expert": 8},
@@ -56,7 +49,7 @@ def shadows(counts, home, price, guests):
 @pytest.mark.parametrize("schedule", MESHES)
 def test_shadowed_experts_equal_reference(schedule):
     mesh = MESHES[schedule]
-    placement = cases.random_placement(1, mesh["expert"], guests=0).replace(shares=None, rule="home")
+    placement = cases.draw_placement(1, mesh["expert"], guests=0).replace(shares=None, rule="home")
     guests = 2
     skeleton = build_skeleton(placement, method="broadcast", guest_slots=guests)
     skeleton = dataclasses.replace(skeleton, broadcast_slots=guests)
@@ -77,7 +70,7 @@ def test_shadowed_experts_equal_reference(schedule):
 def test_shares_solved_on_the_device_equal_reference(schedule):
     mesh = MESHES[schedule]
     devices = mesh["expert"]
-    placements = [cases.random_placement(seed, devices).replace(shares=None, rule="shares") for seed in range(2)]
+    placements = [cases.draw_placement(seed, devices).replace(shares=None, rule="shares") for seed in range(2)]
     build = functools.partial(build_skeleton, method="gather", candidates=devices, guest_slots=cases.GUESTS)
     skeletons = [build(placement) for placement in placements]
     sizes = ("home_slots", "bank_rows", "gather_slots")
@@ -98,7 +91,7 @@ def test_shares_solved_on_the_device_equal_reference(schedule):
 def test_guests_added_by_calibration_equal_reference(schedule):
     mesh = MESHES[schedule]
     devices = mesh["expert"]
-    placement = cases.random_placement(1, devices, guests=1).replace(shares=None, rule="nearest")
+    placement = cases.draw_placement(1, devices, guests=1).replace(shares=None, rule="nearest")
     skeleton = build_skeleton(placement, method="gather", candidates=devices, guest_slots=2)
     rule = CalibrateRule(
         home_slots=skeleton.home_slots, guest_slots=2, devices_per_node=devices // 2, most_guests=2, overlap_degree=3,

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from prefetch_cases import placements_of
-from sums_in_programs import narrow_sums
+from support.prefetch_cases import placements_of
+from support.sums_in_programs import narrow_sums
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.dispatch.tables import even_tables

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from prefetch_cases import check, gradient_step, model_config, placements_of
+from support.prefetch_cases import check, gradient_step, model_config, placements_of
 
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_equality import BATCH, EXPERTS, LENGTH, VOCAB, assert_equal, data, model_config, moe_config
+from support.equality_cases import BATCH, EXPERTS, LENGTH, VOCAB, assert_equal, data, model_config, moe_config
 
 from moe_jax.dispatch.tables import even_tables
 from moe_jax.errors import UserError

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.placements import random_placement
 
 from moe_jax.errors import UserError
 from moe_jax.placement import (
@@ -18,16 +19,7 @@ from moe_jax.placement import (
     widen,
 )
 
-
-def random_placement(seed, layers=3, experts=8, devices=8, guests=3):
-    rng = np.random.default_rng(seed)
-    home = rng.permutation(np.repeat(np.arange(devices), layers * experts // devices)).reshape(layers, experts)
-    copies = []
-    for layer in range(layers):
-        for device in range(devices):
-            away = np.flatnonzero(home[layer] != device)
-            copies += [(layer, e, device) for e in rng.choice(away, rng.integers(0, guests + 1), replace=False)]
-    return Placement(home, np.array(copies), devices=devices, devices_per_node=4)
+SIZES = {"layers": 3, "experts": 8, "devices": 8, "guests": 3, "per_node": 4}
 
 
 def run_tables(skeleton, tables, bank):
@@ -65,7 +57,7 @@ def name_bank(placement, rows):
 @pytest.mark.parametrize("method", ["shift", "permute", "gather", "broadcast"])
 @pytest.mark.parametrize("seed", range(3))
 def test_tables_bring_every_expert_to_its_slots(method, seed):
-    placement = random_placement(seed)
+    placement = random_placement(seed, **SIZES)
     skeleton, tables = split(placement, method=method)
     slots = run_tables(skeleton, tables, name_bank(placement, skeleton.bank_rows))
     layer = np.arange(placement.layers)[:, None, None]
@@ -80,7 +72,7 @@ def test_tables_bring_every_expert_to_its_slots(method, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_destination_tables_repeat_the_host_rule(seed):
     rng = np.random.default_rng(seed)
-    placement = random_placement(seed)
+    placement = random_placement(seed, **SIZES)
     if seed % 2:
         expert, device = 5, int(placement.home[1, 5])
         other = (device + 1) % 8
@@ -104,7 +96,7 @@ def test_destination_tables_repeat_the_host_rule(seed):
 
 
 def test_same_sizes_keep_the_skeleton_and_others_do_not_fit():
-    first, second = random_placement(0), random_placement(1)
+    first, second = random_placement(0, **SIZES), random_placement(1, **SIZES)
     skeleton = build_skeleton(first, method="gather", guest_slots=3, home_slots=8, candidates=4)
     wide = build_skeleton(second, method="gather", guest_slots=3, home_slots=8, candidates=4)
     assert fits(skeleton, first) and isinstance(hash(skeleton), int)
@@ -117,9 +109,9 @@ def test_same_sizes_keep_the_skeleton_and_others_do_not_fit():
 
 def test_sizes_below_the_need_are_refused():
     with pytest.raises(UserError, match=r"guest_slots \(1\) is less than the 3"):
-        build_skeleton(random_placement(0), guest_slots=1)
+        build_skeleton(random_placement(0, **SIZES), guest_slots=1)
     with pytest.raises(UserError, match="transfer method 'ring'"):
-        build_skeleton(random_placement(0), method="ring")
+        build_skeleton(random_placement(0, **SIZES), method="ring")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -135,7 +127,7 @@ def test_colours_are_as_few_as_the_largest_degree(seed):
 
 
 def test_reshard_permutation_moves_every_expert_to_its_new_row():
-    old, new = random_placement(0), random_placement(5)
+    old, new = random_placement(0, **SIZES), random_placement(5, **SIZES)
     source = reshard_permutation(old, new, rows=4)
     np.testing.assert_array_equal(np.sort(source), np.arange(8 * 4))
     moved = name_bank(old, 4).ravel()[source]
@@ -149,7 +141,7 @@ def test_bucket_rows_round_up():
 
 @pytest.mark.parametrize("method", ["shift", "gather", "broadcast"])
 def test_widened_skeleton_fits_old_and_new_plans(method):
-    first, second = random_placement(0), random_placement(1)
+    first, second = random_placement(0, **SIZES), random_placement(1, **SIZES)
     skeleton = widen(build_skeleton(first, method=method), second)
     assert fits(skeleton, first) and fits(skeleton, second)
     assert widen(skeleton, first) == skeleton

@@ -1,9 +1,8 @@
 """Two processes swap executables at the same step, told by the metrics alone, while one of them compiles later."""
 
-import socket
-
 import pytest
-from tiny_run import command, finish, start
+from support.ports import free_port
+from support.tiny_run import command, finish, start
 
 from moe_jax.observe import read_metrics
 
@@ -12,12 +11,6 @@ PLAN = (
     "PlannerConfig.shard_every = 50", "PlannerConfig.transfer = 'gather'", "PlannerConfig.interval = 5",
     "train.loads_every = 1000", "train.checkpoint_every = 0", "train.log_every = 1000",
 )  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def train_on_two(folder, *changes):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny_run import run_here
+from support.tiny_run import run_here
 
 from moe_jax.observe import read_metrics
 from moe_jax.training.checkpoint import Checkpointer

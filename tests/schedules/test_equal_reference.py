@@ -11,8 +11,8 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from layer_cases import PAIRS, draw, drop_groups, make_loss, moe_config, reference, roles_of
-from program_order import overtaking
+from support.layer_cases import PAIRS, draw, drop_groups, make_loss, moe_config, reference, roles_of
+from support.program_order import overtaking
 
 FACTORS = {
     "schedule": ("deepspeed", "s1", "s2", "parm", "pairwise", "ring"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from layer_cases import EXPERTS, TOKENS, draw, moe_config
+from support.layer_cases import EXPERTS, TOKENS, draw, moe_config
 
 from moe_jax.dispatch import even_tables, local
 from moe_jax.mesh import MeshConfig

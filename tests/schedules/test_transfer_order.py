@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from layer_cases import roles_of
+from support.layer_cases import roles_of
 
 from moe_jax.schedules.expert_group import build_expert_group
 from moe_jax.schedules.pairwise import Ring

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from layer_cases import DIM, EXPERTS, TOKENS, draw, moe_config, roles_of
-from program_volumes import collectives, groups_of
+from support.layer_cases import DIM, EXPERTS, TOKENS, draw, moe_config, roles_of
+from support.program_volumes import collectives, groups_of
 
 from moe_jax.cluster.volumes import LayerShape, Transfer, index_transfers, layer_transfers
 from moe_jax.dispatch import even_tables, local

@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import resource
-import runpy
 import shutil
 import signal
 import socket
@@ -18,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import checkpoint_states as states
 
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.training.checkpoint import Checkpointer
 
-HELPER = Path(__file__).with_name("checkpoint_states.py")
-states = types.SimpleNamespace(**runpy.run_path(str(HELPER)))
+HELPER = Path(states.__file__)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from tiny_run import command, finish, start
+from support.tiny_run import command, finish, start
 
 from moe_jax.observe import read_metrics
 from moe_jax.training.checkpoint import Checkpointer

@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_run import bindings_of
+from support.placements import to_bank
+from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
 from moe_jax.mesh.global_arrays import to_devices
+from moe_jax.placement import Placement
 from moe_jax.training.session import build_session
 
 STEPS = 30
@@ -25,11 +27,9 @@ def curve(folder, devices: int, *changes: str):
     params = jax.device_get(one.fresh_state()["params"])
     layers, group = config.model.moe_layers, session.devices
 
-    def to_bank(value):  # one device holds (layer, expert) order
-        value = value.reshape(layers, group, -1, *value.shape[1:])
-        return np.swapaxes(value, 0, 1).reshape(-1, *value.shape[3:])
-
-    params = {"dense": params["dense"], "bank": {name: to_bank(v) for name, v in params["bank"].items()}}
+    even = Placement.even(layers, config.moe.num_experts, group)  # one device holds (layer, expert) order
+    experts = {name: value.reshape(layers, -1, *value.shape[1:]) for name, value in params["bank"].items()}
+    params = {"dense": params["dense"], "bank": to_bank(experts, even)}
     state = session.state_from(to_devices(params, session.placing.state["params"]))
     losses, norms = [], []
     for step in range(STEPS):

@@ -4,17 +4,17 @@ import socket
 import sys
 from pathlib import Path
 
-import feed_rows
 import numpy as np
 import pytest
-from tiny_run import finish, start, write_corpus
+from support import feed_rows
+from support.tiny_run import finish, start, write_corpus
 
 from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
 from moe_jax.training.loop import evaluate
 from moe_jax.training.run import check_same_corpus
 
-HELPER = Path(__file__).with_name("feed_rows.py")
+HELPER = Path(feed_rows.__file__)
 
 
 def test_two_processes_read_their_own_rows(tmp_path):

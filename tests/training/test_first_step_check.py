@@ -8,7 +8,7 @@ import logging
 
 import jax
 import pytest
-from tiny_run import bindings_of, run_here
+from support.tiny_run import bindings_of, run_here
 
 from moe_jax import user_cache
 from moe_jax.collectives import exchange

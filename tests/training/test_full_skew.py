@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_run import bindings_of
+from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
 from moe_jax.mesh.global_arrays import to_devices

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny_run import run_here
+from support.tiny_run import run_here
 
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.observe import read_loads, read_metrics

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import bindings_of, run_here
+from support.tiny_run import bindings_of, run_here
 
 from moe_jax.config import parse_run_config
 from moe_jax.config.train_config import TrainConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from tiny_run import bindings_of
+from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
 from moe_jax.data.held_out_split import TokenSpan

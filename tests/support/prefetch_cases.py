@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from program_order import overtaking
+from support.placements import random_placement, to_bank
+from support.program_order import overtaking
 
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.gate import gate_noise
-from moe_jax.placement import SHARE_ONE, Placement, bank_rows, build_skeleton, fits, widen
+from moe_jax.placement import build_skeleton, fits, widen
 from moe_jax.replan.device_tables import device_tables, layer_plan
 
 EXPERTS, BATCH, LENGTH, VOCAB, GUESTS, NOISE = 8, 8, 8, 31, 2, 0.1
@@ -33,31 +34,13 @@ def moe_config(schedule):
     return MoEConfig(num_experts=EXPERTS, top_k=2, gate_noise=NOISE, schedule=schedule)
 
 
-def random_placement(seed, layers, devices):
-    """Homes anywhere (L E / D on each device), one or two copies a device and layer, every rule, some shares."""
-    rng = np.random.default_rng(seed)
-    home = rng.permutation(np.repeat(np.arange(devices), layers * EXPERTS // devices)).reshape(layers, EXPERTS)
-    copies = []
-    for layer, device in np.ndindex(layers, devices):
-        away = np.flatnonzero(home[layer] != device)
-        number = min(len(away), rng.integers(1, GUESTS + 1))
-        copies += [(layer, e, device) for e in rng.choice(away, number, replace=False)]
-    copies = np.array(copies, np.int32).reshape(-1, 3)
-    rule = tuple(rng.permutation(["nearest", "home", "shares"] * layers)[:layers].tolist())
-    shares = []
-    for layer, expert in np.ndindex(layers, EXPERTS):
-        if rule[layer] == "shares":
-            mine = copies[(copies[:, 0] == layer) & (copies[:, 1] == expert), 2]
-            holders = [*mine.tolist(), int(home[layer, expert])]
-            cuts = np.sort(rng.integers(0, SHARE_ONE + 1, len(holders) - 1))
-            parts = np.diff([0, *cuts, SHARE_ONE])
-            shares += [(layer, expert, d, s) for d, s in zip(holders, parts.tolist(), strict=True)]
-    return Placement(home, copies, shares or None, rule, devices=devices, devices_per_node=max(1, devices // 2))
-
-
 def placements_of(method, layers, devices, number=2):
     """Return some placements and one skeleton for all; `permute` has rounds for one send graph, so there it is one."""
-    found = [random_placement(seed, layers, devices) for seed in range(1 if method == "permute" else number)]
+    sizes = {"layers": layers, "experts": EXPERTS, "devices": devices, "per_node": max(1, devices // 2)}
+    found = [
+        random_placement(seed, **sizes, guests=GUESTS, fewest=1, rules="every")
+        for seed in range(1 if method == "permute" else number)
+    ]
     skeleton = build_skeleton(found[0], method=method)
     for placement in found[1:]:
         if not fits(skeleton, placement):
@@ -100,18 +83,6 @@ def what(config):
     plain = ModelConfig()
     how = ("remat", "prefetch", "prefetch_case", "rematerialize", "stack")
     return dataclasses.replace(config, **{name: getattr(plain, name) for name in how})
-
-
-def to_bank(experts, placement, rows):
-    """[L, E, ...] -> [D S, ...] of a placement."""
-    at = (placement.home * rows + bank_rows(placement)).ravel()
-
-    def one(v):
-        bank = np.zeros((placement.devices * rows, *v.shape[2:]))
-        bank[at] = np.asarray(v).reshape(-1, *v.shape[2:])
-        return bank
-
-    return {name: one(v) for name, v in experts.items()}
 
 
 def gradient_step(config, schedule, mesh, skeleton, zero=1, shares=None):

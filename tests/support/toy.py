@@ -62,3 +62,24 @@ ENTRY %main (x0: f32[4,10]) -> f32[4,10] {
 """
     )
 )
+
+# a conditional whose branches are nothing and one kernel
+BRANCH = (
+    HEAD
+    + """
+%nothing (a: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} parameter(0)
+}
+
+%something (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %negate = f32[8]{0} negate(%b)
+}
+
+ENTRY %main (x: f32[8], p: s32[]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %p = s32[] parameter(1)
+  ROOT %conditional.1 = f32[8]{0} conditional(%p, %x, %x), branch_computations={%nothing, %something}
+}
+"""
+)
