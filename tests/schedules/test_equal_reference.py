@@ -3,7 +3,7 @@
 Tolerance 1e-12 of the largest entry of each array: sums of some hundred terms of order one, in another order. In
 capacity mode the reference drops within the same groups of tokens. The suite runs a set of cases in which every two
 values of any two factors meet; the full product stands behind the marker `slow` and prints a line for the table in
-moe_jax/schedules/README.md (pytest -m slow -s).
+docs/bench/schedules.md (pytest -m slow -s).
 """
 
 import itertools
