@@ -72,7 +72,7 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
     if not recorded.loads.size:
         raise UserError(f"{path}: loads {list(recorded.loads.shape)} is empty; give a trace with samples")
     trace, notes = one_mesh(recorded, given)
-    origin = trace.origins[-1] if trace.origins else None
+    origin = _origin_of(trace, recorded)
     if origin is None:
         _check_nothing_is_missing(given, path)
         model_dim, hidden_dim, dtype_bytes = MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES
@@ -80,9 +80,10 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
         if origin.dtype not in BYTES and given.dtype_bytes is None:
             raise UserError(f"{path}: dtype {origin.dtype!r} is unknown; give --dtype_bytes, the bytes of one number")
         model_dim, hidden_dim, dtype_bytes = origin.model_dim, origin.hidden_dim, BYTES.get(origin.dtype, 0)
+        mesh = origin.describe_mesh() or "not known"
         notes.append(
-            f"trace: M {model_dim}, F {hidden_dim}, K {origin.top_k}, {origin.dtype}, mesh {origin.describe_mesh()}, "
-            f"{origin.devices_per_node} devices of an expert-parallel group on a node"
+            f"trace: M {model_dim}, F {hidden_dim}, K {origin.top_k}, {origin.dtype}, mesh {mesh}, "
+            f"{origin.devices_per_node or 'unknown'} devices of an expert-parallel group on a node"
         )
     cluster = find_cluster(given, origin, trace.loads.shape[2], path, notes)
     return ReplayInputs(
@@ -141,6 +142,14 @@ def one_mesh(recorded: LoadsTrace, given: GivenFlags) -> tuple[LoadsTrace, list[
     return trace, notes
 
 
+def _origin_of(trace: LoadsTrace, recorded: LoadsTrace) -> LoadsOrigin | None:
+    """Return the run behind the samples taken; where only later ones say it, their model, for a run has one."""
+    if trace.origins and trace.origins[-1] is not None:
+        return trace.origins[-1]
+    known = next((origin for origin in reversed(recorded.origins) if origin is not None), None)
+    return known and dataclasses.replace(known, mesh=(), devices_per_node=0)
+
+
 def _check_nothing_is_missing(given: GivenFlags, path: Path) -> None:
     """Name the flags without which a trace that says nothing of its run is not replayed."""
     if not Path(str(given.trace)).expanduser().is_dir():
@@ -186,7 +195,7 @@ def find_cluster(given: GivenFlags, origin: LoadsOrigin | None, sources: int, pa
         if per_node is None and nodes is not None:
             per_node = sources // nodes or None
         elif per_node is None and origin is not None:
-            per_node = origin.devices_per_node
+            per_node = origin.devices_per_node or None
         if nodes is None and per_node is not None:
             nodes = sources // per_node or 1
         cluster = cluster.sized(nodes, per_node)

@@ -127,6 +127,16 @@ def test_older_run_folder_names_the_flags_that_are_missing(tmp_path):
     assert (got.cluster.name, got.cluster.nodes, got.top_k) == ("flat_3gbs_30tflops", 2, None)
 
 
+def test_older_samples_of_a_run_that_was_resumed_since_have_its_model(tmp_path):
+    write_run(tmp_path / "run", sources=4, origin=None)
+    write_run(tmp_path / "run", sources=2, steps=range(6, 9), resume_step=5)
+    got = inputs_of(tmp_path / "run", nodes=1, devices_per_node=4)
+    assert got.trace.iterations.tolist() == [0, 1, 2, 3, 4, 5]
+    assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.top_k) == (16, 32, 2, 2)
+    assert "bfloat16, mesh not known, unknown devices" in got.notes[1]
+    assert inputs_of(tmp_path / "run").trace.iterations.tolist() == [6, 7, 8]
+
+
 def test_run_folder_without_loads_is_one_line(tmp_path):
     (tmp_path / "run").mkdir()
     code, _, err = run_replay(tmp_path, "--trace=run")
