@@ -180,7 +180,11 @@ def test_names_say_what_a_module_is_for():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_package_has_a_readme(package):
+def test_package_has_a_readme_that_names_its_files(package):
     assert (PACKAGE / package / "__init__.py").exists()
     readme = (PACKAGE / package / "README.md").read_text(encoding="utf-8")
     assert len(readme.splitlines()) >= 3
+    for path in (PACKAGE / package).glob("*.py"):
+        assert path.name == "__init__.py" or f"`{path.name}`" in readme, (
+            f"{package}/README.md does not name {path.name}"
+        )

@@ -5,7 +5,7 @@
 needs the CUDA wheels of this jax in the environment, and no GPU. A row is the arguments of the step (parameters and
 optimizer state) and what its temporaries have above those of expert parallelism under the same checkpointing of
 activations, in GB a device, and the ratio of that sum to the arguments of expert parallelism. Copies stand as in
-`bench_overlap.py`. Grouped matmuls must not cost memory by the group, which XLA's expansion of `ragged_dot` does
+`overlap.py`. Grouped matmuls must not cost memory by the group, which XLA's expansion of `ragged_dot` does
 (--matmul=ragged shows it): 'auto' for bfloat16, which is the kernel on Hopper, and blocks for float32. FlexMoE is not
 compiled but computed, as its authors run it: standing copies in all layers, each with parameters, two moments and
 gradients in float32. The paper's figure 13 has +64% without re-materialisation, +11.6% with it, and 83% more than

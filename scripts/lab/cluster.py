@@ -76,7 +76,7 @@ def run_lab(flags: argparse.Namespace) -> int:
         burst=flags.burst,
     )
     if not flags.command and not flags.clean:
-        raise LabError("no command: give it after --, as in lab_cluster.py --hosts=2 -- python -m moe_jax.train ...")
+        raise LabError("no command: give it after --, as in cluster.py --hosts=2 -- python -m moe_jax.train ...")
     if missing := find_missing(shaped=bool(flags.rate or flags.intra_rate)):
         raise LabError(missing)
     received: list[int] = []
