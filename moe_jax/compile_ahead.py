@@ -1,6 +1,6 @@
-"""Compile the training step of a run for devices that need not be there, and hand out what the compiler made of it.
+"""Compile the training step of a run for devices that need not be present, and return the compiler's output.
 
-Enters: a RunConfig, and a target or the devices of this machine. Leaves: a `Compiled`: scheduled text, bytes per
+Inputs: a RunConfig, and a target or the devices of this machine. Outputs: a `Compiled`: scheduled text, bytes per
 device, seconds. The step is the one that training runs; no array is made and no data is read.
 """
 
@@ -19,12 +19,12 @@ from moe_jax.inspection import Target, check_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What came out of the compiler.
+    """The output of the compiler.
 
     Attributes:
       text: the scheduled program; memory: bytes per device by kind.
       lower_seconds: tracing and lowering; compile_seconds: the compiler alone.
-      options: that the compiler was given; guided: whether its scheduler was told modelled seconds.
+      options: that the compiler was given; guided: whether its scheduler was given modelled seconds.
       mesh: axis -> size; resolved: what 'auto' is on these devices, by binding.
       plan: skeleton of the plans that the step takes, None without a planner; skeleton: the same in words.
       executable: to run, where the devices are real.
@@ -47,7 +47,7 @@ def prepare_process() -> None:
     """Let jax start on a machine without a GPU although the CUDA plugin is installed; before jax is imported."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the compiler warns that nothing was tuned
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else the compiler warns that nothing was tuned
 
 
 def described_devices(target: Target) -> list:
@@ -164,6 +164,6 @@ def describe_skeleton(skeleton) -> str:
     slots = skeleton.gather_slots or skeleton.broadcast_slots or skeleton.round_count
     unit = {"gather": "offers a device", "broadcast": "experts to all"}.get(skeleton.method, "rounds")
     return (
-        f"{skeleton.home_slots} home and {skeleton.guest_slots} guest slots a device and layer, transfer "
+        f"{skeleton.home_slots} home and {skeleton.replica_slots} replica slots a device and layer, transfer "
         f"{skeleton.method!r} ({slots} {unit}), buckets of {skeleton.bucket_rows or 'the default'} rows"
     )

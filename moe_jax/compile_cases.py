@@ -1,7 +1,7 @@
-"""Training steps for GPUs that are not there, with copies of experts in a ring: shared by benchmarks of the compiler.
+"""Training steps for GPUs that are not there, with replicas of experts in a ring: shared by benchmarks of the compiler.
 
-Enters: config files, bindings, a target, and how many copies each device holds. Leaves: what the compiler made of it.
-Needs the CUDA wheels of this jax in the environment, and no GPU.
+Inputs: config files, bindings, a target, and how many replicas each device holds. Outputs: what the compiler made of
+it. Needs the CUDA wheels of this jax in the environment, and no GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Case:
 
     Attributes:
       files, bindings: of the config; target: DEVICE:NODESxDEVICES; tokens: of a device.
-      guests: copies on each device in each layer, of one expert of each of the next devices; 0 is expert parallelism.
+      replicas: on each device in each layer, of one expert of each of the next devices; 0 is expert parallelism.
       method: how they travel.
       options: for the compiler, beside training's.
       overflow: with the branch of later passes; without it buckets of as many rows drop what does not fit.
@@ -31,7 +31,7 @@ class Case:
     bindings: tuple[str, ...]
     target: str
     tokens: int
-    guests: int
+    replicas: int
     method: str = "shift"
     options: tuple[tuple[str, str], ...] = ()
     overflow: bool = True
@@ -42,7 +42,7 @@ class Outcome:
     """What became of a case.
 
     Attributes:
-      guided: whether the compiler's scheduler was told modelled seconds.
+      guided: whether the compiler's scheduler was given modelled seconds.
       program: as built; text: the scheduled program; report: of it; memory: bytes per device by kind.
       lower_seconds, compile_seconds: of this compilation alone; a guided one comes after an unguided one.
     """
@@ -70,13 +70,13 @@ def compile_case(case: Case, guided: bool) -> list[Outcome]:
     config = compile_ahead.on_target(dataclasses.replace(config, train=train), target)
     if not case.overflow:
         moe = config.moe
-        groups = moe.num_experts // devices + case.guests
+        groups = moe.num_experts // devices + case.replicas
         factor = moe.bucket_slack * moe.num_experts / (devices * groups)
         config = dataclasses.replace(config, moe=dataclasses.replace(moe, capacity_factor=factor))
     program = build_program(config, compile_ahead.described_devices(target))
     options = {"xla_gpu_autotune_level": "0", **program.compiler_options(), **dict(case.options)}
     started = time.monotonic()
-    lowered = program.lower_train_step(ring_copies(program, case.guests, case.method))
+    lowered = program.lower_train_step(ring_replicas(program, case.replicas, case.method))
     lower_seconds = round(time.monotonic() - started, 1)
     found: list[Outcome] = []
     for _ in range(1 + guided):
@@ -102,20 +102,21 @@ def compile_case(case: Case, guided: bool) -> list[Outcome]:
     return found
 
 
-def ring_copies(program, guests: int, method: str):
-    """Return the skeleton of a placement in which each device copies an expert of each of its next neighbours."""
+def ring_replicas(program, replicas: int, method: str):
+    """Return the skeleton of a placement in which each device has a replica of an expert of each of its next
+    neighbours."""
     from moe_jax.placement import build_skeleton
     from moe_jax.replan.replanner import initial_placement
 
     even = initial_placement(program.config, program.roles)
-    if not guests:
+    if not replicas:
         return build_skeleton(even, method="none")
     devices, held = even.devices, program.config.moe.num_experts // even.devices
     layers = program.config.model.moe_layers
-    copies = [
+    rows = [
         (layer, (device + shift) % devices * held, device)
         for layer in range(layers)
         for device in range(devices)
-        for shift in range(1, guests + 1)
+        for shift in range(1, replicas + 1)
     ]
-    return build_skeleton(even.replace(copies=np.array(sorted(copies), np.int32)), method=method)
+    return build_skeleton(even.replace(replicas=np.array(sorted(rows), np.int32)), method=method)

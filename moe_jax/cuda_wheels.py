@@ -1,9 +1,9 @@
 """The CUDA wheels that compile for GPUs on a machine without one, in an environment of their own.
 
-Enters: where the package lies, and MOE_JAX_VENV. Leaves: the Python that has the wheels, or one line that says how to
+Inputs: where the package lies, and MOE_JAX_VENV. Outputs: the Python that has the wheels, or one line that says how to
 get them. They are large, and a machine without a GPU needs them for nothing else, so they never enter the environment
-that trains. The folder and its `installed.txt` are those of `bash scripts/test.sh --gpu-compile`: whoever comes first
-makes it. It is made under another name and renamed when everything is in it.
+that trains. The folder and its `installed.txt` are those of `bash scripts/test.sh --gpu-compile`: the first of the two
+to run makes it. It is made under another name and renamed when everything is in it.
 """
 
 from __future__ import annotations

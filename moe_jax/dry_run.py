@@ -1,7 +1,7 @@
-"""What a run would be, as text: resolved config, mesh, parameters, bytes per device, FLOPs per token.
+"""A run described as text: resolved config, mesh, parameters, bytes per device, FLOPs per token.
 
-Enters: a `RunConfig` and, if the user gave one, a number of devices. Leaves: text. Sizes are checked as a run checks
-them, but no data is read, no array is made and no device is asked for: the machine need not have any.
+Inputs: a `RunConfig` and, if the user gave one, a number of devices. Outputs: text. Sizes are checked as a run checks
+them, but no data is read, no array is made and no device is needed.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
     )
     shards, rows, length = (
         roles.size(roles.dense),
-        run.train.batch_size // run.train.accumulate,
+        run.train.batch_size // run.train.grad_accum_steps,
         run.data.sequence_length,
     )
     if rows % shards:
@@ -177,18 +177,18 @@ def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:
 def _pairwise_lines(run: RunConfig, roles: Roles) -> list[str]:
     """Say how the layer is pipelined, and what that can gain at most."""
     moe, model = run.moe, run.model
-    tokens = run.train.batch_size // run.train.accumulate * run.data.sequence_length // roles.size(roles.dense)
+    tokens = run.train.batch_size // run.train.grad_accum_steps * run.data.sequence_length // roles.size(roles.dense)
     sizes = layer_sizes(moe, roles, tokens)
     groups = choose_groups(roles, moe.pairwise_groups)
     shape = layer_shape("pairwise", roles, sizes, model.model_dim, model.sequence_parallel, groups)
-    lines = [f"pairwise: {shape.members} expert-parallel devices in {groups} group(s), {3 * groups} tasks in a pass"]
+    lines = [f"pairwise: {shape.ep_size} expert-parallel devices in {groups} group(s), {3 * groups} tasks in a pass"]
     path = moe.cluster or run.planner.cluster
     if not path:
         return [*lines, "bound (comm + comp) / max(comm, comp) unknown: name a file in MoEConfig.cluster"]
-    item, hidden = itemsize(model.dtype), model.hidden_dim // shape.shards
-    arriving = moe.top_k * (tokens // shape.copies) * shape.shards
+    item, hidden = itemsize(model.dtype), model.hidden_dim // shape.esp_size
+    arriving = moe.top_k * (tokens // shape.mp_size) * shape.esp_size
     even = [round(arriving / sizes.groups)] * sizes.groups
-    work = expert_work(even, shape.members * shape.shards * shape.rows, model.model_dim, hidden, item)
+    work = expert_work(even, shape.ep_size * shape.esp_size * shape.rows, model.model_dim, hidden, item)
     load = ExpertLoad(flops=3 * work.forward_flops, bytes=work.step_bytes)
     try:
         seconds = pairwise_seconds(shape, load, read_named_cluster(path), item)
@@ -230,7 +230,7 @@ def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int, target: Target | 
         vocab_size=vocab_size,
         length=run.data.sequence_length,
         batch_size=train.batch_size,
-        accumulate=train.accumulate,
+        grad_accum_steps=train.grad_accum_steps,
         zero_stage=train.zero_stage,
         expert_zero_stage=train.expert_zero_stage,
         ema=train.ema_decay > 0,
@@ -246,10 +246,10 @@ def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int, target: Target | 
         ("parameters", held.parameters, dtype),
         ("optimizer state", held.optimizer, _state_note(train, dtype)),
         *([("averaged parameters", held.ema, f"train.ema_decay {train.ema_decay}, {dtype}")] if held.ema else []),
-        ("gradients", held.gradients, "sum and microbatch" if train.accumulate > 1 else dtype),
-        ("copies", held.copies, f"weights cast to {run.model.dtype} or gathered by ZeRO-3"),
+        ("gradients", held.gradients, "sum and microbatch" if train.grad_accum_steps > 1 else dtype),
+        ("cast and gathered", held.compute_weights, f"weights cast to {run.model.dtype} or gathered by ZeRO-3"),
         ("activations", held.activations, f"estimate, remat {model.remat!r}, attention {model.attention!r}"),
-        ("guests", held.guests, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
+        ("replicas", held.replicas, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
         ("overflow passes", held.overflow, "what later passes hold where buckets may be too small"),
         ("sum", held.total, "without other temporaries and buffers of collectives"),
     ]
@@ -266,11 +266,11 @@ def _state_note(train: TrainConfig, dtype: str) -> str:
 
 
 def _plan(run: RunConfig, roles: Roles) -> LayerPlan | None:
-    """Return the slots of a plan with as many guests as the planner may have; None where a bank has no owners."""
+    """Return the slots of a plan with as many replicas as the planner may have; None where a bank has no owners."""
     if run.moe.schedule == "dp":
         return None
-    guests = 0 if run.planner.name == "none" else run.planner.guest_slots
-    return LayerPlan(home_slots=run.moe.num_experts // roles.size(roles.expert), guest_slots=guests)
+    replicas = 0 if run.planner.name == "none" else run.planner.replica_slots
+    return LayerPlan(home_slots=run.moe.num_experts // roles.size(roles.expert), replica_slots=replicas)
 
 
 def gibibytes(number: float) -> str:

@@ -1,6 +1,6 @@
 """Record some training steps with jax's profiler, and read which instruction ran on which device when.
 
-Enters: a RunConfig and real devices, or a recorded trace. Leaves: spans for `moe_jax.inspection`. Kernels are found by
+Inputs: a RunConfig and real devices, or a recorded trace. Outputs: spans for `moe_jax.inspection`. Kernels are found by
 the profiler's own fields (`hlo_op`, `hlo_module`) in the JSON that it writes; its binary file ends the process of jax
 0.12.0.1 when `ProfileData` reads the fields of an event.
 """
@@ -44,18 +44,20 @@ def record_steps(
     from moe_jax.training.session import build_session
 
     session = build_session(config, devices)
-    state, tables, wishes = session.fresh_state(), session.tables, session.wishes(0)
+    state, tables, host_signals = session.fresh_state(), session.tables, session.host_signals(0)
     if skeleton is not None:
         import numpy as np
 
-        tables = to_devices(table_shapes(skeleton), session.placing.tables)
-        wishes = to_devices(np.zeros((session.roles.num_devices, 3), np.int32), session.placing.wishes)
+        tables = to_devices(table_shapes(skeleton), session.state_shardings.tables)
+        host_signals = to_devices(
+            np.zeros((session.roles.num_devices, 3), np.int32), session.state_shardings.host_signals
+        )
     total = WARM_UP + plain_steps + steps
-    batches = [to_devices(session.feed.read(step), session.placing.batch) for step in range(total)]
+    batches = [to_devices(session.feed.read(step), session.state_shardings.batch) for step in range(total)]
     seconds = []
     for place, batch in enumerate(batches[: WARM_UP + plain_steps]):
         started = time.perf_counter()
-        state, metrics = executable(state, batch, tables, wishes)
+        state, metrics = executable(state, batch, tables, host_signals)
         jax.block_until_ready((state, metrics))
         if place >= WARM_UP:
             seconds.append(time.perf_counter() - started)
@@ -63,7 +65,7 @@ def record_steps(
     options.python_tracer_level = 0  # its events would fill the trace, which holds a million
     with jax.profiler.trace(str(folder), profiler_options=options):
         for batch in batches[WARM_UP + plain_steps :]:
-            state, metrics = executable(state, batch, tables, wishes)
+            state, metrics = executable(state, batch, tables, host_signals)
         jax.block_until_ready((state, metrics))
     return statistics.median(seconds) if seconds else None
 

@@ -36,7 +36,7 @@ def moe_case(dtype):
     from moe_jax.dispatch import even_tables, local
     from moe_jax.mesh import MeshConfig, build_mesh
     from moe_jax.moe import MoEConfig, make_moe
-    from moe_jax.moe.bank import open_sink, with_sink
+    from moe_jax.moe.bank import open_grad_sink, with_grad_sink
     from moe_jax.moe.layer import init_bank
 
     experts, tokens, dim, hidden = _EXPERTS.value, _TOKENS.value, _MODEL_DIM.value, _HIDDEN_DIM.value
@@ -51,11 +51,11 @@ def moe_case(dtype):
     layer = jax.tree.map(lambda array: array[0], tables)
 
     def loss(x, w_gate, bank, cotangent):
-        held, sink = with_sink(bank)
+        held, grad_sink = with_grad_sink(bank)
         held = {name: value.astype(dtype) for name, value in held.items()}
-        sink = {name: open_sink(value, tables.home_row)[0] for name, value in sink.items()}
+        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         ids = jnp.arange(tokens, dtype=jnp.int32)
-        y, stats, _ = apply(x, ids, w_gate, held, sink, layer)
+        y, stats, _ = apply(x, ids, w_gate, held, grad_sink, layer)
         return jnp.sum((y * cotangent).astype(jnp.float32)), stats.counts
 
     gradient = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))

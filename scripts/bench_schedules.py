@@ -2,7 +2,7 @@
 
 What it says: how much faster one layer's forward and backward is under Parm's schedules, by (N_MP, N_ESP). The sweep is
 Parm's table III with tokens, M and F divided by 16 for this machine, and capacity factors 0.25 and 0.5 added, where s2
-gathers less than s1. Eight devices, one replica of the experts, E = 8; K = 2, and 1 where the factor is below 1. The
+gathers less than s1. Eight devices, one data-parallel group, E = 8; K = 2, and 1 where the factor is below 1. The
 all-reduce of gradients is left out, as in the paper. All schedules of a layer are timed in turn, medians count.
 
     python scripts/bench_schedules.py --out=DIR --host_devices=8 --seconds=420          # repeat until it says done
@@ -12,7 +12,7 @@ all-reduce of gradients is left out, as in the paper. All schedules of a layer a
 
 Rows are appended to DIR/PLACE_TRANSPORT.csv; what is there is not measured again. `parm` runs one of s1 and s2, so its
 times are theirs: --report asks the calibration file which. XLA_FLAGS=--xla_cpu_use_fusion_emitters=false halves the
-compile time. --transport=pairwise lets rows travel in rounds, under every schedule alike; --report takes it too.
+compile time. --transport=ppermute lets rows travel in rounds, under every schedule alike; --report takes it too.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def sweep(place: str) -> list[LayerCase]:
     tokens = sorted({batch * length // 16 for batch in (2, 4, 8) for length in (512, 1024, 2048)})
     tokens = tokens[:-1]  # the longest layers would take seconds here
     by_pair = []
-    for (copies, shards), count in COUNTS[place].items():
+    for (mp_size, esp_size), count in COUNTS[place].items():
         chosen: list[LayerCase] = []
         for factor in itertools.islice(itertools.cycle((1.2, 0.25, 2.4, 0.5)), count):
             while True:
                 top_k = 1 if factor < 1 else 2
                 sizes = (int(rng.choice(tokens)), *(int(rng.choice((64, 128, 256))) for _ in range(2)))
-                layer = LayerCase(copies, shards, *sizes, factor, top_k)
+                layer = LayerCase(mp_size, esp_size, *sizes, factor, top_k)
                 if layer not in chosen:
                     break
             chosen.append(layer)
@@ -98,7 +98,7 @@ def time_layer(layer: LayerCase, devices, rounds: int) -> dict[str, list[float]]
     from moe_jax.calibration import interleaved_seconds
     from moe_jax.calibration.layer_cases import build_layer
 
-    names = SCHEDULES if layer.copies > 1 else SCHEDULES[:2]
+    names = SCHEDULES if layer.mp_size > 1 else SCHEDULES[:2]
 
     def build(name):
         return build_layer(name, layer, devices, _TRANSPORT.value)

@@ -51,7 +51,7 @@ class Kill:
       seconds: life of the process.
       resumed_at: step of the checkpoint that it started from, None if it did not come so far or there was none.
       reached: steps in metrics.jsonl when it died.
-      kept: step of the newest finished checkpoint after its death, None without one.
+      newest_finished: step of the newest finished checkpoint after its death, None without one.
       unfinished: folders of unfinished checkpoints that it left.
     """
 
@@ -59,7 +59,7 @@ class Kill:
     seconds: float
     resumed_at: int | None
     reached: int
-    kept: int | None
+    newest_finished: int | None
     unfinished: int
 
 
@@ -153,7 +153,7 @@ def kill_once(run: Run, kind: str, rng: random.Random, startup_seconds: float) -
         seconds=time.monotonic() - began,
         resumed_at=resumed_at(run.log),
         reached=run.steps_done(),
-        kept=run.newest(),
+        newest_finished=run.newest(),
         unfinished=len(run.unfinished()),
     )
 
@@ -201,7 +201,7 @@ def resumed_at(log: pathlib.Path) -> int | None:
 def faults_of(run: Run, kill: Kill, newest_before: int | None) -> list[str]:
     """Return what is wrong after a kill: a checkpoint lost or unreadable, or a start from the wrong one."""
     faults = []
-    if newest_before is not None and (kill.kept is None or kill.kept < newest_before):
+    if newest_before is not None and (kill.newest_finished is None or kill.newest_finished < newest_before):
         faults.append(f"the checkpoint of step {newest_before} is gone")
     if kill.resumed_at is not None and kill.resumed_at != newest_before:
         faults.append(f"resumed at {kill.resumed_at} although {newest_before} was finished")
@@ -248,7 +248,7 @@ def show(kill: Kill) -> None:
     blank = lambda value: "-" if value is None else value  # noqa: E731
     print(
         f"{kill.kind:8}  {kill.seconds:7.2f}  {blank(kill.resumed_at):>10}  {kill.reached:>7}  "
-        f"{blank(kill.kept):>6}  {kill.unfinished:>10}",
+        f"{blank(kill.newest_finished):>6}  {kill.unfinished:>10}",
         flush=True,
     )
 

@@ -1,4 +1,4 @@
-"""Who may import whom. A reader can trust the folder tree because this file holds it to its word.
+"""Who may import whom. The folder tree shows it, and this file checks it.
 
 Every import counts: at the top of a file, inside a function, and under TYPE_CHECKING. `BELOW` lists the packages from
 the entry points down; nothing is exempt.

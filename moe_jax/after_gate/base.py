@@ -1,8 +1,8 @@
-"""What rules after the gate have in common: what they see, what they return, and how guests come late.
+"""What rules after the gate have in common: their inputs and outputs, and how experts are fetched after the gate.
 
-Enters: the counts of this device's tokens and the tables of one layer. Leaves: counts of all sources, and the guests of
-the experts that a rule chose. Inside `shard_map`; all devices of the expert-parallel group take part.
-Letters: D devices of the group (= sources), E experts, Hs home and Gs guest slots, G = Hs + Gs, B chunks broadcast.
+Inputs: the counts of this device's tokens and the tables of one layer. Outputs: counts of all sources, and the replicas
+of the experts that a rule chose. Inside `shard_map`; all devices of the expert-parallel group take part.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.sparse import open_guests
+from moe_jax.collectives.sparse import open_replicas
 from moe_jax.collectives.transfer import TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import Tables
@@ -24,18 +24,18 @@ class Rule(Protocol):
     """Decide for one layer; frozen and hashable, because a step is compiled for it.
 
     Attributes:
-      home_slots: Hs; guest_slots: Gs.
-      ahead: whether guests are planned and fetched ahead as well.
-      late_guests: B, experts that may come after the gate, at most; 0 for none.
+      home_slots: Hs; replica_slots: Gs.
+      ahead: whether replicas are planned and fetched ahead as well.
+      late_replicas: Y, the most experts fetched after the gate; 0 for none.
     """
 
     home_slots: int
-    guest_slots: int
+    replica_slots: int
     ahead: bool
-    late_guests: int
+    late_replicas: int
 
     def decide(self, tables: Tables, counts: jax.Array, holders: jax.Array, me: jax.Array) -> tuple[Tables, jax.Array]:
-        """Return this source's tables for this step's counts, and how many experts come late (int32 []).
+        """Return this source's tables for this step's counts, and how many experts are fetched late (int32 []).
 
         Args:
           tables: this device's, of one layer, as planned ahead.
@@ -44,7 +44,7 @@ class Rule(Protocol):
           me: int32 [], this device's place in the group.
 
         Returns:
-          tables of the same shapes; where experts come late, `transfer` tells of those alone.
+          tables of the same shapes; where experts are fetched after the gate, `transfer` holds those alone.
         """
         ...
 
@@ -55,7 +55,7 @@ def gather_counts(counts, tables: Tables, axes: tuple[str, ...], inside: tuple[s
     Args:
       counts: int32 [E], choices of this device's tokens, each token counted on one device only.
       tables: of one layer.
-      axes: of the expert-parallel group. inside: all other mesh axes: what their devices gated counts for the member.
+      axes: of the expert-parallel group. inside: all other mesh axes, over which the counts of a member are summed.
     """
     counts = lax.psum(counts, inside) if inside else counts
     both = jnp.concatenate([counts, cast_varying(tables.slot_expert, varying_axes(counts))])
@@ -77,35 +77,35 @@ def by_falling(values):
     return jnp.argsort(-values, stable=True).astype(jnp.int32)
 
 
-def fetch_late(bank, sink, tables: Tables, needed, rule: Rule, axes: tuple[str, ...]):
-    """Fetch the experts that a rule chose, broadcasting about as many as it chose: as `open_guests` returns them.
+def fetch_late(bank, grad_sink, tables: Tables, needed, rule: Rule, axes: tuple[str, ...]):
+    """Fetch the experts that a rule chose, broadcasting about as many as it chose: as `open_replicas` returns them.
 
-    A broadcast has a static number of chunks; there is one branch for none and one for each power of two up to B.
+    A broadcast has a static number of chunks; there is one branch for none and one for each power of two up to Y.
 
     Args:
-      bank, sink: of this device and layer, as `open_guests` takes them.
-      tables: what `rule` returned; its transfer holds B chunks.
+      bank, grad_sink: of this device and layer, as `open_replicas` takes them.
+      tables: what `rule` returned; its transfer holds Y chunks.
       needed: int32 [], how many of them are in use, the first ones; equal on all devices.
       axes: of the expert-parallel group.
     """
-    late = rule.late_guests
-    plan = TransferPlan(method="broadcast", home_slots=rule.home_slots, guest_slots=rule.guest_slots, axes=axes)
+    late = rule.late_replicas
+    plan = TransferPlan(method="broadcast", home_slots=rule.home_slots, replica_slots=rule.replica_slots, axes=axes)
     sizes = [1 << power for power in range(late.bit_length()) if 1 << power < late] + [late]
 
     def none():
         return tuple(
             {
-                name: cast_varying(jnp.zeros((plan.guest_slots, *leaf.shape[1:]), leaf.dtype), varying_axes(leaf))
+                name: cast_varying(jnp.zeros((plan.replica_slots, *leaf.shape[1:]), leaf.dtype), varying_axes(leaf))
                 for name, leaf in leaves.items()
             }
-            for leaves in (bank, sink)
+            for leaves in (bank, grad_sink)
         )
 
     def fetch(size):
         table = tables.transfer
         take = jnp.where(table.take < size, table.take, size)
         part = dataclasses.replace(table, send=table.send[:size], take=take)
-        return lambda: open_guests(bank, tables.home_row, sink, part, plan)
+        return lambda: open_replicas(bank, tables.home_row, grad_sink, part, plan)
 
     branch = jnp.searchsorted(jnp.array([0, *sizes], jnp.int32), needed, side="left").astype(jnp.int32)
     return lax.switch(branch, [none, *map(fetch, sizes)])

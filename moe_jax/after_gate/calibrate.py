@@ -1,10 +1,9 @@
-"""Hecate's calibration: with the counts of the step, more guests in the slots that are left, if a late gather pays.
+"""Hecate's calibration: with the counts of the step, more replicas in the slots that are left, if a late gather pays.
 
-Enters: counts, the homes and guests planned ahead. Leaves: destinations by the rule `nearest` over the guests of both
-kinds, and a transfer of the added ones. Twin of `HecatePlanner.refine`, for one layer.
+Inputs: counts, the homes and replicas planned ahead. Outputs: destinations by the rule `nearest` over the replicas of
+both kinds, and a transfer of the added ones. Twin of `HecatePlanner.refine`, for one layer.
 Source: Hecate, sections 4.2 to 4.4, algorithm 1.
-Letters: D devices, E experts, Nn nodes, n devices of a node, Hs home and Gs guest slots; tau experts that may be copied
-(T of them looked at), mu guests of a device.
+Letters: docs/notation.md; tau experts that may get replicas (Et of them are considered), mu replicas of a device.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from moe_jax.collectives.transfer import Transfer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrateRule:
-    """Add guests where that saves more than it costs.
+    """Add replicas where that saves more than it costs.
 
     Attributes:
-      home_slots: Hs; guest_slots: Gs; devices_per_node: n.
-      most_guests: mu; overlap_degree: tau, at most E.
+      home_slots: Hs; replica_slots: Gs; devices_per_node: Dn.
+      most_replicas: mu; overlap_degree: tau, at most E.
       compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
-      copy: seconds of the late gather and the reduce that follows, per holder of an added expert.
-      ahead: whether guests are planned and fetched ahead as well.
+      late_transfer: seconds of the late gather and the reduce that follows, per holder of an added expert.
+      ahead: whether replicas are planned and fetched ahead as well.
     """
 
     home_slots: int
-    guest_slots: int
+    replica_slots: int
     devices_per_node: int
-    most_guests: int
+    most_replicas: int
     overlap_degree: int
     compute: float
     exchange: float
-    copy: float
+    late_transfer: float
     ahead: bool = True
 
     @property
-    def late_guests(self) -> int:
+    def late_replicas(self) -> int:
         return self.overlap_degree
 
     def decide(self, tables, counts, holders, me):
@@ -49,33 +48,33 @@ class CalibrateRule:
         slot = slots_of(holders, experts)
         held = slot >= 0
         used = jnp.sum(held & (slot >= self.home_slots), axis=0, dtype=jnp.int32)
-        free = jnp.maximum(self.most_guests - used, 0)
+        free = jnp.maximum(self.most_replicas - used, 0)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
         order = by_falling(totals)[: self.overlap_degree]
         holding = jnp.sum(held, axis=1, dtype=jnp.int32)
         wanted = slots_by_load((totals / holding)[order], jnp.sum(free), (devices - holding)[order])
         added = self.spread(held, order, wanted, free)
-        copied = jnp.any(added, axis=1)
-        pays = self.seconds(counts, held) - self.seconds(counts, held | added) > self.copy * (
-            jnp.sum(added) + jnp.sum(copied)
+        replicated = jnp.any(added, axis=1)
+        pays = self.seconds(counts, held) - self.seconds(counts, held | added) > self.late_transfer * (
+            jnp.sum(added) + jnp.sum(replicated)
         )
-        added, copied = added & pays, copied & pays
+        added, replicated = added & pays, replicated & pays
         late_slot = self.home_slots + used[None] + jnp.cumsum(added, axis=0, dtype=jnp.int32) - 1
         slot = jnp.where(added, late_slot, slot)
-        chunk_of = jnp.full((experts,), self.late_guests, jnp.int32)
+        chunk_of = jnp.full((experts,), self.late_replicas, jnp.int32)
         chunk_of = chunk_of.at[order].set(
-            jnp.where(copied[order], jnp.cumsum(copied[order], dtype=jnp.int32) - 1, self.late_guests)
+            jnp.where(replicated[order], jnp.cumsum(replicated[order], dtype=jnp.int32) - 1, self.late_replicas)
         )
         return dataclasses.replace(
             tables, **self.nearest(slot, me), transfer=self.transfer(slot[:, me], added[:, me], chunk_of)
-        ), jnp.sum(copied, dtype=jnp.int32)
+        ), jnp.sum(replicated, dtype=jnp.int32)
 
     def spread(self, held, order, wanted, free):
-        """Place copies one by one, as `moe_jax.planner.hecate.spread_copies`: -> the new copies, bool [E, D]."""
+        """Place replicas one by one, as `moe_jax.planner.hecate.spread_replicas`: -> the new replicas, bool [E, D]."""
         experts, devices = held.shape
         node_of = jnp.arange(devices) // self.devices_per_node
-        most = self.most_guests + 1
+        most = self.most_replicas + 1
         in_node = most * self.devices_per_node * most
         ends = jnp.cumsum(wanted)
 
@@ -92,7 +91,7 @@ class CalibrateRule:
             held, added = (mask.at[expert].set(mask[expert] | here) for mask in (held, added))
             return (held, added, free - here), None
 
-        steps = jnp.arange(devices * self.most_guests)
+        steps = jnp.arange(devices * self.most_replicas)
         return lax.scan(place, (held, jnp.zeros_like(held), free), steps)[0][1]
 
     def seconds(self, counts, held):
@@ -120,7 +119,7 @@ class CalibrateRule:
         number = jnp.sum(candidate, axis=1, dtype=jnp.int32)
         place = (jnp.cumsum(candidate, axis=1, dtype=jnp.int32) - 1 - (me % number)[:, None]) % number[:, None]
         place = jnp.where(candidate, place, devices)
-        target = device[None] * (self.home_slots + self.guest_slots) + jnp.maximum(slot, 0)
+        target = device[None] * (self.home_slots + self.replica_slots) + jnp.maximum(slot, 0)
         expert = jnp.broadcast_to(jnp.arange(experts)[:, None], place.shape)
         upto = jnp.minimum(device[None] + 1, number[:, None])
         return {
@@ -131,17 +130,17 @@ class CalibrateRule:
 
     def transfer(self, my_slot, mine, chunk_of):
         """Return what this device sends and takes of the added chunks; my_slot [E], mine bool [E], chunk_of [E]."""
-        late = self.late_guests
+        late = self.late_replicas
         home = (my_slot >= 0) & (my_slot < self.home_slots)
         chunk = jnp.where(home, chunk_of, late)
         send = jnp.full((late,), self.home_slots, jnp.int32).at[chunk].set(my_slot, mode="drop")
-        guest = jnp.where(mine, my_slot - self.home_slots, self.guest_slots)
-        take = jnp.full((self.guest_slots,), late, jnp.int32).at[guest].set(chunk_of, mode="drop")
+        replica = jnp.where(mine, my_slot - self.home_slots, self.replica_slots)
+        take = jnp.full((self.replica_slots,), late, jnp.int32).at[replica].set(chunk_of, mode="drop")
         return Transfer(send=send, take=take, layer=jnp.int32(0))
 
 
 def slots_by_load(loads, slots, most):
-    """Share slots by load, largest remainder, twin of the planner's: loads, most [T] -> int32 [T]."""
+    """Share slots by load, largest remainder, twin of the planner's: loads, most [Et] -> int32 [Et]."""
     total = jnp.sum(loads)
     quota = jnp.where(total > 0, loads / jnp.where(total > 0, total, 1.0), 1.0 / loads.shape[0]) * slots
     count = jnp.floor(quota + 1e-9).astype(jnp.int32)

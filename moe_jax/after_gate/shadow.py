@@ -1,9 +1,9 @@
-"""FasterMoE's dynamic shadowing, decided from the counts of the step: hot experts go to everybody, while that pays.
+"""FasterMoE's dynamic shadowing, decided from the counts of the step: hot experts go to all devices while that pays.
 
-Enters: counts, homes. Leaves: tables by which a device computes its own tokens of a shadowed expert itself and sends
+Inputs: counts, homes. Outputs: tables by which a device computes its own tokens of a shadowed expert itself and sends
 all others home. Twin of `moe_jax.planner.fastermoe` with `when = 'after_gate'`.
 Source: FasterMoE, equations 7 and 8, algorithm 1.
-Letters: D devices, E experts, Hs home and Gs guest slots, G = Hs + Gs.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ShadowRule:
       compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
       shadow: seconds to broadcast an expert and to reduce its gradient.
       residual: count the all-to-all that is left on both sides of the comparison.
-      home_slots: Hs; guest_slots: Gs, the most experts shadowed.
+      home_slots: Hs; replica_slots: Gs, the most experts shadowed.
     """
 
     compute: float
@@ -33,12 +33,12 @@ class ShadowRule:
     shadow: float
     residual: bool
     home_slots: int
-    guest_slots: int
+    replica_slots: int
     ahead: bool = dataclasses.field(init=False, default=False)
 
     @property
-    def late_guests(self) -> int:
-        return self.guest_slots
+    def late_replicas(self) -> int:
+        return self.replica_slots
 
     def decide(self, tables, counts, holders, me):
         devices, experts = counts.shape
@@ -47,14 +47,14 @@ class ShadowRule:
         order, shadowed = self._search(counts, home)
         rank = jnp.zeros((experts,), jnp.int32).at[order].set(jnp.arange(experts, dtype=jnp.int32))
         mine = (rank < shadowed) & (home != me)
-        groups = self.home_slots + self.guest_slots
+        groups = self.home_slots + self.replica_slots
         at_home = home * groups + jnp.max(homes, axis=1)
         here = me * groups + self.home_slots + rank
-        chunk = jnp.arange(self.late_guests, dtype=jnp.int32)
-        chosen = order[: self.late_guests]
+        chunk = jnp.arange(self.late_replicas, dtype=jnp.int32)
+        chosen = order[: self.late_replicas]
         used = chunk < shadowed
         send = jnp.where(used & (home[chosen] == me), homes[chosen, home[chosen]], self.home_slots)
-        take = jnp.where(used & (home[chosen] != me), chunk, self.late_guests)
+        take = jnp.where(used & (home[chosen] != me), chunk, self.late_replicas)
         one = jnp.ones_like(tables.dest_num)
         decided = dataclasses.replace(
             tables,
@@ -97,5 +97,5 @@ class ShadowRule:
 
         before = seconds(tokens, received) if self.residual else (self.compute + self.exchange) * jnp.max(tokens)
         start = (tokens, received, before, jnp.bool_(True), jnp.int32(0))
-        turns = jnp.arange(min(self.late_guests, experts), dtype=jnp.int32)
+        turns = jnp.arange(min(self.late_replicas, experts), dtype=jnp.int32)
         return order, lax.scan(turn, start, turns)[0][4]

@@ -1,8 +1,8 @@
-"""`balanced` after the gate: over the copies that are there, every device gets the same number of this step's tokens.
+"""`balanced` after the gate: over the replicas that are there, every device gets the same number of this step's tokens.
 
-Enters: counts, who holds what. Leaves: destinations in shares; the transfer of guests, planned ahead, stays. Twin of
+Inputs: counts, who holds what. Outputs: destinations in shares; the transfer of replicas, planned ahead, stays. Twin of
 `BalancedPlanner.refine` and of `moe_jax.planner.shares`, for one layer and one source.
-Letters: D devices, E experts, Nn nodes, n devices of a node, G slots of a device; quota [E, D] tokens of e on d.
+Letters: docs/notation.md; quota [E, D] tokens of e on d.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class ShareRule:
     """Solve the shares again.
 
     Attributes:
-      home_slots: Hs; guest_slots: Gs; devices_per_node: n.
-      sweeps: rounds over the copied experts, at most.
+      home_slots: Hs; replica_slots: Gs; devices_per_node: Dn.
+      sweeps: rounds over the replicated experts, at most.
     """
 
     home_slots: int
-    guest_slots: int
+    replica_slots: int
     devices_per_node: int
     sweeps: int
     ahead: bool = dataclasses.field(init=False, default=True)
-    late_guests: int = dataclasses.field(init=False, default=0)
+    late_replicas: int = dataclasses.field(init=False, default=0)
 
     def decide(self, tables, counts, holders, me):
         devices, experts = counts.shape
@@ -44,7 +44,7 @@ class ShareRule:
         device = jnp.arange(devices, dtype=jnp.int32)
         decided = dataclasses.replace(
             tables,
-            dest_slot=device[None] * (self.home_slots + self.guest_slots) + jnp.maximum(slot, 0),
+            dest_slot=device[None] * (self.home_slots + self.replica_slots) + jnp.maximum(slot, 0),
             dest_num=edges,
             dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
         )
@@ -54,9 +54,9 @@ class ShareRule:
         """Return quotas [E, D] with device sums as equal as the holders allow; held, home bool [E, D]."""
         experts, devices = held.shape
         quota = jnp.where(home, totals[:, None], 0.0)
-        copied = jnp.sum(held, axis=1) > 1
-        number = jnp.sum(copied)
-        order = jnp.argsort(~copied, stable=True)[: min(experts, devices * self.guest_slots)]
+        replicated = jnp.sum(held, axis=1) > 1
+        number = jnp.sum(replicated)
+        order = jnp.argsort(~replicated, stable=True)[: min(experts, devices * self.replica_slots)]
 
         def pour(carry, inputs):
             quota, load, going = carry

@@ -1,6 +1,6 @@
 """One collective, made ready to be timed in all groups of a kind at once.
 
-Enters: a `Timed` and a size in bytes. Leaves: a compiled call and how many collectives it holds. Sizes count as in
+Inputs: a `Timed` and a size in bytes. Outputs: a compiled call and how many collectives it holds. Sizes count as in
 `cluster/volumes.py`: what a device hands in, for an all-gather what it gets; a permute is an exchange's mean round.
 """
 
@@ -83,7 +83,7 @@ def _permute(part, timed: Timed, index: int):
 
 _OPERATIONS = {
     "all_to_all": lambda x, axis, size: lax.all_to_all(x.reshape(size, -1), axis, 0, 0, tiled=True).reshape(-1),
-    "pairwise": lambda x, axis, size: make_exchange((axis,), size, "pairwise", size)(x.reshape(size, -1)).reshape(-1),
+    "ppermute": lambda x, axis, size: make_exchange((axis,), size, "ppermute", size)(x.reshape(size, -1)).reshape(-1),
     "all_gather": lambda x, axis, size: lax.all_gather(x, axis, tiled=True),
     "reduce_scatter": lambda x, axis, size: lax.psum_scatter(x, axis, tiled=True),
     "all_reduce": lambda x, axis, size: lax.psum(x, axis),
@@ -92,8 +92,10 @@ _OPERATIONS = {
 
 
 def _saa_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
-    members = timed.size // timed.shards
-    config = MeshConfig(data=len(devices) // timed.size, expert=members, expert_shard=timed.shards, model=timed.copies)
+    ep_size = timed.size // timed.esp_size
+    config = MeshConfig(
+        data=len(devices) // timed.size, expert=ep_size, expert_shard=timed.esp_size, model=timed.mp_size
+    )
     roles = build_mesh(config, devices)
     group = build_expert_group(roles)
     rows = max(1, size_bytes // (_ITEM * _SAA_DIM * timed.size))
@@ -105,16 +107,16 @@ def _saa_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
         return collect(x, None, None)
 
     def rounds_alone(x):
-        blocks = x.reshape(members, timed.shards, -1, _SAA_DIM)
+        blocks = x.reshape(ep_size, timed.esp_size, -1, _SAA_DIM)
         me = lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard)
         parts = [receive_part(group, rows_ahead(group, blocks, 0, me), 0, me)]
-        for j in range(1, members):
+        for j in range(1, ep_size):
             ahead, parts[-1] = lax.optimization_barrier((rows_ahead(group, blocks, j, me), parts[-1]))
             parts.append(receive_part(group, ahead, j, me))
         return jnp.concatenate(parts)
 
     x_bytes = timed.size * rows * _SAA_DIM * _ITEM
-    y_bytes = x_bytes // timed.shards * timed.copies
+    y_bytes = x_bytes // timed.esp_size * timed.mp_size
     cases = []
     for body, y, out in ((whole, y_bytes, roles.dense), (rounds_alone, 0, roles.all)):
         mapped = jax.shard_map(body, mesh=roles.mesh, in_specs=P(roles.all), out_specs=P(out))

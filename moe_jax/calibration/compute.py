@@ -1,8 +1,7 @@
 """What a layer computes on one device, timed on all devices at once: matmuls, expert FFNs, gating, moving rows.
 
-Enters: sizes. Leaves: compiled calls with the two sizes that each fit is over. All devices work at the same time, so
-what they share (cores, memory) is in the numbers. Letters: R rows, M model dim, F hidden dim, G groups, t tokens, E
-experts.
+Inputs: sizes. Outputs: compiled calls with the two sizes that each fit is over. All devices work at the same time, so
+what they share (cores, memory) is in the numbers. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.calibration.timing import spread
 from moe_jax.dispatch import (
-    groups_to_rows,
     pack,
+    permute_rows,
+    permute_tokens,
     regroup,
     route,
-    rows_to_groups,
-    rows_to_tokens,
-    tokens_to_rows,
+    unpermute_rows,
+    unpermute_tokens,
 )
 from moe_jax.grouped_matmul.ffn_cost import expert_work
 from moe_jax.grouped_matmul.matmul import GroupedWeights, default_implementation
@@ -57,21 +56,21 @@ def expert_timings(devices, rows: int, groups: int, dim: int, hidden: int) -> tu
 
     def forward(x, w_in, w_out):
         slots = jnp.arange(groups, dtype=jnp.int32)
-        sinks = jnp.zeros_like(w_in), jnp.zeros_like(w_out)
-        return _ffn(x, w_in, w_out, *sinks, slots)
+        grad_sinks = jnp.zeros_like(w_in), jnp.zeros_like(w_out)
+        return _ffn(x, w_in, w_out, *grad_sinks, slots)
 
-    def _ffn(x, w_in, w_out, sink_in, sink_out, slots):
+    def _ffn(x, w_in, w_out, grad_sink_in, grad_sink_out, slots):
         weights = {
-            "w_in": (GroupedWeights(bank=w_in, slots=slots, sink=sink_in),),
-            "w_out": (GroupedWeights(bank=w_out, slots=slots, sink=sink_out),),
+            "w_in": (GroupedWeights(bank=w_in, slots=slots, grad_sink=grad_sink_in),),
+            "w_out": (GroupedWeights(bank=w_out, slots=slots, grad_sink=grad_sink_out),),
         }
         return expert_ffn(x, jnp.asarray(sizes), weights, activation="gelu", implementation=implementation)
 
     def both(x, w_in, w_out):
         slots = jnp.arange(groups, dtype=jnp.int32)
         run = functools.partial(_ffn, slots=slots)
-        sinks = jnp.zeros_like(w_in), jnp.zeros_like(w_out)
-        y, pull = jax.vjp(lambda x, s, t: run(x, w_in, w_out, s, t), x, *sinks)
+        grad_sinks = jnp.zeros_like(w_in), jnp.zeros_like(w_out)
+        y, pull = jax.vjp(lambda x, s, t: run(x, w_in, w_out, s, t), x, *grad_sinks)
         return pull(y)
 
     shapes = [(rows, dim), (groups, dim, hidden), (groups, hidden, dim)]
@@ -91,7 +90,7 @@ def gate_timing(devices, tokens: int, dim: int, experts: int, top_k: int) -> Tim
         choice, _ = choose_experts(x, w_gate, config)
         routing = route(choice, choice.expert_ids, jnp.zeros_like(choice.expert_ids), experts, 1)
         parcel = pack(routing, 0, capacity, top_k, 1)
-        return rows_to_tokens(jnp.tanh(tokens_to_rows(x, parcel)), choice.weights, parcel)
+        return unpermute_tokens(jnp.tanh(permute_tokens(x, parcel)), choice.weights, parcel)
 
     def step(x, w_gate):
         y, pull = jax.vjp(layer, x, w_gate)
@@ -108,7 +107,7 @@ def regroup_timing(devices, rows: int, dim: int, sources: int, groups: int) -> T
 
     def layer(x):
         grouping = regroup(jnp.asarray(counts), each)
-        return groups_to_rows(jnp.tanh(rows_to_groups(x, grouping)), grouping)
+        return unpermute_rows(jnp.tanh(permute_rows(x, grouping)), grouping)
 
     def step(x):
         y, pull = jax.vjp(layer, x)

@@ -1,6 +1,6 @@
 """The fits, drawn over the points that they were fitted to (Parm, fig. 6).
 
-Enters: measured points and fits by name. Leaves: one PNG, and the points as CSV. matplotlib is imported late.
+Inputs: measured points and fits by name. Outputs: one PNG, and the points as CSV. matplotlib is imported late.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def draw_fits(points: Mapping[str, Points], cluster: Cluster, path: str | pathli
         fit = fits[name]
         if name.startswith("saa"):  # the points without gathers gave the slope of x alone
             found = Points(*zip(*(point for point in zip(*found, strict=True) if point[1]), strict=True))
-        told = [1e3 * fit.seconds(x, y) for x, y in zip(found.x, found.y, strict=True)]
+        predicted = [1e3 * fit.seconds(x, y) for x, y in zip(found.x, found.y, strict=True)]
         measured = [1e3 * s for s in found.seconds]
         if any(found.y):
-            axis.plot(measured, told, "o", ms=3)
+            axis.plot(measured, predicted, "o", ms=3)
             axis.plot([0, max(measured)], [0, max(measured)], lw=1)
             axis.set_xlabel("measured ms", fontsize=6)
         else:
             axis.plot(found.x, measured, "o", ms=3)
-            axis.plot(found.x, told, lw=1)
+            axis.plot(found.x, predicted, lw=1)
             axis.set_xlabel("FLOPs" if name == "dense" else "bytes", fontsize=6)
         axis.set_title(f"{name}  R²={fit.r2:.3f}", fontsize=7)
         axis.tick_params(labelsize=5)

@@ -1,8 +1,8 @@
 """One MoE layer under a schedule, forward and backward, ready to be timed.
 
-Enters: sizes and a mesh. Leaves: a compiled call on arrays that are there. Gradients stay where they arise: the sum of
-the gate's gradient over devices is left out, as Parm leaves it out of its times, and with one replica of the experts
-theirs has none. Letters: N tokens of an MP group, M model dim, F hidden dim.
+Inputs: sizes and a mesh. Outputs: a compiled call on arrays that are there. Gradients stay where they arise: the sum of
+the gate's gradient over devices is left out, as Parm leaves it out of its times, and with one data-parallel group
+theirs has none. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.calibration.timing import placed, spread
-from moe_jax.collectives.copies import leave_copies
+from moe_jax.collectives.replicated import varying_to_replicated
 from moe_jax.dispatch import even_tables, local
 from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import expert_specs
-from moe_jax.moe.bank import open_sink, with_sink
+from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import make_moe
 
@@ -31,22 +31,22 @@ def layer_call(config: MoEConfig, roles: Roles, tokens: int, model_dim: int, hid
     """Compile the layer and return a call of it.
 
     Args:
-      config: the layer, its schedule by name; roles: a mesh with one replica of the experts.
+      config: the layer, its schedule by name; roles: a mesh with one data-parallel group.
       tokens: N; model_dim: M; hidden_dim: F.
     """
-    assert roles.size(roles.data) == 1, "with replicas the experts' gradients would be summed"
+    assert roles.size(roles.data) == 1, "with several data-parallel groups the experts' gradients would be summed"
     apply = make_moe(config, roles, tokens, "gelu")
     tables = jax.tree.map(np.asarray, even_tables(1, config.num_experts, roles.size(roles.expert)))
     whole = config.schedule in GATES_WHOLE_GROUP
 
-    def body(x, w_gate, bank, sink, tables):
+    def body(x, w_gate, bank, grad_sink, tables):
         tables = local(tables)
-        sink = {name: open_sink(value, tables.home_row)[0] for name, value in sink.items()}
+        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
         # one copy of the gate's weight per device, so that its gradient stays there
-        weight = leave_copies(w_gate[0], roles.model) if whole else w_gate[0]
+        weight = varying_to_replicated(w_gate[0], roles.model) if whole else w_gate[0]
         ids = jnp.arange(x.shape[0], dtype=jnp.int32)
-        return apply(x, ids, weight, bank, sink, layer)[0]
+        return apply(x, ids, weight, bank, grad_sink, layer)[0]
 
     specs = expert_specs({"w_in": (1, 1, 1), "w_out": (1, 1, 1)}, roles, 0, None)[0]
     rows = P(roles.dense)
@@ -55,7 +55,7 @@ def layer_call(config: MoEConfig, roles: Roles, tokens: int, model_dim: int, hid
 
     def step(x, w_gate, experts, cotangent, tables):
         def forward(x, w_gate, experts):
-            return sharded(x, w_gate, *with_sink(experts), tables)
+            return sharded(x, w_gate, *with_grad_sink(experts), tables)
 
         y, pull = jax.vjp(forward, x, w_gate, experts)
         return y, pull(cotangent)

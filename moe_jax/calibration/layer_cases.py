@@ -1,9 +1,9 @@
 """Whole MoE layers, timed: what one takes beside the sum of what its parts take alone.
 
-Enters: devices and the fits of the parts. Leaves: points (predicted communication, predicted computation, seconds) and
+Inputs: devices and the fits of the parts. Outputs: points (predicted communication, predicted computation, seconds) and
 one `Fit` over them per schedule, named `layer:SCHEDULE` in a cluster file. Parts in one program do not cost what they
 cost alone: devices wait for each other, share cores and memory, and a program of many operations has its own start.
-Letters: N tokens of an MP group, M model dim, F hidden dim, E experts.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ _SIZES = (
 
 
 class LayerCase(typing.NamedTuple):
-    """One layer: N_MP, N_ESP, N, M, F, capacity factor, K. There is one replica of E = number of devices experts."""
+    """One layer: N_MP, N_ESP, N, M, F, capacity factor, K. There is one data-parallel group, of E = number of devices
+    experts."""
 
-    copies: int
-    shards: int
+    mp_size: int
+    esp_size: int
     tokens: int
     model_dim: int
     hidden_dim: int
@@ -50,7 +51,7 @@ class LayerCase(typing.NamedTuple):
 
     def mesh(self, devices: int) -> MeshConfig:
         """Return the mesh of `devices` devices."""
-        return MeshConfig(expert=devices // self.shards, expert_shard=self.shards, model=self.copies)
+        return MeshConfig(expert=devices // self.esp_size, expert_shard=self.esp_size, model=self.mp_size)
 
     def config(self, schedule: str, devices: int, transport: str = "all_to_all") -> MoEConfig:
         """Return the layer under a schedule."""
@@ -71,8 +72,8 @@ class LayerCase(typing.NamedTuple):
 
 def schedules_of(case: LayerCase) -> tuple[str, ...]:
     """Return the schedules that are different programs: without MP s2 is s1, and without ESP too deepspeed is s1."""
-    if case.copies == 1:
-        return SCHEDULES[:2] if case.shards > 1 else ("s1",)
+    if case.mp_size == 1:
+        return SCHEDULES[:2] if case.esp_size > 1 else ("s1",)
     return SCHEDULES
 
 
@@ -84,14 +85,14 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster, tran
     """
     roles, sizes = case.sizes(devices)
     shape = layer_shape(schedule, roles, sizes, case.model_dim)
-    own = sizes.split(case.copies) if schedule == "s1" else sizes
-    sources = shape.members * shape.shards
+    own = sizes.split(case.mp_size) if schedule == "s1" else sizes
+    sources = shape.ep_size * shape.esp_size
     kept = min(own.capacity, case.top_k * own.tokens / devices)  # rows of an expert from one source
     if schedule == "s2":
-        kept /= case.copies
+        kept /= case.mp_size
     group = np.full(sizes.groups, round(kept * sources))
-    buffer = sources * shape.rows // (case.copies if schedule == "s2" else 1)
-    work = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.shards)
+    buffer = sources * shape.rows // (case.mp_size if schedule == "s2" else 1)
+    work = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.esp_size)
     load = ExpertLoad(flops=3 * work.forward_flops, bytes=work.step_bytes)
     return layer_seconds(schedule, shape, load, cluster, transport=transport)
 

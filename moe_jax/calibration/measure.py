@@ -1,6 +1,6 @@
 """From timed calls to a cluster file: every collective in its groups, matmuls, gating, layers; fits; `Cluster`.
 
-Enters: devices, options, and one mesh if only that is wanted. Leaves: a `Cluster` whose fits are over bytes
+Inputs: devices, options, and one mesh if only that is wanted. Outputs: a `Cluster` whose fits are over bytes
 (collectives) or the sizes that `compute.py` names, and all measured points, to be drawn. On several processes every
 process gets the same answer: process 0's medians are passed on.
 """
@@ -34,8 +34,8 @@ class CalibrationOptions:
 
     Attributes:
       smallest, largest: bytes of the smallest and largest message; points: sizes between them, evenly in the logarithm.
-      least_seconds: where the largest message takes less, larger ones are timed, up to 4 times; else what a call costs
-        would hide the slope.
+      least_seconds: where the largest message takes less, larger ones are timed, up to 4 times; otherwise the cost of a
+        call would hide the slope.
       rounds: interleaved calls of each size; the median counts.
       devices_per_node: where the fast links end; 0 takes the devices of a host, whose processes may be several.
       compute: time matmuls, gating and rows as well; layers: and so many whole layers under each schedule, 0 for none.
@@ -86,7 +86,7 @@ def calibrate(
     Args:
       devices: all devices, in the order of the device index.
       mesh: the only mesh that the file must serve; None serves all whose N_MP and N_ESP are 1, 2 or 4.
-      say: called with a line per fit.
+      say: called with one line of text per fit.
     """
     per_node = options.devices_per_node or hosts.node_size(devices)
     if len(devices) % per_node:
@@ -127,9 +127,11 @@ def _time_layers(devices, options: CalibrationOptions, mesh, alone: Cluster, agr
     )
     found: dict[str, Points] = {}
     for index, (case, schedule) in enumerate(wanted):
-        told = predict(schedule, case, len(devices), alone, "all_to_all")
+        predicted = predict(schedule, case, len(devices), alone, "all_to_all")
         points = found.setdefault(layer_name(schedule), Points([], [], []))
-        for values, value in zip(points, (told.communication, told.computation, seconds[str(index)]), strict=True):
+        for values, value in zip(
+            points, (predicted.communication, predicted.computation, seconds[str(index)]), strict=True
+        ):
             values.append(value)
     return found
 

@@ -1,7 +1,7 @@
 """Clocks: calls in interleaved rounds, and arrays spread over a mesh of one or several processes.
 
-Enters: named functions without arguments. Leaves: seconds of every call. Interleaving makes a slow minute of the
-machine hit all calls alike. On several processes all of them must ask for the same calls in the same order.
+Inputs: named functions without arguments. Outputs: seconds of every call. Interleaving makes a slow minute of the
+machine hit all calls alike. On several processes all of them must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def spread(shape: tuple[int, ...], sharding: NamedSharding, seed: int = 0, scale: float = 1.0):
-    """Return a float32 array of normal numbers with this sharding; equal copies where it is replicated."""
+    """Return a float32 array of normal numbers with this sharding; equal values where it is replicated."""
 
     def part(index):
         starts = [0 if piece.start is None else piece.start for piece in index]

@@ -1,7 +1,7 @@
 """What is known about the machines: sizes, link speeds, compute speed, fitted collectives.
 
-Enters: numbers from a preset or from calibration. Leaves: a frozen, checked `Cluster`. A figure that nobody gave is
-None; whoever needs it asks by `need` and gets an error that names the field and the asker, never an invented number.
+Inputs: numbers from a preset or from calibration. Outputs: a frozen, checked `Cluster`. A figure that nobody gave is
+None; `need` raises an error that names the field and the requester instead of inventing a number.
 
 Units: bytes, seconds, FLOP/s; bandwidths count one direction.
 """
@@ -24,12 +24,12 @@ class Cluster:
     """Describe a cluster of equal nodes; None marks what is not known.
 
     Attributes:
-      name: what reports call it.
+      name: in reports.
       nodes, devices_per_node: sizes.
       intra_bandwidth: bytes/s of one device's link inside its node (of its only link when `flat`).
       inter_bandwidth: bytes/s between one node and the network, shared by the devices of the node.
       intra_latency, inter_latency: seconds of an empty message.
-      flat: every device hangs on one switch by a link of its own; nodes then share nothing.
+      flat: every device is connected to one switch by a link of its own; nodes then share no link.
       flops: FLOP/s that one device reaches in large matrix products.
       memory_bytes: memory of one device.
       fits: collective name (for example `all_to_all:expert`) to its fitted times.
@@ -82,36 +82,36 @@ class Cluster:
             return None
         return self.nodes * self.devices_per_node
 
-    def need(self, field: str, asker: str):
+    def need(self, field: str, requested_by: str):
         """Return a field that must be known.
 
         Raises:
-          AbsentFigureError: it is absent; the message names field, cluster and asker.
+          AbsentFigureError: it is absent; the message names field, cluster and requester.
         """
         value = getattr(self, field)
         if value is None:
             raise AbsentFigureError(
-                f"{asker} needs Cluster.{field}, which cluster {self.name!r} leaves absent; "
+                f"{requested_by} needs Cluster.{field}, which cluster {self.name!r} leaves absent; "
                 f"set Cluster.{field} in its file, or use a file written by calibrate"
             )
         return value
 
-    def bandwidth(self, asker: str) -> float:
+    def bandwidth(self, requested_by: str) -> float:
         """Return the one W that scalar formulas use: the slow link's, where links differ."""
         if self.flat or self.nodes == 1:
-            return self.need("intra_bandwidth", asker)
-        inter = self.need("inter_bandwidth", asker)
+            return self.need("intra_bandwidth", requested_by)
+        inter = self.need("inter_bandwidth", requested_by)
         return inter if self.intra_bandwidth is None else min(inter, self.intra_bandwidth)
 
-    def fit(self, collective: str, asker: str) -> Fit:
-        """Return the fitted times of a collective, or raise an error that names it and who asked."""
+    def fit(self, collective: str, requested_by: str) -> Fit:
+        """Return the fitted times of a collective, or raise an error that names it and the requester."""
         for name, value in self.fits:
             if name == collective:
                 return value
         known = ", ".join(name for name, _ in self.fits) or "none"
         raise AbsentFigureError(
-            f"{asker} needs Cluster.fits[{collective!r}], which cluster {self.name!r} leaves absent (it has: {known}); "
-            "run calibrate on these devices"
+            f"{requested_by} needs Cluster.fits[{collective!r}], which cluster {self.name!r} leaves absent "
+            f"(it has: {known}); run calibrate on these devices"
         )
 
     def sized(self, nodes: int | None, devices_per_node: int | None) -> Cluster:

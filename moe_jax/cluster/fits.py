@@ -1,6 +1,6 @@
 """Times of collectives as straight lines, and the choice between two schedules that follows from them.
 
-Enters: measured sizes and seconds. Leaves: `Fit` (seconds = alpha + beta x + gamma y) with its R^2, and Parm's pick.
+Inputs: measured sizes and seconds. Outputs: `Fit` (seconds = alpha + beta x + gamma y) with its R^2, and Parm's pick.
 Sizes are in whatever unit the caller measured; alpha is in seconds.
 """
 
@@ -64,7 +64,8 @@ def fit_alpha_beta(sizes, seconds) -> Fit:
     Returns:
       the fit, with R^2 = 1 - residual / total variance (1 where all times are equal).
 
-    Source: Parm, equation 12; that no number is below 0 is ours: noise would give small sizes a time below nothing.
+    Source: Parm, equation 12; that no coefficient is below 0 is our addition: noise would give small sizes a negative
+    time.
     """
     return _fit(["size"], [sizes], seconds)
 
@@ -72,7 +73,7 @@ def fit_alpha_beta(sizes, seconds) -> Fit:
 def fit_saa(x, y, seconds) -> Fit:
     """Fit the three constants of a simultaneous all-to-all (size x) and all-gather (size y), none below 0.
 
-    Source: Parm, section V; x and y vary apart here, so that their slopes can be told apart.
+    Source: Parm, section V; x and y vary apart here, so that their slopes can be separated.
     """
     return _fit(["x", "y"], [x, y], seconds)
 
@@ -103,7 +104,8 @@ def fit_layers(names, communication, computation, seconds) -> dict[str, Fit]:
 def split_saa(rounds: Fit, whole: Fit, y_over_x: float) -> Fit:
     """Return alpha + beta x + gamma y of SAA from two lines over x: its rounds alone, and all of it.
 
-    The sizes of one mesh give y a fixed ratio to x, so only the rounds alone can say what of the slope is theirs.
+    The sizes of one mesh give y a fixed ratio to x, so the rounds' part of the slope can only be fitted from the rounds
+    alone.
     """
     return Fit(whole.alpha, min(rounds.beta, whole.beta), max(0.0, whole.beta - rounds.beta) / y_over_x, whole.r2)
 
@@ -159,6 +161,6 @@ def _least_squares(matrix: np.ndarray, times: np.ndarray) -> np.ndarray:
     return answer
 
 
-def _r2(times: np.ndarray, told: np.ndarray) -> float:
+def _r2(times: np.ndarray, predicted: np.ndarray) -> float:
     total = float(((times - times.mean()) ** 2).sum())
-    return 1.0 if total == 0 else 1.0 - float(((told - times) ** 2).sum()) / total
+    return 1.0 if total == 0 else 1.0 - float(((predicted - times) ** 2).sum()) / total

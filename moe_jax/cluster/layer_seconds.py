@@ -1,11 +1,11 @@
 """The time of one MoE layer, forward and backward, predicted from fits: collectives, experts, gating, moving rows.
 
-Enters: sizes of one layer under a schedule, and a cluster whose fits calibrate wrote. Leaves: seconds, part by part.
-The sum is a synchronous layer: nothing hides behind anything, as on a CPU; the all-reduce of gradients is left out.
-Where whole layers were timed too (fit `layer:SCHEDULE`), communication and computation are scaled by what they cost
-there, and the call is the start of such a layer.
+Inputs: sizes of one layer under a schedule, and a cluster whose fits calibrate wrote. Outputs: seconds, part by part.
+The sum is a synchronous layer: nothing overlaps, as on a CPU; the all-reduce of gradients is left out. Where whole
+layers were timed too (fit `layer:SCHEDULE`), communication and computation are scaled by what they cost there, and the
+call is the start of such a layer.
 
-Letters: see `volumes.py`; t tokens of an MP group, R rows that arrive on a device.
+Letters: docs/notation.md; here t tokens of an MP group, R rows that arrive on a device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def layer_seconds(
     gather: str = "saa",
     transport: str = "all_to_all",
     item: int = 4,
-    asker: str = "the layer's cost",
+    requested_by: str = "the layer's cost",
 ) -> LayerSeconds:
     """Predict one layer.
 
@@ -64,22 +64,26 @@ def layer_seconds(
       gather, transport: as in `MoEConfig`; a transport is looked up under its name.
 
     Raises:
-      UserError: the cluster lacks a fit; it names the fit and `asker`.
+      UserError: the cluster lacks a fit; it names the fit and `requested_by`.
     """
     forward, backward = layer_transfers(schedule, shape, gather)
     ways = [[_carried(transfer, transport) for transfer in way] for way in (forward, backward)]
-    moving = sum(transfer_seconds(way, shape, cluster, item, asker) for way in ways)
-    moving += transfer_seconds(index_transfers(schedule, shape), shape, cluster, 4, asker)
+    moving = sum(transfer_seconds(way, shape, cluster, item, requested_by) for way in ways)
+    moving += transfer_seconds(index_transfers(schedule, shape), shape, cluster, 4, requested_by)
     work = _row_work(schedule, shape)
     row = shape.model_dim * item
     alone = LayerSeconds(
         communication=moving,
-        experts=0.0 if load is None else cluster.fit("expert_step", asker).seconds(load.flops, load.bytes),
-        gate=cluster.fit("gate", asker).seconds(work.gated, 2 * row * (work.packed + shape.top_k * work.combined)),
-        rows=cluster.fit("regroup", asker).seconds(work.received, 4 * row * work.received) if work.received else 0.0,
-        call=cluster.fit("call", asker).alpha,
+        experts=0.0 if load is None else cluster.fit("expert_step", requested_by).seconds(load.flops, load.bytes),
+        gate=cluster.fit("gate", requested_by).seconds(
+            work.gated, 2 * row * (work.packed + shape.top_k * work.combined)
+        ),
+        rows=cluster.fit("regroup", requested_by).seconds(work.received, 4 * row * work.received)
+        if work.received
+        else 0.0,
+        call=cluster.fit("call", requested_by).alpha,
     )
-    whole = dict(cluster.fits).get(layer_name("s1" if shape.copies == 1 and schedule == "s2" else schedule))
+    whole = dict(cluster.fits).get(layer_name("s1" if shape.mp_size == 1 and schedule == "s2" else schedule))
     return alone if whole is None else _together(alone, whole)
 
 
@@ -98,20 +102,22 @@ def _together(alone: LayerSeconds, whole: Fit) -> LayerSeconds:
     )
 
 
-def transfer_seconds(transfers: list[Transfer], shape: LayerShape, cluster: Cluster, item: int, asker: str) -> float:
+def transfer_seconds(
+    transfers: list[Transfer], shape: LayerShape, cluster: Cluster, item: int, requested_by: str
+) -> float:
     """Return the time of transfers one after the other; the rounds and gathers of SAA count as one collective."""
     seconds, rest = 0.0, list(transfers)
-    rounds = [t for t in rest if t.collective == "permute" and shape.copies > 1]
-    gathers = [t for t in rest if t.collective == "all_gather" and t.group == "model" and t.calls == shape.members]
+    rounds = [t for t in rest if t.collective == "permute" and shape.mp_size > 1]
+    gathers = [t for t in rest if t.collective == "all_gather" and t.group == "model" and t.calls == shape.ep_size]
     if rounds and gathers:
-        size = shape.members * shape.shards
+        size = shape.ep_size * shape.esp_size
         part = rounds[0].elements * size * item
         whole = gathers[0].elements * gathers[0].calls * item
-        seconds += cluster.fit(fit_name("saa", size, shape.copies, shape.shards), asker).seconds(part, whole)
+        seconds += cluster.fit(fit_name("saa", size, shape.mp_size, shape.esp_size), requested_by).seconds(part, whole)
         rest.remove(rounds[0])
         rest.remove(gathers[0])
     for transfer in rest:
-        fit = cluster.fit(transfer_fit(transfer, shape), asker)
+        fit = cluster.fit(transfer_fit(transfer, shape), requested_by)
         seconds += transfer.calls * max(0.0, fit.seconds(transfer.elements * item))
     return seconds
 
@@ -122,16 +128,16 @@ def _carried(transfer: Transfer, transport: str) -> Transfer:
 
 def transfer_fit(transfer: Transfer, shape: LayerShape) -> str:
     """Return the name of the fit that a transfer of this layer is predicted by."""
-    both = shape.members * shape.shards
+    both = shape.ep_size * shape.esp_size
     size, stride = {
-        "model": (shape.copies, 1),
-        "expert": (shape.members, shape.shards),
-        "expert_shard": (shape.shards, 1),
+        "model": (shape.mp_size, 1),
+        "expert": (shape.ep_size, shape.esp_size),
+        "expert_shard": (shape.esp_size, 1),
         "expert+expert_shard": (both, 1),
         "pairwise_group": (both // shape.groups, 1),
         "pairwise_ring": (shape.groups, both // shape.groups),
         # an MP group's EP members stand N_ESP apart; calibrations time neighbours
-        "model_expert": (shape.copies // shape.shards, 1),
+        "model_expert": (shape.mp_size // shape.esp_size, 1),
     }[transfer.group]
     return strided_name(transfer.collective, size, stride)
 
@@ -146,10 +152,10 @@ class _RowWork(typing.NamedTuple):
 
 
 def _row_work(schedule: str, shape: LayerShape) -> _RowWork:
-    sent = shape.members * shape.rows
-    if schedule == "deepspeed" and not shape.shards == shape.copies == 1:
-        return _RowWork(shape.tokens, sent * shape.shards, shape.tokens, sent * shape.shards)
-    if schedule == "s2" and shape.copies > 1:
-        return _RowWork(shape.tokens, sent, shape.tokens, sent * shape.shards // shape.copies)
-    tokens = shape.tokens // shape.copies
-    return _RowWork(tokens, sent * shape.shards, tokens, sent * shape.shards)
+    sent = shape.ep_size * shape.rows
+    if schedule == "deepspeed" and not shape.esp_size == shape.mp_size == 1:
+        return _RowWork(shape.tokens, sent * shape.esp_size, shape.tokens, sent * shape.esp_size)
+    if schedule == "s2" and shape.mp_size > 1:
+        return _RowWork(shape.tokens, sent, shape.tokens, sent * shape.esp_size // shape.mp_size)
+    tokens = shape.tokens // shape.mp_size
+    return _RowWork(tokens, sent * shape.esp_size, tokens, sent * shape.esp_size)

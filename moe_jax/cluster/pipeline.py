@@ -1,8 +1,8 @@
-"""What a pipelined layer can gain: its transfers beside its experts, as FasterMoE's `pairwise` schedule runs them.
+"""The largest gain of a pipelined layer: transfers beside experts, as FasterMoE's `pairwise` schedule runs them.
 
-Enters: sizes of one layer, FLOPs of its experts, a cluster. Leaves: seconds of its transfers and of its experts, one
-after the other, forward and backward, and the bound (comm + comp) / max(comm, comp) on what hiding one behind the other
-can bring. Source: FasterMoE, section 4.2.
+Inputs: sizes of one layer, FLOPs of its experts, a cluster. Outputs: seconds of its transfers and of its experts, one
+after the other, forward and backward, and the bound (comm + comp) / max(comm, comp) on the gain of overlapping the two.
+Source: FasterMoE, section 4.2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_jax.cluster.layer_seconds import ExpertLoad, transfer_fit, transfer_sec
 from moe_jax.cluster.topology import overlap_bound
 from moe_jax.cluster.volumes import LayerShape, layer_transfers
 
-_ASKER = "the bound of MoEConfig.schedule 'pairwise'"
+_REQUESTED_BY = "the bound of MoEConfig.schedule 'pairwise'"
 
 
 class PipelineSeconds(typing.NamedTuple):
@@ -43,15 +43,17 @@ def pairwise_seconds(shape: LayerShape, load: ExpertLoad, cluster: Cluster, item
     fitted = {name for name, _ in cluster.fits}
     steps = {transfer_fit(t, shape) for way in ways for t in way if t.group != "model"}
     if steps | {"expert_step"} <= fitted:
-        moving = sum(transfer_seconds(way, shape, cluster, item, _ASKER) for way in ways)
-        return PipelineSeconds(moving, cluster.fit("expert_step", _ASKER).seconds(load.flops, load.bytes), "its fits")
+        moving = sum(transfer_seconds(way, shape, cluster, item, _REQUESTED_BY) for way in ways)
+        return PipelineSeconds(
+            moving, cluster.fit("expert_step", _REQUESTED_BY).seconds(load.flops, load.bytes), "its fits"
+        )
     sent = sum(t.calls * t.elements for way in ways for t in way if t.group == "pairwise_ring")
     # of an all-to-all within a group of L devices one L-th stays
-    inside, size = 0.0, shape.members * shape.shards // shape.groups
+    inside, size = 0.0, shape.ep_size * shape.esp_size // shape.groups
     if size > 1:
         inside = sum(t.calls * t.elements for way in ways for t in way if t.group == "pairwise_group") * (1 - 1 / size)
     # what a device gets of an all-gather over the MP group comes from the others
-    gathered = sum(t.elements * (shape.copies - 1) // shape.copies for way in ways for t in way if t.group == "model")
-    between = cluster.bandwidth(_ASKER)
+    gathered = sum(t.elements * (shape.mp_size - 1) // shape.mp_size for way in ways for t in way if t.group == "model")
+    between = cluster.bandwidth(_REQUESTED_BY)
     moving = item * ((sent + gathered) / between + inside / (cluster.intra_bandwidth or between))
-    return PipelineSeconds(moving, load.flops / cluster.need("flops", _ASKER), "its bandwidth and FLOP/s")
+    return PipelineSeconds(moving, load.flops / cluster.need("flops", _REQUESTED_BY), "its bandwidth and FLOP/s")

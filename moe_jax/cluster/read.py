@@ -1,8 +1,8 @@
 """Read and write cluster files.
 
-Enters: the path of a preset (lines `Cluster.field = value`, valid gin too) or of calibrate's JSON, with the same
+Inputs: the path of a preset (lines `Cluster.field = value`, valid gin too) or of calibrate's JSON, with the same
 fields.
-Leaves: a `Cluster`. Values are Python literals; nothing is executed and no gin is needed.
+Outputs: a `Cluster`. Values are Python literals; nothing is executed and no gin is needed.
 """
 
 from __future__ import annotations

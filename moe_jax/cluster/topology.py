@@ -1,12 +1,11 @@
 """How long an exchange takes on shared links.
 
-Enters: bytes between every pair of devices. Leaves: the traffic of every directed link and the time of the slowest,
-max_e V_e / W_e (FasterMoE section 3.2). The graph is a tree: a device hangs on its node by an up and a down link, a
-node
-on the network by another pair; in a flat cluster devices hang on the network themselves. Overhead per message is left
-out.
+Inputs: bytes between every pair of devices. Outputs: the traffic of every directed link and the time of the slowest,
+max_e V_e / W_e (FasterMoE section 3.2). The graph is a tree: a device is connected to its node by an up and a down
+link, a node to the network by another pair; in a flat cluster devices are connected to the network themselves. Overhead
+per message is left out.
 
-Letters: ... any leading dims, D devices, Nn nodes.
+Letters: docs/notation.md; `...` stands for any leading dims.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def link_traffic(cluster: Cluster, pair_bytes: np.ndarray) -> LinkTraffic:
     return LinkTraffic(away.sum(axis=-1), away.sum(axis=-2), across.sum(axis=-1), across.sum(axis=-2))
 
 
-def exchange_seconds(cluster: Cluster, pair_bytes: np.ndarray, asker: str) -> np.ndarray:
+def exchange_seconds(cluster: Cluster, pair_bytes: np.ndarray, requested_by: str) -> np.ndarray:
     """Return the time of an all-to-all-v: pair_bytes [..., D, D] -> seconds [...].
 
     Device links are left out when their speed is absent but nodes share links: those are then the slow ones.
@@ -50,15 +49,15 @@ def exchange_seconds(cluster: Cluster, pair_bytes: np.ndarray, asker: str) -> np
     times = []
     if traffic.node_up.shape[-1]:
         node = np.maximum(traffic.node_up.max(axis=-1), traffic.node_down.max(axis=-1))
-        times.append(node / cluster.need("inter_bandwidth", asker))
+        times.append(node / cluster.need("inter_bandwidth", requested_by))
     if not times or cluster.intra_bandwidth is not None:
         device = np.maximum(traffic.device_up.max(axis=-1), traffic.device_down.max(axis=-1))
-        times.append(device / cluster.need("intra_bandwidth", asker))
+        times.append(device / cluster.need("intra_bandwidth", requested_by))
     return np.max(times, axis=0)
 
 
 def overlap_bound(communication: float, computation: float) -> float:
-    """Return how many times faster a layer can get at most when its transfers hide its matmuls, or they them.
+    """Return the largest speed-up of a layer whose transfers and matmuls overlap.
 
     Args:
       communication, computation: seconds of the layer's transfers and of its experts, one after the other.
@@ -70,5 +69,5 @@ def overlap_bound(communication: float, computation: float) -> float:
 
 
 def all_reduce_bytes(size: float, members):
-    """Return what a ring all-reduce of S bytes sends over each link, 2 (N - 1) / N S, for a number or an array N."""
+    """Return what a ring all-reduce of Z bytes over n members (or an array n) sends over each link, 2 (n - 1) / n Z."""
     return 2.0 * (members - 1) / members * size

@@ -1,13 +1,12 @@
 """What one MoE layer moves under each schedule, as formulas: the cost model, the automatic choice and tests read these.
 
-Enters: static sizes of one layer. Leaves: the transfers of one device, forward and backward, for one pass. A size
-counts elements as its collective's formula does: what a device hands in, and for an all-gather what it gets.
-Integers (counts, routes, the flag of an overflow) are a term of their own, `index_transfers`; sums of gradients over
+Inputs: static sizes of one layer. Outputs: the transfers of one device, forward and backward, for one pass. A size
+counts elements as its collective's formula does: what a device hands in, and for an all-gather what it gets. Integers
+(counts, routes, the flag of an overflow) are a term of their own, `index_transfers`; sums of gradients over
 data-parallel devices are not in here.
 
-Letters: N tokens of an MP group, M model dim, D EP members, S shards (N_ESP), n = N_MP, P = D S, G groups of
-`pairwise`, C rows of a bucket: of one device's N / n tokens under s1, pairwise and dp, of all N under deepspeed
-and s2. With a capacity, D C is the papers' E C.
+Letters: docs/notation.md; C counts the rows of one device's N / N_MP tokens under s1, pairwise and dp, and of all N
+under deepspeed and s2. With a capacity, D C is the papers' E C.
 """
 
 from __future__ import annotations
@@ -31,15 +30,16 @@ class Transfer(typing.NamedTuple):
 class LayerShape:
     """Hold the sizes that decide what travels; see the letters above.
 
-    With `split_tokens` an MP group hands its tokens over in parts, and takes them back so. `groups` is G of `pairwise`.
+    With `split_tokens` an MP group hands its tokens over in parts, and takes them back so. `groups` is Ng of
+    `pairwise`.
     """
 
     tokens: int
     model_dim: int
     rows: int
-    members: int
-    shards: int = 1
-    copies: int = 1
+    ep_size: int
+    esp_size: int = 1
+    mp_size: int = 1
     top_k: int = 1
     experts: int = 1
     split_tokens: bool = False
@@ -48,19 +48,19 @@ class LayerShape:
     @property
     def x(self) -> int:
         """Elements of one EP&ESP all-to-all of s1 (rows of one device) or deepspeed (rows of an MP group)."""
-        return self.members * self.rows * self.model_dim * self.shards
+        return self.ep_size * self.rows * self.model_dim * self.esp_size
 
     def whole(self, in_parts: bool) -> list[Transfer]:
         """Return the MP group's all-gather of its tokens, once forward and once backward, where there is one.
 
         Args:
-          in_parts: the schedule works on parts of the tokens, else on equal copies.
+          in_parts: the schedule works on parts of the tokens, else on replicated tokens.
         """
         return [] if in_parts == self.split_tokens else [Transfer("all_gather", "model", self.tokens * self.model_dim)]
 
 
 _BOTH = "expert+expert_shard"
-_GROUP, _RING = "pairwise_group", "pairwise_ring"  # P / G neighbours of the EP&ESP group; the G devices in one place
+_GROUP, _RING = "pairwise_group", "pairwise_ring"  # P / Ng neighbours of the EP&ESP group; the Ng devices in one place
 
 
 def layer_transfers(
@@ -93,28 +93,28 @@ def index_transfers(schedule: str, shape: LayerShape, most_passes: int = 1) -> l
     ('model_expert'); and, once per layer where there may be several passes, the flag by which all devices agree on
     their number ('all').
     """
-    held = shape.experts // shape.members
-    counts = Transfer("all_to_all", _BOTH, shape.members * shape.shards * held)
+    held = shape.experts // shape.ep_size
+    counts = Transfer("all_to_all", _BOTH, shape.ep_size * shape.esp_size * held)
     out = [counts]
     if schedule == "dp":
         out = []
     elif schedule == "ring":
-        tokens = shape.tokens // shape.copies * shape.members * shape.shards
+        tokens = shape.tokens // shape.mp_size * shape.ep_size * shape.esp_size
         out = [Transfer("all_gather", _BOTH, tokens * shape.top_k)]
-    elif schedule == "deepspeed" and shape.shards * shape.copies > 1:
-        routes = (shape.members * shape.rows, shape.tokens * shape.top_k, shape.members * held)
-        out = [Transfer("all_gather", "expert_shard", shape.shards * size) for size in routes]
+    elif schedule == "deepspeed" and shape.esp_size * shape.mp_size > 1:
+        routes = (shape.ep_size * shape.rows, shape.tokens * shape.top_k, shape.ep_size * held)
+        out = [Transfer("all_gather", "expert_shard", shape.esp_size * size) for size in routes]
         out.append(counts._replace(group="expert"))
     elif schedule == "s2":
-        out.append(Transfer("all_gather", "model_expert", 3 * shape.experts * shape.copies // shape.shards))
+        out.append(Transfer("all_gather", "model_expert", 3 * shape.experts * shape.mp_size // shape.esp_size))
     flag = [Transfer("all_reduce", "all", 1)] if most_passes > 1 else []
     return _present(out, shape) + flag
 
 
 def _group_sizes(shape: LayerShape) -> dict[str, int]:
-    sizes = {"model": shape.copies, "expert": shape.members, "expert_shard": shape.shards}
-    both = shape.members * shape.shards
-    sizes |= {_BOTH: both, "model_expert": shape.copies // shape.shards}
+    sizes = {"model": shape.mp_size, "expert": shape.ep_size, "expert_shard": shape.esp_size}
+    both = shape.ep_size * shape.esp_size
+    sizes |= {_BOTH: both, "model_expert": shape.mp_size // shape.esp_size}
     return {**sizes, _GROUP: both // shape.groups, _RING: shape.groups}
 
 
@@ -134,7 +134,7 @@ def _carried(transfers: list[Transfer], shape: LayerShape, transport: str, local
             out.append(transfer)
             continue
         size = _group_sizes(shape)[transfer.group]
-        levels = (size,) if transport == "pairwise" else (local, size // local)
+        levels = (size,) if transport == "ppermute" else (local, size // local)
         for level in levels:
             rounds = Transfer("permute", transfer.group, transfer.elements // level, (level - 1) * transfer.calls)
             out += [rounds] if level > 1 else []
@@ -147,24 +147,24 @@ def _s1(shape: LayerShape, _):
 
 
 def _s2(shape: LayerShape, gather: str):
-    part = shape.rows // shape.copies * shape.model_dim
-    send = Transfer("all_to_all", _BOTH, shape.x // shape.copies)
-    y = shape.members * shape.rows * shape.model_dim
-    if shape.copies == 1:
+    part = shape.rows // shape.mp_size * shape.model_dim
+    send = Transfer("all_to_all", _BOTH, shape.x // shape.mp_size)
+    y = shape.ep_size * shape.rows * shape.model_dim
+    if shape.mp_size == 1:
         both = [send._replace(calls=2)]
     elif gather == "aas":
         both = [send._replace(calls=2), Transfer("all_gather", "model", y)]
     else:
-        rounds = Transfer("permute", _BOTH, part, shape.members * shape.shards - 1)
-        both = [send, rounds, Transfer("all_gather", "model", y // shape.members, shape.members)]
+        rounds = Transfer("permute", _BOTH, part, shape.ep_size * shape.esp_size - 1)
+        both = [send, rounds, Transfer("all_gather", "model", y // shape.ep_size, shape.ep_size)]
     both += shape.whole(in_parts=False)
     return both, both
 
 
 def _deepspeed(shape: LayerShape, _):
-    if shape.shards == shape.copies == 1:
+    if shape.esp_size == shape.mp_size == 1:
         return _s1(shape, _)
-    tokens = shape.tokens * shape.model_dim * shape.shards
+    tokens = shape.tokens * shape.model_dim * shape.esp_size
     exchange = Transfer("all_to_all", "expert", shape.x, 2)
     forward = [
         Transfer("all_gather", "expert_shard", tokens),
@@ -189,8 +189,8 @@ def _pairwise(shape: LayerShape, _):
 
 
 def _ring(shape: LayerShape, _):
-    size = shape.members * shape.shards
-    tokens = shape.tokens // shape.copies * size
+    size = shape.ep_size * shape.esp_size
+    tokens = shape.tokens // shape.mp_size * size
     both_ways = [
         Transfer("all_gather", _BOTH, tokens * shape.model_dim),
         Transfer("reduce_scatter", _BOTH, tokens * shape.model_dim),

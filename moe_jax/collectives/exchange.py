@@ -1,15 +1,15 @@
 """The all-to-all family: four ways to hand block p of an array to device p of a group.
 
-Enters: x [P, c, ...], block p for device p, c rows each. Leaves: [P, c, ...], block p from device p. It is its own
-transpose, and every transport says so itself, so forward and backward move the same bytes in the same way.
+Inputs: x [P, c, ...], block p for device p, c rows each. Outputs: [P, c, ...], block p from device p. It is its own
+transpose, and every transport defines it so, so forward and backward move the same bytes in the same way.
 
     all_to_all   one padded collective
-    pairwise     P - 1 rounds of ppermute; round r sends to the device r places on
+    ppermute     P - 1 rounds of ppermute; round r sends to the device r places on
     two_level    first within the node, then across nodes: fewer and larger messages on the slow links
-    ragged       the rows that are there and no padding; GPU only. Field reports tell of wrong gradients and hangs, so
+    ragged       the rows that are there and no padding; GPU only. There are reports of wrong gradients and hangs, so
                  it is opt-in, and the first step compares its gradients with the padded ones
 
-Letters: P devices of the group, Nn nodes and Ll group members within each, c rows of a block.
+Letters: docs/notation.md; here P devices of the group at hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.errors import UserError
 
-TRANSPORTS = ("all_to_all", "pairwise", "two_level", "ragged")
+TRANSPORTS = ("all_to_all", "ppermute", "two_level", "ragged")
 
 Exchange = Callable[..., jax.Array]
 
@@ -58,7 +58,7 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int) 
         return functools.partial(_ragged, axes)
     move = {
         "all_to_all": functools.partial(_all_to_all, axes),
-        "pairwise": functools.partial(_rounds, axes, 1, size),
+        "ppermute": functools.partial(_rounds, axes, 1, size),
         "two_level": functools.partial(_two_levels, axes, size // local, local),
     }[transport]
     symmetric = _own_transpose(move)
@@ -75,7 +75,7 @@ def permute_apart(x, axes: tuple[str, ...], pairs: list[tuple[int, int]]):
 
 
 def exchange_counts(counts, axes: tuple[str, ...], size: int):
-    """Return int32 [P, ...]: what each device of the group wants to tell this one; a small all-to-all."""
+    """Return int32 [P, ...], the counts that each device of the group holds for this one: a small all-to-all."""
     if size == 1:
         return counts
     return lax.all_to_all(cast_varying(counts, axes), axes, split_axis=0, concat_axis=0, tiled=True)

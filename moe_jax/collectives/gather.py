@@ -1,6 +1,6 @@
-"""Bring a tree together whose leaves are split over devices, all leaves in one move.
+"""Gather a tree whose leaves are split over devices, all leaves in one collective.
 
-Enters: a pytree of this device's parts, and the dim along which each is split. Leaves: the full leaves. The gradient
+Inputs: a pytree of this device's parts, and the dim along which each is split. Outputs: the full leaves. The gradient
 goes the other way: one reduce-scatter for the split leaves, one all-reduce for those that every device holds whole.
 """
 
@@ -28,7 +28,7 @@ def gather_tree(shards, dims, axes: tuple[str, ...], parts: int):
     split = jax.tree.leaves(dims)
     out = list(leaves)
     # leaves that vary over other axes (MP) stay apart: packed with them, an equal leaf would look as if it varied, and
-    # its gradient would be summed over the copies
+    # its gradient would be summed over the devices
     kinds = [
         (str(leaf.dtype), tuple(sorted(varying_axes(leaf) - set(axes))), tuple(sorted(set(axes) - varying_axes(leaf))))
         for leaf in leaves
@@ -49,7 +49,7 @@ def gather_tree(shards, dims, axes: tuple[str, ...], parts: int):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _give_each(leaves: tuple, axes: tuple[str, ...]) -> tuple:
-    """Return leaves that are equal over `axes`, each device with its own; their gradients are summed in one move.
+    """Return leaves that are equal over `axes`, each device with its own; their gradients are summed in one collective.
 
     Nothing is packed on the way there: XLA for GPUs does not always see that a slice of a concatenation is one of its
     operands, and one of its fusions of such a slice did not compile at all.

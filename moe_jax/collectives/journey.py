@@ -1,9 +1,9 @@
 """The four ways in which chunks travel, each as a journey of three steps: pack, carry, unpack.
 
-Enters: a static plan, the table of one layer, and the chunks of this device (a bank on the way out, gradients of guests
-on the way home). Leaves: a `Journey`. Only its second step communicates, so that computation can be placed beside it.
-Letters: as in `sparse.py`: S bank rows, Hs home and Gs guest slots, D devices, T rounds, X chunks that each device
-offers to all, B chunks broadcast to all, n elements of a chunk.
+Inputs: a static plan, the table of one layer, and the chunks of this device (a bank on the way out, gradients of
+replicas on the way home). Outputs: a `Journey`. Only its second step communicates, so that computation can be placed
+beside it.
+Letters: docs/notation.md; n elements of a chunk.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ class Journey:
 
 
 def fetch(plan: TransferPlan, bank: Bank, rows: Array, table: Transfer) -> Journey:
-    """Return the way of chunks to guest slots; arrivals overwrite the slots that they fill.
+    """Return the way of chunks to replica slots; arrivals overwrite the slots that they fill.
 
     Args:
-      bank: {name: [S, ...]}; rows: int32 [Hs], the bank row of each home slot.
-      table, plan: who sends and takes what, and how.
+      bank: {name: [Rb, ...]}; rows: int32 [Hs], the bank row of each home slot.
+      table, plan: which device sends and receives which chunk, and by which method.
     """
     first = next(iter(bank.values()))
-    # what nothing asks for is sent as it comes, or as zeros: a padded slot may point to any row
+    # entries that no slot takes are sent unchanged, or as zeros: a padded slot may point to any row
     source = jnp.minimum(rows[jnp.minimum(table.send, plan.home_slots - 1)], first.shape[0] - 1)
     return _FETCH[plan.method](plan, bank, source, table)
 
 
-def bring_back(plan: TransferPlan, guests: Bank, table: Transfer) -> Journey:
+def bring_back(plan: TransferPlan, replicas: Bank, table: Transfer) -> Journey:
     """Return the way of gradients {name: [Gs, ...]} home; arrivals are added up, in the dtypes of the sums."""
-    return _RETURN[plan.method](plan, guests, table)
+    return _RETURN[plan.method](plan, replicas, table)
 
 
 def _fetch_by_rounds(plan, bank, source, table):
@@ -87,13 +87,13 @@ def _fetch_by_rounds(plan, bank, source, table):
     return Journey(pack, functools.partial(_carry_by_rounds, plan, table, False), unpack)
 
 
-def _return_by_rounds(plan, guests, table):
+def _return_by_rounds(plan, replicas, table):
     def pack():
-        return [_packed(guests, table.take[turn][None]) for turn in range(table.send.shape[0])]
+        return [_packed(replicas, table.take[turn][None]) for turn in range(table.send.shape[0])]
 
     def unpack(arrived, sums):
         for turn, chunk in enumerate(arrived):
-            pieces = _unpacked(chunk, guests)
+            pieces = _unpacked(chunk, replicas)
             sums = {
                 n: leaf.at[table.send[turn]].add(pieces[n][0].astype(leaf.dtype), mode="drop")
                 for n, leaf in sums.items()
@@ -129,11 +129,11 @@ def _fetch_by_gather(plan, bank, source, table):
     )
 
 
-def _return_by_gather(plan, guests, table):
+def _return_by_gather(plan, replicas, table):
     return Journey(
-        lambda: _spread(guests, lax.axis_size(plan.axes) * table.send.shape[0], table.take),
+        lambda: _spread(replicas, lax.axis_size(plan.axes) * table.send.shape[0], table.take),
         lambda spread: lax.psum_scatter(spread, plan.axes, tiled=True),
-        lambda arrived, sums: _added(sums, arrived, guests, table.send),
+        lambda arrived, sums: _added(sums, arrived, replicas, table.send),
     )
 
 
@@ -141,16 +141,16 @@ def _fetch_by_broadcast(plan, bank, source, table):
     mine = (table.send < plan.home_slots)[:, None]
     return Journey(
         lambda: jnp.where(mine, _packed(bank, source), 0),
-        lambda masked: cast_varying(lax.psum(masked, plan.axes), varying_axes(masked)),  # [B, n]
+        lambda masked: cast_varying(lax.psum(masked, plan.axes), varying_axes(masked)),  # [Y, n]
         lambda arrived, out: _filled(arrived, table.take, out),
     )
 
 
-def _return_by_broadcast(plan, guests, table):
+def _return_by_broadcast(plan, replicas, table):
     return Journey(
-        lambda: _spread(guests, table.send.shape[0], table.take),
+        lambda: _spread(replicas, table.send.shape[0], table.take),
         lambda spread: cast_varying(lax.psum(spread, plan.axes), varying_axes(spread)),
-        lambda arrived, sums: _added(sums, arrived, guests, table.send),
+        lambda arrived, sums: _added(sums, arrived, replicas, table.send),
     )
 
 
@@ -194,14 +194,14 @@ def _take(rows: Array, index) -> Array:
     return jnp.take(rows, index, axis=0, mode="fill", fill_value=0)
 
 
-def _spread(guests: Bank, places: int, take) -> Array:
-    """Add the guests' values at the places they were taken from: -> [places, n]."""
-    packed = jnp.concatenate([guests[n].reshape(guests[n].shape[0], -1) for n in sorted(guests)], axis=1)
+def _spread(replicas: Bank, places: int, take) -> Array:
+    """Add the replicas' values at the places they were taken from: -> [places, n]."""
+    packed = jnp.concatenate([replicas[n].reshape(replicas[n].shape[0], -1) for n in sorted(replicas)], axis=1)
     return zeros_varying((places, packed.shape[1]), packed.dtype, packed).at[take].add(packed, mode="drop")
 
 
-def _added(sums: Bank, packed: Array, guests: Bank, slots) -> Bank:
-    pieces = _unpacked(packed, guests)
+def _added(sums: Bank, packed: Array, replicas: Bank, slots) -> Bank:
+    pieces = _unpacked(packed, replicas)
     return {n: leaf.at[slots].add(pieces[n].astype(leaf.dtype), mode="drop") for n, leaf in sums.items()}
 
 

@@ -1,9 +1,9 @@
-"""Make a value wait for others, where the order of collectives would else be left to chance.
+"""Make a value wait for others, where the order of collectives would otherwise be undefined.
 
 XLA:CPU starts an operation as soon as its operands are there. It keeps collectives that stand side by side in order,
 but a conditional or a loop that holds collectives counts as done once it has *started*: a collective behind it that
-does not read its result runs at the same time, devices meet in different ones, and the program hangs or aborts (jax
-0.10.2, at about one call in 300). A result that is read is waited for, so `wait_for` reads. On other platforms it is
+does not read its result runs at the same time, devices enter different ones, and the program hangs or aborts (jax
+0.10.2, at about one call in 300). XLA waits for a result that is read, so `wait_for` reads. On other platforms it is
 the identity and leaves no trace in the program.
 """
 
@@ -28,7 +28,7 @@ def _wait_for_type(x, count, *others):
 
 def _read_others(x, count, *others):
     """Return x + 0, where the 0 is computed from one element of each of the others."""
-    nothing = lax.min(count, jnp.int32(0))  # 0, which the compiler cannot know
+    nothing = lax.min(count, jnp.int32(0))  # 0, which the compiler cannot fold
     read = jnp.int32(0)
     for other in others:
         first = lax.reshape(lax.slice(other, (0,) * other.ndim, (1,) * other.ndim), ())
@@ -41,7 +41,7 @@ mlir.register_lowering(_wait_for_p, mlir.lower_fun(_read_others, multiple_result
 
 
 def wait_for(x, count, *trees):
-    """Return x; on XLA:CPU it is not there before every array in `trees` is.
+    """Return x, on XLA:CPU ordered after all arrays in `trees`.
 
     Its gradient is x's alone, and waits for nothing.
 
@@ -76,7 +76,7 @@ gradients_in_turn.defvjp(
 
 
 def both_ready(first, second):
-    """Return (first, second), neither of which a compiler may use before both are there; their gradients are free.
+    """Return (first, second), neither of which a compiler may use before both are ready; gradients are not ordered.
 
     Args:
       first, second: arrays of floats.

@@ -1,16 +1,15 @@
-"""Sparse collectives: some devices get some chunks for a while, and their gradients are summed back where they live.
+"""Sparse collectives: some devices get some chunks for one step, and the gradients are summed at their owners.
 
-`sparse_all_gather` enters with a bank of chunks and the table of one layer, and leaves with the chunks of the guest
-slots; `sparse_reduce_scatter` enters with one gradient per guest slot, and leaves with their sums per home slot. The
-VJP of the first is the second. How the bytes move (`TransferPlan`) is static; which chunk goes into which slot is data.
+`sparse_all_gather` takes a bank of chunks and the table of one layer, and returns the chunks of the replica slots;
+`sparse_reduce_scatter` takes one gradient per replica slot, and returns their sums per home slot. The VJP of the first
+is the second. How the bytes move (`TransferPlan`) is static; which chunk goes into which slot is data.
 
 A chunk is one row of every array of the bank; all arrays of a chunk travel as one message. The bank itself gets no
 gradient: it may hold the chunks of all layers, and a loop over them would carry its gradient. The sums leave as the
-cotangent of `sink`, one row per home slot.
-Letters: S bank rows of this device, Hs home slots and Gs guest slots of a layer, D devices, T rounds, X chunks that
-each device offers to all, B chunks broadcast to all, n elements of a chunk.
-Where the bank is in 16 bits and the sink in float32, `open_guests` gives gradients a door of the sink's dtype: they are
-added in float32 on the device and at home. Rounds carry them rounded once, in the bank's dtype; `gather` and
+cotangent of `grad_sink`, one row per home slot.
+Letters: docs/notation.md; n elements of a chunk.
+Where the bank is in 16 bits and `grad_sink` in float32, `open_replicas` gives gradients a `grad_sink` of that dtype:
+they are added in float32 on the device and at home. Rounds carry them rounded once, in the bank's dtype; `gather` and
 `broadcast`, which add on the way, carry float32, twice the bytes of the way out.
 Source: Hecate, section 3.1; Pro-Prophet's Trans and Agg.
 """
@@ -32,34 +31,35 @@ Array = jax.Array
 Bank = dict[str, Array]
 
 
-def sparse_all_gather(bank: Bank, rows: Array, sink: Bank, table: Transfer, plan: TransferPlan) -> Bank:
-    """Bring chunks to the guest slots; to be called inside `shard_map` by all devices of `plan.axes`.
+def sparse_all_gather(bank: Bank, rows: Array, grad_sink: Bank, table: Transfer, plan: TransferPlan) -> Bank:
+    """Bring chunks to the replica slots; to be called inside `shard_map` by all devices of `plan.axes`.
 
     Args:
-      bank: {name: [S, ...]}, this device's chunks; no gradient flows into it.
+      bank: {name: [Rb, ...]}, this device's chunks; no gradient flows into it.
       rows: int32 [Hs], the bank row of each home slot.
-      sink: {name: [Hs, ...]}, whose values are not read, and whose cotangent is the sum of the guests' gradients.
-      table: who sends and takes what.
+      grad_sink: {name: [Hs, ...]}, whose values are not read, and whose cotangent is the sum of the replicas'
+        gradients.
+      table: which device sends and receives which chunk.
       plan: how.
 
     Returns:
       {name: [Gs, ...]} in the bank's dtype; slots that nothing fills are zero.
     """
     bank = jax.tree.map(lax.stop_gradient, bank)
-    bank, rows, sink, table = match_varying(bank, rows, sink, table)
-    dtypes = tuple(sorted((name, leaf.dtype) for name, leaf in sink.items()))
-    return _all_gather(plan, dtypes, bank, rows, sink, table)
+    bank, rows, grad_sink, table = match_varying(bank, rows, grad_sink, table)
+    dtypes = tuple(sorted((name, leaf.dtype) for name, leaf in grad_sink.items()))
+    return _all_gather(plan, dtypes, bank, rows, grad_sink, table)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _all_gather(plan, dtypes, bank, rows, sink, table):
-    del dtypes, sink
+def _all_gather(plan, dtypes, bank, rows, grad_sink, table):
+    del dtypes, grad_sink
     with jax.named_scope("sparse_all_gather"):
-        return fetch(plan, bank, rows, table).at_once(empty_guests(bank, plan))
+        return fetch(plan, bank, rows, table).at_once(empty_replicas(bank, plan))
 
 
-def _all_gather_fwd(plan, dtypes, bank, rows, sink, table):
-    return _all_gather(plan, dtypes, bank, rows, sink, table), table
+def _all_gather_fwd(plan, dtypes, bank, rows, grad_sink, table):
+    return _all_gather(plan, dtypes, bank, rows, grad_sink, table), table
 
 
 def _all_gather_bwd(plan, dtypes, table, gradients):
@@ -70,30 +70,34 @@ def _all_gather_bwd(plan, dtypes, table, gradients):
 _all_gather.defvjp(_all_gather_fwd, _all_gather_bwd)
 
 
-def open_guests(bank: Bank, rows: Array, sink: Bank, table: Transfer, plan: TransferPlan) -> tuple[Bank, Bank]:
-    """Return (guests, doors): `sparse_all_gather` with the gradients beside the values, in the sink's dtype.
+def open_replicas(bank: Bank, rows: Array, grad_sink: Bank, table: Transfer, plan: TransferPlan) -> tuple[Bank, Bank]:
+    """Return (replicas, grad_sink): `sparse_all_gather` with the gradients beside the values, in the dtype of
+    `grad_sink`.
 
-    The guests have no gradient. The doors {name: [Gs, ...]} are zeros that nothing reads, and their cotangents are the
-    gradients of the guests: in the dtype of the sums, wider than that of guests in 16 bits.
+    The replicas have no gradient. The second {name: [Gs, ...]} is zeros that nothing reads, and its cotangent is the
+    gradients of the replicas: in the dtype of the sums, wider than that of replicas in 16 bits.
     """
     with jax.named_scope("sparse_all_gather"):
-        bank, rows, sink, table = match_varying(jax.tree.map(lax.stop_gradient, bank), rows, sink, table)
-        guests = fetch(plan, bank, rows, table).at_once(empty_guests(bank, plan))
+        bank, rows, grad_sink, table = match_varying(jax.tree.map(lax.stop_gradient, bank), rows, grad_sink, table)
+        replicas = fetch(plan, bank, rows, table).at_once(empty_replicas(bank, plan))
         wires = tuple(sorted((name, leaf.dtype) for name, leaf in bank.items()))
-        return guests, _open_doors(plan, wires, sink, table)
+        return replicas, _replica_grad_sink(plan, wires, grad_sink, table)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _open_doors(plan, wires, sink, table):
+def _replica_grad_sink(plan, wires, grad_sink, table):
     del wires, table
-    return {n: zeros_varying((plan.guest_slots, *leaf.shape[1:]), leaf.dtype, leaf) for n, leaf in sink.items()}
+    return {n: zeros_varying((plan.replica_slots, *leaf.shape[1:]), leaf.dtype, leaf) for n, leaf in grad_sink.items()}
 
 
-def _open_doors_bwd(plan, wires, table, gradients):
+def _replica_grad_sink_bwd(plan, wires, table, gradients):
     return sparse_reduce_scatter(gradients, table, plan, wires=dict(wires)), None
 
 
-_open_doors.defvjp(lambda plan, wires, sink, table: (_open_doors(plan, wires, sink, table), table), _open_doors_bwd)
+_replica_grad_sink.defvjp(
+    lambda plan, wires, grad_sink, table: (_replica_grad_sink(plan, wires, grad_sink, table), table),
+    _replica_grad_sink_bwd,
+)
 
 
 def fetch_journey(bank: Bank, rows: Array, table: Transfer, plan: TransferPlan) -> Journey:
@@ -105,21 +109,23 @@ def fetch_journey(bank: Bank, rows: Array, table: Transfer, plan: TransferPlan) 
     return fetch(plan, bank, rows, table).named("sparse_all_gather")
 
 
-def return_journey(guests: Bank, table: Transfer, plan: TransferPlan, wires=None) -> Journey:
+def return_journey(replicas: Bank, table: Transfer, plan: TransferPlan, wires=None) -> Journey:
     """Return the `sparse_reduce_scatter` of a part of a transfer in steps; arrivals are added to [Hs], in its dtypes.
 
-    `wires` is as there.
-    Where the guests vary over more axes than the sums (replicas of the group), what is added is summed over those.
+    `wires` is as there. Where the replicas vary over more axes than the sums (several data-parallel groups), what is
+    added is summed over those.
     """
-    guests, table = match_varying(guests, table)
-    guests = for_the_wire(guests, plan, wires)
-    steps = bring_back(plan, guests, table)
+    replicas, table = match_varying(replicas, table)
+    replicas = for_the_wire(replicas, plan, wires)
+    steps = bring_back(plan, replicas, table)
 
     def unpack(arrived, into):
-        more = tuple(sorted(varying_axes(guests) - varying_axes(into)))
+        more = tuple(sorted(varying_axes(replicas) - varying_axes(into)))
         if not more:
             return steps.unpack(arrived, into)
-        sums = steps.unpack(arrived, {n: zeros_varying(leaf.shape, leaf.dtype, guests[n]) for n, leaf in into.items()})
+        sums = steps.unpack(
+            arrived, {n: zeros_varying(leaf.shape, leaf.dtype, replicas[n]) for n, leaf in into.items()}
+        )
         return jax.tree.map(lambda total, part: total + lax.psum(part, more), into, sums)
 
     return Journey(steps.pack, steps.carry, unpack).named("sparse_reduce_scatter")
@@ -131,7 +137,7 @@ def cut(plan: TransferPlan, table: Transfer, start: float, stop: float, layer: i
     Args:
       plan, table: of the whole; the table of one layer.
       start, stop: shares between 0 and 1, rounded to whole rounds (`shift`, `permute`) or chunks per device.
-      layer: which list of rounds to run, where that is known while tracing; None asks the table.
+      layer: which list of rounds to run, where that is known while tracing; None takes it from the table.
 
     Returns:
       (plan, table), or None for a part without a round.
@@ -155,38 +161,38 @@ def cut(plan: TransferPlan, table: Transfer, start: float, stop: float, layer: i
     return plan, dataclasses.replace(table, send=send, take=take)
 
 
-def for_the_wire(guests: Bank, plan: TransferPlan, wires) -> Bank:
-    """Return the gradients of guests as they travel: rounds carry them in `wires` {name: dtype}, each rounded once.
+def for_the_wire(replicas: Bank, plan: TransferPlan, wires) -> Bank:
+    """Return the gradients of replicas as they travel: rounds carry them in `wires` {name: dtype}, each rounded once.
 
     `gather` and `broadcast` add them up on their way, so there they keep their dtype.
     """
     if wires is None or plan.method not in ("shift", "permute"):
-        return guests
-    return {name: leaf.astype(wires[name]) for name, leaf in guests.items()}
+        return replicas
+    return {name: leaf.astype(wires[name]) for name, leaf in replicas.items()}
 
 
-def sparse_reduce_scatter(guests: Bank, table: Transfer, plan: TransferPlan, dtypes=None, wires=None) -> Bank:
-    """Sum one value per guest slot at the home of its chunk: {name: [Gs, ...]} -> {name: [Hs, ...]}.
+def sparse_reduce_scatter(replicas: Bank, table: Transfer, plan: TransferPlan, dtypes=None, wires=None) -> Bank:
+    """Sum one value per replica slot at the home of its chunk: {name: [Gs, ...]} -> {name: [Hs, ...]}.
 
     Args:
-      guests: travel in their own dtype, or as `for_the_wire` says.
+      replicas: travel in their own dtype, or as `for_the_wire` says.
       table, plan: of the `sparse_all_gather` that filled the slots.
-      dtypes: {name: dtype} of the sums, that of the guests where not given.
+      dtypes: {name: dtype} of the sums, that of the replicas where not given.
       wires: {name: dtype} in which rounds carry them; None is their own.
 
     Returns:
-      The sums over the guests only: what the home itself has to add is not in them.
+      The sums over the replicas only: what the home itself has to add is not in them.
     """
-    guests, table = match_varying(guests, table)
+    replicas, table = match_varying(replicas, table)
     with jax.named_scope("sparse_reduce_scatter"):
         sums = {
             name: zeros_varying((plan.home_slots, *leaf.shape[1:]), (dtypes or {}).get(name, leaf.dtype), leaf)
-            for name, leaf in guests.items()
+            for name, leaf in replicas.items()
         }
-        guests = for_the_wire(guests, plan, wires)
-        return bring_back(plan, guests, table).at_once(sums)
+        replicas = for_the_wire(replicas, plan, wires)
+        return bring_back(plan, replicas, table).at_once(sums)
 
 
-def empty_guests(bank: Bank, plan: TransferPlan) -> Bank:
-    """Return guest slots of zeros {name: [Gs, ...]}."""
-    return {name: zeros_varying((plan.guest_slots, *leaf.shape[1:]), leaf.dtype, leaf) for name, leaf in bank.items()}
+def empty_replicas(bank: Bank, plan: TransferPlan) -> Bank:
+    """Return replica slots of zeros {name: [Gs, ...]}."""
+    return {name: zeros_varying((plan.replica_slots, *leaf.shape[1:]), leaf.dtype, leaf) for name, leaf in bank.items()}

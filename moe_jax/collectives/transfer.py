@@ -2,8 +2,7 @@
 
 Nothing here communicates: see `sparse.py`.
 
-Letters: Hs home and Gs guest slots of a layer, D devices, T rounds, X chunks that each device offers to all, B chunks
-broadcast to all.
+Letters: docs/notation.md; n elements of a chunk.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ class TransferPlan:
       method: 'shift' and 'permute' run rounds of pairs (device, device), in which a device sends and receives at most
         once; 'gather' all-gathers what each device offers; 'broadcast' sums masked chunks over all devices.
       rounds: [layer][round] pairs for the first two; a single list serves all layers.
-      home_slots, guest_slots: Hs and Gs.
+      home_slots, replica_slots: Hs and Gs.
       axes: mesh axes of the devices that exchange chunks.
     """
 
     method: str
     home_slots: int
-    guest_slots: int
+    replica_slots: int
     axes: tuple[str, ...]
     rounds: tuple[Rounds, ...] = ()
 
@@ -54,9 +53,9 @@ class Transfer:
     """The data half of one layer's transfer, for this device.
 
     Attributes:
-      send: int32 [T, X or B], the home slot of the chunk sent in a round, or offered; Hs where there is none.
-      take: in rounds, int32 [T], the guest slot that the round fills, Gs for none; else int32 [Gs], which of the D X or
-        B chunks fills a guest slot, their number for none.
+      send: int32 [T, X or Y], the home slot of the chunk sent in a round, or offered; Hs where there is none.
+      take: in rounds, int32 [T], the replica slot that the round fills, Gs for none; else int32 [Gs], which of the D X
+        or Y chunks fills a replica slot, their number for none.
       layer: int32 [], which of the plan's lists of rounds to run.
     """
 

@@ -1,7 +1,7 @@
-"""Flags of a command: `--help`, and a mistake in them in one line that a user can act on.
+"""Flags of a command: `--help`, and a user's mistake as one line with a remedy.
 
-Enters: the words of a command line. Leaves: absl's flags, filled. Nothing else is imported, so that a command can still
-choose its devices afterwards.
+Inputs: the words of a command line. Outputs: absl's flags, filled. Nothing else is imported, so that a command can
+still choose its devices afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parse_flags(argv: list[str], command: str, flag: str) -> None:
 
 
 def help_text(command: str, full: bool) -> str:
-    """Return what a command's module says of itself, and its flags with types and defaults.
+    """Return the docstring of a command's module, and its flags with types and defaults.
 
     Args:
       command: the module that was started.

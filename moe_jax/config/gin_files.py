@@ -1,6 +1,6 @@
 """From gin files and bindings to one checked `RunConfig`. This is the only file that imports gin.
 
-Enters: names of gin files, binding strings, folders to search. Leaves: (RunConfig, its canonical text, gin's operative
+Inputs: names of gin files, binding strings, folders to search. Outputs: (RunConfig, its canonical text, gin's operative
 text), or a UserError of one line. Files are read twice: first statement by statement with gin's own parser, so that
 every mistake is named with its file and line, and what gin lets pass is caught (a mistyped macro, a scope that nothing
 enters, a value of the wrong type, a file that includes itself, an `import`, which would run code); then gin gets the
@@ -130,7 +130,7 @@ def _annotations(name: str) -> dict[str, object]:
 
 
 class _Delegate:
-    """What gin's parser asks for when it meets `@name` and `%name`."""
+    """What gin's parser calls for `@name` and `%name`."""
 
     def configurable_reference(self, scoped_configurable_name, evaluate):
         return Reference(scoped_configurable_name, evaluate)
@@ -216,7 +216,7 @@ def _parse(text: str, source: str) -> Iterator[tuple[str, int, typing.Any]]:
             f"{place}: {shown!r} is not a line 'Name.field = value' ({why}); text stands in quotes, a macro after %"
         )
 
-    if "\0" in text:  # Python's own tokenizer stumbles over it
+    if "\0" in text:  # Python's own tokenizer raises on it
         raise failed("it holds a NUL character", text[: text.index("\0")].count("\n") + 1)
     try:
         parser = gin.config_parser.ConfigParser(io.StringIO(text), _Delegate())

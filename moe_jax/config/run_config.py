@@ -1,9 +1,8 @@
 """One run's whole configuration as one record, as text, and as a difference between two texts.
 
-Enters: the six config dataclasses, or two texts. Leaves: `RunConfig`; its canonical text, one line
-`Name.field = value` for every field, defaults included and what was set marked, so that two configs compare field by
-field; and the rule of what may change when a run goes on. Host side, no gin: runs and notebooks may build a `RunConfig`
-by hand.
+Inputs: the six config dataclasses, or two texts. Outputs: `RunConfig`; its canonical text, one line `Name.field =
+value` for every field, defaults included and what was set marked, so that two configs compare field by field; and the
+rule of what may change when a run goes on. Host side, no gin: runs and notebooks may build a `RunConfig` by hand.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ MAY_DIFFER = (
     "ModelConfig.remat",
     "ModelConfig.prefetch",
     "ModelConfig.prefetch_case",
-    "ModelConfig.rematerialize",
+    "ModelConfig.refetch_replicas",
     "ModelConfig.sequence_parallel",
     "ModelConfig.stack",
     "ModelConfig.loss_chunk",

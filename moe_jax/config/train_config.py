@@ -19,7 +19,7 @@ class TrainConfig:
       steps: optimizer steps of the whole run.
       seed: of initial values, data order, gate noise and masks.
       batch_size: global sequences per optimizer step.
-      accumulate: microbatches that a step is split into; divides batch_size.
+      grad_accum_steps: microbatches that a step is split into; divides batch_size.
       optimizer: 'adamw', 'adafactor', 'muon' (hidden matrices; AdamW for the rest) or 'lion'.
       learning_rate: peak, reached after warmup_steps by a straight line.
       learning_rate_schedule: how the peak is left: 'cosine', 'constant', 'linear', or 'wsd' (warm-up, stable, decay).
@@ -47,7 +47,7 @@ class TrainConfig:
       loads_every: steps between recorded expert loads.
       log_every: steps between lines of progress where there is no terminal.
       guide_scheduler: on GPUs, compile twice, the second time with modelled seconds of the first program's instructions
-        for the compiler's scheduler (`training/guided.py`). Left out where it cannot be done, which is said once.
+        for the compiler's scheduler (`training/guided.py`). Where that is not possible it is left out, logged once.
       deterministic: on GPUs, compile every program of the model with kernels that give the same bits every time
         (`xla_gpu_deterministic_ops`), which is slower; docs/determinism.md says what holds where. CPUs always do.
       profile_steps: (first, last) steps whose trace is recorded, or None.
@@ -56,7 +56,7 @@ class TrainConfig:
     steps: int = 100
     seed: int = 0
     batch_size: int = 32
-    accumulate: int = 1
+    grad_accum_steps: int = 1
     optimizer: str = "adamw"
     learning_rate: float = 3e-3
     learning_rate_schedule: str = "cosine"
@@ -89,7 +89,7 @@ class TrainConfig:
         for name in (
             "steps",
             "batch_size",
-            "accumulate",
+            "grad_accum_steps",
             "keep_checkpoints",
             "loads_every",
             "log_every",
@@ -107,10 +107,11 @@ class TrainConfig:
         ):
             if getattr(self, name) < 0:
                 raise UserError(f"train.{name} ({getattr(self, name)}) must not be negative")
-        if self.batch_size % self.accumulate:
+        if self.batch_size % self.grad_accum_steps:
             raise UserError(
-                f"train.batch_size ({self.batch_size}) must be divisible by train.accumulate ({self.accumulate}); "
-                f"set train.batch_size to a multiple of {self.accumulate}"
+                f"train.batch_size ({self.batch_size}) must be divisible by "
+                f"train.grad_accum_steps ({self.grad_accum_steps}); "
+                f"set train.batch_size to a multiple of {self.grad_accum_steps}"
             )
         if self.zero_stage not in (0, 1, 3):
             raise UserError(f"train.zero_stage ({self.zero_stage}) must be 0, 1 or 3")

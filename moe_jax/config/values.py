@@ -1,8 +1,8 @@
 """Does a value fit the annotation of the config field that it is bound to?
 
-Enters: a binding's name, the field's annotation and a value, as gin read it. Leaves: the value as the field wants it
-(a list for a tuple and an int for a float are accepted), or a UserError that names the binding, the value, what is
-expected and an example. gin itself binds anything to anything. Host side.
+Inputs: a binding's name, the field's annotation and a value, as gin read it. Outputs: the value in the type of the
+field (a list for a tuple and an int for a float are accepted), or a UserError that names the binding, the value, what
+is expected and an example. gin itself binds anything to anything. Host side.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fitted(binding: str, annotation, value, place: str):
 
 
 def _fit(annotation, value):
-    """Return the value as the annotation wants it, or MISFIT."""
+    """Return the value in the annotated type, or MISFIT."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         results = (_fit(argument, value) for argument in arguments)
@@ -76,7 +76,7 @@ def _fit_tuple(arguments, value):
 
 
 def _describe(annotation) -> tuple[str, str]:
-    """Return what the annotation asks for in words, and an example."""
+    """Return the annotation in words, and an example."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         parts = [_describe(argument) for argument in arguments]
@@ -92,6 +92,6 @@ def _describe(annotation) -> tuple[str, str]:
 
 
 def _kind(value) -> str:
-    """Return the word for a value's type where it is the type that surprises."""
+    """Return the word for a value's type, where the type is the mistake."""
     words = {bool: "a truth value", str: "text", float: "a number", tuple: "a tuple", list: "a list", dict: "a dict"}
     return words.get(type(value), "")

@@ -1,10 +1,10 @@
-"""A corpus as one memory-mapped array of token ids, built once, by whoever comes first, whole or not at all.
+"""A corpus as one memory-mapped array of token ids, built by the first process, whole or not at all.
 
-Enters: a DataConfig and a tokenizer. Leaves: a TokenCache. A cache is a folder `tokens-<fingerprint>` with tokens.bin
+Inputs: a DataConfig and a tokenizer. Outputs: a TokenCache. A cache is a folder `tokens-<fingerprint>` with tokens.bin
 (ids, each document closed by end_id), documents.bin (where each document ends) and meta.json. It is written in a folder
 of another name, synced, and renamed: the rename is what makes it a cache, so a killed builder leaves nothing that could
-be taken for one, and of several builders (on several hosts, too) the first to rename wins. Windows and batches are no
-business of this file.
+be taken for one, and of several builders (on several hosts, too) the first to rename wins. Windows and batches are made
+elsewhere.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from moe_jax.errors import UserError
 
 FORMAT = 1
 BATCH_CHARACTERS = 4 << 20  # text handed to the tokenizer at once
-LOCK_SECONDS = 600.0  # the longest wait for another builder; after it both build, which is wasteful and right
+LOCK_SECONDS = 600.0  # the longest wait for another builder; after it both build, which is correct and wasteful
 ABANDONED_SECONDS = 86400.0  # a builder's folder untouched for so long has no builder
 
 
@@ -260,7 +260,7 @@ def _one_builder_at_a_time(folder: Path):
 
 
 def _remove_abandoned(root: Path):
-    """Remove what killed builders left, once nobody can be at work there."""
+    """Remove what killed builders left, once no builder can still be running."""
     for left in root.glob(".building-*"):
         with contextlib.suppress(OSError):
             newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
@@ -269,7 +269,7 @@ def _remove_abandoned(root: Path):
 
 
 def _sync(folder: Path):
-    """Ask that a folder's entries reach the disk; some network file systems refuse, and lose nothing by it."""
+    """Sync a folder's entries to the disk; some network file systems refuse, which is harmless."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """From DataConfig.path to documents: which files there are, in which order, and the text in them.
 
-Enters: a DataConfig. Leaves: an ordered list of sources, and from each source its text in pieces. The order is that of
-the names, never that of the file system. Tokens are no business of this file.
+Inputs: a DataConfig. Outputs: an ordered list of sources, and from each source its text in pieces. The order is that of
+the names, never that of the file system. Tokens are made elsewhere.
 """
 
 import codecs

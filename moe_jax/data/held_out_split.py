@@ -1,7 +1,7 @@
 """Which tokens training sees and which are held out, and each part read as one array.
 
-Enters: where the documents end, and the share wanted. Leaves: two lists of runs of tokens, and TokenSpan, which reads
-such a list as if it lay in one piece. Windows are no business of this file.
+Inputs: where the documents end, and the share wanted. Outputs: two lists of runs of tokens, and TokenSpan, which reads
+such a list as if it lay in one piece. Windows are made elsewhere.
 """
 
 import numpy as np

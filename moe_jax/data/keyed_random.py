@@ -1,6 +1,6 @@
 """Random numbers that are functions of their address: no generator, no state, nothing to save.
 
-Enters: integers that say where a number is wanted (purpose, seed, epoch, step, row, column). Leaves: the number there.
+Inputs: integers that say where a number is wanted (purpose, seed, epoch, step, row, column). Outputs: the number there.
 So any process computes any number alone, and a resumed run needs nothing but its step. The bits are defined here rather
 than borrowed from numpy.random, whose streams may change between versions.
 """

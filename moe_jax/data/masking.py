@@ -1,10 +1,10 @@
 """Hide tokens for a masked language model.
 
-Enters: tokens [b, S], the rows of one process. Leaves: inputs and targets [b, S] int32, weights [b, S] float32. Whether
-a token is hidden depends on (seed, step, global row, column) alone, so the split of rows over hosts changes nothing.
-Which rows a batch holds is no business of this file.
+Inputs: tokens [b, Sq], the rows of one process. Outputs: inputs and targets [b, Sq] int32, weights [b, Sq] float32.
+Whether a token is hidden depends on (seed, step, global row, column) alone, so the split of rows over hosts changes
+nothing. Which rows a batch holds is decided elsewhere.
 
-b rows of this process, S tokens of a window.
+Letters: docs/notation.md.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def mask_tokens(
     """Hide `rate` of the tokens: 80% behind the mask, 10% behind a random token, 10% left as they are.
 
     Args:
-      tokens: integers [b, S].
+      tokens: integers [b, Sq].
       step: the training step.
       rows: the global row of each, int [b]; or of tokens[0], where they follow one another.
       seed: `train.seed`.
@@ -39,9 +39,9 @@ def mask_tokens(
       special_ids: ids that are neither hidden nor drawn, such as the end of a document.
 
     Returns:
-      inputs: int32 [b, S], tokens with some hidden.
-      targets: int32 [b, S], the tokens as they were.
-      weights: float32 [b, S], 1 where a token was chosen and the loss counts, else 0.
+      inputs: int32 [b, Sq], tokens with some hidden.
+      targets: int32 [b, Sq], the tokens as they were.
+      weights: float32 [b, Sq], 1 where a token was chosen and the loss counts, else 0.
 
     Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018), section 3.1.
     """

@@ -1,12 +1,12 @@
 """Windows of tokens by step: what a training step and an evaluation read.
 
-Enters: a TokenCache and a step. Leaves: int32 [b, S + 1]; row[:-1] are inputs and row[1:] their targets. Windows lie S
-apart and share one token, so each token is a target once an epoch, but for the first and the fewer than S that fill no
-window at the end. Documents are packed one after the other. Nothing here is state: a batch is a function of (corpus,
+Inputs: a TokenCache and a step. Outputs: int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Windows lie
+Sq apart and share one token, so each token is a target once an epoch, but for the first and the fewer than Sq that fill
+no window at the end. Documents are packed one after the other. Nothing here is state: a batch is a function of (corpus,
 sequence_length, batch_size, seed, step), so the order cannot depend on hosts, devices or threads, and a resumed run
 needs its step only.
 
-S sequence length, B global rows of a batch, b those of one host.
+Letters: docs/notation.md.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class TokenStream:
 
     Args:
       cache: the corpus.
-      sequence_length: S.
+      sequence_length: Sq.
       batch_size: B, over all hosts.
       seed: `train.seed`.
       split: 'train' or 'held_out'.
@@ -56,7 +56,7 @@ class TokenStream:
         self._content = cache.meta.content
 
     def batch(self, step: int, rows: slice | np.ndarray | None = None) -> np.ndarray:
-        """Return the rows of a step, int32 [b, S + 1].
+        """Return the rows of a step, int32 [b, Sq + 1].
 
         Args:
           step: from 0.
@@ -106,9 +106,9 @@ class HeldOutBatch(NamedTuple):
     """Hold one evaluation batch.
 
     Args:
-      tokens: int32 [b, S + 1]; 0 where there is no token.
-      weights: float32 [b, S], 1 for each target that counts, else 0. Sum of weighted losses over sum of weights,
-        both taken over all batches and hosts, is the exact mean.
+      tokens: int32 [b, Sq + 1]; 0 where there is no token.
+      weights: float32 [b, Sq], 1 for each target that counts, else 0. Sum of weighted losses over sum of weights, both
+        taken over all batches and hosts, is the exact mean.
     """
 
     tokens: np.ndarray
@@ -130,7 +130,7 @@ def held_out_batches(
 
     Args:
       cache: the corpus.
-      sequence_length: S.
+      sequence_length: Sq.
       batch_size: B, over all hosts; the last batch is filled up with rows of weight 0.
       limit: the most windows; 0 takes all.
       rows: which of the B global rows, a slice or int [b]; None gives all. All hosts get the same number of batches.

@@ -1,6 +1,6 @@
 """Between text and token ids: the byte tokenizer, and any Hugging Face tokenizer.json.
 
-Enters: text. Leaves: 1-d int32 ids below `vocab_size`. `encode` never adds an end or a mask: the cache puts `end_id`
+Inputs: text. Outputs: 1-d int32 ids below `vocab_size`. `encode` never adds an end or a mask: the cache puts `end_id`
 after each document, and only masked-language-model inputs ever hold `mask_id`.
 """
 
@@ -77,7 +77,7 @@ class HuggingFaceTokenizer:
 
     Ends and masks are found by their usual names (END_NAMES, MASK_NAMES); one that the file lacks gets the next free
     id, so `vocab_size` can be one or two above the file's. Truncation and padding that the file asks for are switched
-    off: they would cut documents without a word.
+    off: they would cut documents silently.
 
     Raises:
       UserError: when the package or the file is missing, or the file is not a tokenizer.

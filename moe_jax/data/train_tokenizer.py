@@ -30,7 +30,7 @@ def train_tokenizer(config: DataConfig, out: str, vocab_size: int) -> str:
       vocab_size: ids wanted, the 256 bytes and the two special ones included.
 
     Returns:
-      One line that says what came out.
+      One line that describes the result.
 
     Raises:
       UserError: for a vocabulary below 258, no text, a missing package or a place that cannot be written.

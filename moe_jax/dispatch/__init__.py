@@ -1,7 +1,7 @@
 """How tokens become rows and rows become tokens again, on one device. See README.md."""
 
 from moe_jax.dispatch.route import Choice, Grouping, Parcel, Routing, largest_bucket, pack, regroup, route
-from moe_jax.dispatch.rows import groups_to_rows, rows_to_groups, rows_to_tokens, tokens_to_rows
+from moe_jax.dispatch.rows import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
 from moe_jax.dispatch.tables import Tables, destinations, even_tables, local
 
 __all__ = [
@@ -12,13 +12,13 @@ __all__ = [
     "Tables",
     "destinations",
     "even_tables",
-    "groups_to_rows",
     "largest_bucket",
     "local",
     "pack",
+    "permute_rows",
+    "permute_tokens",
     "regroup",
     "route",
-    "rows_to_groups",
-    "rows_to_tokens",
-    "tokens_to_rows",
+    "unpermute_rows",
+    "unpermute_tokens",
 ]

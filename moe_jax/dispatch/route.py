@@ -1,11 +1,10 @@
 """Routing: where each choice of each token goes, and in which row of which bucket it travels.
 
-Enters: the `Choice` of t tokens, and per choice its destination (device and group there). Leaves: `Routing`, from
+Inputs: the `Choice` of t tokens, and per choice its destination (device and group there). Outputs: `Routing`, from
 which `pack` cuts one `Parcel` per pass: at most C rows for each of the D destinations. Every choice is in exactly one
 pass, so a bucket of any size loses nothing; it only takes more passes. `regroup` is the receiver's half: the order in
 which the rows that arrived form compact groups, one group per expert held there. All of it is integers about rows; no
-row moves here. Letters: t tokens, K choices each, A = t K; D destinations, G groups (experts held) per destination, C
-rows a bucket.
+row moves here. Letters: docs/notation.md; A = t K.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class Choice:
     Attributes:
       expert_ids: int32 [t, K], best first; ties go to the lowest id.
       weights: float [t, K], the factor of each expert's output (at least float32).
-      kept: bool [t, K]; False where a capacity dropped the choice. All True when dropless.
+      keep_mask: bool [t, K]; False where a capacity dropped the choice. All True when dropless.
     """
 
     expert_ids: jax.Array
     weights: jax.Array
-    kept: jax.Array
+    keep_mask: jax.Array
 
 
 @record
@@ -117,7 +116,7 @@ def route(choice: Choice, destination, group, num_destinations: int, num_groups:
       num_destinations: D.
       num_groups: G.
     """
-    key = jnp.where(choice.kept, destination * num_groups + group, num_destinations * num_groups).reshape(-1)
+    key = jnp.where(choice.keep_mask, destination * num_groups + group, num_destinations * num_groups).reshape(-1)
     key = key.astype(jnp.int32)
     index = lax.iota(jnp.int32, key.shape[0])
     sorted_key, choice_at = lax.sort_key_val(key, index)

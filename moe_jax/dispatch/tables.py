@@ -1,10 +1,9 @@
-"""What the device knows of a placement: where the tokens of an expert go, and which guests come. Arrays only, all step
-inputs.
+"""A placement as arrays on the device: where the tokens of an expert go, and which replicas are fetched. Arrays only,
+all step inputs.
 
 The host builds these from a `Placement`; a new plan with the same shapes runs in the same executable. `destinations`
 applies the placement's token rule to the choices of one source.
-Letters: L MoE layers, E experts, D devices of one expert-parallel group, Hs home slots and Gs guest slots of a device
-in one layer, G = Hs + Gs its groups, Q candidates of an expert, S bank rows per device, t tokens, K choices each.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Tables:
         candidate q with dest_num * n // dest_den > i; dest_num <= dest_den <= 2^16.
       home_row: int32 [D, L, Hs], the bank row behind each home slot; a row outside the bank where the slot is empty.
       slot_expert: int32 [D, L, G], the expert in each slot, -1 for none; None where nothing is decided after the gate.
-      transfer: `Transfer` of every layer, arrays [D, L, ...]; None without guests.
+      transfer: `Transfer` of every layer, arrays [D, L, ...]; None without replicas.
     """
 
     dest_slot: jax.Array
@@ -62,7 +61,7 @@ def destinations(tables: Tables, choice: Choice, groups: int):
     if candidates == 1:
         slot = tables.dest_slot[:, 0][ids]
     else:
-        flat = jnp.where(choice.kept, ids, num_experts).reshape(-1)
+        flat = jnp.where(choice.keep_mask, ids, num_experts).reshape(-1)
         rank = rank_within(flat).astype(jnp.uint32)
         counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None], axis=0, dtype=jnp.uint32)
         edges = share_of(tables.dest_num, tables.dest_den[:, None], counts[:, None])  # [E, Q], first rank beyond q

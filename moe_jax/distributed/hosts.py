@@ -1,14 +1,15 @@
 """Starts this process' part of a job on one or several hosts, and ends it. No arrays.
 
-In: a HostsConfig (from flags) and the environment (Slurm, Open MPI, Kubernetes). Out: `Hosts`, that is who this process
-is among how many, with jax.distributed started where there are several. Around it stand a rendezvous before
-(rendezvous.py), a watch for lost processes during (watchdog.py) and an agreed stop at the end (stop_signal.py).
+Inputs: a HostsConfig (from flags) and the environment (Slurm, Open MPI, Kubernetes). Outputs: `Hosts`: this process'
+index, the number of processes, and jax.distributed started where there are several. A rendezvous comes before it
+(rendezvous.py), a watchdog for lost processes runs during the job (watchdog.py), and all processes stop at the same
+step (stop_signal.py).
 
     with start_hosts(HostsConfig(coordinator=..., num_processes=..., process_id=...)) as hosts:
         ...                                            # jax.devices() now spans all processes
 
 `--coordinator` is where process 0 listens for the rendezvous; the port of jax's own service is free to choose, so
-process 0 picks it and tells the others. Call this before anything that asks jax for devices.
+process 0 picks it and sends it to the others. Call this before anything that makes jax start its devices.
 """
 
 import contextlib
@@ -34,7 +35,8 @@ from moe_jax.errors import HostLostError, NonFiniteError, UserError
 
 __all__ = ["EXIT_HOST_LOST", "Hosts", "HostsConfig", "StopSignal", "exit_code_of", "start_hosts"]
 
-# An exception of a step that speaks of communication is probably a lost process' doing: wait for the watch to name it.
+# An exception of a step that mentions communication is probably caused by a lost process: wait for the watchdog to name
+# it.
 _COMMUNICATION_WORDS = ("gloo", "nccl", "unavailable", "deadline", "socket", "connection", "coordination", "aborted")
 _JAX_HEARTBEAT_MARGIN_SECONDS = 10
 _SHARD_AUTOTUNING = "xla_gpu_shard_autotuning"
@@ -55,7 +57,7 @@ class HostsConfig:
         while a step, a batch of an evaluation or a checkpoint is under way, not while the first step is compiled, so it
         must be longer than the longest of these. A re-jit that a step waits for counts as part of that step.
       job_token: a secret that all processes of the job were given; None takes MOE_JAX_JOB_TOKEN from the environment,
-        and without that what the launcher and the coordinator's address tell (see `job_token.py`).
+        and without that a hash of the launcher's job id and the coordinator's address (see `job_token.py`).
       shutdown_timeout_seconds: how long the end may wait for the other processes, one of which may still draw plots;
         if one dies meanwhile, that ends the wait.
     """
@@ -89,7 +91,7 @@ class HostsConfig:
 
 
 class Hosts:
-    """This process among the processes of its job; as a context manager it ends the process rightly.
+    """This process among the processes of its job; as a context manager it ends the process with the right exit code.
 
     In a job of one process everything here does nothing, and exceptions pass through. With several processes, leaving
     the `with` block
@@ -148,15 +150,15 @@ class Hosts:
         """Leave the job together with all other processes; a second call does nothing."""
         if self._watchdog is None:
             return
-        jax.distributed.shutdown()  # waits for all; the watch still runs, in case one of them dies now
+        jax.distributed.shutdown()  # waits for all; the watchdog still runs, in case one of them dies now
         self._watchdog.leave()
         self._watchdog = None
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End this process because of an exception, unless another process turns out to be its cause.
+        """End this process because of an exception, unless another process caused it.
 
-        Several processes only. When a process dies, the step of the others may raise before the watch has spoken; the
-        watch then ends this process, naming the one that died.
+        Several processes only. When a process dies, the step of the others may raise before the watchdog has noticed;
+        the watchdog then ends this process, naming the one that died.
         """
         assert self._watchdog is not None, "a process alone ends by its exception"
         code, line = exit_code_of(error), f"{type(error).__name__}: {error}"
@@ -199,14 +201,14 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
       HostLostError: another process did not come in time.
     """
     config = config or HostsConfig()
-    was_told = None not in (config.coordinator, config.num_processes, config.process_id)
+    by_flags = None not in (config.coordinator, config.num_processes, config.process_id)
     config, local_device_ids = resolve_hosts(config, environment)
     count, index = config.num_processes, config.process_id
     if count == 1 or config.coordinator is None or count is None or index is None:
         return Hosts()
     if jax.distributed.is_initialized():
         raise RuntimeError("start_hosts must be called once, and instead of jax.distributed.initialize")
-    place = _place(config, environment, was_told)
+    place = _place(config, environment, by_flags)
     with held_port() if index == 0 else contextlib.nullcontext("") as offer:
         if index == 0:
             joined = gather_peers(place, offer=offer, seconds=config.start_timeout_seconds)
@@ -229,7 +231,7 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
             host_ids=joined.host_ids,
         )
         _tune_alone(os.environ)
-        # jax's own notice of SIGTERM takes the signal from Python's handlers; StopSignal agrees on a step without it.
+        # jax's own handler of SIGTERM takes the signal from Python's handlers; StopSignal agrees on a step without it.
         jax.config.update("jax_enable_preemption_service", False)
         try:
             jax.distributed.initialize(
@@ -263,7 +265,7 @@ def resolve_hosts(
     index = _first_int(config.process_id, environment, "JAX_PROCESS_ID")
     local_device_ids = None
     launcher = find_launcher(environment)
-    if launcher == "Open MPI":  # version 5 tells each process its rank, but neither jax nor us where process 0 is
+    if launcher == "Open MPI":  # version 5 gives each process its rank, but no address of process 0
         count = _first_int(count, environment, "OMPI_COMM_WORLD_SIZE")
         index = _first_int(index, environment, "OMPI_COMM_WORLD_RANK")
         local_rank = _first_int(None, environment, "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -301,7 +303,7 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> str | None:
 def _detect(
     launcher: str, coordinator: str | None, count: int | None, index: int | None, seconds: int
 ) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Ask jax what a launcher's environment says; the only private name of jax in this file."""
+    """Read a launcher's environment with jax's detection; the only private name of jax in this file."""
     try:
         from jax._src.clusters import ClusterEnv
 
@@ -320,11 +322,11 @@ def _detect(
     return found
 
 
-def _place(config: HostsConfig, environment: Mapping[str, str], was_told: bool) -> Place:
-    """Return what the rendezvous needs to know; `was_told` if flags alone gave this process its place."""
+def _place(config: HostsConfig, environment: Mapping[str, str], by_flags: bool) -> Place:
+    """Return the inputs of the rendezvous; `by_flags` if flags alone gave this process its index."""
     assert config.coordinator and config.num_processes and config.process_id is not None
     host, port = _split_address(config.coordinator)
-    launcher = None if was_told else find_launcher(environment)
+    launcher = None if by_flags else find_launcher(environment)
     return Place(
         index=config.process_id,
         count=config.num_processes,
@@ -370,7 +372,7 @@ def _tune_alone(environment: MutableMapping[str, str]) -> None:
 
 
 def _await_port(host: str, port: int) -> None:
-    """Return once process 0's coordination service listens: jax waits a second after an attempt that came too early."""
+    """Return once process 0's coordination service listens: after a failed attempt jax would wait a second."""
     deadline = time.monotonic() + _SERVICE_SECONDS
     while time.monotonic() < deadline:
         try:

@@ -1,12 +1,12 @@
-"""What the processes of one job share and nobody else needs to know: proofs of it, and where it comes from.
+"""The secret that the processes of one job share: how it is proved, and where it comes from.
 
-Enters: a token (bytes) on each side of a connection. Leaves: messages whose sender can be checked. The token itself
-never travels: each side sends a random challenge, and seals what it says with an HMAC of the token over the other's
-challenge, so that a recorded message is worth nothing on another connection. It says who speaks, not what is overheard:
-nothing is encrypted, and after the rendezvous the connection is trusted.
+Inputs: a token (bytes) on each side of a connection. Outputs: messages whose sender can be checked. The token itself
+never travels: each side sends a random challenge, and seals its message with an HMAC of the token over the other's
+challenge, so that a recorded message is not accepted on another connection. This authenticates the sender only: nothing
+is encrypted, and after the rendezvous the connection is trusted.
 
 A token that was given is a secret. Without one, the launcher's job id and the coordinator's address take its place:
-they keep other jobs, port scanners and health checks out, not somebody who knows both and this file.
+they keep other jobs, port scanners and health checks out, not somebody who knows both of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def derive_token(given: str | None, coordinator: str, launcher: str | None, envi
     Args:
       given: the secret from a flag; else the environment's MOE_JAX_JOB_TOKEN, if that is set.
       coordinator: host:port, the same text on all processes.
-      launcher: that told this process its place, None if flags did.
+      launcher: that gave this process its index, None if flags did.
     """
     secret = given or environment.get(TOKEN_VARIABLE)
     if secret:

@@ -1,8 +1,8 @@
 """Listens at the coordinator's address and at no other, as far as this machine knows that address. No arrays, no jax.
 
-In: the coordinator's host, as all processes name it, and a port. Out: listening sockets. A name may mean another
-address here than elsewhere (behind address translation, for a service of Kubernetes, or where /etc/hosts gives the
-machine's own name a loopback address); then only listening at all addresses reaches everybody, and that is said once.
+Inputs: the coordinator's host, as all processes name it, and a port. Outputs: listening sockets. A name may mean
+another address here than elsewhere (behind address translation, for a service of Kubernetes, or where /etc/hosts gives
+the machine's own name a loopback address); then only listening at all addresses reaches every process, logged once.
 Also the port of jax's service, kept until jax opens it.
 """
 

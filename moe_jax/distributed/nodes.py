@@ -1,8 +1,8 @@
 """Where the fast links end: which processes share a machine, and so how many devices a node has. No arrays, no jax.
 
-In: what names this machine, from every process (the rendezvous exchanges it), and the devices. Out: devices of a node.
-Processes share a node if their host name, boot and network namespace are equal, or NCCL_HOSTID, where that is set:
-nearly what NCCL goes by.
+Inputs: what names this machine, from every process (the rendezvous exchanges it), and the devices. Outputs: devices of
+a node. Processes share a node if their host name, boot and network namespace are equal, or NCCL_HOSTID, where that is
+set: nearly what NCCL goes by.
 """
 
 from __future__ import annotations

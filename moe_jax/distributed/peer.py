@@ -36,7 +36,7 @@ class Peer:
         return f"process {self.index} ({self.name})"
 
     def send(self, message: dict) -> None:
-        """Send one message; a connection that cannot take it is judged when it is read, not here."""
+        """Send one message; a broken connection is handled when it is read, not here."""
         try:
             self.connection.sendall(encode(message))
         except OSError:
@@ -46,7 +46,7 @@ class Peer:
         """Return the messages that have arrived, or None when the connection is closed.
 
         Raises:
-          MalformedMessage: what arrived is none, or has no end.
+          MalformedMessage: what arrived is not a message, or has no end.
         """
         try:
             data = self.connection.recv(65536)

@@ -1,18 +1,18 @@
-"""Connects the processes of a job in a star round process 0, or says what is wrong with their flags. No arrays, no jax.
+"""Connects the processes of a job in a star around process 0, and checks their flags. No arrays, no jax.
 
-In: this process' place, the coordinator's host and port, and the job's token. Out: the connections, which processes
-share a machine, and a text that process 0 offers to the others. It comes before anything of jax, whose coordination
-service answers every mistake made here (a missing process, counts that differ, a process_id given twice) with an abort
-of the process or a long silence.
+Inputs: this process' place, the coordinator's host and port, and the job's token. Outputs: the connections, which
+processes share a machine, and a text that process 0 offers to the others. It comes before anything of jax, whose
+coordination service reacts to every mistake made here (a missing process, counts that differ, a process_id given twice)
+by aborting the process or waiting for long.
 
     process 0                              process i
     challenge                       ->
                                     <-     hello: index, count, versions, machine; sealed for that challenge
     go or refused, sealed for the hello's challenge  ->
 
-Whoever cannot seal a hello is a stranger: its connection is dropped, its address logged once, and the job goes on. One
-deadline holds for all of it, whatever strangers do: process 0 waits for all connections at once and for none in
-particular. A hello that is sealed comes from the job itself, so a contradiction in it ends the job with its reason.
+A connection that does not send a sealed hello is a stranger: it is dropped, its address logged once, and the job goes
+on. One deadline holds for all of it: process 0 waits for all connections at once, so a stranger cannot delay it. A
+sealed hello comes from the job itself, so a contradiction in it ends the job with its reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moe_jax.distributed.peer import MalformedMessage, Peer, decode, encode
 from moe_jax.errors import HostLostError, UserError
 
 _LOG = logging.getLogger(__name__)
-_PROTOCOL = 1  # of what is said here and after the start
+_PROTOCOL = 1  # of the messages here and after the start
 _BIND_SECONDS = 10.0  # a predecessor on the same port may still be ending
 _HELLO_SECONDS = 5.0  # a process of the job answers the challenge at once
 _SEND_SECONDS = 5.0
@@ -38,12 +38,12 @@ _MAX_HELLO_BYTES = 8192
 _MAX_GO_BYTES = 1 << 20
 _MAX_LOGGED_ADDRESSES = 100
 _RETRY_SECONDS = 0.2
-_MENDED_SECONDS = 1.0  # between attempts that fail unless a user mends something
+_MENDED_SECONDS = 1.0  # between attempts that fail until a user corrects something
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Who this process is, and what it must share with the others.
+    """This process' index, and what it shares with the others.
 
     Attributes:
       index, count: of this process, and of processes.
@@ -83,20 +83,20 @@ def gather_peers(place: Place, *, offer: str, seconds: float) -> Joined:
       HostLostError: some process did not join in time.
     """
     deadline = time.monotonic() + seconds
-    door = _Door(place, seconds)
+    admission = _Admission(place, seconds)
     try:
-        door.open(min(deadline, time.monotonic() + _BIND_SECONDS))
-        peers = door.admit_all(deadline)
+        admission.open(min(deadline, time.monotonic() + _BIND_SECONDS))
+        peers = admission.admit_all(deadline)
     except (UserError, HostLostError) as error:
-        door.refuse_all({"lost": isinstance(error, HostLostError), "line": str(error)})
+        admission.refuse_all({"lost": isinstance(error, HostLostError), "line": str(error)})
         raise
     finally:
-        door.close()
+        admission.close()
     host_ids = [place.host_id, *(peer.host_id for peer in peers)]
     go = {"name": socket.gethostname(), "offer": offer, "host_ids": host_ids}
     for peer in peers:
         peer.connection.settimeout(_SEND_SECONDS)
-        peer.send(seal(place.token, "go", door.challenges[peer.index], go))
+        peer.send(seal(place.token, "go", admission.challenges[peer.index], go))
     return Joined(peers=peers, host_ids=host_ids, offer=offer)
 
 
@@ -136,7 +136,7 @@ def connect(place: Place, *, seconds: float) -> Joined:
 
 
 class _NotAdmitted(Exception):
-    """Why an attempt to join came to nothing; `worth_saying` if a user could mend it meanwhile."""
+    """Why an attempt to join failed; `worth_saying` if a user could correct it meanwhile."""
 
     def __init__(self, reason: str, worth_saying: bool = False):
         super().__init__(reason)
@@ -162,7 +162,7 @@ def _ask_to_join(connection: socket.socket, place: Place, name: str, deadline: f
         connection.sendall(encode(seal(place.token, "hello", challenge, hello)))
     except OSError as error:
         raise _NotAdmitted(str(error)) from error
-    # process 0 gives up first, and says for whom it waited
+    # process 0 times out first, and names the missing processes
     message = _read_message(connection, deadline + _HELLO_SECONDS, _MAX_GO_BYTES)
     if message["kind"] == "stranger":
         raise _NotAdmitted(
@@ -180,7 +180,7 @@ def _ask_to_join(connection: socket.socket, place: Place, name: str, deadline: f
 
 
 def _read_message(connection: socket.socket, deadline: float, most: int) -> dict:
-    """Read exactly one message; raise _NotAdmitted if the other end closes, takes too long or babbles."""
+    """Read exactly one message; raise _NotAdmitted if the other end closes, takes too long or sends too much."""
     line = b""
     while not line.endswith(b"\n"):
         left = deadline - time.monotonic()
@@ -203,8 +203,8 @@ def _read_message(connection: socket.socket, deadline: float, most: int) -> dict
 
 
 @dataclass(eq=False)
-class _Visitor:
-    """A connection that has not said yet who it is."""
+class _UnverifiedPeer:
+    """A connection that is not authenticated yet."""
 
     connection: socket.socket
     address: str
@@ -214,13 +214,13 @@ class _Visitor:
 
 
 @dataclass(eq=False)
-class _Door:
-    """Process 0's side: takes connections from all, and lets in who seals a hello."""
+class _Admission:
+    """Process 0's side: accepts connections, and admits those that send a sealed hello."""
 
     place: Place
     seconds: float
     listeners: list[socket.socket] = field(default_factory=list)
-    visitors: dict[socket.socket, _Visitor] = field(default_factory=dict)
+    unverified_peers: dict[socket.socket, _UnverifiedPeer] = field(default_factory=dict)
     peers: dict[int, Peer] = field(default_factory=dict)
     challenges: dict[int, str] = field(default_factory=dict)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -229,8 +229,8 @@ class _Door:
 
     def __post_init__(self):
         self.name = socket.gethostname()
-        # so that a whole job may knock at once; beyond it the oldest visitor has to go
-        self.most_visitors = max(128, 2 * self.place.count)
+        # so that all processes of a job may connect at once; beyond it the oldest connection is dropped
+        self.most_unverified = max(128, 2 * self.place.count)
 
     def open(self, deadline: float) -> None:
         """Listen at the coordinator's address; raise UserError if another program does."""
@@ -240,8 +240,8 @@ class _Door:
             self.selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def close(self) -> None:
-        """Give up the port and whoever has not joined."""
-        for connection in (*self.listeners, *self.visitors):
+        """Close the port and the connections that have not joined."""
+        for connection in (*self.listeners, *self.unverified_peers):
             connection.close()
         self.selector.close()
 
@@ -249,21 +249,21 @@ class _Door:
         """Return the other processes in the order of their index, once all have joined."""
         while True:
             if len(self.peers) == self.place.count - 1:
-                self._drop_closed()  # one that joined and died just now: its successor may come
+                self._drop_closed()  # one that joined and died just now: its successor may connect
                 if len(self.peers) == self.place.count - 1:
                     return [self.peers[index] for index in sorted(self.peers)]
             now = time.monotonic()
-            for visitor in [visitor for visitor in self.visitors.values() if visitor.until <= now]:
-                self._drop(visitor, "said nothing in time")
+            for unverified in [unverified for unverified in self.unverified_peers.values() if unverified.until <= now]:
+                self._drop(unverified, "said nothing in time")
             if now >= deadline:
                 raise self._missing()
-            until = min([deadline, *(visitor.until for visitor in self.visitors.values())])
+            until = min([deadline, *(unverified.until for unverified in self.unverified_peers.values())])
             for key, _ in self.selector.select(max(0.0, until - now)):
                 if key.fileobj.fileno() >= 0:  # else dropped by an earlier turn of this loop
                     key.data(key.fileobj)
 
     def refuse_all(self, content: dict) -> None:
-        """Tell the processes that have joined why the job does not start."""
+        """Send the processes that have joined the reason why the job does not start."""
         for index, peer in self.peers.items():
             peer.connection.settimeout(_SEND_SECONDS)
             peer.send(seal(self.place.token, "refused", self.challenges[index], content))
@@ -276,57 +276,57 @@ class _Door:
             connection, address = listener.accept()
         except OSError:  # gone before it was taken
             return
-        if len(self.visitors) >= self.most_visitors:
-            self._drop(next(iter(self.visitors.values())), "made way for others")
+        if len(self.unverified_peers) >= self.most_unverified:
+            self._drop(next(iter(self.unverified_peers.values())), "made way for others")
         connection.setblocking(False)
-        visitor = _Visitor(connection, str(address[0]), new_challenge(), time.monotonic() + _HELLO_SECONDS)
+        unverified = _UnverifiedPeer(connection, str(address[0]), new_challenge(), time.monotonic() + _HELLO_SECONDS)
         try:
-            connection.send(encode({"kind": "challenge", "challenge": visitor.challenge}))
+            connection.send(encode({"kind": "challenge", "challenge": unverified.challenge}))
         except OSError:
             connection.close()
             return
-        self.visitors[connection] = visitor
-        self.selector.register(connection, selectors.EVENT_READ, self._hear)
+        self.unverified_peers[connection] = unverified
+        self.selector.register(connection, selectors.EVENT_READ, self._receive_hello)
 
-    def _hear(self, connection: socket.socket) -> None:
-        visitor = self.visitors[connection]
+    def _receive_hello(self, connection: socket.socket) -> None:
+        unverified = self.unverified_peers[connection]
         try:
             data = connection.recv(_MAX_HELLO_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             data = b""
-        visitor.received += data
-        line, end, _ = visitor.received.partition(b"\n")
+        unverified.received += data
+        line, end, _ = unverified.received.partition(b"\n")
         if not end:
             if not data:
-                self._drop(visitor, "closed without a hello")
-            elif len(visitor.received) > _MAX_HELLO_BYTES:
-                self._drop(visitor, "a line without an end")
+                self._drop(unverified, "closed without a hello")
+            elif len(unverified.received) > _MAX_HELLO_BYTES:
+                self._drop(unverified, "a line without an end")
             return
         try:
             message = decode(line)
         except MalformedMessage:
-            self._drop(visitor, "no hello of this program")
+            self._drop(unverified, "no hello of this program")
             return
         try:
-            hello = unseal(self.place.token, visitor.challenge, message) if message["kind"] == "hello" else None
+            hello = unseal(self.place.token, unverified.challenge, message) if message["kind"] == "hello" else None
         except (ValueError, RecursionError):  # sealed, and no JSON: not by this program
             hello = None
         if hello is None:
-            self._drop(visitor, "another job token or none", farewell={"kind": "stranger"})
+            self._drop(unverified, "another job token or none", last_message={"kind": "stranger"})
             return
         self.selector.unregister(connection)
-        del self.visitors[connection]
+        del self.unverified_peers[connection]
         self._admit(connection, hello)
 
-    def _hear_early(self, connection: socket.socket) -> None:
-        """A process that has joined has nothing to say before the start: it died, or it is kept and not heard."""
+    def _receive_early(self, connection: socket.socket) -> None:
+        """A process that has joined sends nothing before the start: either it died, or its bytes are left unread."""
         self.selector.unregister(connection)
         self._drop_closed()
 
     def _admit(self, connection: socket.socket, hello: dict) -> None:
-        """Take in a process of this job; a contradiction that no retry can heal raises UserError."""
+        """Admit a process of this job; a contradiction that no retry can resolve raises UserError."""
         place, index, theirs = self.place, hello["index"], hello["versions"]  # in hellos of all versions to come
         peer = Peer(index=index, name=hello["name"], connection=connection, host_id=hello.get("host_id", ""))
         line = ""
@@ -358,26 +358,26 @@ class _Door:
             self.refused = f" (refused: {line})"
             return
         self.peers[index], self.challenges[index] = peer, hello["challenge"]
-        self.selector.register(connection, selectors.EVENT_READ, self._hear_early)
+        self.selector.register(connection, selectors.EVENT_READ, self._receive_early)
 
-    # Who has to go.
+    # Dropping connections.
 
-    def _drop(self, visitor: _Visitor, why: str, farewell: dict | None = None) -> None:
-        if farewell is not None:
+    def _drop(self, unverified: _UnverifiedPeer, why: str, last_message: dict | None = None) -> None:
+        if last_message is not None:
             try:
-                visitor.connection.send(encode(farewell))
+                unverified.connection.send(encode(last_message))
             except OSError:
                 pass
-        self.selector.unregister(visitor.connection)
-        del self.visitors[visitor.connection]
-        visitor.connection.close()
-        if visitor.address in self.strangers or len(self.strangers) >= _MAX_LOGGED_ADDRESSES:
+        self.selector.unregister(unverified.connection)
+        del self.unverified_peers[unverified.connection]
+        unverified.connection.close()
+        if unverified.address in self.strangers or len(self.strangers) >= _MAX_LOGGED_ADDRESSES:
             return
-        self.strangers[visitor.address] = why
+        self.strangers[unverified.address] = why
         _LOG.warning(
             "a stranger at the rendezvous port %d from %s was dropped (%s); later ones from there are not mentioned",
             self.place.port,
-            visitor.address,
+            unverified.address,
             why,
         )
 

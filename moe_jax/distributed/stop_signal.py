@@ -1,8 +1,8 @@
 """Turns SIGTERM and SIGINT into one agreed last step. No arrays, no jax.
 
-In: the signals of this process and, when there are several processes, the maximum of all their flags as the step itself
-computes it. Out: `should_stop`, true at the same step everywhere. It saves nothing and ends nothing by itself, except
-that a second signal ends the process at once.
+Inputs: the signals of this process and, when there are several processes, the maximum of all their flags as the step
+itself computes it. Outputs: `should_stop`, true at the same step everywhere. It saves nothing and ends nothing by
+itself, except that a second signal ends the process at once.
 
 The agreement costs no extra communication. Every step takes this process' flag and returns the maximum over all
 processes among its metrics; the host reads a step's metrics a fixed number of steps later (`lag`), when they have long
@@ -78,7 +78,7 @@ class StopSignal:
         return False
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the previous signal handlers."""
         if self._write_end < 0:
             return
         signal.set_wakeup_fd(self._previous_wakeup)
@@ -104,4 +104,4 @@ class StopSignal:
 
 
 def _do_nothing(_number, _frame) -> None:
-    """Keep the default action (the end of the process) away."""
+    """Replace the default action, which ends the process."""

@@ -1,12 +1,12 @@
-"""Ends this process when another one of its job is gone, so that none waits for ever. No arrays, no jax.
+"""Ends this process when another one of its job has died, so that none waits for ever. No arrays, no jax.
 
-In: the connections that the rendezvous made, a star round process 0. Out: one line on stderr that names the lost
-process, and exit code 4; and texts gathered from all processes with a time limit. A killed process is noticed when the
-kernel closes its connection, a vanished machine by its silence.
+Inputs: the connections that the rendezvous made, a star around process 0. Outputs: one line on stderr that names the
+lost process, and exit code 4; and texts gathered from all processes with a time limit. A killed process is noticed when
+the kernel closes its connection, a machine that vanished by a timeout.
 
 The coordination service of jax.distributed notices a death too, but then aborts the process from C++ (exit code 134 and
 a stack trace), and the Python callback that could replace this cannot take its own argument. When process 0 dies that
-abort comes within milliseconds: a handler of SIGABRT lets the verdict found here go first.
+abort comes within milliseconds: a handler of SIGABRT prints the verdict found here first.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from moe_jax.errors import HostLostError
 
 EXIT_HOST_LOST = 4
 # Outcomes of the whole job (a user's mistake, a loss that is not finite) rather than of one machine: every process ends
-# with the same code, so that a scheduler decides alike whichever it looks at.
+# with the same code, so that a cluster's scheduler sees the same code on all of them.
 _SHARED_EXIT_CODES = (2, 3)
 _ABORT_WAIT_SECONDS = 5.0
 _FAREWELL_SECONDS = 2.0
@@ -63,8 +63,8 @@ class Watchdog:
         self._verdict: Verdict | None = None
         self._verdict_reached, self._stopped = threading.Event(), threading.Event()
         self._heard = threading.Condition()
-        self._said: dict[str, dict[int, str]] = {}  # process 0: what it has heard of a topic so far
-        self._texts: dict[str, list[str]] = {}  # topics on which everybody has spoken
+        self._received_texts: dict[str, dict[int, str]] = {}  # process 0: the texts received on a topic so far
+        self._texts: dict[str, list[str]] = {}  # topics on which all texts have arrived
         self._touched: tuple[float, int] | None = None
         for peer in self._peers:
             peer.connection.settimeout(lost_seconds)  # bounds sending; reading waits for the selector
@@ -72,7 +72,7 @@ class Watchdog:
         self._abort_handler = _handle_abort(self._on_abort)  # kept: C holds no reference
         threading.Thread(target=self._watch, name="moe_jax watchdog", daemon=True).start()
 
-    # Called by the owner of this process.
+    # Called by this process.
 
     def touch(self, step: int) -> None:
         """Note that this process made a step, or that one is due now."""
@@ -83,7 +83,7 @@ class Watchdog:
         self._touched = None
 
     def await_verdict(self, seconds: float) -> None:
-        """Return after some seconds, unless there is a reason to end by then: the watch ends this process for it."""
+        """Return after some seconds, unless a verdict comes by then, in which case the watchdog ends this process."""
         if self._verdict_reached.wait(seconds):
             threading.Event().wait()
 
@@ -94,7 +94,7 @@ class Watchdog:
           topic: a name that all processes use, each once.
 
         Raises:
-          HostLostError: some processes did not speak in time; process 0 names them.
+          HostLostError: some texts did not arrive in time; process 0 names their processes.
         """
         if self._index == 0:
             self._take_text(topic, 0, text)
@@ -102,7 +102,7 @@ class Watchdog:
             self._broadcast({"kind": "say", "topic": topic, "text": text})
         with self._heard:
             if not self._heard.wait_for(lambda: topic in self._texts, timeout=seconds):
-                said = self._said.get(topic, {})
+                said = self._received_texts.get(topic, {})
                 missing = [i for i in range(self._count) if i not in said] if self._index == 0 else "(process 0 knows)"
                 raise HostLostError(
                     f"processes {missing} of {self._count} did not reach {topic!r} within {seconds:g} s"
@@ -110,7 +110,7 @@ class Watchdog:
             return self._texts.pop(topic)
 
     def fail(self, exit_code: int, line: str) -> NoReturn:
-        """End this process alone, telling the others why; does not return."""
+        """End this process and send the others the reason; does not return."""
         what = f"{self._self} ended with exit code {exit_code}" + (f": {line}" if line else "")
         shared = exit_code if exit_code in _SHARED_EXIT_CODES else EXIT_HOST_LOST
         self._stopped.set()
@@ -128,7 +128,7 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             self._watch_peers()
-        except Exception as error:  # a watch that is gone in silence would bring the hang back
+        except Exception as error:  # a watchdog that ends silently would bring the hang back
             self._end(Verdict(line=f"the watch of {self._self} failed: {error!r}"))
 
     def _watch_peers(self) -> None:
@@ -153,7 +153,7 @@ class Watchdog:
             for message in messages or []:
                 self._take(peer, message)
         except (MalformedMessage, KeyError, TypeError) as error:
-            # Only a process that was admitted can have sent it, and what it said may be what all wait for.
+            # Only a process that was admitted can have sent it, and all may be waiting for its message.
             what = f"the message lacks {error}" if isinstance(error, KeyError) else str(error)
             self._end(Verdict(line=f"{peer} is lost: its connection brings nonsense ({what})"))
         if messages is None:
@@ -190,12 +190,12 @@ class Watchdog:
     def _take_text(self, topic: str, index: int, text: str) -> None:
         """Note, as process 0, one process' text; the last one sends all of them to everybody."""
         with self._heard:
-            said = self._said.setdefault(topic, {})
+            said = self._received_texts.setdefault(topic, {})
             said[index] = text
             if len(said) < self._count:
                 return
             texts = self._texts[topic] = [said[i] for i in range(self._count)]
-            del self._said[topic]
+            del self._received_texts[topic]
             self._heard.notify_all()
         self._broadcast({"kind": "texts", "topic": topic, "texts": texts})
 
@@ -207,13 +207,13 @@ class Watchdog:
     # The end.
 
     def _end(self, verdict: Verdict) -> NoReturn:
-        """Tell the others and end this process; the first verdict stands."""
+        """Send the others the verdict and end this process; the first verdict counts."""
         if self._verdict is None:
             self._verdict = verdict
             self._verdict_reached.set()
             self._send_verdict(verdict)
         time.sleep(self._verdict.grace_seconds)
-        with self._end_lock:  # never released: one line, whichever thread comes first
+        with self._end_lock:  # never released, so that only one thread prints its line
             print(
                 f"moe_jax: {self._verdict.line}; {self._self} ends with exit code {self._verdict.exit_code}",
                 file=sys.stderr,
@@ -235,7 +235,7 @@ class Watchdog:
 def _handle_abort(function: Callable[[int], None]):
     """Run a Python function at abort(), in the thread that aborts; return what must be kept alive.
 
-    The signal module cannot do this: its handlers run in the main thread, which never comes to it.
+    The signal module cannot do this: its handlers run in the main thread, which may be blocked.
     """
     callback = ctypes.CFUNCTYPE(None, ctypes.c_int)(function)
     libc = ctypes.CDLL(None)

@@ -1,7 +1,7 @@
-"""Grouped matmul as loops over row blocks: about the FLOPs of the rows there are, with plain XLA matmuls.
+"""Grouped matmul as loops over row blocks: about the FLOPs of the rows in use, with plain XLA matmuls.
 
 The choice on a CPU, where XLA expands `lax.ragged_dot` to G times the work. See `row_blocks.py` for the loops and
-`contract.py` for what enters and leaves.
+`contract.py` for inputs and outputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def multiply(a: Array, b: Array, dims) -> Array:
 def choose_heights(rows: int, groups: int, weight_elements: int) -> tuple[int, ...]:
     """Return the ladder of block heights for a matmul of `rows` rows with weights of `weight_elements` elements each.
 
-    The more work there is, the more compile time it may cost to save some of it.
+    Larger matmuls get more heights, because they repay more compile time.
     """
     flops = 2 * rows * weight_elements
     return block_heights(rows, groups, steps=sum(flops > limit for limit in (3e7, 3e8, 3e9)))
@@ -52,15 +52,16 @@ def zeros_varying_like(shape, dtype, *like) -> Array:
 
 
 def open_gradient(operand: GroupedWeights, like: Array) -> Array | None:
-    """Return zeros for the gradient of an operand's groups, None where it has no sink; blocks add up in float32."""
-    if operand.sink is None:
+    """Return zeros for the gradient of an operand's groups, None where it has no grad_sink; blocks add up in
+    float32."""
+    if operand.grad_sink is None:
         return None
-    return zeros_varying_like(operand.sink.shape, jnp.promote_types(operand.sink.dtype, jnp.float32), like)
+    return zeros_varying_like(operand.grad_sink.shape, jnp.promote_types(operand.grad_sink.dtype, jnp.float32), like)
 
 
 def close_gradient(operand: GroupedWeights, dweight: Array | None) -> Array | None:
-    """Return the gradient of an operand's groups in the dtype of its sink."""
-    return None if dweight is None else dweight.astype(operand.sink.dtype)
+    """Return the gradient of an operand's groups in the dtype of its grad_sink."""
+    return None if dweight is None else dweight.astype(operand.grad_sink.dtype)
 
 
 @register("blocked")

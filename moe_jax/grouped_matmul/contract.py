@@ -1,10 +1,10 @@
 """The contract that every grouped matmul implementation meets, and the registry that holds them.
 
-Rows `[R, K]` sorted by group enter together with `group_sizes [G]` and the weights of the groups; `[R, N]` leaves.
-Group g owns the `group_sizes[g]` rows after those of the groups before it; rows past the last group belong to nobody:
-they may hold anything on entry and are zero on exit. Nothing here computes: see `matmul.py`.
+Inputs: rows `[R, K]` sorted by group, `group_sizes [G]` and the weights of the groups. Output: `[R, N]`. Group g owns
+the `group_sizes[g]` rows after those of the groups before it; rows past the last group belong to no group: they may
+hold anything in the input and are zero in the output. Nothing here computes: see `matmul.py`.
 
-Letters: R rows of this shard, G groups, S rows of a weight bank, K and N the contracted and the resulting dim.
+Letters: docs/notation.md; here K and N are the contracted and the resulting dim.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ import jax
 Array = jax.Array
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("bank", "slots", "sink"), meta_fields=("constant",))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("bank", "slots", "grad_sink"), meta_fields=("constant",)
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedWeights:
-    """Say which row of a weight bank serves each of some consecutive groups, and where their gradients leave.
+    """Say which row of a weight bank serves each of some consecutive groups, and where their gradients go.
 
     The bank is read and never differentiated: a loop over layers can close over a bank that holds all of them, without
-    a gradient as large as the bank in its carry. A group's gradient leaves as the cotangent of its row of `sink`.
+    a gradient as large as the bank in its carry. A group's gradient leaves as the cotangent of its row of `grad_sink`.
 
     Attributes:
-      bank: float [S, K, N], the weights of many groups.
+      bank: float [Rb, K, N], the weights of many groups.
       slots: int32 [G], the row of `bank` that serves each group.
-      sink: float [G, K, N], a door for gradients whose values are never read, or None where no gradient is wanted.
-          Its dtype is the dtype of the gradient.
-      constant: the caller differentiates nothing with respect to the bank, so it need not be cut off; what a backward
-          keeps of the bank is then the caller's own array.
+      grad_sink: float [G, K, N], zeros whose values are never read, or None where no gradient is wanted. Its dtype is
+          the dtype of the gradient.
+      constant: the caller differentiates nothing with respect to the bank, so no stop_gradient is needed; a backward
+        then keeps the caller's own array, not another one.
     """
 
     bank: Array
     slots: Array
-    sink: Array | None = None
+    grad_sink: Array | None = None
     constant: bool = False
 
 
@@ -55,7 +57,8 @@ class GroupedMatmul(Protocol):
     def gradients(
         self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands
     ) -> tuple[Array, tuple[Array | None, ...]]:
-        """Return the gradient of `lhs`, and per operand that of its groups' weights [G, K, N] or None without a sink.
+        """Return the gradient of `lhs`, and per operand that of its groups' weights [G, K, N] or None without a
+        grad_sink.
 
         Rows of `lhs` and `dout` past the last group may hold anything; the gradient of `lhs` is zero there.
         """
@@ -67,7 +70,7 @@ class FusedFfn(Protocol):
     """What an implementation has besides, if it computes an expert's whole FFN at once; see `experts` for the letters.
 
     `activation` takes one hidden array per input weight, in at least float32. `ins` holds the operands of each input
-    weight [S, M, F], `outs` those of the output weight [S, F, M].
+    weight [Rb, M, F], `outs` those of the output weight [Rb, F, M].
     """
 
     def ffn(
@@ -89,20 +92,21 @@ class FusedFfn(Protocol):
         ins: tuple[Operands, ...],
         outs: Operands,
     ) -> tuple[Array, tuple[Array, ...]]:
-        """Return the same, and what the backward wants to keep besides the arguments."""
+        """Return the same, and residuals: what the backward needs besides the arguments."""
         ...
 
     def ffn_gradients(
         self,
         activation: Callable,
         rows: Array,
-        kept: tuple[Array, ...],
+        residuals: tuple[Array, ...],
         dout: Array,
         group_sizes: Array,
         ins: tuple[Operands, ...],
         outs: Operands,
     ) -> tuple[Array, tuple[tuple[Array | None, ...], ...], tuple[Array | None, ...]]:
-        """Return the gradients of `rows`, and of the groups' weights in `ins` and in `outs`, None without a sink."""
+        """Return the gradients of `rows`, and of the groups' weights in `ins` and in `outs`, None without a
+        grad_sink."""
         ...
 
 

@@ -1,6 +1,6 @@
 """How much an expert FFN computes and touches on one device, as numbers. Host side; no arrays of JAX.
 
-Letters: R rows of the buffer, G groups, M model dim, F hidden dim (this shard's part).
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The expert FFN row block by row block, so that a block's hidden rows stay in the cache between its matmuls.
+"""The expert FFN row block by row block, so that the hidden rows of a block stay in the cache between its matmuls.
 
-Enters: rows `[R, M]` sorted by group and the weights of each group's FFN; leaves: `[R, M]`. One loop computes the
-whole forward and one the whole backward, where composing grouped matmuls takes a loop per weight and passes over
-[R, F] in between. Only the pre-activations [R, F] are kept for the backward.
+Inputs: rows `[R, M]` sorted by group and the weights of each group's FFN; outputs: `[R, M]`. One loop computes the
+whole forward and one the whole backward, where composing grouped matmuls takes a loop per weight and passes over [R, F]
+in between. Only the pre-activations [R, F] are kept for the backward.
 
-Letters: R rows of this shard, M model dim, F hidden dim, G groups, S rows of a weight bank.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -37,19 +37,26 @@ class FusedBlocks(BlockedMatmul):
     """`blocked`, and the whole FFN in one loop: about a tenth faster on a CPU, in a third of the memory."""
 
     def ffn(self, activation: Callable, rows: Array, group_sizes: Array, ins: tuple, outs: tuple) -> Array:
-        return _forward(activation, rows, group_sizes, ins, outs, keep=False)[0]
+        return _forward(activation, rows, group_sizes, ins, outs, save_residuals=False)[0]
 
     def ffn_forward(self, activation: Callable, rows: Array, group_sizes: Array, ins: tuple, outs: tuple):
-        return _forward(activation, rows, group_sizes, ins, outs, keep=True)
+        return _forward(activation, rows, group_sizes, ins, outs, save_residuals=True)
 
     def ffn_gradients(
-        self, activation: Callable, rows: Array, kept: tuple, dout: Array, group_sizes: Array, ins: tuple, outs: tuple
+        self,
+        activation: Callable,
+        rows: Array,
+        residuals: tuple,
+        dout: Array,
+        group_sizes: Array,
+        ins: tuple,
+        outs: tuple,
     ):
         drows = zeros_varying_like(rows.shape, rows.dtype, rows)
         dins, douts = [], []
         for part, (sizes, first_row) in enumerate(split_sizes(group_sizes, outs)):
             part_ins, part_out = [operands[part] for operands in ins], outs[part]
-            step = _backward_step(activation, rows, kept, dout, part_ins, part_out)
+            step = _backward_step(activation, rows, residuals, dout, part_ins, part_out)
             carry = (drows, [open_gradient(w, rows) for w in part_ins], open_gradient(part_out, rows))
             heights = choose_heights(rows.shape[0], sizes.shape[0], part_out.bank[0].size)
             drows, dw_ins, dw_out = for_each_block(sizes, heights, rows.shape[0], carry, step, first_row)
@@ -58,43 +65,43 @@ class FusedBlocks(BlockedMatmul):
         return drows, tuple(zip(*dins, strict=True)), tuple(douts)
 
 
-def _forward(activation, rows, group_sizes, ins, outs, *, keep: bool):
-    """Return the output [R, M], and with `keep` the pre-activations, one [R, F] per input weight."""
+def _forward(activation, rows, group_sizes, ins, outs, *, save_residuals: bool):
+    """Return the output [R, M], and with `save_residuals` the pre-activations, one [R, F] per input weight."""
     out = zeros_varying_like(rows.shape, rows.dtype, rows)
     hidden = (rows.shape[0], outs[0].bank.shape[1])
-    kept = tuple(zeros_varying_like(hidden, rows.dtype, rows) for _ in ins) if keep else ()
+    residuals = tuple(zeros_varying_like(hidden, rows.dtype, rows) for _ in ins) if save_residuals else ()
     for part, (sizes, first_row) in enumerate(split_sizes(group_sizes, outs)):
         step = _forward_step(activation, rows, [operands[part] for operands in ins], outs[part])
         heights = choose_heights(rows.shape[0], sizes.shape[0], outs[part].bank[0].size)
-        out, kept = for_each_block(sizes, heights, rows.shape[0], (out, kept), step, first_row)
-    return out, kept
+        out, residuals = for_each_block(sizes, heights, rows.shape[0], (out, residuals), step, first_row)
+    return out, residuals
 
 
 def _forward_step(activation: Callable, rows: Array, ins: list[GroupedWeights], out_weight: GroupedWeights):
     dtype = rows.dtype
 
     def step(carry, block):
-        out, kept = carry
+        out, residuals = carry
         x = block.read(rows)
         pre = [multiply(x, block.pick(w.bank, w.slots, dtype), ROWS_BY_WEIGHT).astype(dtype) for w in ins]
-        if kept:
-            kept = tuple(block.write(array, new) for array, new in zip(kept, pre, strict=True))
-        hidden = activation(*map(_widen, pre)).astype(dtype)
+        if residuals:
+            residuals = tuple(block.write(array, new) for array, new in zip(residuals, pre, strict=True))
+        hidden = activation(*map(_to_acc_dtype, pre)).astype(dtype)
         y = multiply(hidden, block.pick(out_weight.bank, out_weight.slots, dtype), ROWS_BY_WEIGHT)
-        return block.write(out, y), kept
+        return block.write(out, y), residuals
 
     return step
 
 
-def _backward_step(activation, rows, kept, dout, ins: list[GroupedWeights], out_weight: GroupedWeights):
+def _backward_step(activation, rows, residuals, dout, ins: list[GroupedWeights], out_weight: GroupedWeights):
     dtype = rows.dtype
 
     def step(carry, block):
         drows, dw_ins, dw_out = carry
         x, dy = block.read(rows), block.read(dout)
-        hidden, pull_back = jax.vjp(activation, *[_widen(block.read(array)) for array in kept])
+        hidden, pull_back = jax.vjp(activation, *[_to_acc_dtype(block.read(array)) for array in residuals])
         dhidden = multiply(dy, block.pick(out_weight.bank, out_weight.slots, dtype), ROWS_BY_TRANSPOSED)
-        dpre = [d.astype(dtype) for d in pull_back(_widen(dhidden.astype(dtype)))]
+        dpre = [d.astype(dtype) for d in pull_back(_to_acc_dtype(dhidden.astype(dtype)))]
         dx = sum(
             multiply(d, block.pick(w.bank, w.slots, dtype), ROWS_BY_TRANSPOSED) for d, w in zip(dpre, ins, strict=True)
         )
@@ -109,5 +116,5 @@ def _backward_step(activation, rows, kept, dout, ins: list[GroupedWeights], out_
     return step
 
 
-def _widen(x: Array) -> Array:
+def _to_acc_dtype(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,10 +1,10 @@
 """Grouped matmul by the Pallas kernels for Hopper that ship with JAX, given a backward.
 
-See `contract.py` for what enters and leaves. Limits: 16-bit floats, K and N multiples of 64. The kernels lower on
-any machine; this project has not run them on a GPU, so training compares them with plain matmuls before it starts
+See `contract.py` for inputs and outputs. Limits: 16-bit floats, K and N multiples of 64. The kernels lower on any
+machine; this project has not run them on a GPU, so training compares them with plain matmuls before it starts
 (`training/first_step_check.py`). Only a program that uses `hopper` loads Pallas.
 
-Letters: R rows of this shard, G groups, K and N the contracted and the resulting dim.
+Letters: docs/notation.md; here K and N are the contracted and the resulting dim.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HopperMatmul:
         lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)
         weights = gather_weights(operands, lhs.dtype)
         dlhs = _rows_times_weights(dout, weights, group_sizes, transpose_rhs=True)
-        if all(operand.sink is None for operand in operands):
+        if all(operand.grad_sink is None for operand in operands):
             return dlhs, (None,) * len(operands)
         return dlhs, split_gradient(_transposed_ragged_dot(_fill(lhs), _fill(dout), group_sizes), operands)
 
@@ -106,7 +106,7 @@ def _ragged_dot(lhs: Array, weights: Array, group_sizes: Array, *, transpose_rhs
         grid_block_n=_tiles_side_by_side(resulting, block_n),
         transpose_rhs=transpose_rhs,
     )
-    return cast_varying(out, varying_axes(lhs))  # the kernel's outputs claim to be equal on all devices
+    return cast_varying(out, varying_axes(lhs))  # the kernel's outputs are typed as equal on all devices
 
 
 def _transposed_ragged_dot(lhs: Array, dout: Array, group_sizes: Array) -> Array:
@@ -125,11 +125,11 @@ def _transposed_ragged_dot(lhs: Array, dout: Array, group_sizes: Array) -> Array
         max_concurrent_steps=4,
         grid_block_n=_tiles_side_by_side(dout.shape[1], block_n),
     )
-    return cast_varying(dweight, varying_axes(lhs))  # the kernel's outputs claim to be equal on all devices
+    return cast_varying(dweight, varying_axes(lhs))  # the kernel's outputs are typed as equal on all devices
 
 
 class _JaxOnHopper:
-    """The `jax` module for the shipped kernel, which asks the first device for its cores: a CPU cannot tell."""
+    """The `jax` module for the shipped kernel, which reads the number of cores of the first device: a CPU has none."""
 
     def __getattr__(self, name):
         return getattr(jax, name)

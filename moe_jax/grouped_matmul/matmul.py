@@ -1,8 +1,8 @@
 """Multiply rows that are sorted by expert by their experts' weights, with a choice of implementations.
 
-Rows `[R, K]`, `group_sizes [G]` and the groups' weights enter, `[R, N]` leaves; the gradients of the rows and, through
-the sinks, of the weights leave the backward. Works inside `shard_map` and outside. The rules are in `contract.py`,
-the implementations in `portable.py`, `blocked.py`, `fused_ffn.py` and `hopper.py`.
+Rows `[R, K]`, `group_sizes [G]` and the groups' weights in, `[R, N]` out; the gradients of the rows and, through the
+grad_sinks, of the weights leave the backward. Works inside `shard_map` and outside. The rules are in `contract.py`, the
+implementations in `portable.py`, `blocked.py`, `fused_ffn.py` and `hopper.py`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def default_implementation(device, dtype, dims: tuple[int, ...]) -> str:
     """Return what 'auto' is: never one that multiplies every row by every group's weights.
 
     On GPUs of the Hopper kind their kernels, where those take the dtype and the sizes. On all other GPUs, and on CPUs,
-    `fused`: loops over row blocks, plain XLA matmuls of the rows there are. `lax.ragged_dot` is the choice on TPUs,
-    which have a kernel for it; XLA for GPUs expands it to G matmuls of all rows, in FLOPs and memory
-    (docs/bench/inspect.md), or, from jax 0.11 on and with cuDNN 9.22, hands it to cuDNN, which was never run here.
+    `fused`: loops over row blocks, plain XLA matmuls of the rows in use. `lax.ragged_dot` is the choice on TPUs, which
+    have a kernel for it; XLA for GPUs expands it to G matmuls of all rows, in FLOPs and memory (docs/bench/inspect.md),
+    or, from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which was never run here.
 
     Args:
       device: `jax.Device`, real or described.
@@ -54,7 +54,7 @@ def default_implementation(device, dtype, dims: tuple[int, ...]) -> str:
 
 
 def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...]) -> str:
-    """Return the name that a config wants, 'auto' resolved by `default_implementation`."""
+    """Return the configured name, 'auto' resolved by `default_implementation`."""
     return default_implementation(device, dtype, dims) if wanted == "auto" else wanted
 
 
@@ -76,7 +76,7 @@ def grouped_matmul(lhs: Array, group_sizes: Array, operands: Operands, *, implem
     """
     check_operands(lhs.shape[1], group_sizes, operands)
     lhs, group_sizes, operands = match_varying(lhs, group_sizes, without_bank_gradient(operands))
-    return _multiply(find_implementation(implementation), sink_dtypes(operands), lhs, group_sizes, operands)
+    return _multiply(find_implementation(implementation), grad_sink_dtypes(operands), lhs, group_sizes, operands)
 
 
 def without_bank_gradient(operands: Operands) -> Operands:
@@ -101,54 +101,56 @@ def check_operands(contracted: int, group_sizes: Array, operands: Operands) -> N
         if operand.bank.shape[1:] != shape or shape[0] != contracted:
             raise ValueError(
                 f"a bank of shape {operand.bank.shape} does not fit rows of {contracted} elements and weights of shape "
-                f"{shape}; banks are [S, K, N] with the same K and N"
+                f"{shape}; banks are [Rb, K, N] with the same K and N"
             )
-        if operand.sink is not None and operand.sink.shape != (operand.slots.shape[0], *shape):
+        if operand.grad_sink is not None and operand.grad_sink.shape != (operand.slots.shape[0], *shape):
             raise ValueError(
-                f"a sink of shape {operand.sink.shape} must be {(operand.slots.shape[0], *shape)}: one [K, N] per group"
+                f"grad_sink {operand.grad_sink.shape} must be {(operand.slots.shape[0], *shape)}: one [K, N] per group"
             )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(implementation, sink_dtypes, lhs, group_sizes, operands):
-    del sink_dtypes
+def _multiply(implementation, grad_sink_dtypes, lhs, group_sizes, operands):
+    del grad_sink_dtypes
     return implementation.multiply(lhs, group_sizes, operands)
 
 
-def _multiply_forward(implementation, sink_dtypes, lhs, group_sizes, operands):
-    out = _multiply(implementation, sink_dtypes, lhs, group_sizes, operands)
-    return out, (lhs, group_sizes, without_sinks(operands))
+def _multiply_forward(implementation, grad_sink_dtypes, lhs, group_sizes, operands):
+    out = _multiply(implementation, grad_sink_dtypes, lhs, group_sizes, operands)
+    return out, (lhs, group_sizes, without_grad_sinks(operands))
 
 
-def _multiply_backward(implementation, sink_dtypes, residuals, dout):
+def _multiply_backward(implementation, grad_sink_dtypes, residuals, dout):
     lhs, group_sizes, operands = residuals
-    dlhs, dweights = implementation.gradients(lhs, dout, group_sizes, with_sink_types(operands, sink_dtypes))
-    return dlhs, None, door_cotangents(dweights)
+    dlhs, dweights = implementation.gradients(lhs, dout, group_sizes, with_grad_sink_types(operands, grad_sink_dtypes))
+    return dlhs, None, grad_sink_cotangents(dweights)
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def sink_dtypes(operands: Operands) -> tuple:
-    """Return the dtype of each operand's sink, None where there is none; hashable."""
-    return tuple(None if operand.sink is None else operand.sink.dtype for operand in operands)
+def grad_sink_dtypes(operands: Operands) -> tuple:
+    """Return the dtype of each operand's grad_sink, None where there is none; hashable."""
+    return tuple(None if operand.grad_sink is None else operand.grad_sink.dtype for operand in operands)
 
 
-def without_sinks(operands: Operands) -> Operands:
-    """Return the operands without sinks: a backward that kept them would keep zeros as large as the weights."""
-    return tuple(dataclasses.replace(operand, sink=None) for operand in operands)
+def without_grad_sinks(operands: Operands) -> Operands:
+    """Return the operands without grad_sinks: a backward that kept them would keep zeros as large as the weights."""
+    return tuple(dataclasses.replace(operand, grad_sink=None) for operand in operands)
 
 
-def with_sink_types(operands: Operands, dtypes: tuple) -> Operands:
-    """Return the operands with sinks that have a shape and a dtype and no value."""
+def with_grad_sink_types(operands: Operands, dtypes: tuple) -> Operands:
+    """Return the operands with grad_sinks that have a shape and a dtype and no value."""
     typed = []
     for operand, dtype in zip(operands, dtypes, strict=True):
         shape = (operand.slots.shape[0], *operand.bank.shape[1:])
-        typed.append(dataclasses.replace(operand, sink=None if dtype is None else jax.ShapeDtypeStruct(shape, dtype)))
+        typed.append(
+            dataclasses.replace(operand, grad_sink=None if dtype is None else jax.ShapeDtypeStruct(shape, dtype))
+        )
     return tuple(typed)
 
 
-def door_cotangents(dweights: tuple[Array | None, ...]) -> Operands:
-    """Return the cotangents of operands: gradients leave through the sinks, nothing through banks and slots."""
+def grad_sink_cotangents(dweights: tuple[Array | None, ...]) -> Operands:
+    """Return the cotangents of operands: gradients leave through the grad_sinks, nothing through banks and slots."""
     nothing: Any = None
-    return tuple(GroupedWeights(bank=nothing, slots=nothing, sink=dweight) for dweight in dweights)
+    return tuple(GroupedWeights(bank=nothing, slots=nothing, grad_sink=dweight) for dweight in dweights)

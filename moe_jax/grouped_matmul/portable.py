@@ -1,6 +1,6 @@
-"""Two grouped matmuls without loops: `reference`, to be believed, and `ragged`, for TPU.
+"""Two grouped matmuls without loops: `reference`, the oracle, and `ragged`, for TPU.
 
-See `contract.py` for what enters and leaves. Both gather the groups' weights into one array [G, K, N] first.
+See `contract.py` for inputs and outputs. Both gather the groups' weights into one array [G, K, N] first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ def gather_weights(operands: Operands, dtype) -> Array:
 
 
 def split_gradient(dweight: Array, operands: Operands) -> tuple[Array | None, ...]:
-    """Cut the gradient [G, K, N] of all groups into one part per operand, in its sink's dtype; None without a sink."""
+    """Cut the gradient [G, K, N] of all groups into one part per operand, in its grad_sink's dtype; None without a
+    grad_sink."""
     parts, offset = [], 0
     for operand in operands:
         stop = offset + operand.slots.shape[0]
-        parts.append(None if operand.sink is None else dweight[offset:stop].astype(operand.sink.dtype))
+        parts.append(None if operand.grad_sink is None else dweight[offset:stop].astype(operand.grad_sink.dtype))
         offset = stop
     return tuple(parts)
 
@@ -38,18 +39,18 @@ def clear_unowned_rows(array: Array, group_sizes: Array) -> Array:
     return jnp.where(row < jnp.sum(group_sizes, dtype=jnp.int32), array, jnp.zeros((), array.dtype))
 
 
-def _accumulator(dtype):
+def _acc_dtype(dtype):
     return jnp.promote_types(dtype, jnp.float32)
 
 
 @register("reference")
 class ReferenceMatmul:
-    """Every group multiplies every row, and a mask keeps its own: G times the FLOPs, and hard to get wrong."""
+    """Every group multiplies every row, and a mask selects its own: G times the FLOPs, and simple."""
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         weights, lhs = gather_weights(operands, lhs.dtype), clear_unowned_rows(lhs, group_sizes)
         owner_GR = _owner_mask(group_sizes, lhs.shape[0], lhs.dtype)
-        einsum = functools.partial(jnp.einsum, preferred_element_type=_accumulator(lhs.dtype))
+        einsum = functools.partial(jnp.einsum, preferred_element_type=_acc_dtype(lhs.dtype))
         of_group = [einsum("r,rk,kn->rn", owner, lhs, weight) for owner, weight in zip(owner_GR, weights, strict=True)]
         return jnp.sum(jnp.stack(of_group), axis=0).astype(lhs.dtype)
 
@@ -57,7 +58,7 @@ class ReferenceMatmul:
         weights, lhs = gather_weights(operands, lhs.dtype), clear_unowned_rows(lhs, group_sizes)
         dout = clear_unowned_rows(dout, group_sizes)
         owner_GR = _owner_mask(group_sizes, lhs.shape[0], lhs.dtype)
-        einsum = functools.partial(jnp.einsum, preferred_element_type=_accumulator(lhs.dtype))
+        einsum = functools.partial(jnp.einsum, preferred_element_type=_acc_dtype(lhs.dtype))
         of_group = [einsum("r,rn,kn->rk", owner, dout, weight) for owner, weight in zip(owner_GR, weights, strict=True)]
         dweight = jnp.stack([einsum("r,rk,rn->kn", owner, lhs, dout) for owner in owner_GR])
         return jnp.sum(jnp.stack(of_group), axis=0).astype(lhs.dtype), split_gradient(dweight, operands)
@@ -72,27 +73,27 @@ def _owner_mask(group_sizes: Array, rows: int, dtype) -> Array:
 
 @register("ragged")
 class RaggedMatmul:
-    """`lax.ragged_dot`, which XLA lowers as well as it can on each platform: on a CPU with G times the FLOPs."""
+    """`lax.ragged_dot`, lowered by XLA on each platform: on a CPU with G times the FLOPs."""
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         out = lax.ragged_dot(
             clear_unowned_rows(lhs, group_sizes),
             gather_weights(operands, lhs.dtype),
             group_sizes,
-            preferred_element_type=_accumulator(lhs.dtype),
+            preferred_element_type=_acc_dtype(lhs.dtype),
         )
         return clear_unowned_rows(out, group_sizes).astype(lhs.dtype)
 
     def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
         lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)
         transposed = jnp.swapaxes(gather_weights(operands, lhs.dtype), 1, 2)
-        accumulator = _accumulator(lhs.dtype)
-        dlhs = lax.ragged_dot(dout, transposed, group_sizes, preferred_element_type=accumulator)
+        acc_dtype = _acc_dtype(lhs.dtype)
+        dlhs = lax.ragged_dot(dout, transposed, group_sizes, preferred_element_type=acc_dtype)
         dlhs = clear_unowned_rows(dlhs, group_sizes).astype(lhs.dtype)
-        if all(operand.sink is None for operand in operands):
+        if all(operand.grad_sink is None for operand in operands):
             return dlhs, (None,) * len(operands)
         rows_by_rows = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
         )
-        dweight = lax.ragged_dot_general(lhs, dout, group_sizes, rows_by_rows, preferred_element_type=accumulator)
+        dweight = lax.ragged_dot_general(lhs, dout, group_sizes, rows_by_rows, preferred_element_type=acc_dtype)
         return dlhs, split_gradient(dweight, operands)

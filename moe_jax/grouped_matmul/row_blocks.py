@@ -1,13 +1,13 @@
 """Cut the rows of every group into blocks of a few static heights, and loop over them with trip counts that are data.
 
-Enters: group sizes `[G]`, a carry, and a step that handles one block. Leaves: the carry after all blocks. XLA needs
+Inputs: group sizes `[G]`, a carry, and a step that handles one block. Outputs: the carry after all blocks. XLA needs
 static shapes, so a group's rows are covered by blocks whose heights come from a short ladder: blocks of the highest
-rung as long as rows are left for more than one, then one *tail* block of the lowest rung that covers the rest. One
-loop per rung runs over exactly the groups whose tail fits it, so an empty group costs nothing, and a group of 70 rows
-costs a matmul of 72 or 80 rows, not of 128. (A `lax.switch` over heights inside one loop would read better, but XLA
-copies the whole carry, weight gradients included, at every turn.)
+rung as long as rows are left for more than one, then one *tail* block of the lowest rung that covers the rest. One loop
+per rung runs over exactly the groups whose tail fits it, so an empty group costs nothing, and a group of 70 rows costs
+a matmul of 72 or 80 rows, not of 128. (A `lax.switch` over heights inside one loop would read better, but XLA copies
+the whole carry, weight gradients included, at every turn.)
 
-Letters: R rows of this shard, G groups.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RowBlock:
     """One block: `count` rows of `group`, in a window of `height` rows that starts at row `start`.
 
     The window may also hold `lead` rows before the block's own and rows after them: those belong to other groups or to
-    nobody, so they are read as zeros and never written.
+    none, so they are read as zeros and never written.
     """
 
     height: int
@@ -61,7 +61,7 @@ class RowBlock:
         return lax.dynamic_update_slice_in_dim(array, values, self.start, 0)
 
     def pick(self, bank: Array, slots: Array, dtype) -> Array:
-        """Return the weights [K, N] of this block's group from `bank` [S, K, N], as `dtype`."""
+        """Return the weights [K, N] of this block's group from `bank` [Rb, K, N], as `dtype`."""
         return lax.dynamic_index_in_dim(bank, slots[self.group], 0, keepdims=False).astype(dtype)
 
     def add_to_group(self, totals: Array, values: Array) -> Array:

@@ -1,7 +1,7 @@
 """The constants of the cost model: fitted to measured kernels, written to a file, read again.
 
-Enters: samples of measured kernels, or a file. Leaves: values for `Model`. A fit is a weighted median of what each
-kernel says by itself, so a few kernels that are slow for another reason do not move it.
+Inputs: samples of measured kernels, or a file. Outputs: values for `Model`. A fit is a weighted median over the
+kernels, so a few kernels that are slow for another reason do not move it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Sample:
 
 
 def fit_constants(samples: Sequence[Sample], model: Model, pauses: Sequence[float] = ()) -> tuple[dict, dict]:
-    """Return what the samples say of each constant of the model.
+    """Fit each constant of the model to the samples.
 
-    matmul_efficiency: over kernels that the model takes for bound by their FLOPs, weighted by measured seconds.
+    matmul_efficiency: over kernels that the model counts as bound by their FLOPs, weighted by measured seconds.
     memory_efficiency: over kernels without matmuls that move bytes for at least four launches.
     launch: over kernels with less than a quarter of a launch of work, weighted by executions.
     conditional: the median of `pauses`, less one launch, which the model charges the next kernel anyway.
@@ -44,7 +44,7 @@ def fit_constants(samples: Sequence[Sample], model: Model, pauses: Sequence[floa
     Args:
       samples: of one program.
       model: whose constants sort the samples.
-      pauses: seconds that the device stood still around each conditional.
+      pauses: seconds that the device was idle around each conditional.
 
     Returns:
       ({name: value}, for a file that `read_constants` takes, without those that have no samples;

@@ -1,6 +1,6 @@
 """What one instruction of a compiled program computes and moves through memory: FLOPs of its matmuls and bytes.
 
-Enters: an instruction, its computation, its module. Leaves: a `Cost`. Matmuls are counted wherever they stand, inside
+Inputs: an instruction, its computation, its module. Outputs: a `Cost`. Matmuls are counted wherever they stand, inside
 fusions too; what else is computed is left to the bytes. An operand that a fusion only slices counts the slice, and an
 array updated in place counts the update. Kernels that were written by hand are counted by their operands' shapes, as if
 every row were in use; a custom call of another form counts its bytes alone and is reported by name.
@@ -180,9 +180,9 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
 
 
 def _attention_flops(arrays: list, name: str) -> float:
-    """Return 4 B H S^2 D of a fused attention forward, and 10 B H S^2 D backward, with no credit for a causal mask.
+    """Return 4 B H Sq^2 Dh of a fused attention forward, and 10 B H Sq^2 Dh backward, with no credit for a causal mask.
 
-    The first operands are q, k and v, [B, S, H, D] or [B, H, S, D]; S is the largest of the middle dims' two.
+    The first operands are q, k and v, [B, Sq, H, Dh] or [B, H, Sq, Dh]; Sq is the largest of the middle dims' two.
     """
     query = arrays[0].dims
     batch, (first, second), head = query[0], query[1:3], query[3]

@@ -1,7 +1,7 @@
 """A timeline as pictures: a PNG, and a Chrome trace that Perfetto (ui.perfetto.dev) opens.
 
-Enters: a `Timeline`. Leaves: files. The PNG shows the whole step, and below it a middle turn of each of the two longest
-loops (in training: one block forward and one backward). matplotlib is imported when it is drawn.
+Inputs: a `Timeline`. Outputs: files. The PNG shows the whole step, and below it a middle turn of each of the two
+longest loops (in training: one block forward and one backward). matplotlib is imported when it is drawn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Read the text of a scheduled HLO module: computations, their instructions in launch order, and their attributes.
 
-Enters: what `compiled.as_text()` returns. Leaves: a `Module`. Only the outer form is read here; what an instruction
+Inputs: what `compiled.as_text()` returns. Outputs: a `Module`. Only the outer form is read here; what an instruction
 costs and which devices it joins is read from its attributes by other files. No jax.
 
     %all-to-all-start.1 = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-to-all-start(%x), replica_groups={{0,1}}, ...

@@ -1,9 +1,9 @@
-"""Measured times of a recorded trace beside the modelled ones, instruction by instruction, and what they correct.
+"""Measured times of a recorded trace beside the modelled ones, instruction by instruction, and constants fitted.
 
-Enters: a scheduled program, its target and model, and spans of some steps. Leaves: a record: sums by group of
-instructions, the instructions whose times differ most, and the constants of the model that fit what was measured.
-Trace and program share the instructions' names. A profiled step launches every kernel by itself, so how long a step
-takes comes from steps that were not profiled.
+Inputs: a scheduled program, its target and model, and spans of some steps. Outputs: a record: sums by group of
+instructions, the instructions whose times differ most, and the constants of the model that fit what was measured. Trace
+and program share the instructions' names. A profiled step launches every kernel by itself, so how long a step takes
+comes from steps that were not profiled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COPIES = ("copy", "copy-start", "transpose", "slice", "dynamic-slice", "dynamic-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Modelled:
-    """What the model says of one instruction.
+    """The model's times of one instruction.
 
     Attributes:
       name, scope: see `scopes`.
@@ -112,8 +112,8 @@ def compare_instructions(
       A record for JSON; seconds are those of one step on the mean device:
       step_seconds as given; profiled_step_seconds; busy_seconds (at least one kernel runs); launches of a step;
       groups: per group instructions, executions, modelled and measured seconds and their ratio, of the instructions
-      that the trace holds; worst: the `WORST` instructions by difference; not_in_trace and not_in_program: what only
-      one side knows; constants and fit: see `fit_constants`.
+      that the trace holds; worst: the `WORST` instructions by difference; not_in_trace and not_in_program: instructions
+      of one side only; constants and fit: see `fit_constants`.
     """
     modelled = modelled_instructions(module, target, model)
     conditions = _condition_names(module)

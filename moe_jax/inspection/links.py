@@ -1,14 +1,14 @@
-"""How long one collective takes on a target's links, if it has them to itself.
+"""How long one collective takes on a target's links, without other traffic on them.
 
-Enters: kind, bytes of one device's operand and result, the groups of devices, the target. Leaves: `Traffic`: bytes on
+Inputs: kind, bytes of one device's operand and result, the groups of devices, the target. Outputs: `Traffic`: bytes on
 the busiest device link and node, and seconds = latency + the larger of two times, inside nodes and across them, which
-pass at once. Device d stands in node d // per_node. S bytes of the larger of operand and result, a group of n with m of
+pass at once. Device d stands in node d // per_node. Z bytes of the larger of operand and result, a group of n with m of
 them in one's own node:
 
-    all-gather, reduce-scatter   a device receives (n - 1)/n S; a node (n - m)/n S, in m rings, each by its own adapter
+    all-gather, reduce-scatter   a device receives (n - 1)/n Z; a node (n - m)/n Z, in m rings, each by its own adapter
     all-reduce                   twice that
-    all-to-all                   a device sends (n - 1)/n S, of which (n - m)/n S leave the node, by its own adapter
-    collective-permute           a device sends S to one other
+    all-to-all                   a device sends (n - 1)/n Z, of which (n - m)/n Z leave the node, by its own adapter
+    collective-permute           a device sends Z to one other
 
 Latency: base + steps x (latency of a step), log2(n) steps for a ring's or tree's, doubled for an all-reduce, one step
 for the others. Compute is not slowed by transfers, nor transfers by each other's start-up.
@@ -54,7 +54,7 @@ def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], target:
 
     Args:
       kind: one of `KINDS`.
-      size: S, bytes of the larger of one device's operand and result.
+      size: Z, bytes of the larger of one device's operand and result.
       groups: device ids by group; for a permute its (source, target) pairs.
       target: with its topology.
     """

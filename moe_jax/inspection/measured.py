@@ -1,8 +1,8 @@
 """Measured times of a recorded trace, put beside the modelled ones, instruction by instruction.
 
-Enters: spans (device, instruction, begin, end) of some steps, and a report. Leaves: the report with `measured` records:
-seconds of a step on the mean device, and of a collective the part during which nothing else computed on its device.
-What runs on a device is compared by the names of instructions, which trace and schedule share.
+Inputs: spans (device, instruction, begin, end) of some steps, and a report. Outputs: the report with `measured`
+records: seconds of a step on the mean device, and of a collective the part during which nothing else computed on its
+device. What runs on a device is compared by the names of instructions, which trace and schedule share.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the compiler's scheduler should believe about time: a profile of a program, from the model of this room.
+"""Seconds for the compiler's scheduler: a profile of a program, from the model of this package.
 
-Enters: a scheduled program and its target. Leaves: the text of a profile as XLA reads it (ProfiledInstructionsProto),
+Inputs: a scheduled program and its target. Outputs: the text of a profile as XLA reads it (ProfiledInstructionsProto),
 for `xla_gpu_pgle_profile_file_or_directory_path` when the same program is compiled again. Left to itself the scheduler
 takes every fusion for equally long and every collective for five of them; with a profile it starts a transfer as early
-as its modelled seconds ask for. Measured seconds would do the same.
-Names: an instruction is called what it was called when the scheduler saw it (`scheduling_name`).
+as its modelled seconds require. Measured seconds would do the same.
+Names: instructions have the names that they had during scheduling (`scheduling_name`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def scheduler_profile(module: Module, target: Target, model: Model | None = None
                 lines.append(
                     f'latencies {{ source: "{scheduling_name(source)}" target: "{name}" latency_us: {1e6 * took:.3f} }}'
                 )
-                if not collective_kind(source, module):  # the scheduler looks for a kernel's done among the costs too
+                if not collective_kind(source, module):  # the scheduler looks up a kernel's done among the costs too
                     lines.append(f'costs {{ name: "{name}" cost_us: 0.000 }}')
             else:
                 lines.append(f'costs {{ name: "{name}" cost_us: {1e6 * took:.3f} }}')
@@ -41,7 +41,7 @@ def scheduler_profile(module: Module, target: Target, model: Model | None = None
 
 
 def scheduling_name(instruction: Instruction) -> str:
-    """Return what the compiler called an instruction while it scheduled."""
+    """Return the name of an instruction during scheduling."""
     found = _NAME.search(instruction.attributes)
     return found.group(1) if found else instruction.name
 

@@ -6,7 +6,7 @@
     replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}    likewise, of ids in another order
     source_target_pairs={{0,1},{1,2}}                       of a permute
 
-Enters: the attributes of an instruction. Leaves: tuples of device ids, or of (source, target) pairs.
+Inputs: the attributes of an instruction. Outputs: tuples of device ids, or of (source, target) pairs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A timeline as numbers: one record for JSON, and the same as a table for people.
 
-Enters: a `Timeline`, its `Target` and `Model`, memory and versions as the caller knows them. Leaves: a dictionary that
+Inputs: a `Timeline`, its `Target` and `Model`, memory and versions from the caller. Outputs: a dictionary that
 `json.dumps` takes, and text. Seconds in the record are modelled unless a name says measured.
 """
 
@@ -17,7 +17,7 @@ MOST_NAMES = 8  # of what computes beside a transfer
 
 
 def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> dict:
-    """Return everything that is known of a program.
+    """Return the record of a program.
 
     Args:
       facts: what stands at the top of the record as it is: command, date, versions, memory, compile_seconds.
@@ -62,7 +62,7 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
 
 
 def _pipeline(timeline: Timeline, flights: list[Flight]) -> dict:
-    """Return how much one gains who hides the exchange of tokens behind the experts, or these behind it.
+    """Return the gain of overlapping the exchange of tokens with the experts.
 
     `bound` is FasterMoE's (comm + comp) / max(comm, comp), what its `pairwise` schedule can reach at most over one
     after the other; `reached` is what this program's schedule does.

@@ -2,7 +2,7 @@
 
     jit(train_step)/transpose(jvp(moe))/while/body/closed_call/dispatch/all_to_all
 
-Enters: that path. Leaves: the named scopes of this project in it ('moe/dispatch'), the pass (forward, backward or
+Inputs: that path. Outputs: the named scopes of this project in it ('moe/dispatch'), the pass (forward, backward or
 recompute), and the role of a collective: Trans, Agg, all-to-all, or its kind.
 """
 

@@ -1,6 +1,6 @@
-"""The devices that a program can be compiled for without having one: `--target=NAME:NODESxDEVICES`.
+"""The devices that a program can be compiled for without owning one: `--target=NAME:NODESxDEVICES`.
 
-Enters: that text. Leaves: a `Target` (what the cost model assumes of a device and its links) with its topology. Each
+Inputs: that text. Outputs: a `Target` (what the cost model assumes of a device and its links) with its topology. Each
 device is a file `devices/NAME.txt`: lines `Target.field = literal`, then XLA's own description of the device
 (GpuTargetConfigProto in text form), which goes to the compiler as it stands.
 """
@@ -31,7 +31,7 @@ class Target:
       memory_bandwidth: bytes/s of device memory.
       flops_bf16, flops_tf32, flops_f32, flops_f64: peak FLOP/s by arithmetic, without sparsity.
       source: where the figures come from.
-      dropped_by_cuda: the CUDA version whose compiler knows this device no more, or None.
+      dropped_by_cuda: the CUDA version whose compiler dropped this device, or None.
       nodes, per_node: the topology.
       config: XLA's description of the device.
     """
@@ -85,7 +85,7 @@ class Target:
         return f"{found.group(1)}.{found.group(2) or 0}" if found else ""
 
     def check_dtype(self, dtype: str) -> None:
-        """Raise a UserError if the compiler knows no matmul of this dtype for this device."""
+        """Raise a UserError if the compiler has no matmul of this dtype for this device."""
         capability = self.compute_capability
         if dtype == "bfloat16" and capability and int(capability.partition(".")[0]) < 8:
             raise UserError(
@@ -94,7 +94,7 @@ class Target:
             )
 
     def check_compilable(self, cuda: int) -> None:
-        """Raise a UserError if the CUDA wheels of this major version compile for this device no more."""
+        """Raise a UserError if the CUDA wheels of this major version no longer compile for this device."""
         if self.dropped_by_cuda is not None and cuda >= self.dropped_by_cuda:
             raise UserError(
                 f"target {self.name!r} ({self.device}) was dropped by CUDA {self.dropped_by_cuda}, and the wheels here "

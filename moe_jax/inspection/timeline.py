@@ -1,6 +1,6 @@
-"""Play a scheduled program: which compute runs while which collective is in flight, and how long anyone waits.
+"""Simulate a scheduled program: which compute runs while which collective is in flight, and how long the device waits.
 
-Enters: a `Module`, a `Target`. Leaves: a `Timeline`: every execution of every kernel and collective with its modelled
+Inputs: a `Module`, a `Target`. Outputs: a `Timeline`: every execution of every kernel and collective with its modelled
 begin and end, and per collective of the program text a `Flight` record summed over its executions.
 
 The device launches instructions in program order. Kernels run one after the other and take
@@ -31,8 +31,8 @@ class Model:
     Attributes:
       matmul_efficiency: of the peak FLOP/s, reached by large matmuls.
       memory_efficiency: of the memory bandwidth, reached by kernels without matmuls.
-      launch: seconds that no kernel undercuts.
-      conditional: seconds that the device stands still at each conditional, beside the branch that it takes.
+      launch: the least seconds of any kernel.
+      conditional: seconds that the device is idle at each conditional, beside the branch that it takes.
     """
 
     matmul_efficiency: float = 0.7

@@ -1,6 +1,6 @@
-"""The same roles as `build_mesh` gives, without any device: for dry runs, and for asking how a large mesh would lie.
+"""The same roles as `build_mesh` gives, without any device: for dry runs, and to lay out meshes of any size.
 
-Enters: a `MeshConfig` and a number of devices. Leaves: `Roles` whose mesh is an `AbstractMesh`. No backend is started.
+Inputs: a `MeshConfig` and a number of devices. Outputs: `Roles` whose mesh is an `AbstractMesh`. No backend is started.
 """
 
 from __future__ import annotations

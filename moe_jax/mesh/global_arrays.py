@@ -1,6 +1,6 @@
 """From arrays that every process has to global arrays on the mesh.
 
-Enters: NumPy arrays and shardings. Leaves: `jax.Array`s.
+Inputs: NumPy arrays and shardings. Outputs: `jax.Array`s.
 """
 
 from __future__ import annotations

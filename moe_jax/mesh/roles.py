@@ -1,13 +1,13 @@
-"""The device mesh, and which of its axes play which part in an MoE model.
+"""The device mesh, and the axes that span each kind of group of an MoE model.
 
-Enters: a `MeshConfig` (group sizes) and a list of devices. Leaves: `Roles`, that is one named `jax.sharding.Mesh` and,
+Inputs: a `MeshConfig` (group sizes) and a list of devices. Outputs: `Roles`, that is one named `jax.sharding.Mesh` and,
 for each kind of group, the tuple of mesh axes that spans it. Nothing here moves data.
 
     device index = (data_index * EP + expert_index) * ESP + shard_index
 
             data = 2                      axes, slowest first
       +----------+----------+
-      | EP = 2   | EP = 2   |             data           replicas of the expert groups   (N_EDP)
+      | EP = 2   | EP = 2   |             data           data-parallel groups            (N_EDP)
       | +--+--+  | +--+--+  |             expert         experts split over devices      (N_EP)
       | |01|23|  | |45|67|  |             expert_shard   hidden dim of each expert split (N_ESP)
       | +--+--+  | +--+--+  |
@@ -36,7 +36,7 @@ class MeshConfig:
     """Sizes of the groups; devices = data x expert x expert_shard, and model divides that.
 
     Attributes:
-      data: replicas of the expert groups (N_EDP).
+      data: data-parallel groups, each with all experts (N_EDP).
       expert: expert-parallel devices (N_EP); -1 takes the devices that are left.
       expert_shard: devices among which each expert's hidden dim is split (N_ESP).
       model: model-parallel devices (N_MP): attention heads and dense hidden dim split.

@@ -1,7 +1,7 @@
 """How parameters and optimizer state lie on the mesh: one decision per leaf, in one place.
 
-Enters: shapes and roles. Leaves: partition specs. Nothing here moves data; `collectives/gather.py` brings together what
-these specs split.
+Inputs: shapes and roles. Outputs: partition specs. Nothing here moves data; `collectives/gather.py` brings together
+what these specs split.
 
 ZeRO stages for dense leaves, over all dense data-parallel axes: 0 keeps everything on every device, 1 shards the
 optimizer state, 3 shards the parameters too. Expert leaves lie on the expert axis whatever the stage; from stage 1 on
@@ -69,7 +69,7 @@ def dense_specs(shapes, model_dims, stacked, roles: Roles, zero_stage: int):
 
 
 def expert_specs(shapes: dict, roles: Roles, zero_stage: int, dp_stage: int | None):
-    """Return (param specs, sink specs, optimizer specs) for the bank {name: [D S, ...]}.
+    """Return (param specs, grad_sink specs, optimizer specs) for the bank {name: [D Rb, ...]}.
 
     Args:
       shapes: {name: shape}; `w_out` has its hidden dim first, all others last.
@@ -80,7 +80,7 @@ def expert_specs(shapes: dict, roles: Roles, zero_stage: int, dp_stage: int | No
     shard_axes = roles.expert_shard if roles.size(roles.expert_shard) > 1 else ()
     data_parts = roles.size(roles.data)
     stage = zero_stage if dp_stage is None else dp_stage
-    params, sinks, states = {}, {}, {}
+    params, grad_sinks, states = {}, {}, {}
     for name, shape in shapes.items():
         hidden = 1 if name == "w_out" else 2
         base = {0: roles.expert, hidden: shard_axes}
@@ -88,6 +88,6 @@ def expert_specs(shapes: dict, roles: Roles, zero_stage: int, dp_stage: int | No
         if data_parts > 1 and shape[hidden] % (data_parts * roles.size(shard_axes)) == 0:
             fine = {0: roles.expert, hidden: shard_axes + roles.data}
         states[name] = spec_of(len(shape), fine if stage >= 1 else base)
-        sinks[name] = spec_of(len(shape), fine if dp_stage in (2, 3) else base)
+        grad_sinks[name] = spec_of(len(shape), fine if dp_stage in (2, 3) else base)
         params[name] = spec_of(len(shape), fine if dp_stage == 3 else base)
-    return params, sinks, states
+    return params, grad_sinks, states

@@ -1,10 +1,10 @@
 """Self-attention of one device's heads, and which implementation computes it.
 
-Enters: q, k, v [b, Sq, H, Dh], or a ModelConfig and a device. Leaves: [b, Sq, H, Dh], or 'xla' or 'cudnn'.
+Inputs: q, k, v [b, Sq, H, Dh], or a ModelConfig and a device. Outputs: [b, Sq, H, Dh], or 'xla' or 'cudnn'.
 
-`xla` writes the scores [b, H, Sq, Sq] to memory; `cudnn` keeps them on the chip (flash attention). A GPU runs the
-second where cuDNN takes dtype, head size and generation, which is what 'auto' finds out, once, when a step is built.
-Letters: b sequences here, Sq positions, H heads here, Dh head dim.
+`xla` writes the scores [b, H, Sq, Sq] to memory; `cudnn` does not (flash attention). A GPU runs the second where cuDNN
+takes dtype, head size and generation, which is what 'auto' finds out, once, when a step is built.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.kept import keep
+from moe_jax.models.residuals import residuals_of
 
 _LOG = logging.getLogger(__name__)
 LARGEST_HEAD = 128  # of cuDNN on every generation; Hopper has 256, which JAX refuses where no such GPU is at hand
@@ -48,21 +48,21 @@ def _cudnn(causal: bool):
 def _attend_cudnn(causal: bool, q, k, v):
     """JAX's call of cuDNN, whose backward keeps no empty array.
 
-    JAX's own backward keeps the bias that is not there, as an array of no elements. Behind a scan it becomes an input
-    that the backward's loop carries and never reads, and the compiler of jax 0.11.2 crashes while it removes that
-    (Shardy's ManualComputationUnusedInputsPattern, a segmentation fault) as soon as there are several devices.
+    JAX's own backward keeps the absent bias as an array of no elements. Behind a scan it becomes an input that the
+    backward's loop carries and never reads, and the compiler of jax 0.11.2 crashes while it removes that (Shardy's
+    ManualComputationUnusedInputsPattern, a segmentation fault) as soon as there are several devices.
     """
     return _cudnn(causal)(q, k, v)
 
 
 def _forward_cudnn(causal: bool, q, k, v):
     out, pull_back = jax.vjp(_cudnn(causal), q, k, v)
-    return out, keep(pull_back, ())
+    return out, residuals_of(pull_back, ())
 
 
-def _backward_cudnn(causal: bool, kept, dout):
+def _backward_cudnn(causal: bool, residuals, dout):
     del causal
-    return kept.restore(())(dout)
+    return residuals.restore(())(dout)
 
 
 _attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn)
@@ -72,8 +72,8 @@ def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:
     """Return the config with the attention that its step computes: 'auto' is replaced by what it is on this device.
 
     Args:
-      device: one of the mesh's, real or described; None, that of an abstract mesh, counts as a CPU for 'auto' and is
-        not held against 'cudnn'.
+      device: one of the mesh's, real or described; None, that of an abstract mesh, counts as a CPU for 'auto' and does
+        not rule out 'cudnn'.
 
     Raises:
       UserError: 'cudnn' where cuDNN cannot, with the reason.

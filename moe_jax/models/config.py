@@ -43,13 +43,13 @@ class ModelConfig:
       dtype: compute dtype; parameters are float32 (float64 where this is float64).
       remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything), or
         the name of a policy in `jax.checkpoint_policies`. With a `prefetch` it is applied to each stage of a block:
-        'block' keeps what enters attention and what enters the MoE layer.
-      prefetch: when copies of experts travel: 'none' (before attention, wherever the compiler puts them), or a
-        block-wise schedule, 'hecate' or 'pro_prophet', with a backward of its own.
+        'block' keeps the inputs of attention and of the MoE layer.
+      prefetch: when replicas travel: 'none' (before attention, in the compiler's order), or a block-wise schedule,
+        'hecate' or 'pro_prophet', with a backward of its own.
       prefetch_case: of 'pro_prophet', beside what they travel: 'attention', 'expert' or 'split' over both.
       sequence_parallel: keep norms and residuals split over the tokens within an MP group (MeshConfig.model), with an
         all-gather before and a reduce-scatter after the matmuls of attention and dense FFN, instead of an all-reduce.
-      rematerialize: with a prefetch, drop the copies after the forward and bring them again in the backward.
+      refetch_replicas: with a prefetch, drop replicas after the forward, fetch them again in the backward (Hecate-RM).
       stack: 'scan' (one program for all layers) or 'unrolled' (all layers written out).
       loss_chunk: tokens whose logits are alive at once in the cross-entropy, per device.
       mask_rate: share of tokens masked, 'bert' only.
@@ -72,7 +72,7 @@ class ModelConfig:
     prefetch: str = "none"
     prefetch_case: str = "split"
     sequence_parallel: bool = False
-    rematerialize: bool = False
+    refetch_replicas: bool = False
     stack: str = "scan"
     loss_chunk: int = 1024
     mask_rate: float = 0.15
@@ -101,10 +101,10 @@ class ModelConfig:
                 f"rotary positions need an even head size, not model_dim ({self.model_dim}) / heads ({self.heads}) = "
                 f"{self.model_dim // self.heads}"
             )
-        if self.rematerialize and self.prefetch == "none":
+        if self.refetch_replicas and self.prefetch == "none":
             raise UserError(
-                "ModelConfig.rematerialize (True) needs ModelConfig.prefetch = 'hecate' or 'pro_prophet', not 'none': "
-                "only those schedules say when copies come again"
+                "ModelConfig.refetch_replicas (True) needs ModelConfig.prefetch = 'hecate' or 'pro_prophet', "
+                "not 'none': only those schedules say when replicas come again"
             )
         if not 0 < self.mask_rate < 1:
             raise UserError(f"ModelConfig.mask_rate ({self.mask_rate}) must lie between 0 and 1")
@@ -116,12 +116,12 @@ class ModelConfig:
 
     @property
     def block_wise(self) -> Prefetch:
-        """When copies of experts travel, as `moe_jax.overlap` takes it."""
-        return Prefetch(schedule=self.prefetch, case=self.prefetch_case, rematerialize=self.rematerialize)
+        """When replicas travel, as `moe_jax.overlap` takes it."""
+        return Prefetch(schedule=self.prefetch, case=self.prefetch_case, refetch_replicas=self.refetch_replicas)
 
     @property
-    def guest_layers(self) -> int:
-        """Layers whose guests are in memory at a time."""
+    def replica_layers(self) -> int:
+        """Layers whose replicas are in memory at a time."""
         if self.prefetch != "none":
             return self.block_wise.build(self.moe_layers).layers_alive()
         return 1 if self.remat in ("block", "nothing_saveable") else self.moe_layers

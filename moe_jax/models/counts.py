@@ -1,8 +1,8 @@
 """How large a model is and what one token costs, in closed form: every leaf's shape, parameter counts, FLOPs.
 
-Enters: ModelConfig, MoEConfig, vocabulary size, sequence length. Leaves: plain numbers. No array is made and no device
-is asked; a test holds the table of leaves equal to the tree that `LanguageModel` really makes.
-Letters: V vocabulary, M model dim, F hidden dim, H heads, Dh head dim, L MoE layers, E experts, K experts per token.
+Inputs: ModelConfig, MoEConfig, vocabulary size, sequence length. Outputs: plain numbers. No array is made and no device
+is needed; a test compares the table of leaves with the tree that `LanguageModel` makes.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ParameterCounts:
 
     Attributes:
       total: all parameters.
-      active: those that one token meets: all, but of each MoE layer K experts only.
+      active: those that one token uses: all, but of each MoE layer K experts only.
       as_papers: without embeddings, biases, gates and norms, which is how Hecate's table 1 counts.
       by_group: group -> parameters, over `GROUPS`.
     """
@@ -123,7 +123,7 @@ def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> Pa
 
 
 def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> int:
-    """Return the FLOPs of one token's way through the model.
+    """Return the forward FLOPs of one token.
 
     Two per parameter of every matrix that the token is multiplied with (attention, dense FFN, gate, K experts, the
     output head V M), and 4 M Sq per block for attention's scores and their sum of values, over all Sq positions: the

@@ -1,6 +1,6 @@
-"""Cross-entropy of a large vocabulary, a chunk of tokens at a time, so that the logits are never all alive.
+"""Cross-entropy of a large vocabulary, a chunk of tokens at a time, so that the logits are never all in memory.
 
-Enters: final activations [t, M], the output table [V, M], targets and weights [t]. Leaves: the weighted sum of the
+Inputs: final activations [t, M], the output table [V, M], targets and weights [t]. Outputs: the weighted sum of the
 token losses, in at least float32. The caller divides by the global number of target tokens.
 """
 
@@ -11,20 +11,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.varying import cast_varying, match_varying, varying_axes
-from moe_jax.models.wide_gradients import Weight, in_dtype, project
+from moe_jax.models.param_dtype_gradients import Weight, in_dtype, project
 
 
 def token_losses(x, table, targets):
     """Return -log p(target) [n] for x [n, M], targets int32 [n], and the table [V, M], an array or a `Weight`."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
     table = table if isinstance(table, Weight) else in_dtype(table, x.dtype)
-    logits = project("tm,vm->tv", x, table, out=wide)
+    logits = project("tm,vm->tv", x, table, out=acc_dtype)
     picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
     return jax.scipy.special.logsumexp(logits, axis=-1) - picked
 
 
 def chunked_cross_entropy(x, table, targets, weights, chunk: int):
-    """Return sum_i weights_i * loss_i, with at most `chunk` rows of logits alive.
+    """Return sum_i weights_i * loss_i, with at most `chunk` rows of logits in memory.
 
     Args:
       x: [t, M]; table: [V, M], read in the dtype of x; its gradient is summed over the chunks in the table's dtype.
@@ -40,7 +40,7 @@ def chunked_cross_entropy(x, table, targets, weights, chunk: int):
         targets, weights = jnp.pad(targets, (0, pad)), jnp.pad(weights, (0, pad))
 
     held = in_dtype(table, x.dtype)
-    if held.door is not None:  # else the sum over devices of the table's gradient would stand in the loop
+    if held.grad_sink is not None:  # else the table's gradient would be summed over devices inside the loop
         x, held = match_varying(x, held)
 
     @jax.checkpoint
@@ -51,8 +51,8 @@ def chunked_cross_entropy(x, table, targets, weights, chunk: int):
     def body(total, inputs):
         return total + piece(*inputs), None
 
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    zero = cast_varying(jnp.zeros((), wide), varying_axes(x, table, targets, weights))
+    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    zero = cast_varying(jnp.zeros((), acc_dtype), varying_axes(x, table, targets, weights))
     shape = (pieces, chunk)
     inputs = (x.reshape(*shape, -1), targets.reshape(shape), weights.reshape(shape))
     return lax.scan(body, zero, inputs)[0]

@@ -1,8 +1,8 @@
 """A language model on a mesh: names, shapes and layout of its parameters; what a batch is, and what a step tells.
 
-Enters: configs and roles. Leaves: fresh parameters {'dense': ..., 'bank': ...}, and a PartitionSpec for each. What is
+Inputs: configs and roles. Outputs: fresh parameters {'dense': ..., 'bank': ...}, and a PartitionSpec for each. What is
 computed with them stands in `loss.py`.
-Letters: B global sequences, Sq positions, V vocabulary, L MoE layers, E experts, D devices, S bank rows.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Batch:
 
 @record
 class StepStats:
-    """What one microbatch tells beside its loss; all global, replicated but for `loads`.
+    """Statistics of one microbatch; all global, replicated but for `loads`.
 
     Attributes:
       cross_entropy: float [], loss per target token, in nats.
@@ -66,14 +66,14 @@ class Layout:
 
     Attributes:
       params, state: pytrees of PartitionSpec for parameters and for optimizer moments.
-      sink: {name: PartitionSpec} of the bank's gradients.
+      grad_sink: {name: PartitionSpec} of the bank's gradients.
       gather: pytree of int for the dense leaves: dim to gather inside the model, -1 for none.
       dp_stage: ZeRO stage of the experts under the `dp` schedule, else None.
     """
 
     params: dict
     state: dict
-    sink: dict
+    grad_sink: dict
     gather: dict
     dp_stage: int | None
 
@@ -117,7 +117,7 @@ class LanguageModel:
         layer_sizes(self.moe, self.roles, 1)
 
     def init(self, key) -> dict:
-        """Return fresh parameters {'dense': nested dict, 'bank': {name: [D S, ...]}} with an even placement.
+        """Return fresh parameters {'dense': nested dict, 'bank': {name: [D Rb, ...]}} with an even placement.
 
         Values depend on the key and the model only, never on the mesh; call it under `jax.jit` with the layout's
         shardings as `out_shardings` and each device makes its own part.
@@ -163,11 +163,11 @@ class LanguageModel:
         )
         dp_stage = self.expert_zero_stage if self.moe.schedule == "dp" else None
         bank = {name: tuple(leaf.shape) for name, leaf in shapes["bank"].items()}
-        bank_params, sink, bank_state = expert_specs(bank, self.roles, self.zero_stage, dp_stage)
+        bank_params, grad_sink, bank_state = expert_specs(bank, self.roles, self.zero_stage, dp_stage)
         return Layout(
             params={"dense": params, "bank": bank_params},
             state={"dense": state, "bank": bank_state},
-            sink=sink,
+            grad_sink=grad_sink,
             gather=gather,
             dp_stage=dp_stage,
         )

@@ -1,8 +1,8 @@
 """The layers of a model one after the other: a loop that JAX differentiates, or the program of a block-wise schedule.
 
-Enters: x as the MP group keeps its residual stream, the units' parameters, this device's share of the bank, sinks and
-tables. Leaves: x, the gates' statistics and the passes of every layer. Inside `shard_map`.
-Letters: t tokens, L layers, Hs home slots.
+Inputs: x as the MP group keeps its residual stream, the units' parameters, this device's share of the bank, grad_sinks
+and tables. Outputs: x, the gates' statistics and the passes of every layer. Inside `shard_map`.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import Constants, Prefetcher
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit
-from moe_jax.moe.guests import fetch_in_turn
 from moe_jax.moe.layer import LayerPlan, make_moe
+from moe_jax.moe.replicas import fetch_in_turn
 from moe_jax.moe.staged import make_staged_moe
 
 
@@ -31,15 +31,15 @@ def make_layer_loop(
     model: LanguageModel, layout: Layout, tokens: int, training: bool, plan: LayerPlan | None, bank_store: Callable,
     group: ModelGroup,
 ) -> Callable:  # fmt: skip
-    """Return loop(x, units, bank, sink, tables, token_ids, key) -> (x, GateStats [L, ...], passes int32 [L]).
+    """Return loop(x, units, bank, grad_sink, tables, token_ids, key) -> (x, GateStats [L, ...], passes int32 [L]).
 
     Args:
-      model, layout: what runs, and how its parameters lie.
+      model, layout: the model, and the layout of its parameters.
       tokens: t of this device's MP group.
       training: with gate noise, if the gate has any.
-      plan: slots and buckets; None is an even placement without guests.
+      plan: slots and buckets; None is an even placement without replicas.
       bank_store: what one MoE layer computes with, see `loss.py`.
-      group: the MP group, which says whether x comes whole or split over tokens.
+      group: the MP group, which decides whether x is whole or split over tokens.
 
     Raises:
       UserError: a block-wise schedule where it cannot run.
@@ -56,32 +56,34 @@ def make_layer_loop(
     def whole_unit(params):
         return gather_tree(params, gather, roles.dense, parts)
 
-    def loop(x, units, bank, sink, tables, token_ids, key):
+    def loop(x, units, bank, grad_sink, tables, token_ids, key):
         def body(x, inputs):
-            unit_params, layer_sink, layer_tables, layer = inputs
+            unit_params, layer_grad_sink, layer_tables, layer = inputs
             noise_key = jax.random.fold_in(key, layer) if noisy else None
-            x, params, layer_sink, guests = fetch_in_turn(
-                x, unit_params, whole_unit, bank, layer_sink, layer_tables, plan
+            x, params, layer_grad_sink, replicas = fetch_in_turn(
+                x, unit_params, whole_unit, bank, layer_grad_sink, layer_tables, plan
             )
             unit = nnx.merge(graph, params)
 
             def moe(normed, w_gate):
-                weights, doors, here = bank_store(bank, layer_sink, layer_tables)
-                y, stats, passes = apply_moe(normed, token_ids, w_gate, weights, doors, here, noise_key, guests)
+                weights, gathered_grad_sink, here = bank_store(bank, layer_grad_sink, layer_tables)
+                y, stats, passes = apply_moe(
+                    normed, token_ids, w_gate, weights, gathered_grad_sink, here, noise_key, replicas
+                )
                 return y, (stats, passes)
 
             return unit(x, moe, group)
 
         body = checkpointed(body, config.remat)
-        inputs = (units, sink, tables, jnp.arange(config.moe_layers, dtype=jnp.int32))
+        inputs = (units, grad_sink, tables, jnp.arange(config.moe_layers, dtype=jnp.int32))
         if config.stack == "scan":
             x, (stats, passes) = lax.scan(body, x, inputs)
             return x, stats, passes
-        told = []
+        outputs = []
         for layer in range(config.moe_layers):
             x, out = body(x, jax.tree.map(lambda leaf, at=layer: leaf[at], inputs))
-            told.append(out)
-        return x, *jax.tree.map(lambda *leaves: jnp.stack(leaves), *told)
+            outputs.append(out)
+        return x, *jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     return loop
 
@@ -129,7 +131,7 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
             norm=norm,
             moe=make_staged_moe(model.moe, roles, tokens, config.activation, plan, group.split),
             checkpoint=lambda function: checkpointed(function, config.remat),
-            # what is computed again on the way back is computed once
+            # what the backward computes again is computed once
             moe_checkpoint=lambda function: checkpointed(function, "none" if recompute else config.remat),
         ),
         transfer=None if plan is None else plan.transfer,
@@ -139,9 +141,9 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
         noisy=noisy,
     )
 
-    def loop(x, units, bank, sink, tables, token_ids, key):
+    def loop(x, units, bank, grad_sink, tables, token_ids, key):
         mix = {name: leaf for name, leaf in units.items() if name != "gate"}
         bank = cast_varying(bank, roles.all)  # as rows vary: a cast inside a stage would be kept for its backward
-        return prefetcher(x, (mix, units["gate"]), sink, Constants(bank, tables, token_ids, key))
+        return prefetcher(x, (mix, units["gate"]), grad_sink, Constants(bank, tables, token_ids, key))
 
     return loop

@@ -1,6 +1,6 @@
-"""What the leaves of parameters and training states are called, and which of them are rows of the expert bank.
+"""The names of the leaves of parameters and training states, and which of them are rows of the expert bank.
 
-Enters: a tree of arrays or ShapeDtypeStructs. Leaves: a flat dictionary {name: leaf} in the order of the tree.
+Inputs: a tree of arrays or ShapeDtypeStructs. Outputs: a flat dictionary {name: leaf} in the order of the tree.
 """
 
 from __future__ import annotations

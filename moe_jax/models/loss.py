@@ -1,9 +1,10 @@
 """The loss of one global microbatch on a mesh, as a function to be differentiated.
 
-Enters: parameters {'dense': ..., 'bank': ...}, a batch of token ids, and the plan's tables. Leaves: the global loss and
-`StepStats`. One `shard_map` goes round the whole stack, so every collective of forward and backward is written in the
-open; the gradient is taken outside it. The loop over layers is a scan over units, and the bank enters it as a constant.
-Letters: B global sequences, b here, Sq positions, t = b Sq tokens, M model dim, L MoE layers, E experts.
+Inputs: parameters {'dense': ..., 'bank': ...}, a batch of token ids, and the plan's tables. Outputs: the global loss
+and `StepStats`. One `shard_map` encloses the whole stack, so every collective of forward and backward is explicit in
+the code; the gradient is taken outside it. The loop over layers is a scan over units, and the bank enters it as a
+constant.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.collectives.copies import own_part
 from moe_jax.collectives.gather import gather_tree
+from moe_jax.collectives.replicated import own_part
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import local
 from moe_jax.errors import UserError
@@ -28,7 +29,7 @@ from moe_jax.models.language_model import Batch, LanguageModel, Layout, StepStat
 from moe_jax.models.layer_loop import make_layer_loop
 from moe_jax.models.model_group import check_sequence_parallel, make_model_group
 from moe_jax.models.transformer import Transformer
-from moe_jax.moe.bank import open_sink, with_sink
+from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.gate import balance_loss, z_loss
 from moe_jax.moe.layer import LayerPlan
 from moe_jax.schedules.base import MOST_ROWS
@@ -47,7 +48,7 @@ def make_loss(
       length: Sq.
       training: with gate noise, if the gate has any.
       microbatches: of one step; the gate losses of each count 1 / microbatches.
-      plan: slots and buckets of the placements whose tables will come; None is an even one without guests.
+      plan: slots and buckets of the placements whose tables will come; None is an even one without replicas.
 
     Returns:
       loss(params, batch: Batch, tables: Tables, key, first_row int32 [], normalizer float []) ->
@@ -80,15 +81,15 @@ def make_loss(
         stack,
         mesh=roles.mesh,
         in_specs=(
-            layout.params["dense"], layout.params["bank"], layout.sink, Batch(rows, rows, rows), P(roles.expert),
+            layout.params["dense"], layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows), P(roles.expert),
             P(), P(), P(),
         ),
         out_specs=(P(), stats_specs),
     )  # fmt: skip
 
     def loss(params, batch, tables, key, first_row, normalizer):
-        bank, sink = with_sink(params["bank"])
-        return sharded(params["dense"], bank, sink, batch, tables, key, first_row, normalizer)
+        bank, grad_sink = with_grad_sink(params["bank"])
+        return sharded(params["dense"], bank, grad_sink, batch, tables, key, first_row, normalizer)
 
     return loss
 
@@ -109,7 +110,7 @@ def check_token_numbers(batch_size: int, microbatches: int, length: int, top_k: 
 
 
 def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, training: bool, microbatches: int, plan):
-    """Return the body of the shard_map: everything that one device does to its `rows` sequences."""
+    """Return the body of the shard_map: all that one device computes on its `rows` sequences."""
     config, moe_config, roles = model.config, model.moe, model.roles
     dtype = jnp.dtype(config.dtype)
     tokens = rows * length
@@ -122,12 +123,12 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
     group = make_model_group(roles, rows, config.sequence_parallel)
     layer_loop = make_layer_loop(model, layout, tokens, training, plan, bank_store, group)
 
-    def stack(dense, bank, sink, batch, tables, key, first_row, normalizer):
+    def stack(dense, bank, grad_sink, batch, tables, key, first_row, normalizer):
         device = lax.axis_index(roles.dense)
         token_ids = (first_row + device * rows) * length + jnp.arange(tokens, dtype=jnp.int32)
         tables = local(tables)
         bank = jax.tree.map(lambda leaf: lax.stop_gradient(leaf).astype(dtype), bank)
-        sink = {name: open_sink(leaf, tables.home_row) for name, leaf in sink.items()}
+        grad_sink = {name: open_grad_sink(leaf, tables.home_row) for name, leaf in grad_sink.items()}
         outer = {name: leaf for name, leaf in dense.items() if name != "units"}
         outer = gather_tree(outer, {name: layout.gather[name] for name in outer}, roles.dense, parts)
 
@@ -136,7 +137,7 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
 
         units = nnx.merge(transformer, {**outer, "units": dense["units"]})
         x = units.embedding(batch.inputs, dtype, group)
-        x, gate_stats, passes = layer_loop(x, dense["units"], bank, sink, tables, token_ids, key)
+        x, gate_stats, passes = layer_loop(x, dense["units"], bank, grad_sink, tables, token_ids, key)
         with jax.named_scope("loss"):
             # each device of an MP group takes its part of the group's tokens
             x = x if group.split else own_part(x.reshape(tokens, -1), roles.model)
@@ -172,10 +173,11 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
 
 
 def _make_bank_store(model: LanguageModel, layout: Layout):
-    """Return store(bank, layer_sink, tables) -> (bank, doors, tables) that one MoE layer computes with.
+    """Return store(bank, layer_grad_sink, tables) -> (bank, gathered grad_sink, tables) that one MoE layer computes
+    with.
 
-    Under every schedule but `dp` the bank is used as it lies. Under `dp`, stage 2 scatters each layer's gradient as it
-    comes, and stage 3 gathers each layer's parameters too; both along the hidden dim.
+    Under every schedule but `dp` the bank is used as it is stored. Under `dp`, stage 2 scatters each layer's gradient
+    as soon as it is computed, and stage 3 gathers each layer's parameters too; both along the hidden dim.
     """
     roles = model.roles
 
@@ -189,15 +191,17 @@ def _make_bank_store(model: LanguageModel, layout: Layout):
     def gather(name, value):
         return lax.all_gather(value, roles.data, axis=hidden_dim(name), tiled=True)
 
-    def store(bank, layer_sink, tables):
+    def store(bank, layer_grad_sink, tables):
         if layout.dp_stage not in (2, 3):
-            return bank, layer_sink, tables
-        doors = {n: gather(n, v) if is_split(layout.sink, n) else v for n, v in layer_sink.items()}
+            return bank, layer_grad_sink, tables
+        gathered_grad_sink = {
+            n: gather(n, v) if is_split(layout.grad_sink, n) else v for n, v in layer_grad_sink.items()
+        }
         if layout.dp_stage == 2:
-            return bank, doors, tables
+            return bank, gathered_grad_sink, tables
         weights = {n: v[tables.home_row] for n, v in bank.items()}
         weights = {n: gather(n, v) if is_split(layout.params["bank"], n) else v for n, v in weights.items()}
         compact = jnp.arange(tables.home_row.shape[0], dtype=jnp.int32)
-        return weights, doors, dataclasses.replace(tables, home_row=compact)
+        return weights, gathered_grad_sink, dataclasses.replace(tables, home_row=compact)
 
     return store

@@ -1,14 +1,14 @@
-"""Bytes that one training step needs on each device, before any device is asked.
+"""Bytes that one training step needs on each device, computed without a device.
 
-Enters: what the model is, its mesh (an abstract one will do), ZeRO stages, batch and length. Leaves: `DeviceBytes`.
-Parameters, gradients and optimizer state are exact: they follow the same partition specs as the run. What an optimizer
-other than AdamW keeps is the caller's to say, of shapes and specs that `moment_layout` gives. Activations are an
-estimate: what autodiff keeps of each block, one more block's worth for the backward at work, and the logits of one
-chunk. Against the temporary bytes that XLA states (CPU, float32, 1 and 8 devices, 4 to 16 layers) it is right within
-about a factor of 2, as long as the later passes of a layer keep nothing but their inputs. It leaves out other
-temporaries, the buffers of collectives and fragmentation. Guests of a placement and the passes of an overfull bucket
+Inputs: what the model is, its mesh (an abstract one will do), ZeRO stages, batch and length. Outputs: `DeviceBytes`.
+Parameters, gradients and optimizer state are exact: they follow the same partition specs as the run. For an optimizer
+other than AdamW the caller passes the bytes, computed from the shapes and specs of `moment_layout`. Activations are an
+estimate: what autodiff keeps of each block, the same once more for the block whose backward runs, and the logits of one
+chunk. Compared with the temporary bytes that XLA reports (CPU, float32, 1 and 8 devices, 4 to 16 layers) it is right
+within about a factor of 2, as long as the later passes of a layer keep nothing but their inputs. It leaves out other
+temporaries, the buffers of collectives and fragmentation. Replicas of a placement and the passes of an overfull bucket
 are counted where the plan that a step is compiled for is given.
-Letters: t tokens of one device's MP group, M model dim, F hidden dim, H heads, Sq positions, K experts per token.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class DeviceBytes:
 
     Attributes:
       parameters: the master weights.
-      optimizer: its state; without a caller's word AdamW's two moments.
+      optimizer: its state; AdamW's two moments by default.
       gradients: as the backward leaves them; twice where microbatches are summed.
-      copies: weights cast to the compute dtype, and what ZeRO-3 gathers at a time.
+      compute_weights: weights cast to the compute dtype, and what ZeRO-3 gathers at once.
       activations: the estimate.
       ema: the moving average of the parameters, where one is kept.
-      guests: parameters and gradients of a plan's guests; overflow: what later passes hold. Both 0 without a plan.
+      replicas: parameters and gradients of a plan's replicas; overflow: what later passes hold. Both 0 without a plan.
     """
 
     parameters: int
     optimizer: int
     gradients: int
-    copies: int
+    compute_weights: int
     activations: int
     ema: int = 0
-    guests: int = 0
+    replicas: int = 0
     overflow: int = 0
 
     @property
@@ -65,20 +65,20 @@ class DeviceBytes:
 
     @property
     def at_most(self) -> int:
-        """The total with twice the estimated part: what to reckon with."""
+        """The total with twice the estimated part, as an upper bound."""
         return self.total + self.activations + self.overflow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What `device_bytes` is asked about.
+    """The inputs of `device_bytes`.
 
     Attributes:
       config, moe: the model, with the attention that it will run (`resolve_attention`); 'auto' counts as 'xla'.
       vocab_size: V.
       length: Sq.
       batch_size: global sequences of a step.
-      accumulate: microbatches of a step.
+      grad_accum_steps: microbatches of a step.
       zero_stage: of the dense parameters.
       expert_zero_stage: of the experts under the `dp` schedule.
       ema: whether a moving average of the parameters is kept.
@@ -89,7 +89,7 @@ class Sizes:
     vocab_size: int
     length: int
     batch_size: int
-    accumulate: int
+    grad_accum_steps: int
     zero_stage: int
     expert_zero_stage: int
     ema: bool = False
@@ -156,25 +156,26 @@ def device_bytes(
     dense, bank = _leaves(sizes)
     params, state, _ = _dense_specs(dense, sizes, roles)
     dp_stage = _dp_stage(sizes)
-    bank_params, sink, bank_state = _expert_specs(bank, sizes, roles)
-    wide, narrow = np.dtype(config.param_dtype).itemsize, itemsize(config.dtype)
+    bank_params, grad_sink, bank_state = _expert_specs(bank, sizes, roles)
+    param_itemsize, compute_itemsize = np.dtype(config.param_dtype).itemsize, itemsize(config.dtype)
 
     def held(specs, bank_specs) -> int:
         parts = [_part(dense[path].shape, spec, roles) for path, spec in specs.items()]
         return sum(parts) + sum(_part(bank[name].shape, spec, roles) for name, spec in bank_specs.items())
 
-    sums = 1 if sizes.accumulate == 1 else 2
+    sums = 1 if sizes.grad_accum_steps == 1 else 2
     local_bank = sum(_part(bank[name].shape, spec, roles) for name, spec in bank_params.items())
-    copies = local_bank * narrow if narrow != wide else 0
+    compute_weights = local_bank * compute_itemsize if compute_itemsize != param_itemsize else 0
     return DeviceBytes(
-        parameters=wide * held(params, bank_params),
-        optimizer=wide * MOMENTS * held(state, bank_state) if optimizer is None else optimizer,
-        gradients=wide * sums * held(params, sink),
-        copies=copies + _gathered(dense, bank, sizes, dp_stage, roles, wide, narrow),
-        activations=_activations(sizes, roles, narrow, plan),
-        ema=wide * held(state, bank_state) if sizes.ema else 0,
-        guests=0 if plan is None else _guests(sizes, roles, plan, narrow),
-        overflow=0 if plan is None else _overflow(sizes, roles, plan, narrow, local_bank),
+        parameters=param_itemsize * held(params, bank_params),
+        optimizer=param_itemsize * MOMENTS * held(state, bank_state) if optimizer is None else optimizer,
+        gradients=param_itemsize * sums * held(params, grad_sink),
+        compute_weights=compute_weights
+        + _gathered(dense, bank, sizes, dp_stage, roles, param_itemsize, compute_itemsize),
+        activations=_activations(sizes, roles, compute_itemsize, plan),
+        ema=param_itemsize * held(state, bank_state) if sizes.ema else 0,
+        replicas=0 if plan is None else _replicas(sizes, roles, plan, compute_itemsize),
+        overflow=0 if plan is None else _overflow(sizes, roles, plan, compute_itemsize, local_bank),
     )
 
 
@@ -191,54 +192,56 @@ def _part(shape: tuple[int, ...], spec: PartitionSpec, roles: Roles) -> int:
 
 def _gathered(
     dense: dict[tuple, LeafSize], bank: dict[str, LeafSize], sizes: Sizes, dp_stage: int | None, roles: Roles,
-    wide: int, narrow: int,
+    param_itemsize: int, compute_itemsize: int,
 ) -> int:  # fmt: skip
-    """Return the bytes of whole leaves that stage 3 holds at a time: all outer ones, one unit, one layer's experts."""
+    """Return the bytes of whole leaves that stage 3 holds at once: all outer ones, one unit, one layer's experts."""
     units, count = sizes.config.moe_layers, 0
     if sizes.zero_stage == 3 and roles.size(roles.dense) > 1:
         whole = sum(leaf.size // (units if leaf.stacked else 1) for leaf in dense.values())
-        count += wide * whole // roles.size(roles.model)
+        count += param_itemsize * whole // roles.size(roles.model)
     if dp_stage == 3 and roles.size(roles.data) > 1:
-        count += narrow * sum(leaf.size for leaf in bank.values()) // units
+        count += compute_itemsize * sum(leaf.size for leaf in bank.values()) // units
     return count
 
 
-def _guests(sizes: Sizes, roles: Roles, plan: LayerPlan, narrow: int) -> int:
-    """Return the bytes of guests: parameters of the layers alive, and gradients of one layer, twice on their way.
+def _replicas(sizes: Sizes, roles: Roles, plan: LayerPlan, compute_itemsize: int) -> int:
+    """Return the bytes of replicas: parameters of the layers alive, and gradients of one layer, twice on their way.
 
     Parameters are in the compute dtype, gradients in that of the parameters.
     """
     config = sizes.config
     matrices = 3 if config.activation == "swiglu" else 2
     elements = matrices * config.model_dim * config.hidden_dim // roles.size(roles.expert_shard)
-    return plan.guest_slots * elements * (narrow * config.guest_layers + 2 * itemsize(config.param_dtype))
+    return plan.replica_slots * elements * (compute_itemsize * config.replica_layers + 2 * itemsize(config.param_dtype))
 
 
-def _overflow(sizes: Sizes, roles: Roles, plan: LayerPlan, narrow: int, local_bank: int) -> int:
+def _overflow(sizes: Sizes, roles: Roles, plan: LayerPlan, compute_itemsize: int, local_bank: int) -> int:
     """Return the bytes that later passes hold: the bank, copied into branches of the backward, and one pass' rows."""
-    tokens = sizes.batch_size // sizes.accumulate * sizes.length // roles.size(roles.dense) * roles.size(roles.model)
+    tokens = (
+        sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense) * roles.size(roles.model)
+    )
     layer = layer_sizes(sizes.moe, roles, tokens, plan)
-    members = roles.size(roles.expert)
-    if layer.capacity is not None or layer.bucket_rows(members) >= layer.worst_rows():
+    ep_size = roles.size(roles.expert)
+    if layer.capacity is not None or layer.bucket_rows(ep_size) >= layer.worst_rows():
         return 0
     matrices = 2 if sizes.config.activation == "swiglu" else 1
     row = 3 * sizes.config.model_dim + matrices * sizes.config.hidden_dim // roles.size(roles.expert_shard)
-    return 2 * narrow * local_bank + 2 * narrow * members * layer.bucket_rows(members) * row
+    return 2 * compute_itemsize * local_bank + 2 * compute_itemsize * ep_size * layer.bucket_rows(ep_size) * row
 
 
-def _activations(sizes: Sizes, roles: Roles, narrow: int, plan: LayerPlan | None) -> int:
+def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan: LayerPlan | None) -> int:
     """Return the estimated bytes of activations of one microbatch on one device."""
     config, moe = sizes.config, sizes.moe
-    tokens = sizes.batch_size // sizes.accumulate * sizes.length // roles.size(roles.dense)
+    tokens = sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense)
     model, shard, dim = roles.size(roles.model), roles.size(roles.expert_shard), config.model_dim
     matrices = 2 if config.activation == "swiglu" else 1
 
     own = dim / model if config.sequence_parallel else dim  # of norms and the residual stream
-    at_the_door = dim if moe.schedule in ("deepspeed", "s2") else own
+    gathered = dim if moe.schedule in ("deepspeed", "s2") else own
 
     scores = config.heads * sizes.length / model if config.attention != "cudnn" else 0
-    attention = narrow * (5 * own + 4 * dim / model) + (4 + narrow) * scores
-    hidden = narrow * (3 * own + matrices * config.ffn_dim / model)
+    attention = compute_itemsize * (5 * own + 4 * dim / model) + (4 + compute_itemsize) * scores
+    hidden = compute_itemsize * (3 * own + matrices * config.ffn_dim / model)
     rows = moe.top_k
     if moe.capacity_factor is not None:
         rows = moe.top_k * moe.capacity_factor
@@ -246,14 +249,14 @@ def _activations(sizes: Sizes, roles: Roles, narrow: int, plan: LayerPlan | None
         rows = moe.top_k * moe.bucket_slack
         if plan is not None and plan.bucket_rows is not None:
             rows = plan.bucket_rows * roles.size(roles.expert) / tokens
-    experts = narrow * (2 * own + at_the_door + rows * (3 * dim + matrices * config.hidden_dim / shard))
+    experts = compute_itemsize * (2 * own + gathered + rows * (3 * dim + matrices * config.hidden_dim / shard))
 
     unit = attention + experts + (attention + hidden if config.moe_every == 2 else 0)
-    kept = {
+    residual_bytes = {
         "none": unit,
-        "block": narrow * own * (1 if config.prefetch == "none" else 2),
-        "dots": narrow * config.moe_every * (dim + own + 3 * dim / model)
-        + (narrow * (dim + config.ffn_dim / model) if config.moe_every == 2 else 0),
+        "block": compute_itemsize * own * (1 if config.prefetch == "none" else 2),
+        "dots": compute_itemsize * config.moe_every * (dim + own + 3 * dim / model)
+        + (compute_itemsize * (dim + config.ffn_dim / model) if config.moe_every == 2 else 0),
     }[LIKE.get(config.remat, config.remat)]
-    logits = 2 * max(4, narrow) * min(config.loss_chunk, tokens) * sizes.vocab_size
-    return int(tokens * (config.moe_layers * kept + unit)) + logits
+    logits = 2 * max(4, compute_itemsize) * min(config.loss_chunk, tokens) * sizes.vocab_size
+    return int(tokens * (config.moe_layers * residual_bytes + unit)) + logits

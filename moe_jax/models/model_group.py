@@ -1,15 +1,15 @@
 """How the devices of a model-parallel (MP) group share the blocks between the MoE layers.
 
-Enters: normed tokens as the group keeps its residual stream. Leaves: what a matmul that is split over the group reads,
+Inputs: normed tokens as the group keeps its residual stream. Outputs: what a matmul that is split over the group reads,
 and, from its partial results, the tokens as the residual stream keeps them again. Two ways to keep it:
 
-    equal copies    x [b, Sq, M] on every device; one all-reduce behind the second matmul of a block's half
-    split tokens    x [t / n, M], device r holds the r-th part of the group's tokens; all-gather before the first
+    replicated      x [b, Sq, M] on every device; one all-reduce behind the second matmul of a block's half
+    split tokens    x [t / N_MP, M], device r holds the r-th part of the group's tokens; all-gather before the first
                     matmul, reduce-scatter behind the second: the same bytes, and norms, residuals and what they keep
-                    for the backward are not repeated n times. Source: Korthikanti et al. 2022, section 4.2.2 ("Reducing
+                    for the backward are held only once. Source: Korthikanti et al. 2022, section 4.2.2 ("Reducing
                     Activation Recomputation in Large Transformer Models"), sequence parallelism
 
-Letters: b sequences of the group, Sq positions, t = b Sq tokens, n devices of the group, M model dim.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.copies import own_part
+from moe_jax.collectives.replicated import own_part
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 
@@ -68,7 +68,7 @@ class ModelGroup:
         return lax.psum_scatter(flat, self.axes, scatter_dimension=0, tiled=True)
 
     def own_tokens(self, tokens):
-        """Return the part of [b, Sq] that this device keeps: [t / n] of split tokens, else all of it."""
+        """Return the part of [b, Sq] that this device keeps: [t / N_MP] of split tokens, else all of it."""
         return own_part(tokens.reshape(-1), self.axes) if self.split else tokens
 
     def positions(self, length: int):

@@ -1,8 +1,8 @@
 """The whole model on one device, layer after layer, in plain JAX: the oracle for loss and every gradient.
 
-Enters: the same parameters as the real model, with experts as [L, E, ...] instead of a bank, and a batch. Leaves: the
+Inputs: the same parameters as the real model, with experts as [L, E, ...] instead of a bank, and a batch. Outputs: the
 loss. No mesh, no scan, no module: formulas on dictionaries.
-Letters: B sequences, Sq positions, M model dim, H heads, Dh head dim, L MoE layers, E experts, V vocabulary.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One layer as four functions, and what each of them keeps for its backward.
+"""One layer as four functions, and the residuals that each of them saves for its backward.
 
-Enters: this device's activations, one layer's parameters and tables, its share of the bank, its guests. Leaves: the
-results of each stage, and `Kept`. Which stage runs when, and what is in flight beside it, is not decided here.
-Letters: b sequences here, Sq positions, t = b Sq tokens, M model dim, R rows, Hs home and Gs guest slots.
+Inputs: this device's activations, one layer's parameters and tables, its share of the bank, its replicas. Outputs: the
+results of each stage, and `Residuals`. The order of the stages, and the transfers beside them, are decided elsewhere.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.collectives.varying import cast_varying
-from moe_jax.models.kept import Kept, keep
+from moe_jax.models.residuals import Residuals, residuals_of
 from moe_jax.moe.staged import StagedMoE
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerInputs:
-    """Everything that a layer computes with but activations; the backward has the same arrays again.
+    """All inputs of a layer but activations; the backward has the same arrays again.
 
     Attributes:
       mix: parameters of the unit but for its gate's, gathered; gate: the gate's.
-      bank: {name: [S, ...]} in the compute dtype; guests: {name: [Gs, ...]}, or None.
-      sinks: (home {name: [Hs, ...]}, guests {name: [Gs, ...]} or None), doors for gradients.
+      bank: {name: [Rb, ...]} in the compute dtype; replicas: {name: [Gs, ...]}, or None.
+      grad_sinks: (home {name: [Hs, ...]}, replicas {name: [Gs, ...]} or None).
       tables: the layer's; token_ids: int32 [t]; noise_key: PRNG key, or None.
     """
 
     mix: Any
     gate: Any
     bank: dict
-    guests: dict | None
-    sinks: tuple[dict, dict | None]
+    replicas: dict | None
+    grad_sinks: tuple[dict, dict | None]
     tables: Any
     token_ids: jax.Array
     noise_key: jax.Array | None
@@ -42,7 +42,7 @@ class LayerInputs:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The functions of one layer. Each `run_*` returns its result and, with `keeping`, a `Kept`, else None.
+    """The functions of one layer. Each `run_*` returns its result and, with `save_residuals`, `Residuals`, else None.
 
     Attributes:
       attend: (mix, gate, x [b, Sq, M]) -> [b, Sq, M], everything before the MoE layer.
@@ -57,15 +57,15 @@ class Stages:
     checkpoint: Callable
     moe_checkpoint: Callable
 
-    def attention(self, x, inputs: LayerInputs, keeping: bool):
+    def attention(self, x, inputs: LayerInputs, save_residuals: bool):
         """Run everything before the gate: [b, Sq, M] -> [b, Sq, M]."""
 
         def run(x, mix):
             return self.attend(mix, inputs.gate, x)
 
-        return self._run(self.checkpoint(run), (x, inputs.mix), inputs, keeping)
+        return self._run(self.checkpoint(run), (x, inputs.mix), inputs, save_residuals)
 
-    def dispatch(self, a, inputs: LayerInputs, keeping: bool):
+    def dispatch(self, a, inputs: LayerInputs, save_residuals: bool):
         """Gate and send: returns ((rows, context's floats, stats' floats), the integers beside them)."""
 
         def run(a, gate):
@@ -76,47 +76,47 @@ class Stages:
             (context, stats), whole = split_floats((sent.context, stats))
             return (sent.rows, context, stats), (sent.group_sizes, whole, passes)
 
-        return self._run(self.moe_checkpoint(run), (a, inputs.gate), inputs, keeping, has_aux=True)
+        return self._run(self.moe_checkpoint(run), (a, inputs.gate), inputs, save_residuals, has_aux=True)
 
-    def experts(self, rows, group_sizes, inputs: LayerInputs, keeping: bool):
+    def experts(self, rows, group_sizes, inputs: LayerInputs, save_residuals: bool):
         """Compute rows [R, M]."""
 
-        def run(rows, sinks):
-            return self.moe.experts(rows, group_sizes, self._weights(inputs, sinks))
+        def run(rows, grad_sinks):
+            return self.moe.experts(rows, group_sizes, self._weights(inputs, grad_sinks))
 
-        return self._run(self.moe_checkpoint(run), (rows, inputs.sinks), inputs, keeping)
+        return self._run(self.moe_checkpoint(run), (rows, inputs.grad_sinks), inputs, save_residuals)
 
-    def combine(self, done, context, whole, inputs: LayerInputs, keeping: bool):
-        """Bring rows home and run the later passes: [t, M]."""
+    def combine(self, done, context, whole, inputs: LayerInputs, save_residuals: bool):
+        """Return rows to their sources and run the later passes: [t, M]."""
 
-        def run(done, context, sinks):
-            return self.moe.finish(done, join_floats(context, whole), self._weights(inputs, sinks))
+        def run(done, context, grad_sinks):
+            return self.moe.finish(done, join_floats(context, whole), self._weights(inputs, grad_sinks))
 
-        return self._run(self.moe_checkpoint(run), (done, context, inputs.sinks), inputs, keeping)
+        return self._run(self.moe_checkpoint(run), (done, context, inputs.grad_sinks), inputs, save_residuals)
 
-    def _weights(self, inputs: LayerInputs, sinks) -> dict:
+    def _weights(self, inputs: LayerInputs, grad_sinks) -> dict:
         return {
             "bank": inputs.bank,
-            "guests": inputs.guests,
+            "replicas": inputs.replicas,
             "tables": inputs.tables,
-            "sink": sinks[0],
-            "guest_sink": sinks[1],
+            "grad_sink": grad_sinks[0],
+            "replica_grad_sink": grad_sinks[1],
         }
 
-    def _run(self, run, arguments, inputs, keeping, has_aux=False) -> tuple[Any, Kept | None]:
-        if not keeping:
+    def _run(self, run, arguments, inputs, save_residuals, has_aux=False) -> tuple[Any, Residuals | None]:
+        if not save_residuals:
             return run(*arguments), None
         out, pull_back, *aux = jax.vjp(run, *arguments, has_aux=has_aux)
-        return ((out, *aux) if has_aux else out), keep(pull_back, known_arrays(inputs))
+        return ((out, *aux) if has_aux else out), residuals_of(pull_back, known_arrays(inputs))
 
 
 def known_arrays(inputs: LayerInputs):
-    """Return the arrays that a `Kept` of this layer does not hold."""
+    """Return the arrays that the `Residuals` of this layer do not hold."""
     return [getattr(inputs, field.name) for field in dataclasses.fields(inputs)]
 
 
-def doors(like: dict, slots: int, dtype, axes) -> dict:
-    """Return {name: [slots, ...]}, zeros that nothing reads, varying over `axes`."""
+def zero_grad_sink(like: dict, slots: int, dtype, axes) -> dict:
+    """Return {name: [slots, ...]}, a `grad_sink`: zeros that nothing reads, varying over `axes`."""
     return {n: cast_varying(jnp.zeros((slots, *v.shape[1:]), dtype), axes) for n, v in like.items()}
 
 

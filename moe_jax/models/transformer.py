@@ -1,10 +1,10 @@
-"""The parts of a Transformer, as Flax modules: what they hold, and what they do to this device's tokens.
+"""The parts of a Transformer, as Flax modules: their parameters and their forward on this device's tokens.
 
-Enters: activations x as the MP group keeps its residual stream: [b, Sq, M], or [t / n, M] where tokens are split (see
-`model_group.py`). Leaves: the same shape. Modules give structure, names and initial values; they are called inside
-`shard_map` on merged parameters, one unit at a time. A unit is what the layer loop scans: an MoE block, or a dense
-block followed by an MoE block.
-Letters: b sequences here, Sq positions, M model dim, H heads here, Dh head dim, F hidden dim here.
+Inputs: activations x as the MP group keeps its residual stream: [b, Sq, M], or [t / N_MP, M] where tokens are split
+(see `model_group.py`). Outputs: the same shape. Modules give structure, names and initial values; they are called
+inside `shard_map` on merged parameters, one unit at a time. A unit is what the layer loop scans: an MoE block, or a
+dense block followed by an MoE block.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flax import nnx
 from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.wide_gradients import add_bias, in_dtype, project
+from moe_jax.models.param_dtype_gradients import add_bias, in_dtype, project
 
 
 def normal(key, shape, scale, dtype):
@@ -43,21 +43,23 @@ class LayerNorm(nnx.Module):
 
 @functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers keeps its float32 steps for each
 def _normalize(x, scale, bias):
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mean = jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
-    normed = (wide - mean) * jax.lax.rsqrt(variance + 1e-5)
-    return (normed * as_last(scale.astype(wide.dtype), wide) + as_last(bias.astype(wide.dtype), wide)).astype(x.dtype)
+    upcast = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = jnp.mean(upcast, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(upcast - mean), axis=-1, keepdims=True)
+    normed = (upcast - mean) * jax.lax.rsqrt(variance + 1e-5)
+    return (normed * as_last(scale.astype(upcast.dtype), upcast) + as_last(bias.astype(upcast.dtype), upcast)).astype(
+        x.dtype
+    )
 
 
 def rotate(x, positions):
     """Turn pairs of features by their position's angle. x [b, Sq, H, Dh], positions int32 [Sq]. Source: RoFormer."""
     half = x.shape[-1] // 2
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    frequency = 10000.0 ** (-jnp.arange(half, dtype=wide) / half)
-    angle = positions.astype(wide)[:, None, None] * frequency[None, None]  # [Sq, 1, half]
+    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    frequency = 10000.0 ** (-jnp.arange(half, dtype=acc_dtype) / half)
+    angle = positions.astype(acc_dtype)[:, None, None] * frequency[None, None]  # [Sq, 1, half]
     cos, sin = jnp.cos(angle)[None], jnp.sin(angle)[None]
-    first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
+    first, second = x[..., :half].astype(acc_dtype), x[..., half:].astype(acc_dtype)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
@@ -154,7 +156,7 @@ class Unit(nnx.Module):
 
         Args:
           x: as the MP group keeps its residual stream.
-          moe: function ([t, M] or [t / n, M] normed tokens, w_gate [M, E]) -> (the same shape, auxiliary).
+          moe: function ([t, M] or [t / N_MP, M] normed tokens, w_gate [M, E]) -> (the same shape, auxiliary).
           group: the MP group.
 
         Returns:
@@ -185,7 +187,7 @@ class Embedding(nnx.Module):
         self.learned = config.positions == "learned"
 
     def __call__(self, token_ids, dtype, group: ModelGroup):
-        """Embed int32 [b, Sq]: [b, Sq, M], or this device's [t / n, M] where the group splits its tokens.
+        """Embed int32 [b, Sq]: [b, Sq, M], or this device's [t / N_MP, M] where the group splits its tokens.
 
         Rows are read and added as parameters and cast then, so that gradients are summed in the parameters' dtype.
         """

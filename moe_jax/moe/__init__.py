@@ -1,4 +1,4 @@
-"""The MoE layer: what a token meets between two attentions. See README.md."""
+"""The MoE layer: gate, experts and what lies between them. See README.md."""
 
 from moe_jax.grouped_matmul.matmul import GroupedWeights, grouped_matmul
 from moe_jax.moe.config import MoEConfig

@@ -28,7 +28,7 @@ class MoEConfig:
       aux_loss_weight: weight of the load-balancing loss.
       z_loss_weight: weight of the squared log-partition loss of the gate.
       schedule: how the layer moves bytes; a name of `moe_jax.schedules`.
-      transport: how rows travel in an exchange: 'all_to_all', 'pairwise', 'two_level' or 'ragged'.
+      transport: how rows travel in an exchange: 'all_to_all', 'ppermute', 'two_level' or 'ragged'.
       pairwise_groups: groups of the schedule 'pairwise'; 0 makes one of the expert-parallel devices of each node.
       gather: how the schedule 's2' returns: 'saa' (all-to-all and all-gather at the same time) or 'aas' (in turn).
       cluster: file of `moe_jax.calibrate` by which the schedule 'parm' chooses; '' compares bytes.

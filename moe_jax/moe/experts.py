@@ -1,10 +1,10 @@
 """The experts' feed-forward networks on rows that are sorted by expert.
 
-Enters: rows `[R, M]` sorted by group, `group_sizes [G]`, and per weight the `GroupedWeights` of the groups. Leaves:
-rows `[R, M]`, zero past the last group. Does not move tokens, weighs nothing with gate probabilities, and sums nothing
-over devices: with F split over `expert_shard` the result is this shard's part of a sum.
+Inputs: rows `[R, M]` sorted by group, `group_sizes [G]`, and per weight the `GroupedWeights` of the groups. Outputs:
+rows `[R, M]`, zero past the last group. It does not move tokens, apply gate weights, or sum over devices: with F split
+over `expert_shard` the result is this shard's part of a sum.
 
-Letters: R rows of this shard, M model dim, F hidden dim (this shard's part), G groups, S rows of a weight bank.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from moe_jax.collectives.varying import match_varying
 from moe_jax.grouped_matmul.contract import FusedFfn, Operands, find_implementation
 from moe_jax.grouped_matmul.matmul import (
     check_operands,
-    door_cotangents,
+    grad_sink_cotangents,
+    grad_sink_dtypes,
     grouped_matmul,
-    sink_dtypes,
-    with_sink_types,
+    with_grad_sink_types,
     without_bank_gradient,
-    without_sinks,
+    without_grad_sinks,
 )
 
 Array = jax.Array
@@ -70,7 +70,7 @@ def expert_ffn(
     Args:
       rows: float [R, M], sorted by group, without gaps; rows past sum(group_sizes) may hold anything.
       group_sizes: int32 [G].
-      weights: w_in [S, M, F], w_out [S, F, M], and w_gate [S, M, F] for 'swiglu', each as operands of a
+      weights: w_in [Rb, M, F], w_out [Rb, F, M], and w_gate [Rb, M, F] for 'swiglu', each as operands of a
           `grouped_matmul`: the groups of the first operand come first.
       activation: 'gelu' (its tanh form) or 'swiglu'.
       implementation: of the grouped matmul; a name from `implementations()`.
@@ -91,11 +91,11 @@ def expert_ffn(
     chosen = find_implementation(implementation)
     if isinstance(chosen, FusedFfn):
         return _fused(chosen, activation, rows, group_sizes, ins, outs)
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers keeps its float32 steps for each
     def activate(*pre):
-        return _ACTIVATIONS[activation][1](*(array.astype(wide) for array in pre)).astype(rows.dtype)
+        return _ACTIVATIONS[activation][1](*(array.astype(acc_dtype) for array in pre)).astype(rows.dtype)
 
     hidden = activate(*(grouped_matmul(rows, group_sizes, weight, implementation=implementation) for weight in ins))
     return grouped_matmul(hidden, group_sizes, outs, implementation=implementation)
@@ -113,7 +113,7 @@ def _fused(
     for weight in ins:
         check_operands(rows.shape[1], group_sizes, weight)
     check_operands(ins[0][0].bank.shape[2], group_sizes, outs)
-    dtypes = (tuple(map(sink_dtypes, ins)), sink_dtypes(outs))
+    dtypes = (tuple(map(grad_sink_dtypes, ins)), grad_sink_dtypes(outs))
     ins, outs = tuple(map(without_bank_gradient, ins)), without_bank_gradient(outs)
     rows, group_sizes, ins, outs = match_varying(rows, group_sizes, ins, outs)
     return _ffn(implementation, _ACTIVATIONS[activation][1], dtypes, rows, group_sizes, ins, outs)
@@ -126,16 +126,16 @@ def _ffn(implementation, activation, dtypes, rows, group_sizes, ins, outs):
 
 
 def _ffn_forward(implementation, activation, dtypes, rows, group_sizes, ins, outs):
-    out, kept = implementation.ffn_forward(activation, rows, group_sizes, ins, outs)
-    return out, (rows, kept, group_sizes, tuple(map(without_sinks, ins)), without_sinks(outs))
+    out, ffn_residuals = implementation.ffn_forward(activation, rows, group_sizes, ins, outs)
+    return out, (rows, ffn_residuals, group_sizes, tuple(map(without_grad_sinks, ins)), without_grad_sinks(outs))
 
 
 def _ffn_backward(implementation, activation, dtypes, residuals, dout):
-    rows, kept, group_sizes, ins, outs = residuals
-    ins = tuple(map(with_sink_types, ins, dtypes[0]))
-    outs = with_sink_types(outs, dtypes[1])
-    drows, dins, douts = implementation.ffn_gradients(activation, rows, kept, dout, group_sizes, ins, outs)
-    return drows, None, tuple(map(door_cotangents, dins)), door_cotangents(douts)
+    rows, ffn_residuals, group_sizes, ins, outs = residuals
+    ins = tuple(map(with_grad_sink_types, ins, dtypes[0]))
+    outs = with_grad_sink_types(outs, dtypes[1])
+    drows, dins, douts = implementation.ffn_gradients(activation, rows, ffn_residuals, dout, group_sizes, ins, outs)
+    return drows, None, tuple(map(grad_sink_cotangents, dins)), grad_sink_cotangents(douts)
 
 
 _ffn.defvjp(_ffn_forward, _ffn_backward)

@@ -1,9 +1,9 @@
 """The gate: which experts each token chooses, and with what weight.
 
-Enters: tokens x [t, M] of one drop group and the gate's weight [M, E]. Leaves: `Choice` (ids and weights [t, K], kept
-[t, K]) and `GateStats`, sums over these tokens from which losses and metrics are formed once they are summed over all
-devices. It moves nothing between devices and knows nothing of where experts live.
-Letters: t tokens here, M model dim, E experts, K experts per token.
+Inputs: tokens x [t, M] of one drop group and the gate's weight [M, E]. Outputs: `Choice` (ids, weights, keep_mask [t,
+K]) and `GateStats`, sums over these tokens from which losses and metrics are formed once they are summed over all
+devices. It moves nothing between devices and does not depend on the placement of the experts.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.copies import own_part
+from moe_jax.collectives.replicated import own_part
 from moe_jax.collectives.varying import varying_axes
 from moe_jax.dispatch.route import Choice, rank_within, record
 from moe_jax.moe.config import MoEConfig
@@ -69,7 +69,7 @@ def choose_experts(x, w_gate, config: MoEConfig, *, noise_key=None, token_ids=No
     log_z = jax.scipy.special.logsumexp(logits, axis=-1)
     probs = jax.nn.softmax(noisy, axis=-1)
     weights, expert_ids = tuple(lax.top_k(probs, config.top_k))
-    kept = keep_within_capacity(expert_ids, weights, config)
+    keep_mask = keep_within_capacity(expert_ids, weights, config)
     if config.renormalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     stats = GateStats(
@@ -77,13 +77,13 @@ def choose_experts(x, w_gate, config: MoEConfig, *, noise_key=None, token_ids=No
         probability=jnp.sum(probs, axis=0),
         squared_logsumexp=jnp.sum(jnp.square(log_z)),
         entropy=-jnp.sum(probs * jax.nn.log_softmax(noisy, axis=-1)),
-        dropped=jnp.sum(~kept, dtype=jnp.int32),
+        dropped=jnp.sum(~keep_mask, dtype=jnp.int32),
     )
-    return Choice(expert_ids=expert_ids, weights=weights, kept=kept), stats
+    return Choice(expert_ids=expert_ids, weights=weights, keep_mask=keep_mask), stats
 
 
 def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]) -> GateStats:
-    """Return the statistics as an MP group reports them, whether its devices gated all its tokens or a part each.
+    """Return the statistics as an MP group reports them, whether its devices gated all tokens or a part each.
 
     Args:
       stats, choice: of the tokens x [t, M] that were gated here, inside `shard_map`.
@@ -126,13 +126,13 @@ def keep_within_capacity(expert_ids, probs, config: MoEConfig):
 
 
 def balance_loss(counts, probability, tokens, top_k):
-    """Return the load-balancing loss of one layer: E sum_e (counts_e / (K T)) (probability_e / T).
+    """Return the load-balancing loss of one layer: E sum_e (counts_e / (K N)) (probability_e / N).
 
     It is 1 for uniform routing. Counts and probabilities must be sums over the whole global microbatch, so that the
     loss does not depend on the layout.
 
     Args:
-      counts: int32 [..., E]; probability: float [..., E]; tokens: T, number of tokens summed over; top_k: K.
+      counts: int32 [..., E]; probability: float [..., E]; tokens: N, number of tokens summed over; top_k: K.
 
     Source: Switch Transformer, eq. 4-6, with K choices per token.
     """

@@ -27,7 +27,7 @@ from moe_jax.errors import UserError
 from moe_jax.grouped_matmul.matmul import GroupedWeights, default_implementation, implementations
 from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import expert_specs
-from moe_jax.moe.bank import open_sink, with_sink
+from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.moe.gate import balance_loss, choose_experts, share_statistics, z_loss
@@ -40,16 +40,16 @@ class LayerPlan:
     """What a step is compiled for beside its config, when experts may move; equal plans share an executable.
 
     Attributes:
-      home_slots, guest_slots: Hs and Gs, experts that a device may home and have as guests in one layer.
+      home_slots, replica_slots: Hs and Gs, experts that a device may home and have as replicas in one layer.
       bucket_rows: rows of one (source, destination) bucket; None takes them from `MoEConfig.bucket_slack`.
-      transfer: how guests get their parameters ahead of the gate; None without such guests.
-      after_gate: what is decided from the counts of the step; None for nothing.
+      transfer: how replicas get their parameters ahead of the gate; None without such replicas.
+      after_gate: the rule that decides from the counts of the step; None without one.
       trans_share, agg_share: how much of a transfer out and of one home runs beside attention, where a block-wise
         schedule splits them.
     """
 
     home_slots: int
-    guest_slots: int = 0
+    replica_slots: int = 0
     bucket_rows: int | None = None
     transfer: TransferPlan | None = None
     after_gate: Rule | None = None
@@ -58,8 +58,8 @@ class LayerPlan:
 
     @property
     def branches(self) -> bool:
-        """Whether guests come in a branch of the program."""
-        late = self.after_gate is not None and self.after_gate.late_guests > 0
+        """Whether replicas come in a branch of the program."""
+        late = self.after_gate is not None and self.after_gate.late_replicas > 0
         return late or (self.transfer is not None and self.transfer.branches)
 
 
@@ -75,7 +75,7 @@ def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | 
         tokens=tokens,
         top_k=config.top_k,
         num_experts=config.num_experts,
-        groups=config.num_experts // devices if plan is None else plan.home_slots + plan.guest_slots,
+        groups=config.num_experts // devices if plan is None else plan.home_slots + plan.replica_slots,
         capacity=None if config.dropless else config.capacity(tokens),
         bucket_slack=config.bucket_slack,
         planned_rows=None if plan is None else plan.bucket_rows,
@@ -104,32 +104,32 @@ def make_moe(
       roles: the mesh whose axes its collectives use.
       tokens: t, tokens of this device's MP group.
       activation: 'gelu' or 'swiglu'.
-      plan: slots and buckets of a placement; None is an even one without guests.
-      split_tokens: x and y are this device's part [t / N_MP, M] of the MP group's tokens, instead of equal copies.
+      plan: slots and buckets of a placement; None is an even one without replicas.
+      split_tokens: x and y are this device's part [t / N_MP, M] of the MP group's tokens, instead of replicated.
 
     Returns:
-      apply(x [t, M], token_ids int32 [t], w_gate [M, E], bank, sink, tables, noise_key, guests) -> (y [t, M],
-      GateStats, passes), with bank {name: [S, ...]}, sink {name: [Hs, ...]} and `Tables` of this layer, a PRNG key or
-      None, and what `fetch_guests` returned.
+      apply(x [t, M], token_ids int32 [t], w_gate [M, E], bank, grad_sink, tables, noise_key, replicas) -> (y [t, M],
+      GateStats, passes), with bank {name: [Rb, ...]}, grad_sink {name: [Hs, ...]} and `Tables` of this layer, a PRNG
+      key or None, and what `fetch_replicas` returned.
     """
     schedule = make_schedule(config, roles, tokens, plan, split_tokens)
     decide = make_decide(roles, None if plan is None else plan.after_gate)
     find_implementation = grouped_matmul_finder(config, roles)
 
-    late = plan is not None and plan.after_gate is not None and plan.after_gate.late_guests > 0
+    late = plan is not None and plan.after_gate is not None and plan.after_gate.late_replicas > 0
 
-    def apply(x, token_ids, w_gate, bank, sink, tables, noise_key=None, guests=None):
+    def apply(x, token_ids, w_gate, bank, grad_sink, tables, noise_key=None, replicas=None):
         def gate(x, token_ids):
-            nonlocal sink
+            nonlocal grad_sink
             weight = w_gate
-            if late:  # the sums of these gradients over devices come after the branch that brings the guests' home
+            if late:  # the sums of these gradients over devices come after the branch of the replicas' gradients
                 weight = cast_varying(weight, varying_axes(x))
-                (x, weight), sink = gradients_in_turn((x, weight), sink, tables.transfer.layer)
+                (x, weight), grad_sink = gradients_in_turn((x, weight), grad_sink, tables.transfer.layer)
             return run_gate(x, token_ids, w_gate=weight, config=config, noise_key=noise_key, model=roles.model)
 
         def placed(stats):
-            here, guests_here = decide(stats, bank, sink, tables, guests)
-            weights = {name: _operands(bank[name], here, sink, guests_here, name) for name in bank}
+            here, replicas_here = decide(stats, bank, grad_sink, tables, replicas)
+            weights = {name: _operands(bank[name], here, grad_sink, replicas_here, name) for name in bank}
 
             def experts(rows, group_sizes):
                 name = find_implementation(rows, weights)
@@ -145,23 +145,24 @@ def make_moe(
 
 
 def make_decide(roles: Roles, rule: Rule | None):
-    """Return decide(stats, bank, sink, tables, guests) -> (tables, guests) of one layer, once the gate has counted."""
+    """Return decide(stats, bank, grad_sink, tables, replicas) -> (tables, replicas) of one layer, after the gate has
+    counted."""
     inside = tuple(axis for axis in roles.all if axis not in roles.expert)
 
-    def as_planned(stats, bank, sink, tables, guests):
-        return tables, guests
+    def as_planned(stats, bank, grad_sink, tables, replicas):
+        return tables, replicas
 
-    def by_rule(stats, bank, sink, tables, guests):
+    def by_rule(stats, bank, grad_sink, tables, replicas):
         with jax.named_scope("after_gate"):
             counts, holders = gather_counts(stats.counts, tables, roles.expert, inside)
             tables, needed = rule.decide(tables, counts, holders, lax.axis_index(roles.expert))
-            if not rule.late_guests:
-                return tables, guests
-            bank, sink = cast_varying((bank, sink), varying_axes(stats.counts))
+            if not rule.late_replicas:
+                return tables, replicas
+            bank, grad_sink = cast_varying((bank, grad_sink), varying_axes(stats.counts))
             needed = wait_for(needed, needed, stats)
-            late = fetch_late(bank, sink, tables, needed, rule, roles.expert)
+            late = fetch_late(bank, grad_sink, tables, needed, rule, roles.expert)
             tables = dataclasses.replace(tables, dest_slot=wait_for(tables.dest_slot, needed, late))
-            return tables, late if guests is None else jax.tree.map(jnp.add, guests, late)
+            return tables, late if replicas is None else jax.tree.map(jnp.add, replicas, late)
 
     return as_planned if rule is None else by_rule
 
@@ -170,7 +171,7 @@ def grouped_matmul_finder(config: MoEConfig, roles: Roles) -> Callable:
     """Return function(rows [R, M], weights {name: operands}) -> name of the layer's grouped matmul.
 
     Raises:
-      UserError: a name that nobody knows.
+      UserError: an unknown name.
     """
     wanted = config.grouped_matmul
     if wanted != "auto" and wanted not in implementations():
@@ -180,7 +181,7 @@ def grouped_matmul_finder(config: MoEConfig, roles: Roles) -> Callable:
 
     def find(rows, weights) -> str:
         if wanted != "auto":
-            return wanted  # without a look at the devices: the mesh may be abstract
+            return wanted  # without looking at the devices: the mesh may be abstract
         device = roles.mesh.devices.flat[0]
         return default_implementation(device, rows.dtype, weights["w_in"][0].bank.shape[1:])
 
@@ -193,7 +194,7 @@ def make_schedule(
     """Return the schedule that a config names, for `tokens` tokens of an MP group; the mesh may be abstract.
 
     Raises:
-      UserError: a name that nobody knows, or a mesh on which that schedule, transport or group count makes no sense.
+      UserError: an unknown name, or a mesh on which that schedule, transport or group count is not possible.
     """
     options = ScheduleOptions(
         transport=config.transport,
@@ -205,14 +206,17 @@ def make_schedule(
     return build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
 
 
-def _operands(bank, tables, sink, guests, name):
-    """Return the operands of one weight: home slots in the bank, then guest slots."""
-    home = GroupedWeights(bank=bank, slots=tables.home_row, sink=sink[name] if sink else None)
-    if guests is None:
+def _operands(bank, tables, grad_sink, replicas, name):
+    """Return the operands of one weight: home slots in the bank, then replica slots."""
+    home = GroupedWeights(bank=bank, slots=tables.home_row, grad_sink=grad_sink[name] if grad_sink else None)
+    if replicas is None:
         return (home,)
-    values, doors = guests
+    values, replica_grad_sink = replicas
     slots = jnp.arange(values[name].shape[0], dtype=jnp.int32)
-    return (home, GroupedWeights(bank=values[name], slots=slots, sink=doors[name] if sink else None))
+    return (
+        home,
+        GroupedWeights(bank=values[name], slots=slots, grad_sink=replica_grad_sink[name] if grad_sink else None),
+    )
 
 
 def run_gate(x, token_ids, *, w_gate, config, noise_key, model):
@@ -232,7 +236,7 @@ def init_expert(key, model_dim: int, hidden_dim: int, activation: str, dtype, ou
 
 
 def init_bank(key, layers: int, experts: int, devices: int, **sizes) -> dict:
-    """Return the bank {name: [D S, ...]} of an even placement; expert (l, e) depends on fold_in(layer, expert) alone.
+    """Return the bank {name: [D Rb, ...]} of an even placement; expert (l, e) depends on fold_in(layer, expert) alone.
 
     Args:
       key: PRNG key.
@@ -325,10 +329,10 @@ class MoELayer(nnx.Module):
                 f"the MoE layer got {tokens.shape[0]} tokens, which do not divide over {shards} devices; pad the batch "
                 f"to a multiple of {shards}"
             )
-        bank, sink = with_sink({name: self.bank[name][...] for name in self.bank})
+        bank, grad_sink = with_grad_sink({name: self.bank[name][...] for name in self.bank})
         token_ids = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         apply = _make_global_moe(config, roles, tokens.shape[0], self.activation)
-        y, loss, loads = apply(tokens, token_ids, self.w_gate[...], bank, sink, noise_key)
+        y, loss, loads = apply(tokens, token_ids, self.w_gate[...], bank, grad_sink, noise_key)
         return y.reshape(x.shape), loss, loads
 
 
@@ -339,11 +343,11 @@ def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: s
     tables = even_tables(1, config.num_experts, roles.size(roles.expert))
     inside = tuple(axis for axis in roles.all if axis not in roles.expert)
 
-    def body(x, token_ids, w_gate, bank, sink, noise_key, tables):
+    def body(x, token_ids, w_gate, bank, grad_sink, noise_key, tables):
         tables = local(tables)  # of one layer
-        sink = {name: open_sink(value, tables.home_row)[0] for name, value in sink.items()}
+        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
-        y, stats, _ = apply(x, token_ids, w_gate, bank, sink, layer, noise_key)
+        y, stats, _ = apply(x, token_ids, w_gate, bank, grad_sink, layer, noise_key)
         probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
         per_source = lax.psum(stats.counts, inside) if inside else stats.counts
         balance = balance_loss(lax.psum(stats.counts, roles.all), probability, tokens, config.top_k)

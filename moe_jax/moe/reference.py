@@ -1,9 +1,8 @@
 """The MoE layer on one device, without dispatch and without communication: the oracle of every test.
 
-Enters: tokens [N, M], the gate's weight and all experts' weights. Leaves: tokens [N, M], the gate losses, and the
-loads. Every expert computes every token, and a [N, E] matrix of weights, mostly zero, picks and sums. It is written
-to be read and believed, shares no code with the layer, and costs E / K times the layer's FLOPs. Letters: N tokens, M
-model dim, F hidden dim, E experts, K experts per token.
+Inputs: tokens [N, M], the gate's weight and all experts' weights. Outputs: tokens [N, M], the gate losses, and the
+loads. Every expert computes every token, and a [N, E] matrix of weights, mostly zero, picks and sums. It is written to
+be read, shares no code with the layer, and costs E / K times the layer's FLOPs. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def reference_weights(probs, config: MoEConfig, drop_groups: int):
         return weights, chosen
     group = tokens // drop_groups
     capacity = config.capacity(group)
-    kept = []
+    keep_masks = []
     for g in range(drop_groups):
         mine, prob = chosen[g * group : (g + 1) * group], probs[g * group : (g + 1) * group]
         if config.drop == "position":
@@ -50,8 +49,8 @@ def reference_weights(probs, config: MoEConfig, drop_groups: int):
             more = prob[None] > prob[:, None]
             tie = (prob[None] == prob[:, None]) & (index[None, :, None] < index[:, None, None])
             earlier = jnp.sum((more | tie) & mine[None], axis=1)
-        kept.append(mine & (earlier < capacity))
-    return jnp.where(jnp.concatenate(kept), weights, 0), chosen
+        keep_masks.append(mine & (earlier < capacity))
+    return jnp.where(jnp.concatenate(keep_masks), weights, 0), chosen
 
 
 def reference_moe(x, w_gate, experts: dict, config: MoEConfig, *, noise=None, drop_groups: int = 1):

@@ -1,9 +1,9 @@
 """The MoE layer cut into three stages, for programs that place transfers beside its experts.
 
 `make_staged_moe` returns what `make_moe` does, in pieces: send (gate, route, dispatch), experts (of pass 0), finish
-(combine, later passes). Nothing of the bank is differentiated here: gradients of home experts leave through `sink`, of
-guests through `guest_sink`; the values of both doors are never read.
-Letters: t tokens of this device's MP group, M model dim, R rows, S bank rows, Hs home and Gs guest slots.
+(combine, later passes). Nothing of the bank is differentiated here: gradients of home experts leave through
+`grad_sink`, of replicas through `replica_grad_sink`; the values of both are never read.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from moe_jax.schedules.staged import Sent, StagedSchedule
 class StagedMoE:
     """Three functions of one layer; called inside `shard_map`, one after the other.
 
-    `weights` is a dict of what an expert's parameters come from: bank {name: [S, ...]}, sink {name: [Hs, ...]}, guests
-    and guest_sink {name: [Gs, ...]} or None, and the layer's tables.
+    `weights` is a dict of what an expert's parameters come from: bank {name: [Rb, ...]}, grad_sink {name: [Hs, ...]},
+    replicas and replica_grad_sink {name: [Gs, ...]} or None, and the layer's tables.
     """
 
     schedule: StagedSchedule
@@ -62,15 +62,15 @@ def _operands(name: str, weights: dict) -> tuple[GroupedWeights, ...]:
     home = GroupedWeights(
         bank=weights["bank"][name],
         slots=weights["tables"].home_row,
-        sink=weights["sink"][name] if weights["sink"] else None,
+        grad_sink=weights["grad_sink"][name] if weights["grad_sink"] else None,
         constant=True,
     )
-    if weights["guests"] is None:
+    if weights["replicas"] is None:
         return (home,)
-    guests = weights["guests"][name]
-    slots = jnp.arange(guests.shape[0], dtype=jnp.int32)
-    sink = weights["guest_sink"][name] if weights["guest_sink"] else None
-    return home, GroupedWeights(bank=guests, slots=slots, sink=sink, constant=True)
+    replicas = weights["replicas"][name]
+    slots = jnp.arange(replicas.shape[0], dtype=jnp.int32)
+    grad_sink = weights["replica_grad_sink"][name] if weights["replica_grad_sink"] else None
+    return home, GroupedWeights(bank=replicas, slots=slots, grad_sink=grad_sink, constant=True)
 
 
 def make_staged_moe(
@@ -89,9 +89,9 @@ def make_staged_moe(
             f"on this mesh; set MoEConfig.schedule to 's1', 's2' or 'deepspeed', or ModelConfig.prefetch = 'none'"
         )
     rule = None if plan is None else plan.after_gate
-    if rule is not None and rule.late_guests:
+    if rule is not None and rule.late_replicas:
         raise UserError(
-            "ModelConfig.prefetch brings copies before the gate, and this planner brings them after it; set "
+            "ModelConfig.prefetch brings replicas before the gate, and this planner brings them after it; set "
             "PlannerConfig.when = 'ahead' or ModelConfig.prefetch = 'none'"
         )
     find = grouped_matmul_finder(config, roles)

@@ -1,4 +1,4 @@
-"""What a run leaves behind for people: metrics, loads, progress, TensorBoard, pictures, a report. No jax in here."""
+"""The files that a run writes: metrics, loads, progress, TensorBoard, pictures, a report. No jax in here."""
 
 from moe_jax.observe.atomic import atomic_file, disk_errors_named, write_atomically
 from moe_jax.observe.balance import dead_experts, device_load_max_over_mean, device_loads

@@ -1,7 +1,7 @@
-"""Files that hold either their old content or the new one, never a half.
+"""Files that hold either their old content or the new one, never a part of it.
 
-Enters: a path and the bytes or text it shall hold. Leaves: that file. A full disk, a read-only folder and the like
-come out as one `UserError` line; what the file held before is still there then.
+Inputs: a path and the bytes or text it shall hold. Outputs: that file. A full disk, a read-only folder and the like
+come out as one `UserError` line; the file then still holds its old content.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How evenly a step's tokens fall on devices and experts.
 
-Letters: L layers, S sources, E experts, D devices. Enters: loads integers [L, S, E] of one step. Leaves: one number per
-layer. Homes only: what copies of experts change is the placement's business.
+Letters: docs/notation.md. Inputs: loads integers [L, S, E] of one step. Outputs: one number per layer. Homes only: what
+replicas change is the placement's business.
 """
 
 from __future__ import annotations

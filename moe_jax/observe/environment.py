@@ -1,6 +1,6 @@
 """What a run ran on: versions, processors, devices, mesh, commit.
 
-Enters: devices and mesh as plain data (this room does not import jax). Leaves: a dict for environment.json. No host
+Inputs: devices and mesh as plain data (this package does not import jax). Outputs: a dict for environment.json. No host
 name, user name or path gets in.
 """
 

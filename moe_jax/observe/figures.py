@@ -1,7 +1,8 @@
-"""How every picture of this room is drawn: one size, one palette, one way to thin out long runs.
+"""How every picture of this package is drawn: one size, one palette, one way to thin out long runs.
 
 matplotlib is imported inside functions and used through its objects only, never through pyplot, so drawing needs no
-display and leaves a user's own figures alone. Colours are told apart by colour-blind readers too (Okabe and Ito's).
+display and leaves a user's own figures alone. The colours can be distinguished by colour-blind readers too (Okabe and
+Ito's).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Heat maps of expert load: one panel per layer in one figure, from 1 to 96 layers and 2 to 512 experts.
 
-Letters: T samples, L layers, S sources, E experts, n columns. Enters: a `LoadsTrace`. Leaves: a matplotlib figure.
+Letters: docs/notation.md; n columns. Inputs: a `LoadsTrace`. Outputs: a matplotlib figure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
     With more experts than dots their colours are averaged.
 
     Args:
-      trace: loads [T, L, S, E] and iterations [T].
+      trace: loads [Nt, L, S, E] and iterations [Nt].
     """
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
@@ -81,7 +81,7 @@ def load_grid(trace: LoadsTrace, most: int = MOST_POINTS) -> tuple[np.ndarray, f
     """Bring samples onto an even time axis and divide each expert's load by the even share.
 
     Args:
-      trace: loads [T, L, S, E].
+      trace: loads [Nt, L, S, E].
       most: columns at most; several samples in one column are averaged, a gap repeats the sample before it.
 
     Returns:

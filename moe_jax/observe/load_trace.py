@@ -1,8 +1,8 @@
 """Read traces of expert loads, those of our own runs and those of others, for pictures and for replay.
 
-Letters: T samples, L layers, S sources (members of the expert-parallel group), E experts.
+Letters: docs/notation.md.
 
-Enters: an npz with `loads` [T, L, S, E] and, where known, `iterations` [T]. Leaves: a checked `LoadsTrace`.
+Inputs: an npz with `loads` [Nt, L, S, E] and, where known, `iterations` [Nt]. Outputs: a checked `LoadsTrace`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class LoadsTrace(NamedTuple):
     """A recorded trace.
 
     Attributes:
-      loads: [T, L, S, E], non-negative integers.
-      iterations: [T], rising integers.
-      sources: [T], S of each sample; None where the file does not say, which means that all are the array's.
-      origins: the run behind each sample, T of them, None where the file does not say.
+      loads: [Nt, L, S, E], non-negative integers.
+      iterations: [Nt], rising integers.
+      sources: [Nt], S of each sample; None where the file does not say, which means that all are the array's.
+      origins: the run behind each sample, Nt of them, None where the file does not say.
     """
 
     loads: np.ndarray
@@ -38,7 +38,7 @@ def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
     """Read and check a trace of loads.
 
     Args:
-      path: an npz file with `loads` [T, L, S, E], whole numbers of any dtype, and `iterations` [T]; without
+      path: an npz file with `loads` [Nt, L, S, E], whole numbers of any dtype, and `iterations` [Nt]; without
         `iterations` samples are numbered from 0; `sources` and what `loads_origin.py` names are read where they are;
         other keys are ignored.
 

@@ -1,14 +1,14 @@
 """Expert loads of a run, kept in parts while it trains and as one file when it ends.
 
-Letters: T samples, L layers, S sources (members of the expert-parallel group), E experts.
+Letters: docs/notation.md.
 
-Enters: loads int32 [L, S, E] of a step, on the host. Leaves: loads/part_*.npz, then loads.npz with
-    loads       int32 [T, L, S, E]   tokens that source s routed to expert e
-    iterations  int64 [T]            the step of each sample, rising
-    sources     int64 [T]            S of each sample; smaller than the array's S where the run resumed on another mesh
+Inputs: loads int32 [L, S, E] of a step, on the host. Outputs: loads/part_*.npz, then loads.npz with
+    loads       int32 [Nt, L, S, E]   tokens that source s routed to expert e
+    iterations  int64 [Nt]            the step of each sample, rising
+    sources     int64 [Nt]            S of each sample; smaller than the array's S where the run resumed on another mesh
     M, F, K, dtype, mesh, ...        of the run that recorded them, see `loads_origin.py`
-When S differs between samples the missing sources are filled with zeros. `load_trace.py` reads such files, whoever
-made them. Nothing here knows where experts live.
+When S differs between samples the missing sources are filled with zeros. `load_trace.py` reads such files of any
+origin. Nothing here depends on the placement of the experts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class LoadsRecorder:
     """Take the loads of every n-th step.
 
     A sample is on the disk when `record` returns: the open part is rewritten atomically with each sample, and is closed
-    at PART_RECORDS samples or PART_BYTES, which bounds that work. So a kill loses no sample that a checkpoint counts as
-    done.
+    at PART_RECORDS samples or PART_BYTES, which bounds that work. So a kill loses no sample of a step that a checkpoint
+    contains.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class LoadsRecorder:
             origins += trace.origins
         if len({(L, E) for _, L, _, E in shapes}) > 1:
             raise UserError(f"the parts of {self._folder.loads_parts} have shapes {shapes}: they are not of one model")
-        T, S = sum(shape[0] for shape in shapes), max(shape[2] for shape in shapes)
+        Nt, S = sum(shape[0] for shape in shapes), max(shape[2] for shape in shapes)
         if any(shape[2] != S for shape in shapes):
             _log.info("loads.npz: sources were %s along the run; filled with zeros to %d", [s[2] for s in shapes], S)
         sources = np.concatenate([np.full(shape[0], shape[2], np.int64) for shape in shapes])
         with atomic_file(self._folder.loads) as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
                 with archive.open("loads.npy", "w", force_zip64=True) as member:
-                    _write_loads(member, parts, (T, shapes[0][1], S, shapes[0][3]))
+                    _write_loads(member, parts, (Nt, shapes[0][1], S, shapes[0][3]))
                 small = {"iterations": np.concatenate(iterations), "sources": sources, **origin_arrays(origins)}
                 for name, values in small.items():
                     with archive.open(name + ".npy", "w") as member:

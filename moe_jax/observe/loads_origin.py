@@ -2,11 +2,11 @@
 
 Inputs: a `LoadsOrigin` for each sample. Outputs: plain arrays that stand beside the loads in an npz file, and back:
     M, F, K           int64 []    model dim, hidden dim of an expert, experts chosen by a token (top_k)
-    dtype             str []      what the model computes in, such as 'bfloat16'
+    dtype             str []      the compute dtype, such as 'bfloat16'
     mesh              str [n]     each mesh that the run used, oldest first, as JSON {axis: size}; '' where not known
     devices_per_node  int64 [n]   devices of an expert-parallel group that share a node, 0 where not known
     cluster           str [n]     the cluster file that the run named, '' for none
-    mesh_index        int64 [T]   which of the n each sample was recorded on
+    mesh_index        int64 [Nt]   which of the n each sample was recorded on
 """
 
 from __future__ import annotations

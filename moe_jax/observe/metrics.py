@@ -1,7 +1,7 @@
-"""One strict JSON object per line and step, in the order of the steps, whatever happens to the process.
+"""One strict JSON object per line and step, in the order of the steps, also after a kill.
 
-Enters: plain numbers and NumPy values of one step, already on the host. Leaves: metrics.jsonl (or evaluations.jsonl).
-Floats that are not finite stand as the strings "nan", "inf" and "-inf", since JSON has no word for them; `read_metrics`
+Inputs: plain numbers and NumPy values of one step, already on the host. Outputs: metrics.jsonl (or evaluations.jsonl).
+Floats that are not finite stand as the strings "nan", "inf" and "-inf", since JSON cannot express them; `read_metrics`
 turns them back. It computes no metric.
 """
 
@@ -179,7 +179,7 @@ def _plain(value: Any, name: str) -> Any:
         return [_plain(item, name) for item in value]
     if hasattr(value, "__array__"):
         array = np.asarray(value)
-        if array.dtype.kind == "V":  # bfloat16 and its kin, which NumPy itself does not know
+        if array.dtype.kind == "V":  # bfloat16 and others that NumPy itself lacks
             array = array.astype(np.float64)
         if array.dtype.kind in "biuf":
             return _plain(array.tolist(), name)

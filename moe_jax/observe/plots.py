@@ -1,7 +1,6 @@
 """The pictures of a run: loss, expert load over time, device load over time.
 
-Letters: T samples, L layers, S sources, E experts. Enters: metrics.jsonl, evaluations.jsonl and loads.npz of a run
-folder. Leaves: plots/*.png.
+Letters: docs/notation.md. Inputs: metrics.jsonl, evaluations.jsonl and loads.npz of a run folder. Outputs: plots/*.png.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NAMED = (BLUE, ORANGE, PURPLE, YELLOW, SKY)  # layers told apart by name; more of them by a scale
+_NAMED = (BLUE, ORANGE, PURPLE, YELLOW, SKY)  # for a few layers; more of them get a scale
 
 
 def draw_all(folder: str | os.PathLike[str]) -> list[Path]:

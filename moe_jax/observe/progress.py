@@ -1,7 +1,7 @@
-"""What a person sees while a run trains: one live line on a terminal, else a plain line every n steps.
+"""The progress of a run: one live line on a terminal, otherwise a plain line every n steps.
 
-Enters: host numbers of a step. Leaves: text on a stream. Cosmetic, so an odd terminal (no size, no Unicode, closed)
-never stops a run: what cannot be shown is logged once and left out.
+Inputs: host numbers of a step. Outputs: text on a stream. An odd terminal (no size, no Unicode, closed) never stops a
+run: what cannot be shown is logged once and left out.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Progress:
             self._draw()
 
     def close(self) -> None:
-        """Leave the last line standing."""
+        """Leave the last line in place."""
         if self.live and self._line:
             self._draw()
             self._emit("\n")
@@ -127,7 +127,7 @@ class Progress:
 
     def _live_line(self, numbers: dict[str, str | None]) -> str:
         """Fit what the terminal's width holds: the step first, then loss, time left, speed, load, and the bar last."""
-        # One column stays free: writing into the last one makes many terminals wrap.
+        # The last column stays free: writing into it makes many terminals wrap.
         width = _terminal_width(self._stream) - 1
         head = f"step {self._step:>{len(str(self._total))}}/{self._total}"
         kept, room = {}, width - len(head)

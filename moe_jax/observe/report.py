@@ -1,7 +1,7 @@
 """One page about a run that can be mailed: report.html, pictures inside, no network, no script.
 
-Enters: the files of a run folder. Leaves: report.html. Absolute paths in the config are shortened to their last part,
-so that the page says nothing about the machine's folders or users.
+Inputs: the files of a run folder. Outputs: report.html. Absolute paths in the config are shortened to their last part,
+so that the page shows no folders or user names of the machine.
 """
 
 from __future__ import annotations

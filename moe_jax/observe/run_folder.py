@@ -1,7 +1,7 @@
-"""The one place that knows how the files of a run are called.
+"""The names of the files of a run, in one place.
 
-Enters: the path of a work folder. Leaves: the paths inside it, and small text files written atomically. It decides
-nothing: whether a folder that holds another config is an error is the caller's question.
+Inputs: the path of a work folder. Outputs: the paths inside it, and small text files written atomically. Whether a
+folder that holds another config is an error is decided by the caller.
 
     config.gin            what the user bound          metrics.jsonl      one JSON object a step
     operative_config.gin  what the program used        evaluations.jsonl  one JSON object an evaluation
@@ -29,7 +29,7 @@ class RunFolder:
     """Paths of one run. Usable wherever a path is (`os.fspath`), equal when the paths are."""
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = True):
-        """Name the run at `path`.
+        """Open the run at `path`.
 
         Args:
           path: the work folder; `~` is expanded.

@@ -1,7 +1,7 @@
-"""The few numbers that say how a run went.
+"""The headline numbers of a run.
 
-Enters: the records of metrics.jsonl and evaluations.jsonl. Leaves: a `RunSummary`, from which the report's headline and
-the last lines of a training run are printed. What no record states is None, never a guess.
+Inputs: the records of metrics.jsonl and evaluations.jsonl. Outputs: a `RunSummary`, from which the report's headline
+and the last lines of a training run are printed. What no record states is None.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """TensorBoard events of a run, when tensorboardX is installed.
 
-Enters: the records that metrics.jsonl takes. Leaves: scalars under tensorboard/; a list over layers becomes its mean,
-smallest and largest. metrics.jsonl is the record of truth: events written shortly before a kill may be lost, and
-TensorBoard puts the host's name into the names of its files, so they are not for publication.
+Inputs: the records that metrics.jsonl takes. Outputs: scalars under tensorboard/; a list over layers becomes its mean,
+smallest and largest. metrics.jsonl is authoritative: events written shortly before a kill may be lost, and TensorBoard
+puts the host's name into the names of its files, so they are not for publication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class TensorBoardWriter:
-    """Write scalars; without tensorboardX say so once and count what was not written."""
+    """Write scalars; without tensorboardX log it once and count what was not written."""
 
     def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         """Open a new event file.

@@ -1,13 +1,13 @@
 """Block-wise schedules as data: which transfer of parameters or gradients runs beside which computation.
 
-Enters: a schedule's name, the number of layers, and how transfers are cut. Leaves: a `BlockSchedule`, lists of windows
+Inputs: a schedule's name, the number of layers, and how transfers are cut. Outputs: a `BlockSchedule`, lists of windows
 in the order of the program. The model builds its step from it, the cost model its overlap, and `gantt` its picture.
 Nothing here runs or takes time.
 
-A layer is four stages: attention (everything before the gate), dispatch, experts, combine. *Trans* brings copies of
-experts to their guests, *Agg* sums the guests' gradients at home. Without re-materialisation Trans runs once per layer,
-with it a second time on the way back.
-Letters: L layers, i a turn of a loop.
+A layer is four stages: attention (everything before the gate), dispatch, experts, combine. *Trans* brings parameters to
+the replicas, *Agg* sums the replicas' gradients at home. Without re-materialisation Trans runs once per layer, with it
+a second time on the way back.
+Letters: docs/notation.md; i a turn of a loop.
 Source: Hecate, section 3.2; Pro-Prophet, section V-B, algorithm 2 and figure 9.
 """
 
@@ -54,8 +54,8 @@ class Loop:
     Attributes:
       before, after: windows with absolute layers.
       body: windows with layers relative to the turn; turn i runs layer i + window.layer.
-      turns: values of i, in order. A move of a layer outside 0 .. L-1 has nothing to do there: a loop whose turns must
-        all be equal sends it in vain, the list of `windows` leaves it out.
+      turns: values of i, in order. A move of a layer outside 0 .. L-1 has no effect: a loop whose turns must all be
+        equal sends it in vain, `windows` leaves it out.
     """
 
     before: tuple[Window, ...]
@@ -75,7 +75,7 @@ class BlockSchedule:
 
     name: str
     layers: int
-    rematerialize: bool
+    refetch_replicas: bool
     forward: Loop
     backward: Loop
 
@@ -86,13 +86,13 @@ class BlockSchedule:
         )
 
     def layers_alive(self) -> int:
-        """Return the most layers whose guests are in memory at the end of any window, those under way included."""
+        """Return the most layers whose replicas are in memory at the end of any window, those under way included."""
         alive, most = set(), 0
         for direction, window in self.windows():
             alive |= {move.layer for move in window.beside if move.kind == "trans"}
             most = max(most, len(alive))
             last = window.stage == ("combine" if direction == "forward" else "experts")
-            if last and not (direction == "forward" and (not self.rematerialize or window.layer == self.layers - 1)):
+            if last and not (direction == "forward" and (not self.refetch_replicas or window.layer == self.layers - 1)):
                 alive.discard(window.layer)
         return most
 
@@ -104,12 +104,12 @@ class Prefetch:
     Attributes:
       schedule: 'none', 'hecate' or 'pro_prophet'.
       case: of `pro_prophet`, where Trans and Agg go: 'attention', 'expert', or 'split' over both (its figure 9).
-      rematerialize: drop copies after the forward and bring them again in the backward.
+      refetch_replicas: drop replicas after the forward, fetch them again in the backward (Hecate-RM).
     """
 
     schedule: str = "none"
     case: str = "split"
-    rematerialize: bool = False
+    refetch_replicas: bool = False
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
@@ -133,31 +133,31 @@ class Prefetch:
         if self.schedule == "none" or layers < 1:
             raise ValueError(f"no block-wise schedule {self.schedule!r} of {layers} layers can be built")
         if self.schedule == "hecate":
-            forward, backward = _hecate(layers, self.rematerialize, recompute)
+            forward, backward = _hecate(layers, self.refetch_replicas, recompute)
         else:
             shares = {"attention": (1.0, 1.0), "expert": (0.0, 0.0), "split": (trans_share, agg_share)}[self.case]
             if not all(0 <= share <= 1 for share in shares):
                 raise ValueError(f"shares of Trans and Agg beside attention {shares} must lie between 0 and 1")
-            forward, backward = _pro_prophet(layers, *shares, self.rematerialize, recompute)
+            forward, backward = _pro_prophet(layers, *shares, self.refetch_replicas, recompute)
         return BlockSchedule(
             name=self.schedule,
             layers=layers,
-            rematerialize=self.rematerialize,
+            refetch_replicas=self.refetch_replicas,
             forward=forward,
             backward=backward,
         )
 
 
-def _hecate(layers: int, rematerialize: bool, recompute: bool) -> tuple[Loop, Loop]:
+def _hecate(layers: int, refetch_replicas: bool, recompute: bool) -> tuple[Loop, Loop]:
     """Trans of layer l beside attention l; on the way back Agg of layer l and Trans of layer l - 1 beside it."""
     forward = (Window("attention", 0, (Move("trans", 0),)), *_moe(0))
-    again = (Move("trans", -1),) if rematerialize else ()
+    again = (Move("trans", -1),) if refetch_replicas else ()
     backward = (*_moe_back(0, recompute), Window("attention", 0, (Move("agg", 0), *again)))
     return Loop((), forward, range(layers), ()), Loop((), backward, range(layers - 1, -1, -1), ())
 
 
 def _pro_prophet(
-    layers: int, trans_share: float, agg_share: float, rematerialize: bool, recompute: bool
+    layers: int, trans_share: float, agg_share: float, refetch_replicas: bool, recompute: bool
 ) -> tuple[Loop, Loop]:
     """Turn i is the block [MoE i, attention i + 1]; the first attention and the last MoE stand alone."""
     early, late = (
@@ -170,7 +170,7 @@ def _pro_prophet(
         turns=range(layers - 1),
         after=_moe(layers - 1),
     )
-    again = (early, late) if rematerialize else (lambda layer: (), lambda layer: ())
+    again = (early, late) if refetch_replicas else (lambda layer: (), lambda layer: ())
     first, second = _part("agg", 1, 0.0, agg_share), _part("agg", 1, agg_share, 1.0)
     backward = Loop(
         before=_moe_back(layers - 1, recompute, again[0](layers - 2) if layers > 1 else ()),

@@ -1,6 +1,6 @@
 """The picture of a block-wise schedule: what computes and what travels, over time.
 
-Enters: the schedule and its times, as numbers. Leaves: bars on two streams, and a PNG of them. matplotlib is imported
+Inputs: the schedule and its times, as numbers. Outputs: bars on two streams, and a PNG of them. matplotlib is imported
 when a picture is drawn, never before.
 """
 
@@ -26,7 +26,7 @@ COLOURS = {
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """Something that lasts from `start` to `stop` seconds on one of `STREAMS`; `exposed` of a transfer, nobody hides.
+    """An interval `start` to `stop` (seconds) on one of `STREAMS`; `exposed`: the part of a transfer not overlapped.
 
     Attributes:
       kind: a stage, 'trans' or 'agg'; layer: absolute; backward: on the way back.
@@ -85,7 +85,7 @@ def draw(schedule: BlockSchedule, times: Times, path: pathlib.Path | str) -> pat
             axes.text(1e3 * (bar.start + length / 2), row, str(bar.layer), ha="center", va="center", fontsize=6)
     late = 1e3 * sum(bar.exposed for bar in bars)
     moved = 1e3 * sum(bar.stop - bar.start for bar in bars if bar.stream == "transfer")
-    again = ", re-materialised" if schedule.rematerialize else ""
+    again = ", replicas refetched" if schedule.refetch_replicas else ""
     axes.set(
         yticks=range(len(STREAMS)), yticklabels=STREAMS[::-1], xlabel="ms",
         title=f"{schedule.name}, {schedule.layers} layers{again}: {late:.3g} ms of {moved:.3g} ms of transfers exposed",

@@ -1,8 +1,8 @@
-"""How long a block-wise schedule takes, and what of its transfers nothing hides.
+"""The time of a block-wise schedule, and the part of its transfers that is exposed.
 
-Enters: the schedule as data, and seconds of stages and transfers, numbers or arrays of one shape [...]. Leaves: seconds
-of the same shape. A window lasts as long as its stage or its moves together, whichever is longer; moves run one after
-the other, in the order in which they stand.
+Inputs: the schedule as data, and seconds of stages and transfers, numbers or arrays of one shape [...]. Outputs:
+seconds of the same shape. A window lasts as long as its stage or its moves together, whichever is longer; moves run one
+after the other, in the order in which they stand.
 Source: Pro-Prophet, equations 7 and 8; Hecate, section 3.2.
 """
 
@@ -45,15 +45,15 @@ class Times:
         return (move.stop - move.start) * getattr(self, move.kind)
 
 
-def shares(times: Times, rematerialize: bool = False) -> tuple[float, float]:
-    """Return how much of Trans and of Agg is to run beside attention, for numbers: as much as its time holds.
+def shares(times: Times, refetch_replicas: bool = False) -> tuple[float, float]:
+    """Return how much of Trans and of Agg is to run beside attention, for numbers: as much as fits in its time.
 
     Attention's time does not change from step to step, so it is filled first; the rest stands beside the experts. On
     the way back attention takes twice as long, and Trans has its part of that first if it runs there a second time.
     Source: Pro-Prophet, section V-B.
     """
     trans = 1.0 if times.trans <= 0 else float(min(1.0, times.attention / times.trans))
-    left = 2 * times.attention - (trans * times.trans if rematerialize else 0.0)
+    left = 2 * times.attention - (trans * times.trans if refetch_replicas else 0.0)
     agg = 1.0 if times.agg <= 0 else float(min(1.0, max(0.0, left) / times.agg))
     return trans, agg
 
@@ -77,7 +77,7 @@ def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.nd
     if prefetch.schedule == "none":
         return times.trans, times.agg
     if prefetch.schedule == "pro_prophet" and prefetch.case == "split":
-        return _split_exposes(times, prefetch.rematerialize)
+        return _split_exposes(times, prefetch.refetch_replicas)
     schedule = prefetch.build(layers=3)
     trans, agg = 0.0, 0.0
     for loop, backward in ((schedule.forward, False), (schedule.backward, True)):
@@ -87,11 +87,11 @@ def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.nd
     return trans, agg
 
 
-def _split_exposes(times: Times, rematerialize: bool):
+def _split_exposes(times: Times, refetch_replicas: bool):
     """Return the same where both windows are filled as far as they go."""
-    room = times.attention + times.experts
-    trans, agg = np.maximum(0.0, times.trans - room), np.maximum(0.0, times.agg - 2 * room)
-    if rematerialize:
-        agg = np.maximum(0.0, times.agg - np.maximum(0.0, 2 * room - times.trans))
-        trans = trans + np.maximum(0.0, times.trans - 2 * room)
+    free = times.attention + times.experts
+    trans, agg = np.maximum(0.0, times.trans - free), np.maximum(0.0, times.agg - 2 * free)
+    if refetch_replicas:
+        agg = np.maximum(0.0, times.agg - np.maximum(0.0, 2 * free - times.trans))
+        trans = trans + np.maximum(0.0, times.trans - 2 * free)
     return trans, agg

@@ -1,7 +1,7 @@
 """Where each expert lies in the bank of parameters, and the permutation that a change of homes is.
 
-Enters: placements. Leaves: bank rows by (layer, expert) order, and for two placements the source of every row. Nothing
-here moves parameters. Letters: L layers, E experts, D devices, S bank rows of a device (L E / D when homes are even).
+Inputs: placements. Outputs: bank rows by (layer, expert) order, and for two placements the source of every row. Nothing
+here moves parameters. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def bank_rows(placement: Placement) -> np.ndarray:
 
 
 def reshard_permutation(old: Placement, new: Placement, rows: int | None = None) -> np.ndarray:
-    """Return source int32 [D S]: row r of the new bank holds what row source[r] of the old bank held.
+    """Return source int32 [D Rb]: row r of the new bank holds what row source[r] of the old bank held.
 
     Args:
-      rows: S, bank rows of a device; the most that either placement needs when not given. Unused rows map to unused.
+      rows: Rb, bank rows of a device; the most that either placement needs when not given. Unused rows map to unused.
     """
     if old.home.shape != new.home.shape or old.devices != new.devices:
         raise UserError(

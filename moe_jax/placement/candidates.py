@@ -1,8 +1,8 @@
 """The holders a token may choose between, as slices of sorted rows.
 
-Enters: who holds what, and share rows. Leaves: `Candidates`, which `routing.py` looks tokens up in.
+Inputs: who holds what, and share rows. Outputs: `Candidates`, which `routing.py` looks tokens up in.
 
-Letters: L layers, E experts, D devices, Nn nodes, h holder rows, m share rows.
+Letters: docs/notation.md; h holder rows, m share rows.
 """
 
 from __future__ import annotations

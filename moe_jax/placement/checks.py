@@ -1,6 +1,6 @@
-"""What makes a placement or its loads wrong, and the one line that says so.
+"""Checks of a placement and its loads, with one-line errors.
 
-Enters: raw user values. Leaves: int32 arrays of a known shape, or a UserError that names layer, expert, device and
+Inputs: raw user values. Outputs: int32 arrays of a known shape, or a UserError that names layer, expert, device and
 rule.
 """
 
@@ -93,42 +93,49 @@ def home_from_rows(layers: int, experts: int, homes: np.ndarray) -> np.ndarray:
     return home
 
 
-def check_copies(home: np.ndarray, copies: np.ndarray, devices: int, guest_slots: int | None) -> None:
-    """Check ids, repeated rows, copies on the home itself, and the guest slots."""
-    if not len(copies):
+def check_replicas(home: np.ndarray, replicas: np.ndarray, devices: int, replica_slots: int | None) -> None:
+    """Check ids, repeated rows, replicas on the home itself, and the replica slots."""
+    if not len(replicas):
         return
-    _check_ids("copies", copies, *home.shape)
-    _check_device("copy", copies, devices)
-    repeated = (copies[1:] == copies[:-1]).all(axis=1)
+    _check_ids("replicas", replicas, *home.shape)
+    _check_device("replica", replicas, devices)
+    repeated = (replicas[1:] == replicas[:-1]).all(axis=1)
     if repeated.any():
-        layer, expert, device = copies[np.argmax(repeated)]
+        layer, expert, device = replicas[np.argmax(repeated)]
         raise UserError(
-            f"layer {layer}, expert {expert}, device {device}: copy listed twice (rule: a device holds an expert "
+            f"layer {layer}, expert {expert}, device {device}: replica listed twice (rule: a device holds an expert "
             f"once); drop one row"
         )
-    at_home = home[copies[:, 0], copies[:, 1]] == copies[:, 2]
+    at_home = home[replicas[:, 0], replicas[:, 1]] == replicas[:, 2]
     if at_home.any():
-        layer, expert, device = copies[np.argmax(at_home)]
+        layer, expert, device = replicas[np.argmax(at_home)]
         raise UserError(
-            f"layer {layer}, expert {expert}, device {device}: a copy on its own home would home it twice (rule: "
-            f"copies lie on "
+            f"layer {layer}, expert {expert}, device {device}: a replica on its own home would home it twice (rule: "
+            f"replicas lie on "
             "other devices); drop the row"
         )
-    if guest_slots is not None:
-        key = copies[:, 0] * devices + copies[:, 2]
+    if replica_slots is not None:
+        key = replicas[:, 0] * devices + replicas[:, 2]
         held = np.bincount(key, minlength=home.shape[0] * devices)
-        if held.max() > guest_slots:
-            layer, device = divmod(int(np.argmax(held > guest_slots)), devices)
-            experts = copies[key == layer * devices + device, 1].tolist()
+        if held.max() > replica_slots:
+            layer, device = divmod(int(np.argmax(held > replica_slots)), devices)
+            experts = replicas[key == layer * devices + device, 1].tolist()
             raise UserError(
-                f"layer {layer}, device {device}: {len(experts)} copies (experts {experts}) exceed guest_slots "
-                f"({guest_slots}) "
-                "(rule: at most guest_slots copies per device and layer); copy fewer experts or raise guest_slots"
+                f"layer {layer}, device {device}: {len(experts)} replicas (experts {experts}) exceed replica_slots "
+                f"({replica_slots}) "
+                "(rule: at most replica_slots replicas per device and layer); replicate fewer experts or raise "
+                "replica_slots"
             )
 
 
 def check_shares(
-    home: np.ndarray, copies: np.ndarray, shares: np.ndarray, rule: tuple[str, ...], nodes: int, devices: int, one: int
+    home: np.ndarray,
+    replicas: np.ndarray,
+    shares: np.ndarray,
+    rule: tuple[str, ...],
+    nodes: int,
+    devices: int,
+    one: int,
 ) -> None:
     """Check that share rows (sorted by layer, expert, source node, device) name holders, stand in layers that use them,
     and sum to one.
@@ -156,7 +163,7 @@ def check_shares(
     expert_key = layer.astype(np.int64) * home.shape[1] + expert
     holds = np.zeros(home.size * devices, bool)
     holds[np.arange(home.size) * devices + home.ravel()] = True
-    holds[_key(copies, home.shape[1], devices)] = True
+    holds[_key(replicas, home.shape[1], devices)] = True
     stranger = ~holds[expert_key * devices + device]
     if stranger.any():
         raise UserError(
@@ -198,5 +205,5 @@ def _check_device(what: str, table: np.ndarray, devices: int) -> None:
         raise UserError(f"layer {layer}, expert {expert}, device {device}: {what} on a device outside 0..{devices - 1}")
 
 
-def _key(copies: np.ndarray, experts: int, devices: int) -> np.ndarray:
-    return (copies[:, 0].astype(np.int64) * experts + copies[:, 1]) * devices + copies[:, 2]
+def _key(replicas: np.ndarray, experts: int, devices: int) -> np.ndarray:
+    return (replicas[:, 0].astype(np.int64) * experts + replicas[:, 1]) * devices + replicas[:, 2]

@@ -1,10 +1,10 @@
 """Which device holds which expert, for all layers at once.
 
-Enters: the home device of every expert, the copies held for one step, and the rule that sends a token to a holder.
-Leaves: a frozen, checked `Placement`. How many tokens go where is counted in `routing.py`. It moves no parameters and
-knows no times.
+Inputs: the home device of every expert, the replicas held for one step, and the rule that sends a token to a holder.
+Outputs: a frozen, checked `Placement`. How many tokens go where is counted in `routing.py`. It moves no parameters and
+predicts no times.
 
-Letters: L layers, S sources (= devices), E experts, D devices, n copies, m share rows.
+Letters: docs/notation.md; S = D here; n replica rows, m share rows.
 """
 
 from __future__ import annotations
@@ -27,47 +27,49 @@ _NOT_GIVEN: Any = None  # fields typed as what they are once checked
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Hold homes, copies and the token rule of every layer.
+    """Hold homes, replicas and the token rule of every layer.
 
     Args:
       home: int [L, E], the device that owns parameters and optimizer state of an expert: exactly one.
-      copies: int [n, 3], rows (layer, expert, device): who else holds the parameters during a step.
+      replicas: int [n, 3], rows (layer, expert, device): who else holds the parameters during a step.
       shares: int [m, 4] or [m, 5], rows (layer, expert, device, share[, source node]). Shares are in units of 2^-16 and
         sum to 2^16 for each (layer, expert, source node). Without a source node (or with -1) a row counts for every
         node that has no rows of its own for that expert.
       rule: one of `nearest`, `home`, `shares`, for all layers or one per layer.
       devices: D; taken from the largest device id, or from the loads, when not given.
       devices_per_node: devices that share a node, by rising id; all of them when not given.
-      guest_slots: if given, the most copies that one device may hold in one layer.
+      replica_slots: if given, the most replicas that one device may hold in one layer.
 
     Raises:
-      UserError: an expert without a home or with two, a copy listed twice, too many copies, or wrong shares.
+      UserError: an expert without a home or with two, a replica listed twice, too many replicas, or wrong shares.
     """
 
     home: np.ndarray
-    copies: np.ndarray = _NOT_GIVEN
+    replicas: np.ndarray = _NOT_GIVEN
     shares: np.ndarray = _NOT_GIVEN
     rule: str | tuple[str, ...] = "nearest"
     devices: int = _NOT_GIVEN
     devices_per_node: int = _NOT_GIVEN
-    guest_slots: int | None = None
+    replica_slots: int | None = None
     _inferred: bool = dataclasses.field(init=False, repr=False, default=False)
 
     def __post_init__(self):
         home = checks.whole_array("home", self.home, 2)
-        copies = checks.rows("copies", self.copies, 3)
+        replicas = checks.rows("replicas", self.replicas, 3)
         shares = checks.share_rows(self.shares)
         inferred = self.devices is None
-        devices = int(self.devices) if not inferred else int(max(home.max(initial=0), copies[:, 2].max(initial=0))) + 1
+        devices = (
+            int(self.devices) if not inferred else int(max(home.max(initial=0), replicas[:, 2].max(initial=0))) + 1
+        )
         per_node = devices if self.devices_per_node is None else int(self.devices_per_node)
         rule = (self.rule,) * home.shape[0] if isinstance(self.rule, str) else tuple(self.rule)
-        copies = copies[np.lexsort(copies.T[::-1])]
+        replicas = replicas[np.lexsort(replicas.T[::-1])]
         shares = shares[np.lexsort(shares[:, [2, 4, 1, 0]].T)]
         checks.check_sizes(home, devices, per_node, rule, RULES)
         checks.check_home(home, devices)
-        checks.check_copies(home, copies, devices, self.guest_slots)
-        checks.check_shares(home, copies, shares, rule, devices // per_node, devices, SHARE_ONE)
-        for name, value in (("home", home), ("copies", copies), ("shares", shares)):
+        checks.check_replicas(home, replicas, devices, self.replica_slots)
+        checks.check_shares(home, replicas, shares, rule, devices // per_node, devices, SHARE_ONE)
+        for name, value in (("home", home), ("replicas", replicas), ("shares", shares)):
             value.setflags(write=False)
             object.__setattr__(self, name, value)
         for name, value in (("rule", rule), ("devices", devices), ("devices_per_node", per_node)):
@@ -118,10 +120,10 @@ class Placement:
 
     @functools.cached_property
     def holds(self) -> np.ndarray:
-        """bool [L, E, D]: the device has the expert's parameters during a step, as home or as copy."""
+        """bool [L, E, D]: the device has the expert's parameters during a step, as home or as replica."""
         held = np.zeros((self.layers, self.experts, self.devices), bool)
         np.put_along_axis(held, self.home[:, :, None], True, axis=2)
-        held[tuple(self.copies.T)] = True
+        held[tuple(self.replicas.T)] = True
         held.setflags(write=False)
         return held
 
@@ -133,7 +135,7 @@ class Placement:
     def fingerprint(self) -> str:
         """Hash everything that decides numbers or bytes, so that processes can compare their plans."""
         digest = hashlib.blake2b(digest_size=16)
-        for array in (self.home, self.copies, self.shares):
+        for array in (self.home, self.replicas, self.shares):
             digest.update(repr(array.shape).encode() + np.ascontiguousarray(array, np.int32).tobytes())
         digest.update(repr((self.rule, self.devices, self.devices_per_node)).encode())
         return digest.hexdigest()

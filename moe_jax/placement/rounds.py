@@ -1,7 +1,7 @@
 """Rounds of (source, destination) pairs in which a device sends at most once and receives at most once.
 
-Enters: edges of a send graph (a device may appear many times). Leaves: a round for each edge. The exact colouring needs
-max(in degree, out degree) rounds, the least possible; shift rounds need more but serve every plan that fits them.
+Inputs: edges of a send graph (a device may appear many times). Outputs: a round for each edge. The exact colouring
+needs max(in degree, out degree) rounds, the least possible; shift rounds need more but serve every plan that fits them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Which holder a token goes to: the rule of the placement, counted for all tokens at once.
 
-Enters: a Placement and loads [L, S, E]. Leaves: rows (layer, source, expert, device, tokens), and their sums by device
-and by pair of devices. The token of rank i among the n of (source, expert) goes to the first candidate j with
-num_j n // den > i: num_j = j + 1 and den = c for an even split over c candidates, num_j = the running sum of shares and
-den = 2^16 for shares. Nothing here chooses copies.
+Inputs: a Placement and loads [L, S, E]. Outputs: rows (layer, source, expert, device, tokens), and their sums by device
+and by pair of devices. The token of rank i among the n of (source, expert) goes to the first candidate j with num_j n
+// den > i: num_j = j + 1 and den = c for an even split over c candidates, num_j = the running sum of shares and den =
+2^16 for shares. Nothing here chooses replicas.
 
-Letters: L layers, S sources, E experts, D devices.
+Letters: docs/notation.md; S = D here; h holder rows, m share rows, q rows with tokens.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """A placement split into what a compiled step is built for (skeleton) and what it reads as input (tables).
 
-Enters: a Placement. Leaves: a hashable `Skeleton` (sizes, transfer method, rounds) and `Tables` of arrays. A placement
+Inputs: a Placement. Outputs: a hashable `Skeleton` (sizes, transfer method, rounds) and `Tables` of arrays. A placement
 that fits the skeleton of a running step changes only the tables. Nothing here runs a transfer; README.md draws the
 shapes.
 
-Letters: L layers, D devices, E experts, Hs home slots and G guest slots of a device in one layer, S bank rows of a
-device, Q candidates of a (source, expert), T rounds, X gathered slots of a device, B broadcast slots.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class Skeleton:
     """Hold all that decides the shape of a compiled step; equal skeletons share one executable.
 
     Attributes:
-      method: how guests get their parameters. `permute`: exact pairs, one list of rounds per layer. `shift`: rounds
-        i -> i + s (mod D) shared by all layers. `gather`: each device offers X rows to all. `broadcast`: B experts to
+      method: how replicas get their parameters. `permute`: exact pairs, one list of rounds per layer. `shift`: rounds i
+        -> i + s (mod D) shared by all layers. `gather`: each device offers X rows to all. `broadcast`: Y experts to
         all.
       rounds: (src, dst) pairs by [layer or shared][round]; empty unless `permute` or `shift`.
       bucket_rows: rows of one (source, destination) bucket of tokens.
@@ -41,7 +40,7 @@ class Skeleton:
     devices: int
     devices_per_node: int
     home_slots: int
-    guest_slots: int
+    replica_slots: int
     bank_rows: int
     candidates: int
     method: str = "shift"
@@ -52,8 +51,8 @@ class Skeleton:
 
     @property
     def slots(self) -> int:
-        """Slots of one device in one layer: home slots first, then guest slots."""
-        return self.home_slots + self.guest_slots
+        """Slots of one device in one layer: home slots first, then replica slots."""
+        return self.home_slots + self.replica_slots
 
     @property
     def round_count(self) -> int:
@@ -66,16 +65,16 @@ class Tables:
     """Hold the arrays of one plan; shapes follow from the skeleton alone. -1 pads, and only there.
 
     Attributes:
-      slot_to_expert: int32 [L, D, Hs + G], the expert in each slot.
+      slot_to_expert: int32 [L, D, Hs + Gs], the expert in each slot.
       home_row: int32 [L, D, Hs], the bank row (of this device) behind each home slot.
-      dest_slot: int32 [L, D, E, Q], candidate slots of source d's tokens for an expert, as device * (Hs + G) + slot.
+      dest_slot: int32 [L, D, E, Q], candidate slots of source d's tokens for an expert, as device * (Hs + Gs) + slot.
       dest_num: uint32 [L, D, E, Q], dest_den: uint32 [L, D, E]: token i of n goes to the first q with
         dest_num * n // dest_den > i. Pads repeat dest_num = dest_den, so they are never the first.
       send_row: int32 [L, T, D], the bank row that device d sends in round t (-1: nothing of use).
-      recv_slot: int32 [L, T, D], the guest slot that d fills in round t (G: drop it).
+      recv_slot: int32 [L, T, D], the replica slot that d fills in round t (Gs: drop it).
       gather_row: int32 [L, D, X], bank rows that a device offers to all.
-      broadcast_row: int32 [L, B], rows of the whole bank (device * S + row).
-      guest_from: int32 [L, D, G], where a guest comes from: an index into [D * X] or [B].
+      broadcast_row: int32 [L, Y], rows of the whole bank (device * Rb + row).
+      replica_from: int32 [L, D, Gs], where a replica comes from: an index into [D * X] or [Y].
     """
 
     slot_to_expert: np.ndarray
@@ -87,16 +86,16 @@ class Tables:
     recv_slot: np.ndarray
     gather_row: np.ndarray
     broadcast_row: np.ndarray
-    guest_from: np.ndarray
+    replica_from: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class _Slots:
-    """Where each expert and each copy lies: home slot [L, E], bank row [L, E], guest slot of each copy [n]."""
+    """Where each expert and each replica lies: home slot [L, E], bank row [L, E], replica slot of each replica [n]."""
 
     home_slot: np.ndarray
     bank_row: np.ndarray
-    guest_slot: np.ndarray
+    replica_slot: np.ndarray
 
 
 def bucket_rows(largest_pair: float, error: float = 0.0, multiple: int = 1) -> int:
@@ -109,7 +108,7 @@ def build_skeleton(
     placement: Placement,
     *,
     method: str = "shift",
-    guest_slots: int | None = None,
+    replica_slots: int | None = None,
     home_slots: int | None = None,
     candidates: int | None = None,
     rows: int | None = None,
@@ -118,11 +117,11 @@ def build_skeleton(
     """Return the smallest skeleton that this placement fits, or a larger one where a size is given."""
     if method not in METHODS:
         raise UserError(f"transfer method {method!r} is not one of {', '.join(METHODS)}")
-    if len(placement.copies) and method == "none":
+    if len(placement.replicas) and method == "none":
         raise UserError(
-            f"transfer method 'none' cannot bring the placement's {len(placement.copies)} copies; use 'shift'"
+            f"transfer method 'none' cannot bring the placement's {len(placement.replicas)} replicas; use 'shift'"
         )
-    layer, expert, dst = placement.copies.T
+    layer, expert, dst = placement.replicas.T
     src = placement.home[layer, expert]
     pairs: tuple = ()
     gather = broadcast = 0
@@ -138,7 +137,7 @@ def build_skeleton(
         devices=placement.devices,
         devices_per_node=placement.devices_per_node,
         home_slots=_at_least("home_slots", home_slots, _most_homes_in_layer(placement)),
-        guest_slots=_at_least("guest_slots", guest_slots, _most_guests(placement)),
+        replica_slots=_at_least("replica_slots", replica_slots, _most_replicas(placement)),
         bank_rows=_at_least("bank_rows", rows, most_homes(placement)),
         candidates=_at_least("candidates", candidates, _most_candidates(placement)),
         method=method,
@@ -156,12 +155,12 @@ def fits(skeleton: Skeleton, placement: Placement) -> bool:
         return False
     if (
         _most_homes_in_layer(placement) > skeleton.home_slots
-        or _most_guests(placement) > skeleton.guest_slots
+        or _most_replicas(placement) > skeleton.replica_slots
         or most_homes(placement) > skeleton.bank_rows
         or _most_candidates(placement) > skeleton.candidates
     ):
         return False
-    if not len(placement.copies):
+    if not len(placement.replicas):
         return True
     if skeleton.method in ("gather", "broadcast"):
         gather, broadcast = _offered(placement)
@@ -177,23 +176,23 @@ def fill_tables(skeleton: Skeleton, placement: Placement) -> Tables:
     """
     if not fits(skeleton, placement):
         raise UserError(
-            f"the placement needs home slots {_most_homes_in_layer(placement)}, guest slots "
-            f"{_most_guests(placement)}, bank rows "
+            f"the placement needs home slots {_most_homes_in_layer(placement)}, replica slots "
+            f"{_most_replicas(placement)}, bank rows "
             f"{most_homes(placement)}, candidates {_most_candidates(placement)} and its own rounds, but the "
             f"{skeleton.method!r} "
-            f"skeleton has {skeleton.home_slots}, {skeleton.guest_slots}, {skeleton.bank_rows}, "
+            f"skeleton has {skeleton.home_slots}, {skeleton.replica_slots}, {skeleton.bank_rows}, "
             f"{skeleton.candidates} and "
             f"{skeleton.round_count} rounds; build a new skeleton"
         )
     slots = _lay_out(placement)
     layers, devices = skeleton.layers, skeleton.devices
-    layer, expert, device = placement.copies.T
+    layer, expert, device = placement.replicas.T
     slot_to_expert = np.full((layers, devices, skeleton.slots), -1, np.int32)
     home_row = np.full((layers, devices, skeleton.home_slots), -1, np.int32)
     grid = np.indices(placement.home.shape)
     slot_to_expert[grid[0], placement.home, slots.home_slot] = grid[1]
     home_row[grid[0], placement.home, slots.home_slot] = slots.bank_row
-    slot_to_expert[layer, device, skeleton.home_slots + slots.guest_slot] = expert
+    slot_to_expert[layer, device, skeleton.home_slots + slots.replica_slot] = expert
     return Tables(
         slot_to_expert=slot_to_expert,
         home_row=home_row,
@@ -205,7 +204,7 @@ def fill_tables(skeleton: Skeleton, placement: Placement) -> Tables:
 def widen(skeleton: Skeleton, placement: Placement) -> Skeleton:
     """Return a skeleton that this placement fits and, but for exact rounds, every plan that fitted the old one too."""
     need = build_skeleton(placement, method=skeleton.method)
-    sizes = ("home_slots", "guest_slots", "bank_rows", "candidates", "gather_slots", "broadcast_slots")
+    sizes = ("home_slots", "replica_slots", "bank_rows", "candidates", "gather_slots", "broadcast_slots")
     largest = {name: max(getattr(need, name), getattr(skeleton, name)) for name in sizes}
     rounds = need.rounds or skeleton.rounds
     if skeleton.method == "shift" and need.rounds and skeleton.rounds:
@@ -225,8 +224,8 @@ def _lay_out(placement: Placement) -> _Slots:
     layers, devices = placement.layers, placement.devices
     key = np.arange(layers)[:, None] * devices + placement.home
     home_slot = numbered(key.ravel()).reshape(placement.home.shape)
-    copies = placement.copies
-    return _Slots(home_slot, bank_rows(placement), numbered(copies[:, 0] * devices + copies[:, 2]))
+    replicas = placement.replicas
+    return _Slots(home_slot, bank_rows(placement), numbered(replicas[:, 0] * devices + replicas[:, 2]))
 
 
 def _destinations(skeleton: Skeleton, placement: Placement, slots: _Slots) -> dict[str, np.ndarray]:
@@ -235,7 +234,7 @@ def _destinations(skeleton: Skeleton, placement: Placement, slots: _Slots) -> di
     slot_of = np.full((layers, experts, devices), -1, np.int32)
     grid = np.indices(placement.home.shape)
     slot_of[grid[0], grid[1], placement.home] = slots.home_slot
-    slot_of[tuple(placement.copies.T)] = skeleton.home_slots + slots.guest_slot
+    slot_of[tuple(placement.replicas.T)] = skeleton.home_slots + slots.replica_slot
     layer, source, expert = (part.ravel() for part in np.indices((layers, devices, experts)))
     kind, start, count, device = choose_slices(placement, layer, source, expert)
     lists = placement.candidates
@@ -263,21 +262,21 @@ def _destinations(skeleton: Skeleton, placement: Placement, slots: _Slots) -> di
 
 
 def _transfers(skeleton: Skeleton, placement: Placement, slots: _Slots) -> dict[str, np.ndarray]:
-    layers, devices, guests = skeleton.layers, skeleton.devices, skeleton.guest_slots
-    layer, expert, dst = placement.copies.T
+    layers, devices, replicas = skeleton.layers, skeleton.devices, skeleton.replica_slots
+    layer, expert, dst = placement.replicas.T
     src, row = placement.home[layer, expert], slots.bank_row[layer, expert]
     send_row = np.full((layers, skeleton.round_count, devices), -1, np.int32)
-    recv_slot = np.full((layers, skeleton.round_count, devices), guests, np.int32)
+    recv_slot = np.full((layers, skeleton.round_count, devices), replicas, np.int32)
     gather_row = np.full((layers, devices, skeleton.gather_slots), -1, np.int32)
     broadcast_row = np.full((layers, skeleton.broadcast_slots), -1, np.int32)
-    guest_from = np.full((layers, devices, guests), -1, np.int32)
+    replica_from = np.full((layers, devices, replicas), -1, np.int32)
     if skeleton.method in ("shift", "permute") and len(layer):
         turn = _assign_rounds(skeleton, placement)
         send_row[layer, turn, src] = row
-        recv_slot[layer, turn, dst] = slots.guest_slot
+        recv_slot[layer, turn, dst] = slots.replica_slot
     elif skeleton.method in ("gather", "broadcast") and len(layer):
-        copied = np.unique(layer.astype(np.int64) * skeleton.experts + expert)
-        at_layer, at_expert = np.divmod(copied, skeleton.experts)
+        replicated = np.unique(layer.astype(np.int64) * skeleton.experts + expert)
+        at_layer, at_expert = np.divmod(replicated, skeleton.experts)
         owner = placement.home[at_layer, at_expert]
         rows = slots.bank_row[at_layer, at_expert]
         place = np.full((layers, skeleton.experts), -1, np.int32)
@@ -289,19 +288,19 @@ def _transfers(skeleton: Skeleton, placement: Placement, slots: _Slots) -> dict[
             offer = numbered(at_layer)
             broadcast_row[at_layer, offer] = owner * skeleton.bank_rows + rows
             place[at_layer, at_expert] = offer
-        guest_from[layer, dst, slots.guest_slot] = place[layer, expert]
+        replica_from[layer, dst, slots.replica_slot] = place[layer, expert]
     return {
         "send_row": send_row,
         "recv_slot": recv_slot,
         "gather_row": gather_row,
         "broadcast_row": broadcast_row,
-        "guest_from": guest_from,
+        "replica_from": replica_from,
     }
 
 
 def _assign_rounds(skeleton: Skeleton, placement: Placement) -> np.ndarray | None:
-    """Return the round of each copy [n], or None where the skeleton's rounds cannot carry them."""
-    layer, expert, dst = placement.copies.T
+    """Return the round of each replica [n], or None where the skeleton's rounds cannot carry them."""
+    layer, expert, dst = placement.replicas.T
     src = placement.home[layer, expert]
     devices = skeleton.devices
     if skeleton.method == "shift":
@@ -351,20 +350,20 @@ def _permute_pairs(layer: np.ndarray, src: np.ndarray, dst: np.ndarray, placemen
 
 
 def _offered(placement: Placement) -> tuple[int, int]:
-    """Return (most copied experts homed on one device in one layer, most copied experts in one layer)."""
-    copied = np.zeros(placement.home.shape, bool)
-    copied[tuple(placement.copies[:, :2].T)] = True
-    key = (np.arange(placement.layers)[:, None] * placement.devices + placement.home)[copied]
-    return int(np.bincount(key, minlength=1).max()), int(copied.sum(axis=1).max())
+    """Return (most replicated experts homed on one device in one layer, most replicated experts in one layer)."""
+    replicated = np.zeros(placement.home.shape, bool)
+    replicated[tuple(placement.replicas[:, :2].T)] = True
+    key = (np.arange(placement.layers)[:, None] * placement.devices + placement.home)[replicated]
+    return int(np.bincount(key, minlength=1).max()), int(replicated.sum(axis=1).max())
 
 
 def _most_homes_in_layer(placement: Placement) -> int:
     return int(np.bincount((np.arange(placement.layers)[:, None] * placement.devices + placement.home).ravel()).max())
 
 
-def _most_guests(placement: Placement) -> int:
-    copies = placement.copies
-    return int(np.bincount(copies[:, 0] * placement.devices + copies[:, 2], minlength=1).max())
+def _most_replicas(placement: Placement) -> int:
+    replicas = placement.replicas
+    return int(np.bincount(replicas[:, 0] * placement.devices + replicas[:, 2], minlength=1).max())
 
 
 def _most_candidates(placement: Placement) -> int:
@@ -379,5 +378,7 @@ def _most_candidates(placement: Placement) -> int:
 
 def _at_least(name: str, given: int | None, needed: int) -> int:
     if given is not None and given < needed:
-        raise UserError(f"{name} ({given}) is less than the {needed} that the placement needs; raise it or copy less")
+        raise UserError(
+            f"{name} ({given}) is less than the {needed} that the placement needs; raise it or replicate less"
+        )
     return needed if given is None else given

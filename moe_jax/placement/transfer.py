@@ -1,9 +1,9 @@
-"""What a transfer of guests costs in bytes, by the skeleton's method alone.
+"""What a transfer of replicas costs in bytes, by the skeleton's method alone.
 
-Enters: a skeleton and the bytes of one expert. Leaves: bytes on the wire, and bytes of the operands as they stand in a
+Inputs: a skeleton and the bytes of one expert. Outputs: bytes on the wire, and bytes of the operands as they stand in a
 compiled program. Every device pays for every round and slot of the skeleton, used or not. Trans (parameters out) and
 Agg (gradients home) cost the same, but under `gather` and `broadcast` in 16 bits: those sum on the way, in float32, so
-there Agg is twice Trans. Letters: D devices, T rounds, X and B as in tables.py, S bytes of an expert.
+there Agg is twice Trans. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from moe_jax.placement.tables import Skeleton, build_skeleton
 def transfer_bytes(skeleton: Skeleton, expert_bytes: float, layer: int = 0) -> float:
     """Return the most bytes that one device sends in one layer's Trans.
 
-    `shift` and `permute`: T S. `gather`: (D - 1) X S, its offer to all others. `broadcast`: 2 (D - 1) / D B S, a
-    ring's all-reduce.
+    `shift` and `permute`: T Z. `gather`: (D - 1) X Z, its offer to all others. `broadcast`: 2 (D - 1) / D Y Z, a ring's
+    all-reduce.
     """
     devices = skeleton.devices
     if skeleton.method in ("shift", "permute"):
@@ -39,7 +39,7 @@ def operand_bytes(skeleton: Skeleton, expert_bytes: float, layer: int = 0, reduc
 
 def cheapest_method(placement: Placement, methods: tuple[str, ...] = ("shift", "gather", "broadcast")) -> str:
     """Return the method whose skeleton for this placement sends the fewest bytes; of equals the first."""
-    if not len(placement.copies):
+    if not len(placement.replicas):
         return methods[0]
     return min(methods, key=lambda method: transfer_bytes(build_skeleton(placement, method=method), 1.0))
 

@@ -3,7 +3,7 @@
 from moe_jax.planner.balanced import SWEEPS
 from moe_jax.planner.base import Planner
 from moe_jax.planner.config import AFTER_GATE, NAMES, PlannerConfig
-from moe_jax.planner.cost import Cost, slots_in, standing_copy_bytes
+from moe_jax.planner.cost import Cost, slots_in, standing_replica_bytes
 from moe_jax.planner.fastermoe import shadow_rates
 from moe_jax.planner.predictor import Predictor, build_predictor
 from moe_jax.planner.registry import build_planner
@@ -24,6 +24,6 @@ __all__ = [
     "predicted_layer_seconds",
     "shadow_rates",
     "slots_in",
-    "standing_copy_bytes",
+    "standing_replica_bytes",
     "worth_a_swap",
 ]

@@ -1,9 +1,9 @@
 """The contract of every planner, and the few array steps that several share.
 
-Enters: loads of all layers (predicted or true), the placement in force, and what things cost. Leaves: the placement of
-the next step. A planner keeps no state between calls; what it must remember lies in the placement or in the session.
+Inputs: loads of all layers (predicted or true), the placement in force, and the cost model. Outputs: the placement of
+the next step. A planner keeps no state between calls; its state is the placement or belongs to the session.
 
-Letters: L layers, S sources (= devices), E experts, D devices.
+Letters: docs/notation.md; S = D here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class Planner(typing.Protocol):
     """Turn loads into placements, all layers at once; equal inputs give equal placements on every process."""
 
     config: PlannerConfig
-    notes: dict[str, int]
-    """Counts of what happened while planning (for example `shadow_cut`), summed until somebody clears them."""
+    counters: dict[str, int]
+    """Counts of what happened while planning (for example `shadow_cut`), accumulated until cleared."""
 
     def propose(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         """Return the placement for loads [L, S, E] (whole or real numbers), starting from the one in force."""
         ...
 
     def refine(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
-        """Return what the planner makes of a placement planned ahead once it sees the step's own loads [L, S, E]."""
+        """Return the placement refined for the step's own loads [L, S, E], from one planned ahead."""
         ...
 
     def reshard(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
-        """Return the placement with other homes and without copies where that pays, else the same placement."""
+        """Return the placement with other homes and without replicas where that pays, else the same placement."""
         ...
 
 
@@ -42,7 +42,7 @@ class PlannerBase:
 
     def __init__(self, config: PlannerConfig):
         self.config = config
-        self.notes: dict[str, int] = {}
+        self.counters: dict[str, int] = {}
 
     def propose(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         raise NotImplementedError
@@ -53,9 +53,9 @@ class PlannerBase:
     def reshard(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         return placement
 
-    def note(self, name: str, count: int) -> None:
-        """Add to a count in `notes`."""
-        self.notes[name] = self.notes.get(name, 0) + int(count)
+    def increment(self, name: str, count: int) -> None:
+        """Add to a counter."""
+        self.counters[name] = self.counters.get(name, 0) + int(count)
 
 
 def falling(values: np.ndarray) -> np.ndarray:
@@ -76,12 +76,12 @@ def own_tokens(loads: np.ndarray, home: np.ndarray) -> np.ndarray:
 
 
 def rows_of(mask: np.ndarray) -> np.ndarray:
-    """Turn bool [L, E, D] into sorted copy rows (layer, expert, device) [n, 3]."""
+    """Turn bool [L, E, D] into sorted rows (layer, expert, device) [n, 3]."""
     return np.argwhere(mask).astype(np.int32)
 
 
-def copied_everywhere(placement: Placement, chosen: np.ndarray) -> np.ndarray:
-    """Copy chosen experts to all other devices: chosen bool [L, E] -> copy rows [n, 3]."""
+def replicated_everywhere(placement: Placement, chosen: np.ndarray) -> np.ndarray:
+    """Replicate chosen experts on all other devices: chosen bool [L, E] -> rows [n, 3]."""
     layer, expert = np.nonzero(chosen)
     devices = placement.devices
     rows = np.empty((len(layer), devices, 3), np.int32)

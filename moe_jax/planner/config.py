@@ -1,4 +1,4 @@
-"""What a user may choose about planning, checked on creation. It decides nothing itself."""
+"""The options of planning, checked on creation."""
 
 from __future__ import annotations
 
@@ -31,42 +31,43 @@ class PlannerConfig:
     Attributes:
       name: one of `NAMES`.
       when: `ahead`, on the host from predicted loads, or `after_gate`, from the step's own counts.
-      guest_slots: mu, guests that a device may hold in one layer.
+      replica_slots: mu, replicas that a device may hold in one layer.
       overlap_degree: tau, experts whose transfer hides behind attention; None: from the cluster and attention's time.
       interval: plan every so many steps; None: 25 for smartmoe, 10 for eplb, else 1.
-      materialize, shard_every, calibrate: Hecate's parts: guests on or off, steps between reshards (0: never), and the
-        second look with the true counts.
+      materialize, shard_every, calibrate: Hecate's parts: replicas on or off, steps between reshards (0: never), and
+        the second look with the true counts.
       swap_after: a new skeleton is swapped in exactly so many steps after it was proposed; None: when compiled.
-      n, alpha: Pro-Prophet's devices left out per expert (or 'search') and its balance threshold.
+      skipped_devices, balance_threshold: Pro-Prophet's n, devices left out per expert (or 'search'), and its alpha.
+        Loads whose spread is below this part of the mean are even.
       scheduler: cost model of Pro-Prophet with its scheduler (transfers hide behind computation).
-      top_k: experts that topk_all copies to every device.
-      bounded: keep to the guest slots where the original has no such bound (fastermoe, pro_prophet, topk_all).
+      top_k: experts that topk_all replicates on every device.
+      bounded: keep to the replica slots where the original has no such bound (fastermoe, pro_prophet, topk_all).
       groups: expert groups of eplb; more than one packs them node by node when nodes divide them.
-      headroom: after the gate, guests per device on average that balanced keeps so that shares can follow the counts.
-      predictor, window, decay: how the next step's loads are guessed, from how many steps, with which weight.
+      headroom: after the gate, replicas per device on average that balanced keeps so that shares can follow the counts.
+      predictor, window, decay: how the next step's loads are predicted, from how many steps, with which weight.
       horizon: steps over which a gain must pay for a change that costs (homes, skeletons).
-      swap_seconds: what a new skeleton is charged when that is decided.
-      cluster: file of the links and speeds that predictions use, such as 'configs/cluster/NAME.gin'; '' knows none.
+      swap_seconds: the cost of a new skeleton in that decision.
+      cluster: file of the links and speeds that predictions use, such as 'configs/cluster/NAME.gin'; '' for none.
       split: which holder a token goes to: 'plan', as the planner says, near ones first; or 'even', in the same
         proportions from every source: the plan's device loads stay, and buckets of a padded exchange may be small.
       bucket_limit: rows of a planned bucket over their mean, at most: a bucket is as large as the fullest pair that is
         predicted, which under skewed loads and near holders can be all tokens of a device, for each of D destinations.
         What does not fit takes another pass.
-      transfer: how guests travel: 'shift', 'permute', 'gather', 'broadcast', or 'auto' for the fewest bytes.
+      transfer: how replicas travel: 'shift', 'permute', 'gather', 'broadcast', or 'auto' for the fewest bytes.
       executables: compiled steps kept at most, the running one included.
     """
 
     name: str = "none"
     when: str = "ahead"
-    guest_slots: int = 4
+    replica_slots: int = 4
     overlap_degree: int | None = None
     interval: int | None = None
     materialize: bool = True
     shard_every: int = 0
     calibrate: bool = False
     swap_after: int | None = None
-    n: int | str = 0
-    alpha: float = 0.5
+    skipped_devices: int | str = 0
+    balance_threshold: float = 0.5
     scheduler: bool = True
     top_k: int = 2
     bounded: bool = True
@@ -89,20 +90,22 @@ class PlannerConfig:
         self._one_of("predictor", PREDICTORS)
         self._one_of("transfer", TRANSFERS)
         self._one_of("split", ("plan", "even"))
-        for field, least in (("guest_slots", 0), ("shard_every", 0), ("top_k", 1), ("groups", 1), ("window", 1)):
+        for field, least in (("replica_slots", 0), ("shard_every", 0), ("top_k", 1), ("groups", 1), ("window", 1)):
             self._whole(field, least)
         self._whole("executables", 2)
         for field, least in (("overlap_degree", 0), ("interval", 1), ("swap_after", 1), ("horizon", 1)):
             if getattr(self, field) is not None:
                 self._whole(field, least)
-        if self.n != "search":
-            self._whole("n", 0)
-        if self.alpha <= 0:
-            raise UserError(f"PlannerConfig.alpha ({self.alpha}) must be above 0; 0.5 is the default")
+        if self.skipped_devices != "search":
+            self._whole("skipped_devices", 0)
+        if self.balance_threshold <= 0:
+            raise UserError(
+                f"PlannerConfig.balance_threshold ({self.balance_threshold}) must be above 0; 0.5 is the default"
+            )
         if self.swap_seconds < 0:
             raise UserError(f"PlannerConfig.swap_seconds ({self.swap_seconds}) must be at least 0")
         if self.headroom < 0:
-            raise UserError(f"PlannerConfig.headroom ({self.headroom}) must be at least 0 guests per device")
+            raise UserError(f"PlannerConfig.headroom ({self.headroom}) must be at least 0 replicas per device")
         if not self.bucket_limit >= 1:
             raise UserError(
                 f"PlannerConfig.bucket_limit ({self.bucket_limit}) must be at least 1, the mean; 4.0 is the default"

@@ -1,9 +1,10 @@
-"""EPLB (DeepSeek): replicate the experts with most load per copy, pack replicas on devices, heaviest first.
+"""EPLB (DeepSeek): replicate the experts with most load per holder, pack them on devices, heaviest first.
 
-Enters: loads. Leaves: homes and copies packed freely onto E / D + guests slots a device, with equal shares per replica.
-`rebalance` is the published procedure, layers at once; the planner turns its replicas into homes and copies.
+Inputs: loads. Outputs: homes and replicas packed freely onto E / D + replica slots a device, with equal shares per
+packed slot. `rebalance` is the published procedure, layers at once; it counts the home as a replica (R in all), and the
+planner turns what it packs into homes and replicas.
 
-Letters: L layers, E experts, R replicas, G groups, D devices, Nn nodes.
+Letters: docs/notation.md; here R replicas, the homes counted; i independent problems.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class EplbPlanner(PlannerBase):
         experts, devices = placement.experts, placement.devices
         if experts % devices:
             raise UserError(f"planner 'eplb' needs experts ({experts}) to be a multiple of devices ({devices})")
-        slots = experts // devices + cost.guest_slots
+        slots = experts // devices + cost.replica_slots
         totals = np.asarray(loads, np.float64).sum(axis=1)
         nodes = placement.nodes if self.config.groups > 1 else 1
-        replicas, _ = rebalance(totals, devices * slots, self.config.groups, nodes, devices)
-        placed = replicas.reshape(placement.layers, devices, slots)
+        replica_to_expert, _ = rebalance(totals, devices * slots, self.config.groups, nodes, devices)
+        placed = replica_to_expert.reshape(placement.layers, devices, slots)
         count = np.zeros((placement.layers, experts, devices), np.int64)
         layer, device, _ = np.indices(placed.shape)
         np.add.at(count, (layer.ravel(), placed.ravel(), device.ravel()), 1)
@@ -36,22 +37,22 @@ class EplbPlanner(PlannerBase):
 
 
 def _as_placement(placement: Placement, home: np.ndarray, count: np.ndarray) -> Placement:
-    """Turn replica counts [L, E, D] into copies, and shares where an expert has several replicas."""
+    """Turn counts [L, E, D], homes included, into replicas, and shares where an expert has several holders."""
     held = count > 0
-    copy = held.copy()
-    np.put_along_axis(copy, home[:, :, None], False, axis=2)
+    away = held.copy()  # without the homes
+    np.put_along_axis(away, home[:, :, None], False, axis=2)
     layer, expert, device = np.nonzero(held & (held.sum(axis=2) > 1)[:, :, None])
     total = count.sum(axis=2)
     upto = np.rint(count.cumsum(axis=2) * SHARE_ONE / total[:, :, None]).astype(np.int64)
     share = np.diff(upto, axis=2, prepend=0)[layer, expert, device]
     rows = np.stack([layer, expert, device, share], axis=1)
-    return placement.replace(home=home, copies=np.argwhere(copy), shares=rows, rule="shares")
+    return placement.replace(home=home, replicas=np.argwhere(away), shares=rows, rule="shares")
 
 
 def rebalance(
-    weight: np.ndarray, replicas: int, groups: int, nodes: int, devices: int
+    weight: np.ndarray, num_replicas: int, groups: int, nodes: int, devices: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose and pack replicas: weight [L, E] -> (replica_to_expert int [L, R], copies int [L, E]).
+    """Choose and pack replicas: weight [L, E] -> (replica_to_expert int [L, R], replica_counts int [L, E]).
 
     Replicas stand in device order, R / D on each device. Groups of experts stay on one node when `nodes` divides
     `groups`; otherwise packing is global.
@@ -59,9 +60,9 @@ def rebalance(
     Source: deepseek-ai/EPLB.
     """
     layers, experts = weight.shape
-    if replicas % devices or devices % nodes or experts % groups or replicas < experts:
+    if num_replicas % devices or devices % nodes or experts % groups or num_replicas < experts:
         raise UserError(
-            f"replicas ({replicas}) must be a multiple of devices ({devices}) and at least experts ({experts}), "
+            f"num_replicas ({num_replicas}) must be a multiple of devices ({devices}), at least experts ({experts}), "
             f"devices a "
             f"multiple of nodes ({nodes}), experts a multiple of groups ({groups})"
         )
@@ -77,27 +78,27 @@ def rebalance(
     expert_at = (group_at[:, :, None] * size + np.arange(size)).reshape(layers * nodes, experts // nodes)
     # Replicas within each node, then devices within each node.
     local = np.take_along_axis(np.repeat(weight, nodes, axis=0), expert_at, axis=1)
-    chosen, count = replicate(local, replicas // nodes)
+    chosen, count = replicate(local, num_replicas // nodes)
     load = np.take_along_axis(local / count, chosen, axis=1)
     device, rank = pack(load, devices // nodes)
     placed = np.empty_like(chosen)
     at = np.arange(len(chosen))[:, None]
-    placed[at, device * (replicas // devices) + rank] = chosen
-    replica_to_expert = np.take_along_axis(expert_at, placed, axis=1).reshape(layers, replicas)
-    copies = np.zeros((layers, experts), int)
-    np.put_along_axis(copies, expert_at.reshape(layers, experts), count.reshape(layers, experts), axis=1)
-    return replica_to_expert, copies
+    placed[at, device * (num_replicas // devices) + rank] = chosen
+    replica_to_expert = np.take_along_axis(expert_at, placed, axis=1).reshape(layers, num_replicas)
+    replica_counts = np.zeros((layers, experts), int)
+    np.put_along_axis(replica_counts, expert_at.reshape(layers, experts), count.reshape(layers, experts), axis=1)
+    return replica_to_expert, replica_counts
 
 
-def replicate(weight: np.ndarray, replicas: int) -> tuple[np.ndarray, np.ndarray]:
-    """Replicate the expert with most load per replica: weight [B, E] -> (expert [B, R], count [B, E])."""
+def replicate(weight: np.ndarray, num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
+    """Replicate the expert with most load per replica: weight [i, E] -> (expert [i, R], count [i, E])."""
     rows = np.arange(len(weight))
     experts = weight.shape[1]
-    chosen = np.empty((len(weight), replicas), int)
+    chosen = np.empty((len(weight), num_replicas), int)
     chosen[:, :experts] = np.arange(experts)
     count = np.ones(weight.shape, int)
     load = np.array(weight, np.float64)
-    for at in range(experts, replicas):
+    for at in range(experts, num_replicas):
         heaviest = load.argmax(axis=1)
         chosen[:, at] = heaviest
         count[rows, heaviest] += 1
@@ -109,10 +110,10 @@ def pack(weight: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack items, heaviest first, onto the least-loaded pack with room; all packs hold equally many.
 
     Args:
-      weight: [B, n], n a multiple of `packs`.
+      weight: [i, n], n a multiple of `packs`.
 
     Returns:
-      pack of each item int [B, n], and its rank within the pack int [B, n].
+      pack of each item int [i, n], and its rank within the pack int [i, n].
     """
     batch, items = weight.shape
     room = items // packs

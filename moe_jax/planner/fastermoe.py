@@ -1,16 +1,16 @@
 """FasterMoE's dynamic shadowing: hot experts go to every device for one step.
 
-Enters: loads, homes, cost. Leaves: the homes with some experts copied everywhere, rule `home`. Experts are tried by
-falling load and kept while the predicted time falls; the first that does not pay ends the search.
+Inputs: loads, homes, cost. Outputs: the homes with some experts replicated everywhere, rule `home`. Experts are tried
+by falling load and kept while the predicted time falls; the first that does not shorten it ends the search.
 
-Letters: L layers, S sources, E experts, D devices; B [L, D] tokens of each device's experts, r shadowed experts.
+Letters: docs/notation.md; B [L, D] tokens of each device's experts, r shadowed experts.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planner.base import PlannerBase, copied_everywhere, falling, home_loads, own_tokens
+from moe_jax.planner.base import PlannerBase, falling, home_loads, own_tokens, replicated_everywhere
 from moe_jax.planner.cost import Cost
 
 
@@ -25,16 +25,16 @@ class FasterMoePlanner(PlannerBase):
 
     def propose(self, loads, placement, cost):
         if self.config.when == "after_gate":
-            return placement.replace(copies=None, shares=None, rule="home")
+            return placement.replace(replicas=None, shares=None, rule="home")
         return self.refine(loads, placement, cost)
 
     def refine(self, loads, placement, cost):
         """Shadow for these loads, whatever was planned ahead."""
-        limit = cost.guest_slots if self.config.bounded else placement.experts
+        limit = cost.replica_slots if self.config.bounded else placement.experts
         rates = shadow_rates(cost, self.config.name)
         chosen, cut = _shadow(np.asarray(loads, np.float64), placement, rates, self.residual, limit)
-        self.note("shadow_cut", cut)
-        return placement.replace(copies=copied_everywhere(placement, chosen), shares=None, rule="home")
+        self.increment("shadow_cut", cut)
+        return placement.replace(replicas=replicated_everywhere(placement, chosen), shares=None, rule="home")
 
 
 class FasterMoeResidualPlanner(FasterMoePlanner):
@@ -43,10 +43,14 @@ class FasterMoeResidualPlanner(FasterMoePlanner):
     residual = True
 
 
-def shadow_rates(cost: Cost, asker: str) -> tuple[float, float, float]:
+def shadow_rates(cost: Cost, requested_by: str) -> tuple[float, float, float]:
     """Return seconds of a token computed (12 M F / P), of one exchanged, and of an expert shadowed; back included."""
-    bandwidth = cost.bandwidth(asker)
-    return 3.0 / cost.tokens_per_second(asker), 4.0 * cost.token_bytes / bandwidth, 2.0 * cost.expert_bytes / bandwidth
+    bandwidth = cost.bandwidth(requested_by)
+    return (
+        3.0 / cost.tokens_per_second(requested_by),
+        4.0 * cost.token_bytes / bandwidth,
+        2.0 * cost.expert_bytes / bandwidth,
+    )
 
 
 def _shadow(loads, placement, rates, residual: bool, limit: int) -> tuple[np.ndarray, int]:

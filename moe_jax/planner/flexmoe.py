@@ -1,9 +1,9 @@
-"""FlexMoE's dynamic placement: standing copies that grow, shrink and migrate while the predicted time falls.
+"""FlexMoE's dynamic placement: standing replicas that grow, shrink and migrate while the predicted time falls.
 
-Enters: loads, the placement in force (its copies included), cost. Leaves: the same homes with changed copies, rule
+Inputs: loads, the placement in force (its replicas included), cost. Outputs: the same homes with changed replicas, rule
 `nearest`. A load is taken as split evenly over the holders. Layers whose gain would not pay for moving state stay.
 
-Letters: L layers, E experts, D devices; mu guests of a device.
+Letters: docs/notation.md; mu replicas of a device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_jax.planner.base import PlannerBase, rows_of
 
 
 class FlexMoePlanner(PlannerBase):
-    """Expand the expert with most load per copy where time falls most, shrinking idle copies to make room; then
+    """Expand the expert with most load per holder where time falls most, shrinking idle replicas to make room; then
     migrate.
 
     Source: FlexMoE (SIGMOD 2023), expand, shrink and migrate; the paper's code is not public.
@@ -26,8 +26,8 @@ class FlexMoePlanner(PlannerBase):
         start = placement.replace(shares=None, rule="nearest")
         homes = np.zeros_like(start.holds)
         np.put_along_axis(homes, start.home[:, :, None], True, axis=2)
-        held = _within_slots(start.holds & ~homes, totals, cost.guest_slots) | homes
-        search = _Search(held, homes, totals, cost.guest_slots)
+        held = _within_slots(start.holds & ~homes, totals, cost.replica_slots) | homes
+        search = _Search(held, homes, totals, cost.replica_slots)
         before = search.load.max(axis=1)
         for move in (search.expand, search.migrate):
             for _ in range(placement.devices):
@@ -39,7 +39,7 @@ class FlexMoePlanner(PlannerBase):
         moved = new.sum(axis=1).max(axis=1) * cost.state_bytes / cost.bandwidth(name)
         pays = gain * self.config.horizon > moved
         held = np.where(pays[:, None, None], search.held, held)
-        return start.replace(copies=rows_of(held & ~homes))
+        return start.replace(replicas=rows_of(held & ~homes))
 
 
 class _Search:
@@ -50,22 +50,22 @@ class _Search:
         self.rows = np.arange(len(totals))
         self.count = held.sum(axis=2)
         self.load = (held * (totals / self.count)[:, :, None]).sum(axis=1)
-        guest = held & ~homes
-        self.guests = guest.sum(axis=1)
-        self.slots = np.full((len(totals), held.shape[2], max(mu, 1)), -1)  # [L, D, mu] expert in each guest slot
-        layer, device, expert = np.nonzero(guest.transpose(0, 2, 1))
+        replica = held & ~homes
+        self.replicas = replica.sum(axis=1)
+        self.slots = np.full((len(totals), held.shape[2], max(mu, 1)), -1)  # [L, D, mu] expert in each replica slot
+        layer, device, expert = np.nonzero(replica.transpose(0, 2, 1))
         self.slots[layer, device, within_group(layer * held.shape[2] + device)] = expert
 
     def expand(self) -> bool:
-        """Give the expert with most load per copy one more, on the device where the time falls most."""
-        rows, per_copy = self.rows, self.totals / self.count
+        """Give the expert with most load per holder one replica more, on the device where the time falls most."""
+        rows, per_holder = self.rows, self.totals / self.count
         full = self.count == self.held.shape[2]
-        expert = np.where(full, -1.0, per_copy).argmax(axis=1)
+        expert = np.where(full, -1.0, per_holder).argmax(axis=1)
         mine = self.held[rows, expert]
         smaller = self.totals[rows, expert] / (self.count[rows, expert] + 1)
-        rest = self.load - mine * (per_copy[rows, expert] - smaller)[:, None]
-        victim, saved = self._least_copy(expert)
-        crowded = self.guests >= self.mu
+        rest = self.load - mine * (per_holder[rows, expert] - smaller)[:, None]
+        victim, saved = self._least_replica(expert)
+        crowded = self.replicas >= self.mu
         trial = rest + smaller[:, None] - np.where(crowded, saved, 0.0)
         allowed = ~mine & (~crowded | (victim >= 0)) & (self.mu > 0)
         device = np.where(allowed, trial, np.inf).argmin(axis=1)
@@ -73,14 +73,14 @@ class _Search:
         return self._apply(expert, device, evicted, allowed[rows, device])
 
     def migrate(self) -> bool:
-        """Move one guest of the heaviest device to the lightest device with room."""
+        """Move one replica of the heaviest device to the lightest device with room."""
         rows = self.rows
         source = self.load.argmax(axis=1)
-        guest = self.held[rows, :, source] & ~self.homes[rows, :, source]
-        free = np.where(self.guests < self.mu, self.load, np.inf)
+        replica = self.held[rows, :, source] & ~self.homes[rows, :, source]
+        free = np.where(self.replicas < self.mu, self.load, np.inf)
         target = free.argmin(axis=1)
         part = self.totals / self.count
-        fits = guest & ~self.held[rows, :, target] & np.isfinite(free[rows, target])[:, None]
+        fits = replica & ~self.held[rows, :, target] & np.isfinite(free[rows, target])[:, None]
         peak = np.maximum(self.load[rows, source][:, None] - part, self.load[rows, target][:, None] + part)
         expert = np.where(fits, peak, np.inf).argmin(axis=1)
         better = fits[rows, expert] & (peak[rows, expert] < self.load[rows, source] * (1 - 1e-9))
@@ -88,17 +88,17 @@ class _Search:
         self.held[layer, e, a], self.held[layer, e, b] = False, True
         self.load[layer, a] -= part[layer, e]
         self.load[layer, b] += part[layer, e]
-        self.guests[layer, a] -= 1
-        self.guests[layer, b] += 1
+        self.replicas[layer, a] -= 1
+        self.replicas[layer, b] += 1
         self._swap_slot(layer, a, e, np.full(len(layer), -1))
         self._swap_slot(layer, b, np.full(len(layer), -1), e)
         return bool(better.any())
 
-    def _least_copy(self, expert: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the guest with least load on each device (-1: none) and the load it takes along: [L, D] each."""
+    def _least_replica(self, expert: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the replica with least load on each device (-1: none) and the load it takes along: [L, D] each."""
         usable = (self.slots >= 0) & (self.slots != expert[:, None, None])
-        per_copy = self.totals / self.count
-        part = np.where(usable, per_copy[self.rows[:, None, None], self.slots], np.inf)
+        per_holder = self.totals / self.count
+        part = np.where(usable, per_holder[self.rows[:, None, None], self.slots], np.inf)
         at = part.argmin(axis=2)[:, :, None]
         saved = np.take_along_axis(part, at, axis=2)[:, :, 0]
         victim = np.take_along_axis(self.slots, at, axis=2)[:, :, 0]
@@ -106,7 +106,7 @@ class _Search:
         return np.where(none, -1, victim), np.where(none, 0.0, saved)
 
     def _swap_slot(self, layer: np.ndarray, device: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
-        """Put `new` where `old` is in the guest slots of these devices (-1: an empty slot)."""
+        """Put `new` where `old` is in the replica slots of these devices (-1: an empty slot)."""
         at = (self.slots[layer, device] == old[:, None]).argmax(axis=1)
         self.slots[layer, device, at] = new
 
@@ -132,14 +132,14 @@ class _Search:
         self.count[rows[shrunk], out[shrunk]] -= 1
         self._swap_slot(layer, device[better], evicted[better], expert[better])
         grown = better & (evicted < 0)
-        self.guests[rows[grown], device[grown]] += 1
+        self.replicas[rows[grown], device[grown]] += 1
         self.load = np.where(better[:, None], load, self.load)
         return bool(better.any())
 
 
-def _within_slots(guests: np.ndarray, totals: np.ndarray, mu: int) -> np.ndarray:
-    """Drop the lightest guests where a device holds more than mu: bool [L, E, D]."""
-    if guests.sum(axis=1).max(initial=0) <= mu:
-        return guests
-    order = np.argsort(np.argsort(-np.where(guests, totals[:, :, None], -1.0), axis=1, kind="stable"), axis=1)
-    return guests & (order < mu)
+def _within_slots(replicas: np.ndarray, totals: np.ndarray, mu: int) -> np.ndarray:
+    """Drop the lightest replicas where a device holds more than mu: bool [L, E, D]."""
+    if replicas.sum(axis=1).max(initial=0) <= mu:
+        return replicas
+    order = np.argsort(np.argsort(-np.where(replicas, totals[:, :, None], -1.0), axis=1, kind="stable"), axis=1)
+    return replicas & (order < mu)

@@ -1,9 +1,9 @@
-"""Hecate's sparse materialization: the heaviest experts get guests for one step, nodes without them first.
+"""Hecate's sparse materialization: the heaviest experts get replicas for one step, nodes without them first.
 
-Enters: loads, homes, tau and mu. Leaves: the homes with guests, rule `nearest`. `reshard` moves homes (sharding.py);
+Inputs: loads, homes, tau and mu. Outputs: the homes with replicas, rule `nearest`. `reshard` moves homes (sharding.py);
 `refine` is the calibration after the gate.
 
-Letters: L layers, S sources, E experts, D devices, Nn nodes; tau experts that may be copied, mu guests of a device.
+Letters: docs/notation.md; tau experts that may get replicas, Et experts considered, mu replicas of a device.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.placement import Placement, routing
-from moe_jax.planner.base import PlannerBase, copied_everywhere, falling, rows_of
+from moe_jax.planner.base import PlannerBase, falling, replicated_everywhere, rows_of
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.sharding import shard_homes
 
 
 class HecatePlanner(PlannerBase):
-    """Materialize guests each step, reshard homes now and then, calibrate after the gate; each part can be off.
+    """Materialize replicas each step, reshard homes now and then, calibrate after the gate; each part can be off.
 
     Source: Hecate, algorithms 1 and 2, sections 4.2 to 4.4.
     """
 
     def propose(self, loads, placement, cost):
-        bare = placement.replace(copies=None, shares=None, rule="nearest")
+        bare = placement.replace(replicas=None, shares=None, rule="nearest")
         if not self.config.materialize:
             return bare
         layers, devices = bare.layers, bare.devices
         tau = min(cost.overlap(self.config.name), bare.experts)
-        mu = min(cost.guest_slots, tau)
+        mu = min(cost.replica_slots, tau)
         totals = np.asarray(loads, np.float64).sum(axis=1)
         order = falling(totals)[:, :tau]
         if tau <= mu:
             chosen = np.zeros(bare.home.shape, bool)
             np.put_along_axis(chosen, order, True, axis=1)
-            return bare.replace(copies=copied_everywhere(bare, chosen))
+            return bare.replace(replicas=replicated_everywhere(bare, chosen))
         counts = slots_by_load(np.take_along_axis(totals, order, axis=1), devices * mu, devices - 1)
-        return bare.replace(copies=rows_of(spread_copies(bare, order, counts, np.full((layers, devices), mu))))
+        return bare.replace(replicas=rows_of(spread_replicas(bare, order, counts, np.full((layers, devices), mu))))
 
     def refine(self, loads, placement, cost):
-        """Add guests in what memory is left, layer by layer, where that saves more than the late gather costs.
+        """Add replicas in what memory is left, layer by layer, where that saves more than the late gather costs.
 
         The first gather hid behind attention; this one does not, so all of its time counts.
         """
@@ -49,20 +49,22 @@ class HecatePlanner(PlannerBase):
         loads = np.asarray(loads, np.float64)
         tau = min(cost.overlap(name), placement.experts)
         used = np.zeros((placement.layers, placement.devices), int)
-        np.add.at(used, (placement.copies[:, 0], placement.copies[:, 2]), 1)
-        free = cost.guest_slots - used
+        np.add.at(used, (placement.replicas[:, 0], placement.replicas[:, 2]), 1)
+        free = cost.replica_slots - used
         totals = loads.sum(axis=1)
         order = falling(totals)[:, :tau]
         if not order.size or free.max() <= 0:
             return placement
-        # Copies that stand already serve part of a load: share the free slots by what is left per holder.
+        # Replicas that stand already serve part of a load: share the free slots by what is left per holder.
         held = placement.holds.sum(axis=2)
         weight = np.take_along_axis(totals / held, order, axis=1)
         most = np.take_along_axis(placement.devices - held, order, axis=1)
         counts = slots_by_load(weight, free.sum(axis=1), most)
-        added = spread_copies(placement, order, counts, free)
+        added = spread_replicas(placement, order, counts, free)
         layer_pays = self._pays(loads, placement, added, cost)
-        return placement.replace(copies=np.concatenate([placement.copies, rows_of(added & layer_pays[:, None, None])]))
+        return placement.replace(
+            replicas=np.concatenate([placement.replicas, rows_of(added & layer_pays[:, None, None])])
+        )
 
     def reshard(self, loads, placement, cost):
         tau = min(cost.overlap(self.config.name), placement.experts)
@@ -72,11 +74,11 @@ class HecatePlanner(PlannerBase):
         """Say for each layer whether the calibrated placement is faster, its gather included: bool [L]."""
         name = self.config.name
         before = routing.expected(placement, loads)
-        trial = placement.replace(copies=np.concatenate([placement.copies, rows_of(added)]))
+        trial = placement.replace(replicas=np.concatenate([placement.replicas, rows_of(added)]))
         after = routing.expected(trial, loads)
         gained = cost.layer(*before, np.zeros(len(loads)), name) - cost.layer(*after, np.zeros(len(loads)), name)
-        copied = added.any(axis=2)
-        late = cost.transfer((added.sum(axis=2) + copied).sum(axis=1), placement.devices, name)
+        replicated = added.any(axis=2)
+        late = cost.transfer((added.sum(axis=2) + replicated).sum(axis=1), placement.devices, name)
         return gained > 2 * late  # a gather now and one more reduce later
 
 
@@ -84,10 +86,10 @@ def slots_by_load(loads: np.ndarray, slots, most) -> np.ndarray:
     """Share slots by load, largest remainder, at most `most` each; what is over goes to the next in order.
 
     Args:
-      loads: [L, T], falling; slots: int or [L]; most: int or [L, T].
+      loads: [L, Et], falling; slots: int or [L]; most: int or [L, Et].
 
     Returns:
-      int [L, T], copies of each expert.
+      int [L, Et], replicas of each expert.
     """
     slots = np.broadcast_to(np.asarray(slots), len(loads))
     total = loads.sum(axis=1, keepdims=True)
@@ -105,15 +107,15 @@ def slots_by_load(loads: np.ndarray, slots, most) -> np.ndarray:
     return count
 
 
-def spread_copies(placement: Placement, order: np.ndarray, counts: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Place copies one by one: nodes that lack the expert first, then nodes and devices with most free slots.
+def spread_replicas(placement: Placement, order: np.ndarray, counts: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """Place replicas one by one: nodes that lack the expert first, then nodes and devices with most free slots.
 
     Args:
-      order: int [L, T], experts by falling load; counts: int [L, T], copies of each.
-      free: int [L, D], free guest slots.
+      order: int [L, Et], experts by falling load; counts: int [L, Et], replicas of each.
+      free: int [L, D], free replica slots.
 
     Returns:
-      bool [L, E, D], the new copies. A copy that finds no device is left out.
+      bool [L, E, D], the new replicas. A replica that finds no device is left out.
     """
     layers, devices, per_node = placement.layers, placement.devices, placement.devices_per_node
     nodes, rows = placement.nodes, np.arange(layers)

@@ -6,7 +6,7 @@ from moe_jax.planner.base import PlannerBase
 
 
 class NonePlanner(PlannerBase):
-    """Drop every copy and leave homes where they are."""
+    """Drop every replica and leave homes where they are."""
 
     def propose(self, loads, placement, cost):
-        return placement.replace(copies=None, shares=None, rule="nearest")
+        return placement.replace(replicas=None, shares=None, rule="nearest")

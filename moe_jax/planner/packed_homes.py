@@ -1,11 +1,10 @@
 """Homes for freely packed replicas, so that every device homes equally many experts over all layers.
 
-Enters: how many replicas of each expert each device holds. Leaves: a home among the holders, S = L E / D on every
-device,
-so that parameters and optimizer state fit the bank. Where replicas leave no such choice, single replicas change places
-with a copy of about equal load on a device that homes too few.
+Inputs: how many replicas of each expert each device holds. Outputs: a home among the holders, Rb = L E / D on every
+device, so that parameters and optimizer state fit the bank. Where replicas leave no such choice, single replicas change
+places with a replica of about equal load on a device that homes too few.
 
-Letters: L layers, E experts, D devices.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def choose_homes(count: np.ndarray, totals: np.ndarray, old: np.ndarray) -> tupl
         if held[layer, expert, mine] and homes[mine] < limit and in_layer[layer, mine] < experts // devices:
             device = mine
         else:
-            # Even in the layer first, so that home slots and guest slots stay few; then over all layers.
+            # Even in the layer first, so that home slots and replica slots stay few; then over all layers.
             device = int(holders[np.lexsort((homes[holders], in_layer[layer, holders]))[0]])
         home[layer, expert] = device
         homes[device] += 1
@@ -71,7 +70,7 @@ def _shift_chain(home: np.ndarray, held: np.ndarray, homes: np.ndarray, limit: i
 
 
 def _swap_positions(home: np.ndarray, count: np.ndarray, homes: np.ndarray, totals: np.ndarray, limit: int) -> None:
-    """Swap replicas homed on overfull devices with copies on the device that homes fewest, nearest loads first."""
+    """Swap experts homed on overfull devices with replicas on the device that homes fewest, nearest loads first."""
     load = totals / np.maximum(count.sum(axis=2), 1)
     while homes.max() > limit:
         giver, best = int(homes.argmax()), None
@@ -90,11 +89,11 @@ def _swap_positions(home: np.ndarray, count: np.ndarray, homes: np.ndarray, tota
                 best = (int(at[i]), int(give[i]), int(take[j]), taker)
         if best is None:
             return
-        layer, moved, copy, taker = best
+        layer, moved, returned, taker = best
         count[layer, moved, giver] -= 1
         count[layer, moved, taker] += 1
-        count[layer, copy, taker] -= 1
-        count[layer, copy, giver] += 1
+        count[layer, returned, taker] -= 1
+        count[layer, returned, giver] += 1
         home[layer, moved] = taker
         homes[giver] -= 1
         homes[taker] += 1

@@ -1,9 +1,9 @@
-"""Guess the next step's loads from those seen, and say how wrong the guesses have been.
+"""Predict the next step's loads from past ones, and report the error of past predictions.
 
-Enters: whole loads [L, S, E] by step. Leaves: real loads of the next step and a relative error per layer. A predictor
+Inputs: whole loads [L, S, E] by step. Outputs: real loads of the next step and a relative error per layer. A predictor
 keeps a window of arrays, nothing else, so that a checkpoint can hold it.
 
-Letters: L layers, S sources, E experts; w window.
+Letters: docs/notation.md; w window.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class _WindowPredictor:
     def predict(self) -> np.ndarray:
         if not self.seen:
             raise UserError("a prediction needs the loads of at least one step; observe first")
-        return self._guess()
+        return self._predict()
 
-    def _guess(self) -> np.ndarray:
+    def _predict(self) -> np.ndarray:
         raise NotImplementedError
 
     def state(self) -> dict[str, np.ndarray]:
@@ -88,14 +88,14 @@ class LastPredictor(_WindowPredictor):
     def __init__(self):
         super().__init__(1)
 
-    def _guess(self) -> np.ndarray:
+    def _predict(self) -> np.ndarray:
         return self.seen[-1].astype(np.float64)
 
 
 class WindowPredictor(_WindowPredictor):
     """Expect the mean of the last w steps (Hecate 4.2: w = 5)."""
 
-    def _guess(self) -> np.ndarray:
+    def _predict(self) -> np.ndarray:
         return np.mean(self.seen, axis=0)
 
 
@@ -106,7 +106,7 @@ class ExponentialPredictor(_WindowPredictor):
         super().__init__(window)
         self.decay = decay
 
-    def _guess(self) -> np.ndarray:
+    def _predict(self) -> np.ndarray:
         age = np.arange(len(self.seen))[::-1]
         weight = (1.0 - self.decay) ** age
         return np.tensordot(weight / weight.sum(), np.stack(self.seen), axes=1)
@@ -115,7 +115,7 @@ class ExponentialPredictor(_WindowPredictor):
 class TrendPredictor(_WindowPredictor):
     """Expect the next value of the straight line through the last w steps, at least 0, with the newest step's total."""
 
-    def _guess(self) -> np.ndarray:
+    def _predict(self) -> np.ndarray:
         seen = np.stack(self.seen).astype(np.float64)
         n = len(seen)
         if n == 1:

@@ -1,8 +1,8 @@
-"""Pro-Prophet's lightweight placements: the heaviest device's heaviest expert goes to all but n devices, greedily.
+"""Pro-Prophet's lightweight placements: the heaviest device's heaviest expert goes to all devices but a few, greedily.
 
-Enters: loads, homes, cost. Leaves: the homes with some experts copied to subsets of devices, rule `home`.
+Inputs: loads, homes, cost. Outputs: the homes with some experts replicated on subsets of devices, rule `home`.
 
-Letters: L layers, S sources, E experts, D devices; H [L, D] computed, R [L, D] received, s experts chosen so far.
+Letters: docs/notation.md; H [L, D] computed, R [L, D] received, s experts chosen so far.
 """
 
 from __future__ import annotations
@@ -17,32 +17,39 @@ from moe_jax.planner.cost import Cost
 class ProProphetPlanner(PlannerBase):
     """Search placements greedily and keep the prefix with the least predicted time.
 
-    Source: Pro-Prophet, algorithm 1, equations 6 to 8. The paper gives no n: 0 by default; 'search' tries every n.
+    Source: Pro-Prophet, algorithm 1, equations 6 to 8. Its n is `skipped_devices`, its alpha `balance_threshold`.
+    The paper states no n: 0 by default; 'search' tries every number.
     """
 
     def propose(self, loads, placement, cost):
         loads = np.asarray(loads, np.float64)
         most = placement.devices - 1
-        tries = list(range(most + 1)) if isinstance(self.config.n, str) else [min(self.config.n, most)]
+        tries = (
+            list(range(most + 1))
+            if isinstance(self.config.skipped_devices, str)
+            else [min(self.config.skipped_devices, most)]
+        )
         best_time, best_kept = self._search(loads, placement, cost, tries[0])
-        for n in tries[1:]:
-            time, kept = self._search(loads, placement, cost, n)
+        for skipped in tries[1:]:
+            time, kept = self._search(loads, placement, cost, skipped)
             better = time < best_time
             best_time = np.where(better, time, best_time)
             best_kept = np.where(better[:, None, None], kept, best_kept)
-        return placement.replace(copies=rows_of(best_kept), shares=None, rule="home")
+        return placement.replace(replicas=rows_of(best_kept), shares=None, rule="home")
 
-    def _search(self, loads: np.ndarray, placement: Placement, cost: Cost, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least time [L] and the copies behind it, bool [L, E, D]."""
+    def _search(
+        self, loads: np.ndarray, placement: Placement, cost: Cost, skipped: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the least time [L] and the replicas behind it, bool [L, E, D]."""
         home, devices, layers = placement.home, placement.devices, np.arange(placement.layers)
         totals, own = loads.sum(axis=1), own_tokens(loads, home)
         computed, received = home_loads(totals, home, devices), home_loads(totals - own, home, devices)
-        threshold = self.config.alpha * totals.sum(axis=1) / devices
+        threshold = self.config.balance_threshold * totals.sum(axis=1) / devices
         unused = np.array(totals)
         step_of = np.full(home.shape, -1)
-        copied = np.zeros((*home.shape, devices), bool)
-        guests = np.zeros((placement.layers, devices), int)
-        best = self._time(cost, computed, received, 0, n)
+        replicated = np.zeros((*home.shape, devices), bool)
+        replicas = np.zeros((placement.layers, devices), int)
+        best = self._time(cost, computed, received, 0, skipped)
         best_step = np.zeros(placement.layers, int)
         active = np.ones(placement.layers, bool)
         for step in range(1, placement.experts + 1):
@@ -50,10 +57,10 @@ class ProProphetPlanner(PlannerBase):
             mine = np.where(home == heaviest[:, None], unused, -1.0)
             expert = mine.argmax(axis=1)
             active &= (computed.max(axis=1) - computed.min(axis=1) >= threshold) & (mine[layers, expert] >= 0)
-            targets = _targets(loads[layers, :, expert], heaviest, n)
+            targets = _targets(loads[layers, :, expert], heaviest, skipped)
             if self.config.bounded:
-                full = (targets & (guests >= cost.guest_slots)).any(axis=1)
-                self.note("shadow_cut", (active & full).sum())
+                full = (targets & (replicas >= cost.replica_slots)).any(axis=1)
+                self.increment("shadow_cut", (active & full).sum())
                 active &= ~full
             if not active.any():
                 break
@@ -62,28 +69,29 @@ class ProProphetPlanner(PlannerBase):
             computed = computed + moved
             computed[layers, heaviest] -= moved.sum(axis=1)
             received[layers, heaviest] -= moved.sum(axis=1)
-            guests += targets
-            copied[layers, expert] |= targets
+            replicas += targets
+            replicated[layers, expert] |= targets
             unused[layers[active], expert[active]] = -1.0
             step_of[layers[active], expert[active]] = step
-            time = self._time(cost, computed, received, step, n)
+            time = self._time(cost, computed, received, step, skipped)
             better = active & (time < best)
             best, best_step = np.where(better, time, best), np.where(better, step, best_step)
         kept = (step_of >= 1) & (step_of <= best_step[:, None])
-        return best, copied & kept[:, :, None]
+        return best, replicated & kept[:, :, None]
 
-    def _time(self, cost: Cost, computed: np.ndarray, received: np.ndarray, experts: int, n: int) -> np.ndarray:
-        holders = np.full(len(computed), experts * (computed.shape[1] - n), float)
+    def _time(self, cost: Cost, computed: np.ndarray, received: np.ndarray, experts: int, skipped: int) -> np.ndarray:
+        holders = np.full(len(computed), experts * (computed.shape[1] - skipped), float)
         return cost.layer(computed, received, holders, self.config.name, self.config.scheduler)
 
 
-def _targets(tokens: np.ndarray, home: np.ndarray, n: int) -> np.ndarray:
-    """Choose who gets a copy: all but the home and the n devices with fewest of its tokens: [L, D] -> bool [L, D]."""
+def _targets(tokens: np.ndarray, home: np.ndarray, skipped: int) -> np.ndarray:
+    """Choose who gets a replica: all but the home and the `skipped` devices with fewest of its tokens: [L, D] -> bool
+    [L, D]."""
     ranked = tokens.copy()
     layers = np.arange(len(tokens))
     ranked[layers, home] = np.inf  # the home holds it anyway and is never dropped
     chosen = np.ones(tokens.shape, bool)
     # Of equal devices the lowest id is dropped first, as ties go to the lowest id everywhere.
-    np.put_along_axis(chosen, np.argsort(ranked, axis=1, kind="stable")[:, :n], False, axis=1)
+    np.put_along_axis(chosen, np.argsort(ranked, axis=1, kind="stable")[:, :skipped], False, axis=1)
     chosen[layers, home] = False
     return chosen

@@ -1,7 +1,7 @@
 """One run's planning: predict, plan at the interval, reshard now and then, refine after the gate.
 
-Enters: loads by iteration. Leaves: the placement for an iteration. It holds what a checkpoint must hold: the placement,
-the predictor's window, and when it last planned. It neither compiles nor swaps anything.
+Inputs: loads by iteration. Outputs: the placement for an iteration. It holds what a checkpoint must hold: the
+placement, the predictor's window, and when it last planned. It neither compiles nor swaps anything.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class PlanSession:
         placement = self.placement
         return {
             "home": placement.home,
-            "copies": placement.copies,
+            "replicas": placement.replicas,
             "shares": placement.shares,
             "rule": list(placement.rule),
             "last_planned": -1 if self.last_planned is None else self.last_planned,
@@ -110,7 +110,10 @@ class PlanSession:
                 f"the saved plan has [layers, experts] = {home.shape}, this run {self.placement.home.shape}"
             )
         self.placement = self.placement.replace(
-            home=home, copies=np.asarray(state["copies"]), shares=np.asarray(state["shares"]), rule=tuple(state["rule"])
+            home=home,
+            replicas=np.asarray(state["replicas"]),
+            shares=np.asarray(state["shares"]),
+            rule=tuple(state["rule"]),
         )
         self.last_planned = None if state["last_planned"] < 0 else int(state["last_planned"])
         self.last_sharded = int(state["last_sharded"])

@@ -1,10 +1,9 @@
 """Hecate's heterogeneous sharding: which device homes which expert, over all layers together.
 
-Enters: expert loads and the current homes. Leaves: homes with S = L E / D experts on every device, 0..E of any one
-layer.
-Experts that stay unmaterialized are balanced first; the overlappable ones fill what is left.
+Inputs: expert loads and the current homes. Outputs: homes with Rb = L E / D experts on every device, 0..E of any one
+layer. Experts that stay unmaterialized are balanced first; the overlappable ones fill what is left.
 
-Letters: L layers, E experts, D devices, S bank rows of a device.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from moe_jax.planner.base import falling
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:
-    """Return the placement with new homes and no copies, or the same placement if nothing changes.
+    """Return the placement with new homes and no replicas, or the same placement if nothing changes.
 
     Args:
       totals: [L, E], expert loads.
@@ -39,7 +38,7 @@ def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement
     for layer in falling(heaviest) if rest.size else ():
         _place_layer(home[layer], rest[layer], totals[layer], free, placement.devices_per_node)
     _fill(home, order[:, :tau], totals, free)
-    return placement if (home == placement.home).all() else placement.replace(home=home, copies=None, shares=None)
+    return placement if (home == placement.home).all() else placement.replace(home=home, replicas=None, shares=None)
 
 
 def _place_layer(home: np.ndarray, experts: np.ndarray, loads: np.ndarray, free: np.ndarray, per_node: int) -> None:

@@ -1,9 +1,9 @@
 """How much of an expert each holder computes: quotas solved for equal devices, then written as share rows.
 
-Enters: loads and who holds what. Leaves: quotas x [L, E, D] (tokens of expert e on device d) and share rows per source
-node that keep tokens on their node where the quotas allow it. Copies are chosen elsewhere (balanced.py).
+Inputs: loads and who holds what. Outputs: quotas x [L, E, D] (tokens of expert e on device d) and share rows per source
+node that keep tokens on their node where the quotas allow it. Replicas are chosen elsewhere (balanced.py).
 
-Letters: L layers, E experts, D devices, Nn nodes, h holder rows (layer, expert, device).
+Letters: docs/notation.md; h holder rows (layer, expert, device).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def level_quotas(
     """
     stiff = 1.0 + np.broadcast_to(np.asarray(error, np.float64) ** 2, (placement.layers,))
     layers, rows = placement.layers, np.arange(placement.layers)
-    copied = np.zeros(placement.home.shape, bool)
-    copied[tuple(placement.copies[:, :2].T)] = True
-    count = copied.sum(axis=1)
-    order = np.argsort(~copied, axis=1, kind="stable")[:, : int(count.max(initial=0))]
+    replicated = np.zeros(placement.home.shape, bool)
+    replicated[tuple(placement.replicas[:, :2].T)] = True
+    count = replicated.sum(axis=1)
+    order = np.argsort(~replicated, axis=1, kind="stable")[:, : int(count.max(initial=0))]
     quota = quota.copy()
     load = quota.sum(axis=1)
     going = np.ones(layers, bool)
@@ -73,20 +73,20 @@ def starting_quotas(placement: Placement, totals: np.ndarray) -> np.ndarray:
 
 
 def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
-    """Write quotas of copied experts as share rows (layer, expert, device, share, source node), int32 [m, 5].
+    """Write quotas of replicated experts as share rows (layer, expert, device, share, source node), int32 [m, 5].
 
     A node's tokens first use the quota of the node's own holders; what is over goes to nodes with quota left, in
-    proportion. Nodes without tokens of an expert get the plain split.
+    proportion. Nodes without tokens of an expert get the split of the whole.
 
     Args:
       quota: [L, E, D], positive only on holders; loads: [L, S, E].
     """
-    if not len(placement.copies):
+    if not len(placement.replicas):
         return np.zeros((0, 5), np.int32)
     nodes, per_node, experts = placement.nodes, placement.devices_per_node, placement.experts
-    copied = np.zeros(placement.home.shape, bool)
-    copied[tuple(placement.copies[:, :2].T)] = True
-    pair_layer, pair_expert = np.nonzero(copied)
+    replicated = np.zeros(placement.home.shape, bool)
+    replicated[tuple(placement.replicas[:, :2].T)] = True
+    pair_layer, pair_expert = np.nonzero(replicated)
     pair = np.full(placement.home.shape, -1)
     pair[pair_layer, pair_expert] = np.arange(len(pair_layer))
     supply = loads.reshape(len(loads), nodes, per_node, experts).sum(axis=2)[pair_layer, :, pair_expert]  # [p, Nn]
@@ -121,11 +121,11 @@ def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
     pairs, so the buckets of an exchange whose rows are padded can be small. Tokens travel that a nearer holder would
     have kept, which only an exchange of exact rows would gain from.
     """
-    if not len(placement.copies):
+    if not len(placement.replicas):
         return placement
-    copied = np.zeros(placement.home.shape, bool)
-    copied[tuple(placement.copies[:, :2].T)] = True
-    layer, expert = np.nonzero(copied)
+    replicated = np.zeros(placement.home.shape, bool)
+    replicated[tuple(placement.replicas[:, :2].T)] = True
+    layer, expert = np.nonzero(replicated)
     mine = routing.destinations(placement, np.asarray(loads))[layer, :, expert].sum(axis=1).astype(np.float64)  # [p, D]
     at_home = np.arange(placement.devices) == placement.home[layer, expert][:, None]
     mine = np.where(mine.sum(axis=1, keepdims=True) > 0, mine, at_home)  # without tokens: where its home is

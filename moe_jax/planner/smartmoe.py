@@ -1,10 +1,9 @@
 """SmartMoE's relocation: experts change homes so that heavy and light ones share devices.
 
-Enters: loads, homes, cost. Leaves: E / D homes of a layer on every device, no copies; a layer keeps its homes unless
-the
-gain until the next plan pays for moving parameters and optimizer state.
+Inputs: loads, homes, cost. Outputs: E / D homes of a layer on every device, no replicas; a layer keeps its homes unless
+the gain until the next plan pays for moving parameters and optimizer state.
 
-Letters: L layers, E experts, D devices.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class SmartMoePlanner(PlannerBase):
                 f"planner {name!r} needs experts ({placement.experts}) to be a multiple of devices ({devices})"
             )
         loads = np.asarray(loads, np.float64)
-        bare = placement.replace(copies=None, shares=None, rule="nearest")
+        bare = placement.replace(replicas=None, shares=None, rule="nearest")
         home = pack(loads.sum(axis=1), devices)[0].astype(np.int32)
         moved = bare.replace(home=home)
         none = np.zeros(placement.layers)

@@ -1,1 +1,1 @@
-"""Plans that change while a run trains: what the planner is told, and what the next step runs with. See README.md."""
+"""Plans that change while a run trains: the planner's inputs, and what the next step runs with. See README.md."""

@@ -1,8 +1,8 @@
-"""The bridge between the plan way and the token way: a placement's tables as the step's inputs.
+"""From a host placement to the step: its tables as the step's inputs.
 
-Enters: a host `Skeleton` and the `Tables` that fill it, [L, D, ...]. Leaves: the `LayerPlan` that a step is compiled
-for, and device tables [D, L, ...] as NumPy arrays. Only this file knows both sides.
-Letters: L layers, D devices, E experts, Hs home and G guest slots, S bank rows of a device, T rounds.
+Inputs: a host `Skeleton` and the `Tables` that fill it, [L, D, ...]. Outputs: the `LayerPlan` that a step is compiled
+for, and device tables [D, L, ...] as NumPy arrays. Only this file uses both kinds of tables.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ def layer_plan(
     """
     return LayerPlan(
         home_slots=skeleton.home_slots,
-        guest_slots=skeleton.guest_slots if has_guests(skeleton) else 0,
+        replica_slots=skeleton.replica_slots if has_replicas(skeleton) else 0,
         bucket_rows=skeleton.bucket_rows or None,
         transfer=TransferPlan(
             method=skeleton.method,
             rounds=skeleton.rounds,
             home_slots=skeleton.home_slots,
-            guest_slots=skeleton.guest_slots,
+            replica_slots=skeleton.replica_slots,
             axes=axes,
         )
-        if has_guests(skeleton) and (rule is None or rule.ahead)
+        if has_replicas(skeleton) and (rule is None or rule.ahead)
         else None,
         after_gate=rule,
         **(shares or {}),
     )
 
 
-def has_guests(skeleton: host.Skeleton) -> bool:
-    """Say whether plans of this skeleton can hold copies at all."""
-    return bool(skeleton.guest_slots and (skeleton.rounds or skeleton.gather_slots or skeleton.broadcast_slots))
+def has_replicas(skeleton: host.Skeleton) -> bool:
+    """Say whether plans of this skeleton can hold replicas."""
+    return bool(skeleton.replica_slots and (skeleton.rounds or skeleton.gather_slots or skeleton.broadcast_slots))
 
 
 def device_tables(skeleton: host.Skeleton, placement: host.Placement) -> Tables:
     """Return the step's tables for a placement that fits the skeleton; NumPy, leading dim D."""
     tables = host.fill_tables(skeleton, placement)
-    groups = skeleton.home_slots + (skeleton.guest_slots if has_guests(skeleton) else 0)
+    groups = skeleton.home_slots + (skeleton.replica_slots if has_replicas(skeleton) else 0)
     device, slot = np.divmod(tables.dest_slot, skeleton.slots)
     return Tables(
         dest_slot=_by_device(device * groups + slot),
@@ -64,12 +64,12 @@ def device_tables(skeleton: host.Skeleton, placement: host.Placement) -> Tables:
         dest_den=_by_device(tables.dest_den),
         home_row=_by_device(np.where(tables.home_row < 0, skeleton.bank_rows, tables.home_row)),
         slot_expert=_by_device(tables.slot_to_expert[:, :, :groups]),
-        transfer=_transfer(skeleton, tables) if has_guests(skeleton) else None,
+        transfer=_transfer(skeleton, tables) if has_replicas(skeleton) else None,
     )
 
 
 def table_shapes(skeleton: host.Skeleton) -> Tables:
-    """Return the shapes and dtypes of every plan of a skeleton, as arrays of a plan with even homes and no copies."""
+    """Return the shapes and dtypes of every plan of a skeleton, as arrays of a plan with even homes and no replicas."""
     return device_tables(skeleton, _bare(skeleton))
 
 
@@ -86,11 +86,11 @@ def _transfer(skeleton: host.Skeleton, tables: host.Tables) -> Transfer:
         take = tables.recv_slot.swapaxes(1, 2)
     elif skeleton.method == "gather":
         rows = tables.gather_row
-        take = np.where(tables.guest_from < 0, devices * skeleton.gather_slots, tables.guest_from)
+        take = np.where(tables.replica_from < 0, devices * skeleton.gather_slots, tables.replica_from)
     else:
-        owner, row = np.divmod(tables.broadcast_row, skeleton.bank_rows)  # [L, B]; a pad of -1 has no owner
+        owner, row = np.divmod(tables.broadcast_row, skeleton.bank_rows)  # [L, Y]; a pad of -1 has no owner
         rows = np.where(owner[:, None] == np.arange(devices)[:, None], row[:, None], -1)
-        take = np.where(tables.guest_from < 0, skeleton.broadcast_slots, tables.guest_from)
+        take = np.where(tables.replica_from < 0, skeleton.broadcast_slots, tables.replica_from)
     return Transfer(
         send=_by_device(_home_slots(rows, tables.home_row)),
         take=_by_device(take),

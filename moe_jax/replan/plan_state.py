@@ -19,14 +19,14 @@ def to_lists(value):
 
 
 def placement_data(placement: Placement) -> dict:
-    """Return what tells a placement from others on the same devices."""
-    names = ("home", "copies", "shares")
+    """Return what distinguishes a placement from others on the same devices."""
+    names = ("home", "replicas", "shares")
     return {**{name: getattr(placement, name).tolist() for name in names}, "rule": list(placement.rule)}
 
 
 def read_placement(data: dict, like: Placement) -> Placement:
     """Return the placement on the devices of `like`."""
-    arrays = {name: np.asarray(data[name], np.int32) for name in ("home", "copies", "shares")}
+    arrays = {name: np.asarray(data[name], np.int32) for name in ("home", "replicas", "shares")}
     return like.replace(**arrays, rule=tuple(data["rule"]))
 
 

@@ -1,6 +1,6 @@
-"""The re-jit engine: which plan and which executable the next step runs with, without making the step wait.
+"""The re-jit engine: which plan and which executable the next step runs with, chosen without delaying the step.
 
-Enters: the loads of finished steps. Leaves: for every step the placement's tables, the executable of its skeleton, and
+Inputs: the loads of finished steps. Outputs: for every step the placement's tables, the executable of its skeleton, and
 the state with its experts at the placement's homes. A plan that fits the running skeleton is a change of tables. One
 that does not gets a wider skeleton, compiled in a background thread while training goes on with the old plan.
 
@@ -8,8 +8,8 @@ All processes derive the same plans from the same loads, and must swap executabl
 `ready` into the step, whose metrics return the least of all, and that is read one step late. A hash of the running plan
 travels along; where processes disagree the run ends with an error instead of hanging.
 
-What step j runs with depends on the loads of steps up to j - 1 - lag and on nothing that a clock decides but the swap
-itself (with `PlannerConfig.swap_after` not even that), so a resumed run continues bit for bit.
+What step j runs with depends on the loads of steps up to j - 1 - lag, and on time only through the swap (with
+`PlannerConfig.swap_after` not at all), so a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Session(Protocol):
     def roles(self) -> Roles: ...
 
     @property
-    def placing(self) -> Any:
-        """Shardings of a step's inputs, `tables` and `wishes` among them."""
+    def state_shardings(self) -> Any:
+        """Shardings of a step's inputs, `tables` and `host_signals` among them."""
 
     def compile_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None) -> tuple[Any, float]:
         """Return (executable, seconds) of the training step for plans of this skeleton."""
@@ -57,10 +57,10 @@ class Session(Protocol):
 
 @dataclasses.dataclass
 class Pending:
-    """A skeleton on its way: who asked for it, and the newest placement that it could run.
+    """A skeleton that is being compiled: why, and the newest placement that it could run.
 
     Attributes:
-      number: of all skeletons asked for, from 1; what processes tell each other when it is ready.
+      number: of all skeletons requested, from 1; what processes send each other when it is ready.
       step: the first step that might have run with it.
     """
 
@@ -82,7 +82,7 @@ class RejitEngine:
         self.placement = self.bank = self.replanner.start
         self.skeleton = self.replanner.first_skeleton()
         self.pending: Pending | None = None
-        self.asked = 0  # skeletons asked for so far
+        self.asked = 0  # skeletons requested so far
         self.agreed = 0  # the newest that every process had ready, as far as metrics were read
         self.waiting: dict[int, np.ndarray] = {}  # loads by step, read and not yet planned with
         self.plan_id = 0
@@ -101,7 +101,7 @@ class RejitEngine:
             self._compile(self.pending.skeleton)
         return self._compile(self.skeleton, now=True).result()
 
-    def foresee(self, past: list[np.ndarray]):
+    def warm_start(self, past: list[np.ndarray]):
         """Plan the first step from loads [L, S, E] seen elsewhere, oldest first; to be called before `start`."""
         for loads in past:
             self.plans.observe(self.replanner.step_loads(loads))
@@ -110,11 +110,11 @@ class RejitEngine:
         self._adopt(placement)
 
     def before_step(self, step: int, state: dict, flag: int):
-        """Return (executable, tables, wishes, state) for step `step` (from 0).
+        """Return (executable, tables, host_signals, state) for step `step` (from 0).
 
         Args:
           state: donated if experts change their homes.
-          flag: this process' wish to stop.
+          flag: 1 where this process asks to stop, else 0.
         """
         record = {"rejit_stall_seconds": 0.0, "planner_seconds": self.next_planner_seconds}
         if self.pending is not None and self._swap_is_due(step):
@@ -125,12 +125,12 @@ class RejitEngine:
             self.bank, record["reshard_seconds"] = self.placement, time.perf_counter() - began
         if self.tables is None:
             tables = device_tables(self.skeleton, self.placement)
-            self.tables = to_devices(tables, self.session.placing.tables)
+            self.tables = to_devices(tables, self.session.state_shardings.tables)
             self.hash = plan_hash(self.skeleton, self.placement)
         record["plan_id"] = self.plan_id
         self.records[step] = (self.placement, record, self.skeleton)
         executable = self.executables[self.skeleton].result()[0]
-        return executable, self.tables, self._wishes(flag), state
+        return executable, self.tables, self._host_signals(flag), state
 
     def after_dispatch(self, step: int):
         """Plan for step `step` + 1 while the devices work on `step`."""
@@ -148,36 +148,38 @@ class RejitEngine:
                 f"step {step + 1}: the processes ran different plans; each must see the same config, cluster file and "
                 f"loads"
             )
-        if not metrics.get("skipped", False):  # gates that saw no number choose without meaning: nothing to plan by
+        if not metrics.get(
+            "skipped", False
+        ):  # the loads of a step that is not finite have no meaning: nothing to plan from
             self.waiting[step] = self.replanner.step_loads(metrics["loads"])
         self.agreed = max(self.agreed, int(metrics["ready"]))
 
     def record(self, step: int, loads: np.ndarray) -> dict:
-        """Return what metrics.jsonl says of a finished step (from 0)."""
+        """Return the plan's part of a finished step's record in metrics.jsonl (from 0)."""
         placement, record, skeleton = self.records.pop(step)
         loads = self.replanner.step_loads(loads)
         placement = self.replanner.refined(skeleton, placement, loads)
-        record["guests"] = len(placement.copies)
+        record["replicas"] = len(placement.replicas)
         computed = routing.device_loads(placement, loads)
         record["device_load_max_over_mean"] = computed.max(axis=1) / np.maximum(computed.mean(axis=1), 1e-9)
         seconds = self._predicted(placement, loads)
         if seconds is not None:
             record["predicted_layer_seconds"] = seconds
-        if "shadow_cut" in self.plans.planner.notes:
-            record["shadow_cut"] = self.plans.planner.notes["shadow_cut"]
+        if "shadow_cut" in self.plans.planner.counters:
+            record["shadow_cut"] = self.plans.planner.counters["shadow_cut"]
         return record
 
     def evaluation(self):
-        """Return (evaluation step, tables) for the experts' present homes, without guests."""
-        bare = self.bank.replace(copies=None, shares=None, rule="nearest")
+        """Return (evaluation step, tables) for the experts' present homes, without replicas."""
+        bare = self.bank.replace(replicas=None, shares=None, rule="nearest")
         skeleton = bare_skeleton(bare)
         if skeleton.home_slots not in self.evaluations:
             self.evaluations[skeleton.home_slots] = self.session.evaluation_step(skeleton)
-        tables = to_devices(device_tables(skeleton, bare), self.session.placing.tables)
+        tables = to_devices(device_tables(skeleton, bare), self.session.state_shardings.tables)
         return self.evaluations[skeleton.home_slots], tables
 
     def close(self):
-        """Give the thread back; a compilation that runs is waited for, for it cannot be stopped."""
+        """Give the thread back; a running compilation cannot be stopped, so this waits for it."""
         self.thread.shutdown(wait=True, cancel_futures=True)
 
     # Checkpoints.
@@ -227,8 +229,8 @@ class RejitEngine:
         self.placement = plan_state.read_placement(state["placement"], self.placement)
         self.bank = plan_state.read_placement(state["bank"], self.bank)
         self.skeleton = self.replanner.with_room_for_rule(skeleton)
-        if not fits(self.skeleton, self.placement):  # another planner's copies, and this one decides on the device
-            self.placement = self.bank.replace(copies=None, shares=None, rule="home")
+        if not fits(self.skeleton, self.placement):  # another planner's replicas, and this one decides on the device
+            self.placement = self.bank.replace(replicas=None, shares=None, rule="home")
         if (pending := state["pending"]) is not None:
             self.pending = Pending(
                 number=pending["number"],
@@ -243,7 +245,7 @@ class RejitEngine:
     # Inside.
 
     def _take(self, step: int, placement: Placement):
-        """Let step `step` run with a new placement if it fits; else ask for a skeleton that it fits."""
+        """Let step `step` run with a new placement if it fits; else request a skeleton that it fits."""
         if self.pending is not None and fits(self.pending.skeleton, placement):
             self.pending.placement = placement
         fitting = fits(self.skeleton, placement)
@@ -269,7 +271,7 @@ class RejitEngine:
         loads = self.plans.predictor.predict()
         now, then = self._predicted(self.placement, loads), self._predicted(placement, loads)
         if now is None or then is None or (placement.home != self.placement.home).any():
-            return True  # nothing to weigh, or a move of homes, which the planner has weighed
+            return True  # nothing to compare, or a move of homes, which the planner has compared
         return worth_a_swap(now.sum(), then.sum(), self.config.horizon, self.config.swap_seconds)
 
     def _predicted(self, placement: Placement, loads: np.ndarray) -> np.ndarray | None:
@@ -310,21 +312,21 @@ class RejitEngine:
             self.executables[skeleton] = future
         return self.executables[skeleton]
 
-    def _wishes(self, flag: int):
+    def _host_signals(self, flag: int):
         """Return the step's input int32 [devices, 3]: stop, newest skeleton ready here, hash of the plan."""
         ready = 0
         if self.pending is not None and (future := self.executables[self.pending.skeleton]).done():
-            future.result()  # a compilation that failed ends the run now, not at a swap that others may never reach
+            future.result()  # a failed compilation ends the run now, not at a swap that others may never reach
             ready = self.pending.number
         row = np.array([flag, ready, self.hash], np.int32)
-        return to_devices(np.tile(row, (self.session.roles.num_devices, 1)), self.session.placing.wishes)
+        return to_devices(np.tile(row, (self.session.roles.num_devices, 1)), self.session.state_shardings.host_signals)
 
 
 def build_engine(session: Session, lag: int) -> RejitEngine | None:
     """Return the engine of a run, None where `PlannerConfig.name` is 'none'.
 
     Raises:
-      UserError: a planner that this mesh or schedule has no use for.
+      UserError: a planner that this mesh or schedule cannot use.
     """
     config = session.config.planner
     if config.name == "none":
@@ -339,6 +341,6 @@ def build_engine(session: Session, lag: int) -> RejitEngine | None:
     if config.when == "after_gate" and not config.bounded:
         raise UserError(
             f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has "
-            f"{config.guest_slots} guest slots; set bounded = True and guest_slots to the most that you want"
+            f"{config.replica_slots} replica slots; set bounded = True and replica_slots to the most that you want"
         )
     return RejitEngine(session, lag)

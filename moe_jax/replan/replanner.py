@@ -1,8 +1,8 @@
-"""What a run tells its planner, and the skeletons that it compiles for the answers. Host side; no arrays on devices.
+"""A run's inputs to its planner, and the skeletons that it compiles for the plans. Host side; no arrays on devices.
 
-Enters: a run's config and mesh, placements, predicted loads. Leaves: the planner's `Cost`, and skeletons: the first
-one, of even homes without guests, and wider ones for placements that do not fit.
-Letters: L layers, D devices, E experts, S bank rows of a device, mu guest slots.
+Inputs: a run's config and mesh, placements, predicted loads. Outputs: the planner's `Cost`, and skeletons: the first
+one, of even homes without replicas, and wider ones for placements that do not fit.
+Letters: docs/notation.md; mu replica slots.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import Placement, Skeleton, bucket_rows, build_skeleton, fits, most_homes, routing, widen
 from moe_jax.placement.transfer import cheapest_method
 from moe_jax.planner import SWEEPS, Cost, PlanSession, shadow_rates
-from moe_jax.replan.device_tables import has_guests, layer_plan
+from moe_jax.replan.device_tables import has_replicas, layer_plan
 from moe_jax.replan.transfer_shares import attention_seconds
 from moe_jax.schedules.base import LayerSizes
 
-HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth asks for few executables
+HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
 
 
 class Replanner:
@@ -41,7 +41,7 @@ class Replanner:
         """Build the planner.
 
         Raises:
-          UserError: a cluster file that is not there, or more guest slots than its memory holds.
+          UserError: a cluster file that is not there, or more replica slots than its memory holds.
         """
         self.config, self.roles = config, roles
         self.devices = roles.size(roles.expert)
@@ -49,7 +49,7 @@ class Replanner:
         self.plans = PlanSession(config.planner, self.start, self._cost())
 
     def _cost(self) -> Cost:
-        """Return what the planner may ask for; figures that the cluster file lacks stay absent."""
+        """Return the planner's cost model; figures that the cluster file lacks stay absent."""
         planner, model = self.config.planner, self.config.model
         cluster = Cluster(name="of this run; name one in PlannerConfig.cluster")
         if planner.cluster:
@@ -61,17 +61,17 @@ class Replanner:
             model_dim=model.model_dim,
             hidden_dim=model.hidden_dim,
             dtype_bytes=np.dtype(model.param_dtype).itemsize,
-            guest_slots=planner.guest_slots,
+            replica_slots=planner.replica_slots,
             overlap_degree=planner.overlap_degree,
             attention_seconds=seconds,
-            layers_alive=model.guest_layers,
+            layers_alive=model.replica_layers,
             **({} if model.prefetch == "none" else {"prefetch": model.block_wise}),
         )
 
     @property
     def exchanges_per_step(self) -> int:
         """How many exchanges a step's loads are summed over: microbatches times data-parallel groups."""
-        return self.config.train.accumulate * self.roles.size(self.roles.data)
+        return self.config.train.grad_accum_steps * self.roles.size(self.roles.data)
 
     def step_loads(self, loads: np.ndarray) -> np.ndarray:
         """Return a step's counts [L, sources, E] as a planner takes them: int64, one source per EP group member."""
@@ -88,35 +88,35 @@ class Replanner:
         if not self.plans.decides_late:
             return skeleton
         planner = self.config.planner
-        if planner.name.startswith("fastermoe") or not planner.materialize:  # guests come after the gate alone
-            slots = planner.guest_slots
+        if planner.name.startswith("fastermoe") or not planner.materialize:  # replicas come after the gate alone
+            slots = planner.replica_slots
             skeleton = dataclasses.replace(
-                skeleton, method="broadcast", rounds=(), gather_slots=0, broadcast_slots=slots, guest_slots=slots
+                skeleton, method="broadcast", rounds=(), gather_slots=0, broadcast_slots=slots, replica_slots=slots
             )
         if planner.name.startswith("fastermoe"):
             return skeleton  # a token goes home, or stays
         # a token may go to any holder, and which those are only the tables know
-        return dataclasses.replace(skeleton, candidates=skeleton.devices) if has_guests(skeleton) else skeleton
+        return dataclasses.replace(skeleton, candidates=skeleton.devices) if has_replicas(skeleton) else skeleton
 
     def after_gate_rule(self, skeleton: Skeleton) -> Rule | None:
         """Return what a step of this skeleton decides after the gate, None for nothing."""
         config, cost = self.config.planner, self.plans.cost
-        if not (self.plans.decides_late and has_guests(skeleton)):
+        if not (self.plans.decides_late and has_replicas(skeleton)):
             return None
-        slots = {"home_slots": skeleton.home_slots, "guest_slots": skeleton.guest_slots}
+        slots = {"home_slots": skeleton.home_slots, "replica_slots": skeleton.replica_slots}
         if config.name == "balanced":
             return ShareRule(**slots, devices_per_node=skeleton.devices_per_node, sweeps=SWEEPS)
         compute, exchange, shadow = shadow_rates(cost, config.name)
-        replicas = self.roles.size(self.roles.data)  # the step counts the tokens of all of them
-        rates = {"compute": compute / replicas, "exchange": exchange / replicas}
+        data_parallel = self.roles.size(self.roles.data)  # the step counts the tokens of all of them
+        rates = {"compute": compute / data_parallel, "exchange": exchange / data_parallel}
         if config.name == "hecate":
             return CalibrateRule(
                 **slots,
                 **rates,
                 devices_per_node=skeleton.devices_per_node,
-                most_guests=config.guest_slots,
+                most_replicas=config.replica_slots,
                 overlap_degree=min(cost.overlap(config.name), skeleton.experts),
-                copy=shadow / skeleton.devices,
+                late_transfer=shadow / skeleton.devices,
                 ahead=config.materialize,
             )
         return ShadowRule(**slots, **rates, shadow=shadow, residual=config.name == "fastermoe_residual")
@@ -130,16 +130,16 @@ class Replanner:
     def predicted_rows(self, skeleton: Skeleton, placement: Placement) -> int:
         """Return the rows that the fullest bucket needs by prediction; 0 where nothing is predicted or capacities rule.
 
-        A step's loads are sums over microbatches and replicas; a bucket is of one.
+        A step's loads are sums over microbatches and data-parallel groups; a bucket is of one.
         """
         plans = self.plans
         if not plans.predictor.seen or not self.config.moe.dropless:
             return 0
         loads = np.rint(plans.predictor.predict()).astype(np.int64)
-        notes = dict(plans.planner.notes)  # a look ahead is no decision to be counted
+        counters = dict(plans.planner.counters)  # a look ahead is not a decision to be counted
         pair = routing.pair_loads(self.refined(skeleton, placement, loads), loads).max() / self.exchanges_per_step
-        plans.planner.notes.clear()
-        plans.planner.notes.update(notes)
+        plans.planner.counters.clear()
+        plans.planner.counters.update(counters)
         error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
         rows = bucket_rows(pair, error, self.roles.size(self.roles.model))
         return min(rows, self._most_rows(skeleton))
@@ -160,14 +160,14 @@ class Replanner:
 
     def _sizes(self, skeleton: Skeleton) -> LayerSizes:
         train, roles = self.config.train, self.roles
-        tokens = train.batch_size * self.config.data.sequence_length // train.accumulate
+        tokens = train.batch_size * self.config.data.sequence_length // train.grad_accum_steps
         tokens = tokens * roles.size(roles.model) // roles.num_devices
         return layer_sizes(self.config.moe, roles, tokens, layer_plan(skeleton, roles.expert))
 
     def grow(self, skeleton: Skeleton, placement: Placement) -> Skeleton:
         """Return a skeleton that the placement fits, with buckets as large as predicted, and room for plans like it."""
         if not fits(skeleton, placement):
-            if len(placement.copies) and skeleton.method == "none":
+            if len(placement.replicas) and skeleton.method == "none":
                 skeleton = self._with_first_guests(skeleton, placement)
             else:
                 skeleton = widen(skeleton, placement)
@@ -187,7 +187,7 @@ class Replanner:
         skeleton = dataclasses.replace(
             need,
             home_slots=max(need.home_slots, skeleton.home_slots),
-            guest_slots=max(need.guest_slots, config.guest_slots),
+            replica_slots=max(need.replica_slots, config.replica_slots),
             bank_rows=max(need.bank_rows, skeleton.bank_rows),
             candidates=max(need.candidates, min(placement.devices, 2 * need.candidates)),
             bucket_rows=skeleton.bucket_rows,
@@ -221,5 +221,5 @@ def plan_hash(skeleton: Skeleton, placement: Placement) -> int:
 
 
 def bare_skeleton(placement: Placement) -> Skeleton:
-    """Return the skeleton of a placement without copies."""
+    """Return the skeleton of a placement without replicas."""
     return build_skeleton(placement, method="none")

@@ -1,9 +1,9 @@
 """A change of homes: parameters and moments of all experts move to the bank rows of a new placement.
 
-Enters: the training state (donated), the old homes and the new ones. Leaves: the same state with every leaf of the
+Inputs: the training state (donated), the old homes and the new ones. Outputs: the same state with every leaf of the
 bank permuted, and nothing else touched. Every leaf moves in rounds of one all-to-all, in which a device sends at most
-one row to each other device, so memory stays at the leaf and its copy. The rounds are data: the program compiles
-once. Letters: D devices of an expert-parallel group, S bank rows of a device, T rounds.
+one row to each other device, so memory stays at the leaf and its copy. The rounds are data: the program compiles once.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:
     """Sort the moves of a permutation into rounds.
 
     Args:
-      source: int [D S]; row r takes what row source[r] holds.
+      source: int [D Rb]; row r takes what row source[r] holds.
 
     Returns:
-      stay int32 [D, S]: the own row that each row takes, S where it comes from another device; send int32 [D, S, D]:
-      the row that a device sends to each other in a round, S for none; place int32 [D, S, D]: where it puts the row of
-      each other; rounds int32 []: rounds in use.
+      stay int32 [D, Rb]: the own row that each row takes, Rb where it comes from another device; send int32 [D, Rb, D]:
+      the row that a device sends to each other in a round, Rb for none; place int32 [D, Rb, D]: where it puts the row
+      of each other; rounds int32 []: rounds in use.
     """
     rows = len(source) // devices
     target = np.arange(len(source))
@@ -56,7 +56,7 @@ def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:
 
 
 def reshard(state: dict, old: Placement, new: Placement, rows: int) -> dict:
-    """Return the state with the experts where `new` homes them; `rows` is S. The given state is donated."""
+    """Return the state with the experts where `new` homes them; `rows` is Rb. The given state is donated."""
     names = [name for name in flatten(state) if is_bank(name)]
     leaves, tree = jax.tree.flatten(state)
     at = [index for index, name in enumerate(flatten(state)) if name in set(names)]

@@ -1,6 +1,6 @@
 """How a block-wise schedule cuts its transfers, from calibrated times.
 
-Enters: the run's config, its mesh, and the skeleton that says how many bytes a layer's Trans moves. Leaves: the shares
+Inputs: the run's config, its mesh, and the skeleton that says how many bytes a layer's Trans moves. Outputs: the shares
 of Trans and Agg that run beside attention. Host side; no arrays on devices.
 """
 
@@ -24,14 +24,14 @@ _LOG = logging.getLogger(__name__)
 def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
     """Return the forward time of one block's attention: projections, scores and mixing of one device's tokens."""
     model, length = config.model, config.data.sequence_length
-    tokens = config.train.batch_size * length / config.train.accumulate / roles.num_devices
+    tokens = config.train.batch_size * length / config.train.grad_accum_steps / roles.num_devices
     return tokens * (8 * model.model_dim**2 + 4 * length * model.model_dim) / flops
 
 
 def split_shares(config: RunConfig, roles: Roles, skeleton: Skeleton) -> dict[str, float]:
     """Return {'trans_share', 'agg_share'} for a `LayerPlan`; {} where the schedule splits nothing.
 
-    Without a cluster file that knows its FLOP/s and bandwidth half of each runs beside attention, which is said once.
+    Without a cluster file that knows its FLOP/s and bandwidth half of each runs beside attention, logged once.
     """
     model = config.model
     if model.prefetch != "pro_prophet" or model.prefetch_case != "split":
@@ -44,7 +44,7 @@ def split_shares(config: RunConfig, roles: Roles, skeleton: Skeleton) -> dict[st
     one = len(weight_names(model.activation)) * model.model_dim * model.hidden_dim * itemsize(model.dtype)
     seconds = transfer_bytes(skeleton, one) / min(bandwidths)
     times = Times(attention=attention_seconds(config, roles, cluster.flops), experts=0.0, trans=seconds, agg=seconds)
-    return dict(zip(("trans_share", "agg_share"), shares(times, model.rematerialize), strict=True))
+    return dict(zip(("trans_share", "agg_share"), shares(times, model.refetch_replicas), strict=True))
 
 
 @functools.cache

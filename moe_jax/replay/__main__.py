@@ -2,7 +2,7 @@
 
     python -m moe_jax.replay --trace=RUN
     python -m moe_jax.replay --trace=loads.npz --cluster=configs/cluster/flat_3gbs_30tflops.gin --planners=all \
-        --nodes=4 --devices_per_node=4 --lag=1 --guest_slots=4 --overlap_degree=16 --out=DIR
+        --nodes=4 --devices_per_node=4 --lag=1 --replica_slots=4 --overlap_degree=16 --out=DIR
 
 RUN is a run folder: its loads.npz says M, F, dtype, mesh, devices of a node and the cluster that the run named, so no
 other flag is needed; one that is given wins. Where the run named no cluster every device gets a link of 3 GB/s and
@@ -40,7 +40,7 @@ flags.DEFINE_integer("nodes", None, "nodes; those of --cluster, else of the trac
 flags.DEFINE_integer("devices_per_node", None, "devices of a node; as --nodes")
 flags.DEFINE_integer("lag", 1, "samples between the loads seen and the sample planned for")
 flags.DEFINE_integer("every", 1, "judge each so many-th sample")
-flags.DEFINE_integer("guest_slots", 4, "mu: guests of a device in one layer")
+flags.DEFINE_integer("replica_slots", 4, "mu: replicas of a device in one layer")
 flags.DEFINE_integer("overlap_degree", 16, "tau: experts whose transfer hides behind attention")
 flags.DEFINE_integer("model_dim", None, f"M; the trace's when not given, else {inputs.MODEL_DIM}")
 flags.DEFINE_integer("hidden_dim", None, f"F of an expert; the trace's when not given, else {inputs.HIDDEN_DIM}")
@@ -50,28 +50,30 @@ flags.DEFINE_integer(
 flags.DEFINE_float("attention_seconds", None, "forward time of what precedes an MoE layer; hides transfers")
 flags.DEFINE_integer("interval", None, "plan each so many iterations; the planner's own when not given")
 flags.DEFINE_integer("shard_every", 0, "hecate: iterations between reshards (0: homes stay even)")
-flags.DEFINE_bool("materialize", True, "hecate: guests on or off")
+flags.DEFINE_bool("materialize", True, "hecate: replicas on or off")
 flags.DEFINE_bool("scheduler", True, "pro_prophet: cost model with its scheduler's overlap")
-flags.DEFINE_string("n", "0", "pro_prophet: devices left out per expert, or search")
-flags.DEFINE_float("alpha", 0.5, "pro_prophet: balance threshold")
-flags.DEFINE_integer("top_k", 2, "topk_all: experts copied to all devices")
+flags.DEFINE_string("skipped_devices", "0", "pro_prophet: devices left out per expert, or search")
+flags.DEFINE_float("balance_threshold", 0.5, "pro_prophet: balance threshold")
+flags.DEFINE_integer("top_k", 2, "topk_all: experts replicated on all devices")
 flags.DEFINE_enum("predictor", "last", ["last", "window", "exponential", "trend"], "how loads are guessed")
 flags.DEFINE_integer("plot_layer", 0, "layer that is drawn")
 flags.DEFINE_string("out", None, "folder for replay.json and pictures; none: print only")
 
 
 def _config() -> PlannerConfig:
-    if FLAGS.n != "search" and not FLAGS.n.isdigit():
-        raise UserError(f"--n ({FLAGS.n!r}) must be a whole number of at least 0, or search")
+    if FLAGS.skipped_devices != "search" and not FLAGS.skipped_devices.isdigit():
+        raise UserError(
+            f"--skipped_devices ({FLAGS.skipped_devices!r}) must be a whole number of at least 0, or search"
+        )
     return PlannerConfig(
-        guest_slots=FLAGS.guest_slots,
+        replica_slots=FLAGS.replica_slots,
         overlap_degree=FLAGS.overlap_degree,
         interval=FLAGS.interval,
         shard_every=FLAGS.shard_every,
         materialize=FLAGS.materialize,
         scheduler=FLAGS.scheduler,
-        n=FLAGS.n if FLAGS.n == "search" else int(FLAGS.n),
-        alpha=FLAGS.alpha,
+        skipped_devices=FLAGS.skipped_devices if FLAGS.skipped_devices == "search" else int(FLAGS.skipped_devices),
+        balance_threshold=FLAGS.balance_threshold,
         top_k=FLAGS.top_k,
         predictor=FLAGS.predictor,
         bounded=False,
@@ -93,7 +95,7 @@ def _setup() -> tuple[inputs.ReplayInputs, Placement, Cost]:
         model_dim=given.model_dim,
         hidden_dim=given.hidden_dim,
         dtype_bytes=given.dtype_bytes,
-        guest_slots=FLAGS.guest_slots,
+        replica_slots=FLAGS.replica_slots,
         overlap_degree=FLAGS.overlap_degree,
         attention_seconds=FLAGS.attention_seconds,
     )
@@ -106,7 +108,7 @@ def replay() -> dict:
     for name in asked:
         simulate.split_name(name)
     given, placement, cost = _setup()
-    for note in given.notes:
+    for note in given.messages:
         print(note, flush=True)
     # Plain EP is the base of RB and speed-up, FasterMoE of the RB ratio: run them even when nobody asked.
     bases = ["none"] + (["fastermoe"] if cost.cluster.flops is not None else [])
@@ -128,7 +130,7 @@ def replay() -> dict:
         out.mkdir(parents=True, exist_ok=True)
         for name in asked:
             plots.plot_device_load(records[name], FLAGS.plot_layer, out / f"device_load_{name}.png")
-            plots.plot_copies(records[name], FLAGS.plot_layer, out / f"copies_{name}.png")
+            plots.plot_replicas(records[name], FLAGS.plot_layer, out / f"replicas_{name}.png")
         plots.plot_roofline({name: records[name] for name in asked}, cost, out / "ddl_roofline.png")
     return {"planners": answer, **_provenance(given)}
 

@@ -1,7 +1,8 @@
-"""What a replay runs with: what the flags say, else what the trace says of its run, else a default.
+"""The inputs of a replay: from the flags, else from the trace, else a default.
 
 Inputs: the flags that were given, and the path of a trace or of a run folder. Outputs: `ReplayInputs`, the trace's
-samples of one mesh with the model's sizes and a cluster of as many devices; `notes` says where each figure comes from.
+samples of one mesh with the model's sizes and a cluster of as many devices; `messages` tell the user where each figure
+comes from.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from moe_jax.observe.load_trace import LoadsTrace, read_loads
 from moe_jax.observe.loads_origin import LoadsOrigin
 from moe_jax.observe.run_folder import RunFolder
 
-MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES = 1024, 2048, 4  # of a trace file that says nothing of its run
+MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES = 1024, 2048, 4  # of a trace file without its run's sizes
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-# Where nobody names a cluster; the figures of configs/cluster/flat_3gbs_30tflops.gin, which need not be installed.
+# Where no cluster is named; the figures of configs/cluster/flat_3gbs_30tflops.gin, which need not be installed.
 DEFAULT_CLUSTER = Cluster(name="flat_3gbs_30tflops", flat=True, intra_bandwidth=3e9, flops=30e12)
 
 
@@ -42,11 +43,11 @@ class ReplayInputs:
 
     Attributes:
       path: of the trace file.
-      trace: samples of one mesh, loads int64 [T, L, S, E].
+      trace: samples of one mesh, loads int64 [Nt, L, S, E].
       cluster: of S devices.
       model_dim, hidden_dim, dtype_bytes: M, F, and bytes of one number.
       top_k: K of the run, None where the trace does not say.
-      notes: lines for the user.
+      messages: lines for the user.
     """
 
     path: Path
@@ -56,7 +57,7 @@ class ReplayInputs:
     hidden_dim: int
     dtype_bytes: int
     top_k: int | None
-    notes: tuple[str, ...]
+    messages: tuple[str, ...]
 
 
 def build_inputs(given: GivenFlags) -> ReplayInputs:
@@ -71,7 +72,7 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
     recorded = read_loads(path)
     if not recorded.loads.size:
         raise UserError(f"{path}: loads {list(recorded.loads.shape)} is empty; give a trace with samples")
-    trace, notes = one_mesh(recorded, given)
+    trace, messages = one_mesh(recorded, given)
     origin = _origin_of(trace, recorded)
     if origin is None:
         _check_nothing_is_missing(given, path)
@@ -81,11 +82,11 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
             raise UserError(f"{path}: dtype {origin.dtype!r} is unknown; give --dtype_bytes, the bytes of one number")
         model_dim, hidden_dim, dtype_bytes = origin.model_dim, origin.hidden_dim, BYTES.get(origin.dtype, 0)
         mesh = origin.describe_mesh() or "not known"
-        notes.append(
+        messages.append(
             f"trace: M {model_dim}, F {hidden_dim}, K {origin.top_k}, {origin.dtype}, mesh {mesh}, "
             f"{origin.devices_per_node or 'unknown'} devices of an expert-parallel group on a node"
         )
-    cluster = find_cluster(given, origin, trace.loads.shape[2], path, notes)
+    cluster = find_cluster(given, origin, trace.loads.shape[2], path, messages)
     return ReplayInputs(
         path=path,
         trace=trace,
@@ -94,7 +95,7 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
         hidden_dim=hidden_dim if given.hidden_dim is None else given.hidden_dim,
         dtype_bytes=dtype_bytes if given.dtype_bytes is None else given.dtype_bytes,
         top_k=None if origin is None else origin.top_k,
-        notes=tuple(notes),
+        messages=tuple(messages),
     )
 
 
@@ -127,9 +128,9 @@ def one_mesh(recorded: LoadsTrace, given: GivenFlags) -> tuple[LoadsTrace, list[
         devices = given.nodes * given.devices_per_node
         wanted = next((mesh for mesh in reversed(meshes) if mesh[0] == devices), wanted)
     taken = np.flatnonzero([mesh == wanted for mesh in meshes])
-    notes = []
+    messages = []
     if len(taken) < len(loads):
-        notes.append(
+        messages.append(
             f"trace: {len(taken)} of {len(loads)} samples, those of one mesh with {wanted[0]} sources; --nodes and "
             "--devices_per_node choose another of the run's meshes"
         )
@@ -139,7 +140,7 @@ def one_mesh(recorded: LoadsTrace, given: GivenFlags) -> tuple[LoadsTrace, list[
         sources[taken],
         tuple(origins[index] for index in taken) if origins else (),
     )
-    return trace, notes
+    return trace, messages
 
 
 def _origin_of(trace: LoadsTrace, recorded: LoadsTrace) -> LoadsOrigin | None:
@@ -169,7 +170,9 @@ def _check_nothing_is_missing(given: GivenFlags, path: Path) -> None:
         raise UserError(f"{path} was written before runs said there what they are; give {listed}; see config.gin there")
 
 
-def find_cluster(given: GivenFlags, origin: LoadsOrigin | None, sources: int, path: Path, notes: list[str]) -> Cluster:
+def find_cluster(
+    given: GivenFlags, origin: LoadsOrigin | None, sources: int, path: Path, messages: list[str]
+) -> Cluster:
     """Return the cluster of the flag, of the run, or the default one, with as many devices as the trace has sources.
 
     Sizes come from the flags, then from the file that --cluster names, then from the trace.
@@ -183,9 +186,9 @@ def find_cluster(given: GivenFlags, origin: LoadsOrigin | None, sources: int, pa
                 cluster = read_named_cluster(origin.cluster)
             except UserError as error:
                 raise UserError(f"{path}: the run's cluster cannot be read ({error}); give --cluster") from error
-            notes.append(f"cluster: {cluster.name}, which the run named")
+            messages.append(f"cluster: {cluster.name}, which the run named")
         else:
-            notes.append(
+            messages.append(
                 f"cluster: {cluster.name} (every device on a link of {cluster.intra_bandwidth:g} bytes/s, "
                 f"{cluster.flops:g} FLOP/s), assumed because the run named none; --cluster names one"
             )

@@ -1,6 +1,6 @@
-"""Pictures of a replay: device loads over time, copies as black cells, and the DDL-Roofline.
+"""Pictures of a replay: device loads over time, replicas as black cells, and the DDL-Roofline.
 
-Enters: Records. Leaves: PNG files. matplotlib is imported when a picture is drawn, never before.
+Inputs: Records. Outputs: PNG files. matplotlib is imported when a picture is drawn, never before.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def plot_device_load(records: Records, layer: int, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=90)
 
 
-def plot_copies(records: Records, layer: int, path: pathlib.Path) -> None:
-    """Draw which experts are copied, black where an expert has copies (FasterMoE, figure 11), for one layer."""
+def plot_replicas(records: Records, layer: int, path: pathlib.Path) -> None:
+    """Draw which experts are replicated, black where an expert has replicas (FasterMoE, figure 11), for one layer."""
     figure = _figure(9, 3)
     axes = figure.subplots()
     axes.imshow(
-        records.copies[:, layer].T > 0,
+        records.expert_replicas[:, layer].T > 0,
         aspect="auto",
         origin="lower",
         cmap="binary",
@@ -50,7 +50,7 @@ def plot_copies(records: Records, layer: int, path: pathlib.Path) -> None:
         vmax=1,
         interpolation="nearest",
     )
-    axes.set(xlabel="sample", ylabel="expert", title=f"{records.name}: copied experts, layer {layer}")
+    axes.set(xlabel="sample", ylabel="expert", title=f"{records.name}: replicated experts, layer {layer}")
     figure.savefig(path, dpi=90)
 
 

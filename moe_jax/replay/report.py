@@ -1,9 +1,9 @@
-"""Summaries of replayed planners: balance, bytes, modelled seconds, and what the original systems would pay.
+"""Summaries of replayed planners: balance, bytes, modelled seconds, and the costs of the original systems.
 
-Enters: Records of each planner. Leaves: one flat dict of numbers per planner, and a table. Seconds are None where the
+Inputs: Records of each planner. Outputs: one flat dict of numbers per planner, and a table. Seconds are None where the
 cluster leaves a figure absent that the model needs.
 
-Letters: n samples, L layers, E experts, D devices; B as H, the tokens that a device computes.
+Letters: docs/notation.md; n samples; B as H, the tokens that a device computes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ORIGINAL = {
     "none": "plain expert parallelism: nothing moves",
     "fastermoe": "broadcast and reduce of each shadowed expert, every step",
     "fastermoe_residual": "broadcast and reduce of each shadowed expert, every step",
-    "topk_all": "broadcast and reduce of each copied expert, every step",
+    "topk_all": "broadcast and reduce of each replicated expert, every step",
     "pro_prophet": "Trans and Agg to the chosen devices, every step",
     "hecate": "sparse all-gather and reduce-scatter every step; state moves at a reshard",
     "smartmoe": "parameters and optimizer state move when homes change",
-    "flexmoe": "standing copies with optimizer state: state moves to new copies, all-reduce every step",
-    "eplb": "homes and copies packed freely: state moves to new places, all-reduce of copies every step",
+    "flexmoe": "standing replicas with optimizer state: state moves to new replicas, all-reduce every step",
+    "eplb": "homes and replicas packed freely: state moves to new places, all-reduce of replicas every step",
     "balanced": "Trans and Agg to the chosen devices, every step",
 }
 
@@ -41,10 +41,10 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
     ratio = imbalance(records)
     warm = ratio[records.sample >= WARM]
     spread, before = records.computed.std(axis=2).mean(), base.computed.std(axis=2).mean()
-    copies = records.copies.sum(axis=2)
-    chunks = (records.copies > 0).mean(axis=2)
+    replicas = records.expert_replicas.sum(axis=2)
+    chunks = (records.expert_replicas > 0).mean(axis=2)
     layers, devices = records.computed.shape[1:]
-    transfer = 2 * copies * cost.expert_bytes
+    transfer = 2 * replicas * cost.expert_bytes
     search = records.search / layers
     return {
         "max_over_mean": _number(ratio.mean()),
@@ -52,9 +52,9 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
         "max_over_mean_from_10": _number(warm.mean()) if warm.size else None,
         "max_over_mean_p95_from_10": _number(np.percentile(warm, 95)) if warm.size else None,
         "rb": _number(before / max(spread, 1e-9)),
-        "copies_per_layer": _number(copies.mean()),
-        "copies_per_device": _number(copies.mean() / devices),
-        "guests_most": int(records.guests.max(initial=0)),
+        "replicas_per_layer": _number(replicas.mean()),
+        "replicas_per_device": _number(replicas.mean() / devices),
+        "replicas_most": int(records.device_replicas.max(initial=0)),
         "bytes_moved": _number((transfer + records.moved * cost.state_bytes).sum(axis=1).mean()),
         "lambda": _number(chunks.mean()),
         "lambda_per_layer": [_number(value) for value in chunks.mean(axis=0)],
@@ -62,7 +62,7 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
         **_original(records, cost),
         "planner_us_per_layer": _number(1e6 * search.mean()),
         "skeleton_changes": records.skeleton_changes,
-        **{f"notes_{name}": count for name, count in records.notes.items()},
+        **{f"counter_{name}": count for name, count in records.counters.items()},
     }
 
 
@@ -109,18 +109,18 @@ def _seconds(records: Records, base: Records, cost: Cost) -> dict:
 def _original(records: Records, cost: Cost) -> dict:
     """Return what the system that a planner comes from would move and hold, by its own rules.
 
-    Bytes count every receiver, per layer and step; memory is optimizer state kept for copies, per device.
+    Bytes count every receiver, per layer and step; memory is optimizer state kept for replicas, per device.
     """
     name = split_name(records.name)[0]
-    copies = records.copies.astype(np.int64)
-    each_step = 2.0 * copies.sum(axis=2) * cost.expert_bytes
+    replicas = records.expert_replicas.astype(np.int64)
+    each_step = 2.0 * replicas.sum(axis=2) * cost.expert_bytes
     memory = 0.0
     moved = records.moved * float(cost.state_bytes)
     if name in ("flexmoe", "eplb"):
-        # A ring all-reduce over n = copies + 1 members sends 2 (n - 1) / n S on each of its n links.
-        each_step = (all_reduce_bytes(cost.expert_bytes, copies + 1) * (copies + 1)).sum(axis=2)
+        # A ring all-reduce over n = replicas + 1 members sends 2 (n - 1) / n Z on each of its n links.
+        each_step = (all_reduce_bytes(cost.expert_bytes, replicas + 1) * (replicas + 1)).sum(axis=2)
         moved = records.arrived * float(cost.state_bytes)
-        memory = records.guests.sum(axis=1).max() * float(cost.state_bytes - cost.expert_bytes)
+        memory = records.device_replicas.sum(axis=1).max() * float(cost.state_bytes - cost.expert_bytes)
     total = each_step + moved
     seconds = None
     if _linked(cost):
@@ -134,9 +134,9 @@ def _original(records: Records, cost: Cost) -> dict:
 
 
 def _holders(records: Records) -> np.ndarray:
-    """Devices that hold a copied expert, its home included, summed over copied experts: [n, L]."""
-    copied = records.copies > 0
-    return (records.copies + copied).sum(axis=2)
+    """Devices that hold a replicated expert, its home included, summed over replicated experts: [n, L]."""
+    replicated = records.expert_replicas > 0
+    return (records.expert_replicas + replicated).sum(axis=2)
 
 
 def _linked(cost: Cost) -> bool:
@@ -159,7 +159,7 @@ def table(summaries: dict[str, dict]) -> str:
         ("p95", "max_over_mean_p95"),
         ("from 10", "max_over_mean_from_10"),
         ("RB", "rb"),
-        ("copies/dev", "copies_per_device"),
+        ("replicas/dev", "replicas_per_device"),
         ("lambda", "lambda"),
         ("GB moved", "bytes_moved"),
         ("layer ms", "layer_seconds"),

@@ -1,9 +1,9 @@
 """Run one planner over a recorded trace.
 
-Enters: a trace, a planner's configuration, cost. Leaves: `Records`, arrays by sample and layer of what each device
-computed, what was copied and moved, and how long planning took. Summaries are made in report.py.
+Inputs: a trace, a planner's configuration, cost. Outputs: `Records`, arrays by sample and layer of what each device
+computed, what was replicated and moved, and how long planning took. Summaries are made in report.py.
 
-Letters: n samples judged, L layers, E experts, D devices.
+Letters: docs/notation.md; n samples judged.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ SUFFIX = "_after_gate"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Records:
-    """Hold what happened, sample by sample.
+    """Hold the results, sample by sample.
 
     Attributes:
       sample: int [n], positions in the trace.
-      computed, received, guests: int [n, L, D]; guests are copies held.
-      copies: int16 [n, L, E], copies of each expert.
-      moved: int [n, L], experts whose home changed; arrived: int [n, L], copies that were not there a sample before.
+      computed, received, device_replicas: int [n, L, D]; the last are the replicas that a device holds.
+      expert_replicas: int16 [n, L, E], replicas of each expert.
+      moved: int [n, L], experts whose home changed; arrived: int [n, L], replicas that were not there a sample before.
       exchange: float [n, L], seconds of one all-to-all over the links, NaN where a link's speed is absent.
       search: float [n], host seconds to plan all layers.
       skeleton_changes: how often a plan did not fit the compiled sizes.
-      notes: the planner's own counts.
+      counters: the planner's own counts.
     """
 
     name: str
     sample: np.ndarray
     computed: np.ndarray
     received: np.ndarray
-    guests: np.ndarray
-    copies: np.ndarray
+    device_replicas: np.ndarray
+    expert_replicas: np.ndarray
     moved: np.ndarray
     arrived: np.ndarray
     exchange: np.ndarray
     search: np.ndarray
     skeleton_changes: int
-    notes: dict[str, int]
+    counters: dict[str, int]
 
 
 def split_name(name: str) -> tuple[str, bool]:
@@ -69,7 +69,7 @@ def every_name() -> list[str]:
 def simulate(
     name: str, trace: LoadsTrace, config: PlannerConfig, placement: Placement, cost: Cost, lag: int, every: int
 ) -> Records:
-    """Plan each judged sample from the sample `lag` before it, and judge it on its own loads.
+    """Plan each judged sample from the sample `lag` before it, and evaluate it on its own loads.
 
     Args:
       config: the planner's knobs; name and `when` are set from `name`.
@@ -104,28 +104,28 @@ def simulate(
         rows.append((*_judge(plan, before, trace.loads[sample], cost), seconds))
         before = plan
     columns = [np.stack(column) for column in zip(*rows, strict=True)]
-    keys = ("computed", "received", "guests", "copies", "moved", "arrived", "exchange", "search")
+    keys = ("computed", "received", "device_replicas", "expert_replicas", "moved", "arrived", "exchange", "search")
     return Records(
         name=name,
         sample=samples,
         skeleton_changes=changes,
-        notes=dict(session.planner.notes),
+        counters=dict(session.planner.counters),
         **dict(zip(keys, columns, strict=True)),
     )
 
 
 def _judge(plan: Placement, before: Placement, loads: np.ndarray, cost: Cost) -> tuple:
-    """Return computed, received, guests, copies, moved, arrived and exchange of one sample."""
+    """Return computed, received, device_replicas, expert_replicas, moved, arrived and exchange of one sample."""
     pairs = routing.pair_loads(plan, loads)
     computed = pairs.sum(axis=1)
     received = computed - np.einsum("ldd->ld", pairs)
-    layer, expert, device = plan.copies.T
-    guests = np.bincount(layer * plan.devices + device, minlength=computed.size).reshape(computed.shape)
-    copies = np.bincount(layer * plan.experts + expert, minlength=plan.home.size).reshape(plan.home.shape)
+    layer, expert, device = plan.replicas.T
+    device_replicas = np.bincount(layer * plan.devices + device, minlength=computed.size).reshape(computed.shape)
+    expert_replicas = np.bincount(layer * plan.experts + expert, minlength=plan.home.size).reshape(plan.home.shape)
     moved = (plan.home != before.home).sum(axis=1)
     arrived = (plan.holds & ~before.holds).sum(axis=(1, 2))
     known = cost.cluster.intra_bandwidth is not None or cost.cluster.inter_bandwidth is not None
     exchange = np.full(len(computed), np.nan)
     if known:
         exchange = exchange_seconds(cost.cluster, pairs * cost.token_bytes, "replay")
-    return computed, received, guests, copies.astype(np.int16), moved, arrived, exchange
+    return computed, received, device_replicas, expert_replicas.astype(np.int16), moved, arrived, exchange

@@ -1,9 +1,9 @@
 """`parm`: s1 or s2, whichever is predicted to take less time; with a calibration of whole layers also the baseline.
 
-Enters: what every schedule gets. Leaves: what the chosen one returns. Without a calibration file the two are compared
-by bytes, at one speed on all links; with one, by fitted times of the collectives on the groups of this mesh. The
-choice is made once, for static sizes. Source: Parm, section V, algorithm 1; that a small layer, bound by the start of
-its collectives, may be left to `deepspeed` is ours.
+Inputs: what every schedule gets. Outputs: what the chosen one returns. Without a calibration file the two are compared
+by bytes, at one speed on all links; with one, by fitted times of the collectives on the groups of this mesh. The choice
+is made once, for static sizes. Source: Parm, section V, algorithm 1; that a small layer, bound by the start of its
+collectives, may run under `deepspeed` is our addition.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_jax.schedules.expert_parallel import build_s1
 from moe_jax.schedules.pause_after_gate import build_s2, whole_bucket_rows
 
 _LOG = logging.getLogger(__name__)
-_ASKER = "MoEConfig.schedule 'parm'"
+_REQUESTED_BY = "MoEConfig.schedule 'parm'"
 
 
 @register("parm")
@@ -62,10 +62,10 @@ def choose(
     """Return Parm's choice for one layer.
 
     Without a cluster its 'seconds' are bytes of a forward. With the fits of collectives alone they are the paper's, of
-    a forward too. A file that also has fits of gating and moving rows is asked for the whole step but for the experts,
-    which do the same work under both: s2 gates every token on each device of its MP group, and that may cost more than
-    it saves. One that has whole layers too is asked about `deepspeed` as well. Where tokens come split over the MP
-    group, s1 does without its all-gather, and the others need one to begin with.
+    a forward too. With a file that also has fits of gating and moving rows the whole step is compared but for the
+    experts, which do the same work under both: s2 gates every token on each device of its MP group, and that may cost
+    more than it saves. With one that has whole layers too `deepspeed` is compared as well. Where tokens come split over
+    the MP group, s1 does without its all-gather, and the others need one to begin with.
 
     Args:
       sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements.
@@ -79,22 +79,24 @@ def choose(
         seconds = {}
         for name in candidates:
             shape = layer_shape(name, roles, sizes, row_bytes, split_tokens)
-            asked = layer_seconds(name, shape, None, cluster, gather=gather, transport=transport, item=1, asker=_ASKER)
+            asked = layer_seconds(
+                name, shape, None, cluster, gather=gather, transport=transport, item=1, requested_by=_REQUESTED_BY
+            )
             seconds[name] = asked.total
         fastest = min(candidates, key=lambda name: seconds[name])
         return ParmChoice(fastest, seconds["s1"], seconds["s2"], seconds.get("deepspeed"))
-    copies, members = roles.size(roles.model), roles.size(roles.expert)
-    shards = roles.size(roles.expert_shard)
-    x1 = members * sizes.split(copies).bucket_rows(members) * shards * row_bytes
-    whole = members * whole_bucket_rows(sizes, members, copies) * row_bytes
-    x2 = whole * shards // copies
+    mp_size, ep_size = roles.size(roles.model), roles.size(roles.expert)
+    esp_size = roles.size(roles.expert_shard)
+    x1 = ep_size * sizes.split(mp_size).bucket_rows(ep_size) * esp_size * row_bytes
+    whole = ep_size * whole_bucket_rows(sizes, ep_size, mp_size) * row_bytes
+    x2 = whole * esp_size // mp_size
     gathered = sizes.tokens * row_bytes
     if cluster is None:
         per_byte = Fit(0.0, 1.0)
         a2a, gather_fit, saa = per_byte, per_byte, None
     else:
         a2a, gather_fit, saa = fits_of(cluster, roles, gather, transport)
-    # buckets are rounded up differently, so each schedule is asked with its own x
+    # buckets are rounded up differently, so each schedule has its own x
     s1 = parm_choice(x1, whole, gathered, a2a, gather_fit, saa).s1_seconds
     s2 = parm_choice(x2, whole, gathered, a2a, gather_fit, saa).s2_seconds
     if split_tokens:
@@ -109,21 +111,21 @@ def _knows_layers(cluster: Cluster | None) -> bool:
 def layer_shape(
     schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int, split_tokens: bool = False, groups: int = 1
 ) -> LayerShape:
-    """Return what the cost formulas ask about one layer under 's1', 's2', 'deepspeed' or 'pairwise' (in `groups`)."""
-    copies, members = roles.size(roles.model), roles.size(roles.expert)
-    if schedule == "s2" and copies > 1:
-        rows = whole_bucket_rows(sizes, members, copies)
-    elif schedule == "deepspeed" and copies * roles.size(roles.expert_shard) > 1:
-        rows = sizes.bucket_rows(members)
+    """Return the cost formulas' inputs for a layer under 's1', 's2', 'deepspeed' or 'pairwise' (in `groups`)."""
+    mp_size, ep_size = roles.size(roles.model), roles.size(roles.expert)
+    if schedule == "s2" and mp_size > 1:
+        rows = whole_bucket_rows(sizes, ep_size, mp_size)
+    elif schedule == "deepspeed" and mp_size * roles.size(roles.expert_shard) > 1:
+        rows = sizes.bucket_rows(ep_size)
     else:
-        rows = sizes.split(copies).bucket_rows(members)
+        rows = sizes.split(mp_size).bucket_rows(ep_size)
     return LayerShape(
         tokens=sizes.tokens,
         model_dim=model_dim,
         rows=rows,
-        members=members,
-        shards=roles.size(roles.expert_shard),
-        copies=copies,
+        ep_size=ep_size,
+        esp_size=roles.size(roles.expert_shard),
+        mp_size=mp_size,
         top_k=sizes.top_k,
         experts=sizes.num_experts,
         split_tokens=split_tokens,
@@ -137,14 +139,16 @@ def fits_of(cluster: Cluster, roles: Roles, gather: str, transport: str = "all_t
     Raises:
       UserError: the file lacks one of them.
     """
-    size, copies = roles.size(roles.expert + roles.expert_shard), roles.size(roles.model)
-    if size == 1 or copies == 1:
+    size, mp_size = roles.size(roles.expert + roles.expert_shard), roles.size(roles.model)
+    if size == 1 or mp_size == 1:
         none = Fit(0.0, 0.0)
         return none, none, None
-    a2a = cluster.fit(fit_name(transport, size), _ASKER)
-    gathers = cluster.fit(fit_name("all_gather", copies), _ASKER)
+    a2a = cluster.fit(fit_name(transport, size), _REQUESTED_BY)
+    gathers = cluster.fit(fit_name("all_gather", mp_size), _REQUESTED_BY)
     saa = (
-        cluster.fit(fit_name("saa", size, copies, roles.size(roles.expert_shard)), _ASKER) if gather == "saa" else None
+        cluster.fit(fit_name("saa", size, mp_size, roles.size(roles.expert_shard)), _REQUESTED_BY)
+        if gather == "saa"
+        else None
     )
     return a2a, gathers, saa
 

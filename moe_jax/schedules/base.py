@@ -6,11 +6,11 @@ A schedule is the order in which one MoE layer moves its bytes. It is built once
     schedule(x [t, M], token_ids [t], gate, placed) -> (y [t, M], GateStats, passes)
 
 `gate(x, token_ids) -> (Choice, GateStats)` chooses experts; it is an argument because a schedule may split the tokens
-before it: under MP the t tokens of the group enter and leave as equal copies, and a schedule that splits them gates
-t / N_MP on each device. With `split_tokens` x and y are this device's part [t / N_MP, M] (see `mp_tokens.py`);
-`token_ids` are always all t. `placed(stats) -> (experts, tables)` says where experts are, once the gate has counted: a
-plan may decide that from the counts. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group
-order, with this device's part of the hidden dim; `tables` is this layer's `Tables`. Statistics leave as the gate gave
+before it: under MP the t tokens of the group enter and leave replicated, and a schedule that splits them gates t / N_MP
+on each device. With `split_tokens` x and y are this device's part [t / N_MP, M] (see `mp_tokens.py`); `token_ids` are
+always all t. `placed(stats) -> (experts, tables)` returns where experts are, after the gate has counted: a plan may
+decide that from the counts. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group order,
+with this device's part of the hidden dim; `tables` is this layer's `Tables`. Statistics are returned as the gate gave
 them; `passes` is the int32 number of passes taken, equal on all devices.
 """
 
@@ -97,10 +97,10 @@ class ScheduleOptions:
 
     Attributes:
       transport: how an exchange travels; one of `moe_jax.collectives.exchange.TRANSPORTS`.
-      pairwise_groups: G of `pairwise`; 0 makes one group of the EP members of each node.
+      pairwise_groups: Ng of `pairwise`; 0 makes one group of the EP members of each node.
       gather: how `s2` returns: 'saa' (all-to-all and all-gather at the same time) or 'aas' (one after the other).
       cluster: path of a calibration file for `parm`; '' lets it compare bytes.
-      split_tokens: tokens enter and leave as this device's part [t / N_MP, M], not as equal copies of the MP group.
+      split_tokens: tokens enter and leave as this device's part [t / N_MP, M], not replicated in the MP group.
     """
 
     transport: str = "all_to_all"
@@ -119,7 +119,7 @@ class ScheduleOptions:
 
 
 class Schedule(Protocol):
-    """See the head of this file."""
+    """See the docstring of this file."""
 
     def __call__(self, x: jax.Array, token_ids: jax.Array, gate, placed): ...
 
@@ -168,7 +168,7 @@ def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: Schedule
     if options.transport == "ragged" and platform == "cpu":
         raise UserError(
             "MoEConfig.transport ('ragged') needs GPUs; XLA has no such exchange on cpu; set MoEConfig.transport = "
-            "'all_to_all', 'pairwise' or 'two_level'"
+            "'all_to_all', 'ppermute' or 'two_level'"
         )
     return _BUILDERS[name](roles, sizes, options)
 
@@ -181,5 +181,5 @@ def _check_row_numbers(roles: Roles, sizes: LayerSizes) -> None:
         raise UserError(
             f"{devices} devices x {sizes.tokens} tokens x MoEConfig.top_k ({sizes.top_k}) = {choices} choices of "
             f"experts in a layer must be at most {MOST_ROWS}, so that int32 can number their rows; lower "
-            "train.batch_size or DataConfig.sequence_length, or raise train.accumulate"
+            "train.batch_size or DataConfig.sequence_length, or raise train.grad_accum_steps"
         )

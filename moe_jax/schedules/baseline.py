@@ -1,12 +1,13 @@
-"""`deepspeed`: DeepSpeed-MoE's schedule as Parm describes it, with what it wastes.
+"""`deepspeed`: DeepSpeed-MoE's schedule as Parm describes it, redundant work included.
 
-Enters: the t tokens of this device's MP group. Leaves: the same tokens, transformed. Every device of the MP group sends
-all t tokens, so experts compute each of them N_MP times; every device of an ESP group gathers the tokens of all its
-members, and what the shards computed is summed over the group before each takes its own part. Source: Parm, fig. 3a.
+Inputs: the t tokens of this device's MP group. Outputs: the same tokens, transformed. Every device of the MP group
+sends all t tokens, so experts compute each of them N_MP times; every device of an ESP group gathers the tokens of all
+its members, and what the shards computed is summed over the group before each takes its own part. Source: Parm, fig.
+3a.
 
-A token's copies give equal results, so its gradient is that of any one copy; an expert's gradient sums over all copies
-and is divided by N_MP.
-Letters: t tokens, M model dim, K choices per token; D EP members, S shards (N_ESP), C rows of a bucket, G groups.
+The N_MP devices that hold a token get equal results, so its gradient is that of any one of them; an expert's gradient
+sums over all of them and is divided by N_MP.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.copies import enter_copies, leave_copies, own_part, scale_gradient
 from moe_jax.collectives.exchange import exchange_counts, make_exchange
 from moe_jax.collectives.ordering import wait_for
+from moe_jax.collectives.replicated import own_part, replicated_to_varying, scale_gradient, varying_to_replicated
 from moe_jax.collectives.varying import cast_varying
-from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
+from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_group import from_groups, to_groups
 from moe_jax.schedules.expert_parallel import build_s1
-from moe_jax.schedules.mp_tokens import from_copies, to_copies
+from moe_jax.schedules.mp_tokens import from_replicated, to_replicated
 from moe_jax.schedules.passes import passes_needed
 from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
 
@@ -32,40 +33,40 @@ from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
 @register("deepspeed")
 def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     """Build the baseline: AG_ESP, A2A_EP, experts, AR_ESP, A2A_EP, ESP-split."""
-    members, shards, copies = (roles.size(axes) for axes in (roles.expert, roles.expert_shard, roles.model))
-    if shards == copies == 1:
-        return build_s1(roles, sizes, options)  # nothing is doubled: the two are one
-    rows = sizes.bucket_rows(members)
+    ep_size, esp_size, mp_size = (roles.size(axes) for axes in (roles.expert, roles.expert_shard, roles.model))
+    if esp_size == mp_size == 1:
+        return build_s1(roles, sizes, options)  # nothing is duplicated: the two are equal
+    rows = sizes.bucket_rows(ep_size)
     most = sizes.most_passes(rows)
-    local = max(1, min(members, roles.config.devices_per_node // shards))
-    exchange = make_exchange(roles.expert, members, options.transport, local)
+    local = max(1, min(ep_size, roles.config.devices_per_node // esp_size))
+    exchange = make_exchange(roles.expert, ep_size, options.transport, local)
 
     def gather(array):
-        if shards == 1:
+        if esp_size == 1:
             return array[None]
         return lax.all_gather(cast_varying(array, roles.expert_shard), roles.expert_shard)
 
     def send(array, sent, received):
-        blocks = array.reshape((members, -1) + array.shape[1:])
+        blocks = array.reshape((ep_size, -1) + array.shape[1:])
         return exchange(blocks, sent, received).reshape(array.shape)
 
     def counted_once(done):
         """Undo the scaling of `deliver` and sum the shards' partial outputs: each expert's gradient counts once."""
-        done = scale_gradient(done, 1.0 / copies)
-        return lax.psum(done, roles.expert_shard) if shards > 1 else done
+        done = scale_gradient(done, 1.0 / mp_size)
+        return lax.psum(done, roles.expert_shard) if esp_size > 1 else done
 
     def send_tokens(x, token_ids, gate, place):
-        x = to_copies(x, roles, options)
+        x = to_replicated(x, roles, options)
         with jax.named_scope("gate"):
             choice, stats = gate(x, token_ids)
         with jax.named_scope("route"):
             device, expert = destinations(place(stats), choice, sizes.groups)
-            routing = route(choice, device, expert, members, sizes.groups)
+            routing = route(choice, device, expert, ep_size, sizes.groups)
             needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
         with jax.named_scope("dispatch"):
-            ready = wait_for(x, needed, device)  # guests may come in a branch, before `device` is known
-            everyone = gather(enter_copies(ready, roles.model)).reshape(-1, x.shape[-1])  # [S t, M]
-            weights = enter_copies(choice.weights, roles.model)
+            ready = wait_for(x, needed, device)  # replicas may come in a branch, before `device` is known
+            everyone = gather(replicated_to_varying(ready, roles.model)).reshape(-1, x.shape[-1])  # [Ns t, M]
+            weights = replicated_to_varying(choice.weights, roles.model)
         sorted_rows, group_sizes, way = deliver(everyone, routing, 0)
         later = (everyone, routing, needed, lax.stop_gradient(stats)) if most > 1 else None
         return Sent(sorted_rows, group_sizes, (weights, way, later)), stats, needed
@@ -73,10 +74,10 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     def deliver(everyone, routing, index):
         with jax.named_scope("dispatch"):
             parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
-            joint = _join(jax.tree.map(gather, parcel), members, rows)
-            arriving = exchange_counts(joint.counts, roles.expert, members)  # [D, S, G]
+            joint = _join(jax.tree.map(gather, parcel), ep_size, rows)
+            arriving = exchange_counts(joint.counts, roles.expert, ep_size)  # [D, Ns, G]
             sent, received = jnp.sum(joint.counts, (1, 2)), jnp.sum(arriving, (1, 2))
-            arrived = scale_gradient(send(tokens_to_rows(everyone, joint), sent, received), float(copies))
+            arrived = scale_gradient(send(permute_tokens(everyone, joint), sent, received), float(mp_size))
             sorted_rows, group_sizes, grouping = to_groups(arrived, arriving.reshape(-1, sizes.groups))
         return sorted_rows, group_sizes, (parcel, sent, received, grouping)
 
@@ -84,32 +85,36 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         parcel, sent, received, grouping = way
         with jax.named_scope("combine"):
             home = send(counted_once(from_groups(done, grouping)), received, sent)
-            home = own_part(home.reshape(members, shards, rows, -1), roles.expert_shard if shards > 1 else (), dim=1)
-            return rows_to_tokens(home.reshape(members * rows, -1), weights, parcel)
+            home = own_part(
+                home.reshape(ep_size, esp_size, rows, -1), roles.expert_shard if esp_size > 1 else (), dim=1
+            )
+            return unpermute_tokens(home.reshape(ep_size * rows, -1), weights, parcel)
 
     def finish(done, context, experts):
         y = finish_passes(done, context, experts, deliver, bring_home, most)
-        return from_copies(leave_copies(y, roles.model), roles, options)
+        return from_replicated(varying_to_replicated(y, roles.model), roles, options)
 
     return StagedSchedule(send_tokens, finish)
 
 
-def _join(parcels: Parcel, members: int, rows: int) -> Parcel:
+def _join(parcels: Parcel, ep_size: int, rows: int) -> Parcel:
     """Return one parcel over the tokens of all shards, buckets in the order (destination, shard).
 
     Args:
-      parcels: with a leading S: choice_of_row [S, D C], row_of_choice [S, t, K], counts [S, D, G].
+      parcels: with a leading Ns: choice_of_row [Ns, D C], row_of_choice [Ns, t, K], counts [Ns, D, G].
       members: D; rows: C.
     """
-    shards, tokens, top_k = parcels.row_of_choice.shape
-    shard = jnp.arange(shards, dtype=jnp.int32)
-    choices, places = tokens * top_k, members * rows
-    choice_of_row = parcels.choice_of_row.reshape(shards, members, rows)
-    choice_of_row = jnp.where(choice_of_row < choices, choice_of_row + shard[:, None, None] * choices, shards * choices)
+    esp_size, tokens, top_k = parcels.row_of_choice.shape
+    shard = jnp.arange(esp_size, dtype=jnp.int32)
+    choices, places = tokens * top_k, ep_size * rows
+    choice_of_row = parcels.choice_of_row.reshape(esp_size, ep_size, rows)
+    choice_of_row = jnp.where(
+        choice_of_row < choices, choice_of_row + shard[:, None, None] * choices, esp_size * choices
+    )
     row = parcels.row_of_choice
-    joint_row = (row // rows * shards + shard[:, None, None]) * rows + row % rows
+    joint_row = (row // rows * esp_size + shard[:, None, None]) * rows + row % rows
     return Parcel(
         choice_of_row=jnp.swapaxes(choice_of_row, 0, 1).reshape(-1),
-        row_of_choice=jnp.where(row < places, joint_row, shards * places).reshape(-1, top_k),
+        row_of_choice=jnp.where(row < places, joint_row, esp_size * places).reshape(-1, top_k),
         counts=jnp.swapaxes(parcels.counts, 0, 1),
     )

@@ -1,8 +1,8 @@
 """`s1`: MP pauses before the gate. With N_MP = N_ESP = 1 that is plain expert parallelism, and on one member `dp`.
 
-Enters: the t tokens of this device's MP group, equal on the group. Leaves: the same tokens, transformed. Each device
+Inputs: the t tokens of this device's MP group, equal on the group. Outputs: the same tokens, transformed. Each device
 takes its own part of them through the gate and to the experts and back, by two exchanges over all EP and ESP devices;
-an all-gather over MP makes the copies whole. Source: Parm, section III-B. See `base.py` for the contract.
+an all-gather over MP makes the tokens whole. Source: Parm, section III-B. See `base.py` for the contract.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from moe_jax.collectives.copies import own_part
-from moe_jax.dispatch import destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
+from moe_jax.collectives.replicated import own_part
+from moe_jax.dispatch import destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
@@ -26,7 +26,7 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     """Build Parm's first schedule; its drop groups are the N / N_MP tokens of one device."""
     sizes = sizes.split(roles.size(roles.model))
     group = build_expert_group(roles, options.transport)
-    rows = sizes.bucket_rows(group.members)
+    rows = sizes.bucket_rows(group.ep_size)
     most = sizes.most_passes(rows)
 
     def send(x, token_ids, gate, place):
@@ -35,7 +35,7 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             choice, stats = gate(mine, ids)
         with jax.named_scope("route"):
             device, expert = destinations(place(stats), choice, sizes.groups)
-            routing = route(choice, device, expert, group.members, sizes.groups)
+            routing = route(choice, device, expert, group.ep_size, sizes.groups)
             needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
         sorted_rows, group_sizes, way = deliver(mine, routing, 0)
         later = (mine, routing, needed, lax.stop_gradient(stats)) if most > 1 else None
@@ -45,7 +45,7 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         with jax.named_scope("dispatch"):
             parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
             arriving = group.send_counts(parcel.counts)
-            received = group.send(tokens_to_rows(mine, parcel), parcel.counts, arriving)
+            received = group.send(permute_tokens(mine, parcel), parcel.counts, arriving)
             sorted_rows, group_sizes, grouping = to_groups(received, arriving)
         return sorted_rows, group_sizes, (parcel, arriving, grouping)
 
@@ -53,7 +53,7 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         parcel, arriving, grouping = way
         with jax.named_scope("combine"):
             home = group.send_back(from_groups(done, grouping), parcel.counts, arriving)
-            return rows_to_tokens(home, weights, parcel)
+            return unpermute_tokens(home, weights, parcel)
 
     def finish(done, context, experts):
         y = finish_passes(done, context, experts, deliver, bring_home, most)

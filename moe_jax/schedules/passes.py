@@ -1,7 +1,7 @@
 """Dropless in bounded memory: the same buckets, as many passes as the fullest one needs.
 
-Enters: a function that runs one pass. Leaves: the sum of all passes. Pass 0 stands outside any branch, so that what
-overlaps it still does; the rest runs only when some device's bucket overflowed, and keeps no residuals but its inputs.
+Inputs: a function that runs one pass. Outputs: the sum of all passes. Pass 0 is outside any branch, so that transfers
+still overlap it; the rest runs only when some device's bucket overflowed, and keeps no residuals but its inputs.
 
 The rest is a conditional that holds collectives, and nothing may run beside it (see `collectives/ordering.py`). So it
 is a `custom_vjp`, and values wait for each other: pass 0 -> rest; in the backward rest and cotangent -> rest once more
@@ -26,7 +26,7 @@ def passes_needed(largest, rows: int, most: int, axes: tuple[str, ...]):
     Args:
       largest: int32 [], rows of this device's fullest bucket.
       rows: C; most: static bound on the passes; 1 needs nothing from the other devices.
-      axes: all mesh axes: every device must take the same branch, for the branches hold collectives.
+      axes: all mesh axes: every device must take the same branch, because the branches hold collectives.
     """
     if most == 1:
         return jnp.ones((), jnp.int32)

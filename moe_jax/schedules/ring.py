@@ -1,10 +1,9 @@
-"""`ring`: tokens are gathered to where the experts are, and results are reduce-scattered home.
+"""`ring`: tokens are all-gathered to the experts, and results are reduce-scattered to their sources.
 
-Enters: the t tokens of this device's MP group. Leaves: the same tokens, transformed. Every device of an expert group
+Inputs: the t tokens of this device's MP group. Outputs: the same tokens, transformed. Every device of an expert group
 sees all tokens of the group, computes those that chose its experts, weights them, and sums them into their places. The
 bytes do not depend on K or on skew, only the computed rows do. Under MP tokens are split first, as in `s1`.
-Letters: P devices of the product of EP and ESP, t tokens of one device after the split, T = P t, K choices per token,
-M model dim, C rows computed in a pass.
+Letters: docs/notation.md; P t tokens together, C rows computed in a pass.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.copies import own_part
 from moe_jax.collectives.ordering import wait_for
+from moe_jax.collectives.replicated import own_part
 from moe_jax.collectives.varying import cast_varying
-from moe_jax.dispatch import Choice, destinations, largest_bucket, pack, route, rows_to_tokens, tokens_to_rows
+from moe_jax.dispatch import Choice, destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
@@ -30,9 +29,9 @@ def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     """Build the all-gather schedule; its drop groups are the N / N_MP tokens of one device."""
     sizes = sizes.split(roles.size(roles.model))
     axes = roles.expert + roles.expert_shard
-    members, size = roles.size(roles.expert), roles.size(axes)
+    ep_size, size = roles.size(roles.expert), roles.size(axes)
     every = gathered_sizes(sizes, size)
-    rows = computed_rows(sizes, members, size)
+    rows = computed_rows(sizes, ep_size, size)
     most = every.most_passes(rows)
 
     def gather(array):
@@ -50,21 +49,21 @@ def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             experts, tables = placed(stats)
         with jax.named_scope("dispatch"):
             device, group = destinations(tables, choice, sizes.groups)
-            place = jnp.where(choice.kept, device * sizes.groups + group, -1)
-            ready = wait_for(mine, device[0, 0], device)  # guests may come in a branch, before `device` is known
+            place = jnp.where(choice.keep_mask, device * sizes.groups + group, -1)
+            ready = wait_for(mine, device[0, 0], device)  # replicas may come in a branch, before `device` is known
             tokens, weights, place = gather(ready), gather(choice.weights), gather(place)
         with jax.named_scope("route"):
             me = lax.axis_index(roles.expert)
             here = (place >= 0) & (place // sizes.groups == me)
-            chosen = Choice(expert_ids=place, weights=weights, kept=here)
+            chosen = Choice(expert_ids=place, weights=weights, keep_mask=here)
             routing = route(chosen, jnp.zeros_like(place), place % sizes.groups, 1, sizes.groups)
             needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
 
         def one_pass(index):
             parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
             with jax.named_scope("experts"):
-                done = experts(tokens_to_rows(tokens, parcel), parcel.counts[0])
-            return rows_to_tokens(done, weights, parcel)
+                done = experts(permute_tokens(tokens, parcel), parcel.counts[0])
+            return unpermute_tokens(done, weights, parcel)
 
         y = run_passes(one_pass, needed, most, before=stats)
         with jax.named_scope("combine"):
@@ -79,6 +78,6 @@ def gathered_sizes(sizes: LayerSizes, parts: int) -> LayerSizes:
     return dataclasses.replace(sizes, tokens=parts * sizes.tokens, capacity=capacity, planned_rows=None)
 
 
-def computed_rows(sizes: LayerSizes, members: int, parts: int) -> int:
+def computed_rows(sizes: LayerSizes, ep_size: int, parts: int) -> int:
     """Return C: what one EP member computes in a pass of the tokens of `parts` devices."""
-    return gathered_sizes(sizes, parts).bucket_rows(members)
+    return gathered_sizes(sizes, parts).bucket_rows(ep_size)

@@ -1,7 +1,7 @@
 """A schedule in three steps, so that something else can be placed beside the experts of its first pass.
 
-Enters: two functions. Leaves: a `Schedule` that calls them one after the other, and that shows them to whoever wants to
-stand between. Schedules whose experts run in many pieces (`pairwise`, `ring`) are not cut like this.
+Inputs: two functions. Outputs: a `Schedule` that calls them one after the other, and holds them for a caller that runs
+something between. Schedules whose experts run in many pieces (`pairwise`, `ring`) are not cut like this.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from moe_jax.schedules.passes import add_later_passes
 
 @record
 class Sent:
-    """What stands between sending and finishing.
+    """The state between sending and finishing.
 
     Attributes:
       rows: float [R, M], rows of pass 0 in group order, on the device of their experts.
       group_sizes: int32 [G].
-      context: pytree of arrays that the way home needs.
+      context: pytree of arrays that the return of the rows needs.
     """
 
     rows: jax.Array
@@ -32,10 +32,10 @@ class Sent:
 
 
 def finish_passes(done, context, experts, deliver, bring_home, most: int):
-    """Bring pass 0 home and run the later passes.
+    """Return pass 0 to its sources and run the later passes.
 
     Args:
-      done: float [R, M], what the experts made of pass 0.
+      done: float [R, M], the experts' output of pass 0.
       context: (weights [t, K], way, later): `way` is what `deliver` said of pass 0, `later` is None where one pass is
         enough, else (tokens [t, M], routing, passes needed, gate statistics).
       experts: (rows, group_sizes) -> rows.

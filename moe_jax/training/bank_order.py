@@ -1,11 +1,10 @@
-"""The expert bank as a file sees it: by (layer, expert), whatever the mesh and wherever an expert lives.
+"""The expert bank in the order of a file: by (layer, expert), independent of mesh and placement.
 
-Enters: one leaf of the bank, [D S, ...] over the expert axis, and the home of every expert. Leaves: the same numbers as
-[L, E, ...], the expert dim over that axis; and the way back. Both run on the devices, layer by layer, so that no device
-ever holds more than one layer's experts beside its own part. Where every expert's home is the device that stores it in
-the file (plain expert parallelism), nothing moves between devices. Values are copied, never computed with.
-Letters: L layers, E experts, e of them on one device in the file, D devices of an expert-parallel group, S bank rows of
-a device.
+Inputs: one leaf of the bank, [D Rb, ...] over the expert axis, and the home of every expert. Outputs: the same numbers
+as [L, E, ...], the expert dim over that axis; and the way back. Both run on the devices, layer by layer, so that no
+device ever holds more than one layer's experts beside its own part. Where every expert's home is the device that stores
+it in the file (plain expert parallelism), nothing moves between devices. Values are copied, never computed with.
+Letters: docs/notation.md; e experts of a layer on one device in the file.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class FileOrder:
         return (*self.home.shape, *leaf.shape[1:])
 
     def to_file(self, leaf: jax.Array) -> jax.Array:
-        """Return [L, E, ...] from a bank leaf [D S, ...]."""
+        """Return [L, E, ...] from a bank leaf [D Rb, ...]."""
         return _to_file(leaf.sharding, self._exchanges(leaf))(leaf, self.home, self.rows)
 
     def from_file(self, stored: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -76,7 +75,7 @@ def group_size(sharding: NamedSharding) -> int:
 
 
 def file_sharding(sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of [L, E, ...] for a bank leaf's sharding of [D S, ...]."""
+    """Return the sharding of [L, E, ...] for a bank leaf's sharding of [D Rb, ...]."""
     return NamedSharding(sharding.mesh, P(None, bank_axes(sharding) or None, *sharding.spec[1:]))
 
 

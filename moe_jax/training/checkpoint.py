@@ -1,9 +1,9 @@
 """Checkpoints of a run: saved while training goes on, whole or absent, read under any mesh.
 
-Enters: the training state {'step', 'params', 'opt_state'} of global arrays, the homes of its experts, and a dictionary
-of host data (position in the data, config text, ...). Leaves: one folder a checkpoint, named by its step; and the state
-again, on whatever mesh, split and homes the reader has. Leaves of the expert bank are stored as [L, E, ...], so a file
-knows nothing of mesh, schedule, placement or process count.
+Inputs: the training state {'step', 'params', 'opt_state'} of global arrays, the homes of its experts, and a dictionary
+of host data (position in the data, config text, ...). Outputs: one folder a checkpoint, named by its step; and the
+state again, on whatever mesh, split and homes the reader has. Leaves of the expert bank are stored as [L, E, ...], so a
+file does not depend on mesh, schedule, placement or process count.
 
     checkpoints/00000120/                          finished: a name of digits alone
     checkpoints/00000130.orbax-checkpoint-tmp/     being written; renamed by process 0 when all is written
@@ -11,8 +11,8 @@ knows nothing of mesh, schedule, placement or process count.
 
 The state may be donated as soon as `save` returns: by then each leaf has been copied to buffers in host memory that
 belong to the save alone, one leaf after the other (so a device holds at most one reordered leaf of the bank besides).
-With several processes every method is called by all of them; they share the folder. Each wait for another process has
-a time limit. Letters: L layers, E experts.
+With several processes every method is called by all of them; they share the folder. Each wait for another process has a
+time limit. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Checkpointer:
         Args:
           step: of a finished checkpoint.
           abstract_state: ShapeDtypeStructs with NamedShardings of this run's mesh; any mesh.
-          home: int [L, E], where the experts shall live, bank rows numbered as `moe_jax.placement.bank_rows` does.
+          home: int [L, E], where the experts are to be stored, bank rows numbered as `moe_jax.placement.bank_rows`
+            does.
 
         Raises:
           UserError: the checkpoint is of another model (names the first leaf that differs), or cannot be read.
@@ -144,7 +145,7 @@ class Checkpointer:
 
         Args:
           step: number of finished steps; names the checkpoint.
-          state: pytree of global jax.Arrays with NamedShardings; leaves under a key 'bank' are [D S, ...].
+          state: pytree of global jax.Arrays with NamedShardings; leaves under a key 'bank' are [D Rb, ...].
           home: int [L, E], home device of each expert in that bank.
           host: JSON data; tuples come back as lists, keys as text.
 
@@ -242,7 +243,7 @@ class Checkpointer:
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
     def _sweep_unfinished(self) -> None:
-        """Delete what a killed run or a failed save left; for writers only: a reader may stand beside a running job."""
+        """Delete what a killed run or a failed save left; for writers only: a reader may run beside a job."""
         if jax.process_index() == 0 and self.folder.is_dir():
             for name in os.listdir(self.folder):
                 if _UNFINISHED.fullmatch(name):
@@ -279,7 +280,7 @@ class Checkpointer:
         )
 
     def _check_space(self, step: int, state) -> None:
-        """Refuse a save that cannot fit before anything is written; what a quota hides, the writer finds out."""
+        """Refuse a save that cannot fit before anything is written; a quota shows only in the write itself."""
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         with self._writing_errors_named(step):
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""What a checkpoint calls its leaves, and whether it is one of this model. Host side; no arrays.
+"""The names of a checkpoint's leaves, and the check that it is one of this model. Host side; no arrays.
 
-Enters: a tree of arrays or ShapeDtypeStructs. Leaves: a flat dictionary {name: leaf} in the order of the tree, and for
-what a file holds against what a model needs, nothing or the one line that says where they part.
+Inputs: a tree of arrays or ShapeDtypeStructs. Outputs: a flat dictionary {name: leaf} in the order of the tree, and for
+what a file holds against what a model needs, nothing or the one line that names the first difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def agreed_part(stored: dict[str, Any], state: dict) -> tuple[dict[str, Any], di
 
 
 def check_same_leaves(path, stored: dict[str, Any], needed: dict[str, Any]) -> None:
-    """Compare names, shapes and dtypes; orbax by itself casts dtypes without a word.
+    """Compare names, shapes and dtypes; orbax by itself casts dtypes silently.
 
     Args:
       path: of the checkpoint, for the message.

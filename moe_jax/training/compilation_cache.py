@@ -1,6 +1,6 @@
 """Where compiled programs are kept between starts. No arrays.
 
-Enters: what the user asked for, and jax's platform. Leaves: jax's persistent compilation cache, switched on or off. On
+Inputs: what the user asked for, and jax's platform. Outputs: jax's persistent compilation cache, switched on or off. On
 GPUs it is on by default, in the user's own cache folder (jax loads what lies there, so nobody else may write to it),
 and with it XLA's cache of kernel timings: the same programs start again with the same kernels. On CPUs it is off: a
 program that was compiled for another CPU's instructions may fail when it is loaded.

@@ -1,6 +1,6 @@
 """Options that the training step is compiled with, by platform, number of processes and jax version.
 
-Enters: a platform's name. Leaves: options for `lowered.compile(compiler_options=...)`. Each one of `GPU` stands here
+Inputs: a platform's name. Outputs: options for `lowered.compile(compiler_options=...)`. Each one of `GPU` stands here
 because of a before and after of `python -m moe_jax.inspect`; docs/bench/inspect.md has them, and what did not help.
 """
 

@@ -1,10 +1,10 @@
 """Compare a transport of rows with the padded all-to-all on the run's own mesh: there and back, and its gradient.
 
-Enters: the mesh's roles, a transport and the width of a row. Leaves: how many entries differ, for several ways in which
-rows may be spread over the devices. An exchange only moves numbers, and these are whole numbers of at most 8 bits,
-which every dtype holds: what is right is equal, bit by bit.
+Inputs: the mesh's roles, a transport and the width of a row. Outputs: how many entries differ, for several ways in
+which rows may be spread over the devices. An exchange only moves numbers, and these are whole numbers of at most 8
+bits, which every dtype holds: a correct result is equal, bit by bit.
 
-Letters: D devices of the mesh, P devices of an exchange, c rows of a block, W width of a row.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def exchange_axes(roles: Roles) -> tuple[str, ...]:
 
 
 def spreads(devices: int, peers: int, rows: int) -> dict[str, np.ndarray]:
-    """Return {name: int32 [D, P]}, rows that each device sends to each peer: full, uneven with empties, one, none."""
+    """Return {name: int32 [Nd, P]}, rows that each device sends to each peer: full, uneven with empties, one, none."""
     rng = np.random.default_rng(0)
     uneven = rng.integers(0, rows + 1, (devices, peers)) * (rng.random((devices, peers)) < 0.7)
     one = np.zeros((devices, peers))
@@ -48,7 +48,7 @@ def compare_exchange(
 
     Args:
       transport: as in `MoEConfig`; instead: the one it is compared with.
-      width: W; dtype: of the rows.
+      width: M; dtype: of the rows.
       options: for the compiler.
 
     Raises:
@@ -65,7 +65,7 @@ def compare_exchange(
 
 
 def comparison(roles: Roles, transport: str, instead: str, width: int, dtype: str, options: dict | None = None):
-    """Return compiled compare(sent int32 [D, P], sharded over all axes) -> int32, entries that differ."""
+    """Return compiled compare(sent int32 [Nd, P], sharded over all axes) -> int32, entries that differ."""
     axes = exchange_axes(roles)
     peers = roles.size(axes)
     local = min(peers, roles.config.devices_per_node)
@@ -91,7 +91,7 @@ def comparison(roles: Roles, transport: str, instead: str, width: int, dtype: st
             back, pull_back = jax.vjp(lambda x: there_and_back(exchange, x), x)
             return exchange(x, sent, received), back, *pull_back(d_back)
 
-        blind = transport == "ragged"  # it alone is told which rows are in use
+        blind = transport == "ragged"  # it alone looks at which rows are in use
         got = both(transport, jnp.where(used, x, jnp.array(UNUSED, dtype)) if blind else x)
         want = both(instead, x)
         return sum(jnp.sum(a != b, dtype=jnp.int32) for a, b in zip(got, want, strict=True))[None]

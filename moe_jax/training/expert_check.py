@@ -1,15 +1,15 @@
 """Compare a grouped matmul with plain float32 matmuls on one expert FFN: some hundred rows, forward and backward.
 
-Enters: the FFN's shape and the implementation's name. Leaves: the entry that is furthest off, and by how much. One FFN
-tells what whole models cannot: there a rounding that flips a choice of the gate sends a token to another expert, and
-two right kernels come out 3 to 7% apart at 12 layers (docs/log.md). Here rows are given, so only rounding is left.
+Inputs: the FFN's shape and the implementation's name. Outputs: the entry that is furthest off, and by how much. Whole
+models cannot be compared so: there a rounding that flips a choice of the gate sends a token to another expert, and two
+right kernels come out 3 to 7% apart at 12 layers (docs/log.md). Here rows are given, so only rounding is left.
 
-The cases have what kernels get wrong: groups that are empty (first, between, last), of one row, longer than two tiles
-with a part of a tile at the end, and a multiple of a tile; a number of rows that no tile divides; NaN in the rows that
-nobody owns; and weights both as the home experts' wide bank and as guests of the compute dtype. The taller case has 128
-rows and more a group on average, where kernels take their tall tiles, the other has fewer.
+The cases hold what kernels often get wrong: groups that are empty (first, between, last), of one row, longer than two
+tiles with a part of a tile at the end, and a multiple of a tile; a number of rows that no tile divides; NaN in the rows
+of no group; and weights both as the home experts' param_dtype bank and as replicas of the compute dtype. The taller
+case has 128 rows and more a group on average, where kernels take their tall tiles, the other has fewer.
 
-Letters: R rows, G groups, M model dim, F hidden dim of this device.
+Letters: docs/notation.md; F of this device.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from moe_jax.moe.experts import apply_activation, expert_ffn, weight_names
 
 Array = jax.Array
 
-# rows R, group sizes [G]; the last two groups are guests
+# rows R, group sizes [G]; the last two groups are replicas
 CASES = (
     (1000, (0, 517, 1, 0, 260, 128, 0)),
     (328, (0, 150, 1, 0, 70, 64, 0)),
 )
-GUESTS = 2
+REPLICAS = 2
 ROUNDINGS = 16
 
 
@@ -60,7 +60,7 @@ class Difference:
       what: 'output', 'gradient of the rows', or 'gradient of' a weight; index: its row, or its group.
       size: |got - want| / (|want| + root mean square of that row or that group's gradient); inf for what is not a
         number, or not zero where it must be.
-      limit: what rounding explains.
+      limit: the most that rounding explains.
     """
 
     what: str
@@ -93,9 +93,9 @@ def rounding_limit(shape: ExpertShape, platform: str) -> float:
     unit = float(jnp.finfo(dtype).eps) / 2
     if dtype == jnp.float32 and platform != "cpu":
         unit = 2.0**-11
-    accumulator = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps) / 2
+    acc_unit = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps) / 2
     longest = max(shape.model_dim, shape.hidden_dim, CASES[0][0])
-    return ROUNDINGS * (unit + longest**0.5 * accumulator)
+    return ROUNDINGS * (unit + longest**0.5 * acc_unit)
 
 
 def compare_expert(implementation: str, shape: ExpertShape, device, compiler_options: dict | None = None) -> Difference:
@@ -126,8 +126,8 @@ def compare_expert(implementation: str, shape: ExpertShape, device, compiler_opt
 def programs(implementation: str, shape: ExpertShape, rows: int, sizes: tuple[int, ...], options: dict):
     """Return (the implementation, plain matmuls, their comparison) of one case as compiled functions."""
 
-    def compute(group_sizes, x, dout, homes, guests):
-        return _of_implementation(implementation, shape.activation, group_sizes, x, dout, homes, guests)
+    def compute(group_sizes, x, dout, homes, replicas):
+        return _of_implementation(implementation, shape.activation, group_sizes, x, dout, homes, replicas)
 
     plain = _plain_program(shape, sizes, tuple(options.items()))
     return jax.jit(compute, compiler_options=options), plain, jax.jit(_compare)
@@ -139,7 +139,7 @@ def _plain_program(shape: ExpertShape, sizes: tuple[int, ...], options: tuple):
 
 
 def make_arrays(shape: ExpertShape, rows: int, sizes: tuple[int, ...]):
-    """Return x [R, M], dout [R, M], and the weights [G, ...] of homes and guests; entries are uniform, so bounded."""
+    """Return x [R, M], dout [R, M], and the weights [G, ...] of homes and replicas; entries are uniform, so bounded."""
     return _draw_program(shape, rows, sizes)(jax.random.key(0))
 
 
@@ -157,46 +157,47 @@ def _draw_program(shape: ExpertShape, rows: int, sizes: tuple[int, ...]):
             jnp.where(unowned, jnp.nan, uniform(rows, shape.model_dim, dtype=shape.dtype)).astype(shape.dtype)
             for _ in range(2)
         )
-        homes, guests = {}, {}
+        homes, replicas = {}, {}
         for name in weight_names(shape.activation):
             dims = (shape.model_dim, shape.hidden_dim)
             dims = dims[::-1] if name == "w_out" else dims
             scale = dims[0] ** -0.5
-            homes[name] = uniform(len(sizes) - GUESTS, *dims, dtype=shape.param_dtype, scale=scale)
-            guests[name] = uniform(GUESTS, *dims, dtype=shape.dtype, scale=scale)
-        return x, dout, homes, guests
+            homes[name] = uniform(len(sizes) - REPLICAS, *dims, dtype=shape.param_dtype, scale=scale)
+            replicas[name] = uniform(REPLICAS, *dims, dtype=shape.dtype, scale=scale)
+        return x, dout, homes, replicas
 
     return jax.jit(draw)
 
 
-def _of_implementation(implementation, activation, group_sizes, x, dout, homes, guests):
-    def operands(sinks):
+def _of_implementation(implementation, activation, group_sizes, x, dout, homes, replicas):
+    def operands(grad_sinks):
         served = {}
         for name in homes:
             count = homes[name].shape[0]
             backwards = jnp.arange(count - 1, -1, -1, dtype=jnp.int32)  # a bank's order is not the groups'
             served[name] = (
-                GroupedWeights(bank=homes[name][::-1], slots=backwards, sink=sinks[0][name]),
+                GroupedWeights(bank=homes[name][::-1], slots=backwards, grad_sink=grad_sinks[0][name]),
                 GroupedWeights(
-                    bank=guests[name], slots=jnp.arange(GUESTS, dtype=jnp.int32), sink=sinks[1][name]
+                    bank=replicas[name], slots=jnp.arange(REPLICAS, dtype=jnp.int32), grad_sink=grad_sinks[1][name]
                 ),
             )  # fmt: skip
         return served
 
-    def ffn(x, sinks):
-        return expert_ffn(x, group_sizes, operands(sinks), activation=activation, implementation=implementation)
+    def ffn(x, grad_sinks):
+        return expert_ffn(x, group_sizes, operands(grad_sinks), activation=activation, implementation=implementation)
 
-    out, pull_back = jax.vjp(ffn, x, jax.tree.map(jnp.zeros_like, (homes, guests)))
-    dx, (dhomes, dguests) = pull_back(dout)
-    return _named(out, dx, {name: (dhomes[name], dguests[name]) for name in homes})
+    out, pull_back = jax.vjp(ffn, x, jax.tree.map(jnp.zeros_like, (homes, replicas)))
+    dx, (dhomes, dreplicas) = pull_back(dout)
+    return _named(out, dx, {name: (dhomes[name], dreplicas[name]) for name in homes})
 
 
-def _of_plain_matmuls(shape, sizes, x, dout, homes, guests):
+def _of_plain_matmuls(shape, sizes, x, dout, homes, replicas):
     """Return the same by one matmul of float32 (or wider) for each group, without rounding in between."""
-    dtype, wide = shape.dtype, jnp.promote_types(shape.dtype, jnp.float32)
+    dtype, acc_dtype = shape.dtype, jnp.promote_types(shape.dtype, jnp.float32)
     owned = sum(sizes)
     served = {
-        name: jnp.concatenate([w.astype(dtype).astype(wide) for w in (homes[name], guests[name])]) for name in homes
+        name: jnp.concatenate([w.astype(dtype).astype(acc_dtype) for w in (homes[name], replicas[name])])
+        for name in homes
     }
 
     def ffn(x, served):
@@ -209,8 +210,8 @@ def _of_plain_matmuls(shape, sizes, x, dout, homes, guests):
         return jnp.concatenate(parts)
 
     with jax.default_matmul_precision("highest"):
-        out, pull_back = jax.vjp(ffn, x[:owned].astype(wide), served)
-        dx, dserved = pull_back(dout[:owned].astype(wide))
+        out, pull_back = jax.vjp(ffn, x[:owned].astype(acc_dtype), served)
+        dx, dserved = pull_back(dout[:owned].astype(acc_dtype))
     filled = lambda array: jnp.pad(array, ((0, x.shape[0] - owned), (0, 0)))  # noqa: E731
     return _named(filled(out), filled(dx), {name: (dserved[name],) for name in served})
 
@@ -223,12 +224,12 @@ def _named(out, dx, dweights):
 def _compare(got, want):
     """Return {name: [R] or [G]}, the largest `Difference.size` of each row or group."""
 
-    def join(parts, wide):
-        return jnp.concatenate([part.astype(wide) for part in parts])
+    def join(parts, acc_dtype):
+        return jnp.concatenate([part.astype(acc_dtype) for part in parts])
 
     def sizes(got, want):
-        wide = want[0].dtype
-        got, want = join(got, wide), join(want, wide)
+        acc_dtype = want[0].dtype
+        got, want = join(got, acc_dtype), join(want, acc_dtype)
         trailing = tuple(range(1, want.ndim))
         scale = jnp.abs(want) + jnp.sqrt(jnp.mean(jnp.square(want), axis=trailing, keepdims=True))
         off = jnp.where(got == want, 0, jnp.abs(got - want) / scale)

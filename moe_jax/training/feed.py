@@ -1,9 +1,10 @@
 """From the corpus to the devices: batches as global arrays, the same on any number of hosts.
 
-Enters: a token cache and a step. Leaves: a `Batch` [n, B / n, Sq] of global arrays, for training or evaluation. Rows
-keep the stream's order: microbatch m holds rows [m B / n, (m + 1) B / n). A process reads the rows that its own devices
-hold, which need not follow one another (the mesh may lay devices in any order, and an MP group may span processes).
-Letters: n microbatches, B global sequences of a step, b rows of a microbatch that a process holds, Sq positions.
+Inputs: a token cache and a step. Outputs: a `Batch` [Nm, B / Nm, Sq] of global arrays, for training or evaluation. Rows
+keep the stream's order: microbatch m holds rows [m B / Nm, (m + 1) B / Nm). A process reads the rows that its own
+devices hold, which need not follow one another (the mesh may lay devices in any order, and an MP group may span
+processes).
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ class Feed:
       own: int64 [b], rows of a microbatch that the devices of this process hold, ascending.
 
     Args:
-      placing: `Batch` of NamedShardings, of arrays [n, B / n, Sq] and [1, B / n, Sq].
+      batch_shardings: `Batch` of NamedShardings, of arrays [Nm, B / Nm, Sq] and [1, B / Nm, Sq].
     """
 
     def __init__(
         self, cache: TokenCache, tokenizer: Tokenizer, train: TrainConfig, model: ModelConfig, sequence_length: int,
-        placing: Batch,
+        batch_shardings: Batch,
     ):  # fmt: skip
         self.cache, self.tokenizer, self.train, self.model = cache, tokenizer, train, model
         self.sequence_length = sequence_length
         self.stream = TokenStream(cache, sequence_length=sequence_length, batch_size=train.batch_size, seed=train.seed)
-        self.placing, self.rows = placing, train.batch_size // train.accumulate
-        self.own = own_rows(placing.inputs, (1, self.rows, sequence_length))
+        self.batch_shardings, self.rows = batch_shardings, train.batch_size // train.grad_accum_steps
+        self.own = own_rows(batch_shardings.inputs, (1, self.rows, sequence_length))
 
     def _hide(self, tokens, step, rows):
         """Turn tokens [r, Sq + 1] of global rows [r] into (inputs, targets, weights): next tokens, or masked ones."""
@@ -61,11 +62,11 @@ class Feed:
         )
 
     def read(self, step: int, rows: np.ndarray | None = None) -> Batch:
-        """Return the batch of a step as NumPy arrays [n, B / n, Sq]; [n, b, Sq] of the `rows` given, such as `own`."""
+        """Return a step's batch as NumPy arrays [Nm, B / Nm, Sq]; [Nm, b, Sq] of the `rows` given, such as `own`."""
         rows = np.arange(self.rows) if rows is None else rows
-        rows = (np.arange(self.train.accumulate)[:, None] * self.rows + rows[None]).ravel()
+        rows = (np.arange(self.train.grad_accum_steps)[:, None] * self.rows + rows[None]).ravel()
         inputs, targets, weights = self._hide(self.stream.batch(step, rows), step, rows)
-        shape = (self.train.accumulate, -1, self.sequence_length)
+        shape = (self.train.grad_accum_steps, -1, self.sequence_length)
         return Batch(inputs.reshape(shape), targets.reshape(shape), self._weights(weights).reshape(shape))
 
     def held_out(self) -> Iterator[Batch]:
@@ -81,8 +82,8 @@ class Feed:
             inputs, targets, weights = self._hide(tokens, step, self.own)
             yield Batch(inputs[None], targets[None], self._weights(weights * real)[None])
 
-    def place(self, batch: Batch) -> Batch:
-        """Return global arrays [n, B / n, Sq] from this process' rows [n, b, Sq] of each."""
+    def to_devices(self, batch: Batch) -> Batch:
+        """Return global arrays [Nm, B / Nm, Sq] from this process' rows [Nm, b, Sq] of each."""
 
         def one(array, sharding):
             shape = (len(array), self.rows, self.sequence_length)
@@ -94,7 +95,7 @@ class Feed:
 
             return jax.make_array_from_callback(shape, sharding, part)
 
-        return jax.tree.map(one, batch, self.placing)
+        return jax.tree.map(one, batch, self.batch_shardings)
 
     def _weights(self, weights):
         return weights.astype(self.model.param_dtype)

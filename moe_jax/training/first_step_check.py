@@ -1,11 +1,12 @@
-"""Do not train on an exchange or a kernel that computes something else: compare it with a proven one before that.
+"""Compare an unproven exchange or kernel with a proven one before training on it.
 
-Enters: a `Session`, before it has a state, and the job's processes. Leaves: the session, with a proven grouped matmul
+Inputs: a `Session`, before it has a state, and the job's processes. Outputs: the session, with a proven grouped matmul
 where 'auto' had chosen one that does not hold, and a record for environment.json. Some things that a run may use are
 not proven by the tests of this project: `ragged_all_to_all`, young, with reports of wrong gradients; the `hopper`
 grouped matmul, never run here on the GPUs that it is for; and `lax.ragged_dot` on GPUs, which newer compilers hand to
 cuDNN. A run that uses one compares it first, with a few MB: one expert FFN (`expert_check`), one exchange on the run's
-mesh (`exchange_check`). Outcomes are kept (`verdicts`), so the next start costs nothing; everything else never does.
+mesh (`exchange_check`). Outcomes are kept (`verdicts`), so the next start costs nothing, and neither does a run that
+uses none of them.
 
     outcome                  field says 'auto'                      field names it
     equal but for rounding   goes on                                goes on
@@ -51,7 +52,7 @@ WAIT_SECONDS = 900.0  # for another process' compilations
 
 
 def settle_unproven(session: Session, hosts: Hosts) -> tuple[Session, dict]:
-    """Compare what the session uses and nobody has proven, before anything large stands in the devices' memory.
+    """Compare the unproven parts that the session uses, before anything large is in the devices' memory.
 
     Args:
       session: with the config as the user gave it.
@@ -132,10 +133,10 @@ def kept_by_all(hosts: Hosts, field: str, key: dict) -> Verdict | None:
 
 
 def fresh_verdict(check: Callable[[], Verdict], key: dict) -> Verdict:
-    """Return what a check comes to, and keep it under its key.
+    """Return the verdict of a check, and keep it under its key.
 
     Raises:
-      UserError: what the user has to mend, such as dims that the implementation does not take.
+      UserError: what the user has to change, such as dims that the implementation does not take.
     """
     try:
         verdict = check()
@@ -168,10 +169,10 @@ def agree(hosts: Hosts, field: str, verdict: Verdict) -> Verdict:
 
 
 def decide(field: str, wanted: str, used: str, instead: str, verdict: Verdict, session: Session) -> str:
-    """Return what the run takes, and say why; see the table at the top.
+    """Return the implementation that the run takes, and log the reason; see the table at the top.
 
     Raises:
-      UserError: as the table has it, or since the device does not answer any more.
+      UserError: as in the table, or because the device no longer works.
     """
     what = {
         DIFFERS: f"computes something else than {instead!r}: {verdict.detail}",
@@ -194,10 +195,10 @@ def decide(field: str, wanted: str, used: str, instead: str, verdict: Verdict, s
 
 
 def usable(device: jax.Device) -> bool:
-    """Return whether a device still computes: a kernel's bad access ends CUDA for its whole process."""
+    """Return whether a device still computes: an invalid access of a kernel ends CUDA for its whole process."""
     try:
         return int(jnp.sum(jax.device_put(jnp.ones(4, jnp.int32), device))) == 4
-    except Exception:  # whatever the backend raises then
+    except Exception:  # any error of the backend
         return False
 
 
@@ -210,7 +211,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, in one line; some say nothing but their name."""
+    """Return an error's message in one line; some have only their name."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

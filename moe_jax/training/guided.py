@@ -1,10 +1,10 @@
 """Compile a program twice, the second time with modelled seconds for the compiler's scheduler.
 
-Enters: a lowered program, options, and the target whose rates the model takes. Leaves: the executable. XLA's
-latency-hiding scheduler takes every fusion for equally long, so it fills a transfer with five small kernels and leaves
-the large ones beside nothing; docs/bench/overlap.md has the before and after. What it needs to know stands in the first
-program: the same instructions, read and timed by `moe_jax.inspection`. In a job of several processes one compiles for
-all (`shared_program.py`): two schedules of one program would order its collectives differently and hang.
+Inputs: a lowered program, options, and the target whose rates the model takes. Outputs: the executable. XLA's
+latency-hiding scheduler takes every fusion for equally long, so it overlaps a transfer with five small kernels and none
+of the large ones; docs/bench/overlap.md has the before and after. What it needs is in the first program: the same
+instructions, read and timed by `moe_jax.inspection`. In a job of several processes one compiles for all
+(`shared_program.py`): two schedules of one program would order its collectives differently and hang.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _say_unguided(kind: str) -> None:
 def compile_guided(
     lowered: jax.stages.Lowered, options: dict[str, str], target: inspection.Target | None, devices: Sequence = ()
 ) -> jax.stages.Compiled:
-    """Return the executable of a lowered program; with a target the scheduler is told what the model says of it.
+    """Return the executable of a lowered program; with a target the scheduler gets its modelled seconds.
 
     Args:
       devices: of the program's mesh, where it is to run: if they are GPUs, process 0 compiles for all processes.
@@ -88,7 +88,7 @@ def compile_guided(
 
 
 def say_if_not_taken_up(module: inspection.Module, target: inspection.Target, profile: str) -> None:
-    """Log if the compiler could not match a profile to the program that it was given for; it says so in C++ logs only.
+    """Log if the compiler could not match a profile to its program; the compiler logs that in C++ only.
 
     Args:
       module: the program as compiled with the profile.
@@ -104,16 +104,16 @@ def say_if_not_taken_up(module: inspection.Module, target: inspection.Target, pr
 
 
 def profile_of(executable: jax.stages.Compiled, target: inspection.Target) -> str:
-    """Return what the scheduler is to be told of a program, from the program as compiled without that."""
+    """Return the scheduler's profile of a program, from the program as compiled without one."""
     return inspection.scheduler_profile(inspection.parse_module(executable.as_text()), target)
 
 
 def compile_with_profile(lowered: jax.stages.Lowered, options: dict[str, str], profile: str) -> jax.stages.Compiled:
     """Compile a lowered program with a profile for the scheduler.
 
-    The profile lies in a file of the user's cache folder that is named after what it says, and stays: its name
-    is an option of the compilation, and JAX's compilation cache would not find the program under another one. Where the
-    folder takes no more (a quota, a disk that is full or mounted to be read only), a file for this compilation does.
+    The profile is a file of the user's cache folder, named after its content, and stays: its name is an option of the
+    compilation, and JAX's compilation cache would not find the program under another one. Where the folder takes no
+    more (a quota, a disk that is full or mounted to be read only), a file for this compilation does.
 
     Raises:
       UserError: the folder is a link or somebody else's, or no file can be written at all.

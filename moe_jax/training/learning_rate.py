@@ -1,6 +1,6 @@
 """The learning rate as a function of finished updates: a rise, and what follows it. TrainConfig in, optax schedule out.
 
-Letters: T = train.steps, W = warm-up steps (at most T - 1), D = decay steps of `wsd`.
+Names: steps = train.steps, warmup = warm-up steps (at most steps - 1), decay = decay steps of `wsd`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from moe_jax.config.train_config import TrainConfig
 def build_learning_rate(config: TrainConfig) -> optax.Schedule:
     """Return the learning rate of update n (from 0).
 
-    It rises in a line from peak / W at update 0 to the peak at update W, and then
-      'cosine' falls by half a cosine to final_learning_rate x peak at update T;
-      'constant' stays;
-      'linear' falls in a line to final_learning_rate x peak at update T;
-      'wsd' (warm-up, stable, decay) stays until update T - D and falls to final_learning_rate x peak at update T: in a
-      line, or by '1-sqrt', where the share of the fall that is done after k of D updates is sqrt(k / D).
+    It rises in a line from peak / warmup at update 0 to the peak at update `warmup`, and then
+      'cosine' falls by half a cosine to final_learning_rate x peak at update `steps`; 'constant' stays; 'linear' falls
+      in a line to final_learning_rate x peak at update `steps`; 'wsd' (warm-up, stable, decay) stays until update steps
+      - decay and falls to final_learning_rate x peak at update `steps`: in a line, or by '1-sqrt', where the share of
+      the fall that is done after k of `decay` updates is sqrt(k / decay).
 
     Source: WSD from Hu et al., "MiniCPM" (2024), section 4; 1-sqrt from Haegele et al., "Scaling Laws and
     Compute-Optimal Training Beyond Fixed Training Durations" (2024).
@@ -51,5 +50,5 @@ def build_learning_rate(config: TrainConfig) -> optax.Schedule:
 
 
 def _one_minus_sqrt(first: float, last: float, steps: int) -> optax.Schedule:
-    """Return the schedule that has left first for last by the share sqrt(k / steps); optax has none of this shape."""
+    """Return a schedule from first to last by the share sqrt(k / steps); optax has none of this shape."""
     return lambda count: first + (last - first) * jnp.sqrt(jnp.clip(count / steps, 0, 1))

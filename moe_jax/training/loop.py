@@ -1,8 +1,8 @@
 """The training loop: steps, checkpoints, evaluations, and a clean end.
 
-Enters: a `Session`, the run folder, and who this process is. Leaves: files in the folder, and an `Outcome`. The host
-reads a step's metrics `lag` steps after it was dispatched, so the devices never wait for it; whatever needs a step's
-verdict (a checkpoint, an evaluation) first reads all that are in flight.
+Inputs: a `Session`, the run folder, and this process' place in the job. Outputs: files in the folder, and an `Outcome`.
+The host reads a step's metrics `lag` steps after it was dispatched, so the devices never wait for it; a checkpoint or
+an evaluation first reads the metrics of all steps in flight.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def evaluate(
     tables = session.tables if tables is None else tables
     total, count = 0.0, 0
     for batch in session.feed.held_out():
-        loss, targets = step_function(params, session.feed.place(batch), tables)
+        loss, targets = step_function(params, session.feed.to_devices(batch), tables)
         total, count = total + float(loss), count + int(targets)
         if after_batch is not None:
             after_batch()
@@ -134,7 +134,7 @@ class Loop:
         self.hosts.touch(self.step)
         if self.step == 0:
             self.evaluate()
-        self.hosts.rest()  # however long the compiler takes
+        self.hosts.rest()  # compiling may take long
         self.compile_seconds = self.stepper.compile()
         self.compiled_peak = compiled_peak(self.stepper.executable)
         feed = self.session.feed
@@ -150,7 +150,7 @@ class Loop:
                     break
                 self.profile(step)
                 running = self.stepper.executable
-                self.stepper.dispatch(feed.place(batch), stop.local_flag())
+                self.stepper.dispatch(feed.to_devices(batch), stop.local_flag())
                 if self.stepper.executable is not running and self.compiled_peak is not None:
                     self.compiled_peak = max(self.compiled_peak, compiled_peak(self.stepper.executable) or 0)
                 if train.checkpoint_every and self.step % train.checkpoint_every == 0 and self.step < train.steps:
@@ -236,7 +236,7 @@ class Loop:
         session = self.session
         step_function, tables = (self.evaluation_step, None) if self.engine is None else self.engine.evaluation()
 
-        def held_out_loss(params) -> float:  # a batch is a step to the stall clock: held-out text may be long
+        def held_out_loss(params) -> float:  # the stall clock counts a batch as a step: held-out text may be long
             return evaluate(session, step_function, params, tables, lambda: self.hosts.touch(self.step))
 
         loss = held_out_loss(self.state["params"])
@@ -244,7 +244,7 @@ class Loop:
         averaged = ""
         if "ema" in self.state:
             if self.step:  # before the first step it is the parameters
-                loss = held_out_loss(ema_params(self.state["ema"], session.placing))
+                loss = held_out_loss(ema_params(self.state["ema"], session.state_shardings))
             record["held_out_loss_ema"] = loss
             averaged = f", {loss:.4f} with averaged parameters"
         if self.step == 0:

@@ -1,6 +1,6 @@
 """The optimizer of a run, by name, from optax: clipping by the global norm, then what makes an update of a gradient.
 
-Enters: TrainConfig. Leaves: a `GradientTransformation` over parameters {'dense': ..., 'bank': ...}, and where the
+Inputs: TrainConfig. Outputs: a `GradientTransformation` over parameters {'dense': ..., 'bank': ...}, and where the
 leaves of its state lie. Gradients are global arrays, so norms are those of whole leaves however they are laid out. An
 expert's matrix is a parameter of its own: nothing is ever summed over the rows of the bank, which are numbered by where
 experts live, or over the layers that the units are stacked by.
@@ -137,8 +137,8 @@ def _muon(config: TrainConfig) -> optax.GradientTransformation:
 def muon_dims(path: tuple) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return the dims (in, out) of the matrices stacked in the leaf at this tree path, None where Muon has no say.
 
-    Hidden matrices only: experts [D S, in, out]; of the units attention's qkv [U, M, 3, H, Dh], three matrices
-    [M, H Dh], its out [U, H, Dh, M], and dense FFNs [U, in, out]. Not embeddings, norms, biases and gates.
+    Hidden matrices only: experts [D Rb, in, out]; of the units attention's qkv [U, M, 3, H, Dh], three matrices [M, H
+    Dh], its out [U, H, Dh, M], and dense FFNs [U, in, out]. Not embeddings, norms, biases and gates.
     """
     names = [entry.key for entry in path]
     if names[0] == "bank":

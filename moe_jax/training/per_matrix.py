@@ -1,9 +1,9 @@
 """An optax transformation applied to each matrix of a stack by itself.
 
-Enters: a transformation that looks at whole leaves (their factors, their root mean square), and parameters
-{'dense': ..., 'bank': ...} whose leaves of the bank and of the units are stacked in their first dim. Leaves: a
-transformation under which each expert's and each layer's matrix is a leaf. State leaves get the stack's first dim, so
-that those of an expert move with it; step counts stay scalars.
+Inputs: a transformation that looks at whole leaves (their factors, their root mean square), and parameters {'dense':
+..., 'bank': ...} whose leaves of the bank and of the units are stacked in their first dim. Outputs: a transformation
+under which each expert's and each layer's matrix is a leaf. State leaves get the stack's first dim, so that those of an
+expert move with it; step counts stay scalars.
 """
 
 from __future__ import annotations

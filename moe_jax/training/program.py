@@ -1,6 +1,6 @@
-"""What a run computes, before there is any data or array: mesh, model, layout, and the training step as a program.
+"""What a run computes, without data or arrays: mesh, model, layout, and the training step as a program.
 
-Enters: a RunConfig and devices, which may be real ones or those of a described topology. Leaves: a `Program`, whose
+Inputs: a RunConfig and devices, which may be real ones or those of a described topology. Outputs: a `Program`, whose
 training step can be lowered and compiled from shapes alone. Nothing is read, and nothing is allocated on a device.
 """
 
@@ -23,13 +23,13 @@ from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
 from moe_jax.moe.layer import LayerPlan
 from moe_jax.placement import Skeleton
-from moe_jax.replan.device_tables import has_guests, layer_plan, table_shapes
+from moe_jax.replan.device_tables import has_replicas, layer_plan, table_shapes
 from moe_jax.replan.transfer_shares import split_shares
 from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.guided import compile_guided, find_target
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.step import Placing, abstract_state, make_train_step, place
+from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Program:
 
     Attributes:
       config: as bound.
-      roles, model, layout, optimizer, placing: see their classes.
+      roles, model, layout, optimizer, state_shardings: see their classes.
     """
 
     config: RunConfig
@@ -46,7 +46,7 @@ class Program:
     model: LanguageModel
     layout: Layout
     optimizer: optax.GradientTransformation
-    placing: Placing
+    state_shardings: StateShardings
 
     @property
     def devices(self) -> int:
@@ -73,22 +73,24 @@ class Program:
 
     def abstract_state(self) -> dict:
         """Return the training state as ShapeDtypeStructs with shardings."""
-        return abstract_state(self.model, self.optimizer, self.placing)
+        return abstract_state(self.model, self.optimizer, self.state_shardings)
 
     def abstract_batch(self) -> Batch:
         """Return one step's batch as ShapeDtypeStructs with shardings."""
         train, length = self.config.train, self.config.data.sequence_length
-        shape = (train.accumulate, train.batch_size // train.accumulate, length)
+        shape = (train.grad_accum_steps, train.batch_size // train.grad_accum_steps, length)
         dtypes = Batch(np.int32, np.int32, np.dtype(self.config.model.param_dtype))
         return jax.tree.map(
-            lambda dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding), dtypes, self.placing.batch
+            lambda dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),
+            dtypes,
+            self.state_shardings.batch,
         )
 
     def layer_plan(self, skeleton: Skeleton | None, rule: Rule | None = None) -> LayerPlan | None:
         """Return what a step for plans of this skeleton is compiled for; `rule` is what it decides after the gate."""
         if skeleton is None:
             return None
-        shares = split_shares(self.config, self.roles, skeleton) if has_guests(skeleton) else None
+        shares = split_shares(self.config, self.roles, skeleton) if has_replicas(skeleton) else None
         return layer_plan(skeleton, self.roles.expert, rule, shares)
 
     def lower_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None) -> jax.stages.Lowered:
@@ -100,12 +102,14 @@ class Program:
         """
         plan = self.layer_plan(skeleton, rule)
         length = self.config.data.sequence_length
-        step = make_train_step(self.model, self.layout, self.config.train, self.placing, length, plan)
+        step = make_train_step(self.model, self.layout, self.config.train, self.state_shardings, length, plan)
         tables = self.even_tables() if skeleton is None else table_shapes(skeleton)
-        tables = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.placing.tables), tables)
-        wishes = (self.roles.num_devices,) if skeleton is None else (self.roles.num_devices, 3)
-        wishes = jax.ShapeDtypeStruct(wishes, np.int32, sharding=self.placing.wishes)
-        return step.lower(self.abstract_state(), self.abstract_batch(), tables, wishes)
+        tables = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.state_shardings.tables), tables
+        )
+        host_signals = (self.roles.num_devices,) if skeleton is None else (self.roles.num_devices, 3)
+        host_signals = jax.ShapeDtypeStruct(host_signals, np.int32, sharding=self.state_shardings.host_signals)
+        return step.lower(self.abstract_state(), self.abstract_batch(), tables, host_signals)
 
     def compiler_options(self) -> dict[str, str]:
         """Return the options that the training step is compiled with on these devices."""
@@ -149,7 +153,9 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     )
     layout = model.layout()
     optimizer = build_optimizer(config.train)
-    placing = place(model, layout, optimizer, ema=config.train.ema_decay > 0)
+    state_shardings = build_state_shardings(model, layout, optimizer, ema=config.train.ema_decay > 0)
     # the step is built once here for its checks
-    make_train_step(model, layout, config.train, placing, config.data.sequence_length)
-    return Program(config=config, roles=roles, model=model, layout=layout, optimizer=optimizer, placing=placing)
+    make_train_step(model, layout, config.train, state_shardings, config.data.sequence_length)
+    return Program(
+        config=config, roles=roles, model=model, layout=layout, optimizer=optimizer, state_shardings=state_shardings
+    )

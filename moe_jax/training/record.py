@@ -1,6 +1,6 @@
 """From the arrays of one step to one record of metrics, and the check that the step was finite. Host side.
 
-Enters: the step's metrics as NumPy arrays, times, and the plan's homes. Leaves: a dictionary for metrics.jsonl.
+Inputs: the step's metrics as NumPy arrays, times, and the plan's homes. Outputs: a dictionary for metrics.jsonl.
 """
 
 from __future__ import annotations

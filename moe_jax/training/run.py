@@ -1,7 +1,7 @@
-"""One run from its folder to its last line: new, resumed, finished already, or evaluated only.
+"""One run from its folder to its report: new, resumed, finished already, or evaluated only.
 
-Enters: a RunConfig with its text, a work folder, and who this process is. Leaves: the folder, filled, and lines that
-say what came out. What may differ between a checkpoint and the command that resumes it is decided in
+Inputs: a RunConfig with its text, a work folder, and this process' place in the job. Outputs: the folder, filled, and
+lines that state the result. What may differ between a checkpoint and the command that resumes it is decided in
 `moe_jax.config.run_config`.
 """
 
@@ -27,7 +27,7 @@ from moe_jax.training.stepper import lag_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What the command line says beside the config.
+    """The options of the command line beside the config.
 
     Attributes:
       workdir: the run folder.
@@ -55,7 +55,7 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
       True if the run is finished, False if a signal stopped it before its last step.
 
     Raises:
-      UserError: a folder of another config, a checkpoint of another model, data that cannot be had, and the like.
+      UserError: a folder of another config, a checkpoint of another model, data that cannot be read, and the like.
       NonFiniteError: a step whose loss or gradient is not finite.
     """
     folder = open_folder(options, config_text, hosts)
@@ -87,7 +87,7 @@ def open_folder(options: RunOptions, config_text: str, hosts: Hosts) -> RunFolde
     """Return the run folder, made by process 0 before any other looks for it.
 
     Raises:
-      UserError: the folder cannot be had, or the processes of the job were started with different configs.
+      UserError: the folder cannot be opened, or the processes of the job were started with different configs.
     """
     create = not options.eval_only
     if hosts.is_main:
@@ -178,7 +178,7 @@ def _keep_or_drop_ema(session: Session, checkpoints: Checkpointer, step: int, st
     """Start the moving average that a restored state lacks; say so, and say when a stored one is left behind."""
     decay = session.config.train.ema_decay
     if decay and "ema" not in state:
-        state["ema"] = start_ema(state["params"], session.placing)
+        state["ema"] = start_ema(state["params"], session.state_shardings)
         say(hosts, f"train.ema_decay ({decay}): the average starts from the parameters of step {step}")
     elif not decay and checkpoints.has_ema(step):
         say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {step} holds is dropped")
@@ -202,7 +202,7 @@ def evaluate_only(
 
 
 def environment(session: Session, hosts: Hosts) -> dict:
-    """Return what environment.json says."""
+    """Return the record of environment.json."""
     devices = [{"platform": d.platform, "kind": d.device_kind} for d in session.roles.mesh.devices.flat]
     record = environment_record(devices=devices, mesh=dict(session.roles.mesh.shape), processes=hosts.process_count)
     resolved = {"MeshConfig.devices_per_node": session.roles.config.devices_per_node, **session.resolved()}
@@ -213,7 +213,7 @@ def train(
     session: Session, state: dict, checkpoints: Checkpointer, latest: int | None, folder: RunFolder, config_text: str,
     hosts: Hosts, engine: RejitEngine | None = None,
 ) -> bool:  # fmt: skip
-    """Train to the end or to a signal; draw pictures and say what came out."""
+    """Train to the end or to a signal; draw the plots and print the headline."""
     steps = session.config.train.steps
     writers = Writers(folder, session, latest) if hosts.is_main else None
     if writers and (older := writers.loads.describe_older()) is not None:

@@ -1,7 +1,7 @@
 """Everything a run is built from, before its first step: its program, data and the first tables.
 
-Enters: a RunConfig and the devices. Leaves: a `Session`. Building it allocates nothing on the devices but the tables of
-the first plan; `fresh_state` does.
+Inputs: a RunConfig and the devices. Outputs: a `Session`. Building it allocates nothing on the devices but the tables
+of the first plan; `fresh_state` does.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ class Session(Program):
 
     def fresh_state(self) -> dict:
         """Return the state of step 0."""
-        return init_state(self.model, self.optimizer, self.placing, self.config.train.seed)
+        return init_state(self.model, self.optimizer, self.state_shardings, self.config.train.seed)
 
     def state_from(self, params) -> dict:
         """Return the state of step 0 that starts from given parameters."""
-        return state_of_params(params, self.optimizer, self.placing)
+        return state_of_params(params, self.optimizer, self.state_shardings)
 
     def evaluation_step(self, skeleton: Skeleton | None = None):
         """Return the evaluation step; it compiles when first called."""
         step = make_evaluation_step(
-            self.model, self.layout, self.config.train, self.placing, self.config.data.sequence_length,
+            self.model, self.layout, self.config.train, self.state_shardings, self.config.data.sequence_length,
             self.layer_plan(skeleton),
         )  # fmt: skip
         options, devices = self.compiler_options(), list(self.roles.mesh.devices.flat)
         return SharedFunction(step, options, devices) if options else step
 
-    def wishes(self, flag: int):
-        """Return this process' wish to stop, as the step's input."""
-        return to_devices(np.full((self.roles.num_devices,), flag, np.int32), self.placing.wishes)
+    def host_signals(self, flag: int):
+        """Return this process' request to stop, 1 or 0, as the step's input."""
+        return to_devices(np.full((self.roles.num_devices,), flag, np.int32), self.state_shardings.host_signals)
 
 
 def build_session(config: RunConfig, devices) -> Session:
@@ -67,6 +67,8 @@ def build_session(config: RunConfig, devices) -> Session:
     parts = {field.name: getattr(program, field.name) for field in dataclasses.fields(program)}
     return Session(
         **parts,
-        feed=Feed(cache, tokenizer, config.train, config.model, config.data.sequence_length, program.placing.batch),
-        tables=to_devices(program.even_tables(), program.placing.tables),
+        feed=Feed(
+            cache, tokenizer, config.train, config.model, config.data.sequence_length, program.state_shardings.batch
+        ),
+        tables=to_devices(program.even_tables(), program.state_shardings.tables),
     )

@@ -1,15 +1,15 @@
 """One process compiles, all run the same program. No arrays.
 
-Enters: a lowered program and a function that compiles it. Leaves: its executable, on every process of the job.
+Inputs: a lowered program and a function that compiles it. Outputs: its executable, on every process of the job.
 
 On GPUs the compiler times candidate kernels and keeps the fastest. By default it shares that work among all processes
 of a job (`xla_gpu_shard_autotuning`), each of which then waits for the others: a program that one process compiles
 alone, or finds in a cache while another does not, would wait for ever. With sharing off (see `compiler_options.py`)
 each process times for itself, noise decides between equals, and two processes may get two programs: other fusions, so
-another order of collectives in the schedule, and NCCL waits for ever. So process 0 alone compiles and hands out what
-came out, by the coordination service. Where an executable cannot be handed out, its profile is, and each process
-compiles for itself. A program that is compiled again, as a plan that comes back is, is handed out again: the executable
-of before may be another one than process 0 runs now.
+another order of collectives in the schedule, and NCCL waits for ever. So process 0 alone compiles and hands out the
+result, by the coordination service. Where an executable cannot be handed out, its profile is, and each process compiles
+for itself. A program that is compiled again, as a plan that comes back is, is handed out again: the executable of
+before may be another one than process 0 runs now.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_jax.training import compiler_options
 _LOG = logging.getLogger(__name__)
 WAIT_SECONDS = 3600  # for process 0's compilation; the watchdog ends a job that lost process 0
 _CHUNK_BYTES = 2 << 20  # below the 4 MiB at which gRPC by default refuses a message
-_PART_MILLISECONDS = 60_000  # every part is there before the head is
+_PART_MILLISECONDS = 60_000  # every part is written before the head is
 _turns: collections.Counter = collections.Counter()  # how often a process has asked for a program
 _handed_out: list[_Store] = []  # by process 0, and not deleted yet
 _lock = threading.Lock()
@@ -55,7 +55,7 @@ class _Store:
             for index, part in enumerate(parts):
                 self.client.key_value_set_bytes(f"{self.key}/{name}/{index}", part, allow_overwrite=True)
         head = json.dumps({"kind": kind, "parts": counts, "line": line}).encode()
-        self.client.key_value_set_bytes(f"{self.key}/head", head, allow_overwrite=True)  # last: now it is there
+        self.client.key_value_set_bytes(f"{self.key}/head", head, allow_overwrite=True)  # last: now it is complete
 
     def read(self, seconds: float) -> tuple[str, list[bytes], str]:
         """Return (kind, blobs, line); raise HostLostError if there is nothing in time."""
@@ -101,7 +101,7 @@ def compile_for_all(
 
     Raises:
       UserError, RuntimeError: process 0 could not compile it; on all processes, with its reason.
-      HostLostError: process 0 said nothing for an hour.
+      HostLostError: process 0 sent nothing for an hour.
     """
     client = distributed.global_state.client
     if client is None or jax.process_count() == 1:

@@ -1,10 +1,10 @@
 """The training step and the evaluation step: what is compiled, with every leaf's place on the mesh fixed.
 
-Enters: state {'step', 'params', 'opt_state'} and, where it is kept, 'ema' (donated), one step's batch [n, B / n, Sq],
-the plan's tables, and each device's wish to stop. Leaves: the new state and a dictionary of metrics. The gradient is
-taken outside the model's `shard_map`; clipping and the optimizer see global arrays, split over the mesh by the layout's
-specs (ZeRO).
-Letters: n microbatches of a step, B global sequences of a step, Sq positions.
+Inputs: state {'step', 'params', 'opt_state'} and, where it is kept, 'ema' (donated), one step's batch [Nm, B / Nm, Sq],
+the plan's tables, and the hosts' signals. Outputs: the new state and a dictionary of metrics. The gradient is taken
+outside the model's `shard_map`; clipping and the optimizer see global arrays, split over the mesh by the layout's specs
+(ZeRO).
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from moe_jax.training.optimizer import build_optimizer, finished_updates, state_
 
 
 @dataclasses.dataclass(frozen=True)
-class Placing:
-    """Shardings of everything that enters and leaves a step, as pytrees of NamedSharding.
+class StateShardings:
+    """Shardings of the inputs and outputs of a step, as pytrees of NamedSharding.
 
     Attributes:
       state: of the training state.
-      batch: of a `Batch` [n, B / n, Sq].
+      batch: of a `Batch` [Nm, B / Nm, Sq].
       tables: of every array of the plan's `Tables`.
-      wishes: of int32 [devices], one wish to stop per device.
+      host_signals: of int32 [devices] or [devices, 3], what each host tells the step.
       replicated: of everything else.
     """
 
     state: dict
     batch: Batch
     tables: NamedSharding
-    wishes: NamedSharding
+    host_signals: NamedSharding
     replicated: NamedSharding
 
 
-def place(model: LanguageModel, layout: Layout, optimizer: optax.GradientTransformation, ema: bool = False) -> Placing:
+def build_state_shardings(
+    model: LanguageModel, layout: Layout, optimizer: optax.GradientTransformation, ema: bool = False
+) -> StateShardings:
     """Return where state and inputs lie for this model on its mesh; `ema` says whether a moving average is kept."""
     mesh, roles = model.roles.mesh, model.roles
 
@@ -57,52 +59,60 @@ def place(model: LanguageModel, layout: Layout, optimizer: optax.GradientTransfo
     rows = NamedSharding(mesh, P(None, roles.dense))
     replicated = NamedSharding(mesh, P())
     state = {"step": replicated, "params": named(layout.params), "opt_state": named(opt_specs)}
-    return Placing(
+    return StateShardings(
         state={**state, "ema": named(layout.state)} if ema else state,
         batch=Batch(rows, rows, rows),
         tables=NamedSharding(mesh, P(roles.expert)),
-        wishes=NamedSharding(mesh, P(roles.all)),
+        host_signals=NamedSharding(mesh, P(roles.all)),
         replicated=replicated,
     )
 
 
-def abstract_state(model: LanguageModel, optimizer: optax.GradientTransformation, placing: Placing) -> dict:
+def abstract_state(
+    model: LanguageModel, optimizer: optax.GradientTransformation, state_shardings: StateShardings
+) -> dict:
     """Return the state as ShapeDtypeStructs with shardings; nothing is computed."""
-    shapes = jax.eval_shape(lambda params: _first_state(params, optimizer, placing), model.shapes())
+    shapes = jax.eval_shape(lambda params: _first_state(params, optimizer, state_shardings), model.shapes())
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, placing.state
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings.state,
     )
 
 
-def init_state(model: LanguageModel, optimizer: optax.GradientTransformation, placing: Placing, seed: int) -> dict:
+def init_state(
+    model: LanguageModel, optimizer: optax.GradientTransformation, state_shardings: StateShardings, seed: int
+) -> dict:
     """Return the state of step 0; each device makes its own part."""
 
     def init(key):
-        return _first_state(model.init(key), optimizer, placing)
+        return _first_state(model.init(key), optimizer, state_shardings)
 
-    return jax.jit(init, out_shardings=placing.state)(jax.random.key(seed))
+    return jax.jit(init, out_shardings=state_shardings.state)(jax.random.key(seed))
 
 
-def state_of_params(params, optimizer: optax.GradientTransformation, placing: Placing) -> dict:
+def state_of_params(params, optimizer: optax.GradientTransformation, state_shardings: StateShardings) -> dict:
     """Return the state of step 0 that starts from given parameters."""
 
-    return jax.jit(lambda params: _first_state(params, optimizer, placing), out_shardings=placing.state)(params)
+    return jax.jit(
+        lambda params: _first_state(params, optimizer, state_shardings), out_shardings=state_shardings.state
+    )(params)
 
 
-def _first_state(params, optimizer: optax.GradientTransformation, placing: Placing) -> dict:
+def _first_state(params, optimizer: optax.GradientTransformation, state_shardings: StateShardings) -> dict:
     """Return the state of step 0; traced."""
     state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
-    return {**state, "ema": jax.tree.map(jnp.copy, params)} if "ema" in placing.state else state
+    return {**state, "ema": jax.tree.map(jnp.copy, params)} if "ema" in state_shardings.state else state
 
 
-def start_ema(params, placing: Placing):
+def start_ema(params, state_shardings: StateShardings):
     """Return the moving average that starts from given parameters, in buffers of its own."""
-    return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=placing.state["ema"])(params)
+    return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=state_shardings.state["ema"])(params)
 
 
-def ema_params(ema, placing: Placing):
+def ema_params(ema, state_shardings: StateShardings):
     """Return the moving average where a step looks for parameters; under ZeRO it is split, as moments are."""
-    return jax.jit(lambda ema: ema, out_shardings=placing.state["params"])(ema)
+    return jax.jit(lambda ema: ema, out_shardings=state_shardings.state["params"])(ema)
 
 
 def leaf_names(tree) -> list[str]:
@@ -111,48 +121,49 @@ def leaf_names(tree) -> list[str]:
 
 
 def make_train_step(
-    model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int,
+    model: LanguageModel, layout: Layout, config: TrainConfig, state_shardings: StateShardings, length: int,
     plan: LayerPlan | None = None,
 ) -> Callable:  # fmt: skip
-    """Return train_step(state, batch, tables, wishes) -> (state, metrics), jitted; the state is donated.
+    """Return train_step(state, batch, tables, host_signals) -> (state, metrics), jitted; the state is donated.
 
     Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float []; square_norms float [leaves], squared norm of
     each gradient leaf in the order of `leaf_names(params)`; loads int32 [L, sources, E]; gate_entropy float [L];
-    dropped, passes int32 [L]; stop int32 [], 1 if any device wished to stop.
+    dropped, passes int32 [L]; stop int32 [], 1 if any host asked to stop.
 
-    With a plan `wishes` is int32 [devices, 3]: stop, number of the newest skeleton ready, hash of the plan; and metrics
-    have `ready`, the least of all, and `plan_hash_least` and `plan_hash_most` besides.
+    `host_signals` is int32 [devices], 1 where a host asks to stop. With a plan it is int32 [devices, 3]: stop, number
+    of the newest skeleton ready, hash of the plan; and metrics have `ready`, the least of all, and `plan_hash_least`
+    and `plan_hash_most` besides.
 
     Where `max_skipped_steps` allows it, a step whose loss or gradient norm is not finite in any microbatch leaves the
     state as it was but for `step`: the batch is left out, and neither moments nor schedule move. Metrics then have
-    `skipped` bool []. The choice is made on the device, so it needs no word from the host and knows no limit: counting
-    is the host's. (`optax.apply_if_finite` looks at the gradients only, and at its limit lets them through.)
+    `skipped` bool []. The choice is made on the device, so it does not involve the host and has no limit: the host
+    counts. (`optax.apply_if_finite` looks at the gradients only, and at its limit lets them through.)
     """
     optimizer, schedule = build_optimizer(config), build_learning_rate(config)
-    pieces, may_skip = config.accumulate, config.max_skipped_steps > 0
-    rows = config.batch_size // pieces
+    microbatches, may_skip = config.grad_accum_steps, config.max_skipped_steps > 0
+    rows = config.batch_size // microbatches
     value_and_grad = jax.value_and_grad(
-        make_loss(model, layout, rows, length, microbatches=pieces, plan=plan), has_aux=True
+        make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan), has_aux=True
     )
     moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), layout.state)
 
     def gradients(params, batch, tables, key):
         normalizer = jnp.maximum(jnp.sum(batch.weights), 1)
-        if pieces == 1:
+        if microbatches == 1:
             (_, stats), grads = value_and_grad(
                 params, jax.tree.map(lambda a: a[0], batch), tables, key, jnp.int32(0), normalizer
             )
             return grads, jax.tree.map(lambda a: a[None], stats)
 
         def body(total, inputs):
-            piece, index = inputs
-            (_, stats), grads = value_and_grad(params, piece, tables, key, index * rows, normalizer)
+            microbatch, index = inputs
+            (_, stats), grads = value_and_grad(params, microbatch, tables, key, index * rows, normalizer)
             return jax.tree.map(jnp.add, total, grads), stats
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return lax.scan(body, zeros, (batch, jnp.arange(pieces, dtype=jnp.int32)))
+        return lax.scan(body, zeros, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
 
-    def train_step(state, batch, tables, wishes):
+    def train_step(state, batch, tables, host_signals):
         params = state["params"]
         key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
         grads, stats = gradients(params, batch, tables, key)
@@ -177,7 +188,7 @@ def make_train_step(
             "gate_entropy": jnp.mean(stats.gate_entropy, axis=0),
             "dropped": jnp.sum(stats.dropped, axis=0),
             "passes": jnp.max(stats.passes, axis=0),
-            "stop": jnp.max(wishes if plan is None else wishes[:, 0]),
+            "stop": jnp.max(host_signals if plan is None else host_signals[:, 0]),
         }
         if may_skip:
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
@@ -185,15 +196,21 @@ def make_train_step(
             new_state |= _select(finite, {name: new_state[name] for name in kept}, kept)
             metrics |= {"skipped": ~finite, "learning_rate": schedule(finished_updates(state["opt_state"]))}
         if plan is not None:
-            metrics["ready"] = jnp.min(wishes[:, 1])
-            metrics["plan_hash_least"], metrics["plan_hash_most"] = jnp.min(wishes[:, 2]), jnp.max(wishes[:, 2])
+            metrics["ready"] = jnp.min(host_signals[:, 1])
+            metrics["plan_hash_least"] = jnp.min(host_signals[:, 2])
+            metrics["plan_hash_most"] = jnp.max(host_signals[:, 2])
         return new_state, metrics
 
     return jax.jit(
         train_step,
         donate_argnums=0,
-        in_shardings=(placing.state, placing.batch, placing.tables, placing.wishes),
-        out_shardings=(placing.state, placing.replicated),
+        in_shardings=(
+            state_shardings.state,
+            state_shardings.batch,
+            state_shardings.tables,
+            state_shardings.host_signals,
+        ),
+        out_shardings=(state_shardings.state, state_shardings.replicated),
     )
 
 
@@ -203,15 +220,15 @@ def _select(condition, new, old):
 
 
 def make_evaluation_step(
-    model: LanguageModel, layout: Layout, config: TrainConfig, placing: Placing, length: int,
+    model: LanguageModel, layout: Layout, config: TrainConfig, state_shardings: StateShardings, length: int,
     plan: LayerPlan | None = None,
 ) -> Callable:  # fmt: skip
-    """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, B / n, Sq].
+    """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, B / Nm, Sq].
 
-    The first is the sum of the losses of the targets that count, the second how many count: a process that holds some
-    of the rows only cannot tell. Weights are 0 or 1.
+    The first is the sum of the losses of the targets that count, the second how many count: a process that holds only
+    some of the rows cannot count them. Weights are 0 or 1.
     """
-    loss = make_loss(model, layout, config.batch_size // config.accumulate, length, training=False, plan=plan)
+    loss = make_loss(model, layout, config.batch_size // config.grad_accum_steps, length, training=False, plan=plan)
 
     def evaluate(params, batch, tables):
         _, stats = loss(
@@ -221,6 +238,6 @@ def make_evaluation_step(
 
     return jax.jit(
         evaluate,
-        in_shardings=(placing.state["params"], placing.batch, placing.tables),
-        out_shardings=placing.replicated,
+        in_shardings=(state_shardings.state["params"], state_shardings.batch, state_shardings.tables),
+        out_shardings=state_shardings.replicated,
     )

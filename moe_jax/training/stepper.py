@@ -1,6 +1,6 @@
 """The steps of a run, one dispatched after the other, with metrics that are read some steps later.
 
-Enters: a `Session`, a state, batches on the devices. Leaves: the next state, and the metrics of each finished step.
+Inputs: a `Session`, a state, batches on the devices. Outputs: the next state, and the metrics of each finished step.
 This is what `loop.py` and benchmarks share; files, checkpoints and evaluations are the loop's.
 """
 
@@ -61,10 +61,10 @@ class Stepper:
     def dispatch(self, batch, flag: int = 0) -> None:
         """Let the devices run the next step on a batch that lies there; `flag` is this process' wish to stop."""
         if self.engine is None:
-            tables, wishes = self.session.tables, self.session.wishes(flag)
+            tables, host_signals = self.session.tables, self.session.host_signals(flag)
         else:
-            self.executable, tables, wishes, self.state = self.engine.before_step(self.step, self.state, flag)
-        self.state, metrics = self.executable(self.state, batch, tables, wishes)
+            self.executable, tables, host_signals, self.state = self.engine.before_step(self.step, self.state, flag)
+        self.state, metrics = self.executable(self.state, batch, tables, host_signals)
         self.in_flight.append((self.step, metrics))
         self.step += 1
         if self.engine is not None:
@@ -84,7 +84,7 @@ class Stepper:
         records = []
         for _ in range(steps):
             records += map(self._record, self.finished(self.step - self.lag))
-            batch = to_devices(self.session.feed.read(self.step), self.session.placing.batch)
+            batch = to_devices(self.session.feed.read(self.step), self.session.state_shardings.batch)
             if self.change_state is not None:
                 self.state = self.change_state(self.state, self.step)
             self.dispatch(batch)
@@ -111,7 +111,7 @@ def build_stepper(
     engine = build_engine(session, lag_of(session))
     past = list(past)
     if engine is not None and past:
-        engine.foresee(past)
+        engine.warm_start(past)
     stepper = Stepper(session, session.fresh_state(), engine, change_state)
     stepper.compile()
     return stepper

@@ -1,8 +1,8 @@
-"""What a check of a kernel came to, kept in the user's cache so that the next start need not compute it again.
+"""The result of a check of a kernel, stored in the user's cache so that the next start need not compute it again.
 
-Enters: a key, everything that the outcome depends on (kernel, sizes, device, driver, versions). Leaves: the `Verdict`
-that was kept under it, or None. A file that is missing, damaged, or of another key is no verdict; a cache that cannot
-be used costs the check at every start and is said once.
+Inputs: a key, everything that the outcome depends on (kernel, sizes, device, driver, versions). Outputs: the `Verdict`
+that was kept under it, or None. A file that is missing, damaged, or of another key is no verdict; with a cache that
+cannot be used the check runs at every start, logged once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def verdict_key(device: jax.Device, **what) -> dict:
         "device": device.device_kind,
         "platform": device.client.platform_version,  # of CUDA, as jaxlib was built for
         "driver": driver_version(),
-        "flags": os.environ.get("XLA_FLAGS", ""),  # they decide over kernels as `what` does
+        "flags": os.environ.get("XLA_FLAGS", ""),  # they choose kernels as `what` does
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "source": source_digest(),
@@ -74,7 +74,7 @@ def driver_version() -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Return a digest of this package's kernels and checks: another version of either asks again."""
+    """Return a digest of this package's kernels and checks: another version of either is checked again."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for pattern in ("moe/*.py", "collectives/*.py", "training/*_check.py"):
@@ -95,9 +95,9 @@ def read_verdict(key: dict) -> Verdict | None:
 
 
 def keep_verdict(key: dict, verdict: Verdict) -> None:
-    """Keep a verdict under a key; where that cannot be done, say so once and go on."""
+    """Keep a verdict under a key; where that cannot be done, log it once and go on."""
     path = verdict_path(key)
-    if path is None or verdict.outcome == NO_MEMORY:  # less may stand in the memory next time
+    if path is None or verdict.outcome == NO_MEMORY:  # more memory may be free next time
         return
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     record = {"key": key, **dataclasses.asdict(verdict), "date": today}

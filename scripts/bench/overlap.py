@@ -2,14 +2,14 @@
 
     python scripts/bench/overlap.py --gin_file=configs/model/hecate_gpt_moe_s.gin --target=h200:4x8 --target=h200:1x8
 
-needs the CUDA wheels of this jax in the environment, and no GPU. Every device has copies of one expert of each of its
-next --guests neighbours, in every layer: as many full rounds of one expert each, with all links alike. One row for each
-target, schedule, guidance of the scheduler, and with and without the overflow branch, modelled from the program
+needs the CUDA wheels of this jax in the environment, and no GPU. Every device has replicas of one expert of each of its
+next --replicas neighbours, in every layer: as many full rounds of one expert each, with all links alike. One row for
+each target, schedule, guidance of the scheduler, and with and without the overflow branch, modelled from the program
 (`python -m moe_jax.inspect` says how): of the bytes of Trans and Agg in the loops over layers, the steady state, those
 that have a kernel, and a matmul, between start and done; modelled milliseconds, and which share somebody waits for, of
-all and in the loops; the same for the all-to-alls; bytes per device in GB. Ceiling: 100% of the bytes, 0% exposed.
-The last line is one JSON object; --out keeps each case as soon as it is there, its program beside it, and skips
-those that it holds.
+all and in the loops; the same for the all-to-alls; bytes per device in GB. Ceiling: 100% of the bytes, 0% exposed. The
+last line is one JSON object; --out keeps each case as soon as it is there, its program beside it, and skips those that
+it holds.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from moe_jax.compile_cases import Case, Outcome, compile_case
 SCHEDULES = {
     "expert parallel": (0, ()),
     "none": (None, ()),
-    "hecate": (None, ("ModelConfig.prefetch = 'hecate'", "ModelConfig.rematerialize = True")),
-    "pro_prophet": (None, ("ModelConfig.prefetch = 'pro_prophet'", "ModelConfig.rematerialize = True")),
+    "hecate": (None, ("ModelConfig.prefetch = 'hecate'", "ModelConfig.refetch_replicas = True")),
+    "pro_prophet": (None, ("ModelConfig.prefetch = 'pro_prophet'", "ModelConfig.refetch_replicas = True")),
 }
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding; may repeat.")
 _TARGETS = flags.DEFINE_multi_string("target", ["h200:4x8"], "DEVICE:NODESxDEVICES; may repeat.")
 _SCHEDULES = flags.DEFINE_multi_enum("schedule", list(SCHEDULES), list(SCHEDULES), "What is compiled; may repeat.")
-_GUIDED = flags.DEFINE_bool("guided", True, "Compile again, the scheduler told modelled seconds.")
+_GUIDED = flags.DEFINE_bool("guided", True, "Compile again, the scheduler given modelled seconds.")
 _OVERFLOW = flags.DEFINE_multi_enum("overflow", ["yes", "no"], ["yes", "no"], "With the branch of later passes.")
 _TOKENS = flags.DEFINE_integer("tokens", 16384, "Tokens of a device.")
-_GUESTS = flags.DEFINE_integer("guests", 2, "Copies on each device in each layer.")
+_REPLICAS = flags.DEFINE_integer("replicas", 2, "Replicas on each device in each layer.")
 _METHOD = flags.DEFINE_string("method", "shift", "How they travel.")
 _OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
 _OUT = flags.DEFINE_string("out", "", "File of JSON lines, one for each case.")
@@ -51,13 +51,13 @@ def main(argv: list[str]) -> None:
                      "exposed", "step ms", "args", "temp", "s"))  # fmt: skip
     records = []
     for target, overflow, schedule in itertools.product(_TARGETS.value, _OVERFLOW.value, _SCHEDULES.value):
-        guests, bindings = SCHEDULES[schedule]
+        replicas, bindings = SCHEDULES[schedule]
         case = Case(
             files=tuple(_GIN_FILES.value),
             bindings=(*bindings, *_GIN_BINDINGS.value),
             target=target,
             tokens=_TOKENS.value,
-            guests=_GUESTS.value if guests is None else guests,
+            replicas=_REPLICAS.value if replicas is None else replicas,
             method=_METHOD.value,
             options=tuple(tuple(text.split("=", 1)) for text in _OPTIONS.value),
             overflow=overflow == "yes",

@@ -48,9 +48,9 @@ _ROUNDS = flags.DEFINE_integer("rounds", 4, "Interleaved rounds.")
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps of each side in a round.")
 _SETTLE = flags.DEFINE_integer("settle", 6, "Steps of each side before the rounds.")
 _SLACKS = flags.DEFINE_list("slacks", ["1.5", "3", "6"], "Bucket sizes tried for EP, over the mean.")
-_TRANSPORTS = flags.DEFINE_list("transports", ["all_to_all", "pairwise", "two_level"], "Transports tried for EP.")
+_TRANSPORTS = flags.DEFINE_list("transports", ["all_to_all", "ppermute", "two_level"], "Transports tried for EP.")
 _EP = flags.DEFINE_string("ep", "", "TRANSPORT:SLACK of plain EP as an earlier run chose it; '' tries them all.")
-_GUESTS = flags.DEFINE_integer("guest_slots", 4, "Guests of a device in a layer.")
+_REPLICA_SLOTS = flags.DEFINE_integer("replica_slots", 4, "Replicas of a device in a layer.")
 _SPLIT = flags.DEFINE_enum("split", "even", ["even", "plan"], "PlannerConfig.split of planners that plan ahead.")
 _FIRST = flags.DEFINE_integer("first_sample", 50, "Sample of the trace for step 0.")
 _WAIT_FOR = flags.DEFINE_string(
@@ -96,7 +96,7 @@ def install_counted_gate(axes: tuple[str, ...]) -> None:
             counts=count_experts(ids, config.num_experts), probability=jnp.zeros((config.num_experts,)) + none,
             squared_logsumexp=none, entropy=none, dropped=jnp.sum(ids < 0, dtype=jnp.int32),
         )  # fmt: skip
-        return Choice(expert_ids=ids, weights=weights, kept=ids >= 0), jax.tree.map(lambda leaf: leaf, stats)
+        return Choice(expert_ids=ids, weights=weights, keep_mask=ids >= 0), jax.tree.map(lambda leaf: leaf, stats)
 
     layer.choose_experts = choose
 
@@ -117,8 +117,8 @@ def run_config(transport: str, slack: float, planner: str):
         f"PlannerConfig.name = '{planner.removesuffix('_after_gate')}'",
         f"PlannerConfig.when = '{'after_gate' if late else 'ahead'}'",
         f"PlannerConfig.split = '{'plan' if late else _SPLIT.value}'",
-        f"PlannerConfig.guest_slots = {_GUESTS.value}", "PlannerConfig.overlap_degree = 16",
-        "PlannerConfig.interval = 1", "PlannerConfig.swap_after = 1", "PlannerConfig.n = 'search'",
+        f"PlannerConfig.replica_slots = {_REPLICA_SLOTS.value}", "PlannerConfig.overlap_degree = 16",
+        "PlannerConfig.interval = 1", "PlannerConfig.swap_after = 1", "PlannerConfig.skipped_devices = 'search'",
         f"PlannerConfig.cluster = '{pathlib.Path(_OUT.value).resolve() / 'lab_cluster.gin'}'",
     ]  # fmt: skip
     return parse_run_config(["configs/run/deepspeed_moe.gin"], bindings)[0]
@@ -168,7 +168,7 @@ def time_sides(sides: dict, rounds: int, steps: int, say, keep=lambda found: Non
     Args:
       keep: called with what was found so far after each round.
     """
-    found = {name: {"seconds": [], "passes": [], "guests": [], "skew": [], "planner": []} for name in sides}
+    found = {name: {"seconds": [], "passes": [], "replicas": [], "skew": [], "planner": []} for name in sides}
     for at in range(rounds):
         for name, side in sides.items():
             began = time.perf_counter()
@@ -176,7 +176,7 @@ def time_sides(sides: dict, rounds: int, steps: int, say, keep=lambda found: Non
             found[name]["seconds"].append((time.perf_counter() - began) / steps)
             for record in records:
                 found[name]["passes"].append(float(record["passes"].mean()))
-                found[name]["guests"].append(record.get("guests", 0) / LAYERS)
+                found[name]["replicas"].append(record.get("replicas", 0) / LAYERS)
                 found[name]["planner"].append(record.get("planner_seconds", 0.0))
                 homes = record["loads"].sum(axis=1).reshape(LAYERS, _HOSTS.value * _DEVICES.value, -1).sum(axis=2)
                 even = (homes.max(1) / homes.mean(1)).mean()
@@ -193,7 +193,7 @@ def summary(found: dict) -> dict:
             "step_seconds": statistics.median(values["seconds"]),
             "rounds": [round(seconds, 4) for seconds in values["seconds"]],
             "passes": statistics.mean(values["passes"]),
-            "guests_per_layer": statistics.mean(values["guests"]),
+            "replicas_per_layer": statistics.mean(values["replicas"]),
             "device_load_max_over_mean": statistics.mean(values["skew"]),
             "planner_ms": 1e3 * statistics.median(values["planner"]),
         }
@@ -312,13 +312,14 @@ def write_results(folder: pathlib.Path) -> dict:
         run = json.loads(path.read_text())
         gathered.setdefault(run["routing"], []).append(run)
     for routing, runs in gathered.items():
-        lines += [f"## {routing}", "", "| side | s a step | speed-up over EP | max/mean | guests a layer | passes |"]
+        lines += [f"## {routing}", "", "| side | s a step | speed-up over EP | max/mean | replicas a layer | passes |"]
         lines += ["|---|---|---|---|---|---|"]
         for run in runs:
             for name, side in run["sides"].items():
                 lines.append(
                     f"| {name} ({run['best_ep']}) | {side['step_seconds']:.3f} | {side['speedup']:.2f} | "
-                    f"{side['device_load_max_over_mean']:.2f} | {side['guests_per_layer']:.1f} | {side['passes']:.2f} |"
+                    f"{side['device_load_max_over_mean']:.2f} | {side['replicas_per_layer']:.1f} | "
+                    f"{side['passes']:.2f} |"
                 )
         lines.append("")
     machine = {

@@ -41,7 +41,7 @@ def time_planner(name: str, experts: int, devices: int, per_node: int) -> float:
     cluster = Cluster(
         name="bench", nodes=devices // per_node, devices_per_node=per_node, flat=True, intra_bandwidth=3e9, flops=3e13
     )
-    cost = Cost(cluster=cluster, model_dim=1024, hidden_dim=2048, guest_slots=4, overlap_degree=16)
+    cost = Cost(cluster=cluster, model_dim=1024, hidden_dim=2048, replica_slots=4, overlap_degree=16)
     planner = build_planner(PlannerConfig(name=name, bounded=False))
     placement = Placement.even(FLAGS.layers, experts, devices, per_node)
     placement = planner.propose(skewed_loads(FLAGS.layers, devices, experts, 0), placement, cost)

@@ -1,6 +1,6 @@
 """What a sweep of `scripts/bench_schedules.py` says: speed-ups by groups, the automatic choice, the model's error.
 
-Enters: measured seconds per layer and schedule, and the calibration file of the same place. Leaves: tables on the
+Inputs: measured seconds per layer and schedule, and the calibration file of the same place. Outputs: tables on the
 screen, two plots, one JSON line. `parm` is whichever of s1 and s2 the file makes `MoEConfig.schedule = 'parm'` take.
 """
 
@@ -50,7 +50,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
         medians = {name: statistics.median(samples[name]) for name in SCHEDULES}
         predicted = {name: predict(name, layer, DEVICES, cluster, transport) for name in SCHEDULES}
         pick = "s1"
-        if layer.copies > 1 or "deepspeed" in candidates:
+        if layer.mp_size > 1 or "deepspeed" in candidates:
             roles, sizes = layer.sizes(DEVICES)
             pick = choose(roles, sizes, 4 * layer.model_dim, cluster, transport=transport).schedule
         low, high = interval(samples[pick], samples["deepspeed"], rng)
@@ -83,8 +83,8 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
 def _table(layers) -> dict:
     """Parm's table IV: speed-ups over deepspeed per (N_MP, N_ESP)."""
     table = {}
-    for pair in sorted({(layer.copies, layer.shards) for layer, *_ in layers}):
-        times = [t for layer, t, *_ in layers if (layer.copies, layer.shards) == pair]
+    for pair in sorted({(layer.mp_size, layer.esp_size) for layer, *_ in layers}):
+        times = [t for layer, t, *_ in layers if (layer.mp_size, layer.esp_size) == pair]
         cells: dict = {"layers": len(times)}
         for name in ("s1", "s2", "parm"):
             ratios = [t["deepspeed"] / t[name] for t in times]
@@ -95,12 +95,12 @@ def _table(layers) -> dict:
 
 def _choice(layers, candidates) -> dict:
     """How often parm took the fastest, where there is a choice."""
-    asked = [(times, pick) for layer, times, _, pick, *_ in layers if layer.copies > 1 or "deepspeed" in candidates]
+    asked = [(times, pick) for layer, times, _, pick, *_ in layers if layer.mp_size > 1 or "deepspeed" in candidates]
     if not asked:
         return {}
     best = [min(times[name] for name in candidates) for times, _ in asked]
     loss = [times["parm"] / least - 1 for (times, _), least in zip(asked, best, strict=True)]
-    with_mp = [times for layer, times, *_ in layers if layer.copies > 1]
+    with_mp = [times for layer, times, *_ in layers if layer.mp_size > 1]
     gains = [max(times["s1"], times["s2"]) / times["parm"] - 1 for times in with_mp]
     return {
         "pick_right": _r(np.mean([lost <= 0 for lost in loss])),
@@ -123,9 +123,9 @@ def _lower_ends(layers) -> dict:
     """Layers whose 95% interval of parm's speed-up begins, or ends, below 1; and the intervals of the pairs' means."""
     rng = np.random.default_rng(1)
     means = {}
-    for pair in sorted({(layer.copies, layer.shards) for layer, *_ in layers}):
+    for pair in sorted({(layer.mp_size, layer.esp_size) for layer, *_ in layers}):
         ratios = np.array(
-            [t["deepspeed"] / t["parm"] for layer, t, *_ in layers if (layer.copies, layer.shards) == pair]
+            [t["deepspeed"] / t["parm"] for layer, t, *_ in layers if (layer.mp_size, layer.esp_size) == pair]
         )
         drawn = ratios[rng.integers(0, len(ratios), (1000, len(ratios)))].mean(axis=1)
         means[f"{pair[0]},{pair[1]}"] = [_r(q) for q in np.quantile(drawn, (0.025, 0.975))]
@@ -152,10 +152,10 @@ def _prediction(layers) -> dict:
     """Error of predicted layer times, all schedules together and each alone."""
 
     def judge(pairs):
-        told, measured = np.array(pairs).T
-        errors = np.abs(told / measured - 1)
-        residual = ((told - measured) ** 2).sum() / ((measured - measured.mean()) ** 2).sum()
-        p95, bias = np.quantile(errors, 0.95), np.median(told / measured)
+        predicted, measured = np.array(pairs).T
+        errors = np.abs(predicted / measured - 1)
+        residual = ((predicted - measured) ** 2).sum() / ((measured - measured.mean()) ** 2).sum()
+        p95, bias = np.quantile(errors, 0.95), np.median(predicted / measured)
         return {"median": _r(np.median(errors)), "p95": _r(p95), "r2": _r(1 - residual), "bias": _r(bias)}
 
     pairs = {name: [(p[name].total, t[name]) for layer, t, p, *_ in layers] for name in SCHEDULES}
@@ -176,15 +176,15 @@ def _draw(layers, path: pathlib.Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
     for pair in ((4, 4), (2, 2), (1, 4)):
-        ratios = [t["deepspeed"] / t["parm"] for layer, t, *_ in layers if (layer.copies, layer.shards) == pair]
+        ratios = [t["deepspeed"] / t["parm"] for layer, t, *_ in layers if (layer.mp_size, layer.esp_size) == pair]
         left.hist(ratios, bins=np.arange(0.5, 7.1, 0.25), alpha=0.6, label=f"N_MP, N_ESP = {pair[0]}, {pair[1]}")
     left.set_xlabel("speed-up of parm over deepspeed")
     left.set_ylabel("layers")
     left.legend(fontsize=7)
     for name in SCHEDULES:
         measured = [1e3 * t[name] for _, t, *_ in layers]
-        told = [1e3 * p[name].total for _, _, p, *_ in layers]
-        right.loglog(measured, told, "o", ms=3, alpha=0.6, label=name)
+        predicted = [1e3 * p[name].total for _, _, p, *_ in layers]
+        right.loglog(measured, predicted, "o", ms=3, alpha=0.6, label=name)
     ends = right.get_xlim()
     right.plot(ends, ends, lw=1, color="grey")
     right.set_xlabel("measured ms")

@@ -36,14 +36,14 @@ def prepare(config, devices):
     session = build_session(dataclasses.replace(config, mesh=mesh), devices)
     executable, _ = session.compile_train_step()
     held = {"state": session.fresh_state(), "step": 0, "passes": 1}
-    wishes = session.wishes(0)
+    host_signals = session.host_signals(0)
 
     def run(steps):
         seconds = []
         for _ in range(steps):
-            batch = to_devices(session.feed.read(held["step"]), session.placing.batch)
+            batch = to_devices(session.feed.read(held["step"]), session.state_shardings.batch)
             started = time.perf_counter()
-            held["state"], metrics = executable(held["state"], batch, session.tables, wishes)
+            held["state"], metrics = executable(held["state"], batch, session.tables, host_signals)
             jax.block_until_ready(metrics)
             seconds.append(time.perf_counter() - started)
             held["step"] += 1

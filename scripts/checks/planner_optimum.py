@@ -1,12 +1,12 @@
 """Measure how far the planners are from the optimum on small cases, and print a table and one JSON line.
 
-    python scripts/checks/planner_optimum.py [--cases=40] [--guest_slots=2]
+    python scripts/checks/planner_optimum.py [--cases=40] [--replica_slots=2]
 
 Two nodes of two devices, eight experts, Zipf-like loads. The optimum is solved as a mixed integer programme (scipy's
-HiGHS): first the least possible maximum of the device loads over all homes-fixed placements with at most mu guests per
-device and free shares; then the fewest copies that reach it; then the fewest copies across nodes. No placement can beat
-the first figure, so it is a floor for every planner that keeps homes. Pro-Prophet and FasterMoE are also held against
-the best subset of experts by their own predicted time, found by trying all subsets.
+HiGHS): first the least possible maximum of the device loads over all homes-fixed placements with at most mu replicas
+per device and free shares; then the fewest replicas that reach it; then the fewest replicas across nodes. No placement
+can beat the first figure, so it is a floor for every planner that keeps homes. Pro-Prophet and FasterMoE are also held
+against the best subset of experts by their own predicted time, found by trying all subsets.
 """
 
 import itertools
@@ -21,18 +21,18 @@ from moe_jax.placement import (
     routing,
 )
 from moe_jax.planner import Cost, PlannerConfig, build_planner
-from moe_jax.planner.base import copied_everywhere
+from moe_jax.planner.base import replicated_everywhere
 
 E, D, PER_NODE = 8, 4, 2
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("cases", 40, "random cases")
-flags.DEFINE_integer("guest_slots", 2, "mu")
+flags.DEFINE_integer("replica_slots", 2, "mu")
 PLANNERS = ("none", "fastermoe", "fastermoe_residual", "pro_prophet", "hecate", "flexmoe", "topk_all", "balanced")
 
 
 def solve(totals, home, mu):
-    """Return (least maximum load, fewest copies for it, fewest of those across nodes) for totals [E], home [E]."""
+    """Return (least maximum load, fewest replicas for it, fewest of those across nodes) for totals [E], home [E]."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     x, y, peak = np.arange(E * D).reshape(E, D), E * D + np.arange(E * D).reshape(E, D), 2 * E * D
@@ -81,8 +81,8 @@ def solve(totals, home, mu):
 
 
 def own_seconds(name, loads, start, cost, chosen):
-    """Return the time that a planner's own model predicts when `chosen` bool [E] are copied to all."""
-    placement = start.replace(copies=copied_everywhere(start, chosen[None]), rule="home")
+    """Return the time that a planner's own model predicts when `chosen` bool [E] are replicated on all devices."""
+    placement = start.replace(replicas=replicated_everywhere(start, chosen[None]), rule="home")
     computed, received = (part[0].astype(float) for part in routing.computed_and_received(placement, loads))
     forward = computed.max() / cost.tokens_per_second(name)
     if name == "pro_prophet":
@@ -98,32 +98,33 @@ def own_seconds(name, loads, start, cost, chosen):
 def main(argv):
     del argv
     cluster = Cluster(name="small", nodes=2, devices_per_node=PER_NODE, flat=True, intra_bandwidth=3e9, flops=3e13)
-    cost = Cost(cluster=cluster, model_dim=1024, hidden_dim=2048, guest_slots=FLAGS.guest_slots, overlap_degree=4)
-    free = Cost(cluster=cluster, model_dim=1024, hidden_dim=2048, guest_slots=E, overlap_degree=4)
+    cost = Cost(cluster=cluster, model_dim=1024, hidden_dim=2048, replica_slots=FLAGS.replica_slots, overlap_degree=4)
+    free = Cost(cluster=cluster, model_dim=1024, hidden_dim=2048, replica_slots=E, overlap_degree=4)
     start = Placement.even(1, E, D, PER_NODE)
     subsets = [np.array(bits, bool) for bits in itertools.product((0, 1), repeat=E)]
-    above, own, copies, across, floor = {n: [] for n in PLANNERS}, {}, [], [], []
+    above, own, replicas, across, floor = {n: [] for n in PLANNERS}, {}, [], [], []
     for case in range(FLAGS.cases):
         rng = np.random.default_rng(case)
         popularity = rng.permutation(np.arange(1, E + 1) ** -rng.uniform(0.5, 3.0))
         loads = rng.multinomial(4096, popularity / popularity.sum(), size=(1, D))
         totals = loads[0].sum(axis=0)
-        best, fewest, fewest_across = solve(totals, start.home[0], FLAGS.guest_slots)
+        best, fewest, fewest_across = solve(totals, start.home[0], FLAGS.replica_slots)
         floor.append(best / (totals.sum() / D))
         for name in PLANNERS:
             placement = build_planner(PlannerConfig(name=name)).propose(loads, start, cost)
             above[name].append(routing.device_loads(placement, loads).max() / best)
             if name == "balanced":
-                copies.append(len(placement.copies) - fewest)
-                home = start.home[0, placement.copies[:, 1]]
-                across.append(int((home // PER_NODE != placement.copies[:, 2] // PER_NODE).sum()) - fewest_across)
+                replicas.append(len(placement.replicas) - fewest)
+                home = start.home[0, placement.replicas[:, 1]]
+                across.append(int((home // PER_NODE != placement.replicas[:, 2] // PER_NODE).sum()) - fewest_across)
         for name in ("fastermoe", "fastermoe_residual", "pro_prophet"):
             placement = build_planner(PlannerConfig(name=name, bounded=False)).propose(loads, start, free)
-            chosen = np.isin(np.arange(E), placement.copies[:, 1])
+            chosen = np.isin(np.arange(E), placement.replicas[:, 1])
             least = min(own_seconds(name, loads, start, free, subset) for subset in subsets)
             own.setdefault(name, []).append(own_seconds(name, loads, start, free, chosen) / least)
     print(
-        f"{FLAGS.cases} cases, {E} experts, {D} devices, mu {FLAGS.guest_slots}; optimum max/mean {np.mean(floor):.4f}"
+        f"{FLAGS.cases} cases, {E} experts, {D} devices, mu {FLAGS.replica_slots}; optimum max/mean "
+        f"{np.mean(floor):.4f}"
     )
     print(f"{'planner':20s}{'max load / optimum':>20s}{'worst':>10s}{'own time / best':>18s}{'worst':>10s}")
     table = {}
@@ -133,9 +134,11 @@ def main(argv):
             row |= {"own_time_over_best": float(np.mean(own[name])), "own_time_worst": float(np.max(own[name]))}
         table[name] = {key: round(value, 4) for key, value in row.items()}
         print(f"{name:20s}" + "".join(f"{v:{w}.4f}" for v, w in zip(row.values(), (20, 10, 18, 10), strict=False)))
-    extra = {"copies_above_fewest": float(np.mean(copies)), "across_above_fewest": float(np.mean(across))}
-    print(f"balanced: {np.mean(copies):.3f} copies and {np.mean(across):.3f} across nodes more than the fewest")
-    print(json.dumps({"cases": FLAGS.cases, "guest_slots": FLAGS.guest_slots, "planners": table, "balanced": extra}))
+    extra = {"replicas_above_fewest": float(np.mean(replicas)), "across_above_fewest": float(np.mean(across))}
+    print(f"balanced: {np.mean(replicas):.3f} replicas and {np.mean(across):.3f} across nodes more than the fewest")
+    print(
+        json.dumps({"cases": FLAGS.cases, "replica_slots": FLAGS.replica_slots, "planners": table, "balanced": extra})
+    )
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def rounded_loss(params, batch, config):
     """Return the loss of the GPT model on one device, rounded where the bfloat16 model casts.
 
     Args:
-      params: {'dense': as in the real model, 'bank': {name: [L, E, ...]}}, wide.
+      params: {'dense': as in the real model, 'bank': {name: [L, E, ...]}}, in float64.
     """
     import jax
     import jax.numpy as jnp
@@ -151,9 +151,12 @@ def rounded_gradients(config, params, batch, devices: int):
         return np.swapaxes(leaf.reshape(layers, devices, held, *leaf.shape[2:]), 0, 1).reshape(-1, *leaf.shape[2:])
 
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-        wide = {"dense": wide["dense"], "bank": {name: by_layer(leaf) for name, leaf in wide["bank"].items()}}
-        grads = jax.jit(jax.grad(functools.partial(rounded_loss, batch=batch, config=config)))(wide)
+        in_float64 = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+        in_float64 = {
+            "dense": in_float64["dense"],
+            "bank": {name: by_layer(leaf) for name, leaf in in_float64["bank"].items()},
+        }
+        grads = jax.jit(jax.grad(functools.partial(rounded_loss, batch=batch, config=config)))(in_float64)
         grads = jax.tree.map(np.asarray, grads)
     return {"dense": grads["dense"], "bank": {name: as_bank(leaf) for name, leaf in grads["bank"].items()}}
 

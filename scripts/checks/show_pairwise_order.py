@@ -24,7 +24,7 @@ _PERMUTES = flags.DEFINE_multi_integer("permutes", [2, 1], "Transfers of a step,
 
 
 def exchange(blocks, w_in, w_out, permutes: int):
-    """Run the steps on blocks [G, permutes, rows, DIM] of one device."""
+    """Run the steps on blocks [Ng, permutes, rows, DIM] of one device."""
     import jax
     import jax.numpy as jnp
     from jax import lax

@@ -49,28 +49,28 @@ def _case(context, name: str):
     from moe_jax.planner import SWEEPS, Cost, PlannerConfig, build_planner, shadow_rates
     from moe_jax.replan.device_tables import device_tables
 
-    devices, experts, node, guests = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))
+    devices, experts, node, replicas = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))
     cluster = Cluster(
         name="day", nodes=devices // node, devices_per_node=node, flat=True, intra_bandwidth=3e9, flops=3e13
     )
-    cost = Cost(cluster=cluster, model_dim=768, hidden_dim=1536, guest_slots=guests, overlap_degree=8)
+    cost = Cost(cluster=cluster, model_dim=768, hidden_dim=1536, replica_slots=replicas, overlap_degree=8)
     rng = np.random.default_rng(0)
     share = rng.dirichlet(np.full(experts, 0.3))
     loads = np.stack([rng.multinomial(1024, share) for _ in range(devices)])[None]
     home = np.repeat(np.arange(devices, dtype=np.int32), experts // devices)
     even = Placement(home[None], devices=devices, devices_per_node=node)
     when = {"calibrate": True} if name == "hecate" else {"when": "after_gate"}
-    plan = build_planner(PlannerConfig(name=name, guest_slots=guests, **when)).propose(loads, even, cost)
-    skeleton = build_skeleton(plan, method="broadcast", home_slots=experts // devices, guest_slots=guests)
-    late = {"fastermoe": guests, "hecate": 8, "balanced": max(skeleton.broadcast_slots, 1)}[name]
+    plan = build_planner(PlannerConfig(name=name, replica_slots=replicas, **when)).propose(loads, even, cost)
+    skeleton = build_skeleton(plan, method="broadcast", home_slots=experts // devices, replica_slots=replicas)
+    late = {"fastermoe": replicas, "hecate": 8, "balanced": max(skeleton.broadcast_slots, 1)}[name]
     skeleton = dataclasses.replace(skeleton, broadcast_slots=max(late, skeleton.broadcast_slots))
     compute, exchange, shadow = shadow_rates(cost, name) if name != "balanced" else (0.0, 0.0, 0.0)
-    slots = {"home_slots": skeleton.home_slots, "guest_slots": guests}
+    slots = {"home_slots": skeleton.home_slots, "replica_slots": replicas}
     rule = {
         "fastermoe": lambda: ShadowRule(compute=compute, exchange=exchange, shadow=shadow, residual=False, **slots),
         "hecate": lambda: CalibrateRule(
-            devices_per_node=node, most_guests=guests, overlap_degree=8, compute=compute, exchange=exchange,
-            copy=shadow / devices, **slots,
+            devices_per_node=node, most_replicas=replicas, overlap_degree=8, compute=compute, exchange=exchange,
+            late_transfer=shadow / devices, **slots,
         ),
         "balanced": lambda: ShareRule(devices_per_node=node, sweeps=SWEEPS, **slots),
     }[name]()  # fmt: skip

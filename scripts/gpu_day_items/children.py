@@ -1,6 +1,6 @@
 """Run parts in child processes, one at a time, each with a limit. Standard library alone.
 
-Enters: parts, and until when. Leaves: one record per part: status, seconds, what the part recorded, and where it went
+Inputs: parts, and until when. Outputs: one record per part: status, seconds, what the part recorded, and where it went
 wrong the reason with the last lines of stderr. A child tells of itself in JSON lines on a pipe, so what it recorded
 before it died is kept.
 """
@@ -27,7 +27,7 @@ OK, SKIPPED, FAILED, CRASHED, TIMED_OUT = "ok", "skipped", "failed", "crashed", 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Room:
+class Workspace:
     """Where children work.
 
     Attributes:
@@ -43,7 +43,7 @@ class Room:
     patience: float = 1.0
 
 
-def environment(room: Room, flags: str) -> dict[str, str]:
+def environment(workspace: Workspace, flags: str) -> dict[str, str]:
     """Return a child's environment: one GPU, no preallocation, one compilation cache."""
     paths = [str(FOLDER.parents[1]), str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {
@@ -51,22 +51,22 @@ def environment(room: Room, flags: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "JAX_COMPILATION_CACHE_DIR": str(room.out / "cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(workspace.out / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "XDG_CACHE_HOME": str(room.scratch / "cache_home"),
+        "XDG_CACHE_HOME": str(workspace.scratch / "cache_home"),
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
     }
     found.setdefault("CUDA_VISIBLE_DEVICES", "0")
     found.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if found.get("JAX_PLATFORMS") and "cpu" not in found["JAX_PLATFORMS"]:
         found["JAX_PLATFORMS"] += ",cpu"  # some items compare with it
-    if room.tiny:
+    if workspace.tiny:
         found["JAX_PLATFORMS"] = "cpu"
         found["XLA_FLAGS"] = f"{found['XLA_FLAGS']} --xla_force_host_platform_device_count=1".strip()
     return found
 
 
-def run_parts(parts: Sequence[Part], room: Room, deadline: float, tell: Callable[[list], None]) -> list[dict]:
+def run_parts(parts: Sequence[Part], workspace: Workspace, deadline: float, tell: Callable[[list], None]) -> list[dict]:
     """Run parts in their order; return a record of each.
 
     Args:
@@ -87,7 +87,7 @@ def run_parts(parts: Sequence[Part], room: Room, deadline: float, tell: Callable
             if part.flags != together[0].flags or part.unless or part.after:
                 break
             together.append(part)
-        found = _run_child(together, room, deadline)
+        found = _run_child(together, workspace, deadline)
         records += found
         del left[: len(found)]
         tell(records)
@@ -106,7 +106,7 @@ def _reason_to_skip(part: Part, records: list[dict], deadline: float) -> str | N
     return None
 
 
-def _run_child(parts: list[Part], room: Room, deadline: float) -> list[dict]:
+def _run_child(parts: list[Part], workspace: Workspace, deadline: float) -> list[dict]:
     """Run parts in one process until one goes wrong; return records of those that were begun, at least one."""
     reader, writer = os.pipe()
     words = [
@@ -114,15 +114,15 @@ def _run_child(parts: list[Part], room: Room, deadline: float) -> list[dict]:
         "-m",
         "gpu_day_items.child",
         str(writer),
-        str(room.scratch),
-        "tiny" if room.tiny else "full",
+        str(workspace.scratch),
+        "tiny" if workspace.tiny else "full",
     ]
     words.append(json.dumps([[part.name, part.call, part.arguments] for part in parts]))
-    log = room.scratch / "child.log"
+    log = workspace.scratch / "child.log"
     with open(log, "wb") as output, os.fdopen(reader, "rb", buffering=0) as pipe:
         process = subprocess.Popen(
             words,
-            env=environment(room, parts[0].flags),
+            env=environment(workspace, parts[0].flags),
             cwd=FOLDER.parents[1],
             stdin=subprocess.PIPE,  # a child whose parent is gone reads its end there
             stdout=output,
@@ -132,7 +132,7 @@ def _run_child(parts: list[Part], room: Room, deadline: float) -> list[dict]:
         )
         os.close(writer)
         try:
-            return _listen(parts, process, pipe, log, deadline, room.patience)
+            return _listen(parts, process, pipe, log, deadline, workspace.patience)
         finally:
             _kill(process)
 

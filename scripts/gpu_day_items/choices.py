@@ -38,15 +38,15 @@ def measure(context, model: dict | None = None, options: dict | None = None, chu
     lowered = session.lower_train_step()
     executable = lowered.compile(compiler_options={**session.compiler_options(), **(options or {})})
     compiled = time.monotonic() - started
-    state, tables, wishes = session.fresh_state(), session.tables, session.wishes(0)
+    state, tables, host_signals = session.fresh_state(), session.tables, session.host_signals(0)
     steps = context.of_size(10, 3)
-    batches = [to_devices(session.feed.read(step), session.placing.batch) for step in range(2 + steps)]
+    batches = [to_devices(session.feed.read(step), session.state_shardings.batch) for step in range(2 + steps)]
     for batch in batches[:2]:
-        state, metrics = executable(state, batch, tables, wishes)
+        state, metrics = executable(state, batch, tables, host_signals)
     jax.block_until_ready((state, metrics))
     started = time.perf_counter()
     for batch in batches[2:]:
-        state, metrics = executable(state, batch, tables, wishes)
+        state, metrics = executable(state, batch, tables, host_signals)
     jax.block_until_ready((state, metrics))
     seconds = (time.perf_counter() - started) / steps
     analysis = executable.memory_analysis()

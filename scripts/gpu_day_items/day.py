@@ -1,6 +1,6 @@
 """Run the items of a day and write what is known after each. Standard library alone.
 
-Enters: items, a folder, a limit in seconds. Leaves: gpu_day.json and gpu_day.md there, whole at any moment. Children
+Inputs: items, a folder, a limit in seconds. Outputs: gpu_day.json and gpu_day.md there, whole at any moment. Children
 find one compilation cache as `cache` there; it is a link to a temporary folder, so the folder itself stays small
 whatever ends the run.
 """
@@ -46,7 +46,7 @@ def run(items: Sequence[Item], out: pathlib.Path, *, limit: float, tiny: bool, c
     }
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="gpu_day_"))
     link_cache(out, scratch)
-    room = children.Room(out=out, scratch=scratch, tiny=tiny, patience=PATIENCE if tiny else 1)
+    workspace = children.Workspace(out=out, scratch=scratch, tiny=tiny, patience=PATIENCE if tiny else 1)
 
     def tell(unfinished: dict | None = None):
         day["seconds"], day["unfinished"] = round(time.monotonic() - began, 1), unfinished
@@ -54,10 +54,10 @@ def run(items: Sequence[Item], out: pathlib.Path, *, limit: float, tiny: bool, c
 
     tell()
     try:
-        room = probe(day, room, deadline)
+        workspace = probe(day, workspace, deadline)
         tell()
         for item in items:
-            day["items"].append(run_item(item, room, deadline, tell))
+            day["items"].append(run_item(item, workspace, deadline, tell))
             day["constants"] = constants_of(day["items"])
             tell()
             keep_files(scratch, out)
@@ -72,28 +72,28 @@ def run(items: Sequence[Item], out: pathlib.Path, *, limit: float, tiny: bool, c
     return 0 if all(item["status"] == children.OK for item in day["items"]) else 1
 
 
-def probe(day: dict, room: children.Room, deadline: float) -> children.Room:
-    """Fill in the machine; return the room with tiny sizes where jax finds no GPU."""
-    (record,) = children.run_parts([PROBE], room, deadline, lambda _: None)
+def probe(day: dict, workspace: children.Workspace, deadline: float) -> children.Workspace:
+    """Fill in the machine; return the workspace with tiny sizes where jax finds no GPU."""
+    (record,) = children.run_parts([PROBE], workspace, deadline, lambda _: None)
     day["machine"] = {**host(), **{name: value for name, value in record.items() if name != "name"}}
-    if record.get("platform") == "gpu" or room.tiny:
-        return room
+    if record.get("platform") == "gpu" or workspace.tiny:
+        return workspace
     reason = record.get("reason", f"jax finds {record.get('device_kind', 'nothing')}")
     print(f"no GPU here ({reason}): tiny sizes on the CPU instead", flush=True)
     day["sizes"] = "tiny"
-    return children.Room(out=room.out, scratch=room.scratch, tiny=True, patience=PATIENCE)
+    return children.Workspace(out=workspace.out, scratch=workspace.scratch, tiny=True, patience=PATIENCE)
 
 
-def run_item(item: Item, room: children.Room, deadline: float, tell) -> dict:
+def run_item(item: Item, workspace: children.Workspace, deadline: float, tell) -> dict:
     """Run one item and return its record."""
     record: dict = {"number": item.number, "name": item.name, "title": item.title}
     began = time.monotonic()
     left = deadline - began
-    if left < item.least and not room.tiny:
+    if left < item.least and not workspace.tiny:
         reason = f"{left:.0f} s of the limit were left, and it needs at least {item.least:.0f} s"
         return {**record, "status": children.SKIPPED, "seconds": 0.0, "reason": reason, "parts": []}
-    until = min(began + item.budget * room.patience, deadline)
-    parts = children.run_parts(item.parts, room, until, lambda parts: tell({**record, "parts": parts}))
+    until = min(began + item.budget * workspace.patience, deadline)
+    parts = children.run_parts(item.parts, workspace, until, lambda parts: tell({**record, "parts": parts}))
     names = {part["name"]: part for part in parts}
     for part in item.parts:  # a part whose substitute went well is recorded, and the item is well
         if part.unless and names.get(part.name, {}).get("status") == children.OK:

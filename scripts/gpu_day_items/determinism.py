@@ -40,7 +40,7 @@ def gradient(context):
         return jax.grad(loss, has_aux=True)(params, first, tables, jax.random.key(0), jnp.int32(0), weight)[0]
 
     state = session.fresh_state()
-    batch = to_devices(session.feed.read(0), session.placing.batch)
+    batch = to_devices(session.feed.read(0), session.state_shardings.batch)
     compiled = jax.jit(gradients).lower(state["params"], batch, session.tables).compile()
     found = [jax.tree.map(np.asarray, compiled(state["params"], batch, session.tables)) for _ in range(3)]
     names, differing = leaf_names(state["params"]), {}

@@ -2,7 +2,7 @@
 
 What is checked: forward, gradient of the rows, gradient of the weights, in bfloat16, with NaN in every row that no
 group owns. An error is the largest difference over the largest entry; bfloat16 itself rounds by 0.004 of an entry.
-Letters: R rows, G groups, K and N the contracted and the resulting dim.
+Letters: docs/notation.md; here K and N are the contracted and the resulting dim.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def _registered(name: str):
 
     found = find_implementation(name)
 
-    def operands(bank, with_sink):
+    def operands(bank, with_grad_sink):
         slots = jnp.arange(bank.shape[0], dtype=jnp.int32)
-        sink = jax.ShapeDtypeStruct(bank.shape, jnp.float32) if with_sink else None
-        return (GroupedWeights(bank=bank, slots=slots, sink=sink),)
+        grad_sink = jax.ShapeDtypeStruct(bank.shape, jnp.float32) if with_grad_sink else None
+        return (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
 
     return {
         "forward": lambda lhs, dout, bank, sizes: found.multiply(lhs, sizes, operands(bank, False)),

@@ -80,7 +80,7 @@ def sorts(context):
     ids = jax.random.randint(jax.random.key(0), (tokens, chosen), 0, experts)
     flat = ids.reshape(-1)
     index = jnp.arange(count, dtype=jnp.int32)
-    choice = Choice(expert_ids=ids, weights=jnp.ones(ids.shape), kept=jnp.ones(ids.shape, bool))
+    choice = Choice(expert_ids=ids, weights=jnp.ones(ids.shape), keep_mask=jnp.ones(ids.shape, bool))
 
     def by_counting(keys):
         mine = keys[:, None] == jnp.arange(experts, dtype=keys.dtype)

@@ -19,14 +19,14 @@ from moe_jax.placement import Placement, build_skeleton, routing
 from moe_jax.planner import SWEEPS, Cost, PlannerConfig, build_planner, shadow_rates
 from moe_jax.replan.device_tables import device_tables
 
-DEVICES, EXPERTS, GUESTS, NODE = 8, 16, 3, 4
+DEVICES, EXPERTS, SLOTS, NODE = 8, 16, 3, 4
 
 
 def cost_of(bandwidth=3e9, hidden_dim=128):
     cluster = Cluster(
         name="test", nodes=DEVICES // NODE, devices_per_node=NODE, flat=True, intra_bandwidth=bandwidth, flops=3e13
     )
-    return Cost(cluster=cluster, model_dim=64, hidden_dim=hidden_dim, guest_slots=GUESTS, overlap_degree=8)
+    return Cost(cluster=cluster, model_dim=64, hidden_dim=hidden_dim, replica_slots=SLOTS, overlap_degree=8)
 
 
 def loads_of(kind, seed=0):
@@ -57,7 +57,7 @@ def homes(seed):
 
 def skeleton_of(placement, broadcast):
     """One skeleton for all cases of a test, so that little is compiled."""
-    sizes = {"home_slots": 4, "guest_slots": GUESTS, "rows": EXPERTS, "candidates": DEVICES}
+    sizes = {"home_slots": 4, "replica_slots": SLOTS, "rows": EXPERTS, "candidates": DEVICES}
     return dataclasses.replace(build_skeleton(placement, method="broadcast", **sizes), broadcast_slots=broadcast)
 
 
@@ -101,26 +101,26 @@ def test_shadows_are_those_of_the_planner(name, kind):
     shadowed, cut = set(), 0
     for seed in range(6):
         cost, placement = cost_of(3e8 if seed % 2 else 3e13), homes(seed)
-        planner = build_planner(PlannerConfig(name=name, when="after_gate", guest_slots=GUESTS))
+        planner = build_planner(PlannerConfig(name=name, when="after_gate", replica_slots=SLOTS))
         ahead, loads = planner.propose(loads_of(kind), placement, cost), loads_of(kind, seed)
         want = planner.refine(loads, ahead, cost)
-        assert not len(ahead.copies)
-        skeleton = skeleton_of(ahead, GUESTS)
+        assert not len(ahead.replicas)
+        skeleton = skeleton_of(ahead, SLOTS)
         compute, exchange, shadow = shadow_rates(cost, name)
         rule = ShadowRule(
-            home_slots=skeleton.home_slots, guest_slots=GUESTS, compute=compute, exchange=exchange, shadow=shadow,
+            home_slots=skeleton.home_slots, replica_slots=SLOTS, compute=compute, exchange=exchange, shadow=shadow,
             residual=name.endswith("residual"),
         )  # fmt: skip
         with jax.enable_x64(True):
             tables, late = decide(rule, skeleton, ahead, loads)
-        chosen = np.unique(want.copies[:, 1])
+        chosen = np.unique(want.replicas[:, 1])
         assert set(np.asarray(late).tolist()) == {len(chosen)}
         found, used = destinations(tables, skeleton.slots, loads)
         np.testing.assert_array_equal(found, routing.destinations(want, loads)[0])
-        # what comes: chunk b is sent by its home alone, and filled into guest slot b by all others
+        # what comes: chunk b is sent by its home alone, and filled into replica slot b by all others
         send, take = np.asarray(tables.transfer.send), np.asarray(tables.transfer.take)
         holders = np.asarray(device_tables(skeleton, ahead).slot_expert)[:, 0].copy()
-        for chunk in range(GUESTS):
+        for chunk in range(SLOTS):
             owners = np.flatnonzero(send[:, chunk] < skeleton.home_slots)
             assert len(owners) == (chunk < len(chosen))
             takers = np.flatnonzero(take[:, chunk] == chunk)
@@ -129,7 +129,7 @@ def test_shadows_are_those_of_the_planner(name, kind):
                 holders[takers, skeleton.home_slots + chunk] = holders[owners[0], send[owners[0], chunk]]
         assert_slots_hold(used, holders)
         shadowed.add(len(chosen))
-        cut += planner.notes["shadow_cut"]
+        cut += planner.counters["shadow_cut"]
     assert len(shadowed) > 1 or kind != "mild"
     assert cut or kind != "skewed"
 
@@ -139,16 +139,16 @@ def test_calibration_is_that_of_the_planner(kind):
     late_counts = set()
     for seed in range(6):
         cost, placement = cost_of(3e13 if seed % 2 else 3e9, 128 if seed % 2 else 1 << 16), homes(seed)
-        planner = build_planner(PlannerConfig(name="hecate", calibrate=True, guest_slots=GUESTS))
-        few = dataclasses.replace(cost, guest_slots=seed % GUESTS)
+        planner = build_planner(PlannerConfig(name="hecate", calibrate=True, replica_slots=SLOTS))
+        few = dataclasses.replace(cost, replica_slots=seed % SLOTS)
         ahead = planner.propose(loads_of(kind, seed), placement, few)
         loads = loads_of(kind, seed + 100)
         want = planner.refine(loads, ahead, cost)
         skeleton = skeleton_of(ahead, EXPERTS)
         compute, exchange, shadow = shadow_rates(cost, "hecate")
         rule = CalibrateRule(
-            home_slots=skeleton.home_slots, guest_slots=GUESTS, devices_per_node=NODE, most_guests=GUESTS,
-            overlap_degree=8, compute=compute, exchange=exchange, copy=shadow / DEVICES,
+            home_slots=skeleton.home_slots, replica_slots=SLOTS, devices_per_node=NODE, most_replicas=SLOTS,
+            overlap_degree=8, compute=compute, exchange=exchange, late_transfer=shadow / DEVICES,
         )  # fmt: skip
         with jax.enable_x64(True):
             tables, late = decide(rule, skeleton, ahead, loads)
@@ -158,14 +158,14 @@ def test_calibration_is_that_of_the_planner(kind):
         holders = np.asarray(device_tables(skeleton, ahead).slot_expert)[:, 0].copy()
         for chunk in range(int(late[0])):
             (owner,) = np.flatnonzero(send[:, chunk] < skeleton.home_slots)
-            device, guest = np.nonzero(take == chunk)
+            device, replica = np.nonzero(take == chunk)
             assert len(device)
-            at = device, skeleton.home_slots + guest
+            at = device, skeleton.home_slots + replica
             assert (holders[at] < 0).all()  # a slot that was free
             holders[at] = holders[owner, send[owner, chunk]]
-        assert (take[take >= int(late[0])] == rule.late_guests).all()
+        assert (take[take >= int(late[0])] == rule.late_replicas).all()
         assert_slots_hold(used, holders)
-        late_counts.add(len(want.copies) - len(ahead.copies))
+        late_counts.add(len(want.replicas) - len(ahead.replicas))
     assert 0 in late_counts and max(late_counts) > 3
 
 
@@ -174,13 +174,13 @@ def test_shares_are_those_of_the_planner(kind):
     better = 0
     for seed in range(6):
         cost, placement = cost_of(), homes(seed)
-        planner = build_planner(PlannerConfig(name="balanced", when="after_gate", guest_slots=GUESTS))
+        planner = build_planner(PlannerConfig(name="balanced", when="after_gate", replica_slots=SLOTS))
         ahead = planner.propose(loads_of(kind, seed), placement, cost)
         loads = loads_of(kind, seed + 100 if seed % 2 else seed) + loads_of("mild", seed)
         want = planner.refine(loads, ahead, cost)
         skeleton = skeleton_of(ahead, EXPERTS)
         rule = ShareRule(
-            home_slots=skeleton.home_slots, guest_slots=skeleton.guest_slots, devices_per_node=NODE, sweeps=SWEEPS
+            home_slots=skeleton.home_slots, replica_slots=skeleton.replica_slots, devices_per_node=NODE, sweeps=SWEEPS
         )
         with jax.enable_x64(True):
             tables, late = decide(rule, skeleton, ahead, loads)

@@ -36,21 +36,21 @@ def test_interleaved_seconds_takes_turns():
 
 def test_groups_of_a_mesh_by_hand():
     # N_EP 2, N_ESP 4, N_MP 2 on eight devices: EP&ESP is all eight, EP pairs stand 4 apart.
-    names = {timed.name for timed in mesh_groups(members=2, shards=4, copies=2)}
+    names = {timed.name for timed in mesh_groups(ep_size=2, esp_size=4, mp_size=2)}
     assert {"all_to_all:8", "all_to_all:2x4", "all_gather:2", "all_gather:4", "all_reduce:4", "saa:8,2,4"} <= names
     assert not any(name.endswith((":1", ":0")) for name in names)
     assert {"all_to_all:4", "permute:2x4"} <= names  # the groups of `pairwise`, each one member's shards
     # eight members on two nodes: its groups are the nodes
     assert {"all_to_all:4", "permute:2x4"} <= {timed.name for timed in mesh_groups(8, 1, 1, per_node=4)}
     # N_MP 8 over N_ESP 2 spans four EP members, which agree on the first
-    assert "all_gather:4" in {timed.name for timed in mesh_groups(members=4, shards=2, copies=8)}
+    assert "all_gather:4" in {timed.name for timed in mesh_groups(ep_size=4, esp_size=2, mp_size=8)}
 
 
 def test_groups_of_a_machine_hold_those_of_every_mesh():
     whole = set(machine_groups(8, 4))
-    for copies in (1, 2, 4):
-        for shards in (1, 2, 4):
-            assert set(mesh_groups(8 // shards, shards, copies, per_node=4)) <= whole
+    for mp_size in (1, 2, 4):
+        for esp_size in (1, 2, 4):
+            assert set(mesh_groups(8 // esp_size, esp_size, mp_size, per_node=4)) <= whole
     assert Timed("permute", 2, 4) in whole  # the two nodes
 
 
@@ -110,8 +110,8 @@ def test_small_calibration_serves_parm_and_reads_back(tmp_path):
 
 
 def test_layer_seconds_by_hand():
-    """s1 on D = 2, S = 2, n = 2: per way two all-to-alls of x = 2*8*4*2 = 128 elements and a gather of 16*4 = 64."""
-    shape = LayerShape(tokens=16, model_dim=4, rows=8, members=2, shards=2, copies=2, top_k=1, experts=6)
+    """s1 on D = 2, Ns = 2, N_MP = 2: per way 2 all-to-alls of x = 2*8*4*2 = 128 elements and a gather of 16*4 = 64."""
+    shape = LayerShape(tokens=16, model_dim=4, rows=8, ep_size=2, esp_size=2, mp_size=2, top_k=1, experts=6)
     fits = {
         "all_to_all:4": Fit(1.0, 1.0),
         "all_gather:2": Fit(0.0, 10.0),
@@ -120,12 +120,12 @@ def test_layer_seconds_by_hand():
         "regroup": Fit(0.0, 1.0),
         "call": Fit(7.0, 0.0),
     }
-    told = layer_seconds("s1", shape, ExpertLoad(flops=3.0, bytes=5.0), Cluster(fits=fits), item=1)
+    predicted = layer_seconds("s1", shape, ExpertLoad(flops=3.0, bytes=5.0), Cluster(fits=fits), item=1)
     exchanges = 4 * (1 + 128) + (1 + 12 * 4)  # and one of counts: of 3 experts on 4 devices, of 4 bytes each
-    assert told.communication == exchanges + 2 * 10 * 64
-    assert told.experts == 11 and told.call == 7
-    assert told.gate == 8  # N / n tokens
-    assert told.rows == 32  # D C S rows arrive
+    assert predicted.communication == exchanges + 2 * 10 * 64
+    assert predicted.experts == 11 and predicted.call == 7
+    assert predicted.gate == 8  # N / N_MP tokens
+    assert predicted.rows == 32  # D C Ns rows arrive
     with pytest.raises(UserError, match=r"the layer's cost needs Cluster.fits\['saa:4,2,2'\]"):
         layer_seconds("s2", shape, ExpertLoad(flops=3.0, bytes=5.0), Cluster(fits=fits), item=1)
 
@@ -133,14 +133,16 @@ def test_layer_seconds_by_hand():
 def test_whole_layers_scale_the_parts():
     """Times made of two starts, 0.5 communication and 2 computation give these four numbers back, and predict."""
     names = ["s1", "s1", "s1", "s2", "s2", "s2"]
-    told = [1.0, 2.0, 4.0, 3.0, 1.0, 5.0], [2.0, 1.0, 3.0, 1.0, 6.0, 2.0]
+    predicted = [1.0, 2.0, 4.0, 3.0, 1.0, 5.0], [2.0, 1.0, 3.0, 1.0, 6.0, 2.0]
     starts = {"s1": 7.0, "s2": 9.0}
-    fits = fit_layers(names, *told, [starts[n] + 0.5 * x + 2 * y for n, x, y in zip(names, *told, strict=True)])
+    fits = fit_layers(
+        names, *predicted, [starts[n] + 0.5 * x + 2 * y for n, x, y in zip(names, *predicted, strict=True)]
+    )
     for name, start in starts.items():
         fit = fits[name]
         assert (fit.alpha, fit.beta, fit.gamma, fit.r2) == pytest.approx((start, 0.5, 2.0, 1.0))
     parts = {"all_to_all:2": (1.0, 0.0), "expert_step": (3.0, 0.0), "gate": (4.0, 0.0), "regroup": (5.0, 0.0)}
-    shape = LayerShape(tokens=16, model_dim=4, rows=8, members=2)
+    shape = LayerShape(tokens=16, model_dim=4, rows=8, ep_size=2)
     whole = Cluster(fits={**parts, "call": (6.0, 0.0), "layer:s1": fits["s1"]})
     seconds = layer_seconds("s1", shape, ExpertLoad(flops=1.0, bytes=1.0), whole)
     assert seconds == pytest.approx((0.5 * 5, 2 * 3, 2 * 4, 2 * 5, 7.0))
@@ -156,9 +158,9 @@ def test_fit_of_layers_has_no_number_below_zero():
 
 def test_layers_of_a_machine_visit_every_pair():
     cases = layer_cases(8, 1.0, None)
-    assert {(case.copies, case.shards) for case in cases} == {(n, s) for n in (1, 2, 4) for s in (1, 2, 4)}
+    assert {(case.mp_size, case.esp_size) for case in cases} == {(n, s) for n in (1, 2, 4) for s in (1, 2, 4)}
     assert schedules_of(cases[0]) == ("deepspeed", "s1", "s2")
-    assert layer_cases(8, 1.0, MeshConfig(expert=2, expert_shard=2)) == []  # two replicas: gradients would be summed
+    assert layer_cases(8, 1.0, MeshConfig(expert=2, expert_shard=2)) == []  # gradients would be summed
 
 
 def test_timed_layers_give_the_law_that_their_times_follow(monkeypatch):
@@ -170,12 +172,12 @@ def test_timed_layers_give_the_law_that_their_times_follow(monkeypatch):
     fits |= {name: (2e-4, 3e-9, 1e-10) for name in ("gate", "regroup", "expert_step")}
     alone = Cluster(fits=fits)
     wanted = [(case, name) for case in layer_cases(4, 1.0, mesh, 5) for name in schedules_of(case)]
-    told = [predict(name, case, 4, alone, "all_to_all") for case, name in wanted]
+    predicted = [predict(name, case, 4, alone, "all_to_all") for case, name in wanted]
     monkeypatch.setattr(measure, "build_layer", lambda schedule, case, devices: (schedule, case))
 
     def clock(calls, rounds):
         assert list(calls.values()) == [(name, case) for case, name in wanted]
-        return {str(i): [3e-3 + 0.5 * t.communication + 2 * t.computation] for i, t in enumerate(told)}
+        return {str(i): [3e-3 + 0.5 * t.communication + 2 * t.computation] for i, t in enumerate(predicted)}
 
     monkeypatch.setattr(measure, "interleaved_seconds", clock)
     options = CalibrationOptions(layers=5)
@@ -187,7 +189,7 @@ def test_timed_layers_give_the_law_that_their_times_follow(monkeypatch):
 
 
 def test_a_layer_is_built_and_runs():
-    case = LayerCase(copies=2, shards=2, tokens=64, model_dim=16, hidden_dim=16, factor=1.0, top_k=1)
+    case = LayerCase(mp_size=2, esp_size=2, tokens=64, model_dim=16, hidden_dim=16, factor=1.0, top_k=1)
     y, (dx, *_) = build_layer("s1", case, jax.devices()[:4])()
     assert y.shape == dx.shape == (2 * 64, 16)  # two MP groups
 

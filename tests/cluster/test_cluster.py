@@ -85,7 +85,7 @@ def test_missing_files_and_wrong_json_are_named(tmp_path):
         read_cluster(tmp_path / "c.json")
 
 
-def test_absent_field_names_field_cluster_and_asker():
+def test_absent_field_names_field_cluster_and_requester():
     johnny = read_cluster(PRESETS / "johnny.gin")
     with pytest.raises(UserError, match=r"planner 'fastermoe' needs Cluster.flops, which cluster 'johnny'"):
         johnny.need("flops", "planner 'fastermoe'")
@@ -172,15 +172,18 @@ def test_overlap_bound_by_hand():
 
 
 def test_bound_of_pairwise_by_hand():
-    """D = G = 2, S = 2: per way 2 all-to-alls of 2*8*4*2 = 128 elements over the shards, as many steps of half of it
+    """D = Ng = 2, Ns = 2: per way 2 all-to-alls of 2*8*4*2 = 128 elements over the shards, as many steps of half of it
     between the groups, and a gather of 16*4 = 64 over N_MP = 2."""
-    shape = LayerShape(tokens=16, model_dim=4, rows=8, members=2, shards=2, copies=2, groups=2)
+    shape = LayerShape(tokens=16, model_dim=4, rows=8, ep_size=2, esp_size=2, mp_size=2, groups=2)
     load = ExpertLoad(flops=300.0, bytes=5.0)
     fits = {"permute:2x2": Fit(1.0, 1.0), "all_to_all:2": Fit(0.0, 3.0), "all_gather:2": Fit(0.0, 2.0)}
     fits |= {"expert_step": Fit(0.0, 2.0, 1.0)}
-    told = pairwise_seconds(shape, load, Cluster(fits=fits, flops=1.0), item=1)
-    assert told[:2] == (4 * (1 + 64) + 4 * 3 * 128 + 2 * 2 * 64, 2 * 300 + 5)
-    assert told.bound == (told.communication + told.experts) / max(told[:2]) and 1 < told.bound < 2
+    predicted = pairwise_seconds(shape, load, Cluster(fits=fits, flops=1.0), item=1)
+    assert predicted[:2] == (4 * (1 + 64) + 4 * 3 * 128 + 2 * 2 * 64, 2 * 300 + 5)
+    assert (
+        predicted.bound == (predicted.communication + predicted.experts) / max(predicted[:2])
+        and 1 < predicted.bound < 2
+    )
     # a preset without fits: what crosses links at W = 4 bytes/s, P = 100 FLOP/s
     flat = pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0, flops=100.0), item=1)
     assert flat[:2] == ((4 * 64 + 4 * 128 / 2 + 2 * 32) / 4, 3.0)

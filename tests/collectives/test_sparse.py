@@ -1,6 +1,6 @@
 """Sparse collectives on 8 devices against loops over (chunk, device) pairs, in float64 to 1e-12, and their bytes.
 
-P0 has every chunk once (its home), P1 adds copies. Chunks are rows of two arrays, so that a chunk travels whole.
+P0 has every chunk once (its home), P1 adds replicas. Chunks are rows of two arrays, so that a chunk travels whole.
 """
 
 import functools
@@ -20,17 +20,17 @@ from moe_jax.placement import Placement, bank_rows, build_skeleton, fill_tables
 from moe_jax.placement.transfer import operand_bytes, transfer_bytes
 from moe_jax.replan.device_tables import device_tables, layer_plan
 
-DEVICES, LAYERS, EXPERTS, GUESTS = 8, 2, 16, 3
+DEVICES, LAYERS, EXPERTS, SLOTS = 8, 2, 16, 3
 SHAPES = {"w_in": (3, 2), "w_out": (2, 5)}  # 16 elements of a chunk
 METHODS = ("permute", "shift", "gather", "broadcast")
 
 
 def oracle_gather(bank, placement, tables, skeleton):
-    """{name: [D, L, Gs, ...]}: the chunk in each guest slot."""
+    """{name: [D, L, Gs, ...]}: the chunk in each replica slot."""
     rows, out = bank_rows(placement), {}
     for name, leaf in bank.items():
-        out[name] = np.zeros((DEVICES, LAYERS, skeleton.guest_slots, *leaf.shape[1:]))
-        for layer, device, slot in np.ndindex(LAYERS, DEVICES, skeleton.guest_slots):
+        out[name] = np.zeros((DEVICES, LAYERS, skeleton.replica_slots, *leaf.shape[1:]))
+        for layer, device, slot in np.ndindex(LAYERS, DEVICES, skeleton.replica_slots):
             expert = tables.slot_to_expert[layer, device, skeleton.home_slots + slot]
             if expert >= 0:
                 row = placement.home[layer, expert] * skeleton.bank_rows + rows[layer, expert]
@@ -38,12 +38,12 @@ def oracle_gather(bank, placement, tables, skeleton):
     return out
 
 
-def oracle_reduce(guests, placement, tables, skeleton):
-    """{name: [D S, ...]}: at each chunk's home row the sum over its guests."""
+def oracle_reduce(replicas, placement, tables, skeleton):
+    """{name: [D Rb, ...]}: at each chunk's home row the sum over its replicas."""
     rows, out = bank_rows(placement), {}
-    for name, leaf in guests.items():
+    for name, leaf in replicas.items():
         out[name] = np.zeros((DEVICES * skeleton.bank_rows, *leaf.shape[3:]))
-        for layer, device, slot in np.ndindex(LAYERS, DEVICES, skeleton.guest_slots):
+        for layer, device, slot in np.ndindex(LAYERS, DEVICES, skeleton.replica_slots):
             expert = tables.slot_to_expert[layer, device, skeleton.home_slots + slot]
             if expert >= 0:
                 row = placement.home[layer, expert] * skeleton.bank_rows + rows[layer, expert]
@@ -67,27 +67,27 @@ def make_functions(skeleton):
 
         return jax.shard_map(body, mesh=roles.mesh, in_specs=spec, out_specs=spec)
 
-    gather = of_layers(lambda t, sink, bank: sparse_all_gather(bank, t.home_row, sink, t.transfer, plan))
-    reduce = of_layers(lambda t, guests, _: sparse_reduce_scatter(guests, t.transfer, plan))
+    gather = of_layers(lambda t, grad_sink, bank: sparse_all_gather(bank, t.home_row, grad_sink, t.transfer, plan))
+    reduce = of_layers(lambda t, replicas, _: sparse_reduce_scatter(replicas, t.transfer, plan))
 
-    def gradient(bank, tables, sink, cotangent):
-        return jax.vjp(lambda bank, sink: gather(bank, tables, sink), bank, sink)[1](cotangent)
+    def gradient(bank, tables, grad_sink, cotangent):
+        return jax.vjp(lambda bank, grad_sink: gather(bank, tables, grad_sink), bank, grad_sink)[1](cotangent)
 
     return jax.jit(gather), jax.jit(gradient), jax.jit(reduce)
 
 
 def case_of(seed, method):
-    placement = random_placement(seed, layers=LAYERS, experts=EXPERTS, devices=DEVICES, guests=GUESTS)
-    skeleton = build_skeleton(placement, method=method, home_slots=EXPERTS // 2, guest_slots=GUESTS)
+    placement = random_placement(seed, layers=LAYERS, experts=EXPERTS, devices=DEVICES, replicas=SLOTS)
+    skeleton = build_skeleton(placement, method=method, home_slots=EXPERTS // 2, replica_slots=SLOTS)
     rng = np.random.default_rng(seed + 100)
     bank = {n: rng.normal(size=(DEVICES * skeleton.bank_rows, *shape)) for n, shape in SHAPES.items()}
-    cotangent = {n: rng.normal(size=(DEVICES, LAYERS, GUESTS, *shape)) for n, shape in SHAPES.items()}
-    sink = {n: np.zeros((DEVICES, LAYERS, skeleton.home_slots, *shape)) for n, shape in SHAPES.items()}
-    return placement, skeleton, bank, sink, cotangent
+    cotangent = {n: rng.normal(size=(DEVICES, LAYERS, SLOTS, *shape)) for n, shape in SHAPES.items()}
+    grad_sink = {n: np.zeros((DEVICES, LAYERS, skeleton.home_slots, *shape)) for n, shape in SHAPES.items()}
+    return placement, skeleton, bank, grad_sink, cotangent
 
 
 def by_bank_row(sums, tables, skeleton):
-    """[D, L, Hs, ...] -> [D S, ...]: each home slot's sum at its bank row."""
+    """[D, L, Hs, ...] -> [D Rb, ...]: each home slot's sum at its bank row."""
     out = np.zeros((DEVICES * skeleton.bank_rows, *sums.shape[3:]))
     for layer, device, slot in np.ndindex(LAYERS, DEVICES, skeleton.home_slots):
         row = tables.home_row[layer, device, slot]
@@ -101,20 +101,20 @@ def by_bank_row(sums, tables, skeleton):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_plans_equal_the_oracle(method, seed):
-    placement, skeleton, bank, sink, cotangent = case_of(seed, method)
+    placement, skeleton, bank, grad_sink, cotangent = case_of(seed, method)
     tables = fill_tables(skeleton, placement)
     arrays = device_tables(skeleton, placement)
     with jax.enable_x64(True):
         gather, gradient, reduce = make_functions(skeleton)
         stacked = {n: a.reshape(DEVICES, skeleton.bank_rows, *a.shape[1:]) for n, a in bank.items()}
-        guests = gather(stacked, arrays, sink)
-        d_bank, d_sink = gradient(stacked, arrays, sink, cotangent)
+        replicas = gather(stacked, arrays, grad_sink)
+        d_bank, d_grad_sink = gradient(stacked, arrays, grad_sink, cotangent)
         sums = reduce(stacked, arrays, cotangent)
     want = oracle_gather(bank, placement, tables, skeleton)
     want_sums = oracle_reduce(cotangent, placement, tables, skeleton)
     for name in SHAPES:
-        np.testing.assert_allclose(guests[name], want[name], rtol=0, atol=0)  # copies, not sums
-        for got in (d_sink, sums):
+        np.testing.assert_allclose(replicas[name], want[name], rtol=0, atol=0)  # replicas, not sums
+        for got in (d_grad_sink, sums):
             got = by_bank_row(np.asarray(got[name]), tables, skeleton)
             np.testing.assert_allclose(got, want_sums[name], rtol=1e-12, atol=1e-12)
         assert not np.any(d_bank[name])
@@ -122,12 +122,12 @@ def test_random_plans_equal_the_oracle(method, seed):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_bytes_of_the_program_equal_the_formula(method):
-    placement, skeleton, bank, sink, cotangent = case_of(0, method)
+    placement, skeleton, bank, grad_sink, cotangent = case_of(0, method)
     arrays = device_tables(skeleton, placement)
     with jax.enable_x64(True):
         gather, _, reduce = make_functions(skeleton)
         stacked = {n: a.reshape(DEVICES, skeleton.bank_rows, *a.shape[1:]) for n, a in bank.items()}
-        texts = gather.lower(stacked, arrays, sink).as_text(), reduce.lower(stacked, arrays, cotangent).as_text()
+        texts = gather.lower(stacked, arrays, grad_sink).as_text(), reduce.lower(stacked, arrays, cotangent).as_text()
     chunk = 8 * sum(np.prod(shape) for shape in SHAPES.values())
     for text, is_reduce in zip(texts, (False, True), strict=True):
         # `permute` has a branch for each layer's rounds, all of them in the text of each layer's call
@@ -156,4 +156,4 @@ def test_wire_bytes_by_hand():
 
 def test_a_round_that_names_a_device_twice_is_refused():
     with pytest.raises(ValueError, match="names a device twice"):
-        TransferPlan(method="shift", home_slots=1, guest_slots=1, axes=("expert",), rounds=((((0, 1), (0, 2)),),))
+        TransferPlan(method="shift", home_slots=1, replica_slots=1, axes=("expert",), rounds=((((0, 1), (0, 2)),),))

@@ -116,10 +116,10 @@ def test_assumed_devices():
     assert assumed_devices(MeshConfig(data=2, model=4, devices_per_node=8)) == 8
 
 
-def sizes(config, moe, zero, expert_zero, accumulate=1, batch=8):
+def sizes(config, moe, zero, expert_zero, grad_accum_steps=1, batch=8):
     return Sizes(
-        config=config, moe=moe, vocab_size=VOCAB, length=8, batch_size=batch, accumulate=accumulate, zero_stage=zero,
-        expert_zero_stage=expert_zero,
+        config=config, moe=moe, vocab_size=VOCAB, length=8, batch_size=batch,
+        grad_accum_steps=grad_accum_steps, zero_stage=zero, expert_zero_stage=expert_zero,
     )  # fmt: skip
 
 
@@ -148,9 +148,9 @@ def test_device_bytes_are_those_of_the_layout(mesh, devices):
         got = device_bytes(sizes(config, moe, zero, expert_zero), abstract)
         assert got.parameters == bytes_of(shapes, layout.params, roles)
         assert got.optimizer == 2 * bytes_of(shapes, layout.state, roles)
-        gradients = {"dense": layout.params["dense"], "bank": layout.sink}
+        gradients = {"dense": layout.params["dense"], "bank": layout.grad_sink}
         assert got.gradients == bytes_of(shapes, gradients, roles)
-        twice = device_bytes(sizes(config, moe, zero, expert_zero, accumulate=2, batch=16), abstract)
+        twice = device_bytes(sizes(config, moe, zero, expert_zero, grad_accum_steps=2, batch=16), abstract)
         assert twice.gradients == 2 * got.gradients and twice.activations == got.activations
 
 
@@ -159,7 +159,10 @@ def test_device_bytes_shrink_where_they_should():
     roles = build_abstract_roles(MeshConfig(), 8)
     by_stage = [device_bytes(sizes(config, moe, stage, 1), roles) for stage in (0, 1, 3)]
     assert by_stage[0].optimizer > by_stage[1].optimizer == by_stage[2].optimizer
-    assert by_stage[1].parameters > by_stage[2].parameters and by_stage[2].copies > by_stage[1].copies == 0
+    assert (
+        by_stage[1].parameters > by_stage[2].parameters
+        and by_stage[2].compute_weights > by_stage[1].compute_weights == 0
+    )
     assert by_stage[0].total == sum(
         (by_stage[0].parameters, by_stage[0].optimizer, by_stage[0].gradients, by_stage[0].activations)
     )
@@ -190,7 +193,7 @@ def test_activations_estimate_is_within_a_factor_of_two_of_the_compiler():
     compiled = jax.jit(step, donate_argnums=0).lower(model.shapes(), batch).compile()
     held = device_bytes(
         Sizes(
-            config=config, moe=moe, vocab_size=VOCAB, length=length, batch_size=rows, accumulate=1, zero_stage=0,
+            config=config, moe=moe, vocab_size=VOCAB, length=length, batch_size=rows, grad_accum_steps=1, zero_stage=0,
             expert_zero_stage=0,
         ),
         build_abstract_roles(MeshConfig(), 1),

@@ -115,8 +115,10 @@ def test_dry_run_says_what_auto_attention_is_and_counts_it():
     assert "ModelConfig.attention 'auto' is 'cudnn' on NVIDIA H200\n" in texts["h200"]
     assert "32 devices = data 1 x expert 32 x expert_shard 1; model 1; 8 devices a node" in texts["h200"]
     assert "'auto' is 'xla' on CPU devices, 'cudnn' on GPUs that have it, see --target\n" in texts["cpu"]
-    wide, _, _ = parse_run_config(["configs/model/hecate_gpt_moe_s.gin"], ["ModelConfig.dtype = 'float32'"])
-    assert "'auto' is 'xla' on NVIDIA H200: cuDNN's attention takes 16-bit floats" in dry_run(wide, target="h200:1x8")
+    float32_run, _, _ = parse_run_config(["configs/model/hecate_gpt_moe_s.gin"], ["ModelConfig.dtype = 'float32'"])
+    assert "'auto' is 'xla' on NVIDIA H200: cuDNN's attention takes 16-bit floats" in dry_run(
+        float32_run, target="h200:1x8"
+    )
     with pytest.raises(UserError, match="--target=h200:1x2 and --host_devices=2 both count devices; give one of them"):
         dry_run(run, 2, "h200:1x2")
 
@@ -128,14 +130,14 @@ def test_dry_run_of_pairwise_tells_its_bound():
         run, _, _ = parse_run_config(["configs/run/fastermoe.gin"], bindings)
         return dry_run(run, 8).split("Schedule\n")[1].split("\n\n")[0]
 
-    told = section()
-    assert "8 expert-parallel devices in 2 group(s), 6 tasks" in told and "FLOP/s in configs/cluster/host" in told
-    moving, computing = (float(number) for number in re.findall(r"([\d.]+) ms", told))
-    bound = float(re.search(r"= ([\d.]+):", told).group(1))
+    lines = section()
+    assert "8 expert-parallel devices in 2 group(s), 6 tasks" in lines and "FLOP/s in configs/cluster/host" in lines
+    moving, computing = (float(number) for number in re.findall(r"([\d.]+) ms", lines))
+    bound = float(re.search(r"= ([\d.]+):", lines).group(1))
     assert bound == pytest.approx((moving + computing) / max(moving, computing), abs=0.01) and 1 < bound < 2
-    told = section("MoEConfig.cluster = 'docs/bench/cluster_host.json'")
+    lines = section("MoEConfig.cluster = 'docs/bench/cluster_host.json'")
     assert (
-        "by its fits in docs/bench/cluster_host.json" in told and "bound (comm + comp) / max(comm, comp) = 1." in told
+        "by its fits in docs/bench/cluster_host.json" in lines and "bound (comm + comp) / max(comm, comp) = 1." in lines
     )
     assert "unknown: the bound of" in section("MoEConfig.cluster = 'configs/cluster/johnny.gin'")
     bare = ("PlannerConfig.name = 'none'", "PlannerConfig.when = 'ahead'", "PlannerConfig.cluster = ''")
@@ -193,7 +195,7 @@ def test_dry_run_says_what_it_assumed():
             "needs groups that fill whole nodes; 3 devices exchange rows and 2 share a node; set "
             "MeshConfig.devices_per_node to a divisor of 3",
         ),
-        (["MoEConfig.transport = 'carrier'"], 8, "MoEConfig.transport ('carrier') must be one of all_to_all, pairwise"),
+        (["MoEConfig.transport = 'carrier'"], 8, "MoEConfig.transport ('carrier') must be one of all_to_all, ppermute"),
         (["MoEConfig.gather = 'later'"], 8, "MoEConfig.gather ('later') must be 'saa' or 'aas'"),
         (
             ["DataConfig.sequence_length = 33", "MeshConfig.model = 2", "train.batch_size = 4"],

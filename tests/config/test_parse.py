@@ -99,7 +99,7 @@ def test_parse_finds_files_by_search_path_and_beside_the_package(tmp_path, monke
         ("train.profile_steps = (1, 2.5)", ["must be a tuple of 2 entries"]),
         ("MoEConfig.capacity_factor = 'no'", ["('no', text) must be a finite number or None"]),
         ("MoEConfig.renormalize = 1", ["MoEConfig.renormalize (1) must be True or False"]),
-        ("PlannerConfig.n = 1.5", ["must be a whole number or text in quotes"]),
+        ("PlannerConfig.skipped_devices = 1.5", ["must be a whole number or text in quotes"]),
         (
             "DataConfig.path = corpus.txt",
             ["'DataConfig.path = corpus.txt'", "'corpus' is no value", "text stands in quotes"],

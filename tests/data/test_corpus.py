@@ -1,4 +1,4 @@
-"""Which files are found, in which order, and what a bad one is told."""
+"""Which files are found, in which order, and the error of a bad one."""
 
 import gzip
 import json

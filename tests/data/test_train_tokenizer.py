@@ -1,4 +1,4 @@
-"""The command: a file that the rest of the room can use, and one line for each mistake."""
+"""The command: a file that the rest of the package can use, and one line for each mistake."""
 
 import subprocess
 import sys

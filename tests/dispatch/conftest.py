@@ -1,4 +1,4 @@
-"""Routings that the tests of this room share: what tokens chose, drawn so that the odd cases are there."""
+"""Routings that these tests share: what tokens chose, drawn so that the odd cases are there."""
 
 import dataclasses
 
@@ -37,9 +37,9 @@ class Case:
         elif self.skew == "half":
             score[:, self.experts // 2 :] = -1
         expert_ids = np.argsort(-score, axis=1)[:, : self.top_k].astype(np.int32)
-        kept = rng.random(expert_ids.shape) >= self.dropped
+        keep_mask = rng.random(expert_ids.shape) >= self.dropped
         weights = rng.normal(size=expert_ids.shape)
-        choice = Choice(expert_ids=expert_ids, weights=weights, kept=kept)
+        choice = Choice(expert_ids=expert_ids, weights=weights, keep_mask=keep_mask)
         return choice, expert_ids // self.groups, expert_ids % self.groups
 
 

@@ -13,12 +13,12 @@ PACK = jax.jit(pack, static_argnames=("rows", "top_k", "num_groups"))
 REGROUP = jax.jit(regroup, static_argnames="rows")
 
 
-def choice_of(expert_ids, kept=None):
+def choice_of(expert_ids, keep_mask=None):
     ids = np.array(expert_ids, np.int32)
     return Choice(
         expert_ids=ids,
         weights=np.ones(ids.shape, np.float32),
-        kept=np.ones(ids.shape, bool) if kept is None else np.array(kept, bool),
+        keep_mask=np.ones(ids.shape, bool) if keep_mask is None else np.array(keep_mask, bool),
     )
 
 
@@ -83,9 +83,9 @@ def test_route_maxtext_offsets():
     rng = np.random.default_rng(0)
     for sizes, offsets in zip(SENT, INPUT_OFFSETS, strict=True):
         # seven tokens with one choice each, in any order; those without a destination are dropped
-        wishes = rng.permutation(np.append(np.repeat(np.arange(4), sizes), [4] * (7 - sum(sizes)))).astype(np.int32)
-        choice = choice_of(wishes[:, None], wishes[:, None] < 4)
-        routing = ROUTE(choice, wishes[:, None] % 4, np.zeros((7, 1), np.int32), num_destinations=4, num_groups=1)
+        target = rng.permutation(np.append(np.repeat(np.arange(4), sizes), [4] * (7 - sum(sizes)))).astype(np.int32)
+        choice = choice_of(target[:, None], target[:, None] < 4)
+        routing = ROUTE(choice, target[:, None] % 4, np.zeros((7, 1), np.int32), num_destinations=4, num_groups=1)
         np.testing.assert_array_equal(routing.start, [*offsets, sum(sizes)])
         parcel = PACK(routing, 0, rows=4, top_k=1, num_groups=1)
         np.testing.assert_array_equal(parcel.counts[:, 0], sizes)
@@ -106,7 +106,7 @@ def sorted_choices(case, choice, destination, group):
     buckets = [[] for _ in range(case.destinations)]
     for token in range(case.tokens):
         for k in range(case.top_k):
-            if choice.kept[token, k]:
+            if choice.keep_mask[token, k]:
                 buckets[destination[token, k]].append((group[token, k], token * case.top_k + k))
     return [sorted(bucket) for bucket in buckets]
 

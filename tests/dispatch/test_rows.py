@@ -9,13 +9,13 @@ import numpy as np
 from moe_jax.dispatch import (
     Grouping,
     Parcel,
-    groups_to_rows,
     pack,
+    permute_rows,
+    permute_tokens,
     regroup,
     route,
-    rows_to_groups,
-    rows_to_tokens,
-    tokens_to_rows,
+    unpermute_rows,
+    unpermute_tokens,
 )
 
 DIM = 3
@@ -26,30 +26,30 @@ HAND = Parcel(
 )
 
 
-def test_tokens_to_rows_by_hand():
+def test_permute_tokens_by_hand():
     x = jnp.float32([[1, 2], [3, 4]])
-    np.testing.assert_array_equal(tokens_to_rows(x, HAND), [[1, 2], [0, 0], [0, 0], [1, 2], [3, 4]])
+    np.testing.assert_array_equal(permute_tokens(x, HAND), [[1, 2], [0, 0], [0, 0], [1, 2], [3, 4]])
 
 
-def test_rows_to_tokens_by_hand():
+def test_unpermute_tokens_by_hand():
     # token 0: 10 * row 3 + 100 * row 0; token 1: its choice 2 (weight 7) is not here, 2 * row 4. Empty rows go unread.
     rows = jnp.float32([[1, 2], [np.nan, np.nan], [np.nan, np.nan], [3, 4], [5, 6]])
     weights = jnp.float32([[10, 100], [7, 2]])
-    np.testing.assert_array_equal(rows_to_tokens(rows, weights, HAND), [[130, 240], [10, 12]])
+    np.testing.assert_array_equal(unpermute_tokens(rows, weights, HAND), [[130, 240], [10, 12]])
 
 
-def test_rows_to_groups_by_hand():
+def test_permute_rows_by_hand():
     # rows 0 and 3 are of group 1 and 0; row 1 and 2 are empty: compact order 3, 0
     grouping = Grouping(
         place_of_row=np.int32([1, 4, 4, 0]), row_of_place=np.int32([3, 0, 4, 4]), group_sizes=np.int32([1, 1])
     )
     rows = jnp.float32([[1], [np.nan], [np.nan], [2]])
-    compact = rows_to_groups(rows, grouping)
+    compact = permute_rows(rows, grouping)
     np.testing.assert_array_equal(compact, [[2], [1], [0], [0]])
-    np.testing.assert_array_equal(groups_to_rows(compact, grouping), [[1], [0], [0], [2]])
+    np.testing.assert_array_equal(unpermute_rows(compact, grouping), [[1], [0], [0], [2]])
 
 
-def test_rows_to_tokens_sums_in_float32():
+def test_unpermute_tokens_sums_in_float32():
     """1 and eight times 2^-9: one after the other in bfloat16 each would be lost, the sum is exact in float32."""
     rows = jnp.bfloat16([[1]] + [[2**-9]] * 8)
     parcel = Parcel(
@@ -57,7 +57,7 @@ def test_rows_to_tokens_sums_in_float32():
         row_of_choice=np.arange(9, dtype=np.int32)[None],
         counts=np.int32([[9]]),
     )
-    y = rows_to_tokens(rows, jnp.ones((1, 9)), parcel)
+    y = unpermute_tokens(rows, jnp.ones((1, 9)), parcel)
     assert y.dtype == jnp.bfloat16 and y[0, 0] == 1 + 2**-6
 
 
@@ -93,7 +93,7 @@ def assert_equal_with_gradients(ours, naive, arguments):
 
 
 def test_token_moves_equal_one_hot_matrices(case):
-    """tokens_to_rows = P (x repeated K times); rows_to_tokens = sum over k of weight times P^T rows."""
+    """permute_tokens = P (x repeated K times); unpermute_tokens = sum over k of weight times P^T rows."""
     with jax.enable_x64(True):
         parcel, weights = parcel_of(case, int(case.rows < case.tokens))  # the second pass where there may be one
         rng = np.random.default_rng(2)
@@ -103,10 +103,10 @@ def test_token_moves_equal_one_hot_matrices(case):
         to_choices = one_hot(parcel.row_of_choice, len(rows))  # [A, R]
         np.testing.assert_array_equal(to_choices, to_rows.T)
         assert_equal_with_gradients(
-            lambda x: tokens_to_rows(x, parcel), lambda x: to_rows @ jnp.repeat(x, case.top_k, axis=0), (x,)
+            lambda x: permute_tokens(x, parcel), lambda x: to_rows @ jnp.repeat(x, case.top_k, axis=0), (x,)
         )
         assert_equal_with_gradients(
-            lambda rows, weights: rows_to_tokens(rows, weights, parcel),
+            lambda rows, weights: unpermute_tokens(rows, weights, parcel),
             lambda rows, weights: jnp.einsum("tk,tkm->tm", weights, (to_choices @ rows).reshape(*weights.shape, -1)),
             (rows, weights),
         )
@@ -118,18 +118,18 @@ def test_group_moves_equal_one_hot_matrices(case):
         grouping = jax.tree.map(np.asarray, jax.jit(regroup, static_argnums=1)(parcel.counts, case.rows))
         rows = np.random.default_rng(2).normal(size=(case.destinations * case.rows, DIM))
         matrix = one_hot(grouping.row_of_place, len(rows))
-        assert_equal_with_gradients(lambda r: rows_to_groups(r, grouping), lambda r: matrix @ r, (rows,))
-        assert_equal_with_gradients(lambda r: groups_to_rows(r, grouping), lambda r: matrix.T @ r, (rows,))
+        assert_equal_with_gradients(lambda r: permute_rows(r, grouping), lambda r: matrix @ r, (rows,))
+        assert_equal_with_gradients(lambda r: unpermute_rows(r, grouping), lambda r: matrix.T @ r, (rows,))
 
 
 def test_gradients_do_not_read_empty_rows():
     """A cotangent may hold anything in the rows that nobody fills, and weights of choices elsewhere get zero."""
     x = jnp.float32([[1, 2], [3, 4]])
     d_rows = jnp.float32([[1, 1], [np.nan, np.nan], [np.nan, np.nan], [2, 2], [4, 4]])
-    np.testing.assert_array_equal(jax.vjp(lambda x: tokens_to_rows(x, HAND), x)[1](d_rows)[0], [[3, 3], [4, 4]])
+    np.testing.assert_array_equal(jax.vjp(lambda x: permute_tokens(x, HAND), x)[1](d_rows)[0], [[3, 3], [4, 4]])
     rows = jnp.where(jnp.isnan(d_rows), jnp.nan, 1.0)
     weights = jnp.float32([[10, 100], [7, 2]])
-    _, pull_back = jax.vjp(lambda rows, weights: rows_to_tokens(rows, weights, HAND), rows, weights)
+    _, pull_back = jax.vjp(lambda rows, weights: unpermute_tokens(rows, weights, HAND), rows, weights)
     got_rows, got_weights = pull_back(jnp.float32([[1, 2], [3, 4]]))
     np.testing.assert_array_equal(got_rows, [[100, 200], [0, 0], [0, 0], [10, 20], [6, 8]])
     np.testing.assert_array_equal(got_weights, [[3, 3], [0, 7]])
@@ -149,7 +149,7 @@ def test_dispatch_identity_combine(case):
     drawn = [case.draw(seed) for seed in range(devices)]
     choice, destination, group = jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
     x = np.random.default_rng(3).integers(-(2**12), 2**12, (devices, case.tokens, DIM)).astype(np.float32) / 2**10
-    ones = jnp.ones(choice.kept.shape)
+    ones = jnp.ones(choice.keep_mask.shape)
 
     @jax.jit
     def there_and_back(x):
@@ -158,14 +158,14 @@ def test_dispatch_identity_combine(case):
         def one_pass(index):
             cut = functools.partial(pack, index=index, rows=case.rows, top_k=case.top_k, num_groups=case.groups)
             parcel = jax.vmap(lambda r: cut(r))(routing)
-            sent = jax.vmap(tokens_to_rows)(x, parcel)
+            sent = jax.vmap(permute_tokens)(x, parcel)
             arrived = exchange(sent.reshape(devices, devices, case.rows, DIM)).reshape(devices, -1, DIM)
             grouping = jax.vmap(lambda c: regroup(c, case.rows))(exchange(parcel.counts))
-            done = jax.vmap(groups_to_rows)(jax.vmap(rows_to_groups)(arrived, grouping), grouping)
+            done = jax.vmap(unpermute_rows)(jax.vmap(permute_rows)(arrived, grouping), grouping)
             returned = exchange(done.reshape(devices, devices, case.rows, DIM)).reshape(devices, -1, DIM)
-            return jax.vmap(rows_to_tokens)(returned, ones, parcel)
+            return jax.vmap(unpermute_tokens)(returned, ones, parcel)
 
         return jnp.sum(jax.lax.map(one_pass, jnp.arange(passes, dtype=jnp.int32)), axis=0)
 
-    kept = np.sum(choice.kept, axis=2, keepdims=True)  # K where nothing is dropped
-    np.testing.assert_array_equal(there_and_back(x), kept * x)
+    choices = np.sum(choice.keep_mask, axis=2, keepdims=True)  # K where nothing is dropped
+    np.testing.assert_array_equal(there_and_back(x), choices * x)

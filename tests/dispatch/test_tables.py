@@ -16,8 +16,8 @@ from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models.loss import check_token_numbers
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.guests import fetch_guests
 from moe_jax.moe.layer import make_moe
+from moe_jax.moe.replicas import fetch_replicas
 from moe_jax.placement import Placement, build_skeleton, routing
 from moe_jax.replan.device_tables import device_tables, layer_plan
 from moe_jax.schedules import LayerSizes, build_schedule
@@ -53,7 +53,7 @@ def test_destinations_split_any_number_of_choices(count):
         home_row=jnp.zeros((1,), jnp.int32),
     )
     ids = jnp.concatenate([jnp.zeros((count, 1), jnp.int32), jnp.ones((4, 1), jnp.int32)])  # 4 choices of expert 1
-    choice = Choice(expert_ids=ids, weights=jnp.ones(ids.shape), kept=jnp.ones(ids.shape, bool))
+    choice = Choice(expert_ids=ids, weights=jnp.ones(ids.shape), keep_mask=jnp.ones(ids.shape, bool))
     device, group = jax.jit(destinations, static_argnums=2)(tables, choice, 1)
     edges = [num * count // den for num in nums]
     want = [bisect.bisect_right(edges, rank) for rank in range(count)] + [2, 2, 3, 3]
@@ -62,7 +62,7 @@ def test_destinations_split_any_number_of_choices(count):
 
 
 def test_layer_with_70000_choices_of_one_expert():
-    """Every token of four sources chooses expert 1, whose one copy takes half of them by a rule after the gate."""
+    """Every token of four sources chooses expert 1, whose one replica takes half of them by a rule after the gate."""
     devices, tokens, dim = 4, 70_000, 4
     roles = build_mesh(MeshConfig(expert=devices), jax.devices()[:devices])
     placement = Placement(
@@ -70,15 +70,15 @@ def test_layer_with_70000_choices_of_one_expert():
         devices_per_node=devices,
     )  # fmt: skip
     skeleton = build_skeleton(placement, method="gather", candidates=devices)
-    rule = ShareRule(home_slots=1, guest_slots=1, devices_per_node=devices, sweeps=4)
+    rule = ShareRule(home_slots=1, replica_slots=1, devices_per_node=devices, sweeps=4)
     plan = layer_plan(skeleton, roles.expert, rule)
     config = MoEConfig(num_experts=devices, top_k=1, schedule="s1", bucket_slack=2.0)
     apply = make_moe(config, roles, tokens, "gelu", plan)
 
     def body(x, w_gate, bank, tables):
         here = jax.tree.map(lambda array: array[0], local(tables))
-        guests = fetch_guests(bank, {n: jnp.zeros_like(v) for n, v in bank.items()}, here, plan, x)
-        y, stats, _ = apply(x, jnp.arange(tokens, dtype=jnp.int32), w_gate, bank, None, here, guests=guests)
+        replicas = fetch_replicas(bank, {n: jnp.zeros_like(v) for n, v in bank.items()}, here, plan, x)
+        y, stats, _ = apply(x, jnp.arange(tokens, dtype=jnp.int32), w_gate, bank, None, here, replicas=replicas)
         return y, stats.counts[None]
 
     rows, held = P(roles.all), P(roles.expert)
@@ -99,10 +99,10 @@ def test_layer_with_70000_choices_of_one_expert():
 @pytest.mark.parametrize("count", [60_000, 65_536, 70_000, 1 << 20])
 def test_device_and_host_count_alike(count):
     """What the placement counts with 64-bit integers is what the device's tables say."""
-    copies = np.array([[0, 0, 1], [0, 0, 2], [0, 1, 3]], np.int32)
+    replicas = np.array([[0, 0, 1], [0, 0, 2], [0, 1, 3]], np.int32)
     shares = [(0, 0, 0, 11_111), (0, 0, 1, 22_222), (0, 0, 2, 32_203), (0, 1, 1, 65_535), (0, 1, 3, 1)]
     placement = Placement(
-        np.arange(4, dtype=np.int32)[None], copies, shares, ("shares",), devices=4, devices_per_node=4
+        np.arange(4, dtype=np.int32)[None], replicas, shares, ("shares",), devices=4, devices_per_node=4
     )
     skeleton = build_skeleton(placement)
     tables = jax.tree.map(lambda leaf: leaf[:, 0], device_tables(skeleton, placement))  # [D, ...] of the one layer
@@ -110,7 +110,7 @@ def test_device_and_host_count_alike(count):
     n = loads[0][:, :, None].astype(np.uint32)
     edges = np.asarray(jax.jit(share_of)(tables.dest_num, tables.dest_den[:, :, None], n)).astype(np.int64)
     tokens = np.diff(np.maximum.accumulate(edges, axis=2), prepend=0, axis=2)
-    groups = skeleton.home_slots + skeleton.guest_slots
+    groups = skeleton.home_slots + skeleton.replica_slots
     got = np.zeros((4, 4, 4), np.int64)
     source, expert, _ = np.indices(tokens.shape)
     np.add.at(got, (source, expert, tables.dest_slot // groups), tokens)
@@ -128,7 +128,7 @@ def test_more_choices_than_int32_counts_are_refused():
     assert str(error.value) == (
         "4 devices x 268435456 tokens x MoEConfig.top_k (2) = 2147483648 choices of experts in a layer must be at most "
         "2147483647, so that int32 can number their rows; lower train.batch_size or DataConfig.sequence_length, or "
-        "raise train.accumulate"
+        "raise train.grad_accum_steps"
     )
 
 

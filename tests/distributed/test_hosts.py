@@ -154,7 +154,7 @@ def test_a_line_that_is_no_message_ends_the_job_with_the_name_of_its_sender(star
 
 
 def test_flags_that_contradict_each_other_end_both(start_job):
-    job = start_job("--num_processes=3", "--start_timeout=4")  # both are told 3, so process 2 never comes
+    job = start_job("--num_processes=3", "--start_timeout=4")  # both expect 3, so process 2 never comes
     assert [job.wait(i, 30) for i in range(2)] == [4, 4]
     for i in range(2):
         assert "processes [2] of 3 have not joined process 0" in job.log(i)

@@ -273,7 +273,7 @@ def test_gather_peers_refuses_another_version(monkeypatch):
         raise meeting.result()
 
 
-def test_machines_of_all_processes_are_told_to_all():
+def test_machines_of_all_processes_reach_all():
     meeting = Meeting(count=2, seconds=20)
     joined = connect(place(1, 2, meeting.port), seconds=20)
     close(*meeting.result(), *joined.peers)

@@ -8,7 +8,7 @@ from moe_jax.distributed import watchdog
 
 
 class Judge(watchdog.Watchdog):
-    """A watch that is asked instead of running, and notes how it would end the process."""
+    """A watchdog that is called instead of running, and records how it would end the process."""
 
     def _watch(self):
         pass
@@ -25,7 +25,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_the_stall_clock_rests_before_the_first_step_and_when_told(clock):
+def test_the_stall_clock_rests_before_the_first_step_and_on_request(clock):
     judge = Judge(index=0, count=1, peers=(), stall_seconds=10)
     judge.ended = ""
     clock[0] = 100.0

@@ -15,23 +15,25 @@ from gpu_day_items.plan import ITEMS, Item, Part
 
 
 @pytest.fixture
-def room(tmp_path, monkeypatch):
+def workspace(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(__file__).parent))
-    return children.Room(out=tmp_path, scratch=tmp_path, tiny=True)
+    return children.Workspace(out=tmp_path, scratch=tmp_path, tiny=True)
 
 
 def part(name, call="", **fields):
     return Part(name=name, call=f"bad_parts:{call or name}", **fields)
 
 
-def run(room, *parts, seconds=60.0):
-    told = []
-    return children.run_parts(parts, room, time.monotonic() + seconds, lambda records: told.append(len(records))), told
+def run(workspace, *parts, seconds=60.0):
+    reported = []
+    return children.run_parts(
+        parts, workspace, time.monotonic() + seconds, lambda records: reported.append(len(records))
+    ), reported
 
 
-def test_what_goes_wrong_is_recorded_and_the_next_runs(room):
-    records, told = run(
-        room, part("well"), part("raises"), part("does_not_apply"), part("crashes"), part("hangs", limit=2),
+def test_what_goes_wrong_is_recorded_and_the_next_runs(workspace):
+    records, reported = run(
+        workspace, part("well"), part("raises"), part("does_not_apply"), part("crashes"), part("hangs", limit=2),
         part("exits"), part("last", "well", arguments={"value": 7}),
     )  # fmt: skip
     found = {record["name"]: record for record in records}
@@ -46,20 +48,20 @@ def test_what_goes_wrong_is_recorded_and_the_next_runs(room):
     assert found["crashes"]["before"] == 2 and found["hangs"]["before"] == 3
     assert "not done after 2 s; killed" in found["hangs"]["reason"] and 2 <= found["hangs"]["seconds"] < 10
     assert found["exits"]["reason"] == "exit code 3" and found["last"]["value"] == 7
-    assert told[-1] == len(records)
+    assert reported[-1] == len(records)
 
 
-def test_parts_share_a_process_until_one_goes_wrong(room):
+def test_parts_share_a_process_until_one_goes_wrong(workspace):
     records, _ = run(
-        room, part("a", "well"), part("b", "well"), part("raises"), part("c", "well"),
+        workspace, part("a", "well"), part("b", "well"), part("raises"), part("c", "well"),
         part("d", "well", flags="--xla_gpu_deterministic_ops=true"),
     )  # fmt: skip
     process = {record["name"]: record.get("process") for record in records}
     assert process["a"] == process["b"] and len({process[name] for name in "acd"}) == 3
 
 
-def test_a_part_that_asks_for_it_is_killed(room):
-    records, _ = run(room, part("wants_to_be_killed"), part("then", "well", after="wants_to_be_killed"))
+def test_a_part_that_asks_for_it_is_killed(workspace):
+    records, _ = run(workspace, part("wants_to_be_killed"), part("then", "well", after="wants_to_be_killed"))
     assert [record["status"] for record in records] == ["ok", "ok"]
     with pytest.raises(ProcessLookupError):
         os.kill(records[0]["process"], 0)
@@ -70,8 +72,8 @@ def test_a_child_whose_parent_is_killed_ends_itself(tmp_path):
     code = f"""
 import pathlib, time
 from gpu_day_items import children, plan
-room = children.Room(out=pathlib.Path({str(tmp_path)!r}), scratch=pathlib.Path({str(tmp_path)!r}), tiny=True)
-children.run_parts([plan.Part(name="a", call="bad_parts:hangs")], room, time.monotonic() + 60, print)
+workspace = children.Workspace(out=pathlib.Path({str(tmp_path)!r}), scratch=pathlib.Path({str(tmp_path)!r}), tiny=True)
+children.run_parts([plan.Part(name="a", call="bad_parts:hangs")], workspace, time.monotonic() + 60, print)
 """
     here = pathlib.Path(__file__).parent
     paths = os.pathsep.join([str(here.parents[1] / "scripts"), str(here.parents[1]), str(here)])
@@ -94,9 +96,9 @@ def runs(process: int) -> bool:
     return done.stdout.strip()[:1] not in ("", "Z")
 
 
-def test_unless_and_after(room):
+def test_unless_and_after(workspace):
     records, _ = run(
-        room, part("well"), part("substitute", "well", unless="well"), part("raises"),
+        workspace, part("well"), part("substitute", "well", unless="well"), part("raises"),
         part("instead", "well", unless="raises"), part("never", "well", after="raises"),
     )  # fmt: skip
     assert [(record["name"], record["status"]) for record in records] == [
@@ -104,20 +106,20 @@ def test_unless_and_after(room):
     ]  # fmt: skip
 
 
-def test_time_that_is_spent_skips_parts_and_items(room):
-    records, _ = run(room, part("hangs"), part("well"), seconds=2)
+def test_time_that_is_spent_skips_parts_and_items(workspace):
+    records, _ = run(workspace, part("hangs"), part("well"), seconds=2)
     assert [record["status"] for record in records] == ["timed out", "skipped"]
     assert records[1]["reason"] == "the time of its item was spent"
     item = Item(number=1, name="a", title="A", budget=10, least=30, parts=(part("well"),))
-    full = children.Room(out=room.out, scratch=room.scratch, tiny=False)
+    full = children.Workspace(out=workspace.out, scratch=workspace.scratch, tiny=False)
     record = day.run_item(item, full, time.monotonic() + 10, lambda _: None)
     assert record["status"] == "skipped" and "it needs at least 30 s" in record["reason"]
 
 
-def test_an_item_whose_substitute_went_well_is_well(room):
+def test_an_item_whose_substitute_went_well_is_well(workspace):
     parts = (part("raises"), part("instead", "well", unless="raises"))
     item = Item(number=1, name="a", title="A", budget=30, least=1, parts=parts)
-    record = day.run_item(item, room, time.monotonic() + 30, lambda _: None)
+    record = day.run_item(item, workspace, time.monotonic() + 30, lambda _: None)
     assert record["status"] == "ok" and record["parts"][0]["status"] == "failed"
     lines = page.item_lines(record)
     assert "| what | a \\| result of 1 |" in lines
@@ -161,16 +163,16 @@ def test_the_plan_fits_its_limit():
     assert sum(item.least for item in ITEMS) < 525 < 540
 
 
-def test_children_share_one_gpu_one_cache_and_take_no_memory_ahead(room, monkeypatch):
+def test_children_share_one_gpu_one_cache_and_take_no_memory_ahead(workspace, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setenv("XLA_FLAGS", "--a=1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    full = children.Room(out=room.out, scratch=room.scratch, tiny=False)
+    full = children.Workspace(out=workspace.out, scratch=workspace.scratch, tiny=False)
     found = children.environment(full, "--b=2")
     assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false" and found["CUDA_VISIBLE_DEVICES"] == "0"
-    assert found["JAX_COMPILATION_CACHE_DIR"] == str(room.out / "cache")
+    assert found["JAX_COMPILATION_CACHE_DIR"] == str(workspace.out / "cache")
     assert found["XLA_FLAGS"] == "--a=1 --b=2" and found["JAX_PLATFORMS"] == "cuda,cpu"
-    assert children.environment(room, "")["JAX_PLATFORMS"] == "cpu"
+    assert children.environment(workspace, "")["JAX_PLATFORMS"] == "cpu"
 
 
 def test_the_page_gives_constants_with_units():

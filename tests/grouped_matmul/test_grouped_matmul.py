@@ -65,28 +65,28 @@ def loop_oracle(lhs, group_sizes, dout, weights):
     return out, dlhs, dweights
 
 
-def as_operands(weights, sinks):
+def as_operands(weights, grad_sinks):
     return tuple(
-        GroupedWeights(bank=jnp.asarray(bank), slots=jnp.asarray(slots), sink=sink)
-        for (bank, slots), sink in zip(weights, sinks, strict=True)
+        GroupedWeights(bank=jnp.asarray(bank), slots=jnp.asarray(slots), grad_sink=grad_sink)
+        for (bank, slots), grad_sink in zip(weights, grad_sinks, strict=True)
     )
 
 
 def run(implementation, lhs, group_sizes, dout, weights):
     """Return out, dlhs, dW and the banks' gradients of `implementation`."""
-    sinks = [jnp.zeros((len(slots), *bank.shape[1:]), bank.dtype) for bank, slots in weights]
+    grad_sinks = [jnp.zeros((len(slots), *bank.shape[1:]), bank.dtype) for bank, slots in weights]
 
     @jax.jit
-    def both(lhs, sinks, banks, dout):
-        def out_of(lhs, sinks, banks):
-            operands = as_operands([(b, s) for b, (_, s) in zip(banks, weights, strict=True)], sinks)
+    def both(lhs, grad_sinks, banks, dout):
+        def out_of(lhs, grad_sinks, banks):
+            operands = as_operands([(b, s) for b, (_, s) in zip(banks, weights, strict=True)], grad_sinks)
             return grouped_matmul(lhs, jnp.asarray(group_sizes), operands, implementation=implementation)
 
-        out, pull_back = jax.vjp(out_of, lhs, sinks, banks)
+        out, pull_back = jax.vjp(out_of, lhs, grad_sinks, banks)
         return out, *pull_back(dout)
 
-    out, dlhs, dsinks, dbanks = both(lhs, sinks, [jnp.asarray(bank) for bank, _ in weights], dout)
-    return out, dlhs, jnp.concatenate(dsinks), dbanks
+    out, dlhs, d_grad_sinks, dbanks = both(lhs, grad_sinks, [jnp.asarray(bank) for bank, _ in weights], dout)
+    return out, dlhs, jnp.concatenate(d_grad_sinks), dbanks
 
 
 @pytest.mark.parametrize("operands", [1, 2])
@@ -116,8 +116,9 @@ def test_grouped_matmul_narrow_types(implementation, dtype, tolerance):
 
 
 @pytest.mark.parametrize("implementation", ON_CPU)
-def test_grouped_matmul_wide_bank_and_sink(implementation):
-    """bfloat16 rows, float32 master weights: the bank is cast as it is read, the gradient is as wide as the sink."""
+def test_grouped_matmul_wide_bank_and_grad_sink(implementation):
+    """bfloat16 rows, float32 master weights: the bank is cast as it is read, the gradient is as wide as the
+    grad_sink."""
     lhs, group_sizes, dout, weights = make_case(*SIZES["balanced"], dtype=np.float32)
     rounded = [(bank.astype(jnp.bfloat16).astype(np.float32), slots) for bank, slots in weights]
     narrow = [a.astype(jnp.bfloat16) for a in (lhs, dout)]
@@ -129,7 +130,7 @@ def test_grouped_matmul_wide_bank_and_sink(implementation):
 
 
 @pytest.mark.parametrize("implementation", ON_CPU)
-def test_grouped_matmul_without_sink(implementation):
+def test_grouped_matmul_without_grad_sink(implementation):
     lhs, group_sizes, dout, weights = make_case(*SIZES["empty"], dtype=np.float32)
 
     def loss(lhs):
@@ -151,12 +152,12 @@ def test_grouped_matmul_in_shard_map(implementation):
         banks = rng.normal(size=(4, 5, 8, 6))
         slots = np.array([rng.permutation(5)[:groups] for _ in range(4)], np.int32)
 
-        def body(lhs, dout, group_sizes, bank, slots, sink):
-            def loss(lhs, sink):
-                operands = (GroupedWeights(bank=bank, slots=slots, sink=sink),)
+        def body(lhs, dout, group_sizes, bank, slots, grad_sink):
+            def loss(lhs, grad_sink):
+                operands = (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
                 return jnp.sum(grouped_matmul(lhs, group_sizes, operands, implementation=implementation) * dout)
 
-            return jax.grad(loss, (0, 1))(lhs, sink)
+            return jax.grad(loss, (0, 1))(lhs, grad_sink)
 
         everywhere, by_expert = P(("data", "expert")), P("expert")
         step = jax.jit(
@@ -168,7 +169,7 @@ def test_grouped_matmul_in_shard_map(implementation):
                 check_vma=True,
             )
         )
-        dlhs, dsink = step(
+        dlhs, d_grad_sink = step(
             *(jnp.asarray(a).reshape(-1, *a.shape[2:]) for a in (lhs, dout)),
             sizes.reshape(-1),
             banks.reshape(-1, 8, 6),
@@ -178,49 +179,53 @@ def test_grouped_matmul_in_shard_map(implementation):
         wanted = [loop_oracle(lhs[d], sizes[d], dout[d], [(banks[d % 4], slots[d % 4])]) for d in range(8)]
         np.testing.assert_allclose(dlhs.reshape(8, rows, 8), np.stack([w[1] for w in wanted]), rtol=1e-12, atol=1e-12)
         dweight = np.stack([w[2] for w in wanted]).reshape(2, 4, groups, 8, 6).sum(0)
-        np.testing.assert_allclose(dsink.reshape(4, groups, 8, 6), dweight, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(d_grad_sink.reshape(4, groups, 8, 6), dweight, rtol=1e-12, atol=1e-12)
 
 
-def scan_loss(lhs, sinks, bank, slots, group_sizes):
+def scan_loss(lhs, grad_sinks, bank, slots, group_sizes):
     """Layers [L] of grouped matmuls that share one bank, as a model's loop over layers does."""
 
     def layer(x, of_layer):
-        sink, slots = of_layer
-        operands = (GroupedWeights(bank=bank, slots=slots, sink=sink),)
+        grad_sink, slots = of_layer
+        operands = (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
         return grouped_matmul(x, group_sizes, operands, implementation="blocked"), None
 
-    return jnp.sum(jax.lax.scan(layer, lhs, (sinks, slots))[0])
+    return jnp.sum(jax.lax.scan(layer, lhs, (grad_sinks, slots))[0])
 
 
 def scan_shapes(layers, groups, rows, dim):
     f32, i32 = jnp.float32, jnp.int32
     return {
         "lhs": jax.ShapeDtypeStruct((rows, dim), f32),
-        "sinks": jax.ShapeDtypeStruct((layers, groups, dim, dim), f32),
+        "grad_sinks": jax.ShapeDtypeStruct((layers, groups, dim, dim), f32),
         "bank": jax.ShapeDtypeStruct((layers * groups, dim, dim), f32),
         "slots": jax.ShapeDtypeStruct((layers, groups), i32),
         "group_sizes": jax.ShapeDtypeStruct((groups,), i32),
     }
 
 
-def test_grouped_matmul_memory_of_sinks():
-    """The zeros of the sinks take no memory: beside the gradients there is room for much less than another copy."""
+def test_grouped_matmul_memory_of_grad_sinks():
+    """The zeros of the grad_sinks take no memory: beside the gradients there is room for much less than another
+    copy."""
     shapes = scan_shapes(layers=8, groups=4, rows=64, dim=128)
-    sinks = shapes.pop("sinks")
+    grad_sinks = shapes.pop("grad_sinks")
 
     def step(**arrays):
-        return jax.grad(lambda sinks: scan_loss(sinks=sinks, **arrays))(jnp.zeros(sinks.shape, sinks.dtype))
+        return jax.grad(lambda grad_sinks: scan_loss(grad_sinks=grad_sinks, **arrays))(
+            jnp.zeros(grad_sinks.shape, grad_sinks.dtype)
+        )
 
     memory = jax.jit(step).lower(**shapes).compile().memory_analysis()
-    sink_bytes = int(np.prod(sinks.shape)) * 4
-    assert sink_bytes <= memory.output_size_in_bytes < 1.1 * sink_bytes
-    assert memory.temp_size_in_bytes < 0.5 * sink_bytes  # a layer's gradient, a weight, its gradient, all layers' rows
+    grad_sink_bytes = int(np.prod(grad_sinks.shape)) * 4
+    assert grad_sink_bytes <= memory.output_size_in_bytes < 1.1 * grad_sink_bytes
+    # a layer's gradient, a weight, its gradient, all layers' rows
+    assert memory.temp_size_in_bytes < 0.5 * grad_sink_bytes
 
 
 def test_grouped_matmul_leaves_no_bank_gradient_in_a_loop():
-    """A loop over layers carries no gradient of the bank, even where somebody asks for it, and keeps no sink."""
+    """A loop over layers carries no gradient of the bank, even where somebody asks for it, and keeps no grad_sink."""
     arrays = {name: jnp.zeros(s.shape, s.dtype) for name, s in scan_shapes(8, 4, 64, 16).items()}
-    names = ("lhs", "sinks", "bank")
+    names = ("lhs", "grad_sinks", "bank")
 
     def loss(*differentiated):
         return scan_loss(**{**arrays, **dict(zip(names, differentiated, strict=True))})
@@ -232,7 +237,7 @@ def test_grouped_matmul_leaves_no_bank_gradient_in_a_loop():
     for scan in scans:
         assert arrays["bank"].shape not in [variable.aval.shape for variable in scan.outvars]
     kept = [leaf.shape for leaf in jax.tree.leaves(jax.vjp(loss, *values)[1])]
-    assert arrays["bank"].shape in kept and arrays["sinks"].shape not in kept
+    assert arrays["bank"].shape in kept and arrays["grad_sinks"].shape not in kept
 
 
 @pytest.mark.parametrize("steps", range(5))
@@ -317,7 +322,7 @@ def test_grouped_matmul_shapes_that_do_not_fit():
         grouped_matmul(lhs, group_sizes[:3], operands, implementation="blocked")
     with pytest.raises(ValueError, match=r"shape \(7, 8, 6\) does not fit rows of 5 elements"):
         grouped_matmul(lhs[:, :5], group_sizes, operands, implementation="blocked")
-    with pytest.raises(ValueError, match=r"a sink of shape \(7, 8, 6\) must be \(4, 8, 6\)"):
+    with pytest.raises(ValueError, match=r"grad_sink \(7, 8, 6\) must be \(4, 8, 6\)"):
         wrong = as_operands(weights, [jnp.zeros((7, 8, 6))])
         grouped_matmul(lhs, group_sizes, wrong, implementation="blocked")
 
@@ -327,12 +332,12 @@ def test_hopper_lowers_for_cuda(rows):
     """No GPU here: the kernels, forward and both gradients, must lower inside `shard_map` with typed outputs."""
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
 
-    def body(lhs, group_sizes, bank, slots, sink):
-        def loss(lhs, sink):
-            operands = (GroupedWeights(bank=bank, slots=slots, sink=sink),)
+    def body(lhs, group_sizes, bank, slots, grad_sink):
+        def loss(lhs, grad_sink):
+            operands = (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
             return jnp.sum(grouped_matmul(lhs, group_sizes, operands, implementation="hopper").astype(jnp.float32))
 
-        return jax.grad(loss, (0, 1))(lhs, sink)
+        return jax.grad(loss, (0, 1))(lhs, grad_sink)
 
     everywhere, by_expert = P(("data", "expert")), P("expert")
     step = jax.shard_map(
@@ -343,9 +348,9 @@ def test_hopper_lowers_for_cuda(rows):
         sizes=jax.ShapeDtypeStruct((8 * 2,), jnp.int32),
         bank=jax.ShapeDtypeStruct((4 * 5, 128, 192), jnp.bfloat16),
         slots=jax.ShapeDtypeStruct((4 * 2,), jnp.int32),
-        sink=jax.ShapeDtypeStruct((4 * 2, 128, 192), jnp.float32),
+        grad_sink=jax.ShapeDtypeStruct((4 * 2, 128, 192), jnp.float32),
     )
-    traced = jax.jit(step).trace(shapes.lhs, shapes.sizes, shapes.bank, shapes.slots, shapes.sink)
+    traced = jax.jit(step).trace(shapes.lhs, shapes.sizes, shapes.bank, shapes.slots, shapes.grad_sink)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2  # the loss needs no forward product: its two gradients
     assert text.count("stablehlo.all_reduce") == 1

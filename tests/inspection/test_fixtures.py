@@ -15,7 +15,7 @@ from moe_jax.inspection.timeline import collective_kind
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 VERSIONS = ("", "-0.11.2", "-0.12.0.1")  # of jax, behind a fixture's name; '' is 0.10.2
-PROGRAMS = ("expert_parallel", "guests")
+PROGRAMS = ("expert_parallel", "replicas")
 NAMES = tuple(program + version for program in PROGRAMS for version in VERSIONS)
 LAYERS = 3
 
@@ -61,7 +61,7 @@ def test_layers_run_as_loops(text):
 def test_tokens_travel_as_often_and_as_far_as_the_schedule_says(text):
     """Dispatch and combine, forward and backward: 4 exchanges a layer of D buckets of C rows of 64 dims, 2 bytes each.
 
-    t = 2 sequences x 64, K = 2, D = 4, slack 1.5: C = 1.5 x 2 x 128 / 4 = 96 rows; guests: the plan's own, larger."""
+    t = 2 sequences x 64, K = 2, D = 4, slack 1.5: C = 1.5 x 2 x 128 / 4 = 96 rows; replicas: the plan's own, larger."""
     report = report_of(text)
     big = [r for r in report["collectives"] if r["role"] == "all-to-all" and r["bytes"] > 1000]
     assert sorted((r["part"], r["scope"].split("/")[-1]) for r in big) == [
@@ -83,9 +83,9 @@ def test_rows_of_plain_expert_parallelism(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_guests_travel_out_and_back(version):
+def test_replicas_travel_out_and_back(version):
     """Each round moves one expert, w_in and w_out of 64 x 128 in bfloat16: out in Trans, its gradient home in Agg."""
-    report = report_of(text_of(f"guests{version}"))
+    report = report_of(text_of(f"replicas{version}"))
     moved = {role: [r for r in report["collectives"] if r["role"] == role] for role in ("Trans", "Agg")}
     assert len(moved["Trans"]) == len(moved["Agg"]) > 0
     for role, records in moved.items():
@@ -108,7 +108,7 @@ def test_matmuls_of_the_step_are_counted(text):
 def test_every_version_moves_the_same_bytes_in_the_same_time(program):
     """However a version writes its starts and groups: exchanges, and what an all-reduce of the gradients adds up."""
     first, *others = (report_of(text_of(program + version)) for version in VERSIONS)
-    for role in ("all-to-all", *(("Trans", "Agg") if program == "guests" else ())):
+    for role in ("all-to-all", *(("Trans", "Agg") if program == "replicas" else ())):
         (want,) = [total for total in first["totals"]["by_role"] if total["role"] == role]
         for report in others:
             (got,) = [total for total in report["totals"]["by_role"] if total["role"] == role]

@@ -28,11 +28,12 @@ TINY = {
 
 # what lays the step out in another way, around the call of cuDNN
 FORMS = {
-    "prefetch": ("ModelConfig.prefetch = 'hecate'", "PlannerConfig.name = 'hecate'", "PlannerConfig.guest_slots = 2",
+    "prefetch": ("ModelConfig.prefetch = 'hecate'", "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 2",
                  "PlannerConfig.overlap_degree = 2"),
     "model and sequence parallel": ("MeshConfig.model = 2", "ModelConfig.sequence_parallel = True"),
     "every second block, dots": ("ModelConfig.layers = 4", "ModelConfig.moe_every = 2", "ModelConfig.remat = 'dots'"),
-    "block, ZeRO-3, microbatches": ("ModelConfig.remat = 'block'", "train.zero_stage = 3", "train.accumulate = 2"),
+    "block, ZeRO-3, microbatches": ("ModelConfig.remat = 'block'", "train.zero_stage = 3",
+                 "train.grad_accum_steps = 2"),
     "bert": ("ModelConfig.kind = 'bert'", "ModelConfig.positions = 'rotary'", "ModelConfig.activation = 'swiglu'"),
     "pairwise": ("MoEConfig.schedule = 'pairwise'",),
     "dp": ("MoEConfig.schedule = 'dp'", "MeshConfig.data = 4", "MeshConfig.expert = 1", "train.expert_zero_stage = 3"),
@@ -98,13 +99,13 @@ def test_default_attention_compiles_in_every_form(form, tmp_path):
 
 @pytest.mark.gpu_compile
 def test_a_guided_scheduler_hides_no_less(tmp_path):
-    """Copies of experts, sent beside attention: with modelled seconds nobody waits longer for them than without."""
-    copies = ("ModelConfig.prefetch = 'hecate'", "PlannerConfig.name = 'hecate'", "PlannerConfig.guest_slots = 2")
-    copies += ("PlannerConfig.overlap_degree = 2",)
-    copies = [f"--gin_bindings={binding}" for binding in copies]
+    """Replicas, sent beside attention: with modelled seconds nobody waits longer for them than without."""
+    replicas = ("ModelConfig.prefetch = 'hecate'", "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 2")
+    replicas += ("PlannerConfig.overlap_degree = 2",)
+    replicas = [f"--gin_bindings={binding}" for binding in replicas]
     exposed = {}
     for name, arguments in (("own", ("--bare",)), ("guided", ())):
-        report = inspect("h200:2x2", tmp_path / name, *copies, *arguments)
+        report = inspect("h200:2x2", tmp_path / name, *replicas, *arguments)
         rows = [r for r in report["in_loops"]["by_role"] if r["role"] in ("Trans", "Agg")]
         assert len(rows) == 2 and report["guided_scheduler"] == (name == "guided")
         exposed[name] = sum(r["exposed_seconds"] for r in rows)

@@ -66,7 +66,7 @@ def test_every_instruction_that_runs_has_a_group(program):
 
 def test_compare_by_hand():
     """The toy's loop: 3 turns of a matmul of 1,024 FLOPs at 64 FLOP/s, 16 s, and 160 bytes on the links. Two steps on
-    one device measure 20 s a turn: ratio 1.25. A kernel that the program lacks is told apart."""
+    one device measure 20 s a turn: ratio 1.25. A kernel that the program lacks is listed apart."""
     module = parse_module(LOOP)
     spans = []
     for turn in range(6):

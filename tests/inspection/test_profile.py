@@ -36,7 +36,7 @@ def test_names_are_those_of_the_scheduler():
     assert "dot.7.clone" in costs and "dot.1" not in costs
 
 
-@pytest.mark.parametrize("name", ["expert_parallel", "guests", "guests-0.11.2", "guests-0.12.0.1"])
+@pytest.mark.parametrize("name", ["expert_parallel", "replicas", "replicas-0.11.2", "replicas-0.12.0.1"])
 def test_every_transfer_of_a_real_schedule_has_a_latency(name):
     text = read_text(f"{__file__.rpartition('/')[0]}/fixtures/{name}.hlo.xz")
     costs, latencies = entries(text, Model(), parse_target("h200:2x2"))

@@ -35,8 +35,8 @@ def test_spec_of():
     assert spec_of(2, {0: ()}) == P(None, None)
 
 
-# Leaves: `matrix` stacked over three layers, with its last dim split by the MP group; `vector` has five elements, which
-# no device count divides; `table` stands alone.
+# Outputs: `matrix` stacked over three layers, with its last dim split by the MP group; `vector` has five elements,
+# which no device count divides; `table` stands alone.
 SHAPES = {"matrix": (3, 16, 24), "table": (40, 8), "vector": (3, 5)}
 MODEL_DIMS = {"matrix": 1, "table": -1, "vector": -1}
 STACKED = {"matrix": True, "table": False, "vector": True}
@@ -72,7 +72,7 @@ def test_dense_specs_one_device():
     assert set(gather.values()) == {-1}
 
 
-BANK = {"w_in": (16, 8, 12), "w_out": (16, 12, 8)}  # [D S, M, F] and [D S, F, M] with F = 12
+BANK = {"w_in": (16, 8, 12), "w_out": (16, 12, 8)}  # [D Rb, M, F] and [D Rb, F, M] with F = 12
 
 
 def bank(hidden):
@@ -81,7 +81,8 @@ def bank(hidden):
 
 
 def test_expert_specs_stages():
-    """Two replicas of four expert-parallel devices: from stage 1 on the optimizer state is split over `data`."""
+    """Two data-parallel groups of four expert-parallel devices: from stage 1 on the optimizer state is split over
+    `data`."""
     roles = roles_of(data=2)
     flat, split = bank(None), bank("data")
     assert expert_specs(BANK, roles, 0, None) == (flat, flat, flat)

@@ -1,8 +1,8 @@
 """Loss and every gradient under any placement equal the one-device reference, and new plans compile nothing.
 
-A hundred random placements (moved homes, copies, shares, each under three routings: general, experts without tokens,
-all first choices on one expert) run through six executables, one per skeleton. float64, 1e-10 of the largest
-reference entry of each leaf.
+A hundred random placements (moved homes, replicas, shares, each under three routings: general, experts without tokens,
+all first choices on one expert) run through six executables, one per skeleton. float64, 1e-10 of the largest reference
+entry of each leaf.
 """
 
 import jax
@@ -46,7 +46,7 @@ def cases_of(method, devices):
         placements = [
             first,
             first.replace(rule="home"),
-            *(first.replace(copies=first.copies[i:]) for i in range(1, 16)),
+            *(first.replace(replicas=first.replicas[i:]) for i in range(1, 16)),
         ]
     skeleton = build_skeleton(placements[0], method=method)
     for placement in placements[1:]:

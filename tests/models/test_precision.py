@@ -24,13 +24,13 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.model_group import ModelGroup
+from moe_jax.models.param_dtype_gradients import add_bias, in_dtype, project
 from moe_jax.models.transformer import Transformer
-from moe_jax.models.wide_gradients import add_bias, in_dtype, project
 from moe_jax.moe import GroupedWeights, MoEConfig
 from moe_jax.moe.experts import expert_ffn
 from moe_jax.replan.device_tables import device_tables, layer_plan
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.step import abstract_state, make_train_step, place
+from moe_jax.training.step import abstract_state, build_state_shardings, make_train_step
 
 BATCH, LENGTH, VOCAB, EXPERTS, TOKENS = 32, 16, 31, 8, 64
 SIZES = {"layers": 2, "model_dim": 16, "heads": 2, "hidden_dim": 24, "dense_hidden_dim": 40, "loss_chunk": 8}
@@ -38,13 +38,13 @@ SIZES = {"layers": 2, "model_dim": 16, "heads": 2, "hidden_dim": 24, "dense_hidd
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A way to train: mesh, changes of the model and of the layer, ZeRO stage, microbatches, how guests travel."""
+    """A way to train: mesh, changes of the model and of the layer, ZeRO stage, microbatches, how replicas travel."""
 
     mesh: dict
     model: dict = dataclasses.field(default_factory=dict)
     layer: dict = dataclasses.field(default_factory=dict)
     zero: int = 1
-    accumulate: int = 1
+    grad_accum_steps: int = 1
     method: str | None = None
 
 
@@ -52,15 +52,15 @@ CASES = {
     "deepspeed": Case({"expert": 8}, layer={"bucket_slack": 0.5}),
     "unrolled_pairs_zero3": Case({"data": 2, "expert": 4}, {"moe_every": 2, "stack": "unrolled", "activation": "swiglu"}, zero=3),  # noqa: E501
     "s1_sequence_parallel": Case({"expert": 8, "model": 2}, {"sequence_parallel": True, "moe_every": 2, "remat": "block"}, {"schedule": "s1"}),  # noqa: E501
-    "s2_mp2_esp2": Case({"expert": 4, "expert_shard": 2, "model": 2}, layer={"schedule": "s2"}, accumulate=2),
+    "s2_mp2_esp2": Case({"expert": 4, "expert_shard": 2, "model": 2}, layer={"schedule": "s2"}, grad_accum_steps=2),
     "deepspeed_mp2_esp2": Case({"expert": 4, "expert_shard": 2, "model": 2}),
     "pairwise_esp2": Case({"expert": 4, "expert_shard": 2}, layer={"schedule": "pairwise"}),
     "ring": Case({"expert": 8}, layer={"schedule": "ring"}),
     "dp_zero3": Case({"data": 8, "expert": 1}, layer={"schedule": "dp"}, zero=3),
-    "guests_gather": Case({"expert": 8}, method="gather"),
-    "guests_broadcast": Case({"expert": 8}, {"remat": "block"}, method="broadcast"),
-    "guests_shift_prefetch": Case({"expert": 8}, {"prefetch": "hecate"}, method="shift"),
-    "guests_gather_prefetch": Case({"expert": 8}, {"prefetch": "pro_prophet", "stack": "unrolled"}, method="gather"),
+    "replicas_gather": Case({"expert": 8}, method="gather"),
+    "replicas_broadcast": Case({"expert": 8}, {"remat": "block"}, method="broadcast"),
+    "replicas_shift_prefetch": Case({"expert": 8}, {"prefetch": "hecate"}, method="shift"),
+    "replicas_gather_prefetch": Case({"expert": 8}, {"prefetch": "pro_prophet", "stack": "unrolled"}, method="gather"),
 }  # fmt: skip
 
 PASSES = "a token's rows are spread over the passes: at most K of the terms are not zero"
@@ -83,7 +83,7 @@ EXCUSED = {
 
 def excuse(name: str, found) -> str | None:
     """Return why a sum may be in bfloat16, None for one that may not: only rows of activations are excused."""
-    if (name, found.primitive) == ("guests_broadcast", "psum_invariant") and "sparse_all_gather" in found.scope:
+    if (name, found.primitive) == ("replicas_broadcast", "psum_invariant") and "sparse_all_gather" in found.scope:
         return "one device sends a copy, the others zeros"
     if found.shape[-1:] != (SIZES["model_dim"],) or np.prod(found.shape[:-1]) < TOKENS:
         return None
@@ -117,19 +117,19 @@ def batch_of():
 def traced_step(case: Case):
     """Return the jaxpr of a whole training step, and the shapes of its parameters and of parts of them."""
     model, plan, tables, _ = build(case, "bfloat16")
-    train = TrainConfig(batch_size=BATCH * case.accumulate, accumulate=case.accumulate)
+    train = TrainConfig(batch_size=BATCH * case.grad_accum_steps, grad_accum_steps=case.grad_accum_steps)
     layout, optimizer = model.layout(), build_optimizer(train)
-    placing = place(model, layout, optimizer)
-    step = make_train_step(model, layout, train, placing, LENGTH, plan)
-    batch = jax.tree.map(lambda leaf: np.stack([leaf] * case.accumulate), batch_of())
-    wishes = np.zeros((8,) if plan is None else (8, 3), np.int32)
-    state = abstract_state(model, optimizer, placing)
+    state_shardings = build_state_shardings(model, layout, optimizer)
+    step = make_train_step(model, layout, train, state_shardings, LENGTH, plan)
+    batch = jax.tree.map(lambda leaf: np.stack([leaf] * case.grad_accum_steps), batch_of())
+    host_signals = np.zeros((8,) if plan is None else (8, 3), np.int32)
+    state = abstract_state(model, optimizer, state_shardings)
     shapes = set()
     for path, leaf in jax.tree.leaves_with_path(state["params"]):
         shapes |= {leaf.shape, leaf.shape[1:] if "units" in str(path) else leaf.shape}
         if "bank" in str(path):  # as many rows as a device has slots, in all layers and in one
             shapes |= {(rows, *leaf.shape[1:]) for rows in range(1, leaf.shape[0] + 1)}
-    return step.trace(state, batch, tables, wishes).jaxpr, shapes
+    return step.trace(state, batch, tables, host_signals).jaxpr, shapes
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -178,7 +178,7 @@ def relative(got, want):
 LIMIT = 0.015  # of a leaf's norm; the worst leaf of `deepspeed`, positions, has 0.0107
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "guests_gather"])
+@pytest.mark.parametrize("name", ["deepspeed", "replicas_gather"])
 def test_every_leaf_in_bfloat16_is_near_float32(name):
     want = gradients(CASES[name], "float32")
     got = gradients(CASES[name], "bfloat16")
@@ -210,11 +210,11 @@ def test_embedding_rows_are_summed_in_float32():
         return nnx.merge(graph, state)(ids, jnp.bfloat16, ModelGroup())
 
     got = nnx.to_pure_dict(jax.jit(lambda state: jax.vjp(embed, state)[1](d)[0])(state))
-    wide = np.asarray(d, np.float64)
+    d_float64 = np.asarray(d, np.float64)
     want = np.zeros((VOCAB, 16))
-    np.add.at(want, np.asarray(ids), wide)
+    np.add.at(want, np.asarray(ids), d_float64)
     assert relative(got["tokens"], want) < 1e-5
-    assert relative(got["positions"], wide.sum(axis=0)) < 1e-5
+    assert relative(got["positions"], d_float64.sum(axis=0)) < 1e-5
 
 
 def test_project_and_add_bias_give_gradients_in_float32():
@@ -232,10 +232,10 @@ def test_project_and_add_bias_give_gradients_in_float32():
     np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(want_y, np.float32))
     (dx, dw, db), (want_dx, _, _) = pull(d), want_pull(d)
     np.testing.assert_array_equal(np.asarray(dx, np.float32), np.asarray(want_dx, np.float32))
-    wide_x, wide_d = np.asarray(x, np.float64), np.asarray(d, np.float64)
+    x_float64, d_float64 = np.asarray(x, np.float64), np.asarray(d, np.float64)
     assert dw.dtype == db.dtype == jnp.float32
-    assert relative(dw, np.einsum("bsm,bsf->mf", wide_x, wide_d)) < 1e-5
-    assert relative(db, wide_d.sum(axis=(0, 1), keepdims=True)) < 1e-5
+    assert relative(dw, np.einsum("bsm,bsf->mf", x_float64, d_float64)) < 1e-5
+    assert relative(db, d_float64.sum(axis=(0, 1), keepdims=True)) < 1e-5
     assert str(jax.make_jaxpr(ours)(*(leaf.astype(jnp.float32) for leaf in (x, w, b)))) == str(
         jax.make_jaxpr(lambda x, w, b: jnp.einsum("bsm,mf->bsf", x, w) + b)(
             *(leaf.astype(jnp.float32) for leaf in (x, w, b))
@@ -245,7 +245,7 @@ def test_project_and_add_bias_give_gradients_in_float32():
 
 @pytest.mark.parametrize("implementation", sorted(set(implementations()) - {"hopper"}))
 def test_weights_of_experts_are_summed_over_blocks_in_float32(implementation):
-    """A group of many blocks, and a sink in bfloat16, as of parameters in bfloat16: rounded once, at the end."""
+    """A group of many blocks, and a grad_sink in bfloat16, as of parameters in bfloat16: rounded once, at the end."""
     rng = np.random.default_rng(0)
     rows, dim, hidden = 4096, 16, 24
     x, d = (jnp.asarray(rng.normal(size=(rows, dim)) + 0.5, jnp.bfloat16) for _ in range(2))
@@ -253,15 +253,15 @@ def test_weights_of_experts_are_summed_over_blocks_in_float32(implementation):
     bank = {name: jnp.asarray(leaf, jnp.bfloat16) for name, leaf in bank.items()}
     sizes = jnp.asarray([4000, 96], jnp.int32)
 
-    def ffn(sink, x, bank, d):
+    def ffn(grad_sink, x, bank, d):
         slots = jnp.arange(2, dtype=jnp.int32)
-        weights = {n: (GroupedWeights(bank=bank[n], slots=slots, sink=sink[n]),) for n in bank}
+        weights = {n: (GroupedWeights(bank=bank[n], slots=slots, grad_sink=grad_sink[n]),) for n in bank}
         y = expert_ffn(x, sizes, weights, activation="gelu", implementation=implementation)
         return jnp.sum(y.astype(jnp.float32) * d.astype(jnp.float32))
 
-    wide = {n: leaf.astype(jnp.float32) for n, leaf in bank.items()}
+    bank_float32 = {n: leaf.astype(jnp.float32) for n, leaf in bank.items()}
     grad = jax.jit(jax.grad(ffn))
-    want = grad(wide, x.astype(jnp.float32), wide, d.astype(jnp.float32))
+    want = grad(bank_float32, x.astype(jnp.float32), bank_float32, d.astype(jnp.float32))
     for dtype, limit in ((jnp.float32, 0.004), (jnp.bfloat16, 0.005)):
         got = grad({n: leaf.astype(dtype) for n, leaf in bank.items()}, x, bank, d)
         for name in bank:

@@ -19,9 +19,9 @@ from moe_jax.models import LanguageModel, make_loss
 from moe_jax.moe import MoEConfig
 
 CASES = {
-    "hecate_again_overflow": {"prefetch": "hecate", "rematerialize": True, "rows": 8},
+    "hecate_again_overflow": {"prefetch": "hecate", "refetch_replicas": True, "rows": 8},
     "split_again_block_data2": {
-        "prefetch": "pro_prophet", "rematerialize": True, "remat": "block", "mesh": {"expert": 4, "data": 2},
+        "prefetch": "pro_prophet", "refetch_replicas": True, "remat": "block", "mesh": {"expert": 4, "data": 2},
         "zero": 3, "method": "shift", "shares": {"trans_share": 0.4, "agg_share": 0.7},
     },
     "expert_dots_s1_mp2_esp2": {
@@ -29,19 +29,19 @@ CASES = {
         "mesh": {"expert": 4, "expert_shard": 2, "model": 2}, "method": "broadcast",
     },
     "attention_unrolled_again": {
-        "prefetch": "pro_prophet", "prefetch_case": "attention", "rematerialize": True, "stack": "unrolled",
+        "prefetch": "pro_prophet", "prefetch_case": "attention", "refetch_replicas": True, "stack": "unrolled",
         "method": "permute",
     },
 }  # fmt: skip
 SLOW = {
     "every_second_swiglu": {
-        "prefetch": "pro_prophet", "rematerialize": True, "layers": 6, "moe_every": 2, "activation": "swiglu",
+        "prefetch": "pro_prophet", "refetch_replicas": True, "layers": 6, "moe_every": 2, "activation": "swiglu",
         "stack": "unrolled",
     },
     "plain_unrolled_policy": {"prefetch": "none", "stack": "unrolled", "remat": "dots_saveable"},
-    "one_layer": {"prefetch": "pro_prophet", "rematerialize": True, "layers": 1},
+    "one_layer": {"prefetch": "pro_prophet", "refetch_replicas": True, "layers": 1},
     "branches_hecate_s1_mp2_esp2": {
-        "prefetch": "hecate", "rematerialize": True, "method": "permute", "schedule": "s1",
+        "prefetch": "hecate", "refetch_replicas": True, "method": "permute", "schedule": "s1",
         "mesh": {"expert": 4, "expert_shard": 2, "model": 2},
     },
     "branches_split": {"prefetch": "pro_prophet", "remat": "block", "method": "permute"},
@@ -62,7 +62,7 @@ def test_odd_models_equal_reference(name):
 
 FACTORS = {
     "how": (("hecate", "split"), ("pro_prophet", "split"), ("pro_prophet", "attention"), ("pro_prophet", "expert")),
-    "rematerialize": (False, True),
+    "refetch_replicas": (False, True),
     "remat": ("none", "block", "dots", "nothing_saveable"),
     "stack": ("scan", "unrolled"),
     "method": ("gather", "shift", "broadcast", "permute"),
@@ -99,7 +99,7 @@ def covering_cases():
 @pytest.mark.parametrize("case", covering_cases(), ids=lambda case: "-".join(str(v) for v in case.values()))
 def test_covering_set_equals_reference(case):
     (prefetch, part), (schedule, mesh) = case["how"], case["layout"]
-    rest = {name: case[name] for name in ("rematerialize", "remat", "stack", "method", "rows", "moe_every")}
+    rest = {name: case[name] for name in ("refetch_replicas", "remat", "stack", "method", "rows", "moe_every")}
     layers = 3 * case["moe_every"]
     check(prefetch=prefetch, prefetch_case=part, schedule=schedule, mesh=dict(mesh), layers=layers, **rest)
 
@@ -108,7 +108,7 @@ def test_covering_set_equals_reference(case):
 def test_what_is_sent_is_packed_before_the_window_opens(prefetch):
     """What every transfer sends comes out of a fence, beside what the stage computes with: in the program's text, the
     operand of each permute is a result of an `optimization_barrier`, whose others nothing of that stage can precede."""
-    config = model_config(prefetch=prefetch, rematerialize=True)
+    config = model_config(prefetch=prefetch, refetch_replicas=True)
     placements, skeleton = placements_of("shift", config.moe_layers, 8)
     with jax.enable_x64(True):
         step, arguments = gradient_step(config, "deepspeed", {"expert": 8}, skeleton)
@@ -141,7 +141,7 @@ def holds(equation, kind):
 def test_the_sum_of_dense_gradients_waits_for_the_moves_of_its_window(prefetch, beside_attention):
     """In the backward's loop the largest sum over devices is of attention's gradients. Were it free to stand before the
     moves, XLA would put it there, and before it the kernels that it is computed from: nothing would be left beside."""
-    config = model_config(prefetch=prefetch, rematerialize=True)
+    config = model_config(prefetch=prefetch, refetch_replicas=True)
     placements, skeleton = placements_of("shift", config.moe_layers, 8)
     with jax.enable_x64(True):
         step, arguments = gradient_step(config, "deepspeed", {"expert": 8}, skeleton)
@@ -183,7 +183,7 @@ def test_schedules_whose_experts_run_in_pieces_are_refused(schedule):
 def test_nothing_to_move_is_refused():
     with pytest.raises(UserError, match="has nothing to move under MoEConfig.schedule = 'dp'"):
         build("dp", {"expert": 1, "data": 8}, prefetch="pro_prophet")
-    with pytest.raises(UserError, match=r"ModelConfig.rematerialize \(True\) needs ModelConfig.prefetch"):
-        model_config(rematerialize=True)
+    with pytest.raises(UserError, match=r"ModelConfig.refetch_replicas \(True\) needs ModelConfig.prefetch"):
+        model_config(refetch_replicas=True)
     with pytest.raises(UserError, match="prefetch"):
         model_config(prefetch="fast")

@@ -1,7 +1,7 @@
-"""How many layers' guests the compiled gradient holds at once, as XLA's buffer assignment tells.
+"""How many layers' replicas the compiled gradient holds at once, as XLA's buffer assignment tells.
 
-Two programs that differ in nothing but re-materialisation: without it the forward keeps the guests of all L layers for
-the backward, with it the copies of a layer or two are alive. Guests are made large against everything else (6 slots a
+Two programs that differ in nothing but re-materialisation: without it the forward keeps the replicas of all L layers
+for the backward, with it those of a layer or two are alive. Replicas are made large against everything else (6 slots a
 device of 256 KiB, 32 tokens a device), so the difference in temporary bytes counts layers.
 """
 
@@ -18,24 +18,24 @@ from moe_jax.moe import MoEConfig
 from moe_jax.placement import Placement, build_skeleton
 from moe_jax.replan.device_tables import device_tables, layer_plan
 
-DEVICES, EXPERTS, LAYERS, GUESTS, VOCAB, BATCH, LENGTH = 4, 8, 6, 6, 32, 16, 8
+DEVICES, EXPERTS, LAYERS, SLOTS, VOCAB, BATCH, LENGTH = 4, 8, 6, 6, 32, 16, 8
 MODEL_DIM, HIDDEN_DIM = 128, 256
-LAYER_BYTES = GUESTS * 2 * MODEL_DIM * HIDDEN_DIM * 4  # guests of one layer
+LAYER_BYTES = SLOTS * 2 * MODEL_DIM * HIDDEN_DIM * 4  # replicas of one layer
 
 
 @functools.cache
-def temporary_bytes(prefetch, case, rematerialize):
+def temporary_bytes(prefetch, case, refetch_replicas):
     """Return the temporary bytes of the gradient with every expert on every device."""
     roles = build_mesh(MeshConfig(), jax.devices()[:DEVICES])
     config = ModelConfig(
         layers=LAYERS, model_dim=MODEL_DIM, heads=2, hidden_dim=HIDDEN_DIM, loss_chunk=64, max_length=LENGTH,
-        prefetch=prefetch, prefetch_case=case, rematerialize=rematerialize,
+        prefetch=prefetch, prefetch_case=case, refetch_replicas=refetch_replicas,
     )  # fmt: skip
     moe = MoEConfig(num_experts=EXPERTS, bucket_slack=float(DEVICES))
     model = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles)
     even = Placement.even(LAYERS, EXPERTS, DEVICES, DEVICES)
-    copies = [index for index in np.ndindex(LAYERS, EXPERTS, DEVICES) if even.home[index[:2]] != index[2]]
-    placement = even.replace(copies=np.array(copies, np.int32))
+    replicas = [index for index in np.ndindex(LAYERS, EXPERTS, DEVICES) if even.home[index[:2]] != index[2]]
+    placement = even.replace(replicas=np.array(replicas, np.int32))
     skeleton = build_skeleton(placement, method="gather")
     layout = model.layout()
     params = jax.tree.map(
@@ -51,9 +51,9 @@ def temporary_bytes(prefetch, case, rematerialize):
 
 
 @pytest.mark.parametrize(("prefetch", "case", "alive"), [("hecate", "split", 2), ("pro_prophet", "expert", 3)])
-def test_rematerialisation_keeps_a_layer_or_two_of_guests(prefetch, case, alive):
-    """One layer of guests, or two, and one more while a transfer is in flight."""
-    kept, again = (temporary_bytes(prefetch, case, rematerialize) for rematerialize in (False, True))
+def test_refetch_replicas_keeps_a_layer_or_two_of_replicas(prefetch, case, alive):
+    """One layer of replicas, or two, and one more while a transfer is in flight."""
+    kept, again = (temporary_bytes(prefetch, case, refetch_replicas) for refetch_replicas in (False, True))
     layers = (kept - again) / LAYER_BYTES
-    print(f"\n{prefetch}: {kept} bytes without, {again} with: {layers:.2f} layers of guests less")
+    print(f"\n{prefetch}: {kept} bytes without, {again} with: {layers:.2f} layers of replicas less")
     assert layers > LAYERS - alive - 0.5

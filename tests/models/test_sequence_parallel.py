@@ -83,7 +83,7 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
-def kept_by_the_loop(split: bool):
+def residuals_of_the_loop(split: bool):
     """Return {shape of one layer: number} of the floats that the forward loop stacks for the backward, MP 4, s1."""
     config = model_config("float32", layers=6, moe_every=2, dense_hidden_dim=96, sequence_parallel=split)
     loss, arguments = traced(config, moe_config(schedule="s1", gate_noise=0.0, bucket_slack=100.0), MESH)
@@ -111,7 +111,7 @@ def test_norms_and_residuals_are_kept_split():
     def of_tokens(found, tokens):
         return sum(n for shape, n in found.items() if shape and shape[-1] == DIM and np.prod(shape[:-1]) == tokens)
 
-    whole, split = kept_by_the_loop(False), kept_by_the_loop(True)
+    whole, split = residuals_of_the_loop(False), residuals_of_the_loop(True)
     assert of_tokens(whole, TOKENS) == 7, whole
     assert of_tokens(split, TOKENS) == 0, split
     assert of_tokens(split, TOKENS // 4) == 8, "the same, and the tokens that s1 splits anyway"
@@ -123,7 +123,7 @@ def test_norms_and_residuals_are_kept_split():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "gathers"), [("s1", 0), ("deepspeed", 1)], ids=["tokens_stay_split", "gathered_at_the_door"]
+    ("schedule", "gathers"), [("s1", 0), ("deepspeed", 1)], ids=["tokens_stay_split", "gathered_on_entry"]
 )
 def test_collectives_of_a_layer(schedule, gathers):
     """One all-gather and one reduce-scatter of the group's tokens for attention; none for s1, one for deepspeed."""

@@ -37,17 +37,17 @@ def make_case(name, activation, dtype=np.float64, operands=1):
     return rows, np.array(sizes, np.int32), dout, weights
 
 
-def as_operands(weights, sinks):
+def as_operands(weights, grad_sinks):
     return {
         name: tuple(
-            GroupedWeights(bank=jnp.asarray(bank), slots=jnp.asarray(slots), sink=sink)
-            for (bank, slots), sink in zip(parts, sinks[name], strict=True)
+            GroupedWeights(bank=jnp.asarray(bank), slots=jnp.asarray(slots), grad_sink=grad_sink)
+            for (bank, slots), grad_sink in zip(parts, grad_sinks[name], strict=True)
         )
         for name, parts in weights.items()
     }
 
 
-def zero_sinks(weights):
+def zero_grad_sinks(weights):
     return {
         name: [jnp.zeros((len(slots), *bank.shape[1:]), bank.dtype) for bank, slots in parts]
         for name, parts in weights.items()
@@ -85,27 +85,27 @@ def loop_oracle(rows, group_sizes, dout, weights):
     return out, drows, dweights
 
 
-def copies(array, n):
+def duplicates(array, n):
     return jnp.concatenate([jnp.asarray(array)] * n)
 
 
 def run(rows, group_sizes, dout, weights, activation, implementation):
     @jax.jit
-    def both(rows, sinks, dout):
-        def out_of(rows, sinks):
+    def both(rows, grad_sinks, dout):
+        def out_of(rows, grad_sinks):
             return expert_ffn(
                 rows,
                 jnp.asarray(group_sizes),
-                as_operands(weights, sinks),
+                as_operands(weights, grad_sinks),
                 activation=activation,
                 implementation=implementation,
             )
 
-        out, pull_back = jax.vjp(out_of, rows, sinks)
+        out, pull_back = jax.vjp(out_of, rows, grad_sinks)
         return out, *pull_back(dout)
 
-    out, drows, dsinks = both(rows, zero_sinks(weights), dout)
-    return out, drows, {name: jnp.concatenate(parts) for name, parts in dsinks.items()}
+    out, drows, d_grad_sinks = both(rows, zero_grad_sinks(weights), dout)
+    return out, drows, {name: jnp.concatenate(parts) for name, parts in d_grad_sinks.items()}
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -146,13 +146,13 @@ def test_expert_ffn_bfloat16(activation):
 def test_the_backward_keeps_hidden_rows_narrow(activation):
     """Of the size of the hidden rows it keeps what enters the activation and what leaves it, nothing of its float32."""
     rows, group_sizes, _, weights = make_case("balanced", activation, jnp.bfloat16)
-    sinks = zero_sinks(weights)
+    grad_sinks = zero_grad_sinks(weights)
 
-    def apply(rows, sinks):
-        operands = as_operands(weights, sinks)
+    def apply(rows, grad_sinks):
+        operands = as_operands(weights, grad_sinks)
         return expert_ffn(rows, jnp.asarray(group_sizes), operands, activation=activation, implementation="reference")
 
-    _, pull_back = jax.vjp(apply, jnp.asarray(rows), sinks)
+    _, pull_back = jax.vjp(apply, jnp.asarray(rows), grad_sinks)
     kept = [leaf for leaf in jax.tree.leaves(pull_back) if getattr(leaf, "shape", ()) == (len(rows), HIDDEN)]
     assert [leaf.dtype for leaf in kept] == [jnp.bfloat16] * len(weights)
 
@@ -173,13 +173,13 @@ def test_expert_ffn_with_hidden_dim_split(implementation):
         (banks, slots) = {n: p[0][0] for n, p in weights.items()}, weights["w_in"][0][1]
         specs = {n: P("expert", "shard") if n == "w_out" else P("expert", None, "shard") for n in banks}
 
-        def body(rows, group_sizes, dout, banks, slots, sinks):
-            def out_of(rows, sinks):
-                operands = {n: (GroupedWeights(bank=banks[n], slots=slots, sink=sinks[n]),) for n in banks}
+        def body(rows, group_sizes, dout, banks, slots, grad_sinks):
+            def out_of(rows, grad_sinks):
+                operands = {n: (GroupedWeights(bank=banks[n], slots=slots, grad_sink=grad_sinks[n]),) for n in banks}
                 out = expert_ffn(rows, group_sizes, operands, activation="swiglu", implementation=implementation)
                 return jax.lax.psum(out, "shard")
 
-            out, pull_back = jax.vjp(out_of, rows, sinks)
+            out, pull_back = jax.vjp(out_of, rows, grad_sinks)
             return out, *pull_back(dout)
 
         # both members of `expert` hold the same case, so do both of `data`: weight gradients come back doubled
@@ -193,29 +193,29 @@ def test_expert_ffn_with_hidden_dim_split(implementation):
                 check_vma=True,
             )
         )
-        out, drows, dsinks = step(
-            *(copies(a, 4) for a in (rows, group_sizes, dout)),
-            {n: copies(bank, 2) for n, bank in banks.items()},
-            copies(slots, 2),
+        out, drows, d_grad_sinks = step(
+            *(duplicates(a, 4) for a in (rows, group_sizes, dout)),
+            {n: duplicates(bank, 2) for n, bank in banks.items()},
+            duplicates(slots, 2),
             {n: jnp.zeros((2 * len(slots), *bank.shape[1:])) for n, bank in banks.items()},
         )
         wanted = loop_oracle(rows, group_sizes, dout, weights)
-        np.testing.assert_allclose(out, copies(wanted[0], 4), rtol=1e-12, atol=1e-11)
-        np.testing.assert_allclose(drows, copies(wanted[1], 4), rtol=1e-12, atol=1e-11)
-        for name, dsink in dsinks.items():
-            np.testing.assert_allclose(dsink, 2 * copies(wanted[2][name], 2), rtol=1e-12, atol=1e-11)
+        np.testing.assert_allclose(out, duplicates(wanted[0], 4), rtol=1e-12, atol=1e-11)
+        np.testing.assert_allclose(drows, duplicates(wanted[1], 4), rtol=1e-12, atol=1e-11)
+        for name, d_grad_sink in d_grad_sinks.items():
+            np.testing.assert_allclose(d_grad_sink, 2 * duplicates(wanted[2][name], 2), rtol=1e-12, atol=1e-11)
 
 
 def test_expert_ffn_memory():
-    """The fused backward keeps the pre-activations [R, F], and neither the sinks' zeros nor a copy of the bank."""
+    """The fused backward keeps the pre-activations [R, F], and neither the grad_sinks' zeros nor a copy of the bank."""
     groups, rows, model, hidden = 16, 256, 64, 128
     names = weight_names("gelu")
     shapes = {"w_in": (groups, model, hidden), "w_out": (groups, hidden, model)}
-    sink_bytes = 2 * groups * model * hidden * 4
+    grad_sink_bytes = 2 * groups * model * hidden * 4
 
     def step(x, group_sizes, slots, banks):
-        def loss(x, sinks):
-            operands = {n: (GroupedWeights(bank=banks[n], slots=slots, sink=sinks[n]),) for n in names}
+        def loss(x, grad_sinks):
+            operands = {n: (GroupedWeights(bank=banks[n], slots=slots, grad_sink=grad_sinks[n]),) for n in names}
             return jnp.sum(expert_ffn(x, group_sizes, operands, activation="gelu", implementation="fused"))
 
         return jax.grad(loss, (0, 1))(x, {n: jnp.zeros(shape) for n, shape in shapes.items()})
@@ -228,7 +228,7 @@ def test_expert_ffn_memory():
     )
     temp = jax.jit(step).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
     kept = rows * hidden * 4
-    assert kept < temp < 6 * kept < sink_bytes  # pre-activations, and blocks of at most all rows
+    assert kept < temp < 6 * kept < grad_sink_bytes  # pre-activations, and blocks of at most all rows
 
 
 def test_expert_ffn_bad_arguments():

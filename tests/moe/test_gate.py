@@ -50,7 +50,7 @@ def test_choose_experts_deepspeed_example(drop):
         f"{token}{choice.expert_ids[token, k]}{slots[token, k]}"
         for token in range(4)
         for k in range(2)
-        if choice.kept[token, k]
+        if choice.keep_mask[token, k]
     }
     assert got == DEEPSPEED_KEPT[drop]
     np.testing.assert_array_equal(stats.counts, [1, 2, 2, 3])  # before the drop
@@ -76,7 +76,7 @@ def test_choose_experts_probability_ties_go_to_the_earlier_token():
     # all four tokens want expert 1 with the same probability; it has two slots
     config = MoEConfig(num_experts=2, top_k=1, capacity_factor=1.0, min_capacity=1, drop="probability")
     choice, stats = choose(np.float32([[0, 3]] * 4), config)
-    np.testing.assert_array_equal(choice.kept[:, 0], [True, True, False, False])
+    np.testing.assert_array_equal(choice.keep_mask[:, 0], [True, True, False, False])
     assert stats.dropped == 2
 
 
@@ -92,7 +92,7 @@ def test_choose_experts_drop_leaves_weights():
     """A dropped choice does not hand its weight to the others: weights are formed before the drop."""
     dropless, _ = choose(DEEPSPEED, MoEConfig(num_experts=4, top_k=2))
     dropping, _ = choose(DEEPSPEED, DEEPSPEED_CONFIG)
-    assert dropless.kept.all() and not dropping.kept.all()
+    assert dropless.keep_mask.all() and not dropping.keep_mask.all()
     np.testing.assert_array_equal(dropping.weights, dropless.weights)
 
 
@@ -151,13 +151,13 @@ def test_choose_experts_without_noise_key():
         np.testing.assert_array_equal(other.weights, plain.weights)
 
 
-@pytest.mark.parametrize("given, wide", [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")])
-def test_choose_experts_dtype(given, wide):
+@pytest.mark.parametrize("given, acc_dtype", [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")])
+def test_choose_experts_dtype(given, acc_dtype):
     with jax.enable_x64(True):
         ids = jnp.arange(4, dtype=jnp.int32)
         choice, stats = choose(jnp.asarray(DEEPSPEED, given), NOISY, noise_key=jax.random.key(0), token_ids=ids)
         floats = (choice.weights, stats.probability, stats.squared_logsumexp, stats.entropy)
-        assert [leaf.dtype.name for leaf in floats] == [wide] * 4
+        assert [leaf.dtype.name for leaf in floats] == [acc_dtype] * 4
         integers = (choice.expert_ids, stats.counts, stats.dropped)
         assert [leaf.dtype.name for leaf in integers] == ["int32"] * 3
 
@@ -190,11 +190,11 @@ def test_capacity(tokens, experts, top_k, factor, least, expected):
 def test_choose_experts_min_capacity():
     """Six tokens, all to expert 0 of four: factor 1 gives ceil(6 / 4) = 2 slots, min_capacity 4 gives four."""
     logits = np.float32([[3, 0, 0, 0]] * 6)
-    for least, kept in ((1, 2), (4, 4)):
+    for least, slots in ((1, 2), (4, 4)):
         config = MoEConfig(num_experts=4, top_k=1, capacity_factor=1.0, min_capacity=least)
         choice, stats = choose(logits, config)
-        np.testing.assert_array_equal(choice.kept[:, 0], np.arange(6) < kept)
-        assert stats.dropped == 6 - kept
+        np.testing.assert_array_equal(choice.keep_mask[:, 0], np.arange(6) < slots)
+        assert stats.dropped == 6 - slots
 
 
 def test_rank_within():
@@ -215,7 +215,7 @@ def test_balance_loss():
 
 
 def test_balance_loss_gradient_skips_the_counts():
-    """d/dp_e = E counts_e / (K T) / T: the counts are constants."""
+    """d/dp_e = E counts_e / (K N) / N: the counts are constants."""
     grads = jax.grad(lambda p: balance_loss(jnp.int32([6, 2]), p, 8, 1))(jnp.float32([4, 4]))
     np.testing.assert_allclose(grads, [2 * 6 / 8 / 8, 2 * 2 / 8 / 8], rtol=1e-6)
 

@@ -89,7 +89,7 @@ def test_layer_equals_reference(name):
 
 
 def test_layer_loads_per_source():
-    """The tokens of device (data, expert) are counted by source `expert`; replicas over `data` are summed."""
+    """The tokens of device (data, expert) are counted by source `expert`; data-parallel groups are summed."""
     config = MoEConfig(num_experts=EXPERTS, top_k=1)
     layer = layer_of(roles_of(8, data=2), config)
     layer.w_gate[...] = 10 * jnp.eye(MODEL_DIM)

@@ -9,7 +9,7 @@ import moe_jax.moe
 
 SIGNATURES = {
     "GateStats": "(counts, probability, squared_logsumexp, entropy, dropped)",
-    "GroupedWeights": "(*, bank, slots, sink=None, constant=False)",
+    "GroupedWeights": "(*, bank, slots, grad_sink=None, constant=False)",
     "MoEConfig": (
         "(*, num_experts=8, top_k=2, capacity_factor=None, min_capacity=4, drop='position', renormalize=True, "
         "gate_noise=0.0, aux_loss_weight=0.01, z_loss_weight=0.001, schedule='deepspeed', transport='all_to_all', "

@@ -10,7 +10,7 @@ from moe_jax.overlap import CASES, Prefetch, Times, exposed, shares
 from moe_jax.overlap.gantt import draw, timeline
 
 EVERY = [
-    Prefetch(schedule=name, case=case, rematerialize=again)
+    Prefetch(schedule=name, case=case, refetch_replicas=again)
     for name, case, again in itertools.product(("hecate", "pro_prophet"), CASES, (False, True))
     if name == "pro_prophet" or case == "split"
 ]
@@ -30,7 +30,7 @@ def written(schedule):
 
 
 def test_hecate_by_hand():
-    schedule = Prefetch(schedule="hecate", rematerialize=True).build(3)
+    schedule = Prefetch(schedule="hecate", refetch_replicas=True).build(3)
     assert written(schedule) == (
         "A0|T0 D0 E0 C0 A1|T1 D1 E1 C1 A2|T2 D2 E2 C2 C'2 E'2 D'2 A'2|G2|T1 C'1 E'1 D'1 A'1|G1|T0 C'0 E'0 D'0 A'0|G0"
     )
@@ -44,7 +44,7 @@ def test_pro_prophet_by_hand():
         "A0|T0 D0 E0|T1[0,0.25] C0 A1|T1[0.25,1] D1 E1|T2[0,0.25] C1 A2|T2[0.25,1] D2 E2 C2 "
         "C'2 E'2 D'2 A'2|G2[0,0.25] C'1 E'1|G2[0.25,1] D'1 A'1|G1[0,0.25] C'0 E'0|G1[0.25,1] D'0 A'0|G0"
     )
-    again = Prefetch(schedule="pro_prophet", rematerialize=True).build(3, trans_share=0.75, agg_share=0.25)
+    again = Prefetch(schedule="pro_prophet", refetch_replicas=True).build(3, trans_share=0.75, agg_share=0.25)
     assert written(again).split("C2 ", 1)[1] == (
         "C'2 E'2|T1[0,0.25] D'2 A'2|G2[0,0.25]|T1[0.25,1] C'1 E'1|G2[0.25,1]|T0[0,0.25] D'1 "
         "A'1|G1[0,0.25]|T0[0.25,1] C'0 E'0|G1[0.25,1] D'0 A'0|G0"
@@ -63,13 +63,14 @@ def test_figure_9_has_three_cases():
 @pytest.mark.parametrize("layers", [1, 2, 5])
 @pytest.mark.parametrize("prefetch", EVERY, ids=str)
 def test_every_schedule_keeps_the_order_of_data(prefetch, layers, recompute):
-    """Copies are whole before their experts, gradients leave after them, and transfers run as often as they should."""
+    """Replicas are whole before their experts, gradients leave after them, and transfers run as often as they
+    should."""
     schedule = prefetch.build(layers, trans_share=0.3, agg_share=0.6, recompute=recompute)
     come, gone, computed, differentiated = {}, {}, set(), set()
     for direction, window in schedule.windows():
         back = direction == "backward"
         if window.stage in ("experts", "recompute"):
-            if not back or (prefetch.rematerialize and window.layer < layers - 1):
+            if not back or (prefetch.refetch_replicas and window.layer < layers - 1):
                 np.testing.assert_allclose(come[back, window.layer], 1)
             if window.stage == "experts":
                 assert not back or window.layer in computed
@@ -81,7 +82,7 @@ def test_every_schedule_keeps_the_order_of_data(prefetch, layers, recompute):
             whole[key] = move.stop
             assert move.kind == "trans" or (back and move.layer in differentiated)
     assert gone == dict.fromkeys(range(layers), 1)
-    again = [(True, layer) for layer in range(layers - 1)] if prefetch.rematerialize else []
+    again = [(True, layer) for layer in range(layers - 1)] if prefetch.refetch_replicas else []
     assert come == dict.fromkeys([*((False, layer) for layer in range(layers)), *again], 1)
 
 
@@ -89,8 +90,8 @@ def test_every_schedule_keeps_the_order_of_data(prefetch, layers, recompute):
     ("name", "again", "layers"),
     [("hecate", True, 1), ("pro_prophet", True, 2), ("hecate", False, 6), ("pro_prophet", False, 6)],
 )
-def test_layers_whose_guests_are_alive(name, again, layers):
-    assert Prefetch(schedule=name, rematerialize=again).build(6).layers_alive() == layers
+def test_layers_whose_replicas_are_alive(name, again, layers):
+    assert Prefetch(schedule=name, refetch_replicas=again).build(6).layers_alive() == layers
 
 
 def test_exposed_time_is_that_of_the_papers():
@@ -105,7 +106,7 @@ def test_exposed_time_is_that_of_the_papers():
     np.testing.assert_allclose(got, [np.maximum(0, trans - experts), np.maximum(0, agg - 2 * experts)])
     got = exposed(Prefetch(schedule="hecate"), times)
     np.testing.assert_allclose(got, [np.maximum(0, trans - attention), np.maximum(0, agg - 2 * attention)])
-    both = sum(exposed(Prefetch(schedule="hecate", rematerialize=True), times))
+    both = sum(exposed(Prefetch(schedule="hecate", refetch_replicas=True), times))
     np.testing.assert_allclose(
         both, np.maximum(0, trans - attention) + np.maximum(0, agg + trans - 2 * attention), atol=1e-12
     )
@@ -114,7 +115,7 @@ def test_exposed_time_is_that_of_the_papers():
 
 def middle_layer_exposes(prefetch, times):
     """Return the seconds of layer 1's transfers that nothing hides, of 4 layers cut as the times say."""
-    cut = dict(zip(("trans_share", "agg_share"), shares(times, prefetch.rematerialize), strict=True))
+    cut = dict(zip(("trans_share", "agg_share"), shares(times, prefetch.refetch_replicas), strict=True))
     bars = timeline(prefetch.build(4, **cut), times)
     return sum(bar.exposed for bar in bars if bar.stream == "transfer" and bar.layer == 1)
 
@@ -128,21 +129,21 @@ def test_the_split_that_a_program_gets_hides_what_the_formula_promises():
         assert shares(times)[0] == min(1, attention / trans)  # attention's window is filled first
 
 
-def test_the_split_with_rematerialisation_by_hand():
+def test_the_split_with_refetch_replicas_by_hand():
     """Windows of 1 and 1 forward, 2 and 2 backward, for transfers of 2.5.
 
     Forward: 1 of Trans beside attention, 1.5 beside the experts, 0.5 of that late. Backward: 1 of Trans and 1 of Agg
     beside attention, 1.5 of each beside the experts, 1 of that late.
     """
     times = Times(attention=1.0, experts=1.0, trans=2.5, agg=2.5)
-    prefetch = Prefetch(schedule="pro_prophet", rematerialize=True)
+    prefetch = Prefetch(schedule="pro_prophet", refetch_replicas=True)
     assert shares(times, True) == (0.4, 0.4)
     np.testing.assert_allclose(middle_layer_exposes(prefetch, times), 1.5)
     np.testing.assert_allclose(sum(exposed(prefetch, times)), 1.5)
 
 
 def test_the_timeline_is_drawn(tmp_path):
-    schedule = Prefetch(schedule="pro_prophet", rematerialize=True).build(4)
+    schedule = Prefetch(schedule="pro_prophet", refetch_replicas=True).build(4)
     times = Times(attention=1e-3, experts=2e-3, exchange=5e-4, trans=2.5e-3, agg=2.5e-3)
     bars = timeline(schedule, times)
     assert all(bar.stop >= bar.start for bar in bars) and max(bar.stop for bar in bars) > 0

@@ -8,15 +8,15 @@ from moe_jax.placement import Placement, routing
 
 
 def random_placement(rng, layers=3, experts=8, devices=8, per_node=4, rule=None):
-    """Draw homes, 0-3 copies of an expert, and shares for some (expert, node) pairs."""
+    """Draw homes, 0-3 replicas of an expert, and shares for some (expert, node) pairs."""
     home = rng.integers(0, devices, (layers, experts))
     rule = tuple(rng.choice(["nearest", "home", "shares"], layers)) if rule is None else (rule,) * layers
-    copies, shares = [], []
+    replicas, shares = [], []
     for layer in range(layers):
         for expert in range(experts):
             others = [d for d in range(devices) if d != home[layer, expert]]
             extra = rng.choice(others, rng.integers(0, 4), replace=False).tolist()
-            copies += [(layer, expert, d) for d in extra]
+            replicas += [(layer, expert, d) for d in extra]
             if rule[layer] == "shares" and rng.random() < 0.7:
                 holders = [int(home[layer, expert]), *extra]
                 for node in range(-1, devices // per_node):
@@ -24,7 +24,7 @@ def random_placement(rng, layers=3, experts=8, devices=8, per_node=4, rule=None)
                         cut = np.sort(rng.integers(0, 65537, len(holders) - 1))
                         part = np.diff(np.r_[0, cut, 65536])
                         shares += [(layer, expert, d, p, node) for d, p in zip(holders, part, strict=True)]
-    return Placement(home, np.array(copies), np.array(shares) if shares else None, rule, devices, per_node)
+    return Placement(home, np.array(replicas), np.array(shares) if shares else None, rule, devices, per_node)
 
 
 def walk_tokens(placement, loads):
@@ -34,7 +34,7 @@ def walk_tokens(placement, loads):
     for layer, source, expert in np.ndindex(loads.shape):
         n = int(loads[layer, source, expert])
         holders = {int(placement.home[layer, expert])}
-        holders |= {int(d) for row_l, row_e, d in placement.copies if (row_l, row_e) == (layer, expert)}
+        holders |= {int(d) for row_l, row_e, d in placement.replicas if (row_l, row_e) == (layer, expert)}
         node = source // per_node
         mine = [r for r in placement.shares if (r[0], r[1]) == (layer, expert)]
         rows = [r for r in mine if r[4] == node] or [r for r in mine if r[4] == -1]
@@ -121,13 +121,13 @@ def test_inferred_devices_grow_to_the_sources():
         ({"home": [[0, -1]]}, r"layer 0, expert 1: home device -1 does not exist .*loses its parameters"),
         ({"home": [[0, 2]]}, r"layer 0, expert 1: home device 2 does not exist"),
         ({"home": [[0, 0.5]]}, r"home must hold whole numbers"),
-        ({"copies": [(0, 1, 1)]}, r"layer 0, expert 1, device 1: a copy on its own home"),
-        ({"copies": [(0, 0, 1), (0, 0, 1)]}, r"layer 0, expert 0, device 1: copy listed twice"),
-        ({"copies": [(0, 0, 2)]}, r"layer 0, expert 0, device 2: copy on a device outside 0..1"),
-        ({"copies": [(1, 0, 1)]}, r"copies: layer 1, expert 0 does not exist"),
+        ({"replicas": [(0, 1, 1)]}, r"layer 0, expert 1, device 1: a replica on its own home"),
+        ({"replicas": [(0, 0, 1), (0, 0, 1)]}, r"layer 0, expert 0, device 1: replica listed twice"),
+        ({"replicas": [(0, 0, 2)]}, r"layer 0, expert 0, device 2: replica on a device outside 0..1"),
+        ({"replicas": [(1, 0, 1)]}, r"replicas: layer 1, expert 0 does not exist"),
         (
-            {"copies": [(0, 0, 1)], "guest_slots": 0},
-            r"layer 0, device 1: 1 copies \(experts \[0\]\) exceed guest_slots \(0\)",
+            {"replicas": [(0, 0, 1)], "replica_slots": 0},
+            r"layer 0, device 1: 1 replicas \(experts \[0\]\) exceed replica_slots \(0\)",
         ),
         ({"rule": "far"}, r"layer 0: rule 'far' is not one of nearest, home, shares"),
         ({"rule": ("home", "home")}, r"rule has 2 entries for 1 layers"),

@@ -19,11 +19,11 @@ from moe_jax.placement import (
     widen,
 )
 
-SIZES = {"layers": 3, "experts": 8, "devices": 8, "guests": 3, "per_node": 4}
+SIZES = {"layers": 3, "experts": 8, "devices": 8, "replicas": 3, "per_node": 4}
 
 
 def run_tables(skeleton, tables, bank):
-    """Move rows as an executor would: bank [D, S] of expert names -> slots [L, D, Hs + G] of names."""
+    """Move rows as an executor would: bank [D, Rb] of expert names -> slots [L, D, Hs + Gs] of names."""
     layers, devices = skeleton.layers, skeleton.devices
     slots = np.full((layers, devices, skeleton.slots), -1)
     for layer, device in np.ndindex(layers, devices):
@@ -35,15 +35,17 @@ def run_tables(skeleton, tables, bank):
             assert len({a for a, _ in pairs}) == len(pairs) == len({b for _, b in pairs})
             for a, b in pairs:
                 slot = tables.recv_slot[layer, turn, b]
-                if slot < skeleton.guest_slots:
+                if slot < skeleton.replica_slots:
                     slots[layer, b, skeleton.home_slots + slot] = bank[a, tables.send_row[layer, turn, a]]
-        for device, guest in np.ndindex(devices, skeleton.guest_slots):
-            at = tables.guest_from[layer, device, guest]
+        for device, replica in np.ndindex(devices, skeleton.replica_slots):
+            at = tables.replica_from[layer, device, replica]
             if at >= 0 and skeleton.method == "gather":
                 owner, offer = divmod(at, skeleton.gather_slots)
-                slots[layer, device, skeleton.home_slots + guest] = bank[owner, tables.gather_row[layer, owner, offer]]
+                slots[layer, device, skeleton.home_slots + replica] = bank[
+                    owner, tables.gather_row[layer, owner, offer]
+                ]
             elif at >= 0:
-                slots[layer, device, skeleton.home_slots + guest] = bank.ravel()[tables.broadcast_row[layer, at]]
+                slots[layer, device, skeleton.home_slots + replica] = bank.ravel()[tables.broadcast_row[layer, at]]
     return slots
 
 
@@ -76,10 +78,10 @@ def test_destination_tables_repeat_the_host_rule(seed):
     if seed % 2:
         expert, device = 5, int(placement.home[1, 5])
         other = (device + 1) % 8
-        rest = [row for row in placement.copies.tolist() if row != [1, expert, other]]
+        rest = [row for row in placement.replicas.tolist() if row != [1, expert, other]]
         shares = [(1, expert, device, 20000, 1), (1, expert, other, 45536, 1)]
         placement = placement.replace(
-            copies=[*rest, (1, expert, other)], shares=shares, rule=("nearest", "shares", "home")
+            replicas=[*rest, (1, expert, other)], shares=shares, rule=("nearest", "shares", "home")
         )
     skeleton, tables = split(placement)
     loads = rng.integers(0, 40, (3, 8, 8))
@@ -97,10 +99,10 @@ def test_destination_tables_repeat_the_host_rule(seed):
 
 def test_same_sizes_keep_the_skeleton_and_others_do_not_fit():
     first, second = random_placement(0, **SIZES), random_placement(1, **SIZES)
-    skeleton = build_skeleton(first, method="gather", guest_slots=3, home_slots=8, candidates=4)
-    wide = build_skeleton(second, method="gather", guest_slots=3, home_slots=8, candidates=4)
+    skeleton = build_skeleton(first, method="gather", replica_slots=3, home_slots=8, candidates=4)
+    larger = build_skeleton(second, method="gather", replica_slots=3, home_slots=8, candidates=4)
     assert fits(skeleton, first) and isinstance(hash(skeleton), int)
-    assert skeleton == wide or not fits(skeleton, second) or skeleton.gather_slots >= wide.gather_slots
+    assert skeleton == larger or not fits(skeleton, second) or skeleton.gather_slots >= larger.gather_slots
     plain = build_skeleton(Placement.even(3, 8, 8, 4), method="none")
     assert not fits(plain, first)
     with pytest.raises(UserError, match=r"the placement needs home slots .* build a new skeleton"):
@@ -108,8 +110,8 @@ def test_same_sizes_keep_the_skeleton_and_others_do_not_fit():
 
 
 def test_sizes_below_the_need_are_refused():
-    with pytest.raises(UserError, match=r"guest_slots \(1\) is less than the 3"):
-        build_skeleton(random_placement(0, **SIZES), guest_slots=1)
+    with pytest.raises(UserError, match=r"replica_slots \(1\) is less than the 3"):
+        build_skeleton(random_placement(0, **SIZES), replica_slots=1)
     with pytest.raises(UserError, match="transfer method 'ring'"):
         build_skeleton(random_placement(0, **SIZES), method="ring")
 

@@ -13,7 +13,7 @@ from moe_jax.planner import (
     build_predictor,
     predicted_layer_seconds,
     slots_in,
-    standing_copy_bytes,
+    standing_replica_bytes,
     worth_a_swap,
 )
 
@@ -41,8 +41,8 @@ def test_sizes_in_bytes():
     cost = make_cost()
     assert (cost.token_bytes, cost.expert_bytes, cost.state_bytes) == (8, 48, 48 + 12 * 8)
     assert slots_in(1000, 2, 48) == 10
-    # n = 1 (no copy): 0; n = 2: 2 x 1/2 x 48 = 48; n = 4: 2 x 3/4 x 48 = 72.
-    np.testing.assert_allclose(standing_copy_bytes(np.array([[0, 1, 3]]), 48), [120])
+    # n = 1 (no replica): 0; n = 2: 2 x 1/2 x 48 = 48; n = 4: 2 x 3/4 x 48 = 72.
+    np.testing.assert_allclose(standing_replica_bytes(np.array([[0, 1, 3]]), 48), [120])
 
 
 def test_swaps_pay_over_the_horizon():
@@ -92,7 +92,7 @@ def test_predicting_before_observing_and_changing_shape_are_errors():
 
 def session(**fields):
     cluster = Cluster(nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
-    cost = Cost(cluster=cluster, model_dim=64, hidden_dim=128, guest_slots=2, overlap_degree=4)
+    cost = Cost(cluster=cluster, model_dim=64, hidden_dim=128, replica_slots=2, overlap_degree=4)
     return PlanSession(PlannerConfig(**fields), Placement.even(2, 8, 4, 2), cost)
 
 
@@ -139,11 +139,11 @@ def test_restoring_a_plan_of_another_model_is_an_error():
 
 
 def test_predicted_seconds_follow_the_placement():
-    # Four devices, one expert each, 8 tokens of expert 0 from every source: H = 32, R = 24, no copies:
-    # 4 x 24 x 8 / 16 + 3 x 32 / 2 = 48 + 48. Copied to all: H = 8, R = 0, 4 holders: 3 x 4 + max(0, 3 - 4) + 0 = 12.
+    # Four devices, one expert each, 8 tokens of expert 0 from every source: H = 32, R = 24, no replicas: 4 x 24 x 8 /
+    # 16 + 3 x 32 / 2 = 48 + 48. On all devices: H = 8, R = 0, 4 holders: 3 x 4 + max(0, 3 - 4) + 0 = 12.
     loads = np.zeros((1, 4, 4))
     loads[0, :, 0] = 8
     start = Placement.even(1, 4, 4)
     assert predicted_layer_seconds(start, loads, make_cost()).tolist() == [96]
-    shadowed = start.replace(copies=[(0, 0, 1), (0, 0, 2), (0, 0, 3)])
+    shadowed = start.replace(replicas=[(0, 0, 1), (0, 0, 2), (0, 0, 3)])
     assert predicted_layer_seconds(shadowed, loads, make_cost()).tolist() == [12]

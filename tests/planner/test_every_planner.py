@@ -10,7 +10,7 @@ from moe_jax.planner import AFTER_GATE, NAMES, Cost, PlannerConfig, build_planne
 
 L, S, E, D = 4, 8, 16, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
-COST = Cost(cluster=CLUSTER, model_dim=64, hidden_dim=128, guest_slots=2, overlap_degree=8)
+COST = Cost(cluster=CLUSTER, model_dim=64, hidden_dim=128, replica_slots=2, overlap_degree=8)
 CASES = [(name, "ahead") for name in NAMES] + [(name, "after_gate") for name in AFTER_GATE]
 
 
@@ -49,9 +49,9 @@ class TestEveryPlanner:
         np.testing.assert_array_equal(counts.sum(3), loads)
         assert not counts.sum(1)[~placement.holds].any()
         held = placement.holds.sum(axis=1)
-        assert held.max() <= (E // D + COST.guest_slots) + (0 if name == "eplb" else placement.home.size)
+        assert held.max() <= (E // D + COST.replica_slots) + (0 if name == "eplb" else placement.home.size)
         if name != "eplb":
-            placement.replace(guest_slots=COST.guest_slots)
+            placement.replace(replica_slots=COST.replica_slots)
         assert np.bincount(placement.home.ravel(), minlength=D).max() <= L * E // D
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -63,7 +63,7 @@ class TestEveryPlanner:
         counts = routing.destinations(late, true)
         np.testing.assert_array_equal(counts.sum(3), true)
         if name != "eplb":
-            late.replace(guest_slots=COST.guest_slots)
+            late.replace(replica_slots=COST.replica_slots)
 
     def test_equal_inputs_give_equal_plans(self, name, when):
         loads = make_loads("skewed")
@@ -78,9 +78,9 @@ class TestEveryPlanner:
         for seed in range(4):
             placement = self.plan(name, when, make_loads("skewed", seed), placement)
         if name != "eplb":
-            placement.replace(guest_slots=COST.guest_slots)
+            placement.replace(replica_slots=COST.replica_slots)
 
-    def test_a_single_device_needs_no_copies(self, name, when):
+    def test_a_single_device_needs_no_replicas(self, name, when):
         planner = build_planner(PlannerConfig(name=name, when=when))
         cost = Cost(
             cluster=Cluster(nodes=1, devices_per_node=1, intra_bandwidth=1e9, flops=1e12),
@@ -89,7 +89,7 @@ class TestEveryPlanner:
             overlap_degree=4,
         )
         loads = np.array([[[5, 0, 7, 1]]])
-        assert not len(planner.propose(loads, Placement.even(1, 4, 1), cost).copies)
+        assert not len(planner.propose(loads, Placement.even(1, 4, 1), cost).replicas)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("none", "smartmoe")])
@@ -120,11 +120,11 @@ def test_hecate_without_overlap_degree_or_attention_time_says_so():
     ("fields", "message"),
     [
         ({"name": "best"}, r"PlannerConfig.name \('best'\) must be one of none, fastermoe"),
-        ({"guest_slots": -1}, r"PlannerConfig.guest_slots \(-1\) must be a whole number of at least 0"),
+        ({"replica_slots": -1}, r"PlannerConfig.replica_slots \(-1\) must be a whole number of at least 0"),
         ({"interval": 0}, r"PlannerConfig.interval \(0\)"),
-        ({"n": "all"}, r"PlannerConfig.n \('all'\)"),
+        ({"skipped_devices": "all"}, r"PlannerConfig.skipped_devices \('all'\)"),
         ({"name": "eplb", "when": "after_gate"}, r"'after_gate' works with fastermoe, .*, not with 'eplb'"),
-        ({"alpha": 0.0}, r"PlannerConfig.alpha \(0.0\) must be above 0"),
+        ({"balance_threshold": 0.0}, r"PlannerConfig.balance_threshold \(0.0\) must be above 0"),
         ({"decay": 1.5}, r"PlannerConfig.decay \(1.5\)"),
     ],
 )
@@ -133,10 +133,10 @@ def test_wrong_choices_are_named(fields, message):
         PlannerConfig(**fields)
 
 
-def test_more_guest_slots_than_memory_names_the_most_that_fit():
+def test_more_replica_slots_than_memory_names_the_most_that_fit():
     # An expert has 2 x 64 x 128 x 4 = 65,536 bytes; 300,000 bytes hold 4 of them.
     small = Cluster(nodes=2, devices_per_node=4, memory_bytes=300_000)
     with pytest.raises(
-        UserError, match=r"every device: 5 guest_slots x 1 layers alive x 65536 .* at most guest_slots = 4"
+        UserError, match=r"every device: 5 replica_slots x 1 layers alive x 65536 .* at most replica_slots = 4"
     ):
-        Cost(cluster=small, model_dim=64, hidden_dim=128, guest_slots=5)
+        Cost(cluster=small, model_dim=64, hidden_dim=128, replica_slots=5)

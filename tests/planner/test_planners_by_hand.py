@@ -38,7 +38,7 @@ def test_fastermoe_shadows_by_tokens_of_an_expert_not_by_tokens_sent():
     # stop.
     # Summing the tokens *sent* by a rank would give (8, 8, 8, 8): shadowing would then never pay.
     placement = plan("fastermoe", HOT, make_cost(4, 12))
-    assert placement.copies.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
+    assert placement.replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
     assert set(placement.rule) == {"home"}
     assert routing.device_loads(placement, HOT).tolist() == [[5, 9, 9, 9]]
 
@@ -47,44 +47,43 @@ def test_fastermoe_keeps_still_when_sending_experts_costs_more():
     # W = 0.01: one shadowed expert costs 400 s; but T0 holds all-to-all of 4/0.01 x 20 = 8000 s, so it still pays.
     # With expert bytes 100 times larger (F = 100: flops scaled alike) it does not: 40,000 s > 8020 s.
     cost = dataclasses.replace(make_cost(0.01, 1200), hidden_dim=100)
-    assert len(plan("fastermoe", HOT, dataclasses.replace(cost, hidden_dim=1)).copies) == 3
-    assert not len(plan("fastermoe", HOT, cost).copies)
+    assert len(plan("fastermoe", HOT, dataclasses.replace(cost, hidden_dim=1)).replicas) == 3
+    assert not len(plan("fastermoe", HOT, cost).replicas)
 
 
 def test_fastermoe_residual_counts_what_is_left_to_exchange():
     # R = (15, 3, 3, 3) before, (0, 3, 3, 3) after. W = 4, flops 12: T0 = 20 + 15 = 35, T(1) = 9 + 3 + 1 = 13,
     # T(2): B = (6, 6, 10, 10), R = (0, 0, 3, 3): 10 + 3 + 2 = 15: stop at one.
-    assert plan("fastermoe_residual", HOT, make_cost(4, 12)).copies[:, 1].tolist() == [0, 0, 0]
+    assert plan("fastermoe_residual", HOT, make_cost(4, 12)).replicas[:, 1].tolist() == [0, 0, 0]
 
 
-def test_fastermoe_stops_at_the_guest_slots_and_counts_it():
+def test_fastermoe_stops_at_the_replica_slots_and_counts_it():
     # Two hot experts that both pay: totals 20, 20, 2, 2 on four devices.
     loads = np.array([[[5, 5, 0, 1], [5, 5, 1, 0], [5, 5, 0, 1], [5, 5, 1, 0]]])
     planner = build_planner(PlannerConfig(name="fastermoe"))
     start = Placement.even(1, 4, 4)
     both = planner.propose(loads, start, make_cost(4, 12))
-    assert sorted(set(both.copies[:, 1])) == [0, 1] and planner.notes["shadow_cut"] == 0
-    one = planner.propose(loads, start, make_cost(4, 12, guest_slots=1))
-    assert sorted(set(one.copies[:, 1])) == [0] and planner.notes["shadow_cut"] == 1
+    assert sorted(set(both.replicas[:, 1])) == [0, 1] and planner.counters["shadow_cut"] == 0
+    one = planner.propose(loads, start, make_cost(4, 12, replica_slots=1))
+    assert sorted(set(one.replicas[:, 1])) == [0] and planner.counters["shadow_cut"] == 1
 
 
 def test_pro_prophet_keeps_the_prefix_with_the_least_time():
-    # v = 3 (flops 12), W 4. H = (20, 4, 4, 4), R = (15, 3, 3, 3): T = 4 x 15/4 + 3 x 20/3 = 35.
-    # Expert 0 to all (s = 1, n = 0): H = (5, 9, 9, 9), R = (0, 3, 3, 3), Trans = 2/4 = 0.5 hides behind FEC 3: T = 3
-    # + 9 = 12.
-    # max H - min H = 4 = alpha I / D = 0.5 x 32 / 4, not below it: on to device 1 (ties to the lowest id), expert 1:
-    # H = (6, 6, 10, 10), R = (0, 0, 3, 3): T = 13, worse. Device 2, expert 2: H = (7, 7, 7, 11), T = 14; then
-    # H = (8, 8, 8, 8), R = 0, Trans = 2 hides behind 8/3: T = 8, the least. All four are copied.
+    # v = 3 (flops 12), W 4. H = (20, 4, 4, 4), R = (15, 3, 3, 3): T = 4 x 15/4 + 3 x 20/3 = 35. Expert 0 to all (s = 1,
+    # n = 0): H = (5, 9, 9, 9), R = (0, 3, 3, 3), Trans = 2/4 = 0.5 hides behind FEC 3: T = 3 + 9 = 12. max H - min H =
+    # 4 = alpha I / D = 0.5 x 32 / 4, not below it: on to device 1 (ties to the lowest id), expert 1: H = (6, 6, 10,
+    # 10), R = (0, 0, 3, 3): T = 13, worse. Device 2, expert 2: H = (7, 7, 7, 11), T = 14; then H = (8, 8, 8, 8), R = 0,
+    # Trans = 2 hides behind 8/3: T = 8, the least. All four are replicated.
     placement = plan("pro_prophet", HOT, make_cost(4, 12))
-    assert sorted(set(placement.copies[:, 1])) == [0, 1, 2, 3]
-    # alpha = 0.6 calls a spread of 4 even (4 < 4.8) and stops after expert 0.
-    assert sorted(set(plan("pro_prophet", HOT, make_cost(4, 12), alpha=0.6).copies[:, 1])) == [0]
+    assert sorted(set(placement.replicas[:, 1])) == [0, 1, 2, 3]
+    # balance_threshold = 0.6 calls a spread of 4 even (4 < 4.8) and stops after expert 0.
+    assert sorted(set(plan("pro_prophet", HOT, make_cost(4, 12), balance_threshold=0.6).replicas[:, 1])) == [0]
 
 
 def test_pro_prophet_drops_the_devices_with_fewest_tokens():
     # Expert 0 gets 9 tokens from source 1, 1 from source 2, 5 from source 3: n = 1 leaves out device 2.
     loads = np.array([[[5, 0, 0, 0], [9, 0, 0, 0], [1, 0, 0, 0], [5, 0, 0, 0]]])
-    assert plan("pro_prophet", loads, make_cost(4, 12), n=1).copies.tolist() == [[0, 0, 1], [0, 0, 3]]
+    assert plan("pro_prophet", loads, make_cost(4, 12), skipped_devices=1).replicas.tolist() == [[0, 0, 1], [0, 0, 3]]
 
 
 def test_pro_prophet_without_scheduler_pays_all_of_the_transfer():
@@ -94,11 +93,11 @@ def test_pro_prophet_without_scheduler_pays_all_of_the_transfer():
     # 40.
     # With 32 s all hides: all four 8. The same loads, three answers.
     cost = dataclasses.replace(make_cost(1, 48), hidden_dim=4)
-    assert sorted(set(plan("pro_prophet", HOT, cost, scheduler=False).copies[:, 1])) == [0]
+    assert sorted(set(plan("pro_prophet", HOT, cost, scheduler=False).replicas[:, 1])) == [0]
     some, much = (dataclasses.replace(cost, attention_seconds=seconds) for seconds in (8.0, 32.0))
-    assert sorted(set(plan("pro_prophet", HOT, some).copies[:, 1])) == [0]
-    assert sorted(set(plan("pro_prophet", HOT, much).copies[:, 1])) == [0, 1, 2, 3]
-    assert sorted(set(plan("pro_prophet", HOT, much, scheduler=False).copies[:, 1])) == [0]
+    assert sorted(set(plan("pro_prophet", HOT, some).replicas[:, 1])) == [0]
+    assert sorted(set(plan("pro_prophet", HOT, much).replicas[:, 1])) == [0, 1, 2, 3]
+    assert sorted(set(plan("pro_prophet", HOT, much, scheduler=False).replicas[:, 1])) == [0]
 
 
 def test_pro_prophet_search_is_at_least_as_fast_as_any_n():
@@ -107,20 +106,20 @@ def test_pro_prophet_search_is_at_least_as_fast_as_any_n():
     cost = make_cost(4, 12)
 
     def seconds(n):
-        placement = plan("pro_prophet", loads, cost, n=n, bounded=False)
+        placement = plan("pro_prophet", loads, cost, skipped_devices=n, bounded=False)
         computed, received = routing.computed_and_received(placement, loads)
-        copied = placement.holds.sum(axis=2)
-        holders = (copied * (copied > 1)).sum(axis=1)
+        held = placement.holds.sum(axis=2)
+        holders = (held * (held > 1)).sum(axis=1)
         return cost.layer(computed, received, holders, "pro_prophet")
 
     best = seconds("search")
     assert all((best <= seconds(n) + 1e-9).all() for n in range(3))
 
 
-def test_topk_all_copies_the_heaviest_to_everybody():
+def test_topk_all_replicates_the_heaviest_on_every_device():
     loads = np.array([[[1, 5, 9, 5], [0, 5, 9, 5]]])  # two devices, homes (0, 0, 1, 1); ties go to expert 1
     cost = dataclasses.replace(make_cost(1, 1), cluster=Cluster(nodes=1, devices_per_node=2))
-    assert plan("topk_all", loads, cost, top_k=2).copies.tolist() == [[0, 1, 1], [0, 2, 0]]
+    assert plan("topk_all", loads, cost, top_k=2).replicas.tolist() == [[0, 1, 1], [0, 2, 0]]
 
 
 def test_slots_by_load_uses_largest_remainders_and_passes_overflow_on():
@@ -139,12 +138,12 @@ def test_hecate_takes_nodes_without_the_expert_first():
     loads = np.zeros((1, 4, 4), int)
     loads[0, 0] = [30, 10, 1, 1]
     start = Placement.even(1, 4, 4, 2)
-    cost = make_cost(1, 1, guest_slots=1, overlap_degree=2)
-    assert plan("hecate", loads, cost, start).copies.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3], [0, 1, 0]]
+    cost = make_cost(1, 1, replica_slots=1, overlap_degree=2)
+    assert plan("hecate", loads, cost, start).replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3], [0, 1, 0]]
     # tau <= mu: the top tau experts go everywhere.
-    wide = make_cost(1, 1, guest_slots=2, overlap_degree=1)
-    assert plan("hecate", loads, wide, start).copies.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
-    assert not len(plan("hecate", loads, cost, start, materialize=False).copies)
+    roomy = make_cost(1, 1, replica_slots=2, overlap_degree=1)
+    assert plan("hecate", loads, roomy, start).replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
+    assert not len(plan("hecate", loads, cost, start, materialize=False).replicas)
 
 
 def test_hecate_derives_tau_from_attention_time():
@@ -155,16 +154,16 @@ def test_hecate_derives_tau_from_attention_time():
 def test_hecate_calibrates_only_where_a_late_gather_pays():
     # Planned for expert 0, true loads on expert 3: device 3 computes 40, an expert is 2 bytes. With W = 100 a gather of
     # 4 holders and its reduce cost 2 x 4 x 2 / (4 x 100) = 0.04 s; computing 40 instead of 10 at v = 3 costs 30 s.
-    cost = make_cost(100, 12, guest_slots=2, overlap_degree=1)
+    cost = make_cost(100, 12, replica_slots=2, overlap_degree=1)
     hot0, hot3 = np.zeros((1, 4, 4), int), np.zeros((1, 4, 4), int)
     hot0[0, :, 0], hot3[0, :, 3] = 10, 10
     planner = build_planner(PlannerConfig(name="hecate", calibrate=True))
     ahead = planner.propose(hot0, Placement.even(1, 4, 4), cost)
     late = planner.refine(hot3, ahead, cost)
     assert routing.device_loads(late, hot3).tolist() == [[10, 10, 10, 10]]
-    slow = make_cost(1e-3, 1.2e6, guest_slots=2, overlap_degree=1)
+    slow = make_cost(1e-3, 1.2e6, replica_slots=2, overlap_degree=1)
     # Compute is now nearly free and the link slow: 12,000 s of exchange 4 x 30 / W = 120,000 s still pay for 4,000 s.
-    assert len(planner.refine(hot3, ahead, slow).copies) > len(ahead.copies)
+    assert len(planner.refine(hot3, ahead, slow).replicas) > len(ahead.replicas)
     heavy = dataclasses.replace(slow, hidden_dim=1000)  # experts of 2,000 bytes: 4,000,000 s
     assert planner.refine(hot3, ahead, heavy) == ahead
     off = build_planner(PlannerConfig(name="hecate"))
@@ -190,30 +189,29 @@ def test_smartmoe_pairs_heavy_with_light_when_the_gain_pays():
     cluster = Cluster(nodes=1, devices_per_node=2, intra_bandwidth=4.0, flops=12.0)
     cost = Cost(cluster=cluster, model_dim=1, hidden_dim=1, dtype_bytes=1)
     placement = plan("smartmoe", loads, cost, interval=100)
-    assert placement.home.tolist() == [[0, 1, 1, 0]] and not len(placement.copies)
+    assert placement.home.tolist() == [[0, 1, 1, 0]] and not len(placement.replicas)
     # Moving one expert each way costs 18 bytes / 4 = 4.5 s; the gain over one step is (14 - 9) x 3 / 3 + less exchange.
     # With state 1000 times larger a single step does not pay.
     dear = dataclasses.replace(cost, optimizer_bytes=8000)
     assert plan("smartmoe", loads, dear, interval=1).home.tolist() == [[0, 0, 1, 1]]
 
 
-def test_flexmoe_expands_the_hot_expert_and_migrates_idle_copies():
-    # Totals 20, 4, 4, 4: expert 0 halves its load with a copy on device 1 (H = 10, 14, 4, 4 falls from 20), then a
-    # third:
-    # 20/3 each, and so on while the largest load falls.
-    cost = make_cost(1e6, 12, guest_slots=1)
+def test_flexmoe_expands_the_hot_expert_and_migrates_idle_replicas():
+    # Totals 20, 4, 4, 4: expert 0 halves its load with a replica on device 1 (H = 10, 14, 4, 4 falls from 20), then a
+    # third: 20/3 each, and so on while the largest load falls.
+    cost = make_cost(1e6, 12, replica_slots=1)
     placement = plan("flexmoe", HOT, cost)
-    assert placement.copies[:, 1].tolist() == [0, 0, 0]
-    # The hot spot moves to expert 3: slots are full with copies of 0, which shrink to make room.
+    assert placement.replicas[:, 1].tolist() == [0, 0, 0]
+    # The hot spot moves to expert 3: slots are full with replicas of 0, which shrink to make room.
     moved = HOT[:, :, [3, 1, 2, 0]]
     after = plan("flexmoe", moved, cost, placement)
-    assert (after.copies[:, 1] == 3).sum() >= 2
+    assert (after.replicas[:, 1] == 3).sum() >= 2
     assert routing.device_loads(after, moved).max() < routing.device_loads(placement, moved).max()
 
 
 def test_flexmoe_stays_when_state_is_too_dear_to_move():
-    cost = dataclasses.replace(make_cost(1e-6, 12, guest_slots=1), optimizer_bytes=8)
-    assert not len(plan("flexmoe", HOT, cost).copies)
+    cost = dataclasses.replace(make_cost(1e-6, 12, replica_slots=1), optimizer_bytes=8)
+    assert not len(plan("flexmoe", HOT, cost).replicas)
 
 
 def test_eplb_published_case_is_exact():
@@ -223,20 +221,20 @@ def test_eplb_published_case_is_exact():
             [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
         ]
     )
-    replicas, copies = rebalance(weight, replicas=16, groups=4, nodes=2, devices=8)
-    assert replicas.tolist() == [
+    placed, replica_counts = rebalance(weight, num_replicas=16, groups=4, nodes=2, devices=8)
+    assert placed.tolist() == [
         [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
         [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
     ]
-    assert copies.tolist() == [[1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 2, 1], [1, 2, 1, 1, 1, 2, 2, 1, 2, 1, 1, 1]]
+    assert replica_counts.tolist() == [[1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 2, 1], [1, 2, 1, 1, 1, 2, 2, 1, 2, 1, 1, 1]]
 
 
 def test_eplb_splits_a_replicated_expert_evenly():
-    # Two devices of one expert and one guest each, totals 12 and 4: expert 0 gets both spare replicas (12, 6, 4 > 4):
-    # three replicas of 4, two on device 0 and one beside expert 1, so device 0 computes 2/3 of expert 0: 8 and 4 + 4.
+    # Two devices of one expert and one replica each, totals 12 and 4: expert 0 gets both spare slots (12, 6, 4 > 4):
+    # three slots of 4, two on device 0 and one beside expert 1, so device 0 computes 2/3 of expert 0: 8 and 4 + 4.
     loads = np.array([[[6, 2], [6, 2]]])
     cluster = Cluster(nodes=1, devices_per_node=2)
-    cost = Cost(cluster=cluster, model_dim=1, hidden_dim=1, guest_slots=1)
+    cost = Cost(cluster=cluster, model_dim=1, hidden_dim=1, replica_slots=1)
     placement = plan("eplb", loads, cost)
     assert sorted(routing.device_loads(placement, loads)[0].tolist()) == [8, 8]
 
@@ -251,8 +249,8 @@ def test_packed_homes_are_even_even_when_replicas_leave_no_choice():
     assert after.sum() == count.sum() and after.sum(axis=(0, 1)).tolist() == [3, 3]
 
 
-def test_fill_gaps_equalises_with_one_copy_per_closed_gap():
-    # Totals 20, 4, 4, 4: mean 8, the surplus of 12 closes three gaps of 4: three copies, all of expert 0.
+def test_fill_gaps_equalises_with_one_replica_per_closed_gap():
+    # Totals 20, 4, 4, 4: mean 8, the surplus of 12 closes three gaps of 4: three replicas, all of expert 0.
     quota = fill_gaps(HOT.sum(axis=1).astype(float), Placement.even(1, 4, 4), mu=4)
     np.testing.assert_allclose(quota.sum(axis=1), [[8, 8, 8, 8]])
     assert (quota[0, 0] > 0).sum() == 4
@@ -265,19 +263,19 @@ def test_balanced_prefers_gaps_on_its_own_node():
     loads[0, 1] = [6, 4, 6, 4]
     start = Placement.even(1, 4, 4, 2)
     placement = plan("balanced", loads, make_cost(1, 1), start)
-    assert placement.copies.tolist() == [[0, 0, 1], [0, 2, 3]]
+    assert placement.replicas.tolist() == [[0, 0, 1], [0, 2, 3]]
     assert np.abs(routing.device_loads(placement, loads) - 10).max() <= 2  # shares round each source's tokens down once
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_balanced_computes_the_same_everywhere_for_any_counts(seed):
     # 4 devices, 8 experts, 8 assignments a device, any counts: every device computes 8 up to the rounding of shares
-    # (less than one token per source and expert with copies).
+    # (less than one token per source and expert with replicas).
     rng = np.random.default_rng(seed)
     loads = rng.multinomial(8000, rng.dirichlet(np.full(8, 0.2)), size=(1, 4))
-    placement = plan("balanced", loads, make_cost(1, 1, guest_slots=8))
+    placement = plan("balanced", loads, make_cost(1, 1, replica_slots=8))
     assert np.abs(routing.device_loads(placement, loads) - 8000).max() <= 4 * 8
-    assert np.bincount(placement.copies[:, 2], minlength=4).max() <= 8
+    assert np.bincount(placement.replicas[:, 2], minlength=4).max() <= 8
 
 
 def test_balanced_needs_one_remote_expert_when_all_goes_to_one():
@@ -285,22 +283,23 @@ def test_balanced_needs_one_remote_expert_when_all_goes_to_one():
     loads[0, :, 0] = 8
     placement = plan("balanced", loads, make_cost(1, 1))
     assert routing.device_loads(placement, loads).tolist() == [[8, 8, 8, 8]]
-    assert placement.copies.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
+    assert placement.replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
 
 
-def test_balanced_refines_shares_over_the_same_copies():
+def test_balanced_refines_shares_over_the_same_replicas():
     placement = plan("balanced", HOT, make_cost(1, 1))
     true = HOT + np.array([[[0, 0, 4, 0]] * 4])  # expert 2 has 16 more tokens: 20, 4, 20, 4, mean 12
     refined = build_planner(PlannerConfig(name="balanced")).refine(true, placement, make_cost(1, 1))
-    np.testing.assert_array_equal(refined.copies, placement.copies)
-    # Device 2 keeps its 20 (no copy of expert 2 exists); 28 are left over devices 0, 1, 3: 9.33 each.
+    np.testing.assert_array_equal(refined.replicas, placement.replicas)
+    # Device 2 keeps its 20 (no replica of expert 2 exists); 28 are left over devices 0, 1, 3: 9.33 each.
     np.testing.assert_allclose(routing.device_loads(refined, true)[0], [28 / 3, 28 / 3, 20, 28 / 3], atol=4)
 
 
-def test_spares_go_to_devices_with_fewest_guests_near_home():
+def test_spares_go_to_devices_with_fewest_replicas_near_home():
     start = Placement.even(1, 4, 4, 2)
     held = add_spares(start.holds, np.array([[20.0, 4, 4, 4]]), start, mu=2, headroom=0.5)
-    # Budget 2: expert 0 (20 per holder) to device 1 of its node, then (10) again to device 2, the next without guests.
+    # Budget 2: expert 0 (20 per holder) to device 1 of its node, then (10) again to device 2, the next without
+    # replicas.
     assert np.argwhere(held & ~start.holds).tolist() == [[0, 0, 1], [0, 0, 2]]
 
 
@@ -326,10 +325,10 @@ def test_share_rows_keep_tokens_on_their_node():
     assert rows.tolist() == [[0, 0, 0, 49152, 0], [0, 0, 2, 16384, 0], [0, 0, 2, 65536, 1]]
 
 
-def test_none_drops_copies_and_keeps_homes():
+def test_none_drops_replicas_and_keeps_homes():
     start = Placement([[1, 0]], [(0, 0, 0)])
     bare = plan("none", np.ones((1, 2, 2), int), make_cost(1, 1), start)
-    assert not len(bare.copies) and bare.home.tolist() == [[1, 0]]
+    assert not len(bare.replicas) and bare.home.tolist() == [[1, 0]]
 
 
 @pytest.mark.parametrize("name", ["fastermoe", "fastermoe_residual"])
@@ -338,18 +337,18 @@ def test_fastermoe_times_fall_up_to_the_last_shadow_and_not_beyond(name, seed):
     # T(r) again, from the tokens that the placements themselves compute and receive (flops 12: 3 s / v = 1; 4 / W = 1).
     rng = np.random.default_rng(seed)
     loads = rng.integers(0, 12, (1, 4, 8)) * rng.integers(0, 6, (1, 1, 8))
-    cost = make_cost(4, 12, guest_slots=8)
+    cost = make_cost(4, 12, replica_slots=8)
     start = Placement.even(1, 8, 4)
     order = np.argsort(-loads[0].sum(axis=0), kind="stable")
 
     def seconds(r):
         rows = [(0, e, d) for e in order[:r] for d in range(4) if d != start.home[0, e]]
-        computed, received = routing.computed_and_received(start.replace(copies=rows, rule="home"), loads)
+        computed, received = routing.computed_and_received(start.replace(replicas=rows, rule="home"), loads)
         if name == "fastermoe_residual":
             return computed.max() + received.max() + r
         return (computed + computed * (r == 0)).max() + r
 
-    chosen = len(set(plan(name, loads, cost, start).copies[:, 1]))
+    chosen = len(set(plan(name, loads, cost, start).replicas[:, 1]))
     times = [seconds(r) for r in range(9)]
     assert all(after < before for before, after in zip(times[:chosen], times[1 : chosen + 1], strict=True))
     assert chosen == 8 or times[chosen + 1] >= times[chosen]
@@ -358,23 +357,23 @@ def test_fastermoe_times_fall_up_to_the_last_shadow_and_not_beyond(name, seed):
 def test_pro_prophet_never_drops_the_home_in_place_of_another():
     # The home has fewest tokens of its expert (0), yet n = 1 leaves out device 2, which has fewest of the others.
     loads = np.array([[[0, 0, 0, 0], [9, 0, 0, 0], [1, 0, 0, 0], [5, 0, 0, 0]]])
-    assert plan("pro_prophet", loads, make_cost(4, 12), n=1).copies.tolist() == [[0, 0, 1], [0, 0, 3]]
+    assert plan("pro_prophet", loads, make_cost(4, 12), skipped_devices=1).replicas.tolist() == [[0, 0, 1], [0, 0, 3]]
 
 
 def test_hecate_crosses_nodes_before_filling_its_own():
-    # Four equal experts, one guest slot a device: each copy goes to the first free device of the other node.
+    # Four equal experts, one replica slot a device: each replica goes to the first free device of the other node.
     start = Placement.even(1, 4, 4, 2)
-    cost = make_cost(1, 1, guest_slots=1, overlap_degree=4)
-    copies = plan("hecate", np.full((1, 4, 4), 5), cost, start).copies
-    assert copies.tolist() == [[0, 0, 2], [0, 1, 3], [0, 2, 0], [0, 3, 1]]
+    cost = make_cost(1, 1, replica_slots=1, overlap_degree=4)
+    replicas = plan("hecate", np.full((1, 4, 4), 5), cost, start).replicas
+    assert replicas.tolist() == [[0, 0, 2], [0, 1, 3], [0, 2, 0], [0, 3, 1]]
 
 
 def test_balanced_fills_the_gap_beside_it_before_an_equal_one_far_away():
     # Loads 4, 15, 4, 17, mean 10, nodes (0, 1) and (2, 3): 3 fills 2 (6), 1 fills 0 (5), and 3's last token crosses.
     loads = np.zeros((1, 4, 4), int)
     loads[0, 0] = [4, 15, 4, 17]
-    copies = plan("balanced", loads, make_cost(1, 1), Placement.even(1, 4, 4, 2)).copies
-    assert copies.tolist() == [[0, 1, 0], [0, 3, 0], [0, 3, 2]]
+    replicas = plan("balanced", loads, make_cost(1, 1), Placement.even(1, 4, 4, 2)).replicas
+    assert replicas.tolist() == [[0, 1, 0], [0, 3, 0], [0, 3, 2]]
 
 
 def test_fastermoe_residual_keeps_what_other_experts_of_the_device_receive():
@@ -384,11 +383,11 @@ def test_fastermoe_residual_keeps_what_other_experts_of_the_device_receive():
     loads = np.array([[[20, 0, 0, 0], [1, 10, 0, 0]]])
     cluster = Cluster(nodes=1, devices_per_node=2, intra_bandwidth=1.0, flops=24.0)
     cost = Cost(cluster=cluster, model_dim=1, hidden_dim=2, dtype_bytes=1)
-    assert not len(plan("fastermoe_residual", loads, cost).copies)
+    assert not len(plan("fastermoe_residual", loads, cost).replicas)
 
 
-def test_balanced_spares_copies_where_the_prediction_is_unsure():
-    # Expert 0 has 32 of 40 tokens, mean 10 a device: known loads need three copies of it and nothing else. With a
+def test_balanced_adds_replicas_where_the_prediction_is_unsure():
+    # Expert 0 has 32 of 40 tokens, mean 10 a device: known loads need three replicas of it and nothing else. With a
     # standard error of 1.25 x 0.1, 8 tokens of expert 0 on a device may be 1 off, no more than a tenth of 10; the
     # others have 8 / 7 tokens each. With one of 1.25 x 0.9 a single holder of those may be 1.29 off: spared too.
     loads = np.zeros((1, 4, 8))
@@ -396,7 +395,7 @@ def test_balanced_spares_copies_where_the_prediction_is_unsure():
     known = plan("balanced", loads, make_cost(1, 1))
     few, many = (plan("balanced", loads, make_cost(1, 1, load_error=(error,))) for error in (0.1, 0.9))
     assert few == known
-    assert len(known.copies) < len(many.copies) <= 2 * 4
+    assert len(known.replicas) < len(many.replicas) <= 2 * 4
     assert (many.holds.sum(axis=2) >= known.holds.sum(axis=2)).all()
     # level but for what spreading the error is worth
     np.testing.assert_allclose(routing.device_loads(many, np.rint(loads * 7000).astype(int))[0] / 70000, 1, atol=0.05)

@@ -10,8 +10,8 @@ from moe_jax.planner.shares import split_evenly
 
 
 def test_by_hand():
-    """Expert 0 lives on device 0 and is copied to 1; near tokens stay, so each device serves its own 12 and 4."""
-    placement = Placement(np.array([[0, 1]]), copies=[(0, 0, 1)], devices=2, devices_per_node=2)
+    """Expert 0 lives on device 0 and has a replica on 1; near tokens stay, so each device serves its own 12 and 4."""
+    placement = Placement(np.array([[0, 1]]), replicas=[(0, 0, 1)], devices=2, devices_per_node=2)
     loads = np.array([[[12, 0], [4, 0]]])  # [L, S, E]
     even = split_evenly(placement, loads)
     assert even.shares.tolist() == [[0, 0, 0, SHARE_ONE * 3 // 4, -1], [0, 0, 1, SHARE_ONE // 4, -1]]
@@ -22,8 +22,8 @@ def test_by_hand():
 def test_device_loads_stay_and_the_fullest_bucket_shrinks():
     rng = np.random.default_rng(0)
     loads = rng.multinomial(4096, np.r_[0.5, np.full(15, 0.5 / 15)], size=(2, 8))
-    copies = [(layer, 0, device) for layer in range(2) for device in range(1, 8)]
-    near = Placement.even(2, 16, 8, 2, copies=copies)
+    replicas = [(layer, 0, device) for layer in range(2) for device in range(1, 8)]
+    near = Placement.even(2, 16, 8, 2, replicas=replicas)
     even = split_evenly(near, loads)
     assert (
         np.abs(routing.device_loads(even, loads) - routing.device_loads(near, loads)).max() <= 8 * 2

@@ -49,10 +49,10 @@ def session_of(schedule="deepspeed", **planner):
         data=DataConfig(sequence_length=32),
         model=ModelConfig(layers=LAYERS, model_dim=32, heads=2, hidden_dim=32, max_length=32),
         moe=MoEConfig(num_experts=EXPERTS, schedule=schedule),
-        planner=PlannerConfig(**{"guest_slots": 2, "overlap_degree": 4, "interval": 1, **planner}),
+        planner=PlannerConfig(**{"replica_slots": 2, "overlap_degree": 4, "interval": 1, **planner}),
     )
-    placing = types.SimpleNamespace(
-        tables=NamedSharding(roles.mesh, P(roles.expert)), wishes=NamedSharding(roles.mesh, P(roles.all))
+    state_shardings = types.SimpleNamespace(
+        tables=NamedSharding(roles.mesh, P(roles.expert)), host_signals=NamedSharding(roles.mesh, P(roles.all))
     )
     home = np.repeat(np.arange(DEVICES), EXPERTS // DEVICES)[None].repeat(LAYERS, 0)
     gate = threading.Event()
@@ -60,7 +60,7 @@ def session_of(schedule="deepspeed", **planner):
     return Pretended(
         config=config,
         roles=roles,
-        placing=placing,
+        state_shardings=state_shardings,
         home=home,
         devices=DEVICES,
         tokens_per_step=256,
@@ -85,11 +85,12 @@ def drifting_loads(steps, seed=0):
         yield np.stack([[rng.multinomial(512 // DEVICES, q) for _ in range(DEVICES)] for q in p])
 
 
-def metrics_of(wishes, loads):
-    """What the step would return for these wishes: the least ready, the least and the most hash."""
-    wishes = np.asarray(wishes)
+def metrics_of(host_signals, loads):
+    """What the step would return for these signals: the least ready, the least and the most hash."""
+    host_signals = np.asarray(host_signals)
     return {
-        "ready": wishes[:, 1].min(), "plan_hash_least": wishes[:, 2].min(), "plan_hash_most": wishes[:, 2].max(),
+        "ready": host_signals[:, 1].min(), "plan_hash_least": host_signals[:, 2].min(),
+        "plan_hash_most": host_signals[:, 2].max(),
         "loads": loads,
     }  # fmt: skip
 
@@ -101,11 +102,11 @@ def drive(engine, all_loads, first=0):
     for step, loads in enumerate(all_loads, first):
         if flight is not None:
             engine.observe(*flight)
-        executable, tables, wishes, state = engine.before_step(step, state, 0)
+        executable, tables, host_signals, state = engine.before_step(step, state, 0)
         assert fits(executable, engine.placement) and executable == engine.skeleton
         np.testing.assert_array_equal(engine.bank.home, engine.placement.home)
         engine.after_dispatch(step)
-        flight = step, metrics_of(wishes, loads)
+        flight = step, metrics_of(host_signals, loads)
         seen.append((executable, engine.records[step][0], engine.records[step][1]))
     engine.observe(*flight)
     return seen
@@ -129,13 +130,13 @@ def test_a_slow_compilation_stalls_nothing_and_the_old_plan_goes_on():
     session.gate.clear()
     loads = list(drifting_loads(30))
     before = drive(engine, loads[:20])
-    assert not any(len(placement.copies) for _, placement, _ in before)
+    assert not any(len(placement.replicas) for _, placement, _ in before)
     session.gate.set()
     engine.executables[engine.pending.skeleton].result()
     after = drive(engine, loads[20:], first=20)
     assert sum(r["rejit_stall_seconds"] for *_, r in before + after) < 0.1
-    # ready is told with step 20, read before step 21, so step 21 is the first with guests
-    assert [bool(len(placement.copies)) for _, placement, _ in after[:3]] == [False, True, True]
+    # `ready` enters step 20 and is read before step 21, so step 21 is the first with replicas
+    assert [bool(len(placement.replicas)) for _, placement, _ in after[:3]] == [False, True, True]
     engine.close()
 
 
@@ -195,7 +196,7 @@ def test_none_needs_no_engine_and_dp_refuses_planners():
     assert build_engine(session_of(name="none"), 1) is None
     with pytest.raises(UserError, match=r"PlannerConfig.name \('eplb'\) needs experts spread"):
         build_engine(session_of(name="eplb", schedule="dp"), 1)
-    with pytest.raises(UserError, match="guest_slots to the most that you want"):
+    with pytest.raises(UserError, match="replica_slots to the most that you want"):
         build_engine(session_of(name="fastermoe", when="after_gate", bounded=False), 1)
 
 
@@ -227,12 +228,12 @@ def test_shadowing_after_the_gate_needs_no_new_slots():
     seen = drive(engine, loads)
     assert len({dataclasses.replace(skeleton, bucket_rows=0) for skeleton in session.compiled}) == 1
     assert session.compiled[0].broadcast_slots == 2
-    assert isinstance(session.rules[0], ShadowRule) and not any(len(placement.copies) for _, placement, _ in seen)
+    assert isinstance(session.rules[0], ShadowRule) and not any(len(placement.replicas) for _, placement, _ in seen)
     records = [engine.record(step, step_loads) for step, step_loads in enumerate(loads)]
-    assert max(record["guests"] for record in records) >= DEVICES - 1
+    assert max(record["replicas"] for record in records) >= DEVICES - 1
     planner = engine.plans.planner
     want = planner.refine(loads[3], seen[3][1], engine.plans.cost)
-    assert records[3]["guests"] == len(want.copies)
+    assert records[3]["replicas"] == len(want.replicas)
     got = records[3]["device_load_max_over_mean"]
     np.testing.assert_allclose(
         got, routing.device_loads(want, loads[3]).max(1) / routing.device_loads(want, loads[3]).mean(1)
@@ -240,7 +241,7 @@ def test_shadowing_after_the_gate_needs_no_new_slots():
     engine.close()
 
 
-def test_shares_after_the_gate_come_with_the_first_copies():
+def test_shares_after_the_gate_come_with_the_first_replicas():
     session = session_of(name="balanced", **LATE)
     engine = RejitEngine(session, 1)
     engine.start()
@@ -255,24 +256,24 @@ def test_shares_after_the_gate_come_with_the_first_copies():
 
 
 @pytest.mark.parametrize("materialize", [True, False])
-def test_calibration_has_slots_with_and_without_guests_ahead(materialize):
+def test_calibration_has_slots_with_and_without_replicas_ahead(materialize):
     session = session_of(name="hecate", calibrate=True, materialize=materialize, **{**LATE, "when": "ahead"})
     engine = RejitEngine(session, 1)
     engine.start()
     drive(engine, drifting_loads(8))
     rule = session.rules[-1]
     assert isinstance(rule, CalibrateRule) and rule.ahead == materialize
-    assert (session.rules[0] is None) == materialize  # without guests ahead the slots are there from the start
+    assert (session.rules[0] is None) == materialize  # without replicas ahead the slots are there from the start
     engine.close()
 
 
-def test_foreseen_loads_give_the_first_step_its_guests():
+def test_a_warm_start_gives_the_first_step_its_replicas():
     loads = list(drifting_loads(8))
     session = session_of(name="topk_all", top_k=1)
     engine = RejitEngine(session, 1)
-    engine.foresee(loads)
+    engine.warm_start(loads)
     engine.start()
     seen = drive(engine, loads)
-    assert all(len(placement.copies) for _, placement, _ in seen)
+    assert all(len(placement.replicas) for _, placement, _ in seen)
     assert session.compiled == [seen[0][0]]
     engine.close()

@@ -11,7 +11,7 @@ from moe_jax.training.checkpoint import Checkpointer
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")]
 
 PLAN = (
-    "PlannerConfig.name = 'hecate'", "PlannerConfig.guest_slots = 1", "PlannerConfig.overlap_degree = 4",
+    "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "PlannerConfig.overlap_degree = 4",
     "PlannerConfig.shard_every = 4", "PlannerConfig.swap_after = 3", "PlannerConfig.transfer = 'gather'",
     "PlannerConfig.predictor = 'window'", "MeshConfig.expert = 8", "train.steps = 10", "train.checkpoint_every = 0",
     "train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0",
@@ -24,9 +24,9 @@ def test_a_stop_between_proposal_and_swap_changes_nothing(tmp_path):
     for steps in (3, 7, 10):
         assert run_here(tmp_path, tmp_path / "parts", *PLAN, f"train.steps = {steps}")
     whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
-    for name in ("step", "loss", "grad_norm", "plan_id", "guests", "passes", "device_load_max_over_mean"):
+    for name in ("step", "loss", "grad_norm", "plan_id", "replicas", "passes", "device_load_max_over_mean"):
         assert [record[name] for record in whole] == [record[name] for record in parts], name
-    assert [record["guests"] > 0 for record in whole] == 4 * [False] + 6 * [True]
+    assert [record["replicas"] > 0 for record in whole] == 4 * [False] + 6 * [True]
     assert any("reshard_seconds" in record for record in whole)
     ends = [Checkpointer(tmp_path / name / "checkpoints", keep=1).read_arrays(10) for name in ("whole", "parts")]
     for name, leaf in ends[0].items():

@@ -34,15 +34,15 @@ def config(tmp_path):
     )
 
 
-def skeleton(guests):
-    """Every device has copies of its next neighbours' experts: as many rounds as guests."""
+def skeleton(replica_slots):
+    """Every device has replicas of its next neighbours' experts: as many rounds as replicas."""
     even = Placement.even(2, 8, 8, 4)
-    copies = [(layer, (d + s) % 8, d) for layer in range(2) for d in range(8) for s in range(1, guests + 1)]
-    return build_skeleton(even.replace(copies=np.array(sorted(copies), np.int32)), method="shift")
+    replicas = [(layer, (d + s) % 8, d) for layer in range(2) for d in range(8) for s in range(1, replica_slots + 1)]
+    return build_skeleton(even.replace(replicas=np.array(sorted(replicas), np.int32)), method="shift")
 
 
-def shares(config, guests=4):
-    return split_shares(config, build_mesh(config.mesh, jax.devices()), skeleton(guests))
+def shares(config, replica_slots=4):
+    return split_shares(config, build_mesh(config.mesh, jax.devices()), skeleton(replica_slots))
 
 
 def with_model(config, **changes):
@@ -52,8 +52,8 @@ def with_model(config, **changes):
 def test_attention_is_filled_first(config):
     """Four rounds of 2 x 8 x 512 x 4 bytes take 131 us, twice attention's time; on the way back it takes that."""
     assert shares(config) == {"trans_share": 0.5, "agg_share": 1.0}
-    assert shares(with_model(config, rematerialize=True)) == {"trans_share": 0.5, "agg_share": 0.5}
-    assert shares(config, guests=1) == {"trans_share": 1.0, "agg_share": 1.0}
+    assert shares(with_model(config, refetch_replicas=True)) == {"trans_share": 0.5, "agg_share": 0.5}
+    assert shares(config, replica_slots=1) == {"trans_share": 1.0, "agg_share": 1.0}
     halved = shares(with_model(config, dtype="bfloat16"))
     assert halved["trans_share"] == 1.0  # half the bytes
 

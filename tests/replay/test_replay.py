@@ -22,7 +22,7 @@ COST = Cost(
     cluster=Cluster(name="flat", nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13),
     model_dim=64,
     hidden_dim=128,
-    guest_slots=2,
+    replica_slots=2,
     overlap_degree=4,
 )
 
@@ -60,9 +60,9 @@ def test_cli_prints_a_table_and_a_json_line_and_draws(tmp_path):
     for name, summary in answer["planners"].items():
         assert any(line.startswith(name) for line in lines)
         assert summary["max_over_mean"] >= 1 and summary["layer_seconds"] > 0
-        assert (out / f"device_load_{name}.png").exists() and (out / f"copies_{name}.png").exists()
+        assert (out / f"device_load_{name}.png").exists() and (out / f"replicas_{name}.png").exists()
     assert (out / "ddl_roofline.png").exists()
-    keys = "max_over_mean max_over_mean_p95 max_over_mean_from_10 max_over_mean_p95_from_10 rb copies_per_layer "
+    keys = "max_over_mean max_over_mean_p95 max_over_mean_from_10 max_over_mean_p95_from_10 rb replicas_per_layer "
     keys += "lambda layer_seconds search_seconds place_seconds reduce_seconds others_seconds speedup_over_ep "
     keys += "original_bytes_per_layer original_seconds_per_layer rb_ratio_to_fastermoe planner_us_per_layer "
     keys += "bytes_moved skeleton_changes"
@@ -104,12 +104,12 @@ def test_replay_reads_what_calibrate_wrote(tmp_path, place):
         ((), "replay (or set --nodes) needs Cluster.nodes"),
         (("--nodes=2", "--devices_per_node=2", "--planners=best"), "planner 'best' is unknown; use none, fastermoe"),
         (("--nodes=2", "--devices_per_node=2", "--lag=99"), "lag (99) leaves none of the trace's 12 samples"),
-        (("--nodes=2", "--devices_per_node=2", "--guest_slots=-1"), "PlannerConfig.guest_slots (-1)"),
+        (("--nodes=2", "--devices_per_node=2", "--replica_slots=-1"), "PlannerConfig.replica_slots (-1)"),
     ],
 )
 def test_mistakes_end_with_one_line_and_code_2(tmp_path, flags, message):
     if message.startswith("PlannerConfig"):
-        message = "guest_slots (-1)"
+        message = "replica_slots (-1)"
     done = run_replay(tmp_path, *flags)
     assert done.returncode == 2
     assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
@@ -162,17 +162,18 @@ def test_summary_by_hand():
     trace = LoadsTrace(loads=loads, iterations=np.arange(3))
     none, shadow = simulate_one("none", trace), simulate_one("topk_all", trace, top_k=1)
     summary = report.summarize(shadow, none, COST)
-    # One expert of 8 copied to 3 devices: lambda 1/8, 2 x 3 x 65,536 bytes each step; H even: RB has no finite value.
-    assert (summary["max_over_mean"], summary["lambda"], summary["copies_per_layer"]) == (1.0, 0.125, 3.0)
+    # One expert of 8 replicated on 3 devices: lambda 1/8, 2 x 3 x 65,536 bytes each step; H even: RB has no finite
+    # value.
+    assert (summary["max_over_mean"], summary["lambda"], summary["replicas_per_layer"]) == (1.0, 0.125, 3.0)
     assert summary["bytes_moved"] == 6 * 65536 and summary["rb"] > 1e6
     assert report.summarize(none, none, COST)["max_over_mean"] == 4.0
     assert report.summarize(none, none, COST)["speedup_over_ep"] == 1.0
 
 
-def test_original_accounting_moves_state_for_standing_copies():
+def test_original_accounting_moves_state_for_standing_replicas():
     trace = make_trace()
     flex = report.summarize(simulate_one("flexmoe", trace), simulate_one("none", trace), COST)
-    assert flex["copies_per_layer"] > 0 and flex["original_optimizer_bytes_per_device"] > 0
+    assert flex["replicas_per_layer"] > 0 and flex["original_optimizer_bytes_per_device"] > 0
     shadow = report.summarize(simulate_one("fastermoe", trace), simulate_one("none", trace), COST)
     assert shadow["original_optimizer_bytes_per_device"] == 0
     assert shadow["original_bytes_per_layer"] == pytest.approx(shadow["bytes_moved"] / 2, rel=1e-4)  # two layers a step

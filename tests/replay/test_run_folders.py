@@ -110,7 +110,7 @@ def test_a_run_on_several_meshes_is_replayed_on_one_at_a_time(tmp_path):
     write_run(tmp_path / "run", sources=2, steps=range(6, 9), resume_step=5)
     newest = inputs_of(tmp_path / "run")
     assert newest.trace.loads.shape == (3, 2, 2, EXPERTS) and newest.trace.iterations.tolist() == [6, 7, 8]
-    assert newest.notes[0].startswith("trace: 3 of 9 samples, those of one mesh with 2 sources")
+    assert newest.messages[0].startswith("trace: 3 of 9 samples, those of one mesh with 2 sources")
     older = inputs_of(tmp_path / "run", nodes=2, devices_per_node=2)
     assert older.trace.loads.shape == (6, 2, 4, EXPERTS) and older.trace.loads.min() > 0
     assert dict(older.trace.origins[0].mesh)["expert"] == 4
@@ -133,7 +133,7 @@ def test_older_samples_of_a_run_that_was_resumed_since_have_its_model(tmp_path):
     got = inputs_of(tmp_path / "run", nodes=1, devices_per_node=4)
     assert got.trace.iterations.tolist() == [0, 1, 2, 3, 4, 5]
     assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.top_k) == (16, 32, 2, 2)
-    assert "bfloat16, mesh not known, unknown devices" in got.notes[1]
+    assert "bfloat16, mesh not known, unknown devices" in got.messages[1]
     assert inputs_of(tmp_path / "run").trace.iterations.tolist() == [6, 7, 8]
 
 
@@ -150,6 +150,6 @@ def test_trace_file_of_anyone_keeps_its_defaults(tmp_path):
         inputs_of(tmp_path / "t.npz")
     flat = ROOT / "configs/cluster/flat_3gbs_30tflops.gin"
     got = inputs_of(tmp_path / "t.npz", cluster=str(flat), nodes=1, devices_per_node=4)
-    assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.notes) == (1024, 2048, 4, ())
+    assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.messages) == (1024, 2048, 4, ())
     with pytest.raises(UserError, match="--trace is missing"):
         build_inputs(GivenFlags(trace=None))

@@ -21,13 +21,13 @@ FACTORS = {
     "skewed": (False, True),
     "capacity": (False, True),
     "data": (1, 2),
-    "transport": ("all_to_all", "pairwise", "two_level"),
+    "transport": ("all_to_all", "ppermute", "two_level"),
     "gather": ("saa", "aas"),
 }
 
 
 def is_valid(case):
-    """With N_ESP = 4 and two replicas one expert-parallel member is left, and pairwise refuses."""
+    """With N_ESP = 4 and two data-parallel groups one expert-parallel member is left, and pairwise refuses."""
     return not (case["schedule"] == "pairwise" and case["data"] == 2 and case["pair"][1] == 4)
 
 

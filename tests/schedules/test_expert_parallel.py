@@ -39,35 +39,35 @@ def grid(rng, shape):
 
 
 def draw(skew):
-    """Return x [N, M], scale [E], ids [N, K], weights [N, K], kept [N, K], cotangent [N, M] of all devices."""
+    """Return x [N, M], scale [E], ids [N, K], weights [N, K], keep_mask [N, K], cotangent [N, M] of all devices."""
     rng = np.random.default_rng(0)
     total = DEVICES * TOKENS
     ids = np.argsort(rng.random((total, EXPERTS)), axis=1)[:, :TOP_K].astype(np.int32)
-    kept = np.ones(ids.shape, bool)
+    keep_mask = np.ones(ids.shape, bool)
     if skew == "all_to_one":  # both choices of every token on device 2
         ids[:] = [4, 5]
     elif skew == "one_source":  # those of device 3's tokens alone
         ids[3 * TOKENS :] = [5, 4]
     elif skew == "none":
-        kept[:] = False
+        keep_mask[:] = False
     elif skew == "some":
-        kept = rng.random(ids.shape) < 0.5
-    return grid(rng, (total, DIM)), grid(rng, (EXPERTS,)), ids, grid(rng, ids.shape), kept, grid(rng, (total, DIM))
+        keep_mask = rng.random(ids.shape) < 0.5
+    return grid(rng, (total, DIM)), grid(rng, (EXPERTS,)), ids, grid(rng, ids.shape), keep_mask, grid(rng, (total, DIM))
 
 
 @functools.cache
 def make_step(roles, name, sizes):
     """Return step and forward, jitted, of the schedule `name`.
 
-    step(x, scale, ids, weights, kept, cotangent) -> (gradients of x, scale and weights, (y, passes)); forward takes the
-    same and returns (y, passes).
+    step(x, scale, ids, weights, keep_mask, cotangent) -> (gradients of x, scale and weights, (y, passes)); forward
+    takes the same and returns (y, passes).
     """
     schedule = build_schedule(name, roles, sizes)
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
 
-    def body(x, scale, ids, weights, kept, token_ids, tables):
+    def body(x, scale, ids, weights, keep_mask, token_ids, tables):
         def gate(x, token_ids):
-            return Choice(expert_ids=ids, weights=weights, kept=kept), {"tokens": x.shape[0]}
+            return Choice(expert_ids=ids, weights=weights, keep_mask=keep_mask), {"tokens": x.shape[0]}
 
         def experts(rows, group_sizes):
             row = jnp.arange(rows.shape[0])
@@ -83,20 +83,20 @@ def make_step(roles, name, sizes):
     in_specs = (rows, by_expert, rows, rows, rows, rows, by_expert)
     sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=(rows, P()))
 
-    def loss(x, scale, ids, weights, kept, cotangent):
+    def loss(x, scale, ids, weights, keep_mask, cotangent):
         token_ids = jnp.arange(x.shape[0], dtype=jnp.int32)
-        y, passes = sharded(x, scale, ids, weights, kept, token_ids, tables)
+        y, passes = sharded(x, scale, ids, weights, keep_mask, token_ids, tables)
         return jnp.sum(y * cotangent), (y, passes)
 
     return jax.jit(jax.grad(loss, (0, 1, 3), has_aux=True)), jax.jit(lambda *arguments: loss(*arguments)[1])
 
 
-def naive(x, scale, ids, weights, kept, cotangent):
+def naive(x, scale, ids, weights, keep_mask, cotangent):
     """Return y and the gradients of x, scale and weights, token after token."""
     y, d_x, d_scale, d_weights = np.zeros_like(x), np.zeros_like(x), np.zeros_like(scale), np.zeros_like(weights)
     for t in range(len(x)):
         for k in range(TOP_K):
-            if kept[t, k]:
+            if keep_mask[t, k]:
                 e = ids[t, k]
                 y[t] += weights[t, k] * scale[e] * x[t]
                 d_x[t] += weights[t, k] * scale[e] * cotangent[t]
@@ -105,12 +105,12 @@ def naive(x, scale, ids, weights, kept, cotangent):
     return y, d_x, d_scale, d_weights
 
 
-def fullest_bucket(ids, kept, groups):
+def fullest_bucket(ids, keep_mask, groups):
     """Return the most rows that any source sends to any destination."""
     most = 0
     for source in range(DEVICES):
         mine = slice(source * TOKENS, (source + 1) * TOKENS)
-        destinations = (ids[mine] // groups)[kept[mine]]
+        destinations = (ids[mine] // groups)[keep_mask[mine]]
         most = max(most, *np.bincount(destinations, minlength=DEVICES))
     return most
 

@@ -14,7 +14,7 @@ from moe_jax.dispatch import even_tables, local
 from moe_jax.mesh import MeshConfig
 from moe_jax.mesh.abstract import build_abstract_roles
 from moe_jax.mesh.sharding import expert_specs
-from moe_jax.moe.bank import open_sink
+from moe_jax.moe.bank import open_grad_sink
 from moe_jax.moe.layer import make_moe
 
 
@@ -28,18 +28,18 @@ def test_ragged_lowers_for_cuda(schedule, shards, model, exchanges):
     apply = make_moe(config, roles, TOKENS // roles.size(roles.dense), "gelu")
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
 
-    def body(x, w_gate, bank, sink, tables):
+    def body(x, w_gate, bank, grad_sink, tables):
         tables = local(tables)
-        sink = {name: open_sink(value, tables.home_row)[0] for name, value in sink.items()}
+        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
-        return apply(x, jnp.arange(x.shape[0], dtype=jnp.int32), w_gate, bank, sink, layer)[0]
+        return apply(x, jnp.arange(x.shape[0], dtype=jnp.int32), w_gate, bank, grad_sink, layer)[0]
 
     bank = expert_specs({"w_in": (1, 1, 1), "w_out": (1, 1, 1)}, roles, 0, None)[0]
     rows = P(roles.dense)
     sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=(rows, P(), bank, bank, P(roles.expert)), out_specs=rows)
 
-    def step(x, w_gate, bank, sink, cotangent):
-        y, pull = jax.vjp(lambda *a: sharded(*a, tables), x, w_gate, bank, sink)
+    def step(x, w_gate, bank, grad_sink, cotangent):
+        y, pull = jax.vjp(lambda *a: sharded(*a, tables), x, w_gate, bank, grad_sink)
         return y, pull(cotangent)
 
     x, w_gate, experts, cotangent = draw(False, np.float32)

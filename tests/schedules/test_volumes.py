@@ -20,7 +20,7 @@ from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.mesh.sharding import expert_specs
-from moe_jax.moe.bank import open_sink
+from moe_jax.moe.bank import open_grad_sink
 from moe_jax.moe.layer import layer_sizes, make_moe
 from moe_jax.schedules.pairwise import choose_groups
 from moe_jax.schedules.pause_after_gate import whole_bucket_rows
@@ -33,7 +33,7 @@ CASES += [
     ("s1", (1, 1), {}),
     ("pairwise", (1, 1), {"pairwise_groups": 4}),
     ("pairwise", (1, 2), {"pairwise_groups": 2}),
-    ("s1", (2, 2), {"transport": "pairwise"}),
+    ("s1", (2, 2), {"transport": "ppermute"}),
     ("deepspeed", (2, 2), {"transport": "two_level"}),
     ("s1", (2, 2), {"transport": "two_level"}),
 ]
@@ -50,12 +50,12 @@ def lower(config, roles, split=False):
     apply = make_moe(config, roles, TOKENS // roles.size(roles.dense), "gelu", split_tokens=split)
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
 
-    def body(x, w_gate, bank, sink, tables):
+    def body(x, w_gate, bank, grad_sink, tables):
         tables = local(tables)
-        sink = {name: open_sink(value, tables.home_row)[0] for name, value in sink.items()}
+        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
         ids = jnp.arange(TOKENS // roles.size(roles.dense), dtype=jnp.int32)
-        y, _, passes = apply(x, ids, w_gate, bank, sink, layer)
+        y, _, passes = apply(x, ids, w_gate, bank, grad_sink, layer)
         return y, passes
 
     bank = expert_specs({"w_in": (1, 1, 1), "w_out": (1, 1, 1)}, roles, 0, None)[0]
@@ -64,11 +64,11 @@ def lower(config, roles, split=False):
         body, mesh=roles.mesh, in_specs=(rows, P(), bank, bank, P(roles.expert)), out_specs=(rows, P())
     )
 
-    def forward(x, w_gate, bank, sink):
-        return sharded(x, w_gate, bank, sink, tables)
+    def forward(x, w_gate, bank, grad_sink):
+        return sharded(x, w_gate, bank, grad_sink, tables)
 
-    def step(x, w_gate, bank, sink, cotangent):
-        y, pull, passes = jax.vjp(forward, x, w_gate, bank, sink, has_aux=True)
+    def step(x, w_gate, bank, grad_sink, cotangent):
+        y, pull, passes = jax.vjp(forward, x, w_gate, bank, grad_sink, has_aux=True)
         return y, passes, pull(cotangent)
 
     x, w_gate, experts, cotangent = draw(False, np.float32)
@@ -77,19 +77,19 @@ def lower(config, roles, split=False):
 
 
 def shape_of(config, roles, split=False):
-    model, members = roles.size(roles.model), roles.size(roles.expert)
+    model, ep_size = roles.size(roles.model), roles.size(roles.expert)
     sizes = layer_sizes(config, roles, TOKENS // roles.size(roles.dense))
     whole = config.schedule in ("deepspeed", "s2")
-    rows = sizes.bucket_rows(members) if whole else sizes.split(model).bucket_rows(members)
+    rows = sizes.bucket_rows(ep_size) if whole else sizes.split(model).bucket_rows(ep_size)
     if config.schedule == "s2" and model > 1:
-        rows = whole_bucket_rows(sizes, members, model)
+        rows = whole_bucket_rows(sizes, ep_size, model)
     return LayerShape(
         tokens=sizes.tokens,
         model_dim=DIM,
         rows=rows,
-        members=members,
-        shards=roles.size(roles.expert_shard),
-        copies=model,
+        ep_size=ep_size,
+        esp_size=roles.size(roles.expert_shard),
+        mp_size=model,
         top_k=config.top_k,
         experts=EXPERTS,
         split_tokens=split,
@@ -140,7 +140,7 @@ def test_program_moves_what_the_formula_says(case):
     permutes = {t.group: t.group for t in forward + backward if t.collective == "permute"}
     seen_forward, seen_both = (collectives(lowered, roles, permutes) for lowered in lower(config, roles, split))
     integers = formula(index_transfers(schedule, shape), False, roles)
-    inside = shape.members * shape.shards // shape.groups
+    inside = shape.ep_size * shape.esp_size // shape.groups
     assert seen_forward == formula(forward, True, roles, inside) + integers
     # gradients of replicated parameters are summed over the devices that hold them: no term of the layer's
     sums = collections.Counter(
@@ -179,8 +179,8 @@ def test_dp_moves_nothing_forward():
 
 def test_formulas_by_hand():
     """Parm's x = E C M N_ESP / N_MP with E C = 16 slots of M = 4 elements in all, N = 8, N_ESP = 2, N_MP = 4."""
-    whole = LayerShape(tokens=8, model_dim=4, rows=8, members=2, shards=2, copies=4)
-    part = LayerShape(tokens=8, model_dim=4, rows=2, members=2, shards=2, copies=4)  # C / N_MP slots each
+    whole = LayerShape(tokens=8, model_dim=4, rows=8, ep_size=2, esp_size=2, mp_size=4)
+    part = LayerShape(tokens=8, model_dim=4, rows=2, ep_size=2, esp_size=2, mp_size=4)  # C / N_MP slots each
     x = 16 * 4 * 2 // 4
 
     def moved(schedule, shape, **how):
@@ -192,17 +192,17 @@ def test_formulas_by_hand():
     assert moved("s2", whole, gather="aas") == 2 * [{("all_to_all", both): 2 * x, ("all_gather", "model"): 16 * 4}]
     saa = {("all_to_all", both): x, ("permute", both): x * 3 // 4, ("all_gather", "model"): 16 * 4}
     assert moved("s2", whole) == 2 * [saa]  # a part of x stays where it is
-    wide, shard = 16 * 4 * 2, "expert_shard"
+    gathered, shard = 16 * 4 * 2, "expert_shard"
     assert moved("deepspeed", whole) == [
-        {("all_gather", shard): 8 * 4 * 2, ("all_to_all", "expert"): 2 * wide, ("all_reduce", shard): wide},
-        {("all_gather", shard): wide, ("all_to_all", "expert"): 2 * wide, ("reduce_scatter", shard): 8 * 4 * 2},
+        {("all_gather", shard): 8 * 4 * 2, ("all_to_all", "expert"): 2 * gathered, ("all_reduce", shard): gathered},
+        {("all_gather", shard): gathered, ("all_to_all", "expert"): 2 * gathered, ("reduce_scatter", shard): 8 * 4 * 2},
     ]
     steps = {("permute", "pairwise_ring"): 2 * x // 2, ("all_gather", "model"): 8 * 4}
     inside = {("all_to_all", "pairwise_group"): 2 * x}
     assert moved("pairwise", dataclasses.replace(part, groups=2)) == 2 * [
         inside | steps
     ]  # a group is a member's shards
-    assert moved("pairwise", dataclasses.replace(part, shards=1, groups=2))[0] == {
+    assert moved("pairwise", dataclasses.replace(part, esp_size=1, groups=2))[0] == {
         ("permute", "pairwise_ring"): x // 2,
         ("all_gather", "model"): 8 * 4,
     }
@@ -214,4 +214,4 @@ def test_formulas_by_hand():
 
 def test_unknown_schedule_is_refused():
     with pytest.raises(UserError, match="'magic' has no volume formula; choose one of deepspeed, s1"):
-        layer_transfers("magic", LayerShape(tokens=8, model_dim=4, rows=8, members=2))
+        layer_transfers("magic", LayerShape(tokens=8, model_dim=4, rows=8, ep_size=2))

@@ -21,7 +21,7 @@ from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.step import abstract_state, place
+from moe_jax.training.step import abstract_state, build_state_shardings
 
 LAYERS, EXPERTS = 2, 8
 HOST = {"config": "train.steps = 9", "data": {"position": 12345678901}, "window": [[1, 2.5], [3, 4.0]]}
@@ -39,7 +39,7 @@ def abstract(data, expert, *, zero=1, schedule="deepspeed", **model_changes):
         expert_zero_stage=zero,
     )
     optimizer = build_optimizer(TrainConfig())
-    return abstract_state(model, optimizer, place(model, model.layout(), optimizer))
+    return abstract_state(model, optimizer, build_state_shardings(model, model.layout(), optimizer))
 
 
 def homes(devices, seed=None):

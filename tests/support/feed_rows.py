@@ -26,7 +26,7 @@ MESHES = {
     "data_in_turn": ([0, 4, 1, 5, 2, 6, 3, 7], [range(0, 8, 2), range(1, 8, 2)], ("MeshConfig.data = 2", *BERT)),
     "mp_within": (range(8), [range(4), range(4, 8)], ("MeshConfig.model = 2", "MeshConfig.expert_shard = 2")),
     "mp_across": ([0, 4, 1, 5, 2, 6, 3, 7], [range(8), range(8)], ("MeshConfig.model = 2",)),
-    "backwards": (range(7, -1, -1), [range(4, 8), range(4)], ("train.accumulate = 2", "train.batch_size = 16")),
+    "backwards": (range(7, -1, -1), [range(4, 8), range(4)], ("train.grad_accum_steps = 2", "train.batch_size = 16")),
 }
 EVALUATED = ("data_in_turn", "mp_across")
 
@@ -41,19 +41,19 @@ def session_of(folder, name):
 
 def assert_own_rows(session, process, want, read):
     """A step's batch and every held-out one: right on each device, and no more read than `want` says."""
-    feed, pieces = session.feed, session.config.train.accumulate
+    feed, microbatches = session.feed, session.config.train.grad_accum_steps
     assert feed.own.tolist() == list(want)
     for step in (0, 3):
         whole = feed.read(step)
         read.clear()
-        arrays = feed.place(feed.read(step, feed.own))
-        assert len(read) == pieces * len(want), (process, len(read))
+        arrays = feed.to_devices(feed.read(step, feed.own))
+        assert len(read) == microbatches * len(want), (process, len(read))
         for array, values in zip(jax.tree.leaves(arrays), jax.tree.leaves(whole), strict=True):
             assert array.shape == values.shape and array.dtype == values.dtype
             for shard in array.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), values[shard.index])
     read.clear()
-    batches = len([feed.place(batch) for batch in feed.held_out()])
+    batches = len([feed.to_devices(batch) for batch in feed.held_out()])
     assert 0 < len(read) <= batches * len(want)
 
 

@@ -1,7 +1,7 @@
 """One MoE layer under any schedule and mesh of eight devices, beside the one-device reference. Used by the tests here.
 
-The layer is the real one (gate, experts, bank and sink); the loss is a fixed weighting of its outputs plus the gate
-losses, so that every gradient is at a general point.
+The layer is the real one (gate, experts, bank and grad_sink); the loss is a fixed weighting of its outputs plus the
+gate losses, so that every gradient is at a general point.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from moe_jax.dispatch import even_tables, local
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.bank import open_sink, with_sink
+from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.gate import balance_loss, z_loss
 from moe_jax.moe.layer import make_moe
 from moe_jax.moe.reference import reference_moe
@@ -54,12 +54,12 @@ def make_loss(config, roles):
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
     outside = tuple(axis for axis in roles.all if axis not in roles.expert)
 
-    def body(x, w_gate, bank, sink, cotangent, tables):
+    def body(x, w_gate, bank, grad_sink, cotangent, tables):
         tables = local(tables)
-        sink = {name: open_sink(value, tables.home_row)[0] for name, value in sink.items()}
+        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
         ids = jnp.arange(x.shape[0], dtype=jnp.int32)
-        y, stats, passes = apply(x, ids, w_gate, bank, sink, layer)
+        y, stats, passes = apply(x, ids, w_gate, bank, grad_sink, layer)
         probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
         loads = lax.psum(stats.counts, outside)
         total = lax.psum(stats.counts, roles.all)
@@ -76,8 +76,8 @@ def make_loss(config, roles):
     )
 
     def loss(x, w_gate, experts, cotangent):
-        bank, sink = with_sink(experts)
-        value, y, loads, passes = sharded(x, w_gate, bank, sink, cotangent, tables)
+        bank, grad_sink = with_grad_sink(experts)
+        value, y, loads, passes = sharded(x, w_gate, bank, grad_sink, cotangent, tables)
         return value, (y, loads, passes)
 
     return loss

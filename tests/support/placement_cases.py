@@ -17,15 +17,15 @@ from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.replan.device_tables import device_tables, layer_plan
 
-EXPERTS, BATCH, LENGTH, VOCAB, LAYERS, GUESTS = 8, 8, 8, 31, 2, 3
+EXPERTS, BATCH, LENGTH, VOCAB, LAYERS, SLOTS = 8, 8, 8, 31, 2, 3
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ROUTINGS = ("general", "one_hot", "zero")
 
 
-def draw_placement(seed, devices, guests=GUESTS):
-    """Some copies, and in each layer a random rule."""
+def draw_placement(seed, devices, replica_slots=SLOTS):
+    """Some replicas, and in each layer a random rule."""
     sizes = {"layers": LAYERS, "experts": EXPERTS, "devices": devices, "per_node": max(1, devices // 2)}
-    return random_placement(seed, **sizes, guests=guests, rules="any")
+    return random_placement(seed, **sizes, replica_slots=replica_slots, rules="any")
 
 
 def moe_config(**changes):
@@ -111,7 +111,7 @@ def runner(skeleton, mesh, schedule, rule=None):
         arguments = (params, rest[0], tables, *rest[1:])
         if not compiled:
             compiled.append(step.lower(*arguments).compile())
-            if rule is None or schedule != "s2":  # guests after the gate under s2: see docs/log.md
+            if rule is None or schedule != "s2":  # replicas after the gate under s2: see docs/log.md
                 assert not overtaking(compiled[0].as_text())
         (value, stats), grads = compiled[0](*arguments)
         return float(value), grads, stats

@@ -5,8 +5,8 @@ import numpy as np
 from moe_jax.placement import SHARE_ONE, Placement, bank_rows
 
 
-def random_placement(seed, *, layers, experts, devices, guests, fewest=0, rules="nearest", per_node=None):
-    """Draw homes anywhere (L E / D on each device), `fewest` to `guests` copies a device and layer, rules and shares.
+def random_placement(seed, *, layers, experts, devices, replicas, fewest=0, rules="nearest", per_node=None):
+    """Draw homes anywhere (L E / D on each device), `fewest` to `replicas` copies a device and layer, rules and shares.
 
     Args:
       rules: 'nearest' everywhere without shares; 'any', drawn for each layer, with shares for most experts of a layer
@@ -14,30 +14,30 @@ def random_placement(seed, *, layers, experts, devices, guests, fewest=0, rules=
     """
     rng = np.random.default_rng(seed)
     home = rng.permutation(np.repeat(np.arange(devices), layers * experts // devices)).reshape(layers, experts)
-    copies = []
+    replicas = []
     for layer, device in np.ndindex(layers, devices):
         away = np.flatnonzero(home[layer] != device)
-        number = min(len(away), rng.integers(fewest, guests + 1))
-        copies += [(layer, e, device) for e in rng.choice(away, number, replace=False)]
-    copies = np.array(copies, np.int32).reshape(-1, 3)
+        number = min(len(away), rng.integers(fewest, replicas + 1))
+        replicas += [(layer, e, device) for e in rng.choice(away, number, replace=False)]
+    replicas = np.array(replicas, np.int32).reshape(-1, 3)
     if rules == "nearest":
-        return Placement(home, copies, devices=devices, devices_per_node=per_node)
+        return Placement(home, replicas, devices=devices, devices_per_node=per_node)
     kinds = ["nearest", "home", "shares"]
     rule = rng.choice(kinds, layers) if rules == "any" else rng.permutation(kinds * layers)[:layers]
     rule = tuple(rule.tolist())
     shares = []
     for layer, expert in np.ndindex(layers, experts):
         if rule[layer] == "shares" and (rules == "every" or rng.random() < 0.7):
-            mine = copies[(copies[:, 0] == layer) & (copies[:, 1] == expert), 2]
+            mine = replicas[(replicas[:, 0] == layer) & (replicas[:, 1] == expert), 2]
             holders = [*mine.tolist(), int(home[layer, expert])]
             cuts = np.sort(rng.integers(0, SHARE_ONE + 1, len(holders) - 1))
             parts = np.diff([0, *cuts, SHARE_ONE])
             shares += [(layer, expert, d, s) for d, s in zip(holders, parts.tolist(), strict=True)]
-    return Placement(home, copies, shares or None, rule, devices=devices, devices_per_node=per_node)
+    return Placement(home, replicas, shares or None, rule, devices=devices, devices_per_node=per_node)
 
 
 def to_bank(experts, placement, rows=None):
-    """Return {name: [D S, ...]} in the order of a bank, from {name: [L, E, ...]}; `rows` is S, or else the least."""
+    """Return {name: [D Rb, ...]} in the order of a bank, from {name: [L, E, ...]}; `rows` is S, or else the least."""
     at = bank_rows(placement)
     rows = int(at.max()) + 1 if rows is None else rows
     at = (placement.home * rows + at).ravel()

@@ -1,6 +1,6 @@
 """Small models under block-wise schedules, with random placements; shared by the tests of equality and of memory.
 
-Sizes: L MoE layers, E = 8 experts, 8 sequences of 8 tokens, up to 2 guests a device and layer.
+Sizes: L MoE layers, E = 8 experts, 8 sequences of 8 tokens, up to 2 replicas a device and layer.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from moe_jax.moe.gate import gate_noise
 from moe_jax.placement import build_skeleton, fits, widen
 from moe_jax.replan.device_tables import device_tables, layer_plan
 
-EXPERTS, BATCH, LENGTH, VOCAB, GUESTS, NOISE = 8, 8, 8, 31, 2, 0.1
+EXPERTS, BATCH, LENGTH, VOCAB, SLOTS, NOISE = 8, 8, 8, 31, 2, 0.1
 
 
 def model_config(**changes):
@@ -38,7 +38,7 @@ def placements_of(method, layers, devices, number=2):
     """Return some placements and one skeleton for all; `permute` has rounds for one send graph, so there it is one."""
     sizes = {"layers": layers, "experts": EXPERTS, "devices": devices, "per_node": max(1, devices // 2)}
     found = [
-        random_placement(seed, **sizes, guests=GUESTS, fewest=1, rules="every")
+        random_placement(seed, **sizes, replicas=SLOTS, fewest=1, rules="every")
         for seed in range(1 if method == "permute" else number)
     ]
     skeleton = build_skeleton(found[0], method=method)
@@ -81,7 +81,7 @@ def reference(config):
 def what(config):
     """Return the config without everything that says how to compute."""
     plain = ModelConfig()
-    how = ("remat", "prefetch", "prefetch_case", "rematerialize", "stack")
+    how = ("remat", "prefetch", "prefetch_case", "refetch_replicas", "stack")
     return dataclasses.replace(config, **{name: getattr(plain, name) for name in how})
 
 

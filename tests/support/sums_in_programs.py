@@ -1,6 +1,6 @@
 """Find sums in 16 bits in a traced program: every reduction over tokens, devices, chunks or turns of a loop.
 
-Enters: a jaxpr. Leaves: one `Sum` per place that adds many terms, and keeps the running or final sum in bfloat16.
+Inputs: a jaxpr. Outputs: one `Sum` per place that adds many terms, and keeps the running or final sum in bfloat16.
 """
 
 import dataclasses

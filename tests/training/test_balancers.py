@@ -55,11 +55,11 @@ def test_loss_curve_equals_that_of_plain_expert_parallelism(base, name):
     assert all(record["dropped_fraction"] == 0 for record in records)
 
 
-# what each decides with the counts of the step: guests, shares, more guests beside those planned ahead
+# what each decides with the counts of the step: replicas, shares, more replicas beside those planned ahead
 AFTER_GATE = {
     "fastermoe": ("PlannerConfig.when = 'after_gate'",),
     "balanced": ("PlannerConfig.when = 'after_gate'",),
-    "hecate": ("PlannerConfig.calibrate = True", "PlannerConfig.guest_slots = 3", "ModelConfig.prefetch = 'none'"),
+    "hecate": ("PlannerConfig.calibrate = True", "PlannerConfig.replica_slots = 3", "ModelConfig.prefetch = 'none'"),
 }
 
 
@@ -68,7 +68,7 @@ def test_loss_curve_with_decisions_after_the_gate(base, name):
     folder, want = base
     records = train(name, folder / f"{name}_late", folder / "cache", *AFTER_GATE[name])
     np.testing.assert_allclose(losses(records), want, rtol=1e-4)
-    assert len({record["guests"] for record in records}) > 1
+    assert len({record["replicas"] for record in records}) > 1
     assert all(record["dropped_fraction"] == 0 for record in records)
 
 

@@ -30,11 +30,11 @@ def curve(folder, devices: int, *changes: str):
     even = Placement.even(layers, config.moe.num_experts, group)  # one device holds (layer, expert) order
     experts = {name: value.reshape(layers, -1, *value.shape[1:]) for name, value in params["bank"].items()}
     params = {"dense": params["dense"], "bank": to_bank(experts, even)}
-    state = session.state_from(to_devices(params, session.placing.state["params"]))
+    state = session.state_from(to_devices(params, session.state_shardings.state["params"]))
     losses, norms = [], []
     for step in range(STEPS):
-        batch = to_devices(session.feed.read(step), session.placing.batch)
-        state, metrics = executable(state, batch, session.tables, session.wishes(0))
+        batch = to_devices(session.feed.read(step), session.state_shardings.batch)
+        state, metrics = executable(state, batch, session.tables, session.host_signals(0))
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["grad_norm"]))
     return np.array(losses), np.array(norms), np.asarray(metrics["loads"]).sum(axis=1)
@@ -57,13 +57,13 @@ def expected(tmp_path_factory):
         (8, ("MoEConfig.schedule = 'dp'", "MeshConfig.data = 8", "train.expert_zero_stage = 3")),
         (8, ("MoEConfig.schedule = 'parm'", "MeshConfig.model = 2", "MeshConfig.expert_shard = 2")),
         (8, ("MoEConfig.schedule = 'pairwise'", "MeshConfig.devices_per_node = 4")),
-        (2, ("train.accumulate = 2", "MoEConfig.aux_loss_weight = 0.0", "MoEConfig.z_loss_weight = 0.0")),
+        (2, ("train.grad_accum_steps = 2", "MoEConfig.aux_loss_weight = 0.0", "MoEConfig.z_loss_weight = 0.0")),
     ],
-    ids=["ep2", "ep2_data2_zero3", "ep8_zero0", "dp8_stage3", "parm_mp2_esp2", "pairwise_ep8", "accumulate"],
+    ids=["ep2", "ep2_data2_zero3", "ep8_zero0", "dp8_stage3", "parm_mp2_esp2", "pairwise_ep8", "grad_accum_steps"],
 )
 def test_curve_is_the_same_at_every_device_count(expected, devices, changes):
     folder, losses, norms, loads = expected
-    if "train.accumulate = 2" in changes:  # the balance loss is one of each microbatch, so it is left out here
+    if "train.grad_accum_steps = 2" in changes:  # the balance loss is one of each microbatch, so it is left out here
         losses, norms, loads = curve(folder, 1, *changes[1:])
     got_losses, got_norms, got_loads = curve(folder, devices, *changes)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-4)

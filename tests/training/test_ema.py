@@ -33,14 +33,14 @@ def test_average_follows_the_parameters(tmp_path):
     state = session.fresh_state()
     want = jax.tree.map(np.array, jax.device_get(jax.tree.map(jnp.copy, state["params"])))
     for index in range(3):
-        batch = to_devices(session.feed.read(index), session.placing.batch)
-        state, _ = step(state, batch, session.tables, session.wishes(0))
+        batch = to_devices(session.feed.read(index), session.state_shardings.batch)
+        state, _ = step(state, batch, session.tables, session.host_signals(0))
         new = jax.device_get(jax.tree.map(jnp.copy, state["params"]))
         want = jax.tree.map(lambda old, value: 0.75 * old + 0.25 * value, want, new)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), want, dict(state["ema"]))
-    mu = session.placing.state["opt_state"][1][0].mu
-    assert jax.tree.leaves(session.placing.state["ema"]) == jax.tree.leaves(mu)
-    assert mu["dense"]["embedding"]["tokens"] != session.placing.state["params"]["dense"]["embedding"]["tokens"]
+    mu = session.state_shardings.state["opt_state"][1][0].mu
+    assert jax.tree.leaves(session.state_shardings.state["ema"]) == jax.tree.leaves(mu)
+    assert mu["dense"]["embedding"]["tokens"] != session.state_shardings.state["params"]["dense"]["embedding"]["tokens"]
 
 
 def test_a_run_evaluates_both_and_starts_another(tmp_path, capsys):
@@ -78,7 +78,7 @@ def test_average_may_come_and_go(tmp_path, capsys):
     state = starting_state(session, checkpointer, 4, options, Hosts())
     assert "train.ema_decay (0.75): the average starts from the parameters of step 4" in capsys.readouterr().out
     jax.tree.map(np.testing.assert_array_equal, state["ema"], state["params"])
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == session.placing.state
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == session.state_shardings.state
     spoiled = {**state, "ema": jax.tree.map(lambda leaf: 2 * leaf, state["ema"])}
     checkpointer.save(5, spoiled, session.home, host)
     checkpointer.wait()

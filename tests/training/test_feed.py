@@ -62,7 +62,7 @@ def test_evaluation_counts_the_targets_that_count(tmp_path):
     step = session.evaluation_step()
     params = session.fresh_state()["params"]
     for batch, want in zip(session.feed.held_out(), weights, strict=True):
-        assert int(step(params, session.feed.place(batch), session.tables)[1]) == int(np.sum(want)) > 0
-    told = []
-    evaluate(session, step, params, after_batch=lambda: told.append(1))  # the stall clock hears of every batch
-    assert len(told) == len(weights) > 0
+        assert int(step(params, session.feed.to_devices(batch), session.tables)[1]) == int(np.sum(want)) > 0
+    calls = []
+    evaluate(session, step, params, after_batch=lambda: calls.append(1))  # the stall clock hears of every batch
+    assert len(calls) == len(weights) > 0

@@ -30,7 +30,7 @@ SMALL_CHIP = jax.errors.JaxRuntimeError(
 
 
 class TwoProcesses(Hosts):
-    """This process and another one, which says what it is told to."""
+    """This process and another one, whose answers the test sets."""
 
     def __init__(self, other: Verdict, kept: str = "no"):
         super().__init__(process_index=0, process_count=1)
@@ -222,7 +222,7 @@ def test_only_what_is_unproven_is_compared(tmp_path, cache, monkeypatch):
 
 
 def wrong_rounds(monkeypatch, forward, backward):
-    """Change what the rounds of 'pairwise' do."""
+    """Change what the rounds of 'ppermute' do."""
 
     def wrong(move):
         @jax.custom_vjp
@@ -246,7 +246,7 @@ def test_a_wrong_transport_is_found(monkeypatch, where, dtype):
     turned, same = (lambda x: x[::-1]), (lambda x: x)
     ways = {"nowhere": (same, same), "forward": (turned, same), "backward": (same, turned)}
     wrong_rounds(monkeypatch, *ways[where])
-    off = compare_exchange(roles, "pairwise", 16, dtype)
+    off = compare_exchange(roles, "ppermute", 16, dtype)
     assert set(off) == {"full", "uneven", "all to one", "a single row", "none"} and off["none"] == 0
     if where == "nowhere":
         assert not any(off.values())
@@ -255,15 +255,15 @@ def test_a_wrong_transport_is_found(monkeypatch, where, dtype):
 
 
 def test_a_wrong_transport_is_refused(tmp_path, cache, monkeypatch):
-    session = session_of(tmp_path, "MoEConfig.transport = 'pairwise'")
-    key = verdicts.verdict_key(jax.devices()[0], check="exchange", transport="pairwise")
-    check = lambda: first_step_check.check_exchange(session, "pairwise")  # noqa: E731
-    monkeypatch.setattr(first_step_check, "unproven", lambda session: {"transport": ("pairwise", check, key)})
+    session = session_of(tmp_path, "MoEConfig.transport = 'ppermute'")
+    key = verdicts.verdict_key(jax.devices()[0], check="exchange", transport="ppermute")
+    check = lambda: first_step_check.check_exchange(session, "ppermute")  # noqa: E731
+    monkeypatch.setattr(first_step_check, "unproven", lambda session: {"transport": ("ppermute", check, key)})
     wrong_rounds(monkeypatch, lambda x: x, lambda d: d[::-1])
     with pytest.raises(UserError) as caught:
         settle_unproven(session, Hosts())
     message = str(caught.value)
-    assert message.startswith("MoEConfig.transport ('pairwise') computes something else than 'all_to_all': ")
+    assert message.startswith("MoEConfig.transport ('ppermute') computes something else than 'all_to_all': ")
     assert "entries with rows spread 'uneven'" in message and "\n" not in message
     assert message.endswith("; set MoEConfig.transport = 'all_to_all'")
 

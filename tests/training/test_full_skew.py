@@ -23,7 +23,7 @@ from moe_jax.training.session import build_session
 SIZES = (
     "ModelConfig.model_dim = 64", "ModelConfig.hidden_dim = 128", "MoEConfig.num_experts = 8", "MoEConfig.top_k = 1",
     "MoEConfig.aux_loss_weight = 0.0", "train.batch_size = 32", "MeshConfig.expert = 4", "train.zero_stage = 0",
-    "PlannerConfig.name = 'balanced'", "PlannerConfig.guest_slots = 2", "PlannerConfig.swap_after = 3",
+    "PlannerConfig.name = 'balanced'", "PlannerConfig.replica_slots = 2", "PlannerConfig.swap_after = 3",
 )  # fmt: skip
 HOT = 5
 
@@ -44,7 +44,7 @@ def tilt(state):
 def predicted(config, session, skeleton):
     sizes = Sizes(
         config=config.model, moe=config.moe, vocab_size=session.model.vocab_size, length=config.data.sequence_length,
-        batch_size=config.train.batch_size, accumulate=1, zero_stage=0, expert_zero_stage=1,
+        batch_size=config.train.batch_size, grad_accum_steps=1, zero_stage=0, expert_zero_stage=1,
     )  # fmt: skip
     return device_bytes(sizes, session.roles, layer_plan(skeleton, session.roles.expert))
 
@@ -61,21 +61,21 @@ def test_ten_steps_on_one_expert(tmp_path):
     )
     plain_step, _ = plain.compile_train_step()
     tokens = config.train.batch_size * config.data.sequence_length
-    state, used, passes, guests = session.fresh_state(), {}, [], []
+    state, used, passes, replicas = session.fresh_state(), {}, [], []
     other = jax.tree.map(lambda leaf: leaf.copy(), state)
     for step in range(11):
         if step == 1:
             state, other = tilt(state), tilt(other)
-        batch = to_devices(session.feed.read(step), session.placing.batch)
-        executable, tables, wishes, state = engine.before_step(step, state, 0)
+        batch = to_devices(session.feed.read(step), session.state_shardings.batch)
+        executable, tables, host_signals, state = engine.before_step(step, state, 0)
         used[engine.skeleton] = executable
-        guests.append(len(engine.placement.copies))
-        state, metrics = executable(state, batch, tables, wishes)
+        replicas.append(len(engine.placement.replicas))
+        state, metrics = executable(state, batch, tables, host_signals)
         engine.after_dispatch(step)
         metrics = jax.device_get(metrics)
         engine.observe(step, metrics)
-        # the same training without a planner and without guests
-        other, want = plain_step(other, batch, plain.tables, plain.wishes(0))
+        # the same training without a planner and without replicas
+        other, want = plain_step(other, batch, plain.tables, plain.host_signals(0))
         np.testing.assert_allclose(metrics["loss"], float(want["loss"]), rtol=1e-5)
         assert not metrics["dropped"].any()
         np.testing.assert_array_equal(metrics["loads"].sum((1, 2)), [tokens] * 2)
@@ -84,7 +84,7 @@ def test_ten_steps_on_one_expert(tmp_path):
             passes.append(int(metrics["passes"].max()))
     engine.close()
     assert passes[0] > 1  # nobody had foreseen this
-    assert guests[-1] > 0 and passes[-1] < passes[0]  # the plan followed
+    assert replicas[-1] > 0 and passes[-1] < passes[0]  # the plan followed
     for skeleton, executable in used.items():
         want = predicted(config, session, skeleton)
         peak = compiled_peak(executable)

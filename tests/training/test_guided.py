@@ -1,4 +1,4 @@
-"""Guided compilation: who is guided, what the second compilation is told, and that all processes are told the same."""
+"""Guided compilation: who is guided, what the second compilation gets, and that all processes get the same."""
 
 import logging
 import pathlib
@@ -14,7 +14,7 @@ from moe_jax.training import guided, shared_program
 from moe_jax.training.compiler_options import compiled, compiler_options
 from moe_jax.training.program import Program
 
-FIXTURE = pathlib.Path(__file__).parents[1] / "inspection" / "fixtures" / "guests.hlo.xz"
+FIXTURE = pathlib.Path(__file__).parents[1] / "inspection" / "fixtures" / "replicas.hlo.xz"
 
 
 def gpus(kind, number):
@@ -38,17 +38,17 @@ def test_unknown_rates_are_said_once(caplog):
 
 
 class Lowered:
-    """Stands in for jax's: compiles to a saved schedule and remembers what it was told."""
+    """Stands in for jax's: compiles to a saved schedule and records its arguments."""
 
     def __init__(self, text):
-        self.text, self.told = text, []
+        self.text, self.compilations = text, []
 
     def as_text(self):
         return "program"
 
     def compile(self, compiler_options):
         path = compiler_options.get(guided.PROFILE_OPTION)
-        self.told.append((dict(compiler_options), path and pathlib.Path(path).read_text()))
+        self.compilations.append((dict(compiler_options), path and pathlib.Path(path).read_text()))
         return types.SimpleNamespace(as_text=lambda: self.text)
 
 
@@ -60,14 +60,14 @@ def lowered(tmp_path, monkeypatch):
     return Lowered(read_text(str(FIXTURE)))
 
 
-def test_second_compilation_is_told_the_seconds_of_the_first(lowered):
+def test_second_compilation_gets_the_seconds_of_the_first(lowered):
     target = inspection.parse_target("h200:2x2")
     guided.compile_guided(lowered, {"xla_a": "1"}, target)
-    (first, nothing), (second, profile) = lowered.told
+    (first, nothing), (second, profile) = lowered.compilations
     assert first["xla_a"] == second["xla_a"] == "1" and nothing is None
     assert profile == inspection.scheduler_profile(inspection.parse_module(lowered.text), target)
     guided.compile_guided(lowered, {"xla_a": "1"}, target)
-    assert lowered.told[3][0] == second, "another name would be another program to JAX's compilation cache"
+    assert lowered.compilations[3][0] == second, "another name would be another program to JAX's compilation cache"
 
 
 def test_a_profile_that_does_not_fit_is_said(lowered, caplog):
@@ -95,18 +95,18 @@ def test_link_at_the_profile_folder_is_refused(lowered, tmp_path):
 def test_a_full_cache_folder_costs_the_name_of_the_profile_and_not_the_run(lowered, tmp_path, monkeypatch, caplog):
     target = inspection.parse_target("h200:2x2")
     guided.compile_guided(lowered, {}, target)
-    kept = lowered.told[1]
+    stored = lowered.compilations[1]
 
     def full(path, content):
         raise UserError(f"{str(path)!r} cannot be written (Disk quota exceeded)")
 
     monkeypatch.setattr(guided, "write_cached", full)
     guided.compile_guided(lowered, {}, target)
-    assert lowered.told[3] == kept and not caplog.records, "what lies there need not be written again"
-    pathlib.Path(kept[0][guided.PROFILE_OPTION]).unlink()
+    assert lowered.compilations[3] == stored and not caplog.records, "what lies there need not be written again"
+    pathlib.Path(stored[0][guided.PROFILE_OPTION]).unlink()
     guided.compile_guided(lowered, {}, target)
-    options, profile = lowered.told[5]
-    assert profile == kept[1] and not pathlib.Path(options[guided.PROFILE_OPTION]).exists()
+    options, profile = lowered.compilations[5]
+    assert profile == stored[1] and not pathlib.Path(options[guided.PROFILE_OPTION]).exists()
     (record,) = caplog.records
     assert "kept for this compilation only: " in record.getMessage() and "quota exceeded" in record.getMessage()
     monkeypatch.setattr(guided.tempfile, "tempdir", str(tmp_path / "missing"))
@@ -116,26 +116,26 @@ def test_a_full_cache_folder_costs_the_name_of_the_profile_and_not_the_run(lower
 
 def test_without_a_target_there_is_one_compilation(lowered):
     guided.compile_guided(lowered, {}, None)
-    assert lowered.told == [({}, None)]
+    assert lowered.compilations == [({}, None)]
 
 
 class Client:
     """Stands in for the coordination service."""
 
     def __init__(self):
-        self.kept = {}
+        self.stored = {}
 
     def key_value_set_bytes(self, key, value, allow_overwrite):
-        self.kept[key] = value
+        self.stored[key] = value
 
     def blocking_key_value_get_bytes(self, key, _milliseconds):
-        return self.kept[key]
+        return self.stored[key]
 
     def key_value_dir_get_bytes(self, folder):
-        return [(key, value) for key, value in self.kept.items() if key.startswith(folder)]
+        return [(key, value) for key, value in self.stored.items() if key.startswith(folder)]
 
     def key_value_delete(self, folder):
-        self.kept = {key: value for key, value in self.kept.items() if not key.startswith(folder)}
+        self.stored = {key: value for key, value in self.stored.items() if not key.startswith(folder)}
 
 
 @pytest.fixture
@@ -155,10 +155,10 @@ def test_nobody_waits_for_other_processes_timings(lowered, two_processes, guide,
     for process in range(2):
         two_processes(process)
         guided.compile_guided(lowered, options, target, gpus("NVIDIA H200", 4))
-    assert all(told["xla_gpu_shard_autotuning"] == "False" for told, _ in lowered.told)
+    assert all(compilations["xla_gpu_shard_autotuning"] == "False" for compilations, _ in lowered.compilations)
     # what stands in for the executable cannot be handed out, so process 1 compiles by process 0's profile, and only so
     assert "each compiles it for itself" in caplog.text
-    assert len(lowered.told) == (3 if guide else 2) and lowered.told[-1] == lowered.told[-2]
+    assert len(lowered.compilations) == (3 if guide else 2) and lowered.compilations[-1] == lowered.compilations[-2]
 
 
 def test_deterministic_run_tells_the_compiler():
@@ -176,10 +176,10 @@ def test_one_process_and_cpus_share_no_timings():
 
 
 def test_option_that_a_compiler_does_not_know_is_left_out(caplog):
-    told = []
+    compilations = []
 
     def compile(compiler_options):
-        told.append(compiler_options)
+        compilations.append(compiler_options)
         for name in compiler_options:
             if name in unknown:
                 raise RuntimeError(f"INVALID_ARGUMENT: No such compile option: '{name}'")
@@ -188,7 +188,7 @@ def test_option_that_a_compiler_does_not_know_is_left_out(caplog):
     lowered, unknown = types.SimpleNamespace(compile=compile), {"xla_gpu_shard_autotuning"}
     options = {"xla_a": "1", "xla_gpu_shard_autotuning": "False"}
     assert compiled(lowered, options) == "executable"
-    assert told == [options, {"xla_a": "1"}] and "has no option xla_gpu_shard_autotuning" in caplog.text
+    assert compilations == [options, {"xla_a": "1"}] and "has no option xla_gpu_shard_autotuning" in caplog.text
     unknown.add("xla_a")
     with pytest.raises(RuntimeError, match="No such compile option: 'xla_a'"):
         compiled(lowered, {"xla_a": "1"})

@@ -17,7 +17,7 @@ from moe_jax.placement import Placement, bank_rows
 from moe_jax.replan.reshard import reshard
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.optimizer import build_optimizer, muon_dims, state_bytes
-from moe_jax.training.step import abstract_state, place
+from moe_jax.training.step import abstract_state, build_state_shardings
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 
@@ -122,8 +122,8 @@ class Run:
     def __init__(self, config, data, expert, zero=1):
         self.model = model_on(data, expert, zero)
         self.optimizer = build_optimizer(config)
-        self.placing = place(self.model, self.model.layout(), self.optimizer)
-        self.abstract = abstract_state(self.model, self.optimizer, self.placing)
+        self.state_shardings = build_state_shardings(self.model, self.model.layout(), self.optimizer)
+        self.abstract = abstract_state(self.model, self.optimizer, self.state_shardings)
         self.placement = Placement.even(LAYERS, EXPERTS, expert)
 
         def update(state, grads):
@@ -131,7 +131,7 @@ class Run:
             params = optax.apply_updates(state["params"], updates)
             return {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
 
-        self.update = jax.jit(update, out_shardings=self.placing.state)
+        self.update = jax.jit(update, out_shardings=self.state_shardings.state)
 
     def params(self, seed, scale):
         """Random leaves by name, experts in the order of the file."""
@@ -151,7 +151,7 @@ class Run:
     def start(self):
         params = self.params(0, 0.1)
         make = lambda p: {"step": jnp.zeros((), jnp.int32), "params": p, "opt_state": self.optimizer.init(p)}  # noqa: E731
-        self.state = jax.jit(make, out_shardings=self.placing.state)(params)
+        self.state = jax.jit(make, out_shardings=self.state_shardings.state)(params)
 
     def steps(self, first, last):
         for seed in range(first, last):
@@ -226,7 +226,7 @@ def test_state_bytes_are_those_of_the_state(name):
     leaves = jax.tree.leaves(run.abstract["opt_state"])
     held = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
     sizes = Sizes(
-        config=run.model.config, moe=run.model.moe, vocab_size=VOCAB, length=8, batch_size=8, accumulate=1,
+        config=run.model.config, moe=run.model.moe, vocab_size=VOCAB, length=8, batch_size=8, grad_accum_steps=1,
         zero_stage=1, expert_zero_stage=1,
     )  # fmt: skip
     shapes, specs = moment_layout(sizes, run.model.roles)

@@ -106,7 +106,7 @@ def test_masked_model_with_every_option_trains_and_is_profiled(finished):
         "ModelConfig.kind = 'bert'", "ModelConfig.moe_every = 2", "ModelConfig.activation = 'swiglu'",
         "ModelConfig.positions = 'rotary'", "ModelConfig.remat = 'block'", "ModelConfig.dtype = 'bfloat16'",
         "MoEConfig.gate_noise = 0.1", "MoEConfig.capacity_factor = 1.25", "MoEConfig.drop = 'probability'",
-        "train.steps = 4", "train.accumulate = 2", "train.zero_stage = 3", "train.profile_steps = (1, 3)",
+        "train.steps = 4", "train.grad_accum_steps = 2", "train.zero_stage = 3", "train.profile_steps = (1, 3)",
         "train.batch_size = 16", "MeshConfig.data = 2",
     )  # fmt: skip
     assert run_here(finished, work, *changes)

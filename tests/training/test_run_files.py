@@ -23,7 +23,7 @@ def parse(name, *bindings):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 def test_three_run_files_give_one_loss_curve(tmp_path):
     """Tolerance 1e-4 relative: what rounding grows to in float32 over 30 steps when sums run in another order."""
-    curves, guests = {}, {}
+    curves, replicas = {}, {}
     for name, schedule in SCHEDULES.items():
         bindings = (f"train.steps = {STEPS}", f"DataConfig.cache_dir = {str(tmp_path / 'cache')!r}")
         config, text, operative = parse(name, *bindings)
@@ -32,10 +32,10 @@ def test_three_run_files_give_one_loss_curve(tmp_path):
         records = read_metrics(tmp_path / name)
         assert all(record["dropped_fraction"] == 0 for record in records)
         curves[name] = np.array([record["loss"] for record in records])
-        guests[name] = {record.get("guests", 0) for record in records}
+        replicas[name] = {record.get("replicas", 0) for record in records}
     want = curves["deepspeed_moe"]
     assert len(want) == STEPS and want[-1] < want[0] - 0.5, "it must learn, or equal curves say little"
-    assert len(guests["fastermoe"]) > 1, "some steps shadow more experts than others"
+    assert len(replicas["fastermoe"]) > 1, "some steps shadow more experts than others"
     for name, curve in curves.items():
         apart = np.max(np.abs(curve - want) / want)
         print(

@@ -40,15 +40,15 @@ def poisoned(monkeypatch):
 
 def test_a_skipped_step_leaves_the_state_as_it_was(tmp_path, poisoned):
     """One of two microbatches is poisoned; every leaf but the step counter keeps its bits, and is donated."""
-    changes = ("train.accumulate = 2", "train.max_skipped_steps = 1", "train.warmup_steps = 5")
+    changes = ("train.grad_accum_steps = 2", "train.max_skipped_steps = 1", "train.warmup_steps = 5")
     config, _, _ = parse_run_config((), bindings_of(tmp_path, *changes))
     session = build_session(config, jax.devices()[:2])
     step, _ = session.compile_train_step()
     state, before, rates = session.fresh_state(), None, []
     for index in range(4):
         given, before = state, jax.tree.map(jnp.copy, state)
-        batch = to_devices(session.feed.read(index), session.placing.batch)
-        state, metrics = step(state, batch, session.tables, session.wishes(0))
+        batch = to_devices(session.feed.read(index), session.state_shardings.batch)
+        state, metrics = step(state, batch, session.tables, session.host_signals(0))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
         assert bool(metrics["skipped"]) == (index == 2) == bool(np.isnan(metrics["grad_norm"]))
         assert int(state["step"]) == index + 1

@@ -1,9 +1,10 @@
-"""Values that all devices of a group hold alike, and how they enter and leave code that treats each copy by itself.
+"""Values that all devices of a group hold alike, and how they come to and from code in which each device works by
+itself.
 
-Inside `shard_map` JAX types a value by the axes over which it varies. A model-parallel group keeps its tokens as equal
-copies; a schedule splits them, or computes on every copy and gets equal results. These functions are the doors between
-the two worlds. Each says what its gradient is, so that no door costs an all-reduce that the mathematics does not need.
-`axes` = () makes every one of them the identity.
+Inside `shard_map` JAX types a value by the axes over which it varies. A model-parallel group holds its tokens
+replicated; a schedule splits them, or computes on every device and gets equal results. These functions convert between
+replicated and varying types. Each says what its gradient is, so that none costs an all-reduce that the mathematics does
+not need. `axes` = () makes each of them the identity.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ mlir.register_lowering(_declare_equal_p, lambda ctx, x, *, axes: [x])
 
 
 def declare_equal(x, axes: tuple[str, ...]):
-    """Return x typed as equal over `axes`, at no cost and unchecked: the caller knows that all copies are equal.
+    """Return x typed as equal over `axes`, at no cost and unchecked: the caller knows that the values are.
 
     It has no gradient of its own: use it inside a `custom_vjp`.
     """
@@ -40,36 +41,40 @@ def declare_equal(x, axes: tuple[str, ...]):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _enter_copies(x, axes):
+def _replicated_to_varying(x, axes):
     return cast_varying(x, axes)
 
 
-_enter_copies.defvjp(lambda x, axes: (cast_varying(x, axes), None), lambda axes, _, d: (declare_equal(d, axes),))
+_replicated_to_varying.defvjp(
+    lambda x, axes: (cast_varying(x, axes), None), lambda axes, _, d: (declare_equal(d, axes),)
+)
 
 
-def enter_copies(x, axes: tuple[str, ...]):
-    """Let each device of the group work on its own copy of x.
+def replicated_to_varying(x, axes: tuple[str, ...]):
+    """Let each device of the group work on x by itself.
 
-    The cotangent of every copy must be the whole one, as it is when the results leave by `leave_copies`; then it needs
-    no sum over the group.
+    The cotangent on every device must be the whole one, as it is when the results leave by `varying_to_replicated`;
+    then it needs no sum over the group.
     """
-    return _enter_copies(x, tuple(axes)) if axes else x
+    return _replicated_to_varying(x, tuple(axes)) if axes else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _leave_copies(x, axes):
+def _varying_to_replicated(x, axes):
     return declare_equal(x, axes)
 
 
-_leave_copies.defvjp(lambda x, axes: (declare_equal(x, axes), None), lambda axes, _, d: (cast_varying(d, axes),))
+_varying_to_replicated.defvjp(
+    lambda x, axes: (declare_equal(x, axes), None), lambda axes, _, d: (cast_varying(d, axes),)
+)
 
 
-def leave_copies(x, axes: tuple[str, ...]):
-    """Join equal copies into one value; each copy gets the whole cotangent.
+def varying_to_replicated(x, axes: tuple[str, ...]):
+    """Type values that are equal on the group as one value; each device gets the whole cotangent.
 
-    Weights that all copies used get it once per copy then: see `scale_gradient`.
+    Weights that all devices used get it once per device then: see `scale_gradient`.
     """
-    return _leave_copies(x, tuple(axes)) if axes else x
+    return _varying_to_replicated(x, tuple(axes)) if axes else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -1,9 +1,9 @@
-"""What a stage's backward needs, without what is there anyway.
+"""The residuals of a stage's backward, without the arrays that it has anyway.
 
-Enters: the function that `jax.vjp` returned, and arrays that the backward will have again (parameters, the bank,
-tables, copies of experts). Leaves: `Kept`, a pytree of the other arrays that it holds. `restore` puts the two together,
-in another turn of another loop. So a loop can stack `Kept` without stacking a bank in every turn, and copies of experts
-can be brought a second time instead of being kept.
+Inputs: the function that `jax.vjp` returned, and arrays that the backward will have again (parameters, the bank,
+tables, replicas of experts). Outputs: `Residuals`, a pytree of the other arrays that it holds. `restore` joins the two,
+in another iteration of another loop. So a loop can stack `Residuals` without stacking a bank in every turn, and
+replicas of experts can be fetched a second time instead of being saved.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from moe_jax.collectives.varying import cast_varying, varying_axes
 
 
 @jax.tree_util.register_pytree_node_class
-class Kept:
-    """A pulled-back function in pieces: `arrays` are its own, `plan` says where each of its leaves comes from."""
+class Residuals:
+    """A pulled-back function taken apart: `arrays` are its own, `plan` says where each of its leaves comes from."""
 
     def __init__(self, arrays, plan):
         self.arrays, self.plan = arrays, plan
@@ -29,7 +29,7 @@ class Kept:
         return cls(arrays, plan)
 
     def restore(self, known):
-        """Return the function; `known` is the tree that was given to `keep`, with arrays of the same shapes."""
+        """Return the function; `known` is the tree that was given to `residuals_of`, with arrays of the same shapes."""
         tree, places = self.plan
         there = jax.tree.leaves(known)
         sources = {"known": there, "own": self.arrays}
@@ -46,7 +46,7 @@ def _leaf(kind, at, sources):
     return sources[kind][at]
 
 
-def keep(pull_back, known) -> Kept:
+def residuals_of(pull_back, known) -> Residuals:
     """Take apart what `jax.vjp` returned; left out: leaves of `known`, the same objects, and empty arrays."""
     place = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(known))}
     leaves, tree = jax.tree.flatten(pull_back)
@@ -61,6 +61,6 @@ def keep(pull_back, known) -> Kept:
             if place_of_own == len(arrays):
                 arrays.append(leaf)
             places.append(("own", place_of_own))
-        else:  # a mark of JAX's for an argument that it does not need
+        else:  # JAX's placeholder for an argument that it does not need
             places.append(("static", leaf))
-    return Kept(arrays, (tree, tuple(places)))
+    return Residuals(arrays, (tree, tuple(places)))

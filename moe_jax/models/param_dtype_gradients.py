@@ -1,10 +1,10 @@
-"""Parameters wider than the compute dtype: read in the compute dtype, and their gradients summed in their own.
+"""Parameters wider than the compute dtype: read in the compute dtype, with gradients summed in their own dtype.
 
-Enters: activations [..., M] in the compute dtype and parameters in theirs. Leaves: activations in the compute dtype.
-Written `x @ w.astype(dtype)`, JAX rounds the sum over tokens that is w's gradient to the compute dtype before it
-widens it again, and adds parts of it (chunks of tokens, devices, the tokens of a bias) in the compute dtype too. Here
-the parameter is a *door*: its value is not read, and its cotangent comes out of the matmul in its own dtype. Where the
-two dtypes are one, every function is plain JAX.
+Inputs: activations [..., M] in the compute dtype and parameters in theirs. Outputs: activations in the compute dtype.
+Written `x @ w.astype(dtype)`, JAX rounds the sum over tokens that is w's gradient to the compute dtype before it widens
+it again, and adds parts of it (chunks of tokens, devices, the tokens of a bias) in the compute dtype too. Here the
+parameter is a *grad_sink*: its value is not read, and its cotangent comes out of the matmul in its own dtype. Where the
+two dtypes are equal, every function is plain JAX.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from moe_jax.dispatch.route import record
 
 @record
 class Weight:
-    """A parameter as a matmul takes it.
+    """A parameter as an operand of a matmul.
 
     Attributes:
       held: float [...], its value in the compute dtype.
-      door: the parameter, through which the gradient leaves; None where `held` is the parameter.
+      grad_sink: the parameter, through which the gradient leaves; None where `held` is the parameter.
     """
 
     held: jax.Array
-    door: jax.Array | None
+    grad_sink: jax.Array | None
 
 
 def in_dtype(parameter, dtype) -> Weight:
     """Return a parameter [...] for a matmul in `dtype`."""
     if parameter.dtype == dtype:
-        return Weight(held=parameter, door=None)
-    return Weight(held=lax.stop_gradient(parameter).astype(dtype), door=parameter)
+        return Weight(held=parameter, grad_sink=None)
+    return Weight(held=lax.stop_gradient(parameter).astype(dtype), grad_sink=parameter)
 
 
 def project(spec: str, x, weight: Weight, out=None):
@@ -47,27 +47,27 @@ def project(spec: str, x, weight: Weight, out=None):
       x: float [...].
       out: dtype of the result.
     """
-    if weight.door is None:
+    if weight.grad_sink is None:
         return jnp.einsum(spec, x, weight.held, preferred_element_type=out)
-    return _project(spec, out, weight.door.dtype, *match_varying(x, weight.held, weight.door))
+    return _project(spec, out, weight.grad_sink.dtype, *match_varying(x, weight.held, weight.grad_sink))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _project(spec, out, door_dtype, x, held, door):
-    del door_dtype, door
+def _project(spec, out, grad_sink_dtype, x, held, grad_sink):
+    del grad_sink_dtype, grad_sink
     return jnp.einsum(spec, x, held, preferred_element_type=out)
 
 
-def _project_fwd(spec, out, door_dtype, x, held, door):
-    return _project(spec, out, door_dtype, x, held, door), (x, held)
+def _project_fwd(spec, out, grad_sink_dtype, x, held, grad_sink):
+    return _project(spec, out, grad_sink_dtype, x, held, grad_sink), (x, held)
 
 
-def _project_bwd(spec, out, door_dtype, residuals, d):
+def _project_bwd(spec, out, grad_sink_dtype, residuals, d):
     x, held = residuals
     operands, result = spec.split("->")
     of_x, of_weight = operands.split(",")
     dx = jax.vjp(lambda x: jnp.einsum(spec, x, held, preferred_element_type=out), x)[1](d)[0]
-    dweight = jnp.einsum(f"{of_x},{result}->{of_weight}", x, d, preferred_element_type=door_dtype)
+    dweight = jnp.einsum(f"{of_x},{result}->{of_weight}", x, d, preferred_element_type=grad_sink_dtype)
     return dx, None, dweight
 
 
