@@ -16,6 +16,7 @@ import re
 
 from moe_jax.cluster.cluster import Cluster
 from moe_jax.errors import UserError
+from moe_jax.renames import fit_of_today
 
 _LINE = re.compile(r"^Cluster\.(\w+)\s*=\s*(.+)$")
 
@@ -60,6 +61,8 @@ def _from_json(path: pathlib.Path, text: str) -> dict:
         raise UserError(f"{path.name} is not a calibration file (JSON with an object 'cluster'): {error}") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path.name}: 'cluster' must be an object of Cluster's fields, not {type(fields).__name__}")
+    if isinstance(fields.get("fits"), dict):
+        fields["fits"] = {fit_of_today(name): fit for name, fit in fields["fits"].items()}
     return fields
 
 

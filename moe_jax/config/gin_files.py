@@ -23,6 +23,7 @@ from pathlib import Path
 from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig, config_text
 from moe_jax.config.values import fitted
 from moe_jax.errors import UserError
+from moe_jax.renames import binding_of_today, config_text_of_today, value_of_today
 
 BINDINGS = "--gin_bindings"
 MODULE = "moe_jax"
@@ -107,6 +108,11 @@ def parse_run_config(
     values: dict[str, dict] = {name: {} for name in CONFIG_CLASSES}
     for statement in bindings.values():
         value = _resolve(statement.value, statement, macros, ())
+        if (today := value_of_today(statement.target, value)) != value:
+            raise UserError(
+                f"{statement.target}: {value!r} is called {today!r} now ({statement.place}); write "
+                f"{statement.target} = {today!r}"
+            )
         annotation = _annotations(statement.name)[statement.field]
         values[statement.name][statement.field] = fitted(statement.target, annotation, value, statement.place)
     run = RunConfig(**_build(values))
@@ -160,6 +166,8 @@ class _Reader:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise UserError(f"gin file {name!r} cannot be read: {why} ({place}); name another file") from error
+        if _is_of_a_run_folder(Path(path)):
+            text = config_text_of_today(text)
         self.open_files.append(real)
         self.read_text(text, name, in_file=True)
         self.open_files.pop()
@@ -193,6 +201,11 @@ class _Reader:
                 # a macro has no dot: gin reads it as a selector without an argument
                 scope, name, field, value, _ = statement
                 self.statements.append(Statement(scope, name, field, value, place, in_file))
+
+
+def _is_of_a_run_folder(path: Path) -> bool:
+    """Say whether a run wrote the file: that is read whatever version wrote it; a user's own has today's names."""
+    return path.name == "config.gin" and (path.parent / "environment.json").exists()
 
 
 def _closest(word: str, candidates) -> str | None:
@@ -247,6 +260,9 @@ def _check_target(statement: Statement, macros: dict[str, Statement]):
         near = _closest(name.split(".")[-1], aliases)
         hint = f"did you mean {aliases[near]}.{field}?" if near else f"known names: {', '.join(CONFIG_CLASSES)}"
         raise UserError(f"unknown name {name!r} in {statement.target} ({statement.place}); {hint}")
+    if (today := binding_of_today(statement.target)) != statement.target:
+        value = value_of_today(today, statement.value)
+        raise UserError(f"{statement.target} is called {today} now ({statement.place}); write {today} = {value!r}")
     fields = _annotations(name)
     if field in fields:
         return

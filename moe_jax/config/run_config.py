@@ -20,6 +20,7 @@ from moe_jax.mesh.roles import MeshConfig
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.config import MoEConfig
 from moe_jax.planner.config import PlannerConfig
+from moe_jax.renames import config_text_of_today
 
 CONFIG_CLASSES: dict[str, type] = {
     "train": TrainConfig,
@@ -108,7 +109,7 @@ def config_text(run: RunConfig, bound: Collection[str] = ()) -> str:
 
 def bound_in(text: str) -> set[str]:
     """Return the bindings that a config text marks as set."""
-    return {line.partition(" = ")[0] for line in text.splitlines() if line.endswith(BOUND)}
+    return {line.partition(" = ")[0] for line in config_text_of_today(text).splitlines() if line.endswith(BOUND)}
 
 
 def config_differences(old_text: str, new_text: str) -> list[tuple[str, str, str]]:
@@ -160,8 +161,9 @@ def check_resumable(old_text: str, new_text: str, workdir: str = "") -> list[tup
 
 
 def _values(text: str) -> dict[str, str]:
+    """Return {binding: value as written} of a config text, old names and values as those of today."""
     values = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(config_text_of_today(text).splitlines(), 1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue

@@ -20,6 +20,7 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.observe.atomic import disk_errors_named
 from moe_jax.observe.run_folder import METRICS, RunFolder
+from moe_jax.renames import metrics_of_today
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ def read_metrics(folder: str | os.PathLike[str], *, file_name: str = METRICS) ->
     Raises:
       UserError: a line before the last one is not a record; names file and line.
     """
-    return [_with_floats(record) for _, record in _complete_lines(Path(folder) / file_name)]
+    return [metrics_of_today(_with_floats(record)) for _, record in _complete_lines(Path(folder) / file_name)]
 
 
 def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:

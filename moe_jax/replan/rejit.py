@@ -29,6 +29,7 @@ from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.mesh.roles import Roles
 from moe_jax.placement import Placement, Skeleton, fits, routing
 from moe_jax.planner import predicted_layer_seconds, worth_a_swap
+from moe_jax.renames import plan_of_today
 from moe_jax.replan import plan_state
 from moe_jax.replan.device_tables import device_tables
 from moe_jax.replan.replanner import Replanner, bare_skeleton, plan_hash
@@ -213,6 +214,7 @@ class RejitEngine:
         """
         if state is None:
             return None
+        state = plan_of_today(state)
         skeleton = plan_state.read_skeleton(state["skeleton"])
         sizes = ("layers", "experts", "devices", "devices_per_node", "bank_rows")
         changed = [

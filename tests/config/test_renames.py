@@ -1,0 +1,71 @@
+"""Old names: a user's file gets one line with the new one, what a run wrote is translated."""
+
+import dataclasses
+import json
+
+import pytest
+
+from moe_jax import renames
+from moe_jax.cluster.read import read_cluster
+from moe_jax.config import parse_run_config
+from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig, check_resumable, config_text
+from moe_jax.errors import UserError
+from moe_jax.renames import BINDINGS, VALUES
+
+TODAY = {f"{name}.{field.name}" for name, cls in CONFIG_CLASSES.items() for field in dataclasses.fields(cls)}
+
+
+def test_the_table_leads_from_names_that_are_gone_to_names_of_today():
+    assert set(BINDINGS.values()) <= TODAY and set(VALUES) <= TODAY
+    assert not set(BINDINGS) & TODAY
+
+
+@pytest.mark.parametrize("old", BINDINGS)
+def test_an_old_binding_is_refused_with_the_new_one(old, tmp_path):
+    (tmp_path / "mine.gin").write_text(f"# by hand\n{old} = 1\n")
+    with pytest.raises(UserError) as error:
+        parse_run_config([str(tmp_path / "mine.gin")], ())
+    assert f"{old} is called {BINDINGS[old]} now" in str(error.value) and "mine.gin:2" in str(error.value)
+    with pytest.raises(UserError, match="is called"):
+        parse_run_config((), [f"{old} = 1"])
+
+
+OLD_VALUES = [(binding, old, new) for binding, values in VALUES.items() for old, new in values.items()]
+
+
+@pytest.mark.parametrize(("binding", "old", "new"), OLD_VALUES)
+def test_an_old_value_is_refused_with_the_new_one(binding, old, new):
+    with pytest.raises(UserError, match=f"{old!r} is called {new!r} now"):
+        parse_run_config((), [f"{binding} = {old!r}"])
+    parse_run_config((), [f"{binding} = {new!r}"])
+
+
+def test_a_stored_config_with_old_names_is_no_difference():
+    text = config_text(RunConfig(), bound=["PlannerConfig.replica_slots"])
+    old = text
+    for before, after in BINDINGS.items():
+        assert f"{after} = " in old
+        old = old.replace(f"{after} = ", f"{before} = ")
+    assert "PlannerConfig.guest_slots = 4  # set" in old
+    assert check_resumable(old, text) == [] and renames.config_text_of_today(old) == text
+    moved = old.replace("MoEConfig.transport = 'all_to_all'", "MoEConfig.transport = 'pairwise'")
+    assert check_resumable(moved, text.replace("'all_to_all'", "'ppermute'")) == []
+
+
+def test_a_record_of_metrics_has_the_keys_of_today():
+    assert renames.metrics_of_today({"step": 3, "guests": 5}) == {"step": 3, "replicas": 5}
+    assert renames.metrics_of_today({"guests": 5, "replicas": 6}) == {"replicas": 6}
+
+
+def test_the_plan_of_a_checkpoint_has_the_keys_of_today():
+    old = {"placement": {"home": [[0]], "copies": [[[1]]]}, "pending": None, "skeleton": {"guest_slots": 2}}
+    assert renames.plan_of_today(old) == {
+        "placement": {"home": [[0]], "replicas": [[[1]]]}, "pending": None, "skeleton": {"replica_slots": 2}
+    }  # fmt: skip
+
+
+def test_a_calibration_file_of_before_has_the_fits_of_today(tmp_path):
+    fit = {"alpha": 1e-5, "beta": 1e-9}
+    (tmp_path / "mine.json").write_text(json.dumps({"cluster": {"name": "mine", "fits": {"pairwise:8": fit}}}))
+    assert renames.fit_of_today("all_to_all:2x4") == "all_to_all:2x4"
+    assert [name for name, _ in read_cluster(tmp_path / "mine.json").fits] == ["ppermute:8"]
