@@ -1,7 +1,7 @@
 """Decisions that need the counts of the step itself, made on the device. See README.md."""
 
-from moe_jax.after_gate.base import Rule, fetch_late, gather_counts
 from moe_jax.after_gate.calibrate import CalibrateRule
+from moe_jax.after_gate.contract import Rule, fetch_late, gather_counts
 from moe_jax.after_gate.shadow import ShadowRule
 from moe_jax.after_gate.shares import ShareRule
 

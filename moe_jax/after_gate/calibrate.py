@@ -13,8 +13,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.after_gate.base import by_falling, slots_of
-from moe_jax.collectives.transfer import Transfer
+from moe_jax.after_gate.contract import by_falling, slots_of
+from moe_jax.collectives.transfer_plan import Transfer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

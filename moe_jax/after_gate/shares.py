@@ -12,7 +12,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.after_gate.base import slots_of
+from moe_jax.after_gate.contract import slots_of
 
 SHARE_ONE = 1 << 16
 

@@ -22,7 +22,7 @@ from moe_jax.mesh.roles import MeshConfig, Roles, build_mesh
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.schedules.automatic import layer_shape
-from moe_jax.schedules.base import LayerSizes
+from moe_jax.schedules.contract import LayerSizes
 
 SCHEDULES = ("deepspeed", "s1", "s2")
 # (N, M, F, capacity factor, K): small and large, with few and with many rows

@@ -2,14 +2,14 @@
 
 from moe_jax.cluster.cluster import AbsentFigureError, Cluster
 from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_layers, fit_saa, parm_choice, split_saa
-from moe_jax.cluster.read import read_cluster, read_named_cluster, write_cluster
-from moe_jax.cluster.topology import (
+from moe_jax.cluster.link_seconds import (
     LinkTraffic,
     all_reduce_bytes,
     exchange_seconds,
     link_traffic,
     overlap_bound,
 )
+from moe_jax.cluster.read import read_cluster, read_named_cluster, write_cluster
 
 __all__ = [
     "AbsentFigureError",

@@ -11,7 +11,7 @@ import typing
 
 from moe_jax.cluster.cluster import Cluster
 from moe_jax.cluster.layer_seconds import ExpertLoad, transfer_fit, transfer_seconds
-from moe_jax.cluster.topology import overlap_bound
+from moe_jax.cluster.link_seconds import overlap_bound
 from moe_jax.cluster.volumes import LayerShape, layer_transfers
 
 _REQUESTED_BY = "the bound of MoEConfig.schedule 'pairwise'"

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.transfer import Transfer, TransferPlan
+from moe_jax.collectives.transfer_plan import Transfer, TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
 
 Array = jax.Array

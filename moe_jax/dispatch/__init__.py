@@ -1,7 +1,7 @@
 """How tokens become rows and rows become tokens again, on one device. See README.md."""
 
+from moe_jax.dispatch.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
 from moe_jax.dispatch.route import Choice, Grouping, Parcel, Routing, largest_bucket, pack, regroup, route
-from moe_jax.dispatch.rows import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
 from moe_jax.dispatch.tables import Tables, destinations, even_tables, local
 
 __all__ = [

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.collectives.transfer import Transfer
+from moe_jax.collectives.transfer_plan import Transfer
 from moe_jax.dispatch.route import Choice, rank_within, record
 
 

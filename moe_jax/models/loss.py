@@ -32,7 +32,7 @@ from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.gate import balance_loss, z_loss
 from moe_jax.moe.layer import LayerPlan
-from moe_jax.schedules.base import MOST_ROWS
+from moe_jax.schedules.contract import MOST_ROWS
 
 
 def make_loss(

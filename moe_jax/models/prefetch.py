@@ -23,8 +23,8 @@ from jax import lax
 
 from moe_jax.collectives.ordering import wait_for_tree
 from moe_jax.collectives.replicated import declare_equal
-from moe_jax.collectives.sparse import cut, empty_replicas, fetch_journey, return_journey
-from moe_jax.collectives.transfer import TransferPlan
+from moe_jax.collectives.sparse_all_gather import cut, empty_replicas, fetch_journey, return_journey
+from moe_jax.collectives.transfer_plan import TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.models.stages import LayerInputs, Stages, join_floats, known_arrays, zero_grad_sink
 from moe_jax.overlap.blocks import BlockSchedule, Loop, Window

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.after_gate import Rule, fetch_late, gather_counts
 from moe_jax.collectives.ordering import gradients_in_turn, wait_for
-from moe_jax.collectives.transfer import TransferPlan
+from moe_jax.collectives.transfer_plan import TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
@@ -32,7 +32,7 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.moe.gate import balance_loss, choose_experts, share_statistics, z_loss
 from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule
-from moe_jax.schedules.base import Schedule
+from moe_jax.schedules.contract import Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from moe_jax.collectives.ordering import gradients_in_turn, wait_for, wait_for_tree
-from moe_jax.collectives.sparse import open_replicas
+from moe_jax.collectives.sparse_all_gather import open_replicas
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.moe.layer import LayerPlan
 

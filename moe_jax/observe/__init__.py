@@ -6,7 +6,7 @@ from moe_jax.observe.environment import environment_record, git_state
 from moe_jax.observe.load_trace import LoadsTrace, read_loads
 from moe_jax.observe.loads import LoadsRecorder
 from moe_jax.observe.loads_origin import LoadsOrigin
-from moe_jax.observe.metrics import MetricsWriter, read_metrics
+from moe_jax.observe.metrics_file import MetricsWriter, read_metrics
 from moe_jax.observe.plots import draw_all
 from moe_jax.observe.progress import Progress, short_time, with_prefix
 from moe_jax.observe.report import write_report

@@ -32,7 +32,7 @@ from moe_jax.observe.figures import (
 )
 from moe_jax.observe.heat_maps import expert_load_heat_maps
 from moe_jax.observe.load_trace import read_loads
-from moe_jax.observe.metrics import column, read_metrics
+from moe_jax.observe.metrics_file import column, read_metrics
 from moe_jax.observe.run_folder import EVALUATIONS, RunFolder
 from moe_jax.observe.summary import Records
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.observe.metrics import column, read_metrics
+from moe_jax.observe.metrics_file import column, read_metrics
 from moe_jax.observe.run_folder import EVALUATIONS
 
 Records = Sequence[Mapping[str, Any]]

@@ -1,13 +1,13 @@
 """From loads to placements: predictors, the cost model, and one file per planner."""
 
 from moe_jax.planner.balanced import SWEEPS
-from moe_jax.planner.base import Planner
 from moe_jax.planner.config import AFTER_GATE, NAMES, PlannerConfig
+from moe_jax.planner.contract import Planner
 from moe_jax.planner.cost import Cost, slots_in, standing_replica_bytes
 from moe_jax.planner.fastermoe import shadow_rates
+from moe_jax.planner.plan_session import PlanSession, Proposal, predicted_layer_seconds, worth_a_swap
 from moe_jax.planner.predictor import Predictor, build_predictor
 from moe_jax.planner.registry import build_planner
-from moe_jax.planner.session import PlanSession, Proposal, predicted_layer_seconds, worth_a_swap
 
 __all__ = [
     "AFTER_GATE",

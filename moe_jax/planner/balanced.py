@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.placement import Placement
-from moe_jax.planner.base import PlannerBase, home_loads
+from moe_jax.planner.contract import PlannerBase, home_loads
 from moe_jax.planner.shares import level_quotas, share_rows, starting_quotas
 
 SWEEPS = 8

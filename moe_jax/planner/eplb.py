@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.placement import SHARE_ONE, Placement
-from moe_jax.planner.base import PlannerBase, falling
+from moe_jax.planner.contract import PlannerBase, falling
 from moe_jax.planner.packed_homes import choose_homes
 
 

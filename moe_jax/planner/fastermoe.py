@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planner.base import PlannerBase, falling, home_loads, own_tokens, replicated_everywhere
+from moe_jax.planner.contract import PlannerBase, falling, home_loads, own_tokens, replicated_everywhere
 from moe_jax.planner.cost import Cost
 
 

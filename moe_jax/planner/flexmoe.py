@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.placement.rounds import within_group
-from moe_jax.planner.base import PlannerBase, rows_of
+from moe_jax.planner.contract import PlannerBase, rows_of
 
 
 class FlexMoePlanner(PlannerBase):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.placement import Placement, routing
-from moe_jax.planner.base import PlannerBase, falling, replicated_everywhere, rows_of
+from moe_jax.planner.contract import PlannerBase, falling, replicated_everywhere, rows_of
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.sharding import shard_homes
 

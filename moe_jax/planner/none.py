@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_jax.planner.base import PlannerBase
+from moe_jax.planner.contract import PlannerBase
 
 
 class NonePlanner(PlannerBase):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.placement import Placement
-from moe_jax.planner.base import PlannerBase, home_loads, own_tokens, rows_of
+from moe_jax.planner.contract import PlannerBase, home_loads, own_tokens, rows_of
 from moe_jax.planner.cost import Cost
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moe_jax.planner.balanced import BalancedPlanner
-from moe_jax.planner.base import Planner, PlannerBase
 from moe_jax.planner.config import PlannerConfig
+from moe_jax.planner.contract import Planner, PlannerBase
 from moe_jax.planner.eplb import EplbPlanner
 from moe_jax.planner.fastermoe import FasterMoePlanner, FasterMoeResidualPlanner
 from moe_jax.planner.flexmoe import FlexMoePlanner

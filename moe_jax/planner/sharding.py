@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.placement import Placement
-from moe_jax.planner.base import falling
+from moe_jax.planner.contract import falling
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:

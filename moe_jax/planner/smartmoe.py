@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.placement import routing
-from moe_jax.planner.base import PlannerBase
+from moe_jax.planner.contract import PlannerBase
 from moe_jax.planner.eplb import pack
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planner.base import PlannerBase, falling, replicated_everywhere
+from moe_jax.planner.contract import PlannerBase, falling, replicated_everywhere
 
 
 class TopkAllPlanner(PlannerBase):

@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_jax import placement as host
 from moe_jax.after_gate import Rule
-from moe_jax.collectives.transfer import Transfer, TransferPlan
+from moe_jax.collectives.transfer_plan import Transfer, TransferPlan
 from moe_jax.dispatch import Tables
 from moe_jax.moe.layer import LayerPlan
 

@@ -23,7 +23,7 @@ from moe_jax.placement.transfer import cheapest_method
 from moe_jax.planner import SWEEPS, Cost, PlanSession, shadow_rates
 from moe_jax.replan.device_tables import has_replicas, layer_plan
 from moe_jax.replan.transfer_shares import attention_seconds
-from moe_jax.schedules.base import LayerSizes
+from moe_jax.schedules.contract import LayerSizes
 
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
 

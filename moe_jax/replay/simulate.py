@@ -19,7 +19,7 @@ from moe_jax.observe.load_trace import LoadsTrace
 from moe_jax.placement import Placement, build_skeleton, fits, routing, widen
 from moe_jax.planner.config import AFTER_GATE, NAMES, PlannerConfig
 from moe_jax.planner.cost import Cost
-from moe_jax.planner.session import PlanSession
+from moe_jax.planner.plan_session import PlanSession
 
 SUFFIX = "_after_gate"
 

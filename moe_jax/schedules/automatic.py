@@ -15,8 +15,8 @@ from moe_jax.cluster.fit_names import fit_name
 from moe_jax.cluster.layer_seconds import layer_name, layer_seconds
 from moe_jax.cluster.volumes import LayerShape
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.baseline import build_deepspeed
+from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_parallel import build_s1
 from moe_jax.schedules.pause_after_gate import build_s2, whole_bucket_rows
 

@@ -22,7 +22,7 @@ from moe_jax.collectives.replicated import own_part, replicated_to_varying, scal
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_group import from_groups, to_groups
 from moe_jax.schedules.expert_parallel import build_s1
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated

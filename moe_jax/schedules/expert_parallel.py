@@ -2,7 +2,7 @@
 
 Inputs: the t tokens of this device's MP group, equal on the group. Outputs: the same tokens, transformed. Each device
 takes its own part of them through the gate and to the experts and back, by two exchanges over all EP and ESP devices;
-an all-gather over MP makes the tokens whole. Source: Parm, section III-B. See `base.py` for the contract.
+an all-gather over MP makes the tokens whole. Source: Parm, section III-B. See `contract.py` for the contract.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_jax.collectives.replicated import own_part
 from moe_jax.dispatch import destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_group import build_expert_group, from_groups, to_groups
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed

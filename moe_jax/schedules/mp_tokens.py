@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from moe_jax.collectives.replicated import join_parts, own_part
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.base import ScheduleOptions
+from moe_jax.schedules.contract import ScheduleOptions
 
 
 def to_parts(x, roles: Roles, options: ScheduleOptions):

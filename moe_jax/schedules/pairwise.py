@@ -26,7 +26,7 @@ from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, compute, repeat_for_shards
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed, run_passes

@@ -25,7 +25,7 @@ from moe_jax.collectives.replicated import declare_equal, join_parts
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import Parcel, Tables, destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, from_groups, to_groups
 from moe_jax.schedules.expert_parallel import build_s1
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated

@@ -19,7 +19,7 @@ from moe_jax.collectives.replicated import own_part
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import Choice, destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.base import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed, run_passes
 

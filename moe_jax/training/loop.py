@@ -21,9 +21,9 @@ from moe_jax.models.counts import training_flops_per_token
 from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
 from moe_jax.replan.rejit import RejitEngine
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.record import check_finite, loads_origin, step_record
 from moe_jax.training.session import Session
 from moe_jax.training.step import ema_params, leaf_names
+from moe_jax.training.step_metrics import check_finite, loads_origin, step_record
 from moe_jax.training.stepper import Stepper
 
 

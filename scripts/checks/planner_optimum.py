@@ -21,7 +21,7 @@ from moe_jax.placement import (
     routing,
 )
 from moe_jax.planner import Cost, PlannerConfig, build_planner
-from moe_jax.planner.base import replicated_everywhere
+from moe_jax.planner.contract import replicated_everywhere
 
 E, D, PER_NODE = 8, 4, 2
 

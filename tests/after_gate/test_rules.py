@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from moe_jax.after_gate import CalibrateRule, ShadowRule, ShareRule
-from moe_jax.after_gate.base import slots_of
+from moe_jax.after_gate.contract import slots_of
 from moe_jax.cluster import Cluster
 from moe_jax.placement import Placement, build_skeleton, routing
 from moe_jax.planner import SWEEPS, Cost, PlannerConfig, build_planner, shadow_rates

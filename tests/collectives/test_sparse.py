@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.placements import random_placement
 
-from moe_jax.collectives.sparse import sparse_all_gather, sparse_reduce_scatter
-from moe_jax.collectives.transfer import TransferPlan
+from moe_jax.collectives.sparse_all_gather import sparse_all_gather, sparse_reduce_scatter
+from moe_jax.collectives.transfer_plan import TransferPlan
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.placement import Placement, bank_rows, build_skeleton, fill_tables
 from moe_jax.placement.transfer import operand_bytes, transfer_bytes

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.sparse import open_replicas
-from moe_jax.collectives.transfer import TransferPlan
+from moe_jax.collectives.sparse_all_gather import open_replicas
+from moe_jax.collectives.transfer_plan import TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import Tables
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.journey import Journey, bring_back, fetch, zeros_varying
-from moe_jax.collectives.transfer import Transfer, TransferPlan
+from moe_jax.collectives.transfer_plan import Transfer, TransferPlan
 from moe_jax.collectives.varying import match_varying, varying_axes
 
 Array = jax.Array

@@ -9,7 +9,7 @@ import pytest
 
 from moe_jax.errors import UserError
 from moe_jax.observe import EVALUATIONS, MetricsWriter, read_metrics
-from moe_jax.observe.metrics import column
+from moe_jax.observe.metrics_file import column
 
 
 def write_steps(folder, steps, **options):

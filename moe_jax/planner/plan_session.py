@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.placement import Placement, routing
-from moe_jax.planner.base import Planner
+from moe_jax.planner.contract import Planner
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.predictor import build_predictor
 from moe_jax.planner.registry import build_planner

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import NonFiniteError
-from moe_jax.training.record import check_finite, step_record
+from moe_jax.training.step_metrics import check_finite, step_record
 
 NAMES = ["bank/w_in", "bank/w_out", "dense/norm/scale"]
 

@@ -1,6 +1,6 @@
 """What a sparse transfer is: its static half, which a program is compiled for, and its data half, of one layer.
 
-Nothing here communicates: see `sparse.py`.
+Nothing here communicates: see `sparse_all_gather.py`.
 
 Letters: docs/notation.md; n elements of a chunk.
 """
