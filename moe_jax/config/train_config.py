@@ -109,9 +109,8 @@ class TrainConfig:
                 raise UserError(f"train.{name} ({getattr(self, name)}) must not be negative")
         if self.batch_size % self.grad_accum_steps:
             raise UserError(
-                f"train.batch_size ({self.batch_size}) must be divisible by "
-                f"train.grad_accum_steps ({self.grad_accum_steps}); "
-                f"set train.batch_size to a multiple of {self.grad_accum_steps}"
+                f"train.batch_size ({self.batch_size}) must be divisible by train.grad_accum_steps "
+                f"({self.grad_accum_steps}); set train.batch_size to a multiple of {self.grad_accum_steps}"
             )
         if self.zero_stage not in (0, 1, 3):
             raise UserError(f"train.zero_stage ({self.zero_stage}) must be 0, 1 or 3")

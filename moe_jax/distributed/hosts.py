@@ -283,7 +283,7 @@ def resolve_hosts(
         shown = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise UserError(
             f"{shown} given, but not {', '.join(missing)}, and the environment does not tell (no Slurm, Open MPI or "
-            f"Kubernetes job): give all three, or none for a process alone"
+            "Kubernetes job): give all three, or none for a process alone"
         )
     return dataclasses.replace(config, **given), local_device_ids
 
@@ -311,13 +311,13 @@ def _detect(
     except Exception as error:  # whatever a launcher's variables, an API server or another jax may bring
         raise UserError(
             f"this looks like a job of {launcher}, but jax could not read it ({type(error).__name__}: {error}); give "
-            f"--coordinator, --num_processes and --process_id"
+            "--coordinator, --num_processes and --process_id"
         ) from error
     if None in found[:3]:
         raise UserError(
             f"this looks like a job of {launcher}, but jax does not find coordinator, number and index of the "
-            f"processes in it; give --coordinator, --num_processes and --process_id, or install what jax misses (the "
-            f"package `kubernetes` there, `mpi4py` under Open MPI 5)"
+            "processes in it; give --coordinator, --num_processes and --process_id, or install what jax misses (the "
+            "package `kubernetes` there, `mpi4py` under Open MPI 5)"
         )
     return found
 

@@ -48,7 +48,7 @@ def listen(host: str, port: int, deadline: float) -> list[socket.socket]:
             if time.monotonic() > deadline:
                 raise UserError(
                     f"process 0 cannot listen at the coordinator's port {port} ({error.strerror}); another job or a "
-                    f"second process 0 holds it: set --coordinator to a free port, and --process_id=0 only once"
+                    "second process 0 holds it: set --coordinator to a free port, and --process_id=0 only once"
                 ) from None
             time.sleep(0.5)
 

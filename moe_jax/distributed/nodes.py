@@ -41,7 +41,7 @@ def node_size(devices: Sequence, host_ids: Sequence[str]) -> int:
     if len(runs) > len({host for host, _ in runs}):
         raise UserError(
             f"the {len(host_ids)} processes are not numbered host by host (devices in a row on one host: {counts}), so "
-            f"devices that share a node are not neighbours in the mesh; give the processes of one host neighbouring "
+            "devices that share a node are not neighbours in the mesh; give the processes of one host neighbouring "
             f"--process_id, as srun --distribution=block does, {remedy}"
         )
     if len(set(counts)) > 1:

@@ -167,7 +167,7 @@ def _ask_to_join(connection: socket.socket, place: Place, name: str, deadline: f
     if message["kind"] == "stranger":
         raise _NotAdmitted(
             f"process 0 there holds another job token; give all processes the same --job_token or {TOKEN_VARIABLE}, "
-            f"and the same --coordinator",
+            "and the same --coordinator",
             worth_saying=True,
         )
     content = unseal(place.token, mine, message)
@@ -332,8 +332,8 @@ class _Admission:
         line = ""
         if theirs != versions():
             line = (
-                f"{peer} runs {_shown(theirs)} but process 0 ({self.name}) runs {_shown(versions())}; "
-                f"install the same everywhere"
+                f"{peer} runs {_shown(theirs)} but process 0 ({self.name}) runs {_shown(versions())}; install the same "
+                "everywhere"
             )
         elif hello["count"] != place.count:
             line = (

@@ -115,7 +115,7 @@ class PlannerConfig:
         if self.when == "after_gate" and self.name not in AFTER_GATE:
             raise UserError(
                 f"PlannerConfig.when = 'after_gate' works with {', '.join(AFTER_GATE)}, not with {self.name!r}; use "
-                f"'ahead'"
+                "'ahead'"
             )
         if self.split == "even" and (self.when == "after_gate" or (self.name == "hecate" and self.calibrate)):
             raise UserError(

@@ -58,10 +58,9 @@ class Cost:
         if memory is not None and replicas > memory:
             raise UserError(
                 f"every device: {self.replica_slots} replica_slots x {self.layers_alive} layers alive x "
-                f"{self.expert_bytes} bytes of "
-                f"an expert = {replicas} bytes exceed Cluster.memory_bytes ({memory:.0f}) (rule: replicas must fit in "
-                f"memory); use at "
-                f"most replica_slots = {slots_in(memory, self.layers_alive, self.expert_bytes)}"
+                f"{self.expert_bytes} bytes of an expert = {replicas} bytes exceed Cluster.memory_bytes ({memory:.0f}) "
+                "(rule: replicas must fit in memory); use at most replica_slots = "
+                f"{slots_in(memory, self.layers_alive, self.expert_bytes)}"
             )
 
     @property
@@ -94,7 +93,7 @@ class Cost:
         if self.attention_seconds is None:
             raise UserError(
                 f"planner {requested_by!r} needs overlap_degree, or attention_seconds to derive it; set "
-                f"PlannerConfig.overlap_degree"
+                "PlannerConfig.overlap_degree"
             )
         return math.floor(self.attention_seconds * self.bandwidth(requested_by) / self.expert_bytes)
 

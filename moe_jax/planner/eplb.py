@@ -63,8 +63,7 @@ def rebalance(
     if num_replicas % devices or devices % nodes or experts % groups or num_replicas < experts:
         raise UserError(
             f"num_replicas ({num_replicas}) must be a multiple of devices ({devices}), at least experts ({experts}), "
-            f"devices a "
-            f"multiple of nodes ({nodes}), experts a multiple of groups ({groups})"
+            f"devices a multiple of nodes ({nodes}), experts a multiple of groups ({groups})"
         )
     if groups % nodes:
         groups = nodes = 1

@@ -147,7 +147,7 @@ class RejitEngine:
         if int(metrics["plan_hash_least"]) != int(metrics["plan_hash_most"]):
             raise RuntimeError(
                 f"step {step + 1}: the processes ran different plans; each must see the same config, cluster file and "
-                f"loads"
+                "loads"
             )
         if not metrics.get(
             "skipped", False
@@ -338,11 +338,11 @@ def build_engine(session: Session, lag: int) -> RejitEngine | None:
         raise UserError(
             f"PlannerConfig.name ({config.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
             f"{session.config.moe.schedule!r} and the expert axis has {devices}; use another schedule and "
-            f"MeshConfig.expert > 1, or set PlannerConfig.name = 'none'"
+            "MeshConfig.expert > 1, or set PlannerConfig.name = 'none'"
         )
     if config.when == "after_gate" and not config.bounded:
         raise UserError(
-            f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has "
-            f"{config.replica_slots} replica slots; set bounded = True and replica_slots to the most that you want"
+            f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has {config.replica_slots} "
+            "replica slots; set bounded = True and replica_slots to the most that you want"
         )
     return RejitEngine(session, lag)

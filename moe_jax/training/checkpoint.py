@@ -96,7 +96,7 @@ class Checkpointer:
         if found != FORMAT:
             raise UserError(
                 f"{self._path(step)} has format {found!r}, but this program reads {FORMAT!r}; read it with the version "
-                f"that wrote it"
+                "that wrote it"
             )
         return custom["host"]
 

@@ -43,7 +43,7 @@ def check_same_leaves(path, stored: dict[str, Any], needed: dict[str, Any]) -> N
     raise UserError(
         f"checkpoint {path} is not of this model: {name} is {_described(stored, name)} in the checkpoint and "
         f"{_described(needed, name)} in this run{more}; use the model, optimizer and tokenizer that it was trained "
-        f"with, or another --workdir"
+        "with, or another --workdir"
     )
 
 
