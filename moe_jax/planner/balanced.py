@@ -22,8 +22,9 @@ MEAN_TO_STANDARD = 1.25  # standard over mean absolute error of a normal variabl
 class BalancedPlanner(PlannerBase):
     """Move the surplus of heavy devices into the gaps of light ones, own node first.
 
-    A move takes all that the heavy device has over or all that the light one lacks, so each of them settles one side:
-    at most (devices over + devices under - 1) replicas a layer, as long as single experts are large enough.
+    A move takes all that the heavy device has above the mean or all that the light one lacks, so it brings one of the
+    two to the mean: at most (devices above + devices below - 1) replicas a layer, as long as single experts are large
+    enough.
     """
 
     def propose(self, loads, placement, cost):
@@ -67,7 +68,7 @@ def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:
         gaps = (over < -small[:, None]) & (replicas < mu)
         roomy = gaps & (replicas < mu - 1)
         has_near = roomy.reshape(layers, placement.nodes, -1).any(axis=2)[:, node_of]
-        # Sources with a large gap on their own node go first, or a far source could take that gap; else the heaviest.
+        # Sources with a large gap on their own node go first, before a far source takes that gap; then the heaviest.
         rank = np.where(over > small[:, None], over + has_near * over.max(axis=1, keepdims=True), -np.inf)
         source = np.where(stuck, -np.inf, rank).argmax(axis=1)
         expert = np.where(home == source[:, None], at_home, -1.0).argmax(axis=1)

@@ -35,8 +35,8 @@ class PlannerConfig:
       overlap_degree: tau, experts whose transfer hides behind attention; None: from the cluster and attention's time.
       interval: plan every so many steps; None: 25 for smartmoe, 10 for eplb, else 1.
       materialize, shard_every, calibrate: Hecate's parts: replicas on or off, steps between reshards (0: never), and
-        the second look with the true counts.
-      swap_after: a new skeleton is swapped in exactly so many steps after it was proposed; None: when compiled.
+        the second decision, from the step's own counts.
+      swap_after: a new skeleton is swapped in exactly so many steps after it was proposed; None: once it is compiled.
       skipped_devices, balance_threshold: Pro-Prophet's n, devices left out per expert (or 'search'), and its alpha.
         Loads whose spread is below this part of the mean are even.
       scheduler: cost model of Pro-Prophet with its scheduler (transfers hide behind computation).
@@ -53,8 +53,8 @@ class PlannerConfig:
       bucket_limit: rows of a planned bucket over their mean, at most: a bucket is as large as the fullest pair that is
         predicted, which under skewed loads and near holders can be all tokens of a device, for each of D destinations.
         What does not fit takes another pass.
-      transfer: how replicas travel: 'shift', 'permute', 'gather', 'broadcast', or 'auto' for the fewest bytes.
-      executables: compiled steps kept at most, the running one included.
+      transfer: how replicas get parameters: 'shift', 'permute', 'gather', 'broadcast', or 'auto' for the fewest bytes.
+      executables: how many compiled steps are kept at most, the running one included.
     """
 
     name: str = "none"

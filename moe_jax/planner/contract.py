@@ -38,7 +38,7 @@ class Planner(typing.Protocol):
 
 
 class PlannerBase:
-    """Hold the configuration; see the step's own loads by planning again; never move homes."""
+    """Hold the configuration; refine by planning again from the step's own loads; never move homes."""
 
     def __init__(self, config: PlannerConfig):
         self.config = config

@@ -83,7 +83,7 @@ class Cost:
         return self.cluster.bandwidth(f"planner {requested_by!r}")
 
     def tokens_per_second(self, requested_by: str) -> float:
-        """v: expert tokens that one device pushes through an expert's forward, P / (4 M F)."""
+        """v: tokens per second that one device computes in an expert's forward, P / (4 M F)."""
         return self.cluster.need("flops", f"planner {requested_by!r}") / (4.0 * self.model_dim * self.hidden_dim)
 
     def overlap(self, requested_by: str) -> int:
@@ -106,8 +106,9 @@ class Cost:
         return computed.max(axis=-1) / self.tokens_per_second(requested_by)
 
     def transfer(self, holders: np.ndarray, devices: int, requested_by: str) -> np.ndarray:
-        """T_Trans = T_Agg: seconds to send parameters to replicas, the sum over replicated experts of holders / D bytes
-        / W.
+        """T_Trans = T_Agg: seconds to send parameters to replicas, or to sum their gradients.
+
+        That is the sum over replicated experts of holders / D x bytes of an expert / W.
 
         Args:
           holders: [...], devices that hold a replicated expert, home included, summed over the layer's replicated
@@ -148,8 +149,9 @@ def slots_in(free_bytes: float, layers_alive: int, expert_bytes: float) -> int:
 
 
 def standing_replica_bytes(replicas: np.ndarray, expert_bytes: float) -> np.ndarray:
-    """Bytes of all-reduces over standing replicas, sum_i 2 (n_i - 1) / n_i Z, n_i = replicas + 1: replicas [..., E] ->
-    [...].
+    """Bytes of all-reduces over standing replicas: replicas [..., E] -> [...].
+
+    They are the sum over experts i of 2 (n_i - 1) / n_i Z with n_i = replicas + 1 holders.
 
     Source: Hecate, equation 2, on what rearranging systems (FlexMoE) pay each step.
     """

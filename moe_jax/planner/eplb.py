@@ -1,10 +1,10 @@
 """EPLB (DeepSeek): replicate the experts with most load per holder, pack them on devices, heaviest first.
 
 Inputs: loads. Outputs: homes and replicas packed freely onto E / D + replica slots a device, with equal shares per
-packed slot. `rebalance` is the published procedure, layers at once; it counts the home as a replica (R in all), and the
+packed slot. `rebalance` is the published procedure, layers at once; it counts the home as a replica (r in all), and the
 planner turns what it packs into homes and replicas.
 
-Letters: docs/notation.md; here R replicas, the homes counted; i independent problems.
+Letters: docs/notation.md; r replicas of a layer, the homes counted; i independent problems.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _as_placement(placement: Placement, home: np.ndarray, count: np.ndarray) -> 
 def rebalance(
     weight: np.ndarray, num_replicas: int, groups: int, nodes: int, devices: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose and pack replicas: weight [L, E] -> (replica_to_expert int [L, R], replica_counts int [L, E]).
+    """Choose and pack replicas: weight [L, E] -> (replica_to_expert int [L, r], replica_counts int [L, E]).
 
-    Replicas stand in device order, R / D on each device. Groups of experts stay on one node when `nodes` divides
+    Replicas stand in device order, r / D on each device. Groups of experts stay on one node when `nodes` divides
     `groups`; otherwise packing is global.
 
     Source: deepseek-ai/EPLB.
@@ -90,7 +90,7 @@ def rebalance(
 
 
 def replicate(weight: np.ndarray, num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
-    """Replicate the expert with most load per replica: weight [i, E] -> (expert [i, R], count [i, E])."""
+    """Replicate the expert with most load per replica: weight [i, E] -> (expert [i, r], count [i, E])."""
     rows = np.arange(len(weight))
     experts = weight.shape[1]
     chosen = np.empty((len(weight), num_replicas), int)

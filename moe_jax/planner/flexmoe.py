@@ -15,8 +15,9 @@ from moe_jax.planner.contract import PlannerBase, rows_of
 
 
 class FlexMoePlanner(PlannerBase):
-    """Expand the expert with most load per holder where time falls most, shrinking idle replicas to make room; then
-    migrate.
+    """Expand the expert with most load per holder where time falls most, then migrate.
+
+    Where a device has no free slot, its replica with least load is dropped (shrink).
 
     Source: FlexMoE (SIGMOD 2023), expand, shrink and migrate; the paper's code is not public.
     """

@@ -41,7 +41,7 @@ class HecatePlanner(PlannerBase):
     def refine(self, loads, placement, cost):
         """Add replicas in what memory is left, layer by layer, where that saves more than the late gather costs.
 
-        The first gather hid behind attention; this one does not, so all of its time counts.
+        The first gather runs beside attention; this one does not, so all of its time counts.
         """
         if not (self.config.calibrate or self.config.when == "after_gate"):
             return placement

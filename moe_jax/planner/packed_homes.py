@@ -83,7 +83,7 @@ def _swap_positions(home: np.ndarray, count: np.ndarray, homes: np.ndarray, tota
             if not len(at) or not len(there):
                 continue
             gap = np.abs(load[at, give][:, None] - load[there, take])
-            gap[at[:, None] != there] = np.inf  # places change within a layer only
+            gap[at[:, None] != there] = np.inf  # swaps are within a layer only
             i, j = np.unravel_index(gap.argmin(), gap.shape)
             if np.isfinite(gap[i, j]):
                 best = (int(at[i]), int(give[i]), int(take[j]), taker)

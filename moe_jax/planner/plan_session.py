@@ -86,7 +86,7 @@ class PlanSession:
 
     @property
     def decides_late(self) -> bool:
-        """Whether the planner has a second look at the step's own loads."""
+        """Whether the planner decides again from the step's own loads."""
         return self.config.when == "after_gate" or (self.config.name == "hecate" and self.config.calibrate)
 
     def state(self) -> dict:
@@ -129,5 +129,5 @@ def predicted_layer_seconds(placement: Placement, loads: np.ndarray, cost: Cost)
 
 
 def worth_a_swap(now_seconds: float, then_seconds: float, horizon: int, price_seconds: float) -> bool:
-    """Say whether a changed skeleton pays: the gain per step over the horizon against what the change costs."""
+    """Say whether a changed skeleton pays: its gain over `horizon` steps exceeds what the change costs."""
     return (now_seconds - then_seconds) * horizon > price_seconds

@@ -85,8 +85,10 @@ class ProProphetPlanner(PlannerBase):
 
 
 def _targets(tokens: np.ndarray, home: np.ndarray, skipped: int) -> np.ndarray:
-    """Choose who gets a replica: all but the home and the `skipped` devices with fewest of its tokens: [L, D] -> bool
-    [L, D]."""
+    """Choose the devices that get a replica: tokens [L, D] -> bool [L, D].
+
+    These are all but the home and the `skipped` devices with fewest of the expert's tokens.
+    """
     ranked = tokens.copy()
     layers = np.arange(len(tokens))
     ranked[layers, home] = np.inf  # the home holds it anyway and is never dropped

@@ -1,7 +1,7 @@
 """Hecate's heterogeneous sharding: which device homes which expert, over all layers together.
 
 Inputs: expert loads and the current homes. Outputs: homes with Rb = L E / D experts on every device, 0..E of any one
-layer. Experts that stay unmaterialized are balanced first; the overlappable ones fill what is left.
+layer. Experts that are not materialized are balanced first; the overlappable ones get the homes that are left.
 
 Letters: docs/notation.md.
 """

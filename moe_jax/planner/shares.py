@@ -3,7 +3,7 @@
 Inputs: loads and who holds what. Outputs: quotas x [L, E, D] (tokens of expert e on device d) and share rows per source
 node that keep tokens on their node where the quotas allow it. Replicas are chosen elsewhere (balanced.py).
 
-Letters: docs/notation.md; h holder rows (layer, expert, device).
+Letters: docs/notation.md; h holder rows (layer, expert, device), p pairs (layer, expert) that have replicas.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def level_quotas(
 
 
 def fill_level(base: np.ndarray, amount: np.ndarray) -> np.ndarray:
-    """Return the level that `amount` reaches when poured over `base`: [L, D] (inf: not a holder), [L] -> [L]."""
+    """Return the level to which `amount` fills up `base`: base [L, D] (inf: not a holder), amount [L] -> [L]."""
     ground = np.sort(base, axis=1)
     count = np.arange(1, base.shape[1] + 1)
     with np.errstate(invalid="ignore"):

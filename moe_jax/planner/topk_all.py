@@ -8,7 +8,7 @@ from moe_jax.planner.contract import PlannerBase, falling, replicated_everywhere
 
 
 class TopkAllPlanner(PlannerBase):
-    """Copy the `top_k` heaviest experts of every layer to every device."""
+    """Replicate the `top_k` heaviest experts of every layer on every device."""
 
     def propose(self, loads, placement, cost):
         count = min(self.config.top_k, placement.experts)

@@ -36,7 +36,7 @@ def skeleton_data(skeleton: Skeleton) -> dict:
 
 
 def read_skeleton(data: dict) -> Skeleton:
-    """Return the skeleton, its rounds as tuples again; checkpoints of before have two fields that nothing read."""
+    """Return the skeleton, its rounds as tuples again; older checkpoints have two fields more, which are dropped."""
     fields = {name: value for name, value in data.items() if name not in ("schedule", "remat")}
     return Skeleton(**{**fields, "rounds": _tuples(data["rounds"])})
 

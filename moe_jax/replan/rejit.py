@@ -4,9 +4,10 @@ Inputs: the loads of finished steps. Outputs: for every step the placement's tab
 the state with its experts at the placement's homes. A plan that fits the running skeleton is a change of tables. One
 that does not gets a wider skeleton, compiled in a background thread while training goes on with the old plan.
 
-All processes derive the same plans from the same loads, and must swap executables at the same step: each hands its
-`ready` into the step, whose metrics return the least of all, and that is read one step late. A hash of the running plan
-travels along; where processes disagree the run ends with an error instead of hanging.
+All processes derive the same plans from the same loads, and must swap executables at the same step: each passes the
+number of its newest compiled skeleton into the step, whose metrics return the least over all processes (`ready`), and
+the host reads that when it reads the step's metrics. A hash of the running plan is passed with it; where processes
+disagree the run ends with an error instead of hanging.
 
 What step j runs with depends on the loads of steps up to j - 1 - lag, and on time only through the swap (with
 `PlannerConfig.swap_after` not at all), so a resumed run continues bit for bit.
@@ -79,13 +80,13 @@ class RejitEngine:
         self.session, self.config, self.lag = session, config, lag
         self.replanner = Replanner(session.config, session.roles)
         self.plans = self.replanner.plans
-        # what the next step runs with, and where the state's experts are now
+        # placement: what the next step runs with; bank: where the state's experts are now
         self.placement = self.bank = self.replanner.start
         self.skeleton = self.replanner.first_skeleton()
         self.pending: Pending | None = None
         self.asked = 0  # skeletons requested so far
-        self.agreed = 0  # the newest that every process had ready, as far as metrics were read
-        self.waiting: dict[int, np.ndarray] = {}  # loads by step, read and not yet planned with
+        self.agreed = 0  # the newest that every process had compiled, as far as metrics were read
+        self.waiting: dict[int, np.ndarray] = {}  # loads by step: read, and not yet given to the planner
         self.plan_id = 0
         self.next_planner_seconds = 0.0
         self.records: dict[int, tuple[Placement, dict, Skeleton]] = {}
@@ -149,9 +150,7 @@ class RejitEngine:
                 f"step {step + 1}: the processes ran different plans; each must see the same config, cluster file and "
                 "loads"
             )
-        if not metrics.get(
-            "skipped", False
-        ):  # the loads of a step that is not finite have no meaning: nothing to plan from
+        if not metrics.get("skipped", False):  # where a step is not finite, its loads have no meaning
             self.waiting[step] = self.replanner.step_loads(metrics["loads"])
         self.agreed = max(self.agreed, int(metrics["ready"]))
 
@@ -171,7 +170,7 @@ class RejitEngine:
         return record
 
     def evaluation(self):
-        """Return (evaluation step, tables) for the experts' present homes, without replicas."""
+        """Return (evaluation step, tables) for the experts' current homes, without replicas."""
         bare = self.bank.replace(replicas=None, shares=None, rule="nearest")
         skeleton = bare_skeleton(bare)
         if skeleton.home_slots not in self.evaluations:
@@ -180,7 +179,7 @@ class RejitEngine:
         return self.evaluations[skeleton.home_slots], tables
 
     def close(self):
-        """Give the thread back; a running compilation cannot be stopped, so this waits for it."""
+        """End the thread; a running compilation cannot be stopped, so this waits for it."""
         self.thread.shutdown(wait=True, cancel_futures=True)
 
     # Checkpoints.
@@ -210,7 +209,7 @@ class RejitEngine:
         """Continue from what `state` returned, if it was on as many devices; else from even homes.
 
         Returns:
-          a line that says what of the state is left out, and why; None where it is taken whole.
+          a line that says what of the state is left out, and why; None where all of it is used.
         """
         if state is None:
             return None
@@ -230,21 +229,21 @@ class RejitEngine:
         self.plans.restore(state["session"])
         self.placement = plan_state.read_placement(state["placement"], self.placement)
         self.bank = plan_state.read_placement(state["bank"], self.bank)
-        self.skeleton = self.replanner.with_room_for_rule(skeleton)
+        self.skeleton = self.replanner.with_slots_for_rule(skeleton)
         if not fits(self.skeleton, self.placement):  # another planner's replicas, and this one decides on the device
             self.placement = self.bank.replace(replicas=None, shares=None, rule="home")
         if (pending := state["pending"]) is not None:
             self.pending = Pending(
                 number=pending["number"],
                 step=pending["step"],
-                skeleton=self.replanner.with_room_for_rule(plan_state.read_skeleton(pending["skeleton"])),
+                skeleton=self.replanner.with_slots_for_rule(plan_state.read_skeleton(pending["skeleton"])),
                 placement=plan_state.read_placement(pending["placement"], self.placement),
             )
         self.asked, self.plan_id = state["asked"], state["plan_id"]
         self.waiting = {int(step): np.asarray(loads, np.int64) for step, loads in state["waiting"].items()}
         return None
 
-    # Inside.
+    # Internal.
 
     def _take(self, step: int, placement: Placement):
         """Let step `step` run with a new placement if it fits; else request a skeleton that it fits."""
@@ -273,7 +272,7 @@ class RejitEngine:
         loads = self.plans.predictor.predict()
         now, then = self._predicted(self.placement, loads), self._predicted(placement, loads)
         if now is None or then is None or (placement.home != self.placement.home).any():
-            return True  # nothing to compare, or a move of homes, which the planner has compared
+            return True  # nothing to compare, or a move of homes, whose gain the planner has compared with its cost
         return worth_a_swap(now.sum(), then.sum(), self.config.horizon, self.config.swap_seconds)
 
     def _predicted(self, placement: Placement, loads: np.ndarray) -> np.ndarray | None:
@@ -303,7 +302,7 @@ class RejitEngine:
             self.executables.popitem(last=False)
 
     def _compile(self, skeleton: Skeleton, now: bool = False) -> concurrent.futures.Future:
-        """Have a skeleton compiled, unless it is in the cache; in the thread, or `now`, in front of it."""
+        """Have a skeleton compiled, unless it is in the cache: in the thread, or `now` by the caller's thread."""
         if skeleton not in self.executables:
             rule = self.replanner.after_gate_rule(skeleton)
             if now:

@@ -80,10 +80,10 @@ class Replanner:
         return loads
 
     def first_skeleton(self) -> Skeleton:
-        """Return what the first step is compiled for: even homes, and room for what is decided after the gate."""
-        return self.with_room_for_rule(bare_skeleton(self.start))
+        """Return what the first step is compiled for: even homes, and slots for what is decided after the gate."""
+        return self.with_slots_for_rule(bare_skeleton(self.start))
 
-    def with_room_for_rule(self, skeleton: Skeleton) -> Skeleton:
+    def with_slots_for_rule(self, skeleton: Skeleton) -> Skeleton:
         """Return the skeleton with the sizes that decisions after the gate need; the same one where there are none."""
         if not self.plans.decides_late:
             return skeleton
@@ -94,8 +94,8 @@ class Replanner:
                 skeleton, method="broadcast", rounds=(), gather_slots=0, broadcast_slots=slots, replica_slots=slots
             )
         if planner.name.startswith("fastermoe"):
-            return skeleton  # a token goes home, or stays
-        # a token may go to any holder, and which those are only the tables know
+            return skeleton  # a token goes to the home, or stays where it is
+        # a token may go to any holder, and only the tables say which those are
         return dataclasses.replace(skeleton, candidates=skeleton.devices) if has_replicas(skeleton) else skeleton
 
     def after_gate_rule(self, skeleton: Skeleton) -> Rule | None:
@@ -136,7 +136,7 @@ class Replanner:
         if not plans.predictor.seen or not self.config.moe.dropless:
             return 0
         loads = np.rint(plans.predictor.predict()).astype(np.int64)
-        counters = dict(plans.planner.counters)  # a look ahead is not a decision to be counted
+        counters = dict(plans.planner.counters)  # a prediction is not a decision to be counted
         pair = routing.pair_loads(self.refined(skeleton, placement, loads), loads).max() / self.exchanges_per_step
         plans.planner.counters.clear()
         plans.planner.counters.update(counters)
@@ -165,10 +165,10 @@ class Replanner:
         return layer_sizes(self.config.moe, roles, tokens, layer_plan(skeleton, roles.expert))
 
     def grow(self, skeleton: Skeleton, placement: Placement) -> Skeleton:
-        """Return a skeleton that the placement fits, with buckets as large as predicted, and room for plans like it."""
+        """Return a skeleton that the placement and plans like it fit, with buckets at least as large as predicted."""
         if not fits(skeleton, placement):
             if len(placement.replicas) and skeleton.method == "none":
-                skeleton = self._with_first_guests(skeleton, placement)
+                skeleton = self._with_first_replicas(skeleton, placement)
             else:
                 skeleton = widen(skeleton, placement)
         rows = self.predicted_rows(skeleton, placement)
@@ -179,8 +179,8 @@ class Replanner:
         assert most_homes(placement) <= skeleton.bank_rows
         return skeleton
 
-    def _with_first_guests(self, skeleton: Skeleton, placement: Placement) -> Skeleton:
-        """Return a skeleton with a transfer for this placement, where the given one has none, and as many slots."""
+    def _with_first_replicas(self, skeleton: Skeleton, placement: Placement) -> Skeleton:
+        """Return a skeleton with the transfer of this placement and at least as many slots as the given one."""
         config = self.config.planner
         method = cheapest_method(placement) if config.transfer == "auto" else config.transfer
         need = build_skeleton(placement, method=method)
@@ -192,7 +192,7 @@ class Replanner:
             candidates=max(need.candidates, min(placement.devices, 2 * need.candidates)),
             bucket_rows=skeleton.bucket_rows,
         )
-        return self.with_room_for_rule(skeleton)
+        return self.with_slots_for_rule(skeleton)
 
     def planned_skeleton(self, loads: np.ndarray) -> tuple[Skeleton, Rule | None]:
         """Return what a run would compile after steps with these loads, int64 [L, D, E] each: its skeleton and rule.

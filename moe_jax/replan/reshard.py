@@ -2,7 +2,8 @@
 
 Inputs: the training state (donated), the old homes and the new ones. Outputs: the same state with every leaf of the
 bank permuted, and nothing else touched. Every leaf moves in rounds of one all-to-all, in which a device sends at most
-one row to each other device, so memory stays at the leaf and its copy. The rounds are data: the program compiles once.
+one row to each other device, so memory holds the leaf and its new version. The rounds are data: the program is compiled
+once.
 Letters: docs/notation.md.
 """
 
