@@ -115,8 +115,8 @@ def bound_in(text: str) -> set[str]:
 def config_differences(old_text: str, new_text: str) -> list[tuple[str, str, str]]:
     """Return (binding, old value, new value) for each binding in which two config texts differ, sorted.
 
-    A field that one text lacks counts there at today's default, so that a run outlives a new field; a binding that no
-    config has any more is `ABSENT` on the other side. Values are returned as written.
+    A field that one text lacks counts there at today's default, so that a run can be resumed after a field was added; a
+    binding that no config has any more is `ABSENT` on the other side. Values are returned as written.
 
     Raises:
       UserError: a line that is not `Name.field = value`.

@@ -21,13 +21,14 @@ class TrainConfig:
       batch_size: global sequences per optimizer step.
       grad_accum_steps: microbatches that a step is split into; divides batch_size.
       optimizer: 'adamw', 'adafactor', 'muon' (hidden matrices; AdamW for the rest) or 'lion'.
-      learning_rate: peak, reached after warmup_steps by a straight line.
-      learning_rate_schedule: how the peak is left: 'cosine', 'constant', 'linear', or 'wsd' (warm-up, stable, decay).
-      warmup_steps: steps of the rise.
-      final_learning_rate: at the last step, as a share of the peak; 'constant' does not look at it.
+      learning_rate: peak, reached linearly after warmup_steps.
+      learning_rate_schedule: how it falls from the peak: 'cosine', 'constant' (not at all), 'linear', or 'wsd'
+        (warm-up, stable, decay).
+      warmup_steps: steps until the peak.
+      final_learning_rate: at the last step, as a share of the peak; 'constant' ignores it.
       decay_steps: steps at the end in which 'wsd' decays; 0 takes a tenth of `steps`.
       decay_shape: of that decay: 'linear' or '1-sqrt'.
-      weight_decay: times the learning rate, of every optimizer; norms, biases and gates are spared.
+      weight_decay: of every optimizer, multiplied by the learning rate; norms, biases and gates are not decayed.
       beta1, beta2, epsilon: of AdamW; lion has the first two, muon's momentum is beta1, adafactor has its own.
       first_moment_dtype: of AdamW's first moment and of lion's and muon's momentum: 'bfloat16', or '' for the dtype of
         the parameters. Second moments keep that dtype always: docs/log.md has what rounding them does.
@@ -35,9 +36,9 @@ class TrainConfig:
         whole second moments of all other leaves.
       clip_norm: largest global gradient norm; 0 does not clip.
       ema_decay: share of the exponential moving average of the parameters that a step keeps, such as 0.999; the rest is
-        the new parameters. It starts from parameters, not from zero, so nothing is to be corrected for. 0: no average.
+        the new parameters. It starts from parameters, not from zero, so it needs no bias correction. 0: no average.
       max_skipped_steps: steps of the whole run, not only in a row, that may be left out because their loss or gradient
-        norm is not finite; one more ends the run. 0 allows none, and the step is compiled without the choice.
+        norm is not finite; one more ends the run. 0 allows none, and the step is compiled without that branch.
       zero_stage: ZeRO stage of the dense parameters: 0, 1 or 3.
       expert_zero_stage: ZeRO stage of the experts under the `dp` schedule: 0, 1, 2 or 3.
       checkpoint_every: steps between checkpoints; 0 saves at the end only.
@@ -134,7 +135,7 @@ class TrainConfig:
         return self.decay_steps or max(1, self.steps // 10)
 
     def _check_optimizer(self):
-        """Check the optimizer's name, and what says how the peak of the learning rate is left."""
+        """Check the optimizer's name, and the fields of the learning rate's schedule."""
         choices = {
             "optimizer": OPTIMIZERS,
             "learning_rate_schedule": LEARNING_RATE_SCHEDULES,

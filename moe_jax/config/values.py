@@ -1,4 +1,4 @@
-"""Does a value fit the annotation of the config field that it is bound to?
+"""Check that a value fits the annotation of the config field that it is bound to.
 
 Inputs: a binding's name, the field's annotation and a value, as gin read it. Outputs: the value in the type of the
 field (a list for a tuple and an int for a float are accepted), or a UserError that names the binding, the value, what

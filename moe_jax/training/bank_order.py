@@ -56,7 +56,7 @@ class FileOrder:
         return _from_file(leaf.sharding, self._exchanges(leaf), bank_size)(stored, self.home, self.rows)
 
     def _exchanges(self, leaf) -> bool:
-        """Say whether some expert lives on another device than the file's split of the experts gives it to."""
+        """Say whether some expert's home is another device than the one that stores it in the file's order."""
         devices, (_, experts) = group_size(leaf.sharding), self.home.shape
         assert experts % devices == 0 and leaf.shape[0] % devices == 0, (self.home.shape, leaf.shape, devices)
         assert self.home.max() < devices and self.rows.max() < leaf.shape[0] // devices, "homes of another mesh"

@@ -150,7 +150,7 @@ class Checkpointer:
           host: JSON data; tuples come back as lists, keys as text.
 
         Raises:
-          UserError: this step is saved already, or the disk would not take this checkpoint or the one before.
+          UserError: this step is saved already, or this checkpoint or the one before cannot be written to the disk.
         """
         self.wait()
         if step in self.steps():
@@ -171,7 +171,7 @@ class Checkpointer:
         """Wait until the last save has finished, then delete what `keep` does not cover.
 
         Raises:
-          UserError: the disk would not take it; the checkpoints before it are as they were.
+          UserError: it cannot be written to the disk; the checkpoints before it are as they were.
           HostLostError: another process did not write its part in time.
         """
         if self._pending is None:
@@ -184,7 +184,7 @@ class Checkpointer:
                 self._delete(self._path(old))
 
     def close(self) -> None:
-        """Wait, and give threads back."""
+        """Wait until the last save has finished, and end the threads."""
         try:
             self.wait()
         finally:
@@ -192,7 +192,7 @@ class Checkpointer:
                 self._writer.close()
                 del self._writer
 
-    # Inside.
+    # Internal.
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{step:08d}"
@@ -313,8 +313,9 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 def _writing_handler(processes: ocp.options.MultiprocessingOptions) -> ocp.PyTreeCheckpointHandler:
     """Return orbax's writer.
 
-    Uncompressed: zstd makes trained floats 7% smaller, and so sizes are known beforehand. What is replicated is written
-    by one process: to share it, orbax would compile a slicing program for each shape, a second at the first save.
+    Files are not compressed: zstd makes trained floats only 7% smaller, and so sizes are known beforehand. What is
+    replicated is written by one process: to divide that work, orbax would compile a slicing program for each shape,
+    which takes a second at the first save.
     """
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     return ocp.PyTreeCheckpointHandler(
@@ -369,7 +370,7 @@ def _disk_error(error: BaseException | None) -> int | None:
 
 
 class _OrbaxIsQuiet(logging.Filter):
-    """Keeps orbax' progress, and the tracebacks of errors that `wait` raises again, out of absl's log."""
+    """Keep orbax' progress, and the tracebacks of errors that `wait` raises again, out of absl's log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return f"{os.sep}orbax{os.sep}" not in record.pathname or record.levelno == logging.WARNING

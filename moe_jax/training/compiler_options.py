@@ -1,7 +1,8 @@
 """Options that the training step is compiled with, by platform, number of processes and jax version.
 
-Inputs: a platform's name. Outputs: options for `lowered.compile(compiler_options=...)`. Each one of `GPU` stands here
-because of a before and after of `python -m moe_jax.inspect`; docs/bench/inspect.md has them, and what did not help.
+Inputs: a platform's name. Outputs: options for `lowered.compile(compiler_options=...)`. Each option of `GPU` was chosen
+by comparing the reports of `python -m moe_jax.inspect` without it and with it; docs/bench/inspect.md has them, and what
+did not help.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ _LOG = logging.getLogger(__name__)
 
 # what holds for every jax that this package supports (0.10.2 to 0.12)
 GPU: dict[str, str] = {}
-# With several processes: whoever compiles alone must not wait for the others' timings of kernels (`shared_program.py`).
-# `distributed/hosts.py` sets the same for all other programs of the process.
+# With several processes: one that compiles alone must not wait for the others' timings of kernels
+# (`shared_program.py`). `distributed/hosts.py` sets the same for all other programs of the process.
 ALONE = {"xla_gpu_shard_autotuning": "False"}
 # Kernels that give the same bits every time, or an error where there is none.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": "True"}

@@ -18,7 +18,7 @@ from moe_jax.collectives.exchange import exchange_counts, make_exchange
 from moe_jax.mesh import Roles
 
 BLOCK_ROWS = 48
-UNUSED = 77  # what stands in the rows of a block that are not in use, where the transport must not look
+UNUSED = 77  # value of the rows of a block that are not in use, which the transport must not read
 
 
 def exchange_axes(roles: Roles) -> tuple[str, ...]:
@@ -43,8 +43,8 @@ def compare_exchange(
 ) -> dict[str, int]:
     """Return, for each of `spreads`, in how many entries a transport and the proven one differ.
 
-    All processes of a job call it together; all get the same numbers. The rows travel as tokens do: to the experts'
-    devices, multiplied there by a number of that device, and back; then the gradients of that.
+    All processes of a job call it together; all get the same numbers. The rows are exchanged as tokens are: to the
+    experts' devices, multiplied there by a number of that device, and back; then the gradients of that.
 
     Args:
       transport: as in `MoEConfig`; instead: the one it is compared with.
@@ -91,8 +91,8 @@ def comparison(roles: Roles, transport: str, instead: str, width: int, dtype: st
             back, pull_back = jax.vjp(lambda x: there_and_back(exchange, x), x)
             return exchange(x, sent, received), back, *pull_back(d_back)
 
-        blind = transport == "ragged"  # it alone looks at which rows are in use
-        got = both(transport, jnp.where(used, x, jnp.array(UNUSED, dtype)) if blind else x)
+        sends_used = transport == "ragged"  # it alone sends only the rows in use
+        got = both(transport, jnp.where(used, x, jnp.array(UNUSED, dtype)) if sends_used else x)
         want = both(instead, x)
         return sum(jnp.sum(a != b, dtype=jnp.int32) for a, b in zip(got, want, strict=True))[None]
 

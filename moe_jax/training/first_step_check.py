@@ -2,11 +2,11 @@
 
 Inputs: a `Session`, before it has a state, and the job's processes. Outputs: the session, with a proven grouped matmul
 where 'auto' had chosen one that does not hold, and a record for environment.json. Some things that a run may use are
-not proven by the tests of this project: `ragged_all_to_all`, young, with reports of wrong gradients; the `hopper`
-grouped matmul, never run here on the GPUs that it is for; and `lax.ragged_dot` on GPUs, which newer compilers hand to
-cuDNN. A run that uses one compares it first, with a few MB: one expert FFN (`expert_check`), one exchange on the run's
-mesh (`exchange_check`). Outcomes are kept (`verdicts`), so the next start costs nothing, and neither does a run that
-uses none of them.
+not proven by the tests of this project: `ragged_all_to_all`, which is new, with reports of wrong gradients; the
+`hopper` grouped matmul, never run here on the GPUs that it is for; and `lax.ragged_dot` on GPUs, which newer compilers
+lower to cuDNN. A run that uses one compares it first, with a few MB: one expert FFN (`expert_check`), one exchange on
+the run's mesh (`exchange_check`). Outcomes are kept (`verdicts`), so the next start costs nothing, and neither does a
+run that uses none of them.
 
     outcome                  field says 'auto'                      field names it
     equal but for rounding   goes on                                goes on
@@ -203,7 +203,10 @@ def usable(device: jax.Device) -> bool:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there was no memory left; a kernel's own shared memory is always as large."""
+    """Return whether an error says that the device has no memory left.
+
+    A lack of a kernel's shared memory does not count: that has one size on every start, so the kernel fails always.
+    """
     text = str(error)
     if "shared memory" in text.lower():
         return False
@@ -216,7 +219,7 @@ def first_line(error: BaseException) -> str:
 
 
 def with_field(session: Session, field: str, value: str) -> Session:
-    """Return the session with a field of its MoEConfig changed; layout and places do not depend on those."""
+    """Return the session with a field of its MoEConfig changed; layout and shardings do not depend on those."""
     config, model = session.config, session.model
     moe = dataclasses.replace(config.moe, **{field: value})
     return dataclasses.replace(

@@ -1,10 +1,10 @@
 """Compile a program twice, the second time with modelled seconds for the compiler's scheduler.
 
 Inputs: a lowered program, options, and the target whose rates the model takes. Outputs: the executable. XLA's
-latency-hiding scheduler takes every fusion for equally long, so it overlaps a transfer with five small kernels and none
-of the large ones; docs/bench/overlap.md has the before and after. What it needs is in the first program: the same
-instructions, read and timed by `moe_jax.inspection`. In a job of several processes one compiles for all
-(`shared_program.py`): two schedules of one program would order its collectives differently and hang.
+latency-hiding scheduler assumes that every fusion takes equally long, so it overlaps a transfer with five small kernels
+and none of the large ones; docs/bench/overlap.md has programs with and without guidance. What it needs is in the first
+program: the same instructions, read and timed by `moe_jax.inspection`. In a job of several processes one compiles for
+all (`shared_program.py`): two schedules of one program would order its collectives differently and hang.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from moe_jax.user_cache import read_cached, user_cache_folder, write_cached
 
 _LOG = logging.getLogger(__name__)
 PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
-# Of a program's modelled seconds; nearly all of them where nothing fits. A transfer that the first compilation made
-# synchronous has lost the name that the scheduler knows it by: 11% of the seconds of a tiny model on a100:2x2 with jax
-# 0.11.2, for which the compiler keeps its own estimates.
+# The share of a program's modelled seconds above which unmatched instructions are logged; nearly all are unmatched
+# where a profile is of another program. A transfer that the first compilation made synchronous does not keep the name
+# that the scheduler knows it by, so the compiler uses its own estimate for it: 11% of the seconds of a tiny model on
+# a100:2x2 with jax 0.11.2.
 UNGUIDED_LIMIT = 0.5
 
 

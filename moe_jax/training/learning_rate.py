@@ -1,5 +1,6 @@
-"""The learning rate as a function of finished updates: a rise, and what follows it. TrainConfig in, optax schedule out.
+"""The learning rate as a function of finished updates: warm-up, and what follows it.
 
+Inputs: a TrainConfig. Outputs: an optax schedule.
 Names: steps = train.steps, warmup = warm-up steps (at most steps - 1), decay = decay steps of `wsd`.
 """
 
@@ -14,11 +15,10 @@ from moe_jax.config.train_config import TrainConfig
 def build_learning_rate(config: TrainConfig) -> optax.Schedule:
     """Return the learning rate of update n (from 0).
 
-    It rises in a line from peak / warmup at update 0 to the peak at update `warmup`, and then
-      'cosine' falls by half a cosine to final_learning_rate x peak at update `steps`; 'constant' stays; 'linear' falls
-      in a line to final_learning_rate x peak at update `steps`; 'wsd' (warm-up, stable, decay) stays until update steps
-      - decay and falls to final_learning_rate x peak at update `steps`: in a line, or by '1-sqrt', where the share of
-      the fall that is done after k of `decay` updates is sqrt(k / decay).
+    It rises linearly from peak / warmup at update 0 to the peak at update `warmup`. Then 'constant' stays at the peak;
+    the others fall to final_learning_rate x peak at update `steps`: 'cosine' by half a cosine, 'linear' linearly. 'wsd'
+    (warm-up, stable, decay) stays at the peak until update steps - decay and then falls linearly, or by '1-sqrt', where
+    the share of the fall that is done after k of `decay` updates is sqrt(k / decay).
 
     Source: WSD from Hu et al., "MiniCPM" (2024), section 4; 1-sqrt from Haegele et al., "Scaling Laws and
     Compute-Optimal Training Beyond Fixed Training Durations" (2024).

@@ -236,7 +236,7 @@ class Loop:
         session = self.session
         step_function, tables = (self.evaluation_step, None) if self.engine is None else self.engine.evaluation()
 
-        def held_out_loss(params) -> float:  # the stall clock counts a batch as a step: held-out text may be long
+        def held_out_loss(params) -> float:  # for the watchdog a batch counts as a step: held-out text may be long
             return evaluate(session, step_function, params, tables, lambda: self.hosts.touch(self.step))
 
         loss = held_out_loss(self.state["params"])

@@ -2,8 +2,8 @@
 
 Inputs: TrainConfig. Outputs: a `GradientTransformation` over parameters {'dense': ..., 'bank': ...}, and where the
 leaves of its state lie. Gradients are global arrays, so norms are those of whole leaves however they are laid out. An
-expert's matrix is a parameter of its own: nothing is ever summed over the rows of the bank, which are numbered by where
-experts live, or over the layers that the units are stacked by.
+expert's matrix is a parameter of its own: nothing is ever summed over the rows of the bank, whose order follows the
+experts' homes, or over the layers, by which the units are stacked.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _muon(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def muon_dims(path: tuple) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the dims (in, out) of the matrices stacked in the leaf at this tree path, None where Muon has no say.
+    """Return the dims (in, out) of the matrices stacked in the leaf at this tree path, None where Muon does not apply.
 
     Hidden matrices only: experts [D Rb, in, out]; of the units attention's qkv [U, M, 3, H, Dh], three matrices [M, H
     Dh], its out [U, H, Dh, M], and dense FFNs [U, in, out]. Not embeddings, norms, biases and gates.

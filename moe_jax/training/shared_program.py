@@ -7,9 +7,9 @@ of a job (`xla_gpu_shard_autotuning`), each of which then waits for the others: 
 alone, or finds in a cache while another does not, would wait for ever. With sharing off (see `compiler_options.py`)
 each process times for itself, noise decides between equals, and two processes may get two programs: other fusions, so
 another order of collectives in the schedule, and NCCL waits for ever. So process 0 alone compiles and hands out the
-result, by the coordination service. Where an executable cannot be handed out, its profile is, and each process compiles
-for itself. A program that is compiled again, as a plan that comes back is, is handed out again: the executable of
-before may be another one than process 0 runs now.
+result, through the coordination service. Where an executable cannot be handed out, its profile is, and each process
+compiles for itself. A program that is compiled again, for instance for a plan that is used again, is handed out again:
+the earlier executable may differ from the one that process 0 runs now.
 """
 
 from __future__ import annotations

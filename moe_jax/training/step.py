@@ -34,7 +34,7 @@ class StateShardings:
       state: of the training state.
       batch: of a `Batch` [Nm, B / Nm, Sq].
       tables: of every array of the plan's `Tables`.
-      host_signals: of int32 [devices] or [devices, 3], what each host tells the step.
+      host_signals: of int32 [devices] or [devices, 3], what each host sends to the step.
       replicated: of everything else.
     """
 
@@ -131,8 +131,8 @@ def make_train_step(
     dropped, passes int32 [L]; stop int32 [], 1 if any host asked to stop.
 
     `host_signals` is int32 [devices], 1 where a host asks to stop. With a plan it is int32 [devices, 3]: stop, number
-    of the newest skeleton ready, hash of the plan; and metrics have `ready`, the least of all, and `plan_hash_least`
-    and `plan_hash_most` besides.
+    of the newest skeleton ready, hash of the plan; metrics then also have `ready`, the least of all, `plan_hash_least`
+    and `plan_hash_most`.
 
     Where `max_skipped_steps` allows it, a step whose loss or gradient norm is not finite in any microbatch leaves the
     state as it was but for `step`: the batch is left out, and neither moments nor schedule move. Metrics then have

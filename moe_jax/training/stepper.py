@@ -28,7 +28,7 @@ class Stepper:
     """One run that goes on step by step.
 
     Attributes:
-      state: of the run, donated to each step; step: how many were dispatched, so the number of the next from 0.
+      state: of the run, donated to each step; step: how many were dispatched, which is the next one's number from 0.
       executable: of the newest step.
       in_flight: (step, metrics on the devices) of steps that are not read yet.
     """
@@ -40,7 +40,7 @@ class Stepper:
         engine: RejitEngine | None = None,
         change_state: Callable | None = None,
     ):
-        """Hold a run that stands at `state`.
+        """Start from `state`.
 
         Args:
           engine: plans for the next steps, None without a planner.
@@ -59,7 +59,7 @@ class Stepper:
         return seconds
 
     def dispatch(self, batch, flag: int = 0) -> None:
-        """Let the devices run the next step on a batch that lies there; `flag` is this process' wish to stop."""
+        """Dispatch the next step on a batch that is on the devices; `flag` is 1 where this process asks to stop."""
         if self.engine is None:
             tables, host_signals = self.session.tables, self.session.host_signals(flag)
         else:

@@ -57,7 +57,7 @@ def verdict_key(device: jax.Device, **what) -> dict:
         "device": device.device_kind,
         "platform": device.client.platform_version,  # of CUDA, as jaxlib was built for
         "driver": driver_version(),
-        "flags": os.environ.get("XLA_FLAGS", ""),  # they choose kernels as `what` does
+        "flags": os.environ.get("XLA_FLAGS", ""),  # kernels depend on them too
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "source": source_digest(),
