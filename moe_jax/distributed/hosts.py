@@ -35,8 +35,8 @@ from moe_jax.errors import HostLostError, NonFiniteError, UserError
 
 __all__ = ["EXIT_HOST_LOST", "Hosts", "HostsConfig", "StopSignal", "exit_code_of", "start_hosts"]
 
-# An exception of a step that mentions communication is probably caused by a lost process: wait for the watchdog to name
-# it.
+# An exception of a step that contains one of these words is probably caused by a lost process; then the watchdog gets
+# time to name that process.
 _COMMUNICATION_WORDS = ("gloo", "nccl", "unavailable", "deadline", "socket", "connection", "coordination", "aborted")
 _JAX_HEARTBEAT_MARGIN_SECONDS = 10
 _SHARD_AUTOTUNING = "xla_gpu_shard_autotuning"
@@ -45,7 +45,7 @@ _SERVICE_SECONDS = 5.0  # jax tries for itself, for as long as `start_timeout_se
 
 @dataclass(frozen=True, kw_only=True)
 class HostsConfig:
-    """Who this process is; what is None is read from the environment, and with nothing there it is alone.
+    """This process' place in its job; None is read from the environment, and without a job there it runs alone.
 
     Attributes:
       coordinator: "host:port" of process 0, as every process reaches it.
@@ -363,8 +363,9 @@ def _split_address(address: str) -> tuple[str, int]:
 def _tune_alone(environment: MutableMapping[str, str]) -> None:
     """Keep XLA from sharing the timing of kernels among processes; it reads its flags when a backend first starts.
 
-    A process that finds a program in a cache, or compiles one that others do not, would leave them waiting, or wait.
-    Known to jax 0.10.2, 0.11.2 and 0.12.0.1; an unknown name in XLA_FLAGS would end the process.
+    Otherwise a process that finds a program in a cache would leave the others waiting, and one that compiles a program
+    of its own would wait for them. The flag is known to jax 0.10.2, 0.11.2 and 0.12.0.1; an unknown name in XLA_FLAGS
+    would end the process.
     """
     given = environment.get("XLA_FLAGS", "")
     if _SHARD_AUTOTUNING not in given:

@@ -1,7 +1,7 @@
 """The secret that the processes of one job share: how it is proved, and where it comes from.
 
-Inputs: a token (bytes) on each side of a connection. Outputs: messages whose sender can be checked. The token itself
-never travels: each side sends a random challenge, and seals its message with an HMAC of the token over the other's
+Inputs: a token (bytes) on each side of a connection. Outputs: messages whose sender can be checked. The token itself is
+never sent: each side sends a random challenge, and seals its message with an HMAC of the token over the other's
 challenge, so that a recorded message is not accepted on another connection. This authenticates the sender only: nothing
 is encrypted, and after the rendezvous the connection is trusted.
 

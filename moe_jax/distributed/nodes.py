@@ -1,8 +1,8 @@
-"""Where the fast links end: which processes share a machine, and so how many devices a node has. No arrays, no jax.
+"""Node boundaries: which processes share a machine, and so how many devices a node has. No arrays, no jax.
 
 Inputs: what names this machine, from every process (the rendezvous exchanges it), and the devices. Outputs: devices of
 a node. Processes share a node if their host name, boot and network namespace are equal, or NCCL_HOSTID, where that is
-set: nearly what NCCL goes by.
+set: nearly the rule of NCCL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def node_size(devices: Sequence, host_ids: Sequence[str]) -> int:
       host_ids: the machine of every process, by index; one process or none given is one machine.
 
     Raises:
-      UserError: the machines have different numbers of devices, or take turns in the order of the devices.
+      UserError: the machines have different numbers of devices, or a machine's devices do not follow one another.
     """
     if len(set(host_ids)) <= 1:
         return len(devices)

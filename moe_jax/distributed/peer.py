@@ -64,7 +64,7 @@ class Peer:
 
 
 def encode(message: dict) -> bytes:
-    """Return a message as it travels."""
+    """Return the line that a message is sent as."""
     return json.dumps(message).encode() + b"\n"
 
 

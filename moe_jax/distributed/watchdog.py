@@ -128,7 +128,7 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             self._watch_peers()
-        except Exception as error:  # a watchdog that ends silently would bring the hang back
+        except Exception as error:  # if the watchdog ended silently, the job could hang again
             self._end(Verdict(line=f"the watch of {self._self} failed: {error!r}"))
 
     def _watch_peers(self) -> None:
@@ -155,7 +155,7 @@ class Watchdog:
         except (MalformedMessage, KeyError, TypeError) as error:
             # Only a process that was admitted can have sent it, and all may be waiting for its message.
             what = f"the message lacks {error}" if isinstance(error, KeyError) else str(error)
-            self._end(Verdict(line=f"{peer} is lost: its connection brings nonsense ({what})"))
+            self._end(Verdict(line=f"{peer} is lost: it sent a malformed message ({what})"))
         if messages is None:
             if not peer.has_left and not self._stopped.is_set():
                 self._end(Verdict(line=f"{peer} died: its connection closed"))
@@ -222,9 +222,7 @@ class Watchdog:
 
     def _send_verdict(self, verdict: Verdict) -> None:
         self._broadcast({"kind": "end", "verdict": vars(verdict)})
-        if (
-            self._index == 0
-        ):  # the coordination service lives here: once it is gone, the others abort, stack trace and all
+        if self._index == 0:  # the coordination service ends with process 0, and the others would abort by it
             _await_closed(self._peers, verdict.grace_seconds + _FAREWELL_SECONDS)
 
     def _on_abort(self, _signal: int) -> None:

@@ -149,7 +149,7 @@ def test_strangers_at_the_port_do_not_keep_a_job_from_starting(start_job):
 def test_a_line_that_is_no_message_ends_the_job_with_the_name_of_its_sender(start_job):
     job = start_job("--mistake=1:babble")
     assert job.wait(0, 40) == 4
-    words = rf"moe_jax: process 1 \({socket.gethostname()}\) is lost: its connection brings nonsense \(b'GET"
+    words = rf"moe_jax: process 1 \({socket.gethostname()}\) is lost: it sent a malformed message \(b'GET"
     assert re.search(words, job.log(0))
 
 
