@@ -29,7 +29,7 @@ from moe_jax.errors import UserError
 
 FORMAT = 1
 BATCH_CHARACTERS = 4 << 20  # text handed to the tokenizer at once
-LOCK_SECONDS = 600.0  # the longest wait for another builder; after it both build, which is correct and wasteful
+LOCK_SECONDS = 600.0  # the longest wait for another builder; after it both build, which is correct but repeats work
 ABANDONED_SECONDS = 86400.0  # a builder's folder untouched for so long has no builder
 
 
@@ -238,7 +238,7 @@ def _encoded(sources: list[Source], tokenizer: Tokenizer) -> Iterator[tuple[np.n
 def _one_builder_at_a_time(folder: Path):
     """Let one process build while the others wait, where the file system has locks.
 
-    Only spares work: without locks, or when the wait grows too long, several build and the rename decides.
+    This only saves work: without locks, or when the wait takes too long, several build and the rename decides.
     """
     import fcntl
 

@@ -21,7 +21,7 @@ class DataConfig:
       sequence_length: targets in a window; a window holds one token more.
       tokenizer: 'byte', or the path of a Hugging Face tokenizer.json.
       held_out_fraction: the share of the tokens that training never sees, above 0 and below 0.5.
-      cache_dir: where token caches live; '' means $XDG_CACHE_HOME/moe_jax, or ~/.cache/moe_jax.
+      cache_dir: folder of the token caches; '' means $XDG_CACHE_HOME/moe_jax, or ~/.cache/moe_jax.
     """
 
     path: str = ""

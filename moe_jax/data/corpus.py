@@ -37,7 +37,7 @@ class Source:
     """Name one file and what it was when it was found.
 
     Args:
-      path: how to open it, in the user's own wording, so that messages read as the user wrote.
+      path: how to open it, as the user wrote it, so that messages repeat it.
       size: bytes.
       mtime_ns: time of the last change.
       field: the key of the text in each line of a .jsonl file; '' for a file that is one text.
@@ -83,7 +83,7 @@ def find_documents(config: DataConfig) -> list[Source]:
 
 
 def iterate_texts(sources: Iterable[Source]) -> Iterator[str]:
-    """Yield all text, piece by piece, without the borders of documents."""
+    """Yield all text, piece by piece, without saying where documents end."""
     for source in sources:
         for piece in source.pieces():
             yield piece.text
@@ -194,7 +194,7 @@ def _json_pieces(file: BinaryIO, name: str, field: str) -> Iterator[Piece]:
         if not text.isascii():
             try:
                 text.encode()
-            except UnicodeEncodeError as error:  # JSON can spell half a character: "\ud800"
+            except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair: "\ud800"
                 raise UserError(f"{where}: field {field!r} holds half a surrogate pair; remove it") from error
         if text:
             yield Piece(text, True)

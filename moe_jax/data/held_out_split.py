@@ -1,7 +1,7 @@
 """Which tokens training sees and which are held out, and each part read as one array.
 
 Inputs: where the documents end, and the share wanted. Outputs: two lists of runs of tokens, and TokenSpan, which reads
-such a list as if it lay in one piece. Windows are made elsewhere.
+such a list as if it were one array. Windows are made elsewhere.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ _PURPOSE = 3  # keeps these numbers apart from those of stream.py and masking.py
 def split_documents(ends: np.ndarray, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Divide a corpus between training and held-out text.
 
-    A document is held out when the hash of its index says so: whatever the seed, and whatever documents come after it.
+    Whether a document is held out is decided by a hash of its index, not by the seed or by the documents after it.
     Where the documents so chosen hold less than half or more than twice the share that was asked for (few documents,
     or one that outweighs the rest), the last tokens of the corpus are held out instead.
 

@@ -1,8 +1,8 @@
 """Random numbers that are functions of their address: no generator, no state, nothing to save.
 
 Inputs: integers that say where a number is wanted (purpose, seed, epoch, step, row, column). Outputs: the number there.
-So any process computes any number alone, and a resumed run needs nothing but its step. The bits are defined here rather
-than borrowed from numpy.random, whose streams may change between versions.
+So any process computes any number alone, and a resumed run needs nothing but its step. The bits are defined here, not
+by numpy.random, whose streams may change between versions.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ _ROUNDS = 6
 def hash64(*words) -> np.ndarray:
     """Hash integers to 64 bits that look independent.
 
-    Each word passes the finaliser of SplitMix64 on top of the words before it.
+    Each word is mixed with the hash of the words before it by the finaliser of SplitMix64.
 
     Args:
       words: ints or integer arrays that broadcast together.
@@ -42,8 +42,8 @@ def uniform(*words) -> np.ndarray:
 def shuffled(index: np.ndarray, count: int, *key) -> np.ndarray:
     """Return which item of `count` stands at each place of a shuffled order, without making the order.
 
-    A Feistel network is a bijection of [0, 4^k); walking on until the value falls below `count` makes it one of
-    [0, count). At most four steps on average, no memory whatever the size of the corpus.
+    A Feistel network is a bijection of [0, 4^k); applying it again until the value is below `count` makes it one of
+    [0, count). That takes at most four applications on average, and no memory whatever the size of the corpus.
 
     Args:
       index: int64 [n], places, each in [0, count).

@@ -26,7 +26,7 @@ def mask_tokens(
     rate: float = 0.15,
     special_ids: Sequence[int] = (),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hide `rate` of the tokens: 80% behind the mask, 10% behind a random token, 10% left as they are.
+    """Hide `rate` of the tokens: 80% become the mask, 10% a random token, and 10% stay as they are.
 
     Args:
       tokens: integers [b, Sq].

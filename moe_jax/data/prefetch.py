@@ -1,4 +1,4 @@
-"""Read the next batches on one thread while the device works; the order is that of the steps, whatever happens."""
+"""Read the next batches on one thread while the device works; the order is always that of the steps."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ def prefetch(
 ) -> Iterator[tuple[int, Batch]]:
     """Yield (step, read(step)) from `start` to before `stop`, with up to `depth` reads ahead.
 
-    An error of read(step) is raised where that step would have been given out. Close the iterator, or run it to its
-    end, to end the thread.
+    An error of read(step) is raised where that step would have been yielded. To end the thread, close the iterator or
+    exhaust it.
 
     Args:
       read: a pure function of the step, such as TokenStream.batch.

@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
     """Turn text into ids and back.
 
     Attributes:
-      name: names this very mapping; two tokenizers with the same name give the same ids.
+      name: identifies the mapping; two tokenizers with the same name give the same ids.
       vocab_size: every id is below it, end and mask included.
       end_id: closes a document.
       mask_id: stands for a hidden token; never in the corpus.
@@ -51,8 +51,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Give each byte of the UTF-8 text its own id: no file, no training, no unknown token, on any machine.
 
-    258 ids: 0-255 are the bytes, 256 ends a document, 257 is the mask. End and mask are not borrowed from the bytes,
-    because every byte up to 0x7F may stand in a text, and a text that ended itself would be another text.
+    258 ids: 0-255 are the bytes, 256 ends a document, 257 is the mask. End and mask have ids of their own, because
+    every byte up to 0x7F may stand in a text.
     """
 
     name = "byte"

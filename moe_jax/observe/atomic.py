@@ -56,7 +56,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
                 os.fsync(file.fileno())
             os.replace(temporary, target)
         except BaseException:
-            # Gives a full disk its space back; a temporary that cannot be removed must not hide the real error.
+            # Frees space on a full disk; a temporary file that cannot be removed must not hide the first error.
             try:
                 temporary.unlink(missing_ok=True)
             except OSError:

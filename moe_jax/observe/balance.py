@@ -1,7 +1,8 @@
 """How evenly a step's tokens fall on devices and experts.
 
-Letters: docs/notation.md. Inputs: loads integers [L, S, E] of one step. Outputs: one number per layer. Homes only: what
-replicas change is the placement's business.
+Inputs: loads integers [L, S, E] of one step. Outputs: one number per layer. Every expert counts at its home; device
+loads under replicas are computed in `placement/routing.py`.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations

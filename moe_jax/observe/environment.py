@@ -1,7 +1,7 @@
 """What a run ran on: versions, processors, devices, mesh, commit.
 
-Inputs: devices and mesh as plain data (this package does not import jax). Outputs: a dict for environment.json. No host
-name, user name or path gets in.
+Inputs: devices and mesh as plain data (this package does not import jax). Outputs: a dict for environment.json, without
+host names, user names and paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def environment_record(
     processes: int = 1,
     now: datetime | None = None,
 ) -> dict[str, Any]:
-    """Describe machine and software.
+    """Describe the machine and its software.
 
     Args:
       devices: one record per device, at least `kind` and `platform`; other fields are ignored.
@@ -57,8 +57,8 @@ def environment_record(
 def git_state(package: Path | None = None) -> dict[str, Any]:
     """Return the commit of the checkout that holds the package, and whether the package's files differ from it.
 
-    Both None when the package is not tracked by git: installed into a virtual environment that happens to lie inside
-    somebody's checkout, for instance.
+    Both are None when the package is not tracked by git, for instance when it is installed into a virtual environment
+    inside the checkout of another project.
     """
     package = package or Path(__file__).resolve().parent.parent
     unknown = {"commit": None, "uncommitted_changes": None}

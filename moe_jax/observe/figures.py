@@ -94,7 +94,7 @@ def title_axes(axes: Axes, text: str) -> None:
 
 
 def span_axes(axes: Axes, steps: np.ndarray) -> None:
-    """Let the axis begin and end with the data; one lone step gets room on both sides."""
+    """Let the axis begin and end with the data; a single step gets a margin on both sides."""
     if len(steps):
         first, last = float(steps.min()), float(steps.max())
         room = 0.01 * (last - first) if last > first else 0.5

@@ -1,6 +1,7 @@
 """Heat maps of expert load: one panel per layer in one figure, from 1 to 96 layers and 2 to 512 experts.
 
-Letters: docs/notation.md; n columns. Inputs: a `LoadsTrace`. Outputs: a matplotlib figure.
+Inputs: a `LoadsTrace`. Outputs: a matplotlib figure.
+Letters: docs/notation.md; n columns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
     """Draw a panel per layer: steps to the right, experts upwards, colour = load against an even share.
 
     The scale is logarithmic and the same in all panels; white is an even share, an expert without a token is black.
-    With more experts than dots their colours are averaged.
+    With more experts than pixels their colours are averaged.
 
     Args:
       trace: loads [Nt, L, S, E] and iterations [Nt].
@@ -119,8 +120,8 @@ def panel_height(experts: int, down: int) -> float:
 def colour_reach(shares: np.ndarray) -> float:
     """Return the multiple of an even share at the upper end of the scale, a power of two from 2 to 64.
 
-    It covers all but the heaviest 0.2% of the loads, so that one spike does not wash out the rest. The lower end is its
-    inverse: the light experts do not set it, since a step waits for the heavy ones.
+    It covers all but the heaviest 0.2% of the loads, so that one outlier does not make the others look alike. The lower
+    end is its inverse: the light experts do not set it, since a step waits for the heavy ones.
     """
     extreme = float(np.quantile(shares, 0.998))
     return 2.0 ** min(6, max(1, math.ceil(math.log2(max(extreme, 1.0)) - 0.01)))

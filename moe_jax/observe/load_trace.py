@@ -1,8 +1,7 @@
 """Read traces of expert loads, those of our own runs and those of others, for pictures and for replay.
 
-Letters: docs/notation.md.
-
 Inputs: an npz with `loads` [Nt, L, S, E] and, where known, `iterations` [Nt]. Outputs: a checked `LoadsTrace`.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
     loads, iterations = check_loads(arrays["loads"], arrays["iterations"], path)[:2]
     sources = arrays.get("sources")
     if sources is not None and (sources.shape != iterations.shape or sources.dtype.kind not in "iu"):
-        sources = None  # somebody else's key
+        sources = None  # a key of another program
     return LoadsTrace(loads, iterations, sources, read_origins(arrays, len(loads), path))
 
 

@@ -1,7 +1,5 @@
 """Expert loads of a run, kept in parts while it trains and as one file when it ends.
 
-Letters: docs/notation.md.
-
 Inputs: loads int32 [L, S, E] of a step, on the host. Outputs: loads/part_*.npz, then loads.npz with
     loads       int32 [Nt, L, S, E]   tokens that source s routed to expert e
     iterations  int64 [Nt]            the step of each sample, rising
@@ -9,6 +7,7 @@ Inputs: loads int32 [L, S, E] of a step, on the host. Outputs: loads/part_*.npz,
     M, F, K, dtype, mesh, ...        of the run that recorded them, see `loads_origin.py`
 When S differs between samples the missing sources are filled with zeros. `load_trace.py` reads such files of any
 origin. Nothing here depends on the placement of the experts.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ class LoadsRecorder:
         resume_step: int | None = None,
         origin: LoadsOrigin | None = None,
     ) -> None:
-        """Open the parts, cut to what the restored checkpoint knows.
+        """Open the parts, without samples later than the restored checkpoint.
 
         Args:
           folder: the run folder.
           every: steps from one sample to the next; 0 records none.
-          resume_step: the last step that the restored checkpoint contains; later samples are cut, and loads.npz goes
-            until it is merged again. None starts a new run: all samples go.
+          resume_step: the last step that the restored checkpoint contains; later samples are removed, and so is
+            loads.npz until it is merged again. None starts a new run: all samples are removed.
           origin: what is written beside the samples about this run; None writes nothing.
 
         Raises:

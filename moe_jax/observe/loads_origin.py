@@ -95,7 +95,7 @@ def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -
     Raises:
       UserError: the keys are all there and do not fit together.
     """
-    if not all(key in arrays for key in KEYS):  # an older file, or somebody else's
+    if not all(key in arrays for key in KEYS):  # a file of an older version, or of another program
         return (None,) * samples
     try:
         known: list[LoadsOrigin | None] = [

@@ -32,12 +32,12 @@ class MetricsWriter:
     def __init__(
         self, folder: str | os.PathLike[str], *, resume_step: int | None = None, file_name: str = METRICS
     ) -> None:
-        """Open the file, cut to what the restored checkpoint knows.
+        """Open the file, without lines later than the restored checkpoint.
 
         Args:
           folder: the run folder.
-          resume_step: the last step that the restored checkpoint contains: lines of later steps are cut, so that each
-            step stands once. None starts a new run: every line that is there goes.
+          resume_step: the last step that the restored checkpoint contains: lines of later steps are removed, so that
+            each step stands once. None starts a new run: all lines are removed.
           file_name: METRICS or EVALUATIONS.
 
         Raises:
@@ -126,8 +126,8 @@ def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
 def _cut_after(path: Path, last_kept: int | None) -> int | None:
     """Cut the file after the line of step `last_kept` (None: before the first); return the last step that stays.
 
-    Steps rise, so what stays is a prefix and the cut is one truncation: nothing is copied, a kill cannot leave a half,
-    and it works on a full disk too.
+    Steps rise, so what stays is a prefix, and the file is truncated once: nothing is copied, a kill cannot leave it
+    half done, and it works on a full disk too.
     """
     kept_bytes, last_step = 0, None
     if last_kept is not None:

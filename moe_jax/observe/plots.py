@@ -1,6 +1,7 @@
 """The pictures of a run: loss, expert load over time, device load over time.
 
-Letters: docs/notation.md. Inputs: metrics.jsonl, evaluations.jsonl and loads.npz of a run folder. Outputs: plots/*.png.
+Inputs: metrics.jsonl, evaluations.jsonl and loads.npz of a run folder. Outputs: plots/*.png.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NAMED = (BLUE, ORANGE, PURPLE, YELLOW, SKY)  # for a few layers; more of them get a scale
+_NAMED = (BLUE, ORANGE, PURPLE, YELLOW, SKY)  # for a few layers; more layers get a colour scale
 
 
 def draw_all(folder: str | os.PathLike[str]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The progress of a run: one live line on a terminal, otherwise a plain line every n steps.
+"""The progress of a run: one line that is updated on a terminal, otherwise a plain line every n steps.
 
 Inputs: host numbers of a step. Outputs: text on a stream. An odd terminal (no size, no Unicode, closed) never stops a
 run: what cannot be shown is logged once and left out.
@@ -37,10 +37,10 @@ class Progress:
 
         Args:
           total_steps: the step at which the run ends.
-          stream: where to draw; a live line if it is a terminal.
+          stream: where to draw; if it is a terminal, one line that is updated.
           start_step: steps already done, when resuming.
           every: steps between two plain lines.
-          clock: seconds that never go back.
+          clock: returns monotonic seconds.
         """
         self.live = _is_terminal(stream)
         self._total, self._stream, self._every, self._clock = total_steps, stream, max(1, every), clock
@@ -96,7 +96,7 @@ class Progress:
             self._emit(" | ".join(word for word in words if word) + "\n")
 
     def note(self, text: str) -> None:
-        """Print a line of its own (an evaluation, a checkpoint) above the live one."""
+        """Print a line of its own (an evaluation, a checkpoint) above the updated one."""
         if self.live and self._drawn:
             self._emit("\r" + " " * len(self._drawn) + "\r")
         self._emit(text + "\n")

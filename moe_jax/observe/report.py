@@ -1,4 +1,4 @@
-"""One page about a run that can be mailed: report.html, pictures inside, no network, no script.
+"""One page about a run in one file: report.html, with its pictures, without scripts or links to the network.
 
 Inputs: the files of a run folder. Outputs: report.html. Absolute paths in the config are shortened to their last part,
 so that the page shows no folders or user names of the machine.

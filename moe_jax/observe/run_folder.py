@@ -33,7 +33,7 @@ class RunFolder:
 
         Args:
           path: the work folder; `~` is expanded.
-          create: make the folder with its parents, and prove that it can be written to. Readers give False.
+          create: make the folder with its parents, and check that it can be written to. Readers give False.
 
         Raises:
           UserError: the folder cannot be made or written to, or (create=False) does not exist.
@@ -117,7 +117,7 @@ class RunFolder:
         return held if held is not None and _trimmed(held) != _trimmed(other_than) else None
 
     def write_config(self, text: str) -> Path:
-        """Write config.gin: every value of the run, those that somebody set marked."""
+        """Write config.gin: every value of the run, with those marked that the user set."""
         return write_atomically(self.config, _ending_in_newline(text))
 
     def write_operative_config(self, text: str) -> Path:
