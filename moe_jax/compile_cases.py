@@ -103,8 +103,7 @@ def compile_case(case: Case, guided: bool) -> list[Outcome]:
 
 
 def ring_replicas(program, replicas: int, method: str):
-    """Return the skeleton of a placement in which each device has a replica of an expert of each of its next
-    neighbours."""
+    """Return the skeleton of a placement in which each device has replicas of one expert of each next neighbour."""
     from moe_jax.placement import build_skeleton
     from moe_jax.replan.replanner import initial_placement
 

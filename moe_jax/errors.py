@@ -10,4 +10,4 @@ class NonFiniteError(RuntimeError):
 
 
 class HostLostError(RuntimeError):
-    """A process of a multi-host run that died or fell silent; names it. Exit code 4."""
+    """A process of a multi-host run that died or no longer answers; names it. Exit code 4."""

@@ -1,8 +1,8 @@
 """One MoE layer under a schedule, forward and backward, ready to be timed.
 
 Inputs: sizes and a mesh. Outputs: a compiled call on arrays that are there. Gradients stay where they arise: the sum of
-the gate's gradient over devices is left out, as Parm leaves it out of its times, and with one data-parallel group
-theirs has none. Letters: docs/notation.md.
+the gate's gradient over devices is left out, as Parm leaves it out of its times; with one data-parallel group the
+experts' gradients need no sum. Letters: docs/notation.md.
 """
 
 from __future__ import annotations

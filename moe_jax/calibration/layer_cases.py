@@ -2,7 +2,7 @@
 
 Inputs: devices and the fits of the parts. Outputs: points (predicted communication, predicted computation, seconds) and
 one `Fit` over them per schedule, named `layer:SCHEDULE` in a cluster file. Parts in one program do not cost what they
-cost alone: devices wait for each other, share cores and memory, and a program of many operations has its own start.
+cost alone: devices wait for each other, share cores and memory, and a program of many operations takes time to start.
 Letters: docs/notation.md.
 """
 
@@ -38,8 +38,7 @@ _SIZES = (
 
 
 class LayerCase(typing.NamedTuple):
-    """One layer: N_MP, N_ESP, N, M, F, capacity factor, K. There is one data-parallel group, of E = number of devices
-    experts."""
+    """One layer: N_MP, N_ESP, N, M, F, capacity factor, K; one data-parallel group, and as many experts as devices."""
 
     mp_size: int
     esp_size: int
@@ -98,7 +97,7 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster, tran
 
 
 def layer_cases(devices: int, scale: float, mesh: MeshConfig | None, count: int = 14) -> list[LayerCase]:
-    """Return the layers to time: over all (N_MP, N_ESP) of 1, 2, 4 that the devices have room for, or on one mesh."""
+    """Return the layers to time: over all (N_MP, N_ESP) of 1, 2, 4 that divide the devices, or on one mesh."""
     if mesh is not None:
         pairs = [(mesh.model, mesh.expert_shard)] if mesh.expert * mesh.expert_shard == devices else []
     else:

@@ -37,7 +37,7 @@ class CalibrationOptions:
       least_seconds: where the largest message takes less, larger ones are timed, up to 4 times; otherwise the cost of a
         call would hide the slope.
       rounds: interleaved calls of each size; the median counts.
-      devices_per_node: where the fast links end; 0 takes the devices of a host, whose processes may be several.
+      devices_per_node: devices joined by fast links; 0 takes those of a host, which may run several processes.
       compute: time matmuls, gating and rows as well; layers: and so many whole layers under each schedule, 0 for none.
       scale: sizes of the timed compute over the default ones, in tokens.
     """

@@ -1,7 +1,8 @@
 """Clocks: calls in interleaved rounds, and arrays spread over a mesh of one or several processes.
 
-Inputs: named functions without arguments. Outputs: seconds of every call. Interleaving makes a slow minute of the
-machine hit all calls alike. On several processes all of them must make the same calls in the same order.
+Inputs: named functions without arguments. Outputs: seconds of every call. The calls are interleaved, so that a time in
+which the machine is slow affects all of them alike. On several processes all must make the same calls in the same
+order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Times of collectives as straight lines, and the choice between two schedules that follows from them.
 
-Inputs: measured sizes and seconds. Outputs: `Fit` (seconds = alpha + beta x + gamma y) with its R^2, and Parm's pick.
+Inputs: measured sizes and seconds. Outputs: `Fit` (seconds = alpha + beta x + gamma y) with its R^2, and Parm's choice.
 Sizes are in whatever unit the caller measured; alpha is in seconds.
 """
 
@@ -46,7 +46,7 @@ class Fit:
 
 
 class ParmChoice(typing.NamedTuple):
-    """The fastest of Parm's two schedules, with the predicted times in seconds; the baseline's where it was asked."""
+    """The faster of Parm's two schedules, the predicted seconds of both, and the baseline's where it was asked for."""
 
     schedule: str
     s1_seconds: float
@@ -64,8 +64,8 @@ def fit_alpha_beta(sizes, seconds) -> Fit:
     Returns:
       the fit, with R^2 = 1 - residual / total variance (1 where all times are equal).
 
-    Source: Parm, equation 12; that no coefficient is below 0 is our addition: noise would give small sizes a negative
-    time.
+    Source: Parm, equation 12. That no coefficient is below 0 is our addition: otherwise noise could give small sizes a
+    negative time.
     """
     return _fit(["size"], [sizes], seconds)
 
@@ -148,7 +148,7 @@ def _fit(names: list[str], columns: list, seconds) -> Fit:
 
 
 def _least_squares(matrix: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return coefficients of least squares; those that fall below 0 are left out, lowest first."""
+    """Return coefficients of least squares; those below 0 are set to 0 one by one, the lowest first."""
     # Columns differ by orders of magnitude: scale them, or a small one is lost.
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     answer, kept = np.zeros(matrix.shape[1]), list(range(matrix.shape[1]))

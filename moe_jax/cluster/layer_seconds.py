@@ -4,8 +4,6 @@ Inputs: sizes of one layer under a schedule, and a cluster whose fits calibrate 
 The sum is a synchronous layer: nothing overlaps, as on a CPU; the all-reduce of gradients is left out. Where whole
 layers were timed too (fit `layer:SCHEDULE`), communication and computation are scaled by what they cost there, and the
 call is the start of such a layer.
-
-Letters: docs/notation.md; here t tokens of an MP group, R rows that arrive on a device.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def pairwise_seconds(shape: LayerShape, load: ExpertLoad, cluster: Cluster, item
             moving, cluster.fit("expert_step", _REQUESTED_BY).seconds(load.flops, load.bytes), "its fits"
         )
     sent = sum(t.calls * t.elements for way in ways for t in way if t.group == "pairwise_ring")
-    # of an all-to-all within a group of L devices one L-th stays
+    # of an all-to-all within a group of n devices, 1 / n stays on its device
     inside, size = 0.0, shape.ep_size * shape.esp_size // shape.groups
     if size > 1:
         inside = sum(t.calls * t.elements for way in ways for t in way if t.group == "pairwise_group") * (1 - 1 / size)

@@ -1,8 +1,7 @@
 """Read and write cluster files.
 
 Inputs: the path of a preset (lines `Cluster.field = value`, valid gin too) or of calibrate's JSON, with the same
-fields.
-Outputs: a `Cluster`. Values are Python literals; nothing is executed and no gin is needed.
+fields. Outputs: a `Cluster`. Values are Python literals; nothing is executed and no gin is needed.
 """
 
 from __future__ import annotations

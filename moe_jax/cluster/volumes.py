@@ -28,10 +28,10 @@ class Transfer(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Hold the sizes that decide what travels; see the letters above.
+    """Hold the sizes that decide what is communicated; see the letters above.
 
-    With `split_tokens` an MP group hands its tokens over in parts, and takes them back so. `groups` is Ng of
-    `pairwise`.
+    With `split_tokens` each device of an MP group has a part of its tokens, before the layer and after it. `groups` is
+    Ng of `pairwise`.
     """
 
     tokens: int
@@ -71,8 +71,8 @@ def layer_transfers(
     Args:
       schedule: a name of the schedules; 'parm' is 's1' or 's2'.
       shape: sizes; gather: how s2 returns, 'saa' or 'aas'.
-      transport: how an all-to-all travels, but not that of `pairwise`, which cuts its own; local: for 'two_level',
-        members of its group that share a node.
+      transport: how an all-to-all is carried out, except under `pairwise`, which has transfers of its own.
+      local: for 'two_level', members of its group that share a node.
 
     Source: Parm, sections III and IV, restated for buckets; FasterMoE, section 4.2.
     """
@@ -88,10 +88,10 @@ def layer_transfers(
 def index_transfers(schedule: str, shape: LayerShape, most_passes: int = 1) -> list[Transfer]:
     """Return the transfers of int32 in one layer and pass; they have no backward.
 
-    These are the counts of rows per expert that go ahead of the rows (an ESP group of `deepspeed` shares its members'
-    routes too, `ring` the choices); the token rule of the first EP member, where an MP group of `s2` spans several
-    ('model_expert'); and, once per layer where there may be several passes, the flag by which all devices agree on
-    their number ('all').
+    These are the counts of rows per expert that are sent before the rows (an ESP group of `deepspeed` shares its
+    members' routes too, `ring` the choices); the token rule of the first EP member, where an MP group of `s2` spans
+    several ('model_expert'); and, once per layer where there may be several passes, the flag by which all devices agree
+    on their number ('all').
     """
     held = shape.experts // shape.ep_size
     counts = Transfer("all_to_all", _BOTH, shape.ep_size * shape.esp_size * held)

@@ -6,7 +6,7 @@
 
 RUN is a run folder: its loads.npz says M, F, dtype, mesh, devices of a node and the cluster that the run named, so no
 other flag is needed; one that is given wins. Where the run named no cluster every device gets a link of 3 GB/s and
-30 TFLOP/s, which is said. A trace file of anyone's, without these figures, needs --cluster.
+30 TFLOP/s, which is printed. A trace file without these figures needs --cluster.
 Prints a table and, last, one JSON line; writes it and the pictures to --out. A user's mistake is one line, exit code 2.
 """
 
@@ -113,7 +113,7 @@ def replay() -> dict:
     given, placement, cost = _setup()
     for note in given.messages:
         print(note, flush=True)
-    # Plain EP is the base of RB and speed-up, FasterMoE of the RB ratio: run them even when nobody asked.
+    # Plain EP is the base of RB and speed-up, FasterMoE of the RB ratio: run them even if the flags do not name them.
     bases = ["none"] + (["fastermoe"] if cost.cluster.flops is not None else [])
     records = {}
     for name in dict.fromkeys([*bases, *asked]):

@@ -64,7 +64,7 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
     """Return what a replay runs with.
 
     Raises:
-      UserError: a flag is missing that nothing else stands for, or what is given does not fit together.
+      UserError: a flag is missing whose value the trace does not have, or what is given does not fit together.
     """
     if given.trace is None:
         raise UserError("--trace is missing; give a run folder, or the path of an npz file with loads")
@@ -152,7 +152,7 @@ def _origin_of(trace: LoadsTrace, recorded: LoadsTrace) -> LoadsOrigin | None:
 
 
 def _check_nothing_is_missing(given: GivenFlags, path: Path) -> None:
-    """Name the flags without which a trace that says nothing of its run is not replayed."""
+    """Raise a UserError that names the flags which a trace without its run's sizes needs."""
     if not Path(str(given.trace)).expanduser().is_dir():
         if given.cluster is None:
             raise UserError(f"--cluster is missing; give a path, for {path.name} does not say which run it is of")
@@ -167,7 +167,7 @@ def _check_nothing_is_missing(given: GivenFlags, path: Path) -> None:
         missing["--devices_per_node"] = "devices of an expert-parallel group that share a node"
     if missing:
         listed = ", ".join(f"{flag} ({what})" for flag, what in missing.items())
-        raise UserError(f"{path} was written before runs said there what they are; give {listed}; see config.gin there")
+        raise UserError(f"{path} does not say which model and mesh it is of; give {listed}; see config.gin there")
 
 
 def find_cluster(

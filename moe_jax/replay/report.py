@@ -3,7 +3,7 @@
 Inputs: Records of each planner. Outputs: one flat dict of numbers per planner, and a table. Seconds are None where the
 cluster leaves a figure absent that the model needs.
 
-Letters: docs/notation.md; n samples; B as H, the tokens that a device computes.
+Letters: docs/notation.md; n samples.
 """
 
 from __future__ import annotations
