@@ -16,8 +16,8 @@ find_python() {
   return 2
 }
 
-# make_environment FOLDER [REQUIREMENT...]: leaves FOLDER with requirements.txt and the further ones installed, and this checkout's
-# package as an editable install; made with a Python of at least 3.$least_minor where that is set.
+# make_environment FOLDER [REQUIREMENT...]: makes FOLDER, with requirements.txt and the further ones installed, and this
+# checkout's package as an editable install; made with a Python of at least 3.$least_minor where that is set.
 # A second call with the same requirements returns at once: what was installed stands in FOLDER/installed.txt, written
 # last, so an interrupted installation is done again.
 make_environment() {

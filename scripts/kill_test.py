@@ -1,4 +1,4 @@
-"""Kill a training run again and again (SIGKILL), resume it each time, and compare its end with a run left in peace.
+"""Kill a training run again and again (SIGKILL), resume it each time, and compare it with an undisturbed run.
 
     python scripts/kill_test.py --times=20 [--seed=0]
 
@@ -7,8 +7,8 @@ seen, then up to 120 ms pass), while training (some steps later), or while the p
 finished checkpoint must be readable, the newest must still be there, and the next start must resume at it. In the end
 parameters and optimizer state must equal those of the undisturbed run bit for bit, and metrics.jsonl must hold each
 step once, with the same losses. The answer is yes or no; there is no tolerance. Prints a table, then one JSON line;
-exits 0 only if all of this holds. A kill costs one start of the program. Should a run finish before its kills are used
-up (the machine was busy and the moment passed), it is compared, and the rest falls on a run in a new folder.
+exits 0 only if all of this holds. A kill costs one start of the program. If a run finishes before all kills were made
+(on a busy machine a kill may come too late), it is compared, and the remaining kills are made on a run in a new folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The commands of README.md and BUILD.md: all name what exists, and those that a CPU runs in seconds are run.
 
-A command stands in a fenced or indented block, or in backquotes. One that is run gets words behind it that make it
-small; one that is not run stands in NOT_RUN with the reason. A new command fails here until it stands in either.
+A command stands in a fenced or indented block, or in backquotes. One that is run gets arguments appended that make it
+small; one that is not run is listed in NOT_RUN with the reason. A new command fails here until it is in one of the two.
 """
 
 import importlib.util

@@ -1,16 +1,15 @@
-"""What replicas of experts cost in memory, as the GPU compiler counts it: expert parallelism, Hecate, Hecate-RM,
-FlexMoE.
+"""Memory of replicas as the GPU compiler counts it: expert parallelism, Hecate, Hecate-RM, FlexMoE.
 
     python scripts/bench/memory.py --gin_file=configs/model/hecate_gpt_moe_s.gin --target=h200:4x8
 
 needs the CUDA wheels of this jax in the environment, and no GPU. A row is the arguments of the step (parameters and
 optimizer state) and what its temporaries have above those of expert parallelism under the same checkpointing of
-activations, in GB a device, and the ratio of that sum to the arguments of expert parallelism. Replicas stand as in
-`overlap.py`. Grouped matmuls must not cost memory by the group, which XLA's expansion of `ragged_dot` does
-(--matmul=ragged shows it): 'auto' for bfloat16, which is the kernel on Hopper, and blocks for float32. FlexMoE is not
-compiled but computed, as its authors run it: standing replicas in all layers, each with parameters, two moments and
-gradients in float32. The paper's figure 13 has +64% without re-materialisation, +11.6% with it, and 83% more than
-Hecate for FlexMoE; it does not say how many replicas. The last line is one JSON object.
+activations, in GB a device, and the ratio of that sum to the arguments of expert parallelism. Replicas are placed as in
+`overlap.py`. The memory of grouped matmuls must not grow with the number of groups, as that of XLA's expansion of
+`ragged_dot` does (--matmul=ragged shows it): so it is 'auto' for bfloat16, which is the kernel on Hopper, and blocks
+for float32. FlexMoE is not compiled but computed, as its authors run it: standing replicas in all layers, each with
+parameters, two moments and gradients in float32. Hecate's figure 13 has +64% without re-materialisation, +11.6% with
+it, and 83% more than Hecate for FlexMoE; it does not say how many replicas. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The model predicts a byte of Python's statistics.py from the two before it (embedding 32, hidden 128), 64 a step, Adam
 with b1 0.9, b2 0.999, no decay. With b2 = 0.999 a step changes a second moment by less than half a unit of bfloat16's
-last place, so rounding to nearest freezes it; stochastic rounding is right on average. Takes seconds on a CPU.
+last place, so rounding to nearest leaves it unchanged; stochastic rounding is unbiased. Takes seconds on a CPU.
 
   python scripts/bench/moments.py
 """

@@ -3,9 +3,9 @@
     sudo python scripts/bench/placement.py --out=DIR [--trace=loads.npz] [--planners=hecate,pro_prophet,balanced]
 
 What it measures: seconds of a training step (forward, backward, update, planning, exchange) in the lab
-(scripts/lab/cluster.py): each host is a process of its own, and a byte between hosts costs what its link takes. All
-hosts share this machine's cores, so compute is the same for everybody and stragglers in compute do not show; what shows
-is bytes, and the planner's host time. XLA:CPU overlaps no transfer with compute: every transfer is paid in full.
+(scripts/lab/cluster.py): each host is a process of its own, and bytes between hosts take the time of a shaped link. All
+hosts share this machine's cores, so compute takes the same time on all and stragglers in compute do not show; bytes and
+the planner's host time do. XLA:CPU overlaps no transfer with compute, so every transfer counts in full.
 
 Routing, one run for each:
   zipf   the model's own gate, its norm's bias set such that expert r of a layer (in an order drawn per layer) has

@@ -2,9 +2,9 @@
 
     python scripts/bench/planners.py [--layers=24] [--repeats=3] [--planners=all]
 
-Measures `propose` alone (prediction and table filling apart), for all layers at once, divided by the layers, on one CPU
-process; the median of the repeats. The bar is 1 ms a layer at 64 experts on 32 devices, 10 ms at 256 on 256. There is
-no physical ceiling: host time hides behind the step as long as it is shorter than the step.
+Measures `propose` alone, without prediction and filling tables, for all layers at once, divided by the layers, on one
+CPU process; the median of the repeats. The target is 1 ms a layer at 64 experts on 32 devices, 10 ms at 256 on 256.
+There is no physical ceiling: host time is hidden as long as it is shorter than the step.
 """
 
 import json

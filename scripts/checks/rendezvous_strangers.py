@@ -3,10 +3,11 @@
     python scripts/checks/rendezvous_strangers.py --starts=20
 
 For each kind of stranger, so many jobs of two real processes are started through `start_hosts` on the loopback
-interface. Process 1 knocks when the stranger has been at process 0's port and said what it says; some go on meanwhile.
-A start's time runs from then until both processes have joined, jax.distributed included. Every start must come within
-the median of undisturbed ones (a connection that closes at once) plus one second, and name the stranger's address once
-if it was dropped. Prints a table, then one JSON line; exit code 1 if any start failed. Only loopback is used.
+interface. Process 1 connects after the stranger has connected to process 0's port and sent its bytes; some strangers
+continue meanwhile. A start's time runs from then until both processes have joined, jax.distributed included. Every
+start must come within the median of undisturbed ones (a connection that closes at once) plus one second, and name the
+stranger's address once if it was dropped. Prints a table, then one JSON line; exit code 1 if any start failed. Only
+loopback is used.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def free_port() -> int:
 
 
 def start(say, folder: Path) -> tuple[float, int]:
-    """Start one job; return (seconds from process 1's knock until both have joined, lines that name the stranger)."""
+    """Start one job; return (seconds of the start, lines that name the stranger)."""
     port, processes = free_port(), []
     for index in range(2):
         command = [sys.executable, __file__, "--work", f"--port={port}", f"--index={index}"]
@@ -124,14 +125,14 @@ def start(say, folder: Path) -> tuple[float, int]:
             except OSError:  # cut off
                 pass
         time.sleep(0.2)
-        knock = time.time()
+        connecting = time.time()
         first, second = processes
         second.stdin.write("go\n")
         second.stdin.flush()
         joined = [float(process.stdout.readline()) for process in (first, second)]
         codes = [process.wait(60) for process in processes]
         assert codes == [0, 0], codes
-        return max(joined) - knock, (folder / "log0").read_text().count(DROPPED)
+        return max(joined) - connecting, (folder / "log0").read_text().count(DROPPED)
     finally:
         if connection is not None:
             connection.close()

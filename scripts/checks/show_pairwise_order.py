@@ -3,12 +3,12 @@
     python scripts/checks/show_pairwise_order.py
 
 needs the CUDA wheels of this jax in the environment, and no GPU. Eight devices in four groups of two: in step s a
-group sends rows to the group s places back (S_s), multiplies what came (C_s) and sends it home (R_s): one stream of
-transfers, kept in order by barriers, and matmuls that each wait for the rows of one step. A step of several transfers
-has most of them beside nothing, which is why `moe_jax/schedules/pairwise.py` makes it one. Printed is the order in
-which the compiler launches them, as it schedules by itself and guided by modelled seconds (`training/guided.py`), with
---permutes=1 too, where a step is one transfer, not one a member: '<' starts a transfer, '>' waits for it, 'C' is a
-matmul, all of S_s and R_s by number.
+group sends rows to the group s places back (S_s), multiplies what it received (C_s) and returns the results (R_s): one
+stream of transfers, kept in order by barriers, and matmuls that each wait for the rows of one step. A step of several
+transfers has most of them beside nothing, which is why `moe_jax/schedules/pairwise.py` makes it one. Printed is the
+order in which the compiler launches them, as it schedules by itself and guided by modelled seconds
+(`training/guided.py`), with --permutes=1 too, where a step is one transfer, not one a member: '<' starts a transfer,
+'>' waits for it, 'C' is a matmul, all of S_s and R_s by number.
 """
 
 from __future__ import annotations

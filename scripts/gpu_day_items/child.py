@@ -1,8 +1,8 @@
-"""The child process of a GPU's day: calls parts one after the other, and tells its parent of each.
+"""The child process of a GPU's day: calls parts one after the other, and reports each to its parent.
 
     python -m gpu_day_items.child PIPE SCRATCH tiny|full '[["name", "module:function", {arguments}], ...]'
 
-The first part that raises ends the process: what runs after an error of CUDA cannot be believed.
+The first part that raises ends the process: results after an error of CUDA cannot be trusted.
 """
 
 from __future__ import annotations

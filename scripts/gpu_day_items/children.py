@@ -1,8 +1,8 @@
 """Run parts in child processes, one at a time, each with a limit. Standard library alone.
 
-Inputs: parts, and until when. Outputs: one record per part: status, seconds, what the part recorded, and where it went
-wrong the reason with the last lines of stderr. A child tells of itself in JSON lines on a pipe, so what it recorded
-before it died is kept.
+Inputs: parts, and a deadline. Outputs: one record per part: status, seconds, what the part recorded, and, where it
+failed, the reason with the last lines of stderr. A child reports in JSON lines on a pipe, so what it recorded before it
+died is kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configs of runs, built in code: where gin-config is missing there is no other way."""
+"""Configs of runs, built in code, since gin-config may be missing."""
 
 from __future__ import annotations
 

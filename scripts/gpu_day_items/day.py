@@ -1,8 +1,8 @@
 """Run the items of a day and write what is known after each. Standard library alone.
 
-Inputs: items, a folder, a limit in seconds. Outputs: gpu_day.json and gpu_day.md there, whole at any moment. Children
-find one compilation cache as `cache` there; it is a link to a temporary folder, so the folder itself stays small
-whatever ends the run.
+Inputs: items, a folder, a limit in seconds. Outputs: gpu_day.json and gpu_day.md in the folder, complete at any moment.
+Children share one compilation cache, `cache` in the folder; it is a link to a temporary folder, so the folder itself
+stays small however the run ends.
 """
 
 from __future__ import annotations

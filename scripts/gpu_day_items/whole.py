@@ -1,4 +1,4 @@
-"""Items 2: `training.run` of the whole model, and the step as inspect models it for this device, compiled here.
+"""Item 2: `training.run` of the whole model, and the step as inspect models it for this device, compiled here.
 
 The run is that of `python -m moe_jax.train`, checks before the first step included; only its last checkpoint (22 GB)
 is not written, and no picture is drawn.

@@ -4,7 +4,7 @@
         python -m moe_jax.train --gin_file=configs/run/demo.gin --workdir=runs/lab
 
 Each host is one process with its own address, host name and CPU devices, joined to the others by jax.distributed over
-links of the given rate: here bytes cost seconds, and hosts can die. A program of moe_jax gets --coordinator,
+links of the given rate: here bytes take time, and hosts can die. A program of moe_jax gets --coordinator,
 --num_processes, --process_id and --host_devices appended; any other command finds JAX_COORDINATOR_ADDRESS,
 JAX_NUM_PROCESSES, JAX_PROCESS_ID and JAX_NUM_CPU_DEVICES in its environment.
 

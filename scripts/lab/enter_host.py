@@ -1,7 +1,7 @@
 """Turns this process into the first process of a lab's host, then becomes the command to run there.
 
 Called by processes.py inside the host's network namespace: enter_host.py LAB_PID HOST_NAME CORES COMMAND...
-It takes the host's name, keeps to its cores, and makes sure not to outlive the lab, even if that is killed.
+It sets the host's name, restricts itself to the host's cores, and ends when the lab ends, even if the lab is killed.
 """
 
 import ctypes

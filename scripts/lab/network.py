@@ -1,8 +1,8 @@
 """Builds and removes the network of a lab: namespaces that stand for hosts, joined by links of a given rate.
 
-In: a LabShape (how many hosts and devices, the rates). Out: one network namespace per host, or per device where the
-links inside a host are shaped too, each with its own address and /etc/hosts. Nothing is left in the machine's own
-network: the bridges live in one more namespace, so that two labs can use the same addresses and a lab is removed by
+Inputs: a LabShape (how many hosts and devices, the rates). Outputs: one network namespace per host, or per device where
+the links inside a host are shaped too, each with its own address and /etc/hosts. Nothing is added to the machine's own
+network: the bridges are in one more namespace, so that two labs can use the same addresses and a lab is removed by
 removing its namespaces. It starts no processes.
 
     without intra_rate                         with intra_rate
@@ -12,8 +12,8 @@ removing its namespaces. It starts no processes.
                                                         |            rate                |
                                                         +----------- bridge -------------+
 
-Every name carries the process that owns it (its id and the time it started), so what a lab left behind when it was
-killed is found by name alone, and a lab that still runs is never touched. Linux only; needs root.
+Every name contains the process that owns it (its id and the time it started), so what a killed lab left behind is found
+by name alone, and a running lab is never changed. Linux only; needs root.
 """
 
 import os

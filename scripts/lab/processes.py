@@ -1,7 +1,7 @@
 """Runs one command on every host of a lab, streams what it prints, and ends all of them together.
 
-In: the hosts that network.py built, and a command. Out: each host's exit code. A host that dies is given to the others
-to notice: after a grace period the lab kills what is left. The network stays as it is.
+Inputs: the hosts that network.py built, and a command. Outputs: each host's exit code. When a host dies, the others get
+a grace period in which to notice; then the lab kills them. The network stays as it is.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""Shows what the links of a lab carry: times a ring of ppermutes over all devices, for a few sizes.
+"""Measures the bandwidth of a lab's links: times a ring of ppermutes over all devices, for a few sizes.
 
     sudo python scripts/lab/cluster.py --hosts=4 --rate=200mbit -- python scripts/lab/ring.py [--seconds=5]
 
 Each device sends its array to the next one, so each host sends and receives the array of one device over its link: the
-time to beat is bytes / rate. Prints a table from process 0. With --seconds it goes on for that long, which gives
-something to interrupt.
+floor is bytes / rate. Prints a table from process 0. With --seconds it goes on for that long, for tests that interrupt
+it.
 """
 
 import argparse

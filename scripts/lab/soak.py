@@ -3,7 +3,7 @@
     sudo python scripts/lab/soak.py --times=20 [--seed=0]
 
 Every other run is disturbed in one of five ways: SIGINT or SIGTERM to the lab, SIGKILL to the lab, SIGKILL to one
-host's process, or one host's link taken down for good. Each run's exit code must be what that calls for. After the next
+host's process, or one host's link taken down for good. Each run's exit code must be the one for that. After the next
 start (`cluster.py --clean`) there must be no namespace, no bridge, no folder under /etc/netns and no process left.
 Prints a table, then one JSON line; exit code 1 if anything was wrong. Twenty runs take about three minutes.
 """

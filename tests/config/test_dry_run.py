@@ -1,4 +1,4 @@
-"""The dry run: what it prints for every named size, and that it asks no device."""
+"""The dry run: what it prints for every named size, and that it needs no device."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What a stranger meets first: the command's errors, the requirements, and the scripts' promises."""
+"""What a new user meets first: the command's errors, the requirements, and what the scripts say they do."""
 
 import os
 import re

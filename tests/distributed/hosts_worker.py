@@ -1,7 +1,7 @@
 """One process of a job of several, for test_hosts.py: steps of a psum until a signal stops it.
 
-Each process prints `step N` now and then, and `stopped at N` when all have agreed on it. Its answers to mistakes are
-those of moe_jax.distributed.hosts.
+Each process prints `step N` now and then, and `stopped at N` when all have agreed on it. Mistakes end it as
+moe_jax.distributed.hosts ends any process.
 """
 
 import argparse

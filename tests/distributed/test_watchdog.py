@@ -1,4 +1,4 @@
-"""When the watch of a process takes it for stuck; lost processes are in test_hosts.py."""
+"""When the watchdog of a process reports it as stuck; lost processes are in test_hosts.py."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Parts of a day that go well or wrong in every way that there is."""
+"""Parts of a day that succeed, and parts that fail in each way that is handled."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
 """A GPU's day on a CPU: the command itself with every item at tiny sizes, cut off, and with mistakes.
 
-gin is out of reach in all of it, as on machines that do not have it.
+gin cannot be imported in any of it, as on machines that do not have it.
 """
 
 import json

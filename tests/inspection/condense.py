@@ -1,6 +1,6 @@
 """Make a fixture of a schedule: python tests/inspection/condense.py OUT/schedule.hlo.gz FIXTURE.hlo.xz
 
-Leaves out what the reader never looks at: layouts, shardings, channels, most of the backend's settings. The report of
+Leaves out what the parser does not read: layouts, shardings, channels, most of the backend's settings. The report of
 the fixture is the report of the original.
 """
 

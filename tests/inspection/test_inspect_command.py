@@ -1,4 +1,4 @@
-"""The command line, as far as it goes without a GPU and without the CUDA wheels."""
+"""The command line, as far as it works without a GPU and without the CUDA wheels."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Measured beside modelled, instruction by instruction: a device whose constants are known gives them back."""
+"""Measured beside modelled seconds, by instruction: constants are recovered from a device that has known ones."""
 
 import json
 import lzma

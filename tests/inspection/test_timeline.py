@@ -1,5 +1,8 @@
-"""Schedules timed by hand. On the toy target the block's exchange of 160 bytes takes 16 s, and its matmul of 1,024 bf16
-FLOPs at 64 FLOP/s 16 s too; a test that wants a wait makes one of them longer."""
+"""Schedules timed by hand.
+
+On the toy target the block's exchange of 160 bytes takes 16 s, and its matmul of 1,024 bf16 FLOPs at 64 FLOP/s takes
+16 s too; a test of a wait makes one of them longer.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The lab as its user runs it. Whatever happens to it, nothing may be left behind."""
+"""The lab as its user runs it; however it ends, nothing may be left behind."""
 
 import os
 import re

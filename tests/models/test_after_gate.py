@@ -1,5 +1,4 @@
-"""Loss and every gradient are the reference's where replicas or shares are decided inside the step, from its own
-counts.
+"""Loss and every gradient equal the reference's where the step decides replicas or shares from its own counts.
 
 float64, 1e-10 of the largest reference entry of each leaf, as for placements planned ahead (test_placements.py). What
 the step decided shows in nothing but its speed, so the rules are chosen such that each decision occurs.

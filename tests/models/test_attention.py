@@ -1,4 +1,4 @@
-"""Which attention a model computes, and what the call of cuDNN keeps for its backward."""
+"""Which attention a model computes, and which residuals the call of cuDNN saves for its backward."""
 
 import dataclasses
 import logging

@@ -2,8 +2,7 @@
 
 The loop over layers closes over the bank, which holds the experts of all layers. Plain autodiff of such a loop adds a
 gradient as large as the bank in every turn; a branch that reads the bank inside the loop saves a copy of it in every
-turn. Either would make the memory grow with layers squared. The grad_sink (`moe_jax.moe.bank`) is there against the
-first.
+turn. Either would make the memory grow with layers squared. The grad_sink (`moe_jax.moe.bank`) prevents the first.
 """
 
 import functools

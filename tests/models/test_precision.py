@@ -4,7 +4,7 @@ Two kinds of test. The program of a training step is traced and walked: no sum o
 microbatches may be kept in bfloat16, but for those of activations that EXCUSED names. And the gradients of a bfloat16
 model are compared with those of a float32 model, leaf by leaf; with K = E no rounding can flip a choice of experts.
 
-Letters: B sequences, Sq positions, t = 64 tokens a device, V vocabulary, E experts, K choices.
+Letters: docs/notation.md; t = 64.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Block-wise schedules compute the reference's loss and gradients, whatever travels when and is kept or not.
+"""Block-wise schedules compute the reference's loss and gradients, whenever replicas are fetched and dropped.
 
 float64, 1e-10 of the largest reference entry of each leaf. A few cases that together meet every schedule, case, policy,
 loop, transfer method and kind of mesh run always; a set in which every two values of any two factors meet is slow.

@@ -1,7 +1,7 @@
 """How many layers' replicas the compiled gradient holds at once, as XLA's buffer assignment tells.
 
-Two programs that differ in nothing but re-materialisation: without it the forward keeps the replicas of all L layers
-for the backward, with it those of a layer or two are alive. Replicas are made large against everything else (6 slots a
+Two programs that differ only in `refetch_replicas`: without it the forward keeps the replicas of all L layers for the
+backward, with it those of a layer or two are alive. Replicas are made large against everything else (6 slots a
 device of 256 KiB, 32 tokens a device), so the difference in temporary bytes counts layers.
 """
 

@@ -1,4 +1,4 @@
-"""What others build on: the public names of `moe_jax.moe`, their parameters, and their defaults.
+"""The public interface: the names of `moe_jax.moe`, their parameters, and their defaults.
 
 A failure here is a question: is the change worth breaking other people's programs for? If so, change this file too.
 """

@@ -1,6 +1,6 @@
-"""The re-jit engine by itself: a run whose steps are pretended, so that plans and swaps can be counted.
+"""The re-jit engine by itself: a run whose steps are simulated, so that plans and swaps can be counted.
 
-The pretended session compiles nothing: an executable is the name of its skeleton, and a compilation lasts until the
+The simulated session compiles nothing: an executable is the name of its skeleton, and a compilation lasts until the
 test lets it end.
 """
 

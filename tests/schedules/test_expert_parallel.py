@@ -1,4 +1,4 @@
-"""Plain expert parallelism: the same numbers for every bucket size, in the passes and the bytes that were promised.
+"""Plain expert parallelism: the same numbers for every bucket size, in the passes and bytes that the formulas say.
 
 Tokens, weights, cotangents and experts lie on grids of 2^-4, so that every sum in float64 is exact and results are
 compared to the bit. The expert with id e multiplies its rows by scale[e].

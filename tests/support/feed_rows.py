@@ -1,4 +1,4 @@
-"""One of two processes that feed one mesh, for test_feed.py: it reads its own rows, and they are the right ones.
+"""One of two processes that feed one mesh, for test_feed.py: each checks that it reads the rows of its own devices.
 
 For every mesh the rows read are counted at the corpus, and what lies on each device is compared with the same place of
 the whole batch, bit for bit. The last lines are the held-out losses, which test_feed.py compares with those of one

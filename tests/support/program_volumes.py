@@ -1,4 +1,4 @@
-"""What a lowered program hands to its collectives: kind, group, elements, number of calls. Used by the tests here."""
+"""The collectives of a lowered program: kind, group, elements, number of calls."""
 
 import collections
 import re

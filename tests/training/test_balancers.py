@@ -1,8 +1,7 @@
 """Every balancer trains the same model: one loss curve, while plans change and experts move.
 
-Slow: two dozen compilations.
-
-The tolerance of 1e-4 relative over 40 steps is what rounding grows to in float32 when sums run in another order.
+The tolerance of 1e-4 relative over 40 steps is what rounding grows to in float32 when sums run in another order. Slow:
+two dozen compilations.
 """
 
 import jax

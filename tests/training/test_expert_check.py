@@ -1,5 +1,4 @@
-"""What one expert FFN tells of a grouped matmul: rounding passes, and each way in which kernels were seen to be wrong
-does not."""
+"""The check of a grouped matmul on one expert FFN: rounding passes, and each error seen in kernels does not."""
 
 import itertools
 

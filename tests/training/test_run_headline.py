@@ -1,4 +1,4 @@
-"""The last lines of a run."""
+"""The headline that a run prints at its end."""
 
 import types
 
