@@ -23,7 +23,8 @@ from pathlib import Path
 from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig, config_text
 from moe_jax.config.values import fitted
 from moe_jax.errors import UserError
-from moe_jax.renames import binding_of_today, config_text_of_today, value_of_today
+from moe_jax.renames import BINDINGS as OLD_BINDINGS
+from moe_jax.renames import binding_of_today, value_of_today
 
 BINDINGS = "--gin_bindings"
 MODULE = "moe_jax"
@@ -61,6 +62,7 @@ class Statement:
       value: as gin reads it, with `Macro` and `Reference` inside.
       place: 'file:line' or the flag.
       in_file: False for a statement from the command line.
+      stored: a run wrote it, so its names and values may be those of an older version.
     """
 
     scope: str
@@ -69,6 +71,7 @@ class Statement:
     value: object
     place: str
     in_file: bool
+    stored: bool = False
 
     @property
     def key(self) -> str:
@@ -101,18 +104,21 @@ def parse_run_config(
         reader.read_file(name, "--gin_file")
     reader.read_text("\n".join(gin_bindings), BINDINGS, in_file=False)
     macros = {s.name: s for s in reader.statements if not s.field}
+    _check_names_are_of_today(reader.statements)
     for statement in reader.statements:
         _check_target(statement, macros)
     bindings = {s.target: s for s in reader.statements if s.field}
     _check_macros_are_used(reader.statements, macros)
     values: dict[str, dict] = {name: {} for name in CONFIG_CLASSES}
-    for statement in bindings.values():
+    for target, statement in list(bindings.items()):
         value = _resolve(statement.value, statement, macros, ())
-        if (today := value_of_today(statement.target, value)) != value:
-            raise UserError(
-                f"{statement.target}: {value!r} is called {today!r} now ({statement.place}); write "
-                f"{statement.target} = {today!r}"
-            )
+        if (today := value_of_today(target, value)) != value:
+            if not statement.stored:
+                raise UserError(
+                    f"{target}: {value!r} is called {today!r} now ({statement.place}); write {target} = {today!r}"
+                )
+            value = today
+            bindings[target] = dataclasses.replace(statement, value=today)
         annotation = _annotations(statement.name)[statement.field]
         values[statement.name][statement.field] = fitted(statement.target, annotation, value, statement.place)
     run = RunConfig(**_build(values))
@@ -166,10 +172,8 @@ class _Reader:
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise UserError(f"gin file {name!r} cannot be read: {why} ({place}); name another file") from error
-        if _is_of_a_run_folder(Path(path)):
-            text = config_text_of_today(text)
         self.open_files.append(real)
-        self.read_text(text, name, in_file=True)
+        self.read_text(text, name, in_file=True, stored=_is_of_a_run_folder(Path(path)))
         self.open_files.pop()
 
     def _find(self, name: str, place: str) -> str:
@@ -186,8 +190,8 @@ class _Reader:
         hint = f"did you mean {os.path.join(folder, near)!r}?" if near else "check the name, or add --gin_search_paths"
         raise UserError(f"gin file {name!r} does not exist ({place}); {hint}")
 
-    def read_text(self, text: str, source: str, *, in_file: bool):
-        """Read statements; `source` is the file's name or the flag."""
+    def read_text(self, text: str, source: str, *, in_file: bool, stored: bool = False):
+        """Read statements; `source` is the file's name or the flag, `stored` says that a run wrote them."""
         for kind, line, statement in _parse(text, source):
             place = f"{source}:{line}" if in_file else source
             if kind == "IncludeStatement":
@@ -200,12 +204,14 @@ class _Reader:
             elif kind == "BindingStatement":
                 # a macro has no dot: gin reads it as a selector without an argument
                 scope, name, field, value, _ = statement
-                self.statements.append(Statement(scope, name, field, value, place, in_file))
+                if stored and field:
+                    name, field = binding_of_today(f"{name}.{field}").split(".")
+                self.statements.append(Statement(scope, name, field, value, place, in_file, stored))
 
 
 def _is_of_a_run_folder(path: Path) -> bool:
     """Say whether a run wrote the file: that is read whatever version wrote it; a user's own has today's names."""
-    return path.name == "config.gin" and (path.parent / "environment.json").exists()
+    return path.name in ("config.gin", "operative_config.gin") and (path.parent / "environment.json").exists()
 
 
 def _closest(word: str, candidates) -> str | None:
@@ -245,6 +251,17 @@ def _parse(text: str, source: str) -> Iterator[tuple[str, int, typing.Any]]:
         raise failed(str(error) or "it ends too early", None) from error
 
 
+def _check_names_are_of_today(statements: list[Statement]):
+    """Refuse old names, all of them in one line."""
+    today = {}
+    for statement in statements:
+        if (target := binding_of_today(statement.target)) != statement.target:
+            write = f"{target} = {value_of_today(target, statement.value)!r}"
+            today[f"{statement.target} is called {target} now ({statement.place})"] = write
+    if today:
+        raise UserError(f"{', '.join(today)}; write {', '.join(today.values())}")
+
+
 def _check_target(statement: Statement, macros: dict[str, Statement]):
     """Refuse a scope, an unknown configurable and an unknown field."""
     if statement.scope:
@@ -258,11 +275,9 @@ def _check_target(statement: Statement, macros: dict[str, Statement]):
     if name not in CONFIG_CLASSES:
         aliases = {alias: known for known, cls in CONFIG_CLASSES.items() for alias in (known, cls.__name__)}
         near = _closest(name.split(".")[-1], aliases)
-        hint = f"did you mean {aliases[near]}.{field}?" if near else f"known names: {', '.join(CONFIG_CLASSES)}"
+        known = f"known names: {', '.join(CONFIG_CLASSES)}"
+        hint = f"did you mean {binding_of_today(f'{aliases[near]}.{field}')}?" if near else known
         raise UserError(f"unknown name {name!r} in {statement.target} ({statement.place}); {hint}")
-    if (today := binding_of_today(statement.target)) != statement.target:
-        value = value_of_today(today, statement.value)
-        raise UserError(f"{statement.target} is called {today} now ({statement.place}); write {today} = {value!r}")
     fields = _annotations(name)
     if field in fields:
         return
@@ -272,13 +287,19 @@ def _check_target(statement: Statement, macros: dict[str, Statement]):
 def _field_hint(name: str, field: str) -> str:
     """Return what the user may have meant by `name.field`."""
     fields = _annotations(name)
-    elsewhere = [other for other in CONFIG_CLASSES if field in _annotations(other)]
+    elsewhere = [f"{other}.{field}" for other in CONFIG_CLASSES if field in _annotations(other)]
+    elsewhere += _today_of_field(field)
     near = _closest(field, fields)
     if elsewhere:
-        return f"did you mean {' or '.join(f'{other}.{field}' for other in elsewhere)}?"
+        return f"did you mean {' or '.join(elsewhere)}?"
     if near:
         return f"did you mean {name}.{near}?"
     return f"its fields are {', '.join(sorted(fields))}"
+
+
+def _today_of_field(field: str) -> list[str]:
+    """Return today's bindings of those whose field an older version called `field`."""
+    return [today for old, today in OLD_BINDINGS.items() if old.partition(".")[2] == field]
 
 
 def _check_macros_are_used(statements: list[Statement], macros: dict[str, Statement]):
@@ -290,6 +311,7 @@ def _check_macros_are_used(statements: list[Statement], macros: dict[str, Statem
             continue
         near = [name for name in (_closest(statement.name, used | in_files),) if name]
         near += [f"{name}.{statement.name}" for name in CONFIG_CLASSES if statement.name in _annotations(name)]
+        near += _today_of_field(statement.name)
         known = ", ".join(sorted(in_files)) or "none"
         hint = f"did you mean {' or '.join(near)}?" if near else f"macros of the files: {known}"
         raise UserError(

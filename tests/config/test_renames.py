@@ -30,6 +30,54 @@ def test_an_old_binding_is_refused_with_the_new_one(old, tmp_path):
         parse_run_config((), [f"{old} = 1"])
 
 
+def test_old_bindings_are_refused_all_in_one_line(tmp_path):
+    """Wherever they stand: an included file, a scope, beside the new name, behind a macro, on the command line."""
+    (tmp_path / "mine.gin").write_text(
+        "include 'part.gin'\nk = 2\na/PlannerConfig.n = 1\nPlannerConfig.skipped_devices = 3\n"
+    )
+    (tmp_path / "part.gin").write_text("PlannerConfig.guest_slots = %k\n")
+    with pytest.raises(UserError) as error:
+        parse_run_config([str(tmp_path / "mine.gin")], ["train.accumulate = 4"], [str(tmp_path)])
+    assert str(error.value) == (
+        "PlannerConfig.guest_slots is called PlannerConfig.replica_slots now (part.gin:1), "
+        f"PlannerConfig.n is called PlannerConfig.skipped_devices now ({tmp_path}/mine.gin:3), "
+        "train.accumulate is called train.grad_accum_steps now (--gin_bindings); write "
+        "PlannerConfig.replica_slots = %k, PlannerConfig.skipped_devices = 1, train.grad_accum_steps = 4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("binding", "today"),
+    [
+        ("moe_jax.PlannerConfig.n = 1", "PlannerConfig.skipped_devices"),
+        ("TrainConfig.accumulate = 2", "train.grad_accum_steps"),
+        ("ModelConfig.guest_slots = 1", "PlannerConfig.replica_slots"),
+        ("guest_slots = 1", "PlannerConfig.replica_slots"),
+    ],
+)
+def test_a_hint_never_leads_to_an_old_binding(binding, today):
+    with pytest.raises(UserError, match=rf"did you mean {today}\?$"):
+        parse_run_config((), [binding])
+
+
+def test_both_configs_of_a_run_folder_are_read_and_a_users_file_is_not(tmp_path):
+    """gin's operative config keeps macros, so a value is old or not only once it is resolved."""
+    text = "t = 'pairwise'\nMoEConfig.transport = %t\nPlannerConfig.n = 3\ntrain.accumulate = \\\n    2\n"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "environment.json").write_text("{}")
+    (tmp_path / "mine.gin").write_text(f"include '{tmp_path}/run/config.gin'\ntrain.seed = 5\n")
+    for name in ("config.gin", "operative_config.gin"):
+        (tmp_path / "run" / name).write_text(text)
+        run, stored, operative = parse_run_config([str(tmp_path / "run" / name)], ())
+        assert (run.moe.transport, run.planner.skipped_devices, run.train.grad_accum_steps) == ("ppermute", 3, 2)
+        for today in ("MoEConfig.transport = 'ppermute'", "PlannerConfig.skipped_devices = 3"):
+            assert today in stored and today in operative
+    assert parse_run_config([str(tmp_path / "mine.gin")], ())[0].moe.transport == "ppermute"
+    (tmp_path / "run" / "copy.gin").write_text(text)
+    with pytest.raises(UserError, match="is called"):
+        parse_run_config([str(tmp_path / "run" / "copy.gin")], ())
+
+
 OLD_VALUES = [(binding, old, new) for binding, values in VALUES.items() for old, new in values.items()]
 
 
