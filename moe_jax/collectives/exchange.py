@@ -6,8 +6,8 @@ transpose, and every transport defines it so, so forward and backward move the s
     all_to_all   one padded collective
     ppermute     P - 1 rounds of ppermute; round r sends to the device r places on
     two_level    first within the node, then across nodes: fewer and larger messages on the slow links
-    ragged       the rows that are there and no padding; GPU only. There are reports of wrong gradients and hangs, so
-                 it is opt-in, and the first step compares its gradients with the padded ones
+    ragged       only the rows in use, no padding; GPU only. There are reports of wrong gradients and hangs, so it is
+                 opt-in, and the first step compares its gradients with the padded ones
 
 Letters: docs/notation.md; here P devices of the group at hand.
 """
@@ -39,8 +39,8 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int) 
       transport: one of `TRANSPORTS`.
       local: Ll, members of the group that share a node; neighbours in the group's order.
 
-    `sent` and `received` are the rows in use of each block, first ones of it; only `ragged` looks at them, and it
-    leaves zeros in the others.
+    `sent` and `received` count the rows in use of each block, which are its first ones; only `ragged` reads them, and
+    it leaves zeros in the other rows.
 
     Raises:
       UserError: an unknown transport, or a group that does not fill whole nodes.
@@ -95,7 +95,7 @@ def _all_to_all(axes, x):
 
 
 def shift_pairs(outer: int, inner: int, outer_step: int, inner_step: int) -> list[tuple[int, int]]:
-    """Return (source, target) of all devices in a group [outer, inner], each dim turned on by its step."""
+    """Return (source, target) of all devices in a group [outer, inner], each dim rotated by its step."""
     return [
         (o * inner + i, (o + outer_step) % outer * inner + (i + inner_step) % inner)
         for o in range(outer)
@@ -115,7 +115,7 @@ def _rounds(axes, outer, inner, x, blocks=None):
 
 
 def _two_levels(axes, nodes, local, x):
-    """Within the node rows gather on the member with the target's place, then they cross once: x [P, ...]."""
+    """Exchange x [P, ...]: within the node to the member in the target's place, then once between the nodes."""
     by_place = jnp.swapaxes(x.reshape((nodes, local) + x.shape[1:]), 0, 1)  # [Ll target place, Nn target node, ...]
     here = _rounds(axes, nodes, local, by_place) if local > 1 else by_place  # [Ll source place, Nn target node, ...]
     to_node = jnp.swapaxes(here, 0, 1)

@@ -27,8 +27,8 @@ def gather_tree(shards, dims, axes: tuple[str, ...], parts: int):
     leaves, tree = jax.tree.flatten(shards)
     split = jax.tree.leaves(dims)
     out = list(leaves)
-    # leaves that vary over other axes (MP) stay apart: packed with them, an equal leaf would look as if it varied, and
-    # its gradient would be summed over the devices
+    # Leaves that vary over other axes (MP) are packed apart: packed with them, an equal leaf would be typed as varying,
+    # and its gradient would be summed over the devices.
     kinds = [
         (str(leaf.dtype), tuple(sorted(varying_axes(leaf) - set(axes))), tuple(sorted(set(axes) - varying_axes(leaf))))
         for leaf in leaves
@@ -49,10 +49,10 @@ def gather_tree(shards, dims, axes: tuple[str, ...], parts: int):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _give_each(leaves: tuple, axes: tuple[str, ...]) -> tuple:
-    """Return leaves that are equal over `axes`, each device with its own; their gradients are summed in one collective.
+    """Return leaves that are equal over `axes`, typed as varying; one collective sums their gradients.
 
-    Nothing is packed on the way there: XLA for GPUs does not always see that a slice of a concatenation is one of its
-    operands, and one of its fusions of such a slice did not compile at all.
+    The forward packs nothing: XLA for GPUs does not always see that a slice of a concatenation is one of its operands,
+    and one of its fusions of such a slice did not compile at all.
     """
     return cast_varying(leaves, axes)
 

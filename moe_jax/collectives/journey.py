@@ -1,8 +1,8 @@
 """The four ways in which chunks travel, each as a journey of three steps: pack, carry, unpack.
 
-Inputs: a static plan, the table of one layer, and the chunks of this device (a bank on the way out, gradients of
-replicas on the way home). Outputs: a `Journey`. Only its second step communicates, so that computation can be placed
-beside it.
+Inputs: a static plan, the table of one layer, and the chunks of this device (a bank to fetch from, or gradients of
+replicas to return to their homes). Outputs: a `Journey`. Only its second step communicates, so that computation can be
+placed beside it.
 Letters: docs/notation.md; n elements of a chunk.
 """
 
@@ -31,7 +31,7 @@ class Journey:
     Attributes:
       pack: () -> cargo, a pytree of what this device sends.
       carry: cargo -> what arrives; the only step that communicates.
-      unpack: (what arrives, into {name: [slots, ...]}) -> the same with the arrivals in it.
+      unpack: (what arrives, into {name: [slots, ...]}) -> `into` with the arrivals in it.
     """
 
     pack: Callable
@@ -57,7 +57,7 @@ class Journey:
 
 
 def fetch(plan: TransferPlan, bank: Bank, rows: Array, table: Transfer) -> Journey:
-    """Return the way of chunks to replica slots; arrivals overwrite the slots that they fill.
+    """Return the journey of chunks to replica slots; arrivals overwrite the slots that they fill.
 
     Args:
       bank: {name: [Rb, ...]}; rows: int32 [Hs], the bank row of each home slot.
@@ -70,7 +70,7 @@ def fetch(plan: TransferPlan, bank: Bank, rows: Array, table: Transfer) -> Journ
 
 
 def bring_back(plan: TransferPlan, replicas: Bank, table: Transfer) -> Journey:
-    """Return the way of gradients {name: [Gs, ...]} home; arrivals are added up, in the dtypes of the sums."""
+    """Return the journey of gradients {name: [Gs, ...]} to their homes, which add them in the dtypes of the sums."""
     return _RETURN[plan.method](plan, replicas, table)
 
 
@@ -104,7 +104,7 @@ def _return_by_rounds(plan, replicas, table):
 
 
 def _carry_by_rounds(plan, table, back, cargo):
-    """Run the rounds of this layer, the only list or the one that `table.layer` names: T chunks [1, n] -> T."""
+    """Run the rounds of this layer, the only list or list number `table.layer`: T chunks [1, n] -> T chunks [1, n]."""
 
     def run(rounds, cargo):
         arrived = []

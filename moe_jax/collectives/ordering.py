@@ -1,10 +1,10 @@
 """Make a value wait for others, where the order of collectives would otherwise be undefined.
 
 XLA:CPU starts an operation as soon as its operands are there. It keeps collectives that stand side by side in order,
-but a conditional or a loop that holds collectives counts as done once it has *started*: a collective behind it that
-does not read its result runs at the same time, devices enter different ones, and the program hangs or aborts (jax
-0.10.2, at about one call in 300). XLA waits for a result that is read, so `wait_for` reads. On other platforms it is
-the identity and leaves no trace in the program.
+but a conditional or a loop that holds collectives counts as done once it has *started*: a collective after it that does
+not read its result runs at the same time, devices start different ones first, and the program hangs or aborts (jax
+0.10.2, at about one call in 300). XLA waits for a result that is read, so `wait_for` reads one element of each array.
+On other platforms it is the identity and adds nothing to the program.
 """
 
 from __future__ import annotations

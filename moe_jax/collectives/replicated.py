@@ -1,5 +1,4 @@
-"""Values that all devices of a group hold alike, and how they come to and from code in which each device works by
-itself.
+"""Convert between values that a group holds replicated and values that each of its devices computes by itself.
 
 Inside `shard_map` JAX types a value by the axes over which it varies. A model-parallel group holds its tokens
 replicated; a schedule splits them, or computes on every device and gets equal results. These functions convert between
@@ -33,7 +32,7 @@ mlir.register_lowering(_declare_equal_p, lambda ctx, x, *, axes: [x])
 
 
 def declare_equal(x, axes: tuple[str, ...]):
-    """Return x typed as equal over `axes`, at no cost and unchecked: the caller knows that the values are.
+    """Return x typed as equal over `axes`, at no cost and unchecked: the caller must know that its values are equal.
 
     It has no gradient of its own: use it inside a `custom_vjp`.
     """
@@ -51,7 +50,7 @@ _replicated_to_varying.defvjp(
 
 
 def replicated_to_varying(x, axes: tuple[str, ...]):
-    """Let each device of the group work on x by itself.
+    """Return x typed as varying over `axes`, for code in which each device of the group works on x by itself.
 
     The cotangent on every device must be the whole one, as it is when the results leave by `varying_to_replicated`;
     then it needs no sum over the group.
@@ -72,7 +71,7 @@ _varying_to_replicated.defvjp(
 def varying_to_replicated(x, axes: tuple[str, ...]):
     """Type values that are equal on the group as one value; each device gets the whole cotangent.
 
-    Weights that all devices used get it once per device then: see `scale_gradient`.
+    The gradient of weights that all devices used then counts once per device: see `scale_gradient`.
     """
     return _varying_to_replicated(x, tuple(axes)) if axes else x
 

@@ -7,10 +7,11 @@ is the second. How the bytes move (`TransferPlan`) is static; which chunk goes i
 A chunk is one row of every array of the bank; all arrays of a chunk travel as one message. The bank itself gets no
 gradient: it may hold the chunks of all layers, and a loop over them would carry its gradient. The sums leave as the
 cotangent of `grad_sink`, one row per home slot.
-Letters: docs/notation.md; n elements of a chunk.
+
 Where the bank is in 16 bits and `grad_sink` in float32, `open_replicas` gives gradients a `grad_sink` of that dtype:
 they are added in float32 on the device and at home. Rounds carry them rounded once, in the bank's dtype; `gather` and
-`broadcast`, which add on the way, carry float32, twice the bytes of the way out.
+`broadcast`, whose collectives add, carry float32, twice the bytes that the parameters took.
+Letters: docs/notation.md; n elements of a chunk.
 Source: Hecate, section 3.1; Pro-Prophet's Trans and Agg.
 """
 
@@ -40,7 +41,7 @@ def sparse_all_gather(bank: Bank, rows: Array, grad_sink: Bank, table: Transfer,
       grad_sink: {name: [Hs, ...]}, whose values are not read, and whose cotangent is the sum of the replicas'
         gradients.
       table: which device sends and receives which chunk.
-      plan: how.
+      plan: by which method, in which rounds.
 
     Returns:
       {name: [Gs, ...]} in the bank's dtype; slots that nothing fills are zero.
@@ -71,11 +72,10 @@ _all_gather.defvjp(_all_gather_fwd, _all_gather_bwd)
 
 
 def open_replicas(bank: Bank, rows: Array, grad_sink: Bank, table: Transfer, plan: TransferPlan) -> tuple[Bank, Bank]:
-    """Return (replicas, grad_sink): `sparse_all_gather` with the gradients beside the values, in the dtype of
-    `grad_sink`.
+    """Return (replicas, their grad_sink): `sparse_all_gather` with gradients in the dtype of `grad_sink`.
 
-    The replicas have no gradient. The second {name: [Gs, ...]} is zeros that nothing reads, and its cotangent is the
-    gradients of the replicas: in the dtype of the sums, wider than that of replicas in 16 bits.
+    The replicas have no gradient. Their grad_sink {name: [Gs, ...]} is zeros that nothing reads, and its cotangent is
+    the gradients of the replicas: in the dtype of the sums, wider than that of replicas in 16 bits.
     """
     with jax.named_scope("sparse_all_gather"):
         bank, rows, grad_sink, table = match_varying(jax.tree.map(lax.stop_gradient, bank), rows, grad_sink, table)
@@ -103,17 +103,17 @@ _replica_grad_sink.defvjp(
 def fetch_journey(bank: Bank, rows: Array, table: Transfer, plan: TransferPlan) -> Journey:
     """Return `sparse_all_gather` in steps, without a gradient; arrivals overwrite the slots [Gs] that they fill.
 
-    With the plan and the table of `cut` that is a part of a transfer; the parts together are the whole.
+    With the plan and the table of `cut` it is one part of a transfer; the parts together are the whole.
     """
     bank, rows, table = match_varying(bank, rows, table)
     return fetch(plan, bank, rows, table).named("sparse_all_gather")
 
 
 def return_journey(replicas: Bank, table: Transfer, plan: TransferPlan, wires=None) -> Journey:
-    """Return the `sparse_reduce_scatter` of a part of a transfer in steps; arrivals are added to [Hs], in its dtypes.
+    """Return the `sparse_reduce_scatter` of a part of a transfer in steps; arrivals are added to the sums [Hs, ...].
 
-    `wires` is as there. Where the replicas vary over more axes than the sums (several data-parallel groups), what is
-    added is summed over those.
+    `wires` is as in `sparse_reduce_scatter`. Where the replicas vary over more axes than the sums (several
+    data-parallel groups), what is added is summed over those.
     """
     replicas, table = match_varying(replicas, table)
     replicas = for_the_wire(replicas, plan, wires)
@@ -164,7 +164,7 @@ def cut(plan: TransferPlan, table: Transfer, start: float, stop: float, layer: i
 def for_the_wire(replicas: Bank, plan: TransferPlan, wires) -> Bank:
     """Return the gradients of replicas as they travel: rounds carry them in `wires` {name: dtype}, each rounded once.
 
-    `gather` and `broadcast` add them up on their way, so there they keep their dtype.
+    `gather` and `broadcast` add them in the collective, so there they keep their dtype.
     """
     if wires is None or plan.method not in ("shift", "permute"):
         return replicas

@@ -3,7 +3,7 @@
 JAX types every value inside `shard_map` by the set of mesh axes over which its shards may differ. Plain operations cast
 their operands to the union by themselves; a `custom_vjp`, a loop carry or a `cond` does not, because there the types of
 inputs and outputs must agree exactly. These functions make them agree. The transpose of such a cast is a sum over the
-axes added, which is how the gradient of a replicated weight gets its all-reduce.
+added axes: the all-reduce of the gradient of a replicated weight.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Inputs: the `Choice` of t tokens, and per choice its destination (device and group there). Outputs: `Routing`, from
 which `pack` cuts one `Parcel` per pass: at most C rows for each of the D destinations. Every choice is in exactly one
 pass, so a bucket of any size loses nothing; it only takes more passes. `regroup` is the receiver's half: the order in
-which the rows that arrived form compact groups, one group per expert held there. All of it is integers about rows; no
-row moves here. Letters: docs/notation.md; A = t K.
+which the rows that arrived form compact groups, one group per expert held there. All results are integers; no row moves
+here. Letters: docs/notation.md.
 """
 
 from __future__ import annotations

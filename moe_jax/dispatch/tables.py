@@ -1,8 +1,7 @@
-"""A placement as arrays on the device: where the tokens of an expert go, and which replicas are fetched. Arrays only,
-all step inputs.
+"""A placement as arrays on the device: where the tokens of an expert go, and which replicas are fetched.
 
-The host builds these from a `Placement`; a new plan with the same shapes runs in the same executable. `destinations`
-applies the placement's token rule to the choices of one source.
+All of them are inputs of a step. The host builds them from a `Placement`; a new plan with the same shapes runs in the
+same executable. `destinations` applies the placement's token rule to the choices of one source.
 Letters: docs/notation.md.
 """
 

@@ -1,4 +1,4 @@
-"""From arrays that every process has to global arrays on the mesh.
+"""Make global arrays on the mesh from arrays that every process has whole.
 
 Inputs: NumPy arrays and shardings. Outputs: `jax.Array`s.
 """

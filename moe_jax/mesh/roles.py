@@ -40,8 +40,8 @@ class MeshConfig:
       expert: expert-parallel devices (N_EP); -1 takes the devices that are left.
       expert_shard: devices among which each expert's hidden dim is split (N_ESP).
       model: model-parallel devices (N_MP): attention heads and dense hidden dim split.
-      devices_per_node: where the fast links end. 0 takes the devices that share a host when a run starts on several
-        (`Hosts.node_size`), and here, where nobody filled it in, all devices.
+      devices_per_node: where the fast links end. 0 is the devices that share a host, which a run on several hosts fills
+        in when it starts (`Hosts.node_size`), and all devices where it is still 0 here.
     """
 
     data: int = 1
@@ -137,7 +137,7 @@ def mesh_axes(config: MeshConfig, num_devices: int) -> tuple[dict[str, int], tup
       num_devices: product of data, expert and expert_shard.
 
     Raises:
-      UserError: if the edge of the MP group does not fall on a clean split of an axis.
+      UserError: if the MP group does not cut an axis into equal parts.
     """
     sizes = {"data": config.data, "expert": config.expert, "expert_shard": config.expert_shard}
     axes: list[tuple[str, int]] = []
@@ -150,7 +150,7 @@ def mesh_axes(config: MeshConfig, num_devices: int) -> tuple[dict[str, int], tup
         elif config.model <= inner:
             split = 1
         else:
-            split = config.model // inner  # inner divides model: checked one axis further in
+            split = config.model // inner  # inner divides model, as was checked for the axis before
             if sizes[name] % split:
                 raise UserError(
                     f"MeshConfig.model ({config.model}) does not cut the mesh of data ({config.data}) x expert "
