@@ -3,7 +3,7 @@
 Inputs: counts, the homes and replicas planned ahead. Outputs: destinations by the rule `nearest` over the replicas of
 both kinds, and a transfer of the added ones. Twin of `HecatePlanner.refine`, for one layer.
 Source: Hecate, sections 4.2 to 4.4, algorithm 1.
-Letters: docs/notation.md; tau experts that may get replicas (Et of them are considered), mu replicas of a device.
+Letters: docs/notation.md; Et = min(tau, E) experts that may get replicas.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class ShadowRule:
     Attributes:
       compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
       shadow: seconds to broadcast an expert and to reduce its gradient.
-      residual: count the all-to-all that is left on both sides of the comparison.
+      residual: whether both sides of the comparison count the all-to-all that is left.
       home_slots: Hs; replica_slots: Gs, the most experts shadowed.
     """
 

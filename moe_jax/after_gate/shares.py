@@ -1,4 +1,4 @@
-"""`balanced` after the gate: over the replicas that are there, every device gets the same number of this step's tokens.
+"""`balanced` after the gate: over the replicas planned ahead, each device gets the same number of this step's tokens.
 
 Inputs: counts, who holds what. Outputs: destinations in shares; the transfer of replicas, planned ahead, stays. Twin of
 `BalancedPlanner.refine` and of `moe_jax.planner.shares`, for one layer and one source.
@@ -19,7 +19,7 @@ SHARE_ONE = 1 << 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShareRule:
-    """Solve the shares again.
+    """Solve the shares again, for the counts of this step.
 
     Attributes:
       home_slots: Hs; replica_slots: Gs; devices_per_node: Dn.
@@ -91,8 +91,8 @@ class ShareRule:
         quota = jnp.where(jnp.sum(quota, axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
         demand = jnp.sum(quota.reshape(experts, nodes, self.devices_per_node), axis=2)
         stay = jnp.minimum(supply, demand)
-        left, room = (supply - stay)[:, node], demand - stay
-        flow = left[:, None] * room / jnp.maximum(jnp.sum(room, axis=1, keepdims=True), tiny)
+        left, spare = (supply - stay)[:, node], demand - stay
+        flow = left[:, None] * spare / jnp.maximum(jnp.sum(spare, axis=1, keepdims=True), tiny)
         flow = flow.at[:, node].add(stay[:, node])  # [E, Nn], tokens of this node by where they go
         plain = demand / jnp.sum(demand, axis=1, keepdims=True)
         sent = jnp.sum(flow, axis=1, keepdims=True)
@@ -103,7 +103,7 @@ class ShareRule:
 
 
 def fill_level(base, amount):
-    """Return the level that `amount` reaches when poured over base [D] (inf: not a holder)."""
+    """Return the level to which `amount` fills base [D] (inf: not a holder), as in water-filling."""
     ground = jnp.sort(base)
     dry = jnp.isinf(ground)
     level = (amount + jnp.cumsum(jnp.where(dry, 0.0, ground))) / jnp.arange(1, base.shape[0] + 1, dtype=base.dtype)

@@ -26,7 +26,7 @@ _REQUESTED_BY = "MoEConfig.schedule 'parm'"
 
 @register("parm")
 def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-    """Build both schedules; the row's bytes, known at the first call, decide which one runs."""
+    """Build the schedules to choose from; the bytes of a row, known at the first call, decide which one runs."""
     cluster = None
     if options.cluster:
         cluster = read_cluster(options.cluster)
@@ -65,7 +65,7 @@ def choose(
     a forward too. With a file that also has fits of gating and moving rows the whole step is compared but for the
     experts, which do the same work under both: s2 gates every token on each device of its MP group, and that may cost
     more than it saves. With one that has whole layers too `deepspeed` is compared as well. Where tokens come split over
-    the MP group, s1 does without its all-gather, and the others need one to begin with.
+    the MP group, s1 needs no all-gather at its end, and the others need one at their start.
 
     Args:
       sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements.

@@ -2,8 +2,8 @@
 
 Inputs: the t tokens of this device's MP group. Outputs: the same tokens, transformed. Every device of the MP group
 sends all t tokens, so experts compute each of them N_MP times; every device of an ESP group gathers the tokens of all
-its members, and what the shards computed is summed over the group before each takes its own part. Source: Parm, fig.
-3a.
+its members, and what the shards computed is summed over the group before each takes its own part.
+Source: Parm, figure 3a.
 
 The N_MP devices that hold a token get equal results, so its gradient is that of any one of them; an expert's gradient
 sums over all of them and is divided by N_MP.
@@ -35,7 +35,7 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     """Build the baseline: AG_ESP, A2A_EP, experts, AR_ESP, A2A_EP, ESP-split."""
     ep_size, esp_size, mp_size = (roles.size(axes) for axes in (roles.expert, roles.expert_shard, roles.model))
     if esp_size == mp_size == 1:
-        return build_s1(roles, sizes, options)  # nothing is duplicated: the two are equal
+        return build_s1(roles, sizes, options)  # no token is on two devices: the two schedules are equal
     rows = sizes.bucket_rows(ep_size)
     most = sizes.most_passes(rows)
     local = max(1, min(ep_size, roles.config.devices_per_node // esp_size))
@@ -102,7 +102,7 @@ def _join(parcels: Parcel, ep_size: int, rows: int) -> Parcel:
 
     Args:
       parcels: with a leading Ns: choice_of_row [Ns, D C], row_of_choice [Ns, t, K], counts [Ns, D, G].
-      members: D; rows: C.
+      ep_size: D; rows: C.
     """
     esp_size, tokens, top_k = parcels.row_of_choice.shape
     shard = jnp.arange(esp_size, dtype=jnp.int32)

@@ -39,8 +39,8 @@ class LayerSizes:
       top_k: K.
       num_experts: E.
       groups: G, experts that one device may compute in a layer.
-      capacity: slots per expert for `tokens` tokens gated together, or None when dropless.
-      bucket_slack: dropless: rows of a bucket over their mean.
+      capacity: the most of `tokens` tokens gated together that an expert takes, or None when dropless.
+      bucket_slack: dropless: ratio of a bucket's rows to their mean.
       planned_rows: dropless: rows of a bucket as a plan predicts them; None takes the slack.
       min_capacity: floor of the capacity.
     """
@@ -83,8 +83,8 @@ class LayerSizes:
         """Return the sizes where each device of an MP group of `parts` gates its own part of the tokens."""
         tokens, capacity, planned = self.tokens // parts, self.capacity, self.planned_rows
         if capacity is not None:
-            # the gate computes its own capacity from fewer tokens; where `parts` does not scale floats exactly it may
-            # round one slot higher
+            # The gate computes its own capacity from fewer tokens; where `parts` does not scale floats exactly, it may
+            # be higher by one.
             spare = 0 if parts & (parts - 1) == 0 else 1
             capacity = min(tokens, max(self.min_capacity, math.ceil(capacity / parts) + spare))
         planned = None if planned is None else 8 * math.ceil(planned / parts / 8)

@@ -25,7 +25,7 @@ class ExpertGroup:
 
     Attributes:
       axes: mesh axes, EP before ESP.
-      members: D; shards: Ns.
+      ep_size: D; esp_size: Ns.
       exchange: a transport over `axes`.
     """
 
@@ -75,7 +75,7 @@ class ExpertGroup:
 
 
 def build_expert_group(roles: Roles, transport: str = "all_to_all") -> ExpertGroup:
-    """Return the group of this mesh; neighbours in it that share a node are the mesh's."""
+    """Return the group of this mesh, whose nodes are those of the mesh."""
     axes = roles.expert + roles.expert_shard
     ep_size, esp_size = roles.size(roles.expert), roles.size(roles.expert_shard)
     local = min(ep_size * esp_size, roles.config.devices_per_node)
@@ -86,7 +86,7 @@ def repeat_for_shards(array, esp_size: int):
     """Return [n, Ns, ...] from [n, ...]: the same for every shard. The gradient is summed in at least float32."""
     acc_dtype = jnp.promote_types(array.dtype, jnp.float32)
     if array.dtype == acc_dtype or not jnp.issubdtype(array.dtype, jnp.floating):
-        # stacked, so that the gradient is a chain of additions: XLA:CPU sums over a middle dim one number at a time
+        # Stacked, so that the gradient is a chain of additions: XLA:CPU sums over a middle dim one number at a time.
         return jnp.stack([array] * esp_size, axis=1)
     return _repeat(esp_size, array)
 
@@ -105,7 +105,7 @@ _repeat.defvjp(lambda esp_size, array: (_repeat(esp_size, array), None), _sum_re
 
 
 def compute(experts, received, counts):
-    """Apply the experts to rows as they arrived; returns them in the same places.
+    """Apply the experts to rows as they arrived; return the results in the same places.
 
     Args:
       experts: function (rows [R, M] in compact group order, group_sizes int32 [G]) -> [R, M].

@@ -1,15 +1,15 @@
 """`pairwise`: the exchange in Ng groups, each step's experts beside the next step's rows.
 
 Inputs: the t tokens of this device's MP group. Outputs: the same tokens, transformed. The D expert-parallel members
-stand in Ng groups on a ring. In step s group g sends rows to group g - s (S_s), computes those that came from group g
-+ s (C_s) and sends them back (S'_s). One stream of transfers, S_0 .. S_{Ng-1}, S'_1 .. S'_{Ng-1}, S'_0, and one of
+form a ring of Ng groups. In step s group g sends rows to group g - s (S_s), computes those that came from group
+g + s (C_s) and sends them back (S'_s). One stream of transfers, S_0 .. S_{Ng-1}, S'_1 .. S'_{Ng-1}, S'_0, and one of
 matmuls, C_0 .. C_{Ng-1}; C_s waits for S_s, and S'_s for C_s. Under MP and ESP tokens are split and rows dumped as in
 `s1`. Source: FasterMoE, section 4.2.
 
 A step is one transfer, because XLA keeps one in flight at a time (docs/bench/inspect.md): first each device collects
 from its own group all rows that go to its place in any group, one all-to-all over the fast links that stands for S_0;
-then S_s hands what it collected for group g - s to the device in its place there. The way back is the mirror image, so
-that S'_0 ends it. And because XLA schedules from the end, S_{s+2} waits for C_s: else all matmuls move behind S_{Ng-1}.
+then S_s hands what it collected for group g - s to the device in its place there. The return runs in reverse order and
+ends with S'_0. XLA schedules from the end, so S_{s+2} waits for C_s: else all matmuls would run after S_{Ng-1}.
 Letters: docs/notation.md; Dg = D / Ng members of a group, Pg = Dg Ns devices of a group.
 """
 

@@ -1,11 +1,11 @@
 """Dropless in bounded memory: the same buckets, as many passes as the fullest one needs.
 
 Inputs: a function that runs one pass. Outputs: the sum of all passes. Pass 0 is outside any branch, so that transfers
-still overlap it; the rest runs only when some device's bucket overflowed, and keeps no residuals but its inputs.
+still overlap it; the later ones run only when some device's bucket overflowed, and save no residuals but their inputs.
 
-The rest is a conditional that holds collectives, and nothing may run beside it (see `collectives/ordering.py`). So it
-is a `custom_vjp`, and values wait for each other: pass 0 -> rest; in the backward rest and cotangent -> rest once more
--> gradient of rest -> gradient of pass 0.
+The later passes are a conditional that holds collectives, and nothing may run beside it (`collectives/ordering.py`). So
+it is a `custom_vjp`, and values wait for each other: the later passes for pass 0; in the backward, their recomputation
+for them and for the cotangent, their gradient for the recomputation, and the gradient of pass 0 for theirs.
 """
 
 from __future__ import annotations

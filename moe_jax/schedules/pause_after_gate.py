@@ -1,4 +1,4 @@
-"""`s2`: MP pauses after the gate. Every device gates all tokens of its MP group and carries its share of each bucket.
+"""`s2`: MP pauses after the gate. Every device gates all tokens of its MP group and carries its part of each bucket.
 
 Inputs: the t tokens of this device's MP group, equal on the group. Outputs: the same tokens, transformed. A bucket of C
 rows is cut into N_MP parts of c rows; device r of the MP group sends part r to the experts. On the way back each part
@@ -124,7 +124,7 @@ _send_tokens.defvjp(_send_tokens_fwd, _send_tokens_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _collect_rows(group, collect, axes, rows, counts, arriving):
-    """Bring computed rows home to every device of the MP group: [P c, M] -> [D C, M]."""
+    """Bring computed rows to every device of their MP group: [P c, M] -> [D C, M]."""
     return collect(rows, counts, arriving)
 
 
@@ -161,17 +161,18 @@ def make_collect(roles: Roles, group: ExpertGroup, gather: str):
         me = lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard)
         gathered, part = [], receive_part(group, rows_ahead(group, blocks, 0, me), 0, me)
         for j in range(1, group.ep_size):
-            # gather j - 1 and phase j start together, when phase j - 1 and gather j - 2 are through
+            # gather j - 1 and phase j start together, when phase j - 1 and gather j - 2 are done
             ahead, part = lax.optimization_barrier((rows_ahead(group, blocks, j, me), part))
             following = receive_part(group, ahead, j, me)
-            # XLA makes a transfer synchronous that has only others between its start and end; this fence leaves a tuple
+            # XLA makes a transfer synchronous where only other transfers stand between its start and its end; this
+            # barrier leaves a tuple there
             blocks, part = lax.optimization_barrier((blocks, part))
             whole = join_parts(part[None], roles.model)  # [N_MP, c, M]
             following, whole = lax.optimization_barrier((following, whole))
             gathered.append(declare_equal(whole, roles.model))  # optimization_barrier drops the replicated type
             part = following
         gathered.append(join_parts(part[None], roles.model))
-        # rank r of the MP group got its part j from its EP member less j, and that member differs among ranks
+        # rank r of the MP group got its part j from the EP member j places before its own, which differs among ranks
         first = lax.axis_index(roles.dense) * mp_size
         member = (first + jnp.arange(mp_size)) // group.esp_size % group.ep_size
         phase = (member[None] - jnp.arange(group.ep_size)[:, None]) % group.ep_size  # [D, N_MP]

@@ -1,7 +1,7 @@
 """`ring`: tokens are all-gathered to the experts, and results are reduce-scattered to their sources.
 
 Inputs: the t tokens of this device's MP group. Outputs: the same tokens, transformed. Every device of an expert group
-sees all tokens of the group, computes those that chose its experts, weights them, and sums them into their places. The
+gets all tokens of the group, computes those that chose its experts, weights them, and sums them into their places. The
 bytes do not depend on K or on skew, only the computed rows do. Under MP tokens are split first, as in `s1`.
 Letters: docs/notation.md; P t tokens together, C rows computed in a pass.
 """

@@ -1,7 +1,7 @@
 """A schedule in three steps, so that something else can be placed beside the experts of its first pass.
 
 Inputs: two functions. Outputs: a `Schedule` that calls them one after the other, and holds them for a caller that runs
-something between. Schedules whose experts run in many pieces (`pairwise`, `ring`) are not cut like this.
+something between. Schedules whose experts stand amid their communication (`pairwise`, `ring`) are not cut like this.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Sent:
 
 
 def finish_passes(done, context, experts, deliver, bring_home, most: int):
-    """Return pass 0 to its sources and run the later passes.
+    """Return the rows of pass 0 to their sources and run the later passes.
 
     Args:
       done: float [R, M], the experts' output of pass 0.
-      context: (weights [t, K], way, later): `way` is what `deliver` said of pass 0, `later` is None where one pass is
-        enough, else (tokens [t, M], routing, passes needed, gate statistics).
+      context: (weights [t, K], way, later): `way` is what `deliver` returned for pass 0, `later` is None where one pass
+        is enough, else (tokens [t, M], routing, passes needed, gate statistics).
       experts: (rows, group_sizes) -> rows.
       deliver: (tokens, routing, index) -> (rows, group_sizes, way).
       bring_home: (done, weights, way) -> [t, M].
