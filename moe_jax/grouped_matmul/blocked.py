@@ -1,6 +1,6 @@
 """Grouped matmul as loops over row blocks: about the FLOPs of the rows in use, with plain XLA matmuls.
 
-The choice on a CPU, where XLA expands `lax.ragged_dot` to G times the work. See `row_blocks.py` for the loops and
+Made for CPUs, where XLA expands `lax.ragged_dot` to G times the work. See `row_blocks.py` for the loops and
 `contract.py` for inputs and outputs.
 """
 
@@ -52,8 +52,7 @@ def zeros_varying_like(shape, dtype, *like) -> Array:
 
 
 def open_gradient(operand: GroupedWeights, like: Array) -> Array | None:
-    """Return zeros for the gradient of an operand's groups, None where it has no grad_sink; blocks add up in
-    float32."""
+    """Return zeros for the gradient of an operand's groups, at least float32; None where it has no grad_sink."""
     if operand.grad_sink is None:
         return None
     return zeros_varying_like(operand.grad_sink.shape, jnp.promote_types(operand.grad_sink.dtype, jnp.float32), like)

@@ -35,7 +35,7 @@ class GroupedWeights:
       grad_sink: float [G, K, N], zeros whose values are never read, or None where no gradient is wanted. Its dtype is
           the dtype of the gradient.
       constant: the caller differentiates nothing with respect to the bank, so no stop_gradient is needed; a backward
-        then keeps the caller's own array, not another one.
+        then saves the caller's own array, not another one.
     """
 
     bank: Array
@@ -48,7 +48,7 @@ Operands = tuple[GroupedWeights, ...]  # the groups of the first come first
 
 
 class GroupedMatmul(Protocol):
-    """Multiply the rows of every group by its weights, and differentiate that; products sum in float32 or wider."""
+    """Multiply rows by their group's weights, and differentiate that; products are summed in float32 or wider."""
 
     def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
         """Return float [R, N] in the dtype of `lhs`; rows past the last group are zero whatever `lhs` holds there."""
@@ -57,8 +57,7 @@ class GroupedMatmul(Protocol):
     def gradients(
         self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands
     ) -> tuple[Array, tuple[Array | None, ...]]:
-        """Return the gradient of `lhs`, and per operand that of its groups' weights [G, K, N] or None without a
-        grad_sink.
+        """Return the gradients of `lhs` and of each operand's weights [G, K, N], None where it has no grad_sink.
 
         Rows of `lhs` and `dout` past the last group may hold anything; the gradient of `lhs` is zero there.
         """
@@ -67,7 +66,7 @@ class GroupedMatmul(Protocol):
 
 @runtime_checkable
 class FusedFfn(Protocol):
-    """What an implementation has besides, if it computes an expert's whole FFN at once; see `experts` for the letters.
+    """What an implementation has besides, if it computes an expert's whole FFN at once.
 
     `activation` takes one hidden array per input weight, in at least float32. `ins` holds the operands of each input
     weight [Rb, M, F], `outs` those of the output weight [Rb, F, M].
@@ -105,8 +104,7 @@ class FusedFfn(Protocol):
         ins: tuple[Operands, ...],
         outs: Operands,
     ) -> tuple[Array, tuple[tuple[Array | None, ...], ...], tuple[Array | None, ...]]:
-        """Return the gradients of `rows`, and of the groups' weights in `ins` and in `outs`, None without a
-        grad_sink."""
+        """Return the gradients of `rows` and of the weights in `ins` and `outs`, None where there is no grad_sink."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How much an expert FFN computes and touches on one device, as numbers. Host side; no arrays of JAX.
+"""How much an expert FFN computes, reads and writes on one device, as numbers. Host side; no arrays of JAX.
 
 Letters: docs/notation.md.
 """

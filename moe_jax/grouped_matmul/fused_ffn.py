@@ -2,7 +2,7 @@
 
 Inputs: rows `[R, M]` sorted by group and the weights of each group's FFN; outputs: `[R, M]`. One loop computes the
 whole forward and one the whole backward, where composing grouped matmuls takes a loop per weight and passes over [R, F]
-in between. Only the pre-activations [R, F] are kept for the backward.
+in between. Only the pre-activations [R, F] are saved for the backward.
 
 Letters: docs/notation.md.
 """

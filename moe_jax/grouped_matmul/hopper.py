@@ -1,4 +1,4 @@
-"""Grouped matmul by the Pallas kernels for Hopper that ship with JAX, given a backward.
+"""Grouped matmul by the Pallas kernels for Hopper that ship with JAX, with a backward made of the same kernels.
 
 See `contract.py` for inputs and outputs. Limits: 16-bit floats, K and N multiples of 64. The kernels lower on any
 machine; this project has not run them on a GPU, so training compares them with plain matmuls before it starts
@@ -129,7 +129,7 @@ def _transposed_ragged_dot(lhs: Array, dout: Array, group_sizes: Array) -> Array
 
 
 class _JaxOnHopper:
-    """The `jax` module for the shipped kernel, which reads the number of cores of the first device: a CPU has none."""
+    """The `jax` module, for the shipped kernel: it reads how many cores the first device has; a CPU has none."""
 
     def __getattr__(self, name):
         return getattr(jax, name)

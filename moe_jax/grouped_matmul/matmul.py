@@ -38,10 +38,10 @@ Array = jax.Array
 def default_implementation(device, dtype, dims: tuple[int, ...]) -> str:
     """Return what 'auto' is: never one that multiplies every row by every group's weights.
 
-    On GPUs of the Hopper kind their kernels, where those take the dtype and the sizes. On all other GPUs, and on CPUs,
-    `fused`: loops over row blocks, plain XLA matmuls of the rows in use. `lax.ragged_dot` is the choice on TPUs, which
-    have a kernel for it; XLA for GPUs expands it to G matmuls of all rows, in FLOPs and memory (docs/bench/inspect.md),
-    or, from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which was never run here.
+    Hopper GPUs take `hopper`, where its kernels take the dtype and the sizes. All other GPUs, and CPUs, take `fused`:
+    loops over row blocks, plain XLA matmuls of the rows in use. TPUs take `ragged`, `lax.ragged_dot`, for which they
+    have a kernel; XLA for GPUs expands it to G matmuls of all rows, in FLOPs and memory (docs/bench/inspect.md), or,
+    from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which was never run here.
 
     Args:
       device: `jax.Device`, real or described.
@@ -135,7 +135,7 @@ def grad_sink_dtypes(operands: Operands) -> tuple:
 
 
 def without_grad_sinks(operands: Operands) -> Operands:
-    """Return the operands without grad_sinks: a backward that kept them would keep zeros as large as the weights."""
+    """Return the operands without grad_sinks: a backward that saved them would save zeros as large as the weights."""
     return tuple(dataclasses.replace(operand, grad_sink=None) for operand in operands)
 
 

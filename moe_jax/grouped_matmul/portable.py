@@ -23,8 +23,7 @@ def gather_weights(operands: Operands, dtype) -> Array:
 
 
 def split_gradient(dweight: Array, operands: Operands) -> tuple[Array | None, ...]:
-    """Cut the gradient [G, K, N] of all groups into one part per operand, in its grad_sink's dtype; None without a
-    grad_sink."""
+    """Cut the gradient [G, K, N] of all groups by operand, in its grad_sink's dtype; None where it has no grad_sink."""
     parts, offset = [], 0
     for operand in operands:
         stop = offset + operand.slots.shape[0]

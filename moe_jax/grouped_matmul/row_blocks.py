@@ -75,9 +75,10 @@ class RowBlock:
 def block_heights(rows: int, groups: int, steps: int) -> tuple[int, ...]:
     """Return the ladder of block heights, ascending.
 
-    Dense around the mean number of rows of a group, where most groups of a balanced router lie, doubling above, and
-    sparse below, where groups cost little. The highest rung is at least 512 rows, because each further block of a group
-    reads its weights and its weight gradient once more; or it is all rows. A mean above TALLEST_MEAN counts as that.
+    It is dense around the mean number of rows of a group, where most groups of a balanced gate lie; it doubles above,
+    and is sparse below, where groups cost little. The highest rung is at least 512 rows, because each further block of
+    a group reads its weights and its weight gradient once more; or it is all rows. A mean above TALLEST_MEAN counts as
+    TALLEST_MEAN.
 
     Args:
       rows: R. groups: G.

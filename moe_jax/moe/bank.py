@@ -1,7 +1,7 @@
 """The expert bank: where the parameters of all experts of all layers are stored, and how gradients return to the owner.
 
-Inputs: one array per weight, [D Rb, ...], sharded over the expert axis, Rb = L E / D slots per device. Slots belong to
-experts through tables, so an expert may be stored on any device and nothing is copied per layer.
+Inputs: one array per weight, [D Rb, ...], sharded over the expert axis, Rb = L E / D rows per device. Tables say which
+expert a row belongs to, so an expert may be stored on any device and nothing is copied per layer.
 
 A loop over layers that differentiated the whole bank would add a bank-sized gradient in every turn. So the bank enters
 the loop without a gradient, and beside it goes a *grad_sink*: zeros of the bank's shape whose value is never read, and
@@ -40,33 +40,33 @@ with_grad_sink.defvjp(_with_grad_sink_fwd, _with_grad_sink_bwd)
 
 
 @jax.custom_vjp
-def _open_grad_sink(grad_sink, slots):
-    zeros = jnp.zeros(slots.shape + grad_sink.shape[1:], grad_sink.dtype)
+def _open_grad_sink(grad_sink, rows):
+    zeros = jnp.zeros(rows.shape + grad_sink.shape[1:], grad_sink.dtype)
     return cast_varying(zeros, varying_axes(grad_sink))
 
 
-def _open_grad_sink_fwd(grad_sink, slots):
-    return _open_grad_sink(grad_sink, slots), (slots, jnp.zeros((grad_sink.shape[0], 0)))  # Rb, and no bytes
+def _open_grad_sink_fwd(grad_sink, rows):
+    return _open_grad_sink(grad_sink, rows), (rows, jnp.zeros((grad_sink.shape[0], 0)))  # Rb, and no bytes
 
 
 def _open_grad_sink_bwd(residuals, d_layers):
-    slots, bank_slots = residuals
+    rows, bank_rows = residuals
     flat = d_layers.reshape((-1,) + d_layers.shape[2:])
-    places = jnp.full((bank_slots.shape[0],), flat.shape[0], jnp.int32)
+    places = jnp.full((bank_rows.shape[0],), flat.shape[0], jnp.int32)
     index = jnp.arange(flat.shape[0], dtype=jnp.int32)
-    places = places.at[slots.reshape(-1)].set(index, mode="drop", unique_indices=True)
+    places = places.at[rows.reshape(-1)].set(index, mode="drop", unique_indices=True)
     return jnp.take(flat, places, axis=0, mode="fill", fill_value=0), None
 
 
 _open_grad_sink.defvjp(_open_grad_sink_fwd, _open_grad_sink_bwd)
 
 
-def open_grad_sink(grad_sink, slots):
-    """Return the grad_sink layer by layer: [Rb, ...] -> [L, G, ...], zeros whose cotangents become the bank's gradient.
+def open_grad_sink(grad_sink, rows):
+    """Return the grad_sink by layer: [Rb, ...] -> [L, Hs, ...], zeros whose cotangents become the bank's gradient.
 
     Args:
       grad_sink: [Rb, ...], this device's part, inside `shard_map`.
-      slots: int32 [L, G], bank slot of each group; Rb (out of range) in a group that holds no home expert.
+      rows: int32 [L, Hs], the bank row of each home slot; Rb or more (out of range) where the slot is empty.
     """
-    slots = cast_varying(slots, varying_axes(grad_sink))
-    return _open_grad_sink(grad_sink, slots)
+    rows = cast_varying(rows, varying_axes(grad_sink))
+    return _open_grad_sink(grad_sink, rows)

@@ -31,7 +31,7 @@ class MoEConfig:
       transport: how rows travel in an exchange: 'all_to_all', 'ppermute', 'two_level' or 'ragged'.
       pairwise_groups: groups of the schedule 'pairwise'; 0 makes one of the expert-parallel devices of each node.
       gather: how the schedule 's2' returns: 'saa' (all-to-all and all-gather at the same time) or 'aas' (in turn).
-      cluster: file of `moe_jax.calibrate` by which the schedule 'parm' chooses; '' compares bytes.
+      cluster: file written by `python -m moe_jax.calibrate`, by which the schedule 'parm' chooses; '' compares bytes.
       grouped_matmul: implementation of the grouped matmul; 'auto' takes the device's default.
       bucket_slack: dropless only: rows of one (source, destination) bucket over the mean number of rows.
     """
@@ -76,11 +76,11 @@ class MoEConfig:
         return self.capacity_factor is None
 
     def capacity(self, tokens: int) -> int:
-        """Return the slots each expert offers to `tokens` tokens that are gated together.
+        """Return the most of `tokens` tokens that each expert takes when they are gated together.
 
         Source: DeepSpeed-MoE's top-k gate, capacity = max(min_capacity, ceil(K f t / E)).
         """
         if self.capacity_factor is None:
             return tokens
-        slots = math.ceil(self.top_k * self.capacity_factor * tokens / self.num_experts)
-        return min(tokens, max(self.min_capacity, slots))
+        share = math.ceil(self.top_k * self.capacity_factor * tokens / self.num_experts)
+        return min(tokens, max(self.min_capacity, share))

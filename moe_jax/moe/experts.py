@@ -93,7 +93,7 @@ def expert_ffn(
         return _fused(chosen, activation, rows, group_sizes, ins, outs)
     acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers keeps its float32 steps for each
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers saves float32 intermediates of each
     def activate(*pre):
         return _ACTIVATIONS[activation][1](*(array.astype(acc_dtype) for array in pre)).astype(rows.dtype)
 

@@ -1,8 +1,8 @@
 """The gate: which experts each token chooses, and with what weight.
 
-Inputs: tokens x [t, M] of one drop group and the gate's weight [M, E]. Outputs: `Choice` (ids, weights, keep_mask [t,
-K]) and `GateStats`, sums over these tokens from which losses and metrics are formed once they are summed over all
-devices. It moves nothing between devices and does not depend on the placement of the experts.
+Inputs: tokens x [t, M] of one drop group and the gate's weight [M, E]. Outputs: `Choice` (ids, weights and keep_mask,
+each [t, K]) and `GateStats`, sums over these tokens from which losses and metrics are formed once they are summed over
+all devices. It moves nothing between devices and does not depend on the placement of the experts.
 Letters: docs/notation.md.
 """
 

@@ -1,8 +1,8 @@
 """The MoE layer: gate, dispatch, experts, combine, put together.
 
 `make_moe` is the functional core, for use inside `shard_map`: this device's tokens [t, M] in, tokens out. `MoELayer` is
-the same as a Flax module for a user's own model: global tokens [..., M] in, tokens and losses out; it opens the
-`shard_map` by itself.
+the same as a Flax module for a user's own model: global tokens [..., M] in, tokens, loss and loads out; it contains the
+`shard_map`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class LayerPlan:
     """What a step is compiled for beside its config, when experts may move; equal plans share an executable.
 
     Attributes:
-      home_slots, replica_slots: Hs and Gs, experts that a device may home and have as replicas in one layer.
+      home_slots, replica_slots: Hs and Gs, the most homes and the most replicas that a device has in one layer.
       bucket_rows: rows of one (source, destination) bucket; None takes them from `MoEConfig.bucket_slack`.
       transfer: how replicas get their parameters ahead of the gate; None without such replicas.
       after_gate: the rule that decides from the counts of the step; None without one.
-      trans_share, agg_share: how much of a transfer out and of one home runs beside attention, where a block-wise
-        schedule splits them.
+      trans_share, agg_share: how much of Trans and of Agg runs beside attention, where a block-wise schedule splits
+        them.
     """
 
     home_slots: int
@@ -145,8 +145,7 @@ def make_moe(
 
 
 def make_decide(roles: Roles, rule: Rule | None):
-    """Return decide(stats, bank, grad_sink, tables, replicas) -> (tables, replicas) of one layer, after the gate has
-    counted."""
+    """Return decide(stats, bank, grad_sink, tables, replicas) -> (tables, replicas) of one layer, after its gate."""
     inside = tuple(axis for axis in roles.all if axis not in roles.expert)
 
     def as_planned(stats, bank, grad_sink, tables, replicas):
@@ -220,7 +219,7 @@ def _operands(bank, tables, grad_sink, replicas, name):
 
 
 def run_gate(x, token_ids, *, w_gate, config, noise_key, model):
-    """Return the tokens' choices and this device's share of the gate's statistics."""
+    """Return the tokens' choices, and the gate's statistics as `share_statistics` returns them."""
     choice, stats = choose_experts(x, w_gate, config, noise_key=noise_key, token_ids=token_ids)
     return choice, share_statistics(stats, choice, x, model)
 
@@ -257,8 +256,8 @@ class MoELayer(nnx.Module):
     """A mixture of experts as a drop-in for a feed-forward layer, on one device or on a mesh.
 
     Calling it with tokens [..., M] returns (tokens [..., M], loss, loads): the same shape, the weighted auxiliary and
-    z-loss to add to yours (float []), and how many tokens each source device sent to each expert (int32 [D, E]). The
-    leading dims together must divide over all devices of the mesh.
+    z-loss to add to your loss (float []), and how many tokens each source device sent to each expert (int32 [D, E]).
+    The leading dims together must divide over all devices of the mesh.
 
     Attributes:
       w_gate: [M, E] parameter.

@@ -1,6 +1,6 @@
 """Replicas of one layer, fetched before the layer starts: experts whose homes are on other devices.
 
-Inputs: this device's share of the bank, `grad_sink`, the layer's tables, and the plan that a step is compiled for.
+Inputs: this device's part of the bank, `grad_sink`, the layer's tables, and the plan that a step is compiled for.
 Outputs: ({name: [Gs, ...]}, `grad_sink` of the same shapes), Gs replica slots; or None where the plan fetches nothing
 ahead. Inside `shard_map`.
 """
@@ -32,13 +32,12 @@ def fetch_replicas(bank, grad_sink, tables, plan: LayerPlan | None, like):
 
 
 def fetch_in_turn(x, params, gather, bank, grad_sink, tables, plan: LayerPlan | None):
-    """Return (x, gathered params, grad_sink, replicas): what a layer needs before it starts, in an order that XLA:CPU
-    keeps.
+    """Return (x, gathered params, grad_sink, replicas) of a layer, in an order of collectives that XLA:CPU keeps.
 
     Where the replicas' rounds differ by layer, or replicas come after the gate, collectives stand in branches (see
-    `moe_jax.collectives.ordering`). So the branch waits for x and the parameters, and x, from which all other
-    collectives of the layer follow, for the branch. On the way back the branch waits for the gradients of x and of the
-    gathered parameters, the sums of those over devices wait for the branch, and the layer before for the sums.
+    `moe_jax.collectives.ordering`). So the branch waits for x and the parameters, and x, on which all other collectives
+    of the layer depend, waits for the branch. In the backward the branch waits for the gradients of x and of the
+    gathered parameters, the sums of those over devices wait for the branch, and the preceding layer for the sums.
 
     Args:
       x: input of the layer.

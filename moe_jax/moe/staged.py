@@ -1,7 +1,7 @@
 """The MoE layer cut into three stages, for programs that place transfers beside its experts.
 
-`make_staged_moe` returns what `make_moe` does, in pieces: send (gate, route, dispatch), experts (of pass 0), finish
-(combine, later passes). Nothing of the bank is differentiated here: gradients of home experts leave through
+`make_staged_moe` returns what `make_moe` does, in three functions: send (gate, route, dispatch), experts (of pass 0),
+finish (combine, later passes). Nothing of the bank is differentiated here: gradients of home experts leave through
 `grad_sink`, of replicas through `replica_grad_sink`; the values of both are never read.
 Letters: docs/notation.md.
 """
@@ -54,7 +54,7 @@ class StagedMoE:
             return expert_ffn(rows, group_sizes, operands, activation=self.activation, implementation=name)
 
     def finish(self, done, context, weights):
-        """Bring rows home, run the later passes: returns [t, M]."""
+        """Return rows to their sources and run the later passes: [t, M]."""
         return self.schedule.finish(done, context, functools.partial(self.experts, weights=weights))
 
 
@@ -86,7 +86,7 @@ def make_staged_moe(
     if not isinstance(schedule, StagedSchedule):
         raise UserError(
             f"ModelConfig.prefetch needs a MoEConfig.schedule whose experts run in one piece, not {config.schedule!r} "
-            f"on this mesh; set MoEConfig.schedule to 's1', 's2' or 'deepspeed', or ModelConfig.prefetch = 'none'"
+            "on this mesh; set MoEConfig.schedule to 's1', 's2' or 'deepspeed', or ModelConfig.prefetch = 'none'"
         )
     rule = None if plan is None else plan.after_gate
     if rule is not None and rule.late_replicas:
