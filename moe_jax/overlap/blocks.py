@@ -5,8 +5,8 @@ in the order of the program. The model builds its step from it, the cost model i
 Nothing here runs or takes time.
 
 A layer is four stages: attention (everything before the gate), dispatch, experts, combine. *Trans* brings parameters to
-the replicas, *Agg* sums the replicas' gradients at home. Without re-materialisation Trans runs once per layer, with it
-a second time on the way back.
+the replicas, *Agg* sums the replicas' gradients at home. Trans runs once per layer, with `refetch_replicas` (Hecate's
+re-materialisation) a second time in the backward.
 Letters: docs/notation.md; i a turn of a loop.
 Source: Hecate, section 3.2; Pro-Prophet, section V-B, algorithm 2 and figure 9.
 """
@@ -55,7 +55,7 @@ class Loop:
       before, after: windows with absolute layers.
       body: windows with layers relative to the turn; turn i runs layer i + window.layer.
       turns: values of i, in order. A move of a layer outside 0 .. L-1 has no effect: a loop whose turns must all be
-        equal sends it in vain, `windows` leaves it out.
+        equal sends it for nothing, `windows` leaves it out.
     """
 
     before: tuple[Window, ...]
@@ -86,7 +86,7 @@ class BlockSchedule:
         )
 
     def layers_alive(self) -> int:
-        """Return the most layers whose replicas are in memory at the end of any window, those under way included."""
+        """Return the most layers whose replicas are in memory at the end of any window, those in flight included."""
         alive, most = set(), 0
         for direction, window in self.windows():
             alive |= {move.layer for move in window.beside if move.kind == "trans"}
@@ -149,7 +149,7 @@ class Prefetch:
 
 
 def _hecate(layers: int, refetch_replicas: bool, recompute: bool) -> tuple[Loop, Loop]:
-    """Trans of layer l beside attention l; on the way back Agg of layer l and Trans of layer l - 1 beside it."""
+    """Trans of layer l beside attention l; in the backward Agg of layer l and Trans of layer l - 1 beside it."""
     forward = (Window("attention", 0, (Move("trans", 0),)), *_moe(0))
     again = (Move("trans", -1),) if refetch_replicas else ()
     backward = (*_moe_back(0, recompute), Window("attention", 0, (Move("agg", 0), *again)))

@@ -1,7 +1,7 @@
-"""The picture of a block-wise schedule: what computes and what travels, over time.
+"""The picture of a block-wise schedule: computation, exchanges and transfers over time.
 
-Inputs: the schedule and its times, as numbers. Outputs: bars on two streams, and a PNG of them. matplotlib is imported
-when a picture is drawn, never before.
+Inputs: the schedule and its times, as numbers. Outputs: bars on three streams, and a PNG of them. matplotlib is
+imported when a picture is drawn, never before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Bar:
     """An interval `start` to `stop` (seconds) on one of `STREAMS`; `exposed`: the part of a transfer not overlapped.
 
     Attributes:
-      kind: a stage, 'trans' or 'agg'; layer: absolute; backward: on the way back.
+      kind: a stage, 'trans' or 'agg'; layer: absolute; backward: in the backward.
     """
 
     stream: str
@@ -64,7 +64,7 @@ def _add_move(bars: list, window: Window, move: Move, seconds: float, start: flo
 
 
 def draw(schedule: BlockSchedule, times: Times, path: pathlib.Path | str) -> pathlib.Path:
-    """Write the Gantt chart as a PNG; what is exposed of a transfer is hatched."""
+    """Write the Gantt chart as a PNG; the exposed part of a transfer is hatched."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

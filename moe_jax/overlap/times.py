@@ -1,8 +1,8 @@
 """The time of a block-wise schedule, and the part of its transfers that is exposed.
 
 Inputs: the schedule as data, and seconds of stages and transfers, numbers or arrays of one shape [...]. Outputs:
-seconds of the same shape. A window lasts as long as its stage or its moves together, whichever is longer; moves run one
-after the other, in the order in which they stand.
+seconds of the same shape. A window lasts as long as its stage or its moves together, whichever is longer; its moves run
+one after the other, in their order in `Window.beside`.
 Source: Pro-Prophet, equations 7 and 8; Hecate, section 3.2.
 """
 
@@ -48,8 +48,8 @@ class Times:
 def shares(times: Times, refetch_replicas: bool = False) -> tuple[float, float]:
     """Return how much of Trans and of Agg is to run beside attention, for numbers: as much as fits in its time.
 
-    Attention's time does not change from step to step, so it is filled first; the rest stands beside the experts. On
-    the way back attention takes twice as long, and Trans has its part of that first if it runs there a second time.
+    Attention's time does not change from step to step, so it is filled first; the rest runs beside the experts. In the
+    backward attention takes twice as long, and Trans, if it runs there a second time, is counted before Agg.
     Source: Pro-Prophet, section V-B.
     """
     trans = 1.0 if times.trans <= 0 else float(min(1.0, times.attention / times.trans))
@@ -71,8 +71,8 @@ def window_exposes(window: Window, times: Times, backward: bool) -> dict[str, np
 def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.ndarray | float]:
     """Return the seconds of Trans and of Agg that one layer in the middle of the model waits for.
 
-    'none' hides nothing. Where a split is called for it follows the times, element by element, which for Pro-Prophet
-    gives max(0, T_Trans - T_FEC - T_FNEC) and max(0, T_Agg - T_BEC - T_BNEC).
+    'none' hides nothing. Pro-Prophet's split follows the times, element by element, which gives
+    max(0, T_Trans - T_FEC - T_FNEC) and max(0, T_Agg - T_BEC - T_BNEC).
     """
     if prefetch.schedule == "none":
         return times.trans, times.agg
@@ -88,7 +88,7 @@ def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.nd
 
 
 def _split_exposes(times: Times, refetch_replicas: bool):
-    """Return the same where both windows are filled as far as they go."""
+    """Return the result of `exposed` for a split that uses the time of attention and of the experts in full."""
     free = times.attention + times.experts
     trans, agg = np.maximum(0.0, times.trans - free), np.maximum(0.0, times.agg - 2 * free)
     if refetch_replicas:

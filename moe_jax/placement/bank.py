@@ -1,4 +1,4 @@
-"""Where each expert lies in the bank of parameters, and the permutation that a change of homes is.
+"""Where each expert lies in the bank of parameters, and a change of homes as a permutation of rows.
 
 Inputs: placements. Outputs: bank rows by (layer, expert) order, and for two placements the source of every row. Nothing
 here moves parameters. Letters: docs/notation.md.
@@ -22,7 +22,8 @@ def reshard_permutation(old: Placement, new: Placement, rows: int | None = None)
     """Return source int32 [D Rb]: row r of the new bank holds what row source[r] of the old bank held.
 
     Args:
-      rows: Rb, bank rows of a device; the most that either placement needs when not given. Unused rows map to unused.
+      rows: Rb, bank rows of a device; the most that either placement needs when not given. Unused rows map to unused
+        ones.
     """
     if old.home.shape != new.home.shape or old.devices != new.devices:
         raise UserError(

@@ -38,7 +38,7 @@ def share_rows(value) -> np.ndarray:
 
 
 def loads_array(loads) -> np.ndarray:
-    """Return loads as int64 [L, S, E]; negative or fractional ones are an error that names the first offender."""
+    """Return loads as int64 [L, S, E]; negative or fractional ones are an error that names the first of them."""
     loads = np.asarray(loads)
     if loads.ndim != 3:
         raise UserError(f"loads must have dims [layers, sources, experts], not shape {loads.shape}")
@@ -51,8 +51,7 @@ def loads_array(loads) -> np.ndarray:
         layer, source, expert = np.argwhere(wrong)[0]
         raise UserError(
             f"layer {layer}, source {source}, expert {expert}: load {loads[layer, source, expert]} is not a whole "
-            f"number of "
-            "tokens >= 0; loads count routed tokens"
+            "number of tokens >= 0; loads count routed tokens"
         )
     return loads.astype(np.int64)
 
@@ -74,9 +73,8 @@ def check_home(home: np.ndarray, devices: int) -> None:
     if len(wrong):
         layer, expert = wrong[0]
         raise UserError(
-            f"layer {layer}, expert {expert}: home device {home[layer, expert]} does not exist (rule: exactly one "
-            f"home in "
-            f"0..{devices - 1}); an expert without a home loses its parameters"
+            f"layer {layer}, expert {expert}: home device {home[layer, expert]} does not exist (rule: exactly one home "
+            f"in 0..{devices - 1}); an expert without a home loses its parameters"
         )
 
 
@@ -111,8 +109,7 @@ def check_replicas(home: np.ndarray, replicas: np.ndarray, devices: int, replica
         layer, expert, device = replicas[np.argmax(at_home)]
         raise UserError(
             f"layer {layer}, expert {expert}, device {device}: a replica on its own home would home it twice (rule: "
-            f"replicas lie on "
-            "other devices); drop the row"
+            "replicas lie on other devices); drop the row"
         )
     if replica_slots is not None:
         key = replicas[:, 0] * devices + replicas[:, 2]
@@ -122,9 +119,8 @@ def check_replicas(home: np.ndarray, replicas: np.ndarray, devices: int, replica
             experts = replicas[key == layer * devices + device, 1].tolist()
             raise UserError(
                 f"layer {layer}, device {device}: {len(experts)} replicas (experts {experts}) exceed replica_slots "
-                f"({replica_slots}) "
-                "(rule: at most replica_slots replicas per device and layer); replicate fewer experts or raise "
-                "replica_slots"
+                f"({replica_slots}) (rule: at most replica_slots replicas per device and layer); replicate fewer "
+                "experts or raise replica_slots"
             )
 
 
@@ -137,8 +133,10 @@ def check_shares(
     devices: int,
     one: int,
 ) -> None:
-    """Check that share rows (sorted by layer, expert, source node, device) name holders, stand in layers that use them,
-    and sum to one.
+    """Check that share rows name holders, belong to layers that use them, and sum to one.
+
+    Args:
+      shares: int32 [m, 5] of `share_rows`, sorted by layer, expert, source node and device.
     """
     if not len(shares):
         return
@@ -157,17 +155,16 @@ def check_shares(
         i = np.argmax(outside)
         raise UserError(
             where.format(*shares[i, :3])
-            + f"share {share[i]} must lie in 0..{one} and source node {node[i]} in 0..{nodes - 1} "
-            "(-1: every node)"
+            + f"share {share[i]} must lie in 0..{one} and source node {node[i]} in 0..{nodes - 1} (-1: every node)"
         )
     expert_key = layer.astype(np.int64) * home.shape[1] + expert
     holds = np.zeros(home.size * devices, bool)
     holds[np.arange(home.size) * devices + home.ravel()] = True
     holds[_key(replicas, home.shape[1], devices)] = True
-    stranger = ~holds[expert_key * devices + device]
-    if stranger.any():
+    not_held = ~holds[expert_key * devices + device]
+    if not_held.any():
         raise UserError(
-            where.format(*shares[np.argmax(stranger), :3]) + "share for a device that does not hold the expert"
+            where.format(*shares[np.argmax(not_held), :3]) + "share for a device that does not hold the expert"
         )
     group = expert_key * (nodes + 1) + node + 1
     repeated = np.diff(group * devices + device) == 0  # rows are sorted

@@ -4,7 +4,7 @@ Inputs: the home device of every expert, the replicas held for one step, and the
 Outputs: a frozen, checked `Placement`. How many tokens go where is counted in `routing.py`. It moves no parameters and
 predicts no times.
 
-Letters: docs/notation.md; S = D here; n replica rows, m share rows.
+Letters: docs/notation.md; n replica rows, m share rows.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class Placement:
         if min(layers, experts, devices) < 1 or experts % devices:
             raise UserError(
                 f"experts ({experts}) must be a positive multiple of devices ({devices}) and layers ({layers}) at "
-                f"least 1; "
-                f"use a multiple of {max(devices, 1)} experts or fewer devices"
+                f"least 1; use a multiple of {max(devices, 1)} experts or fewer devices"
             )
         home = np.broadcast_to(np.arange(experts, dtype=np.int32) // (experts // devices), (layers, experts))
         per_node = devices if devices_per_node is None else devices_per_node
@@ -155,9 +154,8 @@ class Placement:
             placed = self.replace(devices=loads.shape[1], devices_per_node=per_node)
         if loads.shape != (placed.layers, placed.devices, placed.experts):
             raise UserError(
-                f"loads have shape [layers, sources, experts] = {loads.shape}, but the placement has "
-                f"{placed.layers} layers, "
-                f"{placed.devices} devices (a source is a device) and {placed.experts} experts; use loads of the "
-                f"same run"
+                f"loads have shape [layers, sources, experts] = {loads.shape}, but the placement has {placed.layers} "
+                f"layers, {placed.devices} devices (a source is a device) and {placed.experts} experts; use loads of "
+                "the same run"
             )
         return placed, loads

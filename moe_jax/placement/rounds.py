@@ -65,7 +65,7 @@ def shift_rounds(layer: np.ndarray, src: np.ndarray, dst: np.ndarray, devices: i
 
     Returns:
       need: int [devices], how many rounds each shift needs (0 for shift 0).
-      nth: int [n], the how-manyth edge with this (layer, source, shift) an edge is: its round among those of its shift.
+      nth: int [n], how many edges with its (layer, source, shift) precede an edge: its round among those of its shift.
     """
     shift = (dst - src) % devices
     key = (layer.astype(np.int64) * devices + src) * devices + shift

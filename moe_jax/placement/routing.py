@@ -1,11 +1,13 @@
 """Which holder a token goes to: the rule of the placement, counted for all tokens at once.
 
 Inputs: a Placement and loads [L, S, E]. Outputs: rows (layer, source, expert, device, tokens), and their sums by device
-and by pair of devices. The token of rank i among the n of (source, expert) goes to the first candidate j with num_j n
-// den > i: num_j = j + 1 and den = c for an even split over c candidates, num_j = the running sum of shares and den =
-2^16 for shares. Nothing here chooses replicas.
+and by pair of devices. Nothing here chooses replicas. The token of rank i among the n of (source, expert) goes to the
+first candidate j with
 
-Letters: docs/notation.md; S = D here; h holder rows, m share rows, q rows with tokens.
+    num_j n // den > i     even split over c candidates: num_j = j + 1, den = c
+                           shares: num_j the running sum of the shares, den = 2^16
+
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations

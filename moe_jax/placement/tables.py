@@ -28,9 +28,9 @@ class Skeleton:
     """Hold all that decides the shape of a compiled step; equal skeletons share one executable.
 
     Attributes:
-      method: how replicas get their parameters. `permute`: exact pairs, one list of rounds per layer. `shift`: rounds i
-        -> i + s (mod D) shared by all layers. `gather`: each device offers X rows to all. `broadcast`: Y experts to
-        all.
+      method: how replicas get their parameters. `permute`: exact pairs, one list of rounds per layer. `shift`: rounds
+        i -> i + s (mod D) shared by all layers. `gather`: each device offers X rows to all. `broadcast`: Y experts go
+        to all.
       rounds: (src, dst) pairs by [layer or shared][round]; empty unless `permute` or `shift`.
       bucket_rows: rows of one (source, destination) bucket of tokens.
     """
@@ -177,12 +177,10 @@ def fill_tables(skeleton: Skeleton, placement: Placement) -> Tables:
     if not fits(skeleton, placement):
         raise UserError(
             f"the placement needs home slots {_most_homes_in_layer(placement)}, replica slots "
-            f"{_most_replicas(placement)}, bank rows "
-            f"{most_homes(placement)}, candidates {_most_candidates(placement)} and its own rounds, but the "
-            f"{skeleton.method!r} "
-            f"skeleton has {skeleton.home_slots}, {skeleton.replica_slots}, {skeleton.bank_rows}, "
-            f"{skeleton.candidates} and "
-            f"{skeleton.round_count} rounds; build a new skeleton"
+            f"{_most_replicas(placement)}, bank rows {most_homes(placement)}, candidates {_most_candidates(placement)} "
+            f"and its own rounds, but the {skeleton.method!r} skeleton has {skeleton.home_slots}, "
+            f"{skeleton.replica_slots}, {skeleton.bank_rows}, {skeleton.candidates} and {skeleton.round_count} rounds; "
+            "build a new skeleton"
         )
     slots = _lay_out(placement)
     layers, devices = skeleton.layers, skeleton.devices
@@ -367,7 +365,7 @@ def _most_replicas(placement: Placement) -> int:
 
 
 def _most_candidates(placement: Placement) -> int:
-    """Return Q: the longest candidate list that any source may meet."""
+    """Return Q: the length of the longest list of candidates of any source."""
     lists = placement.candidates
     nearest = np.array([name != "home" for name in placement.rule])[:, None]
     lacks_node = (lists.node_count == 0).any(axis=2)

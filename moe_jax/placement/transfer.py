@@ -1,9 +1,9 @@
 """What a transfer of replicas costs in bytes, by the skeleton's method alone.
 
 Inputs: a skeleton and the bytes of one expert. Outputs: bytes on the wire, and bytes of the operands as they stand in a
-compiled program. Every device pays for every round and slot of the skeleton, used or not. Trans (parameters out) and
-Agg (gradients home) cost the same, but under `gather` and `broadcast` in 16 bits: those sum on the way, in float32, so
-there Agg is twice Trans. Letters: docs/notation.md.
+compiled program. Every round and slot of the skeleton costs its bytes, used or not. Trans (parameters to the replicas)
+and Agg (gradients to the homes) cost the same, but under `gather` and `broadcast` in 16 bits: their collectives sum in
+float32, so there Agg is twice Trans. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
