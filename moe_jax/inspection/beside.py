@@ -41,7 +41,7 @@ def shared(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> 
 
 
 def beside_text(line: Timeline) -> str:
-    """Return what of a played program the first paragraph of this file names, in words."""
+    """Return the line of one simulated program, as the docstring of this file says."""
     moving = [e for e in line.events if e.row in ("inside nodes", "across nodes")]
     rows = [(e.begin, e.end) for e in moving if e.label.startswith("all-to-all")]
     gathers = [(e.begin, e.end) for e in moving if e.label in GATHERS]

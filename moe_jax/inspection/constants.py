@@ -78,7 +78,7 @@ def fit_constants(samples: Sequence[Sample], model: Model, pauses: Sequence[floa
 
 
 def weighted_quantile(points: Sequence[tuple[float, float]], share: float) -> float:
-    """Return the least value below or at which lies `share` of the weight of (value, weight) points."""
+    """Return the least value so that points (value, weight) of at most it have `share` of the weight."""
     ordered = sorted(points)
     goal, sum_of_weights = share * sum(weight for _, weight in ordered), 0.0
     for value, weight in ordered:

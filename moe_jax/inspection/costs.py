@@ -1,7 +1,7 @@
 """What one instruction of a compiled program computes and moves through memory: FLOPs of its matmuls and bytes.
 
 Inputs: an instruction, its computation, its module. Outputs: a `Cost`. Matmuls are counted wherever they stand, inside
-fusions too; what else is computed is left to the bytes. An operand that a fusion only slices counts the slice, and an
+fusions too; of all else only the bytes are counted. An operand that a fusion only slices counts the slice, and an
 array updated in place counts the update. Kernels that were written by hand are counted by their operands' shapes, as if
 every row were in use; a custom call of another form counts its bytes alone and is reported by name.
 """
@@ -106,7 +106,7 @@ def _bytes_read(body: Computation, parameter: Instruction, module: Module) -> fl
 
 
 def _uses(body: Computation, name: str) -> list[Instruction]:
-    """Return the users of a value, looking through bitcasts."""
+    """Return the users of a value; users of a bitcast of it count too."""
     found = []
     for instruction in body.instructions:
         if name in instruction.operands:
@@ -180,9 +180,9 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
 
 
 def _attention_flops(arrays: list, name: str) -> float:
-    """Return 4 B H Sq^2 Dh of a fused attention forward, and 10 B H Sq^2 Dh backward, with no credit for a causal mask.
+    """Return 4 b H Sq^2 Dh of a fused attention forward, and 10 b H Sq^2 Dh backward; a causal mask deducts nothing.
 
-    The first operands are q, k and v, [B, Sq, H, Dh] or [B, H, Sq, Dh]; Sq is the largest of the middle dims' two.
+    The first operands are q, k and v, [b, Sq, H, Dh] or [b, H, Sq, Dh]; Sq is the larger of the two middle dims.
     """
     query = arrays[0].dims
     batch, (first, second), head = query[0], query[1:3], query[3]

@@ -80,7 +80,7 @@ def draw_timeline(timeline: Timeline, path: pathlib.Path, title: str) -> None:
 
 
 def _group(event: Event) -> str:
-    """Return what colours an event: the innermost named scope of a kernel, the role of a transfer."""
+    """Return what decides an event's colour: the innermost named scope of a kernel, the role of a transfer."""
     if event.row == "compute":
         return event.label.split("/")[-1]
     return "wait" if event.row == "wait" else event.label.split(" ")[0]

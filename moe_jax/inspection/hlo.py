@@ -92,7 +92,7 @@ class Instruction:
 
     @functools.cached_property
     def started(self) -> str:
-        """The shape that an asynchronous start will have produced at its done, '' where its shape does not tell.
+        """The shape of the result that an asynchronous start has at its done, '' where its own shape does not say.
 
         A start's shape is `((operands), results, context)`; the older all-gather-start, all-to-all-start and
         collective-permute-start of one operand, and all-reduce-start, leave the inner brackets out.

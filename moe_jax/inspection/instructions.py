@@ -135,7 +135,7 @@ def compare_instructions(
     rows = [_row(modelled[name], counts[name] * share, seconds[name] * share) for name in seconds if name in modelled]
     loops = [name for name in seconds if name in conditions and name not in modelled]
     rows += [_loop_row(name, counts[name] * share, seconds[name] * share) for name in loops]
-    strangers = {n: s * share for n, s in seconds.items() if n not in modelled and n not in conditions}
+    unknown = {n: s * share for n, s in seconds.items() if n not in modelled and n not in conditions}
     missing = [r for n, r in modelled.items() if n not in seconds and r.group != LOOP]
     samples = [
         Sample(
@@ -166,9 +166,9 @@ def compare_instructions(
             "modelled_seconds": sum(r.seconds * r.executions for r in missing),
         },
         "not_in_program": {
-            "instructions": len(strangers),
-            "measured_seconds": sum(strangers.values()),
-            "names": sorted(strangers, key=lambda name: -strangers[name])[:8],
+            "instructions": len(unknown),
+            "measured_seconds": sum(unknown.values()),
+            "names": sorted(unknown, key=lambda name: -unknown[name])[:8],
         },
         "constants": constants,
         "fit": fit,
@@ -239,7 +239,7 @@ def _conditionals(module: Module) -> set[str]:
 
 
 def _pauses(devices: dict[str, list[Span]], conditionals: set[str]) -> list[float]:
-    """Return, per execution of a conditional in the trace, seconds between the kernels before and after its read."""
+    """Return, per execution of a conditional in the trace, seconds between the kernels before and after it."""
     found = []
     for own in devices.values():
         ordered = sorted(own, key=lambda span: span.begin)

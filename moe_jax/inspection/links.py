@@ -2,16 +2,16 @@
 
 Inputs: kind, bytes of one device's operand and result, the groups of devices, the target. Outputs: `Traffic`: bytes on
 the busiest device link and node, and seconds = latency + the larger of two times, inside nodes and across them, which
-pass at once. Device d stands in node d // per_node. Z bytes of the larger of operand and result, a group of n with m of
-them in one's own node:
+run at the same time. Device d is in node d // per_node. Z bytes of the larger of operand and result, a group of n
+devices, m of them in the device's own node:
 
     all-gather, reduce-scatter   a device receives (n - 1)/n Z; a node (n - m)/n Z, in m rings, each by its own adapter
     all-reduce                   twice that
     all-to-all                   a device sends (n - 1)/n Z, of which (n - m)/n Z leave the node, by its own adapter
     collective-permute           a device sends Z to one other
 
-Latency: base + steps x (latency of a step), log2(n) steps for a ring's or tree's, doubled for an all-reduce, one step
-for the others. Compute is not slowed by transfers, nor transfers by each other's start-up.
+Latency: base + steps x (latency of a step), one step for an all-to-all or a permute, log2(n) steps for the others,
+twice that for an all-reduce. Compute is not slowed by transfers, nor transfers by each other's start-up.
 """
 
 from __future__ import annotations

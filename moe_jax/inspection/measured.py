@@ -1,8 +1,8 @@
 """Measured times of a recorded trace, put beside the modelled ones, instruction by instruction.
 
 Inputs: spans (device, instruction, begin, end) of some steps, and a report. Outputs: the report with `measured`
-records: seconds of a step on the mean device, and of a collective the part during which nothing else computed on its
-device. What runs on a device is compared by the names of instructions, which trace and schedule share.
+records: seconds of a step on the mean device, and of each collective the part during which nothing else computed on its
+device. What runs on a device is compared by the names of instructions, which trace and program share.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def add_measured(report: dict, spans: Sequence[Span], steps: int) -> dict:
 
 
 def measured_text(report: dict) -> str:
-    """Return modelled and measured side by side as text."""
+    """Return modelled and measured seconds side by side as text."""
     total, step = report["measured"], report["step"]
     lines = [
         "",

@@ -1,10 +1,11 @@
 """Seconds for the compiler's scheduler: a profile of a program, from the model of this package.
 
 Inputs: a scheduled program and its target. Outputs: the text of a profile as XLA reads it (ProfiledInstructionsProto),
-for `xla_gpu_pgle_profile_file_or_directory_path` when the same program is compiled again. Left to itself the scheduler
-takes every fusion for equally long and every collective for five of them; with a profile it starts a transfer as early
-as its modelled seconds require. Measured seconds would do the same.
-Names: instructions have the names that they had during scheduling (`scheduling_name`).
+for `xla_gpu_pgle_profile_file_or_directory_path` when the same program is compiled again. Without a profile the
+scheduler assumes that all fusions take equally long and every collective five times as long; with one it starts a
+transfer as early as its modelled seconds require. Measured seconds would do the same.
+
+Instructions have the names here that they had during scheduling (`scheduling_name`).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def scheduling_name(instruction: Instruction) -> str:
 def unguided_share(module: Module, target: Target, profile: str, model: Model | None = None) -> float:
     """Return the share of a program's modelled seconds whose instructions a profile does not name.
 
-    XLA matches a profile to a program by names alone and goes on by its own estimates where none fits: of a profile
-    that was made for another program, or by a version that names things otherwise, this is close to 1.
+    XLA matches a profile to a program by names alone and uses its own estimates where none fits: for a profile that was
+    made for another program, or by a version that names instructions otherwise, this is close to 1.
 
     Args:
       module: the program as it was compiled with the profile.

@@ -64,8 +64,8 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
 def _pipeline(timeline: Timeline, flights: list[Flight]) -> dict:
     """Return the gain of overlapping the exchange of tokens with the experts.
 
-    `bound` is FasterMoE's (comm + comp) / max(comm, comp), what its `pairwise` schedule can reach at most over one
-    after the other; `reached` is what this program's schedule does.
+    `bound` is FasterMoE's (comm + comp) / max(comm, comp), the most that its `pairwise` schedule can gain over running
+    one after the other; `reached` is the gain of this program's schedule.
     """
     exchange = [flight for flight in flights if flight.role == EXCHANGE]
     moving, exposed = (sum(getattr(flight, name) for flight in exchange) for name in ("seconds", "exposed"))

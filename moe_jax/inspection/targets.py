@@ -19,7 +19,7 @@ FOLDER = pathlib.Path(__file__).parent / "devices"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """One kind of device, and how many of them stand where.
+    """One kind of device, and how many of them a run has on how many nodes.
 
     Attributes:
       name: of its file; device: what it is called.
@@ -31,7 +31,7 @@ class Target:
       memory_bandwidth: bytes/s of device memory.
       flops_bf16, flops_tf32, flops_f32, flops_f64: peak FLOP/s by arithmetic, without sparsity.
       source: where the figures come from.
-      dropped_by_cuda: the CUDA version whose compiler dropped this device, or None.
+      dropped_by_cuda: the first CUDA version that no longer compiles for this device, or None.
       nodes, per_node: the topology.
       config: XLA's description of the device.
     """
@@ -137,7 +137,7 @@ def read_device(name: str) -> Target:
 
 
 def device_named(kind: str) -> str | None:
-    """Return the name of the target that a real device of this kind is, None where none is known."""
+    """Return the name of the target for a real device of this kind, None where there is none."""
     plain = kind.lower().replace(" ", "")
     for name in target_names():
         if name in plain:

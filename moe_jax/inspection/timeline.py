@@ -104,12 +104,13 @@ class Timeline:
 
     Attributes:
       flights: by instruction name.
-      turns: (loop, turn, begin, end) of every turn of every loop that no other loop holds.
+      turns: (loop, turn, begin, end) of every turn of every outermost loop.
       events: in order of their begin on each row.
       seconds: of the whole program; compute_seconds: of all kernels.
       flops: by arithmetic; matmul_seconds: of kernels with matmuls.
       by_scope: (part, scope) -> compute seconds.
-      skipped: conditionals: (name, scope, seconds of the branches not taken, collectives in them).
+      skipped: of each conditional, by name: scope, part, executions, seconds of the branch taken and of the others, and
+        collectives in those.
       unknown_loops: loops whose turns the compiler does not know; unknown_calls: custom calls without FLOPs.
     """
 
@@ -135,10 +136,10 @@ def play(module: Module, target: Target, model: Model | None = None) -> Timeline
 
 
 def instruction_seconds(module: Module, target: Target, model: Model) -> dict[str, tuple[float, str]]:
-    """Return {name: (modelled seconds, name of the start that it ends)} of everything that takes time.
+    """Return {name: (modelled seconds, name of its start, for a done)} of every instruction that takes time.
 
     A collective has its seconds at its start and again, as the time between the two, at its done. Loops and branches
-    have those of what they run, nothing overlapped.
+    have the sum of what they run, without overlap.
     """
     player, found = _Player(module, target, model), {}
     for computation in launched_computations(module):
@@ -179,6 +180,8 @@ def collective_kind(instruction: Instruction, module: Module) -> str:
 
 
 class _Player:
+    """The state of a simulation: one device's compute stream, its links and the transfers in flight."""
+
     def __init__(self, module: Module, target: Target, model: Model):
         self.module, self.target, self.model = module, target, model
         self.timeline = Timeline()
@@ -250,14 +253,14 @@ class _Player:
         self.run(branches[taken], loops)
 
     def estimate(self, computation: Computation) -> float:
-        """Return seconds of a computation if nothing overlapped: what decides which branch is the cheap one."""
+        """Return seconds of a computation if nothing overlapped, by which the cheapest branch is chosen."""
         if computation.name not in self.estimates:
             total = sum(self.seconds_alone(instruction, computation) for instruction in computation.instructions)
             self.estimates[computation.name] = total
         return self.estimates[computation.name]
 
     def seconds_alone(self, instruction: Instruction, computation: Computation) -> float:
-        """Return seconds of an instruction if nothing overlapped; a collective's stand at its start."""
+        """Return seconds of an instruction if nothing overlapped; a collective's are counted at its start."""
         inner = [self.module.computations[name] for name in instruction.called()]
         if instruction.opcode == "while":
             return (instruction.trip_count or 1) * self.estimate(

@@ -2,8 +2,8 @@
 
 Inputs: q, k, v [b, Sq, H, Dh], or a ModelConfig and a device. Outputs: [b, Sq, H, Dh], or 'xla' or 'cudnn'.
 
-`xla` writes the scores [b, H, Sq, Sq] to memory; `cudnn` does not (flash attention). A GPU runs the second where cuDNN
-takes dtype, head size and generation, which is what 'auto' finds out, once, when a step is built.
+`xla` writes the scores [b, H, Sq, Sq] to memory; `cudnn` does not (flash attention). 'auto' is resolved once, when a
+step is built: to `cudnn` on a GPU where cuDNN takes the dtype, the head size and the GPU's generation, else to `xla`.
 Letters: docs/notation.md.
 """
 
@@ -46,9 +46,9 @@ def _cudnn(causal: bool):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_cudnn(causal: bool, q, k, v):
-    """JAX's call of cuDNN, whose backward keeps no empty array.
+    """Call cuDNN as JAX does, but save no empty array for the backward.
 
-    JAX's own backward keeps the absent bias as an array of no elements. Behind a scan it becomes an input that the
+    JAX's own backward saves the absent bias as an array of no elements. After a scan it becomes an input that the
     backward's loop carries and never reads, and the compiler of jax 0.11.2 crashes while it removes that (Shardy's
     ManualComputationUnusedInputsPattern, a segmentation fault) as soon as there are several devices.
     """
@@ -69,14 +69,14 @@ _attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn)
 
 
 def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:
-    """Return the config with the attention that its step computes: 'auto' is replaced by what it is on this device.
+    """Return the config with the attention that its step computes: 'auto' becomes 'xla' or 'cudnn'.
 
     Args:
       device: one of the mesh's, real or described; None, that of an abstract mesh, counts as a CPU for 'auto' and does
         not rule out 'cudnn'.
 
     Raises:
-      UserError: 'cudnn' where cuDNN cannot, with the reason.
+      UserError: 'cudnn' where cuDNN cannot compute it, with the reason.
     """
     if config.attention == "xla":
         return config

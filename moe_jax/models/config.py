@@ -35,7 +35,7 @@ class ModelConfig:
       hidden_dim: F, hidden dim of an expert.
       dense_hidden_dim: hidden dim of the dense blocks' FFN (moe_every = 2); 0 means 4 M.
       vocab_size: 0 takes the tokenizer's, rounded up to a multiple of 128.
-      max_length: positions, with learned ones.
+      max_length: number of positions, where they are learned.
       activation: of experts and FFN, 'gelu' (two matrices) or 'swiglu' (three).
       positions: 'learned' or 'rotary'.
       attention: implementation of `jax.nn.dot_product_attention`, 'xla' or 'cudnn'; 'auto' is 'cudnn' on the GPUs that
@@ -43,16 +43,16 @@ class ModelConfig:
       dtype: compute dtype; parameters are float32 (float64 where this is float64).
       remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything), or
         the name of a policy in `jax.checkpoint_policies`. With a `prefetch` it is applied to each stage of a block:
-        'block' keeps the inputs of attention and of the MoE layer.
+        'block' saves the inputs of attention and of the MoE layer.
       prefetch: when replicas travel: 'none' (before attention, in the compiler's order), or a block-wise schedule,
         'hecate' or 'pro_prophet', with a backward of its own.
-      prefetch_case: of 'pro_prophet', beside what they travel: 'attention', 'expert' or 'split' over both.
+      prefetch_case: of 'pro_prophet', what transfers run beside: 'attention', 'expert' or 'split' over both.
       sequence_parallel: keep norms and residuals split over the tokens within an MP group (MeshConfig.model), with an
         all-gather before and a reduce-scatter after the matmuls of attention and dense FFN, instead of an all-reduce.
       refetch_replicas: with a prefetch, drop replicas after the forward, fetch them again in the backward (Hecate-RM).
       stack: 'scan' (one program for all layers) or 'unrolled' (all layers written out).
       loss_chunk: tokens whose logits are alive at once in the cross-entropy, per device.
-      mask_rate: share of tokens masked, 'bert' only.
+      mask_rate: fraction of tokens masked, 'bert' only.
     """
 
     kind: str = "gpt"

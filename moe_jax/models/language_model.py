@@ -1,7 +1,7 @@
-"""A language model on a mesh: names, shapes and layout of its parameters; what a batch is, and what a step tells.
+"""A language model on a mesh: names, shapes and layout of its parameters, and the records of a batch and of its loss.
 
 Inputs: configs and roles. Outputs: fresh parameters {'dense': ..., 'bank': ...}, and a PartitionSpec for each. What is
-computed with them stands in `loss.py`.
+computed with them is in `loss.py`.
 Letters: docs/notation.md.
 """
 
@@ -80,7 +80,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModel:
-    """Names, shapes and layout of a model; arrays live in the training state.
+    """Names, shapes and layout of a model; its arrays are in the training state.
 
     Attributes:
       config, moe: what the model is.

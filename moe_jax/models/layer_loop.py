@@ -1,6 +1,6 @@
 """The layers of a model one after the other: a loop that JAX differentiates, or the program of a block-wise schedule.
 
-Inputs: x as the MP group keeps its residual stream, the units' parameters, this device's share of the bank, grad_sinks
+Inputs: x as the MP group keeps its residual stream, the units' parameters, this device's part of the bank, grad_sinks
 and tables. Outputs: x, the gates' statistics and the passes of every layer. Inside `shard_map`.
 Letters: docs/notation.md.
 """
@@ -131,7 +131,7 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
             norm=norm,
             moe=make_staged_moe(model.moe, roles, tokens, config.activation, plan, group.split),
             checkpoint=lambda function: checkpointed(function, config.remat),
-            # what the backward computes again is computed once
+            # the schedule's window `recompute` runs these stages again, so no checkpoint does
             moe_checkpoint=lambda function: checkpointed(function, "none" if recompute else config.remat),
         ),
         transfer=None if plan is None else plan.transfer,
@@ -143,7 +143,7 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
 
     def loop(x, units, bank, grad_sink, tables, token_ids, key):
         mix = {name: leaf for name, leaf in units.items() if name != "gate"}
-        bank = cast_varying(bank, roles.all)  # as rows vary: a cast inside a stage would be kept for its backward
+        bank = cast_varying(bank, roles.all)  # as rows vary: a cast inside a stage would be saved for its backward
         return prefetcher(x, (mix, units["gate"]), grad_sink, Constants(bank, tables, token_ids, key))
 
     return loop

@@ -47,7 +47,7 @@ def make_loss(
       batch_size: B, global sequences of a microbatch.
       length: Sq.
       training: with gate noise, if the gate has any.
-      microbatches: of one step; the gate losses of each count 1 / microbatches.
+      microbatches: number of them in one step; each one's gate losses are divided by it.
       plan: slots and buckets of the placements whose tables will come; None is an even one without replicas.
 
     Returns:
@@ -95,7 +95,7 @@ def make_loss(
 
 
 def check_token_numbers(batch_size: int, microbatches: int, length: int, top_k: int) -> None:
-    """Raise a UserError where a step has more choices of experts than int32 counts: they are counted, tokens numbered.
+    """Raise a UserError where a step has more choices of experts than an int32 can count.
 
     Args:
       batch_size: global sequences of a microbatch; microbatches: of a step; length: tokens of a sequence.
@@ -173,8 +173,7 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
 
 
 def _make_bank_store(model: LanguageModel, layout: Layout):
-    """Return store(bank, layer_grad_sink, tables) -> (bank, gathered grad_sink, tables) that one MoE layer computes
-    with.
+    """Return store(bank, layer_grad_sink, tables) -> the three as one MoE layer computes with them.
 
     Under every schedule but `dp` the bank is used as it is stored. Under `dp`, stage 2 scatters each layer's gradient
     as soon as it is computed, and stage 3 gathers each layer's parameters too; both along the hidden dim.

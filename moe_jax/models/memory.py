@@ -3,11 +3,11 @@
 Inputs: what the model is, its mesh (an abstract one will do), ZeRO stages, batch and length. Outputs: `DeviceBytes`.
 Parameters, gradients and optimizer state are exact: they follow the same partition specs as the run. For an optimizer
 other than AdamW the caller passes the bytes, computed from the shapes and specs of `moment_layout`. Activations are an
-estimate: what autodiff keeps of each block, the same once more for the block whose backward runs, and the logits of one
+estimate: what autodiff saves of each block, the same once more for the block whose backward runs, and the logits of one
 chunk. Compared with the temporary bytes that XLA reports (CPU, float32, 1 and 8 devices, 4 to 16 layers) it is right
-within about a factor of 2, as long as the later passes of a layer keep nothing but their inputs. It leaves out other
-temporaries, the buffers of collectives and fragmentation. Replicas of a placement and the passes of an overfull bucket
-are counted where the plan that a step is compiled for is given.
+within about a factor of 2, as long as the later passes of a layer save nothing but their inputs. It leaves out other
+temporaries, the buffers of collectives and fragmentation. Replicas of a placement and later passes are counted where
+the plan that a step is compiled for is given.
 Letters: docs/notation.md.
 """
 
@@ -27,7 +27,7 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import LayerPlan, layer_sizes
 
 MOMENTS = 2  # of AdamW
-# policies of jax.checkpoint, and which of ours keeps about as much
+# policies of jax.checkpoint, and which value of `ModelConfig.remat` saves about as much
 LIKE = {
     "everything_saveable": "none",
     "nothing_saveable": "block",
@@ -205,7 +205,7 @@ def _gathered(
 
 
 def _replicas(sizes: Sizes, roles: Roles, plan: LayerPlan, compute_itemsize: int) -> int:
-    """Return the bytes of replicas: parameters of the layers alive, and gradients of one layer, twice on their way.
+    """Return the bytes of replicas: parameters of the layers in memory, and gradients of one layer twice, for Agg.
 
     Parameters are in the compute dtype, gradients in that of the parameters.
     """

@@ -3,9 +3,9 @@
 Inputs: normed tokens as the group keeps its residual stream. Outputs: what a matmul that is split over the group reads,
 and, from its partial results, the tokens as the residual stream keeps them again. Two ways to keep it:
 
-    replicated      x [b, Sq, M] on every device; one all-reduce behind the second matmul of a block's half
+    replicated      x [b, Sq, M] on every device; one all-reduce after the second matmul of attention or FFN
     split tokens    x [t / N_MP, M], device r holds the r-th part of the group's tokens; all-gather before the first
-                    matmul, reduce-scatter behind the second: the same bytes, and norms, residuals and what they keep
+                    matmul, reduce-scatter after the second: the same bytes, and norms, residuals and what they save
                     for the backward are held only once. Source: Korthikanti et al. 2022, section 4.2.2 ("Reducing
                     Activation Recomputation in Large Transformer Models"), sequence parallelism
 
@@ -41,11 +41,11 @@ class ModelGroup:
     split: bool = False
 
     def project(self, h, function: Callable, *weights):
-        """Return function(tokens [b, Sq, M], *weights), the first matmul of a half block.
+        """Return function(tokens [b, Sq, M], *weights), the first matmul of attention or FFN.
 
         Args:
           h: normed tokens as the residual stream is kept.
-          function: linear in the tokens. With split tokens the backward gathers them again instead of keeping all t.
+          function: linear in the tokens. With split tokens the backward gathers them again instead of saving all t.
           weights: pytrees of arrays, split over the group.
         """
         if not self.split:
@@ -83,9 +83,10 @@ def make_model_group(roles: Roles, rows: int, sequence_parallel: bool) -> ModelG
 
 
 def check_sequence_parallel(sequence_parallel: bool, length: int, roles: Roles) -> None:
-    """Raise a UserError unless every sequence of `length` tokens splits evenly over the MP group, where that is asked.
+    """Raise a UserError where `sequence_parallel` is set and `length` tokens do not split evenly over the MP group.
 
-    The batch could make up for a length that does not; then the same config would run or not by its batch size.
+    The tokens of a whole batch could split evenly even so; but then it would depend on the batch size whether a config
+    runs.
     """
     parts = roles.size(roles.model)
     if sequence_parallel and length % parts:

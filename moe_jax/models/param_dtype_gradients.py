@@ -1,8 +1,8 @@
 """Parameters wider than the compute dtype: read in the compute dtype, with gradients summed in their own dtype.
 
 Inputs: activations [..., M] in the compute dtype and parameters in theirs. Outputs: activations in the compute dtype.
-Written `x @ w.astype(dtype)`, JAX rounds the sum over tokens that is w's gradient to the compute dtype before it widens
-it again, and adds parts of it (chunks of tokens, devices, the tokens of a bias) in the compute dtype too. Here the
+For `x @ w.astype(dtype)` JAX rounds the sum over tokens that is w's gradient to the compute dtype before it casts it to
+w's dtype, and adds parts of it (chunks of tokens, devices, the tokens of a bias) in the compute dtype too. Here the
 parameter is a *grad_sink*: its value is not read, and its cotangent comes out of the matmul in its own dtype. Where the
 two dtypes are equal, every function is plain JAX.
 """
@@ -79,7 +79,7 @@ def add_bias(x, bias):
 
     Args:
       x: float [...].
-      bias: float of as many dims; where it has 1, it is added to all.
+      bias: float of as many dims; those of size 1 are broadcast.
     """
     if bias.dtype == x.dtype:
         return x + bias

@@ -4,11 +4,11 @@ Inputs: a `BlockSchedule`, the stages of a layer, and how parameters move. Outpu
 backward of its own (`custom_vjp`), so that the program holds the schedule's windows in the schedule's order in both
 directions. Every window with moves is fenced: they start no earlier than its stage, and the next stage waits for both.
 
-Live values stand in a dictionary under (name, layer). As a scan, its loop carries exactly those that are alive between
-two iterations, with layers relative to the iteration; unrolled, layers are absolute. What the backward needs of each
-turn leaves the forward loop as its stacked result and enters the backward loop at the same turn. Names: x [b, Sq, M]
-enters a layer, a [b, Sq, M] its MoE half; rows, done [R, M]; a leading d marks a cotangent; home is the open gradient
-of home experts.
+Live values are kept in a dictionary under (name, layer). As a scan, its loop carries exactly those that are alive
+between two iterations, with layers relative to the iteration; unrolled, layers are absolute. What the backward needs of
+each turn leaves the forward loop as its stacked result and enters the backward loop at the same turn. Names: x
+[b, Sq, M] enters a layer, a [b, Sq, M] its MoE half; rows, done [R, M]; a leading d marks a cotangent; home is the
+gradient of home experts while it is summed.
 Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 """
 
@@ -53,7 +53,7 @@ class Prefetcher:
       transfer: how parameters move; with None the windows have no moves.
       prepare: (mix, gate) of one layer -> the same, gathered; differentiated here.
       scan: loop over turns, else write all layers out.
-      recompute: keep the inputs of the two halves of a layer only.
+      recompute: save the inputs of the two halves of a layer only.
       noisy: the gate takes a key.
     """
 
@@ -174,9 +174,9 @@ class _Direction:
         """Return compute(chain) with the window's moves in flight; their results go to `env`.
 
         What a move sends is packed and fenced with what enters the stage: the move cannot start before it, and the
-        stage not before everything is packed. Fenced by its table alone, Agg was packed after attention by the
-        compiler, which kept the gradients of experts, and all that they are computed from, in memory until then. Moves
-        in branches come first, and the stage waits for them, on XLA:CPU (see `collectives/ordering.py`).
+        stage not before everything is packed. With a fence of its table alone the compiler packs Agg after attention,
+        and keeps the gradients of experts, and all that they are computed from, in memory until then. Moves in branches
+        come first, and the stage waits for them, on XLA:CPU (see `collectives/ordering.py`).
         """
         journeys = []
         for move, plan, table, rows in self.cuts(window):
@@ -236,7 +236,7 @@ class _Direction:
 
             turns = jnp.asarray(list(loop.turns), jnp.int32)
             flipped = step < 0 and saved is not None
-            if flipped:  # the other direction stacked its iterations in reverse order
+            if flipped:  # the other direction stacked its results in the reverse order of turns
                 turns = turns[::-1]
             carry, stacked = lax.scan(body, carry, (turns, saved), reverse=flipped)
             end = loop.turns[-1] + step
@@ -319,7 +319,7 @@ class _Forward(_Direction):
 
 
 class _Backward(_Direction):
-    """The way back: cotangents, gradients, and the replicas fetched once more."""
+    """The backward direction: cotangents, gradients, and the replicas fetched a second time."""
 
     def run(self, cotangents, saved):
         """Return (dx, dparams, d_grad_sink)."""
@@ -341,7 +341,7 @@ class _Backward(_Direction):
         return residuals[name, layer] if (name, layer) in residuals else self.alone.get((name, layer))
 
     def replicas(self, layer: int, env: dict, residuals: dict):
-        """Return the layer's replicas, brought again or kept; None where there are none."""
+        """Return the layer's replicas, fetched again or saved; None where there are none."""
         if self.how.transfer is None:
             return None
         return (
@@ -379,7 +379,7 @@ class _Backward(_Direction):
 
     def _attention(self, window, layer, env, pull_back):
         (dx, dmix) = self.beside(window, env, env.pop(("da", layer)), pull_back)
-        if window.beside:  # the devices' sum of dmix would come before the moves, and attention's kernels before it
+        if window.beside:  # else the sum of dmix over devices, and so all of attention, would run before the moves
             dx, dmix = fence((dx, dmix))
         dmix = self._unprepare(layer, mix=dmix)
         env["dx", layer] = self.after(dx, dmix)

@@ -16,7 +16,7 @@ from moe_jax.collectives.varying import cast_varying, varying_axes
 
 @jax.tree_util.register_pytree_node_class
 class Residuals:
-    """A pulled-back function taken apart: `arrays` are its own, `plan` says where each of its leaves comes from."""
+    """What `jax.vjp` returned, taken apart: `arrays` are its own, `plan` says where each of its leaves comes from."""
 
     def __init__(self, arrays, plan):
         self.arrays, self.plan = arrays, plan
@@ -54,7 +54,7 @@ def residuals_of(pull_back, known) -> Residuals:
     for leaf in leaves:
         if id(leaf) in place:
             places.append(("known", place[id(leaf)]))
-        elif hasattr(leaf, "dtype") and leaf.size == 0:  # an input that nothing reads, in every loop it passes
+        elif hasattr(leaf, "dtype") and leaf.size == 0:  # saved, it would be an input of loops that nothing reads
             places.append(("empty", (leaf.shape, leaf.dtype, varying_axes(leaf))))
         elif hasattr(leaf, "dtype"):
             place_of_own = next((i for i, other in enumerate(arrays) if other is leaf), len(arrays))

@@ -1,7 +1,7 @@
 """One layer as four functions, and the residuals that each of them saves for its backward.
 
-Inputs: this device's activations, one layer's parameters and tables, its share of the bank, its replicas. Outputs: the
-results of each stage, and `Residuals`. The order of the stages, and the transfers beside them, are decided elsewhere.
+Inputs: this device's activations, one layer's parameters and tables, its part of the bank, its replicas. Outputs: the
+results of each stage, and `Residuals`. `prefetch.py` has the order of the stages and the transfers beside them.
 Letters: docs/notation.md.
 """
 
@@ -42,7 +42,7 @@ class LayerInputs:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The functions of one layer. Each `run_*` returns its result and, with `save_residuals`, `Residuals`, else None.
+    """The functions of one layer. Each stage returns its result and, with `save_residuals`, `Residuals`, else None.
 
     Attributes:
       attend: (mix, gate, x [b, Sq, M]) -> [b, Sq, M], everything before the MoE layer.

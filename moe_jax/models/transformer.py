@@ -41,7 +41,7 @@ class LayerNorm(nnx.Module):
         return _normalize(x, self.scale[...], self.bias[...])
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers keeps its float32 steps for each
+@functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers saves float32 intermediates of each
 def _normalize(x, scale, bias):
     upcast = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean = jnp.mean(upcast, axis=-1, keepdims=True)
@@ -53,7 +53,7 @@ def _normalize(x, scale, bias):
 
 
 def rotate(x, positions):
-    """Turn pairs of features by their position's angle. x [b, Sq, H, Dh], positions int32 [Sq]. Source: RoFormer."""
+    """Rotate pairs of features by their position's angle. x [b, Sq, H, Dh], positions int32 [Sq]. Source: RoFormer."""
     half = x.shape[-1] // 2
     acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
     frequency = 10000.0 ** (-jnp.arange(half, dtype=acc_dtype) / half)
@@ -132,7 +132,7 @@ def _times_each(h, *weights):
 
 
 class Gate(nnx.Module):
-    """Norm and gate weight of one MoE layer; its experts live in the bank."""
+    """Norm and gate weight of one MoE layer; its experts are in the bank."""
 
     def __init__(self, config: ModelConfig, num_experts: int, rngs: nnx.Rngs):
         self.norm = LayerNorm(config.model_dim, config.param_dtype)
