@@ -39,7 +39,7 @@ def gather_tree(shards, dims, axes: tuple[str, ...], parts: int):
         whole = [i for i in chosen if split[i] < 0]
         if gathered:
             packed = jnp.concatenate([leaves[i].reshape(-1) for i in gathered])
-            full = lax.all_gather(packed, axes, axis=0, tiled=False)  # [parts, n]
+            full = lax.all_gather(packed, axes, axis=0, tiled=False)  # [parts, n], n elements in all
             _unpack(full, leaves, gathered, split, parts, out)
         if whole and kind[2]:
             for i, leaf in zip(whole, _give_each(tuple(leaves[i] for i in whole), kind[2]), strict=True):

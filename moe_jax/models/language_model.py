@@ -1,4 +1,4 @@
-"""A language model on a mesh: names, shapes and layout of its parameters, and the records of a batch and of its loss.
+"""A language model on a mesh: names, shapes and layout of its parameters; the records of a batch and its statistics.
 
 Inputs: configs and roles. Outputs: fresh parameters {'dense': ..., 'bank': ...}, and a PartitionSpec for each. What is
 computed with them is in `loss.py`.

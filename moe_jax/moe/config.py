@@ -82,5 +82,5 @@ class MoEConfig:
         """
         if self.capacity_factor is None:
             return tokens
-        share = math.ceil(self.top_k * self.capacity_factor * tokens / self.num_experts)
-        return min(tokens, max(self.min_capacity, share))
+        capacity = math.ceil(self.top_k * self.capacity_factor * tokens / self.num_experts)
+        return min(tokens, max(self.min_capacity, capacity))

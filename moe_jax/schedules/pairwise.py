@@ -8,7 +8,7 @@ matmuls, C_0 .. C_{Ng-1}; C_s waits for S_s, and S'_s for C_s. Under MP and ESP 
 
 A step is one transfer, because XLA keeps one in flight at a time (docs/bench/inspect.md): first each device collects
 from its own group all rows that go to its place in any group, one all-to-all over the fast links that stands for S_0;
-then S_s hands what it collected for group g - s to the device in its place there. The return runs in reverse order and
+then S_s sends what it collected for group g - s to the device in its place there. The return runs in reverse order and
 ends with S'_0. XLA schedules from the end, so S_{s+2} waits for C_s: else all matmuls would run after S_{Ng-1}.
 Letters: docs/notation.md; Dg = D / Ng members of a group, Pg = Dg Ns devices of a group.
 """
@@ -123,7 +123,7 @@ class Ring:
         return lax.all_to_all(blocks, self.group.axes, 0, 0, axis_index_groups=inside, tiled=True)
 
     def move(self, block, steps: int):
-        """Hand a block to the device in the same place, so many groups ahead on the ring."""
+        """Send a block to the device in the same place, `steps` groups ahead on the ring."""
         steps %= self.groups
         return lax.ppermute(block, self.group.axes, shift_pairs(self.groups, self.local, steps, 0)) if steps else block
 
