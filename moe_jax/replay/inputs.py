@@ -17,6 +17,7 @@ from moe_jax.errors import UserError
 from moe_jax.observe.load_trace import LoadsTrace, read_loads
 from moe_jax.observe.loads_origin import LoadsOrigin
 from moe_jax.observe.run_folder import RunFolder
+from moe_jax.replay.older_runs import origin_of_folder
 
 MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES = 1024, 2048, 4  # of a trace file without its run's sizes
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -74,6 +75,8 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
         raise UserError(f"{path}: loads {list(recorded.loads.shape)} is empty; give a trace with samples")
     trace, messages = one_mesh(recorded, given)
     origin = _origin_of(trace, recorded)
+    if origin is None and path.parent == Path(given.trace).expanduser():
+        origin = origin_of_folder(path.parent, trace.loads.shape[2])
     if origin is None:
         _check_nothing_is_missing(given, path)
         model_dim, hidden_dim, dtype_bytes = MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES
@@ -117,12 +120,15 @@ def one_mesh(recorded: LoadsTrace, given: GivenFlags) -> tuple[LoadsTrace, list[
     """Return the samples of one mesh, without the zeros that fill them up, and what there is to say of it.
 
     A run that was resumed on other meshes has samples of several: those with as many sources as the flags ask devices
-    for are taken, else those of the newest mesh.
+    for are taken, else those of the newest mesh. Samples of an older version do not say their mesh, and count as of the
+    first mesh with as many sources that a later one names.
     """
     loads, sources, origins = recorded.loads.astype(np.int64), recorded.sources, recorded.origins
     if sources is None:
         sources = np.full(len(loads), loads.shape[2])
     meshes = [(int(S), o.mesh if o else None) for S, o in zip(sources, origins or [None] * len(loads), strict=True)]
+    said = dict(reversed([entry for entry in meshes if entry[1] is not None]))  # S -> the first mesh that is known
+    meshes = [(S, said.get(S) if mesh is None else mesh) for S, mesh in meshes]
     wanted = meshes[-1]
     if given.nodes is not None and given.devices_per_node is not None:
         devices = given.nodes * given.devices_per_node

@@ -169,11 +169,12 @@ def table(summaries: dict[str, dict]) -> str:
         ("skeletons", "skeleton_changes"),
     )
     scale = {"bytes_moved": 1e-9, "layer_seconds": 1e3, "original_seconds_per_layer": 1e3}
-    lines = ["planner".ljust(30) + "".join(title.rjust(11) for title, _ in columns)]
+    widths = [max(11, len(title) + 2) for title, _ in columns]
+    lines = ["planner".ljust(30) + "".join(title.rjust(w) for (title, _), w in zip(columns, widths, strict=True))]
     for name, summary in summaries.items():
         cells = []
-        for _, key in columns:
+        for (_, key), width in zip(columns, widths, strict=True):
             value = summary[key]
-            cells.append(("-" if value is None else f"{value * scale.get(key, 1):.4g}").rjust(11))
+            cells.append(("-" if value is None else f"{value * scale.get(key, 1):.4g}").rjust(width))
         lines.append(name.ljust(30) + "".join(cells))
     return "\n".join(lines)

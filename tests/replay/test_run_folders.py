@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tarfile
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from moe_jax.cluster import read_cluster
 from moe_jax.errors import UserError
 from moe_jax.observe import LoadsOrigin, LoadsRecorder
 from moe_jax.replay.inputs import DEFAULT_CLUSTER, GivenFlags, build_inputs
+from moe_jax.replay.report import table
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPERTS = 8
@@ -153,3 +155,43 @@ def test_trace_file_of_anyone_keeps_its_defaults(tmp_path):
     assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.messages) == (1024, 2048, 4, ())
     with pytest.raises(UserError, match="--trace is missing"):
         build_inputs(GivenFlags(trace=None))
+
+
+def test_a_run_of_54b32df_needs_no_other_flag_either(tmp_path):
+    """Its loads.npz says nothing of the run; config.gin, under the names of then, and environment.json do."""
+    for name, mesh, cluster in (
+        ("hecate", {"data": 1, "expert": 8, "expert_shard": 1}, "flat_3gbs_30tflops"),
+        ("pro_prophet", {"data": 2, "expert": 4, "expert_shard": 1}, "host_devices"),
+    ):
+        with tarfile.open(ROOT / "tests" / "training" / "runs_of_54b32df" / f"{name}.tar.xz") as archive:
+            archive.extractall(tmp_path, filter="data")
+        got = inputs_of(tmp_path / name)
+        assert (got.model_dim, got.hidden_dim, got.top_k, got.dtype_bytes) == (16, 16, 2, 4)
+        assert (got.cluster.name, got.cluster.nodes, got.cluster.devices_per_node) == (cluster, 1, mesh["expert"])
+        assert " x ".join(f"{axis} {size}" for axis, size in mesh.items()) in got.messages[0]
+    code, lines, err = run_replay(tmp_path, "--trace=hecate", "--guest_slots=2", "--n=1", "--planners=pro_prophet")
+    assert code == 0, err
+    assert json.loads(lines[-1])["planners"]["pro_prophet"]["replicas_most"] <= 4
+    (tmp_path / "hecate" / "environment.json").unlink()  # then nothing says how many devices share a node
+    with pytest.raises(UserError, match="--nodes"):
+        inputs_of(tmp_path / "hecate")
+    (tmp_path / "hecate" / "config.gin").write_text("ModelConfig.model_dim = 16\n")
+    with pytest.raises(UserError, match="does not bind ModelConfig.hidden_dim; restore the file"):
+        inputs_of(tmp_path / "hecate")
+
+
+def test_older_samples_count_as_of_the_mesh_with_as_many_sources(tmp_path):
+    write_run(tmp_path / "run", sources=4, origin=None)
+    write_run(tmp_path / "run", sources=4, steps=range(6, 9), resume_step=5)
+    got = inputs_of(tmp_path / "run")
+    assert got.trace.iterations.tolist() == list(range(9)) and got.messages[0].startswith("trace: M 16")
+
+
+def test_titles_of_the_table_do_not_touch():
+    columns = dict.fromkeys(
+        ("max_over_mean", "max_over_mean_p95", "max_over_mean_from_10", "rb", "replicas_per_device", "lambda",
+         "bytes_moved", "layer_seconds", "speedup_over_ep", "original_seconds_per_layer", "planner_us_per_layer",
+         "skeleton_changes")
+    )  # fmt: skip
+    titles, row = table({"none": columns}).splitlines()
+    assert len(titles) == len(row) and "RB  replicas/dev" in titles
