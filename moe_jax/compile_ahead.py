@@ -85,7 +85,7 @@ def compile_step(
       bare: leave out those that training sets, and its guidance of the scheduler.
 
     Raises:
-      UserError: whatever training itself would refuse, or an option that the compiler does not know.
+      UserError: what training itself would refuse, or an option that the compiler does not have.
     """
     from moe_jax.replan.replanner import Replanner
     from moe_jax.training.guided import compile_guided

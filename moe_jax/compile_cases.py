@@ -1,7 +1,7 @@
 """Training steps for GPUs that are not there, with replicas of experts in a ring: shared by benchmarks of the compiler.
 
-Inputs: config files, bindings, a target, and how many replicas each device holds. Outputs: what the compiler made of
-it. Needs the CUDA wheels of this jax in the environment, and no GPU.
+Inputs: config files, bindings, a target, and how many replicas each device holds. Outputs: the compiled programs and
+their reports. Needs the CUDA wheels of this jax in the environment, and no GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a case.
+    """The result of a case.
 
     Attributes:
       guided: whether the compiler's scheduler was given modelled seconds.
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def compile_case(case: Case, guided: bool) -> list[Outcome]:
-    """Compile one step as the compiler schedules it by itself, and then, if asked for, guided; model what came out."""
+    """Compile one step as the compiler schedules it by itself, and then, if asked for, guided; model each program."""
     from moe_jax.config import parse_run_config
     from moe_jax.training.guided import compile_with_profile
     from moe_jax.training.program import build_program

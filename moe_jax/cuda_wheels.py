@@ -51,7 +51,7 @@ def folder(version: str | None = None) -> Path:
 
 
 def wheels(version: str | None = None) -> str:
-    """Return the requirement that brings them: of the jax version that runs here."""
+    """Return the requirement that installs them: of the jax version that runs here."""
     return f"jax[cuda13]=={version or metadata.version('jax')}"
 
 

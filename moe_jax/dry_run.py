@@ -60,7 +60,7 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
         the least `expert` that works where that is -1.
       target: DEVICE:NODESxDEVICES that the run is for, as `python -m moe_jax.inspect` takes it: their number and node
         size, and what each 'auto' is there. '' describes a run on CPU devices.
-      bound: the bindings that somebody set, which are marked as in config.gin.
+      bound: the bindings that the user set, which are marked as in config.gin.
 
     Raises:
       UserError: sizes that do not fit together, as the run itself would raise it.

@@ -78,7 +78,7 @@ def write_cached(path: Path, content: str | bytes) -> None:
 
 
 def read_cached(path: Path) -> bytes | None:
-    """Return what a file of such a folder holds; None where it is missing, or a link, or somebody else's."""
+    """Return the content of a file of such a folder; None where it is missing, a link, or another user's."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not make it wait
     except OSError:

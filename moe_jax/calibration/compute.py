@@ -82,7 +82,7 @@ def expert_timings(devices, rows: int, groups: int, dim: int, hidden: int) -> tu
 
 
 def gate_timing(devices, tokens: int, dim: int, experts: int, top_k: int) -> Timing:
-    """Gate, route, cut buckets, fill them, and weigh them back, with gradients; x is tokens, y bytes of rows moved."""
+    """Gate, route, fill buckets and combine their rows, with gradients; x is tokens, y bytes of rows moved."""
     config = MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=1.0, min_capacity=1)
     capacity = config.capacity(tokens)
 

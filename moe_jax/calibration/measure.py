@@ -227,7 +227,7 @@ def _line(name: str, fit: Fit) -> str:
 
 
 def _cluster(fits: dict[str, Fit], devices, per_node: int) -> Cluster:
-    """Return the record; scalar speeds are read off the fits, what was not timed stays absent."""
+    """Return the record; scalar speeds are computed from the fits, and what was not timed stays absent."""
     nodes = len(devices) // per_node
     inside = fits.get(strided_name("permute", per_node, 1))
     across = fits.get(strided_name("permute", nodes, per_node)) if nodes > 1 else None
@@ -248,7 +248,7 @@ def _cluster(fits: dict[str, Fit], devices, per_node: int) -> Cluster:
 
 
 def _rate(fit: Fit | None, devices: int = 1) -> float | None:
-    """Return units per second of all `devices` together, None where the fit is missing or falls."""
+    """Return units per second of all `devices` together, None where the fit is missing or its slope is not positive."""
     return None if fit is None or fit.beta <= 0 else devices / fit.beta
 
 

@@ -10,7 +10,7 @@ import typing
 
 from moe_jax.cluster.fit_names import fit_name, strided_name
 
-EXCHANGES = ("all_to_all", "ppermute", "permute")  # an exchange in one move, one in rounds, and one round
+EXCHANGES = ("all_to_all", "ppermute", "permute")  # an exchange by one collective, one in rounds, and one round
 
 
 class Timed(typing.NamedTuple):

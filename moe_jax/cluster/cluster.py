@@ -1,6 +1,6 @@
 """What is known about the machines: sizes, link speeds, compute speed, fitted collectives.
 
-Inputs: numbers from a preset or from calibration. Outputs: a frozen, checked `Cluster`. A figure that nobody gave is
+Inputs: numbers from a preset or from calibration. Outputs: a frozen, checked `Cluster`. A figure that was not given is
 None; `need` raises an error that names the field and the requester instead of inventing a number.
 
 Units: bytes, seconds, FLOP/s; bandwidths count one direction.

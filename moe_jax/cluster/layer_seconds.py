@@ -141,7 +141,7 @@ def transfer_fit(transfer: Transfer, shape: LayerShape) -> str:
 
 
 class _RowWork(typing.NamedTuple):
-    """Tokens gated, rows cut out to be sent, tokens combined, and rows that arrive, on one device."""
+    """Tokens gated, rows packed to be sent, tokens combined, and rows received, on one device."""
 
     gated: int
     packed: int

@@ -1,6 +1,6 @@
 """Flags of a command: `--help`, and a user's mistake as one line with a remedy.
 
-Inputs: the words of a command line. Outputs: absl's flags, filled. Nothing else is imported, so that a command can
+Inputs: the arguments of a command line. Outputs: absl's flags, set. Nothing else is imported, so that a command can
 still choose its devices afterwards.
 """
 
@@ -20,12 +20,12 @@ def parse_flags(argv: list[str], command: str, flag: str) -> None:
     """Parse a command line that consists of flags alone; `--help` and `--helpfull` print them and exit with code 0.
 
     Args:
-      argv: the program's name and its words.
+      argv: the program's name and its arguments.
       command: the module that was started, such as 'moe_jax.train'.
-      flag: the flag that a stray word was most likely meant for.
+      flag: the flag that an argument without a flag was most likely meant for.
 
     Raises:
-      UserError: for an unknown flag, a wrong value, or words that are no flags.
+      UserError: for an unknown flag, a wrong value, or arguments that are no flags.
     """
     words = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
     if any(word in HELP + HELP_FULL for word in words):

@@ -97,7 +97,7 @@ def config_text(run: RunConfig, bound: Collection[str] = ()) -> str:
     """Return every field of a run as sorted lines `Name.field = value`, which gin can read again.
 
     Args:
-      bound: the bindings `Name.field` that somebody set; their lines end in `BOUND`, the others are defaults.
+      bound: the bindings `Name.field` that the user set; their lines end in `BOUND`, the others are defaults.
     """
     lines = []
     for name, config in run.by_name().items():

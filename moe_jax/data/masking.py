@@ -33,7 +33,7 @@ def mask_tokens(
       step: the training step.
       rows: the global row of each, int [b]; or of tokens[0], where they follow one another.
       seed: `train.seed`.
-      vocab_size: the tokenizer's, so that a random token is one that the tokenizer knows.
+      vocab_size: the tokenizer's, so that a random token is one of its tokens.
       mask_id: the tokenizer's.
       rate: the chance of each token to be hidden.
       special_ids: ids that are neither hidden nor drawn, such as the end of a document.

@@ -308,7 +308,7 @@ def _detect(
         from jax._src.clusters import ClusterEnv
 
         found = ClusterEnv.auto_detect_unset_distributed_params(coordinator, count, index, None, None, seconds)
-    except Exception as error:  # whatever a launcher's variables, an API server or another jax may bring
+    except Exception as error:  # any error of a launcher's variables, an API server or another version of jax
         raise UserError(
             f"this looks like a job of {launcher}, but jax could not read it ({type(error).__name__}: {error}); give "
             "--coordinator, --num_processes and --process_id"

@@ -6,7 +6,7 @@ challenge, so that a recorded message is not accepted on another connection. Thi
 is encrypted, and after the rendezvous the connection is trusted.
 
 A token that was given is a secret. Without one, the launcher's job id and the coordinator's address take its place:
-they keep other jobs, port scanners and health checks out, not somebody who knows both of them.
+they keep other jobs, port scanners and health checks out, but not an attacker who knows both.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def new_challenge() -> str:
 
 
 def seal(token: bytes, kind: str, challenge: str, content: dict) -> dict:
-    """Return a message that proves to whoever made `challenge` that its sender holds the token."""
+    """Return a message that proves to the sender of `challenge` that its own sender holds the token."""
     text = json.dumps(content)
     return {"kind": kind, "content": text, "proof": _proof(token, kind, challenge, text)}
 

@@ -188,7 +188,7 @@ class Watchdog:
                 self._end(Verdict(line=line))
 
     def _take_text(self, topic: str, index: int, text: str) -> None:
-        """Note, as process 0, one process' text; the last one sends all of them to everybody."""
+        """Store, as process 0, one process' text; when the last one is there, send all texts to all processes."""
         with self._heard:
             said = self._received_texts.setdefault(topic, {})
             said[index] = text

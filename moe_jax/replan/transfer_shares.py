@@ -31,7 +31,7 @@ def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
 def split_shares(config: RunConfig, roles: Roles, skeleton: Skeleton) -> dict[str, float]:
     """Return {'trans_share', 'agg_share'} for a `LayerPlan`; {} where the schedule splits nothing.
 
-    Without a cluster file that knows its FLOP/s and bandwidth half of each runs beside attention, logged once.
+    Without a cluster file that has FLOP/s and a bandwidth, half of each runs beside attention, logged once.
     """
     model = config.model
     if model.prefetch != "pro_prophet" or model.prefetch_case != "split":

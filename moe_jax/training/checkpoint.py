@@ -330,7 +330,7 @@ def _all_processes() -> set[int] | None:
 
 
 def _own_copy(name: str, leaf: jax.Array, order: FileOrder) -> jax.Array:
-    """Return a leaf as it is stored, in host buffers that nobody else holds."""
+    """Return a leaf as it is stored, in host buffers of its own."""
     ordered = order.to_file(leaf) if is_bank(name) else leaf
     copied = jax.device_put(ordered, ordered.sharding.with_memory_kind("pinned_host"))
     jax.block_until_ready(copied)

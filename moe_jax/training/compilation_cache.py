@@ -1,7 +1,7 @@
 """Where compiled programs are kept between starts. No arrays.
 
 Inputs: what the user asked for, and jax's platform. Outputs: jax's persistent compilation cache, switched on or off. On
-GPUs it is on by default, in the user's own cache folder (jax loads what lies there, so nobody else may write to it),
+GPUs it is on by default, in the user's own cache folder (jax loads its files, so no other user may write to it),
 and with it XLA's cache of kernel timings: the same programs start again with the same kernels. On CPUs it is off: a
 program that was compiled for another CPU's instructions may fail when it is loaded.
 
@@ -32,7 +32,7 @@ def set_up_compilation_cache(folder: str | None, platform: str | None = None) ->
       the folder in use, None without.
 
     Raises:
-      UserError: the folder cannot be made, or the user's cache folder is a link or somebody else's.
+      UserError: the folder cannot be made, or the user's cache folder is a link or belongs to another user.
     """
     if folder == "":
         jax.config.update("jax_enable_compilation_cache", False)
@@ -43,7 +43,7 @@ def set_up_compilation_cache(folder: str | None, platform: str | None = None) ->
         if (platform or jax.default_backend()) not in ("gpu", "cuda"):
             return None
         folder = str(user_cache_folder("compilation"))
-    elif "://" not in folder:  # jax knows gs:// too
+    elif "://" not in folder:  # jax also takes gs://
         folder = os.path.abspath(os.path.expanduser(folder))
         try:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ def compiler_options(platform: str, processes: int = 1, deterministic: bool = Fa
 
 
 def compiled(lowered, options: dict[str, str]):
-    """Return the executable of a lowered program; leave out an option of `ALONE` that this compiler does not know."""
+    """Return the executable of a lowered program; leave out an option of `ALONE` that this compiler does not have."""
     try:
         return lowered.compile(compiler_options=options)
     except Exception as error:

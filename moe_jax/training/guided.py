@@ -117,7 +117,7 @@ def compile_with_profile(lowered: jax.stages.Lowered, options: dict[str, str], p
     more (a quota, a disk that is full or mounted to be read only), a file for this compilation does.
 
     Raises:
-      UserError: the folder is a link or somebody else's, or no file can be written at all.
+      UserError: the folder is a link or belongs to another user, or no file can be written at all.
     """
     path = user_cache_folder("profiles") / f"{hashlib.sha256(profile.encode()).hexdigest()[:32]}.pbtxt"
     try:

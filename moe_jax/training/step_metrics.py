@@ -92,7 +92,7 @@ def step_record(
 
 
 def loads_origin(program: Program) -> LoadsOrigin:
-    """Return what stands beside the recorded loads of a run, so that a replay knows model and mesh."""
+    """Return the sizes and the mesh that are stored with the recorded loads of a run, for a replay."""
     config = program.config
     return LoadsOrigin(
         model_dim=config.model.model_dim,
