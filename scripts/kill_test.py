@@ -44,7 +44,7 @@ TIMEOUT_SECONDS = 600
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """What one kill met.
+    """The record of one kill.
 
     Attributes:
       kind: of `KINDS`.

@@ -57,7 +57,7 @@ def say_slow_bytes(connection: socket.socket) -> None:
 
 
 def say_hello(connection: socket.socket, count: int) -> None:
-    """Say everything right but for the token, which a stranger does not hold."""
+    """Send a correct hello, sealed with a wrong token."""
     content = {"index": 1, "count": count, "name": "a", "versions": versions(), "host_id": "", "challenge": "c"}
     challenge = json.loads(connection.makefile("rb").readline())["challenge"]
     connection.sendall(json.dumps(seal(b"guessed", "hello", challenge, content)).encode() + b"\n")
@@ -75,7 +75,7 @@ KINDS = {
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Be one process of a job: wait for the word where there is one to wait for, join, and say when."""
+    """Run one process of a job: join, process 1 after a line on stdin, and print the time."""
     import jax
 
     from moe_jax.distributed.hosts import HostsConfig, start_hosts

@@ -32,9 +32,9 @@ class Workspace:
 
     Attributes:
       out: the day's folder, which holds the link to the compilation cache.
-      scratch: for files that no one keeps.
+      scratch: folder for temporary files.
       tiny: sizes and devices of a CPU.
-      patience: what every limit is multiplied by; a busy CPU needs some.
+      patience: factor on every limit, above 1 for a busy CPU.
     """
 
     out: pathlib.Path

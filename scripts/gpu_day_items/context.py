@@ -19,7 +19,7 @@ class Context:
 
     Attributes:
       tiny: whether sizes are those of the tests.
-      scratch: folder for files that no one keeps but the children of this day.
+      scratch: folder for temporary files that the children of this day share.
     """
 
     def __init__(self, pipe: int, scratch: pathlib.Path, tiny: bool):

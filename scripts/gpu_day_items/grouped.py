@@ -231,7 +231,7 @@ def _time(context, implementation: str, products, name: str, shape):
 
 @functools.lru_cache(maxsize=1)
 def _operands(rows, contracted, resulting, groups, owned):
-    """Return (lhs, dout, bank, sizes): groups of equal sizes, the rest of the rows owned by nobody."""
+    """Return (lhs, dout, bank, sizes): groups of equal sizes; the rest of the rows belongs to no group."""
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -72,7 +72,7 @@ def host_environment(
 
 
 def share_cores(hosts: int, cores: Sequence[int]) -> list[list[int]]:
-    """Deal the cores to the hosts: whole cores of their own as far as they go, else one each, in turn."""
+    """Divide the cores among the hosts: about equally many where there are enough, else one each, in turn."""
     if hosts > len(cores):
         return [[cores[host % len(cores)]] for host in range(hosts)]
     return [list(cores[host * len(cores) // hosts : (host + 1) * len(cores) // hosts]) for host in range(hosts)]
@@ -192,5 +192,5 @@ class LabRun:
             try:
                 screen.write(line)
                 screen.flush()
-            except (BrokenPipeError, ValueError):  # `| head` is satisfied
+            except (BrokenPipeError, ValueError):  # the reader, such as `| head`, has closed the pipe
                 self.is_output_closed = True

@@ -52,7 +52,7 @@ def run_once(hosts: int, way: str | None, moment: float, mark: str) -> dict:
 
 
 def _disturb(lab: subprocess.Popen, way: str, namespaces: list[str]) -> str | None:
-    """Do it; return what was done, or None if the lab was not far enough for it."""
+    """Disturb the lab; return what was done, or None if the lab was not ready for it."""
     if way in ("SIGINT", "SIGTERM"):
         lab.send_signal(getattr(signal, way))
         return way
