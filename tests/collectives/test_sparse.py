@@ -77,7 +77,7 @@ def make_functions(skeleton):
 
 
 def case_of(seed, method):
-    placement = random_placement(seed, layers=LAYERS, experts=EXPERTS, devices=DEVICES, replicas=SLOTS)
+    placement = random_placement(seed, layers=LAYERS, experts=EXPERTS, devices=DEVICES, replica_slots=SLOTS)
     skeleton = build_skeleton(placement, method=method, home_slots=EXPERTS // 2, replica_slots=SLOTS)
     rng = np.random.default_rng(seed + 100)
     bank = {n: rng.normal(size=(DEVICES * skeleton.bank_rows, *shape)) for n, shape in SHAPES.items()}

@@ -19,7 +19,7 @@ from moe_jax.placement import (
     widen,
 )
 
-SIZES = {"layers": 3, "experts": 8, "devices": 8, "replicas": 3, "per_node": 4}
+SIZES = {"layers": 3, "experts": 8, "devices": 8, "replica_slots": 3, "per_node": 4}
 
 
 def run_tables(skeleton, tables, bank):

@@ -5,8 +5,8 @@ import numpy as np
 from moe_jax.placement import SHARE_ONE, Placement, bank_rows
 
 
-def random_placement(seed, *, layers, experts, devices, replicas, fewest=0, rules="nearest", per_node=None):
-    """Draw homes anywhere (L E / D on each device), `fewest` to `replicas` copies a device and layer, rules and shares.
+def random_placement(seed, *, layers, experts, devices, replica_slots, fewest=0, rules="nearest", per_node=None):
+    """Draw homes anywhere (L E / D on each device), `fewest` to `replica_slots` replicas a device and layer, rules and shares.
 
     Args:
       rules: 'nearest' everywhere without shares; 'any', drawn for each layer, with shares for most experts of a layer
@@ -17,7 +17,7 @@ def random_placement(seed, *, layers, experts, devices, replicas, fewest=0, rule
     replicas = []
     for layer, device in np.ndindex(layers, devices):
         away = np.flatnonzero(home[layer] != device)
-        number = min(len(away), rng.integers(fewest, replicas + 1))
+        number = min(len(away), rng.integers(fewest, replica_slots + 1))
         replicas += [(layer, e, device) for e in rng.choice(away, number, replace=False)]
     replicas = np.array(replicas, np.int32).reshape(-1, 3)
     if rules == "nearest":

@@ -38,7 +38,7 @@ def placements_of(method, layers, devices, number=2):
     """Return some placements and one skeleton for all; `permute` has rounds for one send graph, so there it is one."""
     sizes = {"layers": layers, "experts": EXPERTS, "devices": devices, "per_node": max(1, devices // 2)}
     found = [
-        random_placement(seed, **sizes, replicas=SLOTS, fewest=1, rules="every")
+        random_placement(seed, **sizes, replica_slots=SLOTS, fewest=1, rules="every")
         for seed in range(1 if method == "permute" else number)
     ]
     skeleton = build_skeleton(found[0], method=method)
