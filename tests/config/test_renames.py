@@ -2,7 +2,12 @@
 
 import dataclasses
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
 from moe_jax import renames
@@ -117,3 +122,23 @@ def test_a_calibration_file_of_before_has_the_fits_of_today(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps({"cluster": {"name": "mine", "fits": {"pairwise:8": fit}}}))
     assert renames.fit_of_today("all_to_all:2x4") == "all_to_all:2x4"
     assert [name for name, _ in read_cluster(tmp_path / "mine.json").fits] == ["ppermute:8"]
+
+
+def test_flags_of_replay_keep_their_old_spellings(tmp_path):
+    loads = np.random.default_rng(0).integers(1, 99, size=(4, 1, 4, 8)) * np.array([16, 8, 4, 2, 1, 1, 1, 1])
+    np.savez(tmp_path / "t.npz", loads=loads)
+    (tmp_path / "c.gin").write_text("Cluster.flat = True\nCluster.intra_bandwidth = 3e9\nCluster.flops = 3e13\n")
+    command = ["--trace=t.npz", "--cluster=c.gin", "--nodes=1", "--devices_per_node=4", "--planners=pro_prophet"]
+    root = pathlib.Path(__file__).parents[2]
+
+    def answer(*flags):
+        done = subprocess.run(
+            [sys.executable, "-m", "moe_jax.replay", *command, *flags],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        figures = json.loads(done.stdout.splitlines()[-1])["planners"]["pro_prophet"]
+        return {name: value for name, value in figures.items() if "search" not in name and "us_per" not in name}
+
+    today = answer("--replica_slots=1", "--skipped_devices=1", "--balance_threshold=0.1")
+    assert answer("--guest_slots=1", "--n=1", "--alpha=0.1") == today != answer()

@@ -169,9 +169,8 @@ def test_a_run_of_54b32df_needs_no_other_flag_either(tmp_path):
         assert (got.model_dim, got.hidden_dim, got.top_k, got.dtype_bytes) == (16, 16, 2, 4)
         assert (got.cluster.name, got.cluster.nodes, got.cluster.devices_per_node) == (cluster, 1, mesh["expert"])
         assert " x ".join(f"{axis} {size}" for axis, size in mesh.items()) in got.messages[0]
-    code, lines, err = run_replay(tmp_path, "--trace=hecate", "--guest_slots=2", "--n=1", "--planners=pro_prophet")
+    code, _, err = run_replay(tmp_path, "--trace=hecate", "--planners=pro_prophet")
     assert code == 0, err
-    assert json.loads(lines[-1])["planners"]["pro_prophet"]["replicas_most"] <= 4
     (tmp_path / "hecate" / "environment.json").unlink()  # then nothing says how many devices share a node
     with pytest.raises(UserError, match="--nodes"):
         inputs_of(tmp_path / "hecate")
