@@ -1,7 +1,7 @@
 """Who may import whom. The folder tree shows it, and this file checks it.
 
-Every import counts: at the top of a file, inside a function, and under TYPE_CHECKING. `BELOW` lists the packages from
-the entry points down; nothing is exempt.
+Every import counts: at the top of a file, inside a function, under TYPE_CHECKING, and by a name that is text, as
+importlib takes it. `BELOW` lists the packages from the entry points down; nothing is exempt.
 """
 
 import ast
@@ -45,12 +45,31 @@ BELOW = {
 FOUNDATION = ("errors", "renames", "user_cache")  # modules that every package may import, and that import none
 PACKAGES = sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py")))
 HOST_PACKAGES = ("cluster", "overlap", "placement", "planner", "inspection", "replay")
+BY_TEXT = ("import_module", "__import__", "resolve_name", "run_module")
 ARRAY_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 
 def module_name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def text_imports(node, module):
+    """Return the modules that a call such as importlib.import_module imports; a name that is computed is refused.
+
+    `f"{__name__}.x"` may compute what follows, since that stays inside the package.
+    """
+    match node:
+        case ast.Call(func=ast.Attribute(attr=called) | ast.Name(id=called), args=[name, *_]) if called in BY_TEXT:
+            pass
+        case _:
+            return set()
+    match name:
+        case ast.Constant(value=str(text)):
+            return {text.partition(":")[0]}
+        case ast.JoinedStr(values=[ast.FormattedValue(value=ast.Name(id="__name__")), *_]):
+            return {module}
+    raise AssertionError(f"{module} imports what {ast.unparse(name)} names; write the name as text")
 
 
 def statements(node, everywhere):
@@ -83,6 +102,7 @@ def imports(everywhere):
                 names |= inside & known
                 if inside - known or not inside:
                     names.add(node.module)
+            names |= text_imports(node, module_name(path))
         found[module_name(path)] = names
     return found
 
@@ -102,6 +122,25 @@ def ours(names):
 def below(package):
     """Return all packages that `package` may import."""
     return {"foundation"}.union(*({lower} | below(lower) for lower in BELOW[package]))
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("importlib.import_module('moe_jax.training.run')", {"moe_jax.training.run"}),
+        ("__import__('moe_jax.train')", {"moe_jax.train"}),
+        ("pkgutil.resolve_name('moe_jax.train:main')", {"moe_jax.train"}),
+        ("import_module(f'{__name__}.{part}')", {"moe_jax.config"}),
+        ("print('moe_jax.train')", set()),
+    ],
+)
+def test_imports_by_text_count(source, names):
+    assert set().union(*(text_imports(node, "moe_jax.config") for node in ast.walk(ast.parse(source)))) == names
+
+
+def test_an_import_of_a_computed_name_is_refused():
+    with pytest.raises(AssertionError, match="write the name as text"):
+        text_imports(ast.parse("importlib.import_module('moe_jax.' + name)", mode="eval").body, "moe_jax.config")
 
 
 def test_every_package_has_its_place():
