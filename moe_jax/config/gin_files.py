@@ -20,7 +20,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig, config_text
+from moe_jax.config.run_config import BOUND, CONFIG_CLASSES, RunConfig, config_text
 from moe_jax.config.values import fitted
 from moe_jax.errors import UserError
 from moe_jax.renames import BINDINGS as OLD_BINDINGS
@@ -63,6 +63,7 @@ class Statement:
       place: 'file:line' or the flag.
       in_file: False for a statement from the command line.
       stored: a run wrote it, so its names and values may be those of an older version.
+      marked: a run wrote it, and marked it as set by somebody; what it did not mark were defaults.
     """
 
     scope: str
@@ -72,6 +73,7 @@ class Statement:
     place: str
     in_file: bool
     stored: bool = False
+    marked: bool = False
 
     @property
     def key(self) -> str:
@@ -125,7 +127,17 @@ def parse_run_config(
     used = {name for statement in bindings.values() for name in _macro_names(statement.value, macros)}
     lines = [f"{name} = {macros[name].value!r}" for name in sorted(used)]
     lines += [f"{MODULE}.{statement.target} = {statement.value!r}" for statement in bindings.values()]
-    return run, config_text(run, bindings.keys()), _operative_text(lines)
+    return run, config_text(run, _set_by_somebody(run, bindings)), _operative_text(lines)
+
+
+def _set_by_somebody(run: RunConfig, bindings: dict[str, Statement]) -> set[str]:
+    """Return the bindings that are not only there because a run writes down its defaults too."""
+    now, defaults = run.by_name(), RunConfig().by_name()
+
+    def is_set(s: Statement) -> bool:
+        return not s.stored or s.marked or getattr(now[s.name], s.field) != getattr(defaults[s.name], s.field)
+
+    return {target for target, statement in bindings.items() if is_set(statement)}
 
 
 def _build(values: dict[str, dict]) -> dict:
@@ -192,6 +204,7 @@ class _Reader:
 
     def read_text(self, text: str, source: str, *, in_file: bool, stored: bool = False):
         """Read statements; `source` is the file's name or the flag, `stored` says that a run wrote them."""
+        lines = text.splitlines()
         for kind, line, statement in _parse(text, source):
             place = f"{source}:{line}" if in_file else source
             if kind == "IncludeStatement":
@@ -206,7 +219,8 @@ class _Reader:
                 scope, name, field, value, _ = statement
                 if stored and field:
                     name, field = binding_of_today(f"{name}.{field}").split(".")
-                self.statements.append(Statement(scope, name, field, value, place, in_file, stored))
+                marked = stored and lines[line - 1].endswith(BOUND)
+                self.statements.append(Statement(scope, name, field, value, place, in_file, stored, marked))
 
 
 def _is_of_a_run_folder(path: Path) -> bool:

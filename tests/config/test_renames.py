@@ -12,7 +12,7 @@ import pytest
 
 from moe_jax import renames
 from moe_jax.cluster.read import read_cluster
-from moe_jax.config import parse_run_config
+from moe_jax.config import bound_in, parse_run_config
 from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig, check_resumable, config_text
 from moe_jax.errors import UserError
 from moe_jax.renames import BINDINGS, VALUES
@@ -81,6 +81,18 @@ def test_both_configs_of_a_run_folder_are_read_and_a_users_file_is_not(tmp_path)
     (tmp_path / "run" / "copy.gin").write_text(text)
     with pytest.raises(UserError, match="is called"):
         parse_run_config([str(tmp_path / "run" / "copy.gin")], ())
+
+
+def test_a_config_of_a_run_keeps_its_marks(tmp_path):
+    """Every value stands in config.gin, so a command that names it sets those alone that it marks or that differ."""
+    (tmp_path / "environment.json").write_text("{}")
+    _, text, _ = parse_run_config((), ["train.steps = 100", "train.seed = 3"])  # 100 is the default, and was set
+    (tmp_path / "config.gin").write_text(text)
+    file = [str(tmp_path / "config.gin")]
+    assert parse_run_config(file, ())[1] == text
+    assert bound_in(parse_run_config(file, ["MoEConfig.top_k = 2"])[1]) == bound_in(text) | {"MoEConfig.top_k"}
+    (tmp_path / "config.gin").write_text(text.replace("  # set", ""))  # as older versions wrote it
+    assert bound_in(parse_run_config(file, ())[1]) == {"train.seed"}
 
 
 OLD_VALUES = [(binding, old, new) for binding, values in VALUES.items() for old, new in values.items()]
