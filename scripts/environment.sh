@@ -47,12 +47,13 @@ make_environment() {
 }
 
 # install_package FOLDER: makes `import moe_jax` find this checkout from anywhere, so that scripts need no path. What was
-# done stands in FOLDER/package.txt.
+# done stands in FOLDER/package.txt. It is built with FOLDER's own setuptools, a requirement, so that an environment that
+# has its requirements needs no network.
 install_package() {
   if [ -f "$1/package.txt" ] && [ "$(cat "$1/package.txt")" = "$PWD" ]; then
     return 0
   fi
-  "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -e . >&2 || {
+  "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e . >&2 || {
     echo "installing moe_jax itself into $1 failed; see the lines above, then run the same command again" >&2
     return 2
   }
