@@ -1,9 +1,11 @@
-"""The commands of README.md and BUILD.md: all name what exists, and those that a CPU runs in seconds are run.
+"""The commands of README.md and BUILD.md are run, and every file, folder and module that a page names exists.
 
-A command stands in a fenced or indented block, or in backquotes. One that is run gets arguments appended that make it
-small; one that is not run is listed in NOT_RUN with the reason. A new command fails here until it is in one of the two.
+A command stands in a fenced or indented block, or in backquotes. All name what exists, and those that a CPU runs in
+seconds are run: one that is run gets arguments appended that make it small; one that is not run is listed in NOT_RUN
+with the reason. A new command fails here until it is in one of the two.
 """
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
@@ -15,6 +17,7 @@ import sys
 import pytest
 
 from moe_jax.config import parse_run_config
+from moe_jax.config.run_config import CONFIG_CLASSES
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROGRAMS = ("python", "bash", "sbatch", "kubectl", "pip", "ruff")
@@ -46,6 +49,19 @@ NOT_RUN = {
 }
 
 
+# Where the pages are that are checked for what they name, and from where they name it.
+TOP = ("configs", "docs", "moe_jax", "scripts", "tests")
+BASES = ("", "moe_jax", "docs", "docs/bench", "scripts")  # a page names paths from these folders, and from its own
+PAGES = ["README.md", "BUILD.md"] + sorted(
+    str(path.relative_to(ROOT))
+    for top in TOP
+    for path in (ROOT / top).rglob("*")
+    if path.suffix == ".gin" or path.name == "README.md" or path.suffix == ".md" and top == "docs"
+)
+MADE = re.compile(r"^(runs|out|DIR)/|(^|/)(?!README|BUILD)[A-Z]+\.\w+$")  # by a run; capitals stand for any name
+PAGES_OF_COMMANDS = [page for page in PAGES if page.endswith(".md")]
+
+
 def commands_of(page):
     """Return the commands in the fenced and indented blocks of a page, continued lines joined, each without comment."""
     text = re.sub(r"```(?!bash|sh\b)\w+\n.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -75,7 +91,7 @@ def program_of(command):
     if words[0] in ("pip", "kubectl", "ruff") or not scripts:
         return None, words[1:]
     script = ROOT / scripts[0]
-    passes_on = "moe_jax.train" in script.read_text(encoding="utf-8")  # the launchers and the demo
+    passes_on = script.suffix != ".py" and "moe_jax.train" in script.read_text(encoding="utf-8")  # launchers, the demo
     rest = words[words.index(scripts[0]) + 1 :]
     return (ROOT / "moe_jax" / "train.py" if passes_on else script), rest
 
@@ -127,14 +143,15 @@ def run_command(command, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize("page", ["README.md", "BUILD.md"])
+@pytest.mark.parametrize("page", PAGES_OF_COMMANDS)
 def test_commands_name_what_exists(page):
     commands = commands_of(page) + quoted_commands_of(page)
-    assert len(commands) > 8
     for command in commands:
         check_words(command)
-    for command in commands_of(page):
-        added_words(command)
+    if page in ("README.md", "BUILD.md"):
+        assert len(commands) > 8
+        for command in commands_of(page):
+            added_words(command)
 
 
 def test_checks_see_mistakes():
@@ -168,3 +185,67 @@ def test_commands_run(page, tmp_path):
         assert any("step 6: held-out loss" in out for out in outputs.values())
         assert any('"planners"' in out for out in outputs.values())
         assert (tmp_path / "tokenizer.json").exists()
+
+
+def paths_in(text):
+    """Return the paths of this repository that a text names: source files, folders, and targets of links."""
+    text = re.sub(r"https?://\S+|~/\S+", "", text)
+    text = re.sub(r"^\| old \|.*?\n\n", "", text, flags=re.MULTILINE | re.DOTALL)  # the glossary's table of old names
+    words = {word.rstrip(".-") for word in re.findall(r"(?<![\w./=])[\w*-][\w.*-]*(?:/[\w.*-]+)*", text)}
+    named = {word for word in words if re.search(r"\w\.(py|sh|md|gin|ipynb|sbatch)$", word)}
+    named |= {word for word in words if "/" in word and word.split("/")[0] in TOP}
+    named |= set(re.findall(r"`([\w./-]+/)`", text)) | set(re.findall(r"\]\(([^):#]+)", text))
+    return sorted(word for word in named if not MADE.search(word))
+
+
+def path_exists(word, page):
+    """Return whether a page's path is there; outside the packages' READMEs a bare name may be of any folder."""
+    if "/" not in word and page.count("/") < 3 and not page.startswith("moe_jax"):
+        return (ROOT / word).exists() or any(next((ROOT / top).rglob(word), None) for top in TOP)
+    folders = [(ROOT / page).parent, *(ROOT / base for base in BASES)]
+    return any(next(folder.glob(word), None) if "*" in word else (folder / word).exists() for folder in folders)
+
+
+def module_exists(name):
+    """Return whether `moe_jax.a.b` is a module, a package, or a name that stands in the last of them."""
+    place, rest = ROOT / "moe_jax", name.split(".")[1:]
+    while rest and (place / rest[0]).is_dir():
+        place = place / rest.pop(0)
+    file = place / "__init__.py"
+    if rest and (place / f"{rest[0]}.py").exists():
+        file = place / f"{rest.pop(0)}.py"
+    return not rest or re.search(rf"\b{rest[0]}\b", file.read_text(encoding="utf-8")) is not None
+
+
+def missing_in(text, page):
+    """Return what a text names that does not exist: paths, modules, bindings, headings that links point to."""
+    missing = [word for word in paths_in(text) if not path_exists(word, page)]
+    missing += [name for name in re.findall(r"\bmoe_jax(?:\.\w+)+", text) if not module_exists(name)]
+    for name, field in re.findall(rf"(?<![\w/])({'|'.join(CONFIG_CLASSES)})\.(\w+)", text):
+        if field not in {entry.name for entry in dataclasses.fields(CONFIG_CLASSES[name])}:
+            missing.append(f"{name}.{field}")
+    for target, heading in re.findall(r"\]\(([^):#]+)#([^)]+)\)", text):
+        headings = re.findall(r"^#+ (.*)", ((ROOT / page).parent / target).read_text(encoding="utf-8"), re.MULTILINE)
+        if heading not in {re.sub(r"[^\w -]", "", entry.lower()).replace(" ", "-") for entry in headings}:
+            missing.append(f"{target}#{heading}")
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_exists(page):
+    missing = missing_in((ROOT / page).read_text(encoding="utf-8"), page)
+    assert not missing, f"{page} names what is not there: {', '.join(missing)}"
+
+
+def test_the_search_sees_what_is_missing():
+    named = ("moe_jax/moe/no.py", "no.py", "`nothing/`", "docs/nothing", "moe_jax.moe.no", "moe_jax.no", "train.no")
+    for word in (*named, "[page](docs/no.md)", "[part](BUILD.md#no)"):
+        assert len(missing_in(f"There is {word} here.", "README.md")) == 1, word
+    there = "`moe/gate.py`, moe_jax.moe.MoELayer, train.steps, [part](BUILD.md#install), runs/x/config.gin, DIR/no.md"
+    assert missing_in(there, "README.md") == []
+
+
+def test_readme_names_every_package():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    packages = [path.parent.name for path in (ROOT / "moe_jax").glob("*/__init__.py")]
+    assert len(packages) > 15 and [name for name in packages if f"| `{name}/` |" not in text] == []
