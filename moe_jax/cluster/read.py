@@ -33,6 +33,8 @@ def read_cluster(path: str | pathlib.Path) -> Cluster:
         )
     text = path.read_text(encoding="utf-8")
     fields = _from_json(path, text) if path.suffix == ".json" else _from_bindings(path, text)
+    if isinstance(fields.get("fits"), dict):
+        fields["fits"] = {fit_of_today(str(name)): fit for name, fit in fields["fits"].items()}
     known = [field.name for field in dataclasses.fields(Cluster)]
     unknown = [name for name in fields if name not in known]
     if unknown:
@@ -60,8 +62,6 @@ def _from_json(path: pathlib.Path, text: str) -> dict:
         raise UserError(f"{path.name} is not a calibration file (JSON with an object 'cluster'): {error}") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path.name}: 'cluster' must be an object of Cluster's fields, not {type(fields).__name__}")
-    if isinstance(fields.get("fits"), dict):
-        fields["fits"] = {fit_of_today(name): fit for name, fit in fields["fits"].items()}
     return fields
 
 

@@ -323,7 +323,7 @@ class MoELayer(nnx.Module):
         tokens = x.reshape(-1, width)
         roles, config = self.roles, self.config
         shards = roles.size(roles.dense)
-        if tokens.shape[0] % shards:
+        if not tokens.shape[0] or tokens.shape[0] % shards:
             raise UserError(
                 f"the MoE layer got {tokens.shape[0]} tokens, which do not divide over {shards} devices; pad the batch "
                 f"to a multiple of {shards}"

@@ -134,6 +134,8 @@ def test_a_calibration_file_of_before_has_the_fits_of_today(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps({"cluster": {"name": "mine", "fits": {"pairwise:8": fit}}}))
     assert renames.fit_of_today("all_to_all:2x4") == "all_to_all:2x4"
     assert [name for name, _ in read_cluster(tmp_path / "mine.json").fits] == ["ppermute:8"]
+    (tmp_path / "mine.gin").write_text(f"Cluster.fits = {{'pairwise:8': {fit}}}\n")
+    assert [name for name, _ in read_cluster(tmp_path / "mine.gin").fits] == ["ppermute:8"]
 
 
 def test_flags_of_replay_keep_their_old_spellings(tmp_path):

@@ -160,3 +160,9 @@ def test_tokens_of_another_width_are_one_line(shape):
     with pytest.raises(UserError, match=r"takes tokens \[\.\.\., 8\] .* got an array of shape") as caught:
         layer(jnp.zeros(shape))
     assert "\n" not in str(caught.value)
+
+
+def test_no_token_at_all_is_one_line():
+    layer = layer_of(roles_of(1), MoEConfig(num_experts=EXPERTS))
+    with pytest.raises(UserError, match="the MoE layer got 0 tokens"):
+        layer(np.zeros((0, 8), np.float32))
