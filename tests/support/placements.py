@@ -6,7 +6,7 @@ from moe_jax.placement import SHARE_ONE, Placement, bank_rows
 
 
 def random_placement(seed, *, layers, experts, devices, replica_slots, fewest=0, rules="nearest", per_node=None):
-    """Draw homes anywhere (L E / D on each device), `fewest` to `replica_slots` replicas a device and layer, rules and shares.
+    """Draw homes (L E / D on each device), `fewest` to `replica_slots` replicas a device and layer, rules and shares.
 
     Args:
       rules: 'nearest' everywhere without shares; 'any', drawn for each layer, with shares for most experts of a layer
@@ -37,7 +37,7 @@ def random_placement(seed, *, layers, experts, devices, replica_slots, fewest=0,
 
 
 def to_bank(experts, placement, rows=None):
-    """Return {name: [D Rb, ...]} in the order of a bank, from {name: [L, E, ...]}; `rows` is S, or else the least."""
+    """Return {name: [D Rb, ...]} in the order of a bank, from {name: [L, E, ...]}; `rows` is Rb, or else the least."""
     at = bank_rows(placement)
     rows = int(at.max()) + 1 if rows is None else rows
     at = (placement.home * rows + at).ravel()
