@@ -58,7 +58,7 @@ PAGES = ["README.md", "BUILD.md"] + sorted(
     for path in (ROOT / top).rglob("*")
     if path.suffix == ".gin" or path.name == "README.md" or path.suffix == ".md" and top == "docs"
 )
-MADE = re.compile(r"^(runs|out|DIR)/|(^|/)(?!README|BUILD)[A-Z]+\.\w+$|config\.gin$")  # by a run; capitals stand for any name
+MADE = re.compile(r"^(runs|out|DIR)/|(^|/)(?!README|BUILD)[A-Z]+\.\w+$|config\.gin$")  # by a run; capitals: any name
 PAGES_OF_COMMANDS = [page for page in PAGES if page.endswith(".md")]
 
 
