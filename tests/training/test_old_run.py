@@ -19,6 +19,7 @@ from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
 from moe_jax.observe import read_metrics
 from moe_jax.observe.plots import draw_all
+from moe_jax.observe.run_folder import EVALUATIONS
 from moe_jax.training.run import RunOptions, run
 
 FOLDER = Path(__file__).with_name("runs_of_54b32df")
@@ -70,6 +71,16 @@ def test_a_run_of_54b32df_goes_on(old_run):
         assert [record[key] for record in recorded] == [record[key] for record in resumed], key
     for key in ("loss", "grad_norm"):
         assert [record[key] for record in recorded] == pytest.approx([record[key] for record in resumed], rel=1e-5)
+
+
+@pytest.mark.parametrize("old_run", RUNS, indirect=True)
+def test_a_run_of_54b32df_is_evaluated_by_its_own_config(old_run, capsys):
+    name, folder = old_run
+    config, text, operative = parse_run_config([str(folder / "config.gin")], ())
+    assert run(config, text, operative, RunOptions(workdir=str(folder), eval_only=True), Hosts())
+    recorded = read_metrics(folder, file_name=EVALUATIONS)[-1]
+    assert recorded["step"] == 6
+    assert f"step 6: held-out loss {recorded['held_out_loss']:.4f}"[:-1] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("old_run", RUNS, indirect=True)
