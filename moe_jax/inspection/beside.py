@@ -14,25 +14,15 @@ import gzip
 import pathlib
 
 from moe_jax.inspection.hlo import parse_module
+from moe_jax.inspection.measured import merge_spans
 from moe_jax.inspection.targets import parse_target
 from moe_jax.inspection.timeline import Timeline, play
 
 GATHERS = ("all-gather moe/combine", "all-gather moe/dispatch")  # s2's, forward and backward
 
 
-def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the same time as disjoint spans in order."""
-    out: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if out and begin <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], end))
-        else:
-            out.append((begin, end))
-    return out
-
-
 def seconds(spans: list[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in union(spans))
+    return sum(end - begin for begin, end in merge_spans(spans))
 
 
 def shared(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
