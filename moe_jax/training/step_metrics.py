@@ -1,6 +1,7 @@
 """From the arrays of one step to one record of metrics, and the check that the step was finite. Host side.
 
 Inputs: the step's metrics as NumPy arrays, times, and the plan's homes. Outputs: a dictionary for metrics.jsonl.
+Where a planner runs, `replan/rejit.py` adds the plan's metrics and counts replicas in `device_load_max_over_mean`.
 """
 
 from __future__ import annotations
