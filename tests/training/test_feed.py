@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import feed_rows
-from support.tiny_run import finish, start, write_corpus
+from support.tiny_run import bindings_of, finish, start, write_corpus
 
+from moe_jax.config import parse_run_config
 from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
 from moe_jax.training.loop import evaluate
-from moe_jax.training.run import check_same_corpus
+from moe_jax.training.run import RunOptions, check_same_corpus, run
 
 HELPER = Path(feed_rows.__file__)
 
@@ -38,21 +39,25 @@ def test_two_processes_read_their_own_rows(tmp_path):
 
 
 def test_processes_that_read_different_texts_stop(tmp_path):
-    """The hash of the tokens is compared, not names and dates: files are copied from machine to machine."""
+    """Before a run compiles anything the hashes of the tokens are compared: names and dates differ on equal copies."""
     session = feed_rows.session_of(tmp_path, "expert")
-    asked = []
+    held = []
 
     class Two(Hosts):
-        def gather_text(self, name, text, *_):
-            asked.append(text)
+        def gather_text(self, topic, text, *_):
+            if topic != "corpus":
+                return [text]
+            held.append(text)
             return [text, other or text]
 
     other = ""
     check_same_corpus(session, Two())
+    assert session.feed.cache.meta.content in held[0]
     other = "5 tokens in 1 documents, hash 00"
+    config, text, operative = parse_run_config((), bindings_of(tmp_path))
     with pytest.raises(UserError, match=r"DataConfig\.path .* on process 0 and 5 tokens .* on process 1; give every"):
-        check_same_corpus(session, Two())
-    assert session.feed.cache.meta.content in asked[0]
+        run(config, text, operative, RunOptions(workdir=str(tmp_path / "run")), Two())
+    assert held == [held[0]] * 2
 
 
 def test_evaluation_counts_the_targets_that_count(tmp_path):
