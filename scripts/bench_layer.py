@@ -116,7 +116,7 @@ def measure() -> dict:
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.grouped_matmul.matmul import choose_implementation
+    from moe_jax.grouped_matmul import choose_implementation
 
     dtype = jnp.dtype(_DTYPE.value)
     moe, moe_arguments, counts = moe_case(dtype)

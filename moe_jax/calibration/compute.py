@@ -26,8 +26,8 @@ from moe_jax.dispatch import (
     unpermute_rows,
     unpermute_tokens,
 )
+from moe_jax.grouped_matmul import GroupedWeights, default_implementation
 from moe_jax.grouped_matmul.ffn_cost import expert_work
-from moe_jax.grouped_matmul.matmul import GroupedWeights, default_implementation
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.gate import choose_experts

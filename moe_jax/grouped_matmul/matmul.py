@@ -15,22 +15,7 @@ import jax
 
 from moe_jax.collectives.varying import match_varying
 from moe_jax.grouped_matmul import fused_ffn, hopper, portable  # noqa: F401  (each registers itself)
-from moe_jax.grouped_matmul.contract import (
-    GroupedWeights,
-    Operands,
-    find_implementation,
-    implementations,
-    register,
-)
-
-__all__ = [
-    "GroupedWeights",
-    "choose_implementation",
-    "default_implementation",
-    "grouped_matmul",
-    "implementations",
-    "register",
-]
+from moe_jax.grouped_matmul.contract import GroupedWeights, Operands, find_implementation
 
 Array = jax.Array
 

@@ -1,6 +1,6 @@
 """The MoE layer: gate, experts and what lies between them. See README.md."""
 
-from moe_jax.grouped_matmul.matmul import GroupedWeights, grouped_matmul
+from moe_jax.grouped_matmul import GroupedWeights, grouped_matmul
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.gate import GateStats, balance_loss, choose_experts, z_loss
 from moe_jax.moe.layer import MoELayer, make_moe

@@ -24,7 +24,7 @@ from moe_jax.collectives.transfer_plan import TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
-from moe_jax.grouped_matmul.matmul import GroupedWeights, default_implementation, implementations
+from moe_jax.grouped_matmul import GroupedWeights, default_implementation, implementations
 from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.errors import UserError
-from moe_jax.grouped_matmul.matmul import GroupedWeights
+from moe_jax.grouped_matmul import GroupedWeights
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn

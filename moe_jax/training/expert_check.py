@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.grouped_matmul.matmul import GroupedWeights
+from moe_jax.grouped_matmul import GroupedWeights
 from moe_jax.moe.experts import apply_activation, expert_ffn, weight_names
 
 Array = jax.Array

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
-from moe_jax.grouped_matmul.matmul import choose_implementation
+from moe_jax.grouped_matmul import choose_implementation
 from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.exchange_check import compare_exchange
 from moe_jax.training.expert_check import ExpertShape, compare_expert

@@ -60,7 +60,7 @@ def measure(context, implementation: str, of: str = "", option: str = ""):
 
 def measure_others(context):
     """Check and time what is registered beside the implementations that have parts of their own."""
-    from moe_jax.grouped_matmul.matmul import implementations
+    from moe_jax.grouped_matmul import implementations
 
     others = [name for name in implementations() if name not in KNOWN]
     if not others:

@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.grouped_matmul.blocked import choose_heights
-from moe_jax.grouped_matmul.matmul import (
+from moe_jax.grouped_matmul import (
     GroupedWeights,
     choose_implementation,
     default_implementation,
@@ -18,6 +17,7 @@ from moe_jax.grouped_matmul.matmul import (
     implementations,
     register,
 )
+from moe_jax.grouped_matmul.blocked import choose_heights
 from moe_jax.grouped_matmul.row_blocks import block_heights, for_each_block
 
 ON_CPU = ("blocked", "fused", "ragged", "reference")

@@ -19,7 +19,7 @@ from support.sums_in_programs import narrow_sums
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.dispatch.tables import even_tables
-from moe_jax.grouped_matmul.matmul import implementations
+from moe_jax.grouped_matmul import implementations
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.cross_entropy import chunked_cross_entropy
