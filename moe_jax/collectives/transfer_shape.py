@@ -1,0 +1,101 @@
+"""What a sparse transfer is: the sizes that a program is compiled for, and the tables of one layer, which are data.
+
+A transfer brings chunks (rows of a bank, such as the parameters of an expert) from their homes to replica slots on other
+devices. Every chunk is cut into slices, one for each device of a level, so that no device sends a whole chunk more than
+about once: see `sparse_all_gather.py`. Nothing here communicates, and nothing imports jax.
+
+Letters: docs/notation.md; G devices of a node, X offers, Cp crossing, m slots of one transfer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+from moe_jax.errors import UserError
+
+
+class Sent(typing.NamedTuple):
+    """Chunks that one device sends: inside its node, and across nodes."""
+
+    inside: float
+    across: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferShape:
+    """Hold the sizes of a sparse transfer; equal shapes compile to equal programs.
+
+    Attributes:
+      devices: D, of the group that exchanges chunks; devices_per_node: G of them, neighbours in the group's order, share
+        a node.
+      offers: X, the most chunks of one device that travel.
+      slots: m, replica slots of a device.
+      by_node: slices cross nodes once per node (three exchanges), else all devices are one level (two exchanges).
+      crossing: Cp, by node: the most chunks that one node sends one other.
+    """
+
+    devices: int
+    devices_per_node: int
+    offers: int
+    slots: int
+    by_node: bool = False
+    crossing: int = 0
+
+    def __post_init__(self):
+        if self.devices % self.devices_per_node:
+            raise UserError(
+                f"a transfer among {self.devices} devices with {self.devices_per_node} on a node has nodes of unequal "
+                f"size; set MeshConfig.devices_per_node to a divisor of {self.devices}"
+            )
+        if self.by_node and (self.devices_per_node == 1 or self.devices_per_node == self.devices):
+            few = "one device on a node" if self.devices_per_node == 1 else "one node"
+            raise UserError(
+                f"PlannerConfig.transfer = 'by_node' needs several nodes of several devices, and there is {few} in the "
+                "expert-parallel group; use 'flat' or 'auto'"
+            )
+
+    @property
+    def inside(self) -> int:
+        """Devices of one level: those of a node, or all of them."""
+        return self.devices_per_node if self.by_node else self.devices
+
+    @property
+    def nodes(self) -> int:
+        """Nn: groups of `inside` devices."""
+        return self.devices // self.inside
+
+    @property
+    def places(self) -> int:
+        """How many slices a device can hand on: those of its level's offers, then what other nodes sent."""
+        return self.inside * self.offers + (self.nodes * self.crossing if self.by_node else 0)
+
+    def sent(self) -> Sent:
+        """Return the chunks that the busiest device sends in one Trans; Agg sends the same back.
+
+        Flat: (X + m) (D - 1) / D, of which (X + m) (D - G) / D cross nodes. By node: (X + m) (G - 1) / G inside and
+        (Nn - 1) Cp / G across.
+        """
+        both = self.offers + self.slots
+        if self.by_node:
+            group = self.devices_per_node
+            return Sent(both * (group - 1) / group, (self.nodes - 1) * self.crossing / group)
+        away = self.devices - self.devices_per_node
+        return Sent(both * (self.devices_per_node - 1) / self.devices, both * away / self.devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferTables:
+    """The data of one layer's transfer, for one device; int32.
+
+    Attributes:
+      offer: [X], the home slot of each chunk that this device offers; any other number for none.
+      pick: [Nn, Cp], which of the G X chunks that this node offers go to each other node; G X for none. Equal on the
+        devices of a node. [1, 0] where the transfer is flat.
+      want: [inside, m], where the chunk of replica slot k of each device of this level lies: among the `places` of the
+        shape, that number for none. Equal on the devices of a level.
+    """
+
+    offer: typing.Any
+    pick: typing.Any
+    want: typing.Any
