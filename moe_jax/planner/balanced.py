@@ -8,10 +8,14 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
+from moe_jax.errors import UserError
 from moe_jax.placement import Placement
 from moe_jax.planner.contract import PlannerBase, home_loads
+from moe_jax.planner.registry import balancer, knob
 from moe_jax.planner.shares import level_quotas, share_rows, starting_quotas
 
 SWEEPS = 8
@@ -19,6 +23,18 @@ TOLERANCE = 0.1  # the largest effect of one expert's error on a device's load, 
 MEAN_TO_STANDARD = 1.25  # standard over mean absolute error of a normal variable, sqrt(pi / 2)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BalancedKnobs:
+    """The knob of `balanced`."""
+
+    headroom: float = knob(2.0, "after the gate, replicas per device on average, so that shares can follow the counts")
+
+    def check(self):
+        if self.headroom < 0:
+            raise UserError(f"PlannerConfig.headroom ({self.headroom}) must be at least 0 replicas per device")
+
+
+@balancer("balanced", knobs=BalancedKnobs, after_gate=True)
 class BalancedPlanner(PlannerBase):
     """Move the surplus of heavy devices into the gaps of light ones, own node first.
 

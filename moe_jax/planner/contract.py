@@ -13,14 +13,15 @@ import typing
 import numpy as np
 
 from moe_jax.placement import Placement
-from moe_jax.planner.config import PlannerConfig
 from moe_jax.planner.cost import Cost
+from moe_jax.planner.options import PlannerOptions
+from moe_jax.planner.original import for_one_step
 
 
 class Planner(typing.Protocol):
     """Turn loads into placements, all layers at once; equal inputs give equal placements on every process."""
 
-    config: PlannerConfig
+    config: PlannerOptions
     counters: dict[str, int]
     """Counts of what happened while planning (for example `shadow_cut`), accumulated until cleared."""
 
@@ -38,11 +39,32 @@ class Planner(typing.Protocol):
 
 
 class PlannerBase:
-    """Hold the configuration; refine by planning again from the step's own loads; never move homes."""
+    """Hold the configuration; refine by planning again from the step's own loads; never move homes.
 
-    def __init__(self, config: PlannerConfig):
+    Attributes:
+      config: with every default filled in (`PlannerConfig.settled`), the planner's own knobs among them.
+      counters: see `Planner`.
+      reference: whether the balance of all is also given as a ratio to this planner's (Pro-Prophet, figure 16).
+      original: what the system that this planner comes from pays, in words; original_costs: in bytes (original.py).
+    """
+
+    reference: typing.ClassVar[bool] = False
+    original: typing.ClassVar[str] = "Trans and Agg to the chosen devices, every step"
+    original_costs = staticmethod(for_one_step)
+
+    def __init__(self, config: typing.Any):
         self.config = config
         self.counters: dict[str, int] = {}
+
+    @classmethod
+    def decides_late(cls, config: typing.Any) -> bool:
+        """Say whether something is decided again from the step's own loads; `config` has its defaults filled in."""
+        return config.when == "after_gate"
+
+    @property
+    def reshard_every(self) -> int:
+        """Steps between calls of `reshard`; 0 for never."""
+        return 0
 
     def propose(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         raise NotImplementedError

@@ -9,16 +9,34 @@ Letters: docs/notation.md; r replicas of a layer, the homes counted; i independe
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.placement import SHARE_ONE, Placement
 from moe_jax.planner.contract import PlannerBase, falling
+from moe_jax.planner.original import standing
 from moe_jax.planner.packed_homes import choose_homes
+from moe_jax.planner.registry import balancer, knob
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EplbKnobs:
+    """The knob of EPLB."""
+
+    groups: int = knob(1, "expert groups; more than one packs them node by node when nodes divide them")
+
+    def check(self):
+        self.whole("groups", 1)
+
+
+@balancer("eplb", knobs=EplbKnobs, defaults={"interval": 10})
 class EplbPlanner(PlannerBase):
     """Pack replicas anew from the loads; homes move with them, so plan at an interval."""
+
+    original = "homes and replicas packed freely: state moves to new places, all-reduce of replicas every step"
+    original_costs = staticmethod(standing)
 
     def propose(self, loads, placement, cost):
         experts, devices = placement.experts, placement.devices

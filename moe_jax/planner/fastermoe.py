@@ -8,20 +8,34 @@ Letters: docs/notation.md; B [L, D] tokens of each device's experts, r shadowed 
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from moe_jax.planner.contract import PlannerBase, falling, home_loads, own_tokens, replicated_everywhere
 from moe_jax.planner.cost import Cost
+from moe_jax.planner.registry import balancer, knob
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FasterMoeKnobs:
+    """The knob of FasterMoE."""
+
+    residual: bool = knob(True, "count the all-to-all that is left after shadowing; off: T(r) as printed, without it")
+
+
+@balancer("fastermoe", aliases=("fastermoe_residual",), knobs=FasterMoeKnobs, after_gate=True)
 class FasterMoePlanner(PlannerBase):
-    """Shadow experts while T(r) falls, with all-to-all counted only before shadowing, as printed.
+    """Shadow experts while T(r) falls.
 
-    B counts the tokens *of a device's experts*, from every source; the tokens a device sends play no part.
+    B counts the tokens *of a device's experts*, from every source; the tokens a device sends play no part. By default
+    both sides of the comparison count the all-to-all over what is received, as the authors' release does; with
+    `residual` off it is counted before shadowing only, over all tokens, as equation 8 is printed.
     Source: FasterMoE, equations 7 and 8, algorithm 1.
     """
 
-    residual = False
+    reference = True
+    original = "broadcast and reduce of each shadowed expert, every step"
 
     def propose(self, loads, placement, cost):
         if self.config.when == "after_gate":
@@ -32,15 +46,9 @@ class FasterMoePlanner(PlannerBase):
         """Shadow for these loads, whatever was planned ahead."""
         limit = cost.replica_slots if self.config.bounded else placement.experts
         rates = shadow_rates(cost, self.config.name)
-        chosen, cut = _shadow(np.asarray(loads, np.float64), placement, rates, self.residual, limit)
+        chosen, cut = _shadow(np.asarray(loads, np.float64), placement, rates, self.config.residual, limit)
         self.increment("shadow_cut", cut)
         return placement.replace(replicas=replicated_everywhere(placement, chosen), shares=None, rule="home")
-
-
-class FasterMoeResidualPlanner(FasterMoePlanner):
-    """The same search with the all-to-all that is left after shadowing on both sides of the comparison."""
-
-    residual = True
 
 
 def shadow_rates(cost: Cost, requested_by: str) -> tuple[float, float, float]:

@@ -12,8 +12,11 @@ import numpy as np
 
 from moe_jax.placement.rounds import within_group
 from moe_jax.planner.contract import PlannerBase, rows_of
+from moe_jax.planner.original import standing
+from moe_jax.planner.registry import balancer
 
 
+@balancer("flexmoe")
 class FlexMoePlanner(PlannerBase):
     """Expand the expert with most load per holder where time falls most, then migrate.
 
@@ -21,6 +24,9 @@ class FlexMoePlanner(PlannerBase):
 
     Source: FlexMoE (SIGMOD 2023), expand, shrink and migrate; the paper's code is not public.
     """
+
+    original = "standing replicas with optimizer state: state moves to new replicas, all-reduce every step"
+    original_costs = staticmethod(standing)
 
     def propose(self, loads, placement, cost):
         totals = np.asarray(loads, np.float64).sum(axis=1)

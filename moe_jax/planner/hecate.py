@@ -8,19 +8,50 @@ Letters: docs/notation.md; tau experts that may get replicas, Et experts conside
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from moe_jax.placement import Placement, routing
 from moe_jax.planner.contract import PlannerBase, falling, replicated_everywhere, rows_of
 from moe_jax.planner.cost import Cost
+from moe_jax.planner.registry import balancer, knob
 from moe_jax.planner.sharding import shard_homes
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HecateKnobs:
+    """The knobs of Hecate: each of its three parts can be off."""
+
+    materialize: bool = knob(True, "replicas for one step by sparse materialization")
+    shard_every: int | None = knob(None, "steps between reshards; 0: homes stay even; None: 100, as the paper")
+    calibrate: bool | None = knob(None, "a second decision, from the step's own counts; None: on")
+
+    def check(self):
+        if self.shard_every is not None:
+            self.whole("shard_every", 0)
+
+
+# Loads are predicted by the mean of the last 5 steps (section 4.2); a reshard every 100 (section 5.1).
+_PAPER = {"predictor": "window", "shard_every": 100, "calibrate": True}
+
+
+@balancer("hecate", knobs=HecateKnobs, defaults=_PAPER, after_gate=True)
 class HecatePlanner(PlannerBase):
     """Materialize replicas each step, reshard homes now and then, calibrate after the gate; each part can be off.
 
     Source: Hecate, algorithms 1 and 2, sections 4.2 to 4.4.
     """
+
+    original = "sparse all-gather and reduce-scatter every step; state moves at a reshard"
+
+    @classmethod
+    def decides_late(cls, config):
+        return config.calibrate or config.when == "after_gate"
+
+    @property
+    def reshard_every(self):
+        return self.config.shard_every
 
     def propose(self, loads, placement, cost):
         bare = placement.replace(replicas=None, shares=None, rule="nearest")
@@ -43,7 +74,7 @@ class HecatePlanner(PlannerBase):
 
         The first gather runs beside attention; this one does not, so all of its time counts.
         """
-        if not (self.config.calibrate or self.config.when == "after_gate"):
+        if not self.decides_late(self.config):
             return placement
         name = self.config.name
         loads = np.asarray(loads, np.float64)

@@ -42,8 +42,8 @@ class PlanSession:
 
     def __init__(self, config, placement: Placement, cost: Cost):
         self.planner: Planner = build_planner(config)
-        self.config, self.placement, self.cost = config, placement, cost
-        self.predictor = build_predictor(config)
+        self.config, self.placement, self.cost = self.planner.config, placement, cost
+        self.predictor = build_predictor(self.config)
         self.last_planned: int | None = None
         self.last_sharded = 0
 
@@ -54,9 +54,9 @@ class PlanSession:
     def propose(self, iteration: int) -> Proposal:
         """Return the placement for `iteration`, planned from what has been observed so far."""
         began = time.perf_counter()
-        every, before = self.config.steps_between_plans, self.placement
+        every, before = self.config.interval, self.placement
         due = self.last_planned is None or iteration // every != self.last_planned // every
-        shard = self.config.shard_every
+        shard = self.planner.reshard_every
         shard_due = bool(shard) and iteration // shard != self.last_sharded // shard
         if (due or shard_due) and self.predictor.seen:
             loads = self.predictor.predict()
@@ -87,7 +87,7 @@ class PlanSession:
     @property
     def decides_late(self) -> bool:
         """Whether the planner decides again from the step's own loads."""
-        return self.config.when == "after_gate" or (self.config.name == "hecate" and self.config.calibrate)
+        return self.planner.decides_late(self.config)
 
     def state(self) -> dict:
         """Return what a checkpoint must hold: arrays and numbers by name."""

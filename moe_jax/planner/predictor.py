@@ -14,7 +14,7 @@ import typing
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.planner.config import PlannerConfig
+from moe_jax.planner.options import PlannerOptions
 
 
 class Predictor(typing.Protocol):
@@ -127,8 +127,9 @@ class TrendPredictor(_WindowPredictor):
         return guess * np.where(total > 0, seen[-1].sum(axis=2, keepdims=True) / np.where(total > 0, total, 1.0), 1.0)
 
 
-def build_predictor(config: PlannerConfig) -> _WindowPredictor:
-    """Return the predictor that the configuration names."""
+def build_predictor(config: PlannerOptions) -> _WindowPredictor:
+    """Return the predictor that a configuration names, its defaults filled in."""
+    config = config.settled()
     if config.predictor == "last":
         return LastPredictor()
     if config.predictor == "window":

@@ -7,18 +7,46 @@ Letters: docs/notation.md; H [L, D] computed, R [L, D] received, s experts chose
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
+from moe_jax.errors import UserError
 from moe_jax.placement import Placement
 from moe_jax.planner.contract import PlannerBase, home_loads, own_tokens, rows_of
 from moe_jax.planner.cost import Cost
+from moe_jax.planner.registry import balancer, knob
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProProphetKnobs:
+    """The knobs of Pro-Prophet; their names in the paper are n and alpha."""
+
+    skipped_devices: int | str = knob(
+        "search", "devices left out per expert, those with fewest of its tokens; 'search' tries every number"
+    )
+    balance_threshold: float = knob(0.5, "loads whose spread is below this part of the mean I / D are even")
+    scheduler: bool = knob(True, "cost model with the scheduler: transfers hide behind computation")
+
+    def check(self):
+        if self.skipped_devices != "search":
+            self.whole("skipped_devices", 0)
+        if self.balance_threshold <= 0:
+            raise UserError(
+                f"PlannerConfig.balance_threshold ({self.balance_threshold}) must be above 0; 0.5 is the default"
+            )
+
+
+@balancer("pro_prophet", knobs=ProProphetKnobs)
 class ProProphetPlanner(PlannerBase):
     """Search placements greedily and keep the prefix with the least predicted time.
 
     Source: Pro-Prophet, algorithm 1, equations 6 to 8. Its n is `skipped_devices`, its alpha `balance_threshold`.
-    The paper states no n: 0 by default; 'search' tries every number.
+
+    The paper states no n, and fewer targets are what it calls lightweight: every number is tried by default. Its
+    equation 7 compares max H - min H with alpha I / E, and has one expert a device, so that I / E is a device's mean
+    load. Where E differs from D the two differ: here the bound is alpha I / D, the mean of what is compared. With E =
+    2 D the formula as printed asks for twice as even loads at the same alpha.
     """
 
     def propose(self, loads, placement, cost):

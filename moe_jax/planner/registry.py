@@ -1,33 +1,78 @@
-"""From a configuration to its planner."""
+"""The balancers that there are: each planner's file declares its own, and nothing else names them.
+
+Inputs: the decorator `balancer` over a planner's class. Outputs: `BALANCERS`, what was declared by name, and
+`build_planner`. The package imports every file in its folder, so a new file is a new balancer. `PlannerConfig` takes
+its knobs from here (config.py).
+"""
 
 from __future__ import annotations
 
-from moe_jax.planner.balanced import BalancedPlanner
-from moe_jax.planner.config import PlannerConfig
-from moe_jax.planner.contract import Planner, PlannerBase
-from moe_jax.planner.eplb import EplbPlanner
-from moe_jax.planner.fastermoe import FasterMoePlanner, FasterMoeResidualPlanner
-from moe_jax.planner.flexmoe import FlexMoePlanner
-from moe_jax.planner.hecate import HecatePlanner
-from moe_jax.planner.none import NonePlanner
-from moe_jax.planner.pro_prophet import ProProphetPlanner
-from moe_jax.planner.smartmoe import SmartMoePlanner
-from moe_jax.planner.topk_all import TopkAllPlanner
-
-PLANNERS: dict[str, type[PlannerBase]] = {
-    "none": NonePlanner,
-    "fastermoe": FasterMoePlanner,
-    "fastermoe_residual": FasterMoeResidualPlanner,
-    "pro_prophet": ProProphetPlanner,
-    "hecate": HecatePlanner,
-    "smartmoe": SmartMoePlanner,
-    "flexmoe": FlexMoePlanner,
-    "eplb": EplbPlanner,
-    "topk_all": TopkAllPlanner,
-    "balanced": BalancedPlanner,
-}
+import dataclasses
+import typing
+from collections.abc import Mapping
 
 
-def build_planner(config: PlannerConfig) -> Planner:
-    """Return the planner that `config.name` names."""
-    return PLANNERS[config.name](config)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Balancer:
+    """What a planner's file says about itself.
+
+    Attributes:
+      name: as in `PlannerConfig.name`; aliases: further names for the same, left out where all are listed.
+      planner: the class that searches; its `original` and `original_costs` are the system that it comes from.
+      knobs: dataclass of the fields of `PlannerConfig` that this planner brings, None for none.
+      defaults: value of a field of `PlannerConfig` that was left at None, where this planner has one of its own.
+      after_gate: whether `when = 'after_gate'` works.
+    """
+
+    name: str
+    planner: type
+    aliases: tuple[str, ...] = ()
+    knobs: type | None = None
+    defaults: Mapping[str, typing.Any] = dataclasses.field(default_factory=dict)
+    after_gate: bool = False
+
+
+BALANCERS: dict[str, Balancer] = {}
+_ALIASES: dict[str, str] = {}
+
+Class = typing.TypeVar("Class", bound=type)
+
+
+def balancer(name: str, *, aliases: tuple[str, ...] = (), **declared) -> typing.Callable[[Class], Class]:
+    """Declare the decorated planner class under `name`; the other arguments are those of `Balancer`."""
+
+    def declare(planner: Class) -> Class:
+        taken = {*BALANCERS, *_ALIASES} & {name, *aliases}
+        assert not taken, f"two planners are called {', '.join(sorted(taken))}"
+        BALANCERS[name] = Balancer(name=name, planner=planner, aliases=aliases, **declared)
+        _ALIASES.update(dict.fromkeys(aliases, name))
+        return planner
+
+    return declare
+
+
+def knob(default: typing.Any, doc: str) -> typing.Any:
+    """Return a dataclass field with its meaning, for the knobs of a balancer; None: see `Balancer.defaults`."""
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+def find(name: str) -> Balancer | None:
+    """Return what was declared under a name or an alias, None where nothing was."""
+    return BALANCERS.get(_ALIASES.get(name, name))
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all balancers: 'none', which plans nothing, then by the alphabet."""
+    return tuple(sorted(BALANCERS, key=lambda name: (name != "none", name)))
+
+
+def names_after_gate() -> tuple[str, ...]:
+    """Return the names of those that can decide after the gate."""
+    return tuple(name for name in names() if BALANCERS[name].after_gate)
+
+
+def build_planner(config):
+    """Return the planner that `config.name` names, with that planner's own defaults filled in."""
+    found = find(config.name)
+    assert found is not None, config.name
+    return found.planner(config.settled())

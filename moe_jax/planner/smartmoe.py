@@ -14,10 +14,14 @@ from moe_jax.errors import UserError
 from moe_jax.placement import routing
 from moe_jax.planner.contract import PlannerBase
 from moe_jax.planner.eplb import pack
+from moe_jax.planner.registry import balancer
 
 
+@balancer("smartmoe", defaults={"interval": 25})
 class SmartMoePlanner(PlannerBase):
     """Pack experts by falling load onto the least-loaded device with a free place. Source: SmartMoE (ATC 2023)."""
+
+    original = "parameters and optimizer state move when homes change"
 
     def propose(self, loads, placement, cost):
         name, devices = self.config.name, placement.devices

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from moe_jax.planner.contract import PlannerBase, falling, replicated_everywhere
+from moe_jax.planner.registry import balancer, knob
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopkAllKnobs:
+    """The knob of `topk_all`."""
+
+    top_k: int = knob(2, "experts replicated on all devices")
+
+    def check(self):
+        self.whole("top_k", 1)
+
+
+@balancer("topk_all", knobs=TopkAllKnobs)
 class TopkAllPlanner(PlannerBase):
     """Replicate the `top_k` heaviest experts of every layer on every device."""
+
+    original = "broadcast and reduce of each replicated expert, every step"
 
     def propose(self, loads, placement, cost):
         count = min(self.config.top_k, placement.experts)

@@ -119,7 +119,7 @@ class Replanner:
                 late_transfer=shadow / skeleton.devices,
                 ahead=config.materialize,
             )
-        return ShadowRule(**slots, **rates, shadow=shadow, residual=config.name == "fastermoe_residual")
+        return ShadowRule(**slots, **rates, shadow=shadow, residual=config.residual)
 
     def refined(self, skeleton: Skeleton, placement: Placement, loads: np.ndarray) -> Placement:
         """Return what a step makes of a placement for its loads [L, S, E]; after the gate, of the mean microbatch."""

@@ -18,14 +18,17 @@ import json
 import pathlib
 import subprocess
 import sys
+import typing
 
 from absl import flags
 
+from moe_jax import renames
 from moe_jax.cluster import AbsentFigureError
 from moe_jax.config.command_line import parse_flags
 from moe_jax.errors import UserError
 from moe_jax.placement import Placement
-from moe_jax.planner import Cost, PlannerConfig
+from moe_jax.planner import BALANCERS, Cost, PlannerConfig
+from moe_jax.planner.options import PREDICTORS
 from moe_jax.replay import inputs, plots, report, simulate
 
 FLAGS = flags.FLAGS
@@ -49,38 +52,46 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_float("attention_seconds", None, "forward time of what precedes an MoE layer; hides transfers")
 flags.DEFINE_integer("interval", None, "plan each so many iterations; the planner's own when not given")
-flags.DEFINE_integer("shard_every", 0, "hecate: iterations between reshards (0: homes stay even)")
-flags.DEFINE_bool("materialize", True, "hecate: replicas on or off")
-flags.DEFINE_bool("scheduler", True, "pro_prophet: cost model with its scheduler's overlap")
-flags.DEFINE_string("skipped_devices", "0", "pro_prophet: devices left out per expert, or search")
-flags.DEFINE_float("balance_threshold", 0.5, "pro_prophet: balance threshold")
-flags.DEFINE_alias("guest_slots", "replica_slots")  # the names up to commit 54b32df
-flags.DEFINE_alias("n", "skipped_devices")
-flags.DEFINE_alias("alpha", "balance_threshold")
-flags.DEFINE_integer("top_k", 2, "topk_all: experts replicated on all devices")
-flags.DEFINE_enum("predictor", "last", ["last", "window", "exponential", "trend"], "how loads are guessed")
+flags.DEFINE_bool("bounded", True, "keep to the replica slots where the original system has no such bound")
+flags.DEFINE_enum("predictor", None, PREDICTORS, "how loads are guessed; the planner's own way when not given")
 flags.DEFINE_integer("plot_layer", 0, "layer that is drawn")
 flags.DEFINE_string("out", None, "folder for replay.json and pictures; none: print only")
 
 
+def _define_knobs() -> tuple[str, ...]:
+    """Make a flag of every planner's knob, None where it is not given; return their names."""
+    hints = typing.get_type_hints(PlannerConfig)
+    for balancer in BALANCERS.values():
+        for field in dataclasses.fields(balancer.knobs) if balancer.knobs else ():
+            text = f"{balancer.name}: {field.metadata['doc']}"
+            kinds = set(typing.get_args(hints[field.name]) or (hints[field.name],)) - {type(None)}
+            define = DEFINE.get(kinds.pop(), flags.DEFINE_string) if len(kinds) == 1 else flags.DEFINE_string
+            define(field.name, None, text)
+    return tuple(f.name for b in BALANCERS.values() if b.knobs for f in dataclasses.fields(b.knobs))
+
+
+DEFINE = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float}
+KNOBS = _define_knobs()
+for _old, _new in renames.BINDINGS.items():  # the names up to commit 54b32df
+    if _new.startswith("PlannerConfig."):
+        flags.DEFINE_alias(_old.removeprefix("PlannerConfig."), _new.removeprefix("PlannerConfig."))
+
+
 def _config() -> PlannerConfig:
-    if FLAGS.skipped_devices != "search" and not FLAGS.skipped_devices.isdigit():
-        raise UserError(
-            f"--skipped_devices ({FLAGS.skipped_devices!r}) must be a whole number of at least 0, or search"
-        )
+    given = {name: _number(getattr(FLAGS, name)) for name in KNOBS if getattr(FLAGS, name) is not None}
     return PlannerConfig(
         replica_slots=FLAGS.replica_slots,
         overlap_degree=FLAGS.overlap_degree,
         interval=FLAGS.interval,
-        shard_every=FLAGS.shard_every,
-        materialize=FLAGS.materialize,
-        scheduler=FLAGS.scheduler,
-        skipped_devices=FLAGS.skipped_devices if FLAGS.skipped_devices == "search" else int(FLAGS.skipped_devices),
-        balance_threshold=FLAGS.balance_threshold,
-        top_k=FLAGS.top_k,
         predictor=FLAGS.predictor,
-        bounded=False,
+        bounded=FLAGS.bounded,
+        **given,
     )
+
+
+def _number(value):
+    """Return the value of a knob's flag; a text that is a whole number is one."""
+    return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 def _setup() -> tuple[inputs.ReplayInputs, Placement, Cost]:
@@ -113,8 +124,9 @@ def replay() -> dict:
     given, placement, cost = _setup()
     for note in given.messages:
         print(note, flush=True)
-    # Plain EP is the base of RB and speed-up, FasterMoE of the RB ratio: run them even if the flags do not name them.
-    bases = ["none"] + (["fastermoe"] if cost.cluster.flops is not None else [])
+    # Plain EP is the base of RB and speed-up, others of the RB ratio: run them even if the flags do not name them.
+    references = [name for name, found in BALANCERS.items() if found.planner.reference]
+    bases = ["none"] + (references if cost.cluster.flops is not None else [])
     records = {}
     for name in dict.fromkeys([*bases, *asked]):
         try:
@@ -125,7 +137,8 @@ def replay() -> dict:
             print(f"{name} is left out: {error}", flush=True)
     asked = [name for name in asked if name in records]
     summaries = {name: report.summarize(record, records["none"], cost) for name, record in records.items()}
-    report.add_ratios(summaries, summaries.get("fastermoe", {}).get("rb"))
+    for name in references:
+        report.add_ratios(summaries, name)
     answer = {name: summaries[name] for name in asked}
     print(report.table(answer), flush=True)
     if FLAGS.out is not None:

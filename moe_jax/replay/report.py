@@ -10,24 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.cluster import all_reduce_bytes
+from moe_jax.planner import BALANCERS
 from moe_jax.planner.cost import Cost
 from moe_jax.replay.simulate import Records, split_name
 
 WARM = 10  # in the first nine samples a plan from the past hardly helps: report without them too
-
-ORIGINAL = {
-    "none": "plain expert parallelism: nothing moves",
-    "fastermoe": "broadcast and reduce of each shadowed expert, every step",
-    "fastermoe_residual": "broadcast and reduce of each shadowed expert, every step",
-    "topk_all": "broadcast and reduce of each replicated expert, every step",
-    "pro_prophet": "Trans and Agg to the chosen devices, every step",
-    "hecate": "sparse all-gather and reduce-scatter every step; state moves at a reshard",
-    "smartmoe": "parameters and optimizer state move when homes change",
-    "flexmoe": "standing replicas with optimizer state: state moves to new replicas, all-reduce every step",
-    "eplb": "homes and replicas packed freely: state moves to new places, all-reduce of replicas every step",
-    "balanced": "Trans and Agg to the chosen devices, every step",
-}
 
 
 def imbalance(records: Records) -> np.ndarray:
@@ -66,10 +53,11 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
     }
 
 
-def add_ratios(summaries: dict[str, dict], fastermoe_rb: float | None) -> None:
-    """Add each planner's RB over FasterMoE's (Pro-Prophet, figure 16)."""
+def add_ratios(summaries: dict[str, dict], reference: str) -> None:
+    """Add each planner's RB over that of the one named (Pro-Prophet, figure 16), None where that one was not run."""
+    base = summaries.get(reference, {}).get("rb")
     for summary in summaries.values():
-        summary["rb_ratio_to_fastermoe"] = None if not fastermoe_rb else _number(summary["rb"] / fastermoe_rb)
+        summary[f"rb_ratio_to_{reference}"] = None if not base else _number(summary["rb"] / base)
 
 
 def roofline(records: Records, cost: Cost) -> tuple[float, float] | None:
@@ -111,22 +99,14 @@ def _original(records: Records, cost: Cost) -> dict:
 
     Bytes count every receiver, per layer and step; memory is optimizer state kept for replicas, per device.
     """
-    name = split_name(records.name)[0]
-    replicas = records.expert_replicas.astype(np.int64)
-    each_step = 2.0 * replicas.sum(axis=2) * cost.expert_bytes
-    memory = 0.0
-    moved = records.moved * float(cost.state_bytes)
-    if name in ("flexmoe", "eplb"):
-        # A ring all-reduce over n = replicas + 1 members sends 2 (n - 1) / n Z on each of its n links.
-        each_step = (all_reduce_bytes(cost.expert_bytes, replicas + 1) * (replicas + 1)).sum(axis=2)
-        moved = records.arrived * float(cost.state_bytes)
-        memory = records.device_replicas.sum(axis=1).max() * float(cost.state_bytes - cost.expert_bytes)
-    total = each_step + moved
+    planner = BALANCERS[split_name(records.name)[0]].planner
+    each_step, moves, memory = planner.original_costs(records, cost)
+    total = each_step + moves
     seconds = None
     if _linked(cost):
         seconds = _number(total.mean() / (records.computed.shape[2] * cost.bandwidth("replay")))
     return {
-        "original": ORIGINAL[name],
+        "original": planner.original,
         "original_bytes_per_layer": _number(total.mean()),
         "original_seconds_per_layer": seconds,
         "original_optimizer_bytes_per_device": _number(memory),

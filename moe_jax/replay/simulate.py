@@ -17,7 +17,7 @@ from moe_jax.cluster import exchange_seconds
 from moe_jax.errors import UserError
 from moe_jax.observe.load_trace import LoadsTrace
 from moe_jax.placement import Placement, build_skeleton, fits, routing, widen
-from moe_jax.planner.config import AFTER_GATE, NAMES, PlannerConfig
+from moe_jax.planner import AFTER_GATE, NAMES, PlannerConfig, find
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.plan_session import PlanSession
 
@@ -56,9 +56,10 @@ class Records:
 def split_name(name: str) -> tuple[str, bool]:
     """Return (planner, sees the step itself) of NAME or NAME_after_gate."""
     base = name.removesuffix(SUFFIX)
-    if base not in NAMES:
+    found = find(base)
+    if found is None:
         raise UserError(f"planner {name!r} is unknown; use {', '.join(NAMES)}, each with or without {SUFFIX}, or all")
-    return base, base != name
+    return found.name, base != name
 
 
 def every_name() -> list[str]:

@@ -28,7 +28,7 @@ E, D, PER_NODE = 8, 4, 2
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("cases", 40, "random cases")
 flags.DEFINE_integer("replica_slots", 2, "mu")
-PLANNERS = ("none", "fastermoe", "fastermoe_residual", "pro_prophet", "hecate", "flexmoe", "topk_all", "balanced")
+PLANNERS = ("none", "fastermoe", "pro_prophet", "hecate", "flexmoe", "topk_all", "balanced")
 
 
 def solve(totals, home, mu):
@@ -90,9 +90,7 @@ def own_seconds(name, loads, start, cost, chosen):
         return float(cost.layer(computed, received, holders, name))
     shadow = 2 * chosen.sum() * cost.expert_bytes / cost.bandwidth(name)
     exchange = 4 * cost.token_bytes / cost.bandwidth(name)
-    if name == "fastermoe_residual":
-        return 3 * forward + exchange * received.max() + shadow
-    return 3 * forward + shadow if chosen.any() else (3 * forward + exchange * computed.max())
+    return 3 * forward + exchange * received.max() + shadow
 
 
 def main(argv):
@@ -117,7 +115,7 @@ def main(argv):
                 replicas.append(len(placement.replicas) - fewest)
                 home = start.home[0, placement.replicas[:, 1]]
                 across.append(int((home // PER_NODE != placement.replicas[:, 2] // PER_NODE).sum()) - fewest_across)
-        for name in ("fastermoe", "fastermoe_residual", "pro_prophet"):
+        for name in ("fastermoe", "pro_prophet"):
             placement = build_planner(PlannerConfig(name=name, bounded=False)).propose(loads, start, free)
             chosen = np.isin(np.arange(E), placement.replicas[:, 1])
             least = min(own_seconds(name, loads, start, free, subset) for subset in subsets)

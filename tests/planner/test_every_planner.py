@@ -101,7 +101,7 @@ def test_planners_never_leave_one_hot_loads_as_heavy_as_plain_ep(name):
     assert routing.device_loads(plan, loads).max() < routing.device_loads(start, loads).max()
 
 
-@pytest.mark.parametrize("name", ["fastermoe", "fastermoe_residual", "pro_prophet", "smartmoe", "flexmoe"])
+@pytest.mark.parametrize("name", ["fastermoe", "pro_prophet", "smartmoe", "flexmoe"])
 def test_absent_figures_are_an_error_that_names_planner_and_field(name):
     bare = Cost(cluster=Cluster(name="bare", nodes=2, devices_per_node=4), model_dim=64, hidden_dim=128)
     with pytest.raises(
@@ -119,11 +119,11 @@ def test_hecate_without_overlap_degree_or_attention_time_says_so():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "best"}, r"PlannerConfig.name \('best'\) must be one of none, fastermoe"),
+        ({"name": "best"}, r"PlannerConfig.name \('best'\) must be one of none, balanced, eplb, fastermoe"),
         ({"replica_slots": -1}, r"PlannerConfig.replica_slots \(-1\) must be a whole number of at least 0"),
         ({"interval": 0}, r"PlannerConfig.interval \(0\)"),
         ({"skipped_devices": "all"}, r"PlannerConfig.skipped_devices \('all'\)"),
-        ({"name": "eplb", "when": "after_gate"}, r"'after_gate' works with fastermoe, .*, not with 'eplb'"),
+        ({"name": "eplb", "when": "after_gate"}, r"'after_gate' works with balanced, fastermoe, .*, not with 'eplb'"),
         ({"balance_threshold": 0.0}, r"PlannerConfig.balance_threshold \(0.0\) must be above 0"),
         ({"decay": 1.5}, r"PlannerConfig.decay \(1.5\)"),
     ],
