@@ -13,7 +13,7 @@ import dataclasses
 import numpy as np
 
 from moe_jax.placement import Placement, routing
-from moe_jax.planner.contract import PlannerBase, falling, replicated_everywhere, rows_of
+from moe_jax.planner.contract import PlannerBase, falling, home_loads, replicated_everywhere, rows_of
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.registry import balancer, knob
 from moe_jax.planner.sharding import shard_homes
@@ -25,6 +25,7 @@ class HecateKnobs:
 
     materialize: bool = knob(True, "replicas for one step by sparse materialization")
     shard_every: int | None = knob(None, "steps between reshards; 0: homes stay even; None: 100, as the paper")
+    even_transfer: bool = knob(True, "keep what one device and one node send even, by homes and by which replicas come")
     calibrate: bool | None = knob(None, "a second decision, from the step's own counts; None: on")
 
     def check(self):
@@ -67,7 +68,27 @@ class HecatePlanner(PlannerBase):
             np.put_along_axis(chosen, order, True, axis=1)
             return bare.replace(replicas=replicated_everywhere(bare, chosen))
         counts = slots_by_load(np.take_along_axis(totals, order, axis=1), devices * mu, devices - 1)
-        return bare.replace(replicas=rows_of(spread_replicas(bare, order, counts, np.full((layers, devices), mu))))
+        free, limits = np.full((layers, devices), mu), self._limits(bare, tau)
+        added = spread_replicas(bare, order, counts, free, limits)
+        free = free - added.sum(axis=1)
+        if free.any() and limits is not None:
+            # What did not fit the transfer leaves slots to others: share them by what is left per holder.
+            placed = bare.replace(replicas=rows_of(added))
+            self.increment("transfer_cut", free.sum())
+            added |= spread_replicas(placed, order, self._slots_left(totals, placed, order, free), free, limits)
+        return bare.replace(replicas=rows_of(added))
+
+    def _limits(self, placement: Placement, tau: int) -> tuple[int, int] | None:
+        """Return the most experts that a device sends, and that a node sends one other; None for no limit."""
+        if not self.config.even_transfer:
+            return None
+        return 1 + -(-tau // placement.devices), -(-tau // placement.nodes)
+
+    def _slots_left(self, totals, placement, order, free):
+        """Share free slots [L, D] by load per holder: -> int [L, Et]."""
+        held = placement.holds.sum(axis=2)
+        weight = np.take_along_axis(totals / held, order, axis=1)
+        return slots_by_load(weight, free.sum(axis=1), np.take_along_axis(placement.devices - held, order, axis=1))
 
     def refine(self, loads, placement, cost):
         """Add replicas in what memory is left, layer by layer, where that saves more than the late gather costs.
@@ -87,11 +108,7 @@ class HecatePlanner(PlannerBase):
         if not order.size or free.max() <= 0:
             return placement
         # Replicas that stand already serve part of a load: share the free slots by what is left per holder.
-        held = placement.holds.sum(axis=2)
-        weight = np.take_along_axis(totals / held, order, axis=1)
-        most = np.take_along_axis(placement.devices - held, order, axis=1)
-        counts = slots_by_load(weight, free.sum(axis=1), most)
-        added = spread_replicas(placement, order, counts, free)
+        added = spread_replicas(placement, order, self._slots_left(totals, placement, order, free), free)
         layer_pays = self._pays(loads, placement, added, cost)
         return placement.replace(
             replicas=np.concatenate([placement.replicas, rows_of(added & layer_pays[:, None, None])])
@@ -138,12 +155,20 @@ def slots_by_load(loads: np.ndarray, slots, most) -> np.ndarray:
     return count
 
 
-def spread_replicas(placement: Placement, order: np.ndarray, counts: np.ndarray, free: np.ndarray) -> np.ndarray:
+def spread_replicas(
+    placement: Placement,
+    order: np.ndarray,
+    counts: np.ndarray,
+    free: np.ndarray,
+    limits: tuple[int, int] | None = None,
+) -> np.ndarray:
     """Place replicas one by one: nodes that lack the expert first, then nodes and devices with most free slots.
 
     Args:
       order: int [L, Et], experts by falling load; counts: int [L, Et], replicas of each.
       free: int [L, D], free replica slots.
+      limits: the most experts that one device sends (X), and that one node sends one other (Cp), the placement's own
+        replicas counted; None for no limit.
 
     Returns:
       bool [L, E, D], the new replicas. A replica that finds no device is left out.
@@ -160,11 +185,15 @@ def spread_replicas(placement: Placement, order: np.ndarray, counts: np.ndarray,
     added = np.zeros_like(held)
     most = int(free.max(initial=0)) + 1
     in_node = most * per_node * most
+    sent = _Sent(placement) if limits is not None else None
     for step in range(steps):
         at = np.minimum((ends <= step).sum(axis=1), order.shape[1] - 1)
         expert = order[rows, at]
         node_score = node_free * most + ~node_held[rows, expert] * in_node
-        score = np.where((free > 0) & ~held[rows, expert], node_score[:, node_of] + free, -1)
+        room = (free > 0) & ~held[rows, expert]
+        if sent is not None:
+            room &= sent.allowed(expert, limits)
+        score = np.where(room, node_score[:, node_of] + free, -1)
         device = score.argmax(axis=1)
         ok = (score[rows, device] >= 0) & (step < ends[:, -1])
         layer, expert, device = rows[ok], expert[ok], device[ok]
@@ -173,4 +202,43 @@ def spread_replicas(placement: Placement, order: np.ndarray, counts: np.ndarray,
         node_held[layer, expert, node] = True
         free[layer, device] -= 1
         node_free[layer, node] -= 1
+        if sent is not None:
+            sent.add(layer, expert, node)
     return added
+
+
+class _Sent:
+    """What every device and node sends so far.
+
+    An expert counts once for its home's device, and once for each other node that gets a replica: travels bool [L, E],
+    offers int [L, D], here bool [L, E, Nn] (the home's node included), crossing int [L, Nn, Nn].
+    """
+
+    def __init__(self, placement: Placement):
+        layers, nodes, self.per_node = placement.layers, placement.nodes, placement.devices_per_node
+        self.home, self.rows = placement.home, np.arange(layers)
+        self.home_node = self.home // self.per_node
+        self.node_of = np.arange(placement.devices) // self.per_node
+        held = placement.holds
+        self.travels = held.sum(axis=2) > 1
+        self.offers = home_loads(self.travels.astype(float), self.home, placement.devices).astype(int)
+        self.here = held.reshape(*self.home.shape, nodes, self.per_node).any(axis=3)
+        away = self.here & (np.arange(nodes) != self.home_node[:, :, None])
+        self.crossing = np.zeros((layers, nodes, nodes), int)
+        layer, expert, node = np.nonzero(away)
+        np.add.at(self.crossing, (layer, self.home_node[layer, expert], node), 1)
+
+    def allowed(self, expert: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
+        """Say which devices may get one replica more of each layer's expert [L]: -> bool [L, D]."""
+        home = self.home[self.rows, expert]
+        offered = self.travels[self.rows, expert] | (self.offers[self.rows, home] < limits[0])
+        crossed = self.here[self.rows, expert] | (self.crossing[self.rows, self.home_node[self.rows, expert]] < limits[1])
+        return offered[:, None] & crossed[:, self.node_of]
+
+    def add(self, layer: np.ndarray, expert: np.ndarray, node: np.ndarray) -> None:
+        """Count one replica in each of these layers."""
+        home = self.home[layer, expert]
+        self.offers[layer, home] += ~self.travels[layer, expert]
+        self.travels[layer, expert] = True
+        self.crossing[layer, self.home_node[layer, expert], node] += ~self.here[layer, expert, node]
+        self.here[layer, expert, node] = True

@@ -37,7 +37,7 @@ def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement
     heaviest = np.take_along_axis(totals, rest[:, :1], axis=1)[:, 0] if rest.size else np.zeros(layers)
     for layer in falling(heaviest) if rest.size else ():
         _place_layer(home[layer], rest[layer], totals[layer], free, placement.devices_per_node)
-    _fill(home, order[:, :tau], totals, free)
+    _fill(home, order[:, :tau], totals, free, placement.devices_per_node)
     return placement if (home == placement.home).all() else placement.replace(home=home, replicas=None, shares=None)
 
 
@@ -59,19 +59,36 @@ def _place_layer(home: np.ndarray, experts: np.ndarray, loads: np.ndarray, free:
         node_load[node] += loads[expert]
 
 
-def _fill(home: np.ndarray, order: np.ndarray, totals: np.ndarray, free: np.ndarray) -> None:
-    """Home the overlappable experts: heaviest first, each on its layer's least-loaded device that has room.
+def _fill(home: np.ndarray, hot: np.ndarray, totals: np.ndarray, free: np.ndarray, per_node: int) -> None:
+    """Home the overlappable experts evenly: of each layer about as many on every node, and on every device of it.
 
-    The paper places them anywhere; this choice also serves steps in which they are not materialized.
+    The paper places them anywhere. What a transfer sends grows with the most hot experts that one device, or one node,
+    homes in a layer, so every layer takes an equal part of what room each node and device has left. Within that,
+    heaviest first, each goes to its layer's least-loaded device: this also serves steps without replicas.
+
+    Args:
+      hot: [L, tau], experts by falling load; free: [D], places left, L tau in all.
     """
-    layers = np.arange(len(home))
-    load = np.zeros((len(home), len(free)))
-    placed = home >= 0
-    layer, expert = np.nonzero(placed)
-    np.add.at(load, (layer, home[layer, expert]), totals[layer, expert])
-    for rank in range(order.shape[1]):
-        for at in layers[np.argsort(-totals[layers, order[:, rank]], kind="stable")].tolist():
-            device = int(np.where(free > 0, load[at], np.inf).argmin())
-            home[at, order[at, rank]] = device
-            load[at, device] += totals[at, order[at, rank]]
-            free[device] -= 1
+    layers, tau = hot.shape
+    for layer in range(layers):
+        left = layers - layer
+        of_node = _even_part(free.reshape(-1, per_node).sum(axis=1), left, tau)
+        room = np.concatenate(
+            [_even_part(part, left, count) for part, count in zip(free.reshape(-1, per_node), of_node, strict=True)]
+        )
+        free -= room
+        placed = home[layer] >= 0
+        load = np.bincount(home[layer][placed], totals[layer][placed], len(free))
+        for expert in hot[layer].tolist():
+            device = int(np.where(room > 0, load, np.inf).argmin())
+            home[layer, expert] = device
+            load[device] += totals[layer, expert]
+            room[device] -= 1
+
+
+def _even_part(places: np.ndarray, parts: int, count: int) -> np.ndarray:
+    """Return `count` of `places` [n], from each its part of 1 / parts, rounded down or up."""
+    part = places // parts
+    rest = places - part * parts
+    part[np.argsort(-rest, kind="stable")[: count - part.sum()]] += 1
+    return part
