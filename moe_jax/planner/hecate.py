@@ -232,7 +232,9 @@ class _Sent:
         """Say which devices may get one replica more of each layer's expert [L]: -> bool [L, D]."""
         home = self.home[self.rows, expert]
         offered = self.travels[self.rows, expert] | (self.offers[self.rows, home] < limits[0])
-        crossed = self.here[self.rows, expert] | (self.crossing[self.rows, self.home_node[self.rows, expert]] < limits[1])
+        crossed = self.here[self.rows, expert] | (
+            self.crossing[self.rows, self.home_node[self.rows, expert]] < limits[1]
+        )
         return offered[:, None] & crossed[:, self.node_of]
 
     def add(self, layer: np.ndarray, expert: np.ndarray, node: np.ndarray) -> None:

@@ -17,6 +17,8 @@ from moe_jax.planner.contract import PlannerBase, home_loads, own_tokens, rows_o
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.registry import balancer, knob
 
+MOST_TRIES = 16  # numbers of skipped devices that a search compares, from none to all
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProProphetKnobs:
@@ -26,11 +28,15 @@ class ProProphetKnobs:
         "search", "devices left out per expert, those with fewest of its tokens; 'search' tries every number"
     )
     balance_threshold: float = knob(0.5, "loads whose spread is below this part of the mean I / D are even")
+    crossing: int = knob(
+        3, "experts that one node sends one other in a layer, at most: what transfers by node grow with"
+    )
     scheduler: bool = knob(True, "cost model with the scheduler: transfers hide behind computation")
 
     def check(self):
         if self.skipped_devices != "search":
             self.whole("skipped_devices", 0)
+        self.whole("crossing", 1)
         if self.balance_threshold <= 0:
             raise UserError(
                 f"PlannerConfig.balance_threshold ({self.balance_threshold}) must be above 0; 0.5 is the default"
@@ -51,12 +57,11 @@ class ProProphetPlanner(PlannerBase):
 
     def propose(self, loads, placement, cost):
         loads = np.asarray(loads, np.float64)
-        most = placement.devices - 1
-        tries = (
-            list(range(most + 1))
-            if isinstance(self.config.skipped_devices, str)
-            else [min(self.config.skipped_devices, most)]
-        )
+        most, given = placement.devices - 1, self.config.skipped_devices
+        if isinstance(given, str):
+            tries = np.unique(np.linspace(0, most, min(MOST_TRIES, most + 1)).round().astype(int)).tolist()
+        else:
+            tries = [min(given, most)]
         best_time, best_kept = self._search(loads, placement, cost, tries[0])
         for skipped in tries[1:]:
             time, kept = self._search(loads, placement, cost, skipped)
@@ -77,7 +82,10 @@ class ProProphetPlanner(PlannerBase):
         step_of = np.full(home.shape, -1)
         replicated = np.zeros((*home.shape, devices), bool)
         replicas = np.zeros((placement.layers, devices), int)
-        best = self._time(cost, computed, received, 0, skipped)
+        sent = np.zeros((placement.layers, placement.nodes, placement.nodes), int)  # experts from node to node
+        node_of = np.arange(devices) // placement.devices_per_node
+        holders = np.zeros(placement.layers)
+        best = self._time(cost, computed, received, holders)
         best_step = np.zeros(placement.layers, int)
         active = np.ones(placement.layers, bool)
         for step in range(1, placement.experts + 1):
@@ -87,9 +95,9 @@ class ProProphetPlanner(PlannerBase):
             active &= (computed.max(axis=1) - computed.min(axis=1) >= threshold) & (mine[layers, expert] >= 0)
             targets = _targets(loads[layers, :, expert], heaviest, skipped)
             if self.config.bounded:
-                full = (targets & (replicas >= cost.replica_slots)).any(axis=1)
-                self.increment("shadow_cut", (active & full).sum())
-                active &= ~full
+                targets &= replicas < cost.replica_slots
+            home_node = heaviest // placement.devices_per_node
+            targets &= (sent[layers, home_node] < self.config.crossing)[:, node_of] | (node_of == home_node[:, None])
             if not active.any():
                 break
             targets &= active[:, None]
@@ -98,17 +106,18 @@ class ProProphetPlanner(PlannerBase):
             computed[layers, heaviest] -= moved.sum(axis=1)
             received[layers, heaviest] -= moved.sum(axis=1)
             replicas += targets
+            sent[layers, home_node] += targets.reshape(placement.layers, placement.nodes, -1).any(axis=2)
             replicated[layers, expert] |= targets
             unused[layers[active], expert[active]] = -1.0
             step_of[layers[active], expert[active]] = step
-            time = self._time(cost, computed, received, step, skipped)
+            holders = holders + targets.sum(axis=1) + targets.any(axis=1)
+            time = self._time(cost, computed, received, holders)
             better = active & (time < best)
             best, best_step = np.where(better, time, best), np.where(better, step, best_step)
         kept = (step_of >= 1) & (step_of <= best_step[:, None])
         return best, replicated & kept[:, :, None]
 
-    def _time(self, cost: Cost, computed: np.ndarray, received: np.ndarray, experts: int, skipped: int) -> np.ndarray:
-        holders = np.full(len(computed), experts * (computed.shape[1] - skipped), float)
+    def _time(self, cost: Cost, computed: np.ndarray, received: np.ndarray, holders: np.ndarray) -> np.ndarray:
         return cost.layer(computed, received, holders, self.config.name, self.config.scheduler)
 
 
