@@ -26,7 +26,7 @@ class Compiled:
       lower_seconds: tracing and lowering; compile_seconds: the compiler alone.
       options: that the compiler was given; guided: whether its scheduler was given modelled seconds.
       mesh: axis -> size; resolved: what 'auto' is on these devices, by binding.
-      plan: skeleton of the plans that the step takes, None without a planner; skeleton: the same in words.
+      plan: shape of the plans that the step takes, None without a planner; plan_shape: the same in words.
       executable: to run, where the devices are real.
     """
 
@@ -39,7 +39,7 @@ class Compiled:
     mesh: dict[str, int]
     resolved: dict[str, str]
     plan: object
-    skeleton: str
+    plan_shape: str
     executable: object
 
 
@@ -92,11 +92,11 @@ def compile_step(
     from moe_jax.training.program import build_program
 
     program = build_program(config, devices)
-    skeleton = rule = None
+    shape = None
     if config.planner.name != "none":
-        skeleton, rule = Replanner(config, program.roles).planned_skeleton(skewed_loads(program, skew))
+        shape = Replanner(config, program.roles).planned_shape(skewed_loads(program, skew))
     started = time.monotonic()
-    lowered = program.lower_train_step(skeleton, rule)
+    lowered = program.lower_train_step(shape)
     lowered_at = time.monotonic()
     untuned = {} if real else {"xla_gpu_autotune_level": "0"}
     options = {**untuned, **({} if bare else program.compiler_options()), **options}
@@ -120,8 +120,8 @@ def compile_step(
         guided=guide is not None,
         mesh=dict(program.roles.mesh.shape),
         resolved=program.resolved(),
-        plan=skeleton,
-        skeleton="" if skeleton is None else describe_skeleton(skeleton),
+        plan=shape,
+        plan_shape="" if shape is None else describe_shape(shape),
         executable=executable if real else None,
     )
 
@@ -159,11 +159,15 @@ def skewed_loads(program, skew: float) -> np.ndarray:
     return np.repeat(np.stack(rows)[:, None], sources, axis=1)
 
 
-def describe_skeleton(skeleton) -> str:
+def describe_shape(shape) -> str:
     """Return in words what a plan's program is compiled for."""
-    slots = skeleton.gather_slots or skeleton.broadcast_slots or skeleton.round_count
-    unit = {"gather": "offers a device", "broadcast": "experts to all"}.get(skeleton.method, "rounds")
-    return (
-        f"{skeleton.home_slots} home and {skeleton.replica_slots} replica slots a device and layer, transfer "
-        f"{skeleton.method!r} ({slots} {unit}), buckets of {skeleton.bucket_rows or 'the default'} rows"
-    )
+    parts = [f"{shape.home_slots} home and {shape.replica_slots} replica slots a device and layer"]
+    for name, transfer in (("ahead", shape.ahead), ("late", shape.late)):
+        if transfer is not None:
+            sent = transfer.sent()
+            form = f"by node, {transfer.crossing} crossing" if transfer.by_node else "flat"
+            parts.append(
+                f"transfer {name} {form} of {transfer.offers} offers into {transfer.slots} slots, {sum(sent):.3g} "
+                f"experts sent by a device, {sent.across:.3g} of them to other nodes"
+            )
+    return ", ".join([*parts, f"buckets of {shape.bucket_rows or 'the default'} rows"])

@@ -22,7 +22,7 @@ class Case:
     Attributes:
       files, bindings: of the config; target: DEVICE:NODESxDEVICES; tokens: of a device.
       replicas: on each device in each layer, of one expert of each of the next devices; 0 is expert parallelism.
-      method: how they travel.
+      by_node: in which form they travel.
       options: for the compiler, beside training's.
       overflow: with the branch of later passes; without it buckets of as many rows drop what does not fit.
     """
@@ -32,7 +32,7 @@ class Case:
     target: str
     tokens: int
     replicas: int
-    method: str = "shift"
+    by_node: bool = False
     options: tuple[tuple[str, str], ...] = ()
     overflow: bool = True
 
@@ -76,7 +76,7 @@ def compile_case(case: Case, guided: bool) -> list[Outcome]:
     program = build_program(config, compile_ahead.described_devices(target))
     options = {"xla_gpu_autotune_level": "0", **program.compiler_options(), **dict(case.options)}
     started = time.monotonic()
-    lowered = program.lower_train_step(ring_replicas(program, case.replicas, case.method))
+    lowered = program.lower_train_step(ring_replicas(program, case.replicas, case.by_node))
     lower_seconds = round(time.monotonic() - started, 1)
     found: list[Outcome] = []
     for _ in range(1 + guided):
@@ -102,14 +102,14 @@ def compile_case(case: Case, guided: bool) -> list[Outcome]:
     return found
 
 
-def ring_replicas(program, replicas: int, method: str):
-    """Return the skeleton of a placement in which each device has replicas of one expert of each next neighbour."""
-    from moe_jax.placement import build_skeleton
+def ring_replicas(program, replicas: int, by_node: bool):
+    """Return the shape of a placement in which each device has replicas of one expert of each next neighbour."""
+    from moe_jax.placement import build_shape
     from moe_jax.replan.replanner import initial_placement
 
     even = initial_placement(program.config, program.roles)
     if not replicas:
-        return build_skeleton(even, method="none")
+        return build_shape(even)
     devices, held = even.devices, program.config.moe.num_experts // even.devices
     layers = program.config.model.moe_layers
     rows = [
@@ -118,4 +118,4 @@ def ring_replicas(program, replicas: int, method: str):
         for device in range(devices)
         for shift in range(1, replicas + 1)
     ]
-    return build_skeleton(even.replace(replicas=np.array(sorted(rows), np.int32)), method=method)
+    return build_shape(even.replace(replicas=np.array(sorted(rows), np.int32)), by_node=by_node)

@@ -6,6 +6,7 @@ them, but no data is read, no array is made and no device is needed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 
 import jax
@@ -13,6 +14,7 @@ import jax
 from moe_jax.cluster import read_named_cluster
 from moe_jax.cluster.layer_seconds import ExpertLoad
 from moe_jax.cluster.pipeline import pairwise_seconds
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.compile_ahead import on_target
 from moe_jax.config.run_config import RunConfig, config_text
 from moe_jax.config.train_config import TrainConfig
@@ -27,7 +29,9 @@ from moe_jax.models.attention import missing_for_cudnn, resolve_attention
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
 from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel
-from moe_jax.moe.layer import LayerPlan, layer_sizes, make_schedule
+from moe_jax.moe.layer import layer_sizes, make_schedule
+from moe_jax.placement import PlanShape, build_shape
+from moe_jax.replan.replanner import initial_placement
 from moe_jax.schedules import schedules
 from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups
@@ -265,12 +269,16 @@ def _state_note(train: TrainConfig, dtype: str) -> str:
     return f"{OPTIMIZER_STATES[train.optimizer]}, {dtype}{first}"
 
 
-def _plan(run: RunConfig, roles: Roles) -> LayerPlan | None:
-    """Return the slots of a plan with as many replicas as the planner may have; None where a bank has no owners."""
+def _plan(run: RunConfig, roles: Roles) -> PlanShape | None:
+    """Return the shape of a plan with as many replicas as the planner may have; None where a bank has no owners."""
     if run.moe.schedule == "dp":
         return None
+    shape = build_shape(initial_placement(run, roles))
     replicas = 0 if run.planner.name == "none" else run.planner.replica_slots
-    return LayerPlan(home_slots=run.moe.num_experts // roles.size(roles.expert), replica_slots=replicas)
+    if not replicas:
+        return shape
+    sizes = {"devices": shape.devices, "devices_per_node": shape.devices_per_node}
+    return dataclasses.replace(shape, ahead=TransferShape(**sizes, offers=shape.home_slots, slots=replicas))
 
 
 def gibibytes(number: float) -> str:

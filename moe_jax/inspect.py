@@ -169,7 +169,7 @@ def facts_of(compiled) -> dict:
         "compile_seconds": compiled.compile_seconds,
         "compiler_options": compiled.options,
         "guided_scheduler": compiled.guided,
-        "skeleton": compiled.skeleton,
+        "plan_shape": compiled.plan_shape,
         "resolved": compiled.resolved,
         "memory": compiled.memory,
     }

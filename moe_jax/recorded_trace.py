@@ -22,13 +22,13 @@ WARM_UP = 2
 
 
 def record_steps(
-    config: RunConfig, devices: list, executable, skeleton, folder: Path, steps: int, plain_steps: int = 0
+    config: RunConfig, devices: list, executable, shape, folder: Path, steps: int, plain_steps: int = 0
 ) -> float | None:
     """Run the compiled step on real data: to warm up, then without the profiler, then under it.
 
     Args:
       executable: of the training step, for this config on these devices.
-      skeleton: that it was compiled for, or None.
+      shape: that it was compiled for, or None.
       folder: the trace goes there.
       steps: under the profiler.
       plain_steps: without it, each waited for.
@@ -40,15 +40,15 @@ def record_steps(
     import jax
 
     from moe_jax.mesh.global_arrays import to_devices
-    from moe_jax.replan.device_tables import table_shapes
+    from moe_jax.placement import table_shapes
     from moe_jax.training.session import build_session
 
     session = build_session(config, devices)
     state, tables, host_signals = session.fresh_state(), session.tables, session.host_signals(0)
-    if skeleton is not None:
+    if shape is not None:
         import numpy as np
 
-        tables = to_devices(table_shapes(skeleton), session.state_shardings.tables)
+        tables = to_devices(table_shapes(shape), session.state_shardings.tables)
         host_signals = to_devices(
             np.zeros((session.roles.num_devices, 3), np.int32), session.state_shardings.host_signals
         )

@@ -23,6 +23,7 @@ BINDINGS: dict[str, str] = {
 # today's binding -> value -> value
 VALUES: dict[str, dict[str, str]] = {
     "MoEConfig.transport": {"pairwise": "ppermute"},
+    "PlannerConfig.transfer": {"shift": "auto", "permute": "auto", "gather": "auto", "broadcast": "auto"},
 }
 
 # key of metrics.jsonl -> key; a key that ends in an underscore is a prefix
@@ -34,6 +35,7 @@ METRICS: dict[str, str] = {
 PLAN: dict[str, str] = {
     "copies": "replicas",
     "guest_slots": "replica_slots",
+    "skeleton": "shape",
 }
 
 # what a fit of a calibration file is of, before the colon and the group's size -> what

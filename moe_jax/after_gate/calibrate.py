@@ -13,76 +13,70 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.after_gate.contract import by_falling, slots_of
-from moe_jax.collectives.transfer_plan import Transfer
+from moe_jax.after_gate.contract import Decision, by_falling, late_size, slots_of
+from moe_jax.after_gate.late_transfer import fit_late
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrateRule:
-    """Add replicas where that saves more than it costs.
+    """Add replicas, in the slots that are filled late, where that saves more than it costs.
 
     Attributes:
-      home_slots: Hs; replica_slots: Gs; devices_per_node: Dn.
-      most_replicas: mu; overlap_degree: tau, at most E.
+      overlap_degree: tau, at most E.
       compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
-      late_transfer: seconds of the late gather and the reduce that follows, per holder of an added expert.
-      ahead: whether replicas are planned and fetched ahead as well.
+      late_transfer: seconds of the late gather and the reduce that follows, per holder of an added expert, as the
+        paper has it; counted where `late_seconds` is empty.
+      late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
     """
 
-    home_slots: int
-    replica_slots: int
-    devices_per_node: int
-    most_replicas: int
     overlap_degree: int
     compute: float
     exchange: float
-    late_transfer: float
-    ahead: bool = True
+    late_transfer: float = 0.0
+    late_seconds: tuple[float, ...] = ()
 
-    @property
-    def late_replicas(self) -> int:
-        return self.overlap_degree
-
-    def decide(self, tables, counts, holders, me):
+    def decide(self, tables, counts, holders, me, shape):
         devices, experts = counts.shape
         slot = slots_of(holders, experts)
-        held = slot >= 0
-        used = jnp.sum(held & (slot >= self.home_slots), axis=0, dtype=jnp.int32)
-        free = jnp.maximum(self.most_replicas - used, 0)
+        held, at_home = slot >= 0, (slot >= 0) & (slot < shape.home_slots)
+        home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
+        free = jnp.full((devices,), shape.late_slots, jnp.int32)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
         order = by_falling(totals)[: self.overlap_degree]
         holding = jnp.sum(held, axis=1, dtype=jnp.int32)
         wanted = slots_by_load((totals / holding)[order], jnp.sum(free), (devices - holding)[order])
-        added = self.spread(held, order, wanted, free)
-        replicated = jnp.any(added, axis=1)
-        pays = self.seconds(counts, held) - self.seconds(counts, held | added) > self.late_transfer * (
-            jnp.sum(added) + jnp.sum(replicated)
-        )
-        added, replicated = added & pays, replicated & pays
-        late_slot = self.home_slots + used[None] + jnp.cumsum(added, axis=0, dtype=jnp.int32) - 1
-        slot = jnp.where(added, late_slot, slot)
-        chunk_of = jnp.full((experts,), self.late_replicas, jnp.int32)
-        chunk_of = chunk_of.at[order].set(
-            jnp.where(replicated[order], jnp.cumsum(replicated[order], dtype=jnp.int32) - 1, self.late_replicas)
-        )
-        return dataclasses.replace(
-            tables, **self.nearest(slot, me), transfer=self.transfer(slot[:, me], added[:, me], chunk_of)
-        ), jnp.sum(replicated, dtype=jnp.int32)
+        wanted = self.spread(held, order, wanted, free, shape)
+        home_slot = jnp.max(jnp.where(at_home, slot, 0), axis=1)
+        fitted = fit_late(wanted, order, home, home_slot, me, shape.late, shape.home_slots)
+        added, per_node = fitted.added, shape.devices_per_node
+        gain = self.seconds(counts, held, per_node) - self.seconds(counts, held | added, per_node)
+        pays = gain > self._costs(added, fitted.used, shape.late)
+        late_slot = shape.home_slots + shape.ahead_slots + fitted.slot
+        slot = jnp.where(added & pays, late_slot, slot)
+        decided = dataclasses.replace(tables, **nearest(slot, me, shape))
+        return Decision(decided, fitted.transfer, jnp.where(pays, fitted.used, 0))
 
-    def spread(self, held, order, wanted, free):
+    def _costs(self, added, used, late):
+        """Return the seconds of the late transfer there and back."""
+        if self.late_seconds:
+            return jnp.asarray(self.late_seconds, jnp.result_type(float))[late_size(used, late)]
+        return self.late_transfer * (jnp.sum(added) + jnp.sum(jnp.any(added, axis=1)))
+
+    def spread(self, held, order, wanted, free, shape):
         """Place replicas one by one, as `moe_jax.planner.hecate.spread_replicas`: -> the new replicas, bool [E, D]."""
         experts, devices = held.shape
-        node_of = jnp.arange(devices) // self.devices_per_node
-        most = self.most_replicas + 1
-        in_node = most * self.devices_per_node * most
+        per_node = shape.devices_per_node
+        node_of = jnp.arange(devices) // per_node
+        most = shape.late_slots + 1
+        in_node = most * per_node * most
         ends = jnp.cumsum(wanted)
 
         def place(carry, step):
             held, added, free = carry
             expert = order[jnp.minimum(jnp.sum(ends <= step), order.shape[0] - 1)]
-            node_free = jnp.sum(free.reshape(-1, self.devices_per_node), axis=1)
-            node_held = jnp.any(held[expert].reshape(-1, self.devices_per_node), axis=1)
+            node_free = jnp.sum(free.reshape(-1, per_node), axis=1)
+            node_held = jnp.any(held[expert].reshape(-1, per_node), axis=1)
             score = (node_free * most + ~node_held * in_node)[node_of] + free
             score = jnp.where((free > 0) & ~held[expert], score, -1)
             device = jnp.argmax(score)
@@ -91,52 +85,43 @@ class CalibrateRule:
             held, added = (mask.at[expert].set(mask[expert] | here) for mask in (held, added))
             return (held, added, free - here), None
 
-        steps = jnp.arange(devices * self.most_replicas)
+        steps = jnp.arange(devices * shape.late_slots)
         return lax.scan(place, (held, jnp.zeros_like(held), free), steps)[0][1]
 
-    def seconds(self, counts, held):
+    def seconds(self, counts, held, per_node: int):
         """Return the layer's seconds without its transfers, by expected loads: held bool [E, D] -> []."""
         devices, experts = counts.shape
-        split = (experts, devices // self.devices_per_node, self.devices_per_node)
+        split = (experts, devices // per_node, per_node)
         own = jnp.where(held, counts.T, 0.0)
         away = jnp.sum((counts.T - own).reshape(split), axis=2)  # [E, Nn], tokens whose device lacks the expert
         on_node = jnp.sum(held.reshape(split), axis=2)
         inside = jnp.where(on_node > 0, away / jnp.maximum(on_node, 1), 0.0)
         outside = jnp.sum(jnp.where(on_node > 0, 0.0, away), axis=1) / jnp.sum(held, axis=1)
-        came = jnp.repeat(inside + outside[:, None], self.devices_per_node, axis=1) * held
+        came = jnp.repeat(inside + outside[:, None], per_node, axis=1) * held
         received = jnp.sum(came, axis=0)
         return self.compute * jnp.max(jnp.sum(own, axis=0) + received) + self.exchange * jnp.max(received)
 
-    def nearest(self, slot, me):
-        """Return the destinations of this source: the own device, else the own node's holders, else all, evenly."""
-        experts, devices = slot.shape
-        held = slot >= 0
-        device = jnp.arange(devices, dtype=jnp.int32)
-        own, near = device == me, device // self.devices_per_node == me // self.devices_per_node
-        here, inside = held & own[None], held & near[None]
-        one = jnp.any(here, axis=1, keepdims=True)
-        candidate = jnp.where(one, here, jnp.where(jnp.any(inside, axis=1, keepdims=True), inside, held))
-        number = jnp.sum(candidate, axis=1, dtype=jnp.int32)
-        place = (jnp.cumsum(candidate, axis=1, dtype=jnp.int32) - 1 - (me % number)[:, None]) % number[:, None]
-        place = jnp.where(candidate, place, devices)
-        target = device[None] * (self.home_slots + self.replica_slots) + jnp.maximum(slot, 0)
-        expert = jnp.broadcast_to(jnp.arange(experts)[:, None], place.shape)
-        upto = jnp.minimum(device[None] + 1, number[:, None])
-        return {
-            "dest_slot": jnp.zeros_like(target).at[expert, place].set(target, mode="drop"),
-            "dest_num": upto.astype(jnp.uint32),
-            "dest_den": number.astype(jnp.uint32),
-        }
 
-    def transfer(self, my_slot, mine, chunk_of):
-        """Return what this device sends and takes of the added chunks; my_slot [E], mine bool [E], chunk_of [E]."""
-        late = self.late_replicas
-        home = (my_slot >= 0) & (my_slot < self.home_slots)
-        chunk = jnp.where(home, chunk_of, late)
-        send = jnp.full((late,), self.home_slots, jnp.int32).at[chunk].set(my_slot, mode="drop")
-        replica = jnp.where(mine, my_slot - self.home_slots, self.replica_slots)
-        take = jnp.full((self.replica_slots,), late, jnp.int32).at[replica].set(chunk_of, mode="drop")
-        return Transfer(send=send, take=take, layer=jnp.int32(0))
+def nearest(slot, me, shape):
+    """Return the destinations of this source: the own device, else the own node's holders, else all, evenly."""
+    experts, devices = slot.shape
+    held = slot >= 0
+    device = jnp.arange(devices, dtype=jnp.int32)
+    own, near = device == me, device // shape.devices_per_node == me // shape.devices_per_node
+    here, inside = held & own[None], held & near[None]
+    one = jnp.any(here, axis=1, keepdims=True)
+    candidate = jnp.where(one, here, jnp.where(jnp.any(inside, axis=1, keepdims=True), inside, held))
+    number = jnp.sum(candidate, axis=1, dtype=jnp.int32)
+    place = (jnp.cumsum(candidate, axis=1, dtype=jnp.int32) - 1 - (me % number)[:, None]) % number[:, None]
+    place = jnp.where(candidate, place, devices)
+    target = device[None] * shape.slots + jnp.maximum(slot, 0)
+    expert = jnp.broadcast_to(jnp.arange(experts)[:, None], place.shape)
+    upto = jnp.minimum(device[None] + 1, number[:, None])
+    return {
+        "dest_slot": jnp.zeros_like(target).at[expert, place].set(target, mode="drop"),
+        "dest_num": upto.astype(jnp.uint32),
+        "dest_den": number.astype(jnp.uint32),
+    }
 
 
 def slots_by_load(loads, slots, most):

@@ -2,49 +2,57 @@
 
 Inputs: the counts of this device's tokens and the tables of one layer. Outputs: counts of all sources, and the replicas
 of the experts that a rule chose. Inside `shard_map`; all devices of the expert-parallel group take part.
-Letters: docs/notation.md.
+Letters: docs/notation.md; X, m, Cp as in collectives/transfer_shape.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.sparse_all_gather import open_replicas
-from moe_jax.collectives.transfer_plan import TransferPlan
+from moe_jax.collectives.slices import shrunk
+from moe_jax.collectives.sparse_all_gather import Transfer, open_replicas
+from moe_jax.collectives.transfer_shape import TransferShape, TransferTables
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import Tables
+from moe_jax.dispatch.route import record
+from moe_jax.placement import PlanShape
+
+
+@record
+class Decision:
+    """What a rule decided for one layer.
+
+    Attributes:
+      tables: this source's, with new destinations; all else as planned ahead.
+      transfer: of the replicas that come late, in the sizes of `PlanShape.late`; None for a rule without such.
+      used: int32 [3], offers, slots and crossings of it that are in use; equal on all devices.
+    """
+
+    tables: Tables
+    transfer: TransferTables | None
+    used: jax.Array
 
 
 class Rule(Protocol):
-    """Decide for one layer; frozen and hashable, because a step is compiled for it.
+    """Decide for one layer; frozen and hashable, because a step is compiled for it. It holds rates and knobs only."""
 
-    Attributes:
-      home_slots: Hs; replica_slots: Gs.
-      ahead: whether replicas are planned and fetched ahead as well.
-      late_replicas: Y, the most experts fetched after the gate; 0 for none.
-    """
-
-    home_slots: int
-    replica_slots: int
-    ahead: bool
-    late_replicas: int
-
-    def decide(self, tables: Tables, counts: jax.Array, holders: jax.Array, me: jax.Array) -> tuple[Tables, jax.Array]:
-        """Return this source's tables for this step's counts, and how many experts are fetched late (int32 []).
+    def decide(
+        self, tables: Tables, counts: jax.Array, holders: jax.Array, me: jax.Array, shape: PlanShape
+    ) -> Decision:
+        """Return what this source does with this step's counts.
 
         Args:
           tables: this device's, of one layer, as planned ahead.
           counts: int32 [D, E], tokens of each source for each expert.
           holders: int32 [D, G], the expert in each slot of each device; -1 for none.
           me: int32 [], this device's place in the group.
-
-        Returns:
-          tables of the same shapes; where experts are fetched after the gate, `transfer` holds those alone.
+          shape: sizes of the step.
         """
         ...
 
@@ -77,35 +85,54 @@ def by_falling(values):
     return jnp.argsort(-values, stable=True).astype(jnp.int32)
 
 
-def fetch_late(bank, grad_sink, tables: Tables, needed, rule: Rule, axes: tuple[str, ...]):
-    """Fetch the experts that a rule chose, broadcasting about as many as it chose: as `open_replicas` returns them.
+def late_sizes(shape: TransferShape) -> tuple[TransferShape, ...]:
+    """Return the sizes in which a late transfer may run, small ones first: the whole, its half, a quarter and so on."""
+    sizes = [shape]
+    while max(sizes[0].offers, sizes[0].slots, sizes[0].crossing) > 1:
+        half = {name: math.ceil(getattr(sizes[0], name) / 2) for name in ("offers", "slots", "crossing")}
+        sizes.insert(0, dataclasses.replace(sizes[0], **half))
+    return tuple(sizes)
 
-    A broadcast has a static number of chunks; there is one branch for none and one for each power of two up to Y.
+
+def late_size(used, shape: TransferShape):
+    """Return int32 [], the size that holds what is used: 0 for none, i for the i-th (from 1) of `late_sizes`."""
+    there = jnp.array([(size.offers, size.slots, size.crossing) for size in late_sizes(shape)], jnp.int32)
+    first = jnp.argmax(jnp.all(used[None] <= there, axis=1)) + 1
+    return jnp.where(used[1] > 0, first, 0).astype(jnp.int32)
+
+
+def fetch_late(bank, grad_sink, home_row, decision: Decision, shape: TransferShape, axes: tuple[str, ...]):
+    """Fetch the experts that a rule chose, in the smallest size that holds them: as `open_replicas` returns them.
+
+    There is one branch for none and one for each of `late_sizes`; all devices take the same one.
 
     Args:
-      bank, grad_sink: of this device and layer, as `open_replicas` takes them.
-      tables: what `rule` returned; its transfer holds Y chunks.
-      needed: int32 [], how many of them are in use, the first ones; equal on all devices.
+      bank, grad_sink, home_row: of this device and layer, as `open_replicas` takes them.
+      shape: the largest size.
       axes: of the expert-parallel group.
     """
-    late = rule.late_replicas
-    plan = TransferPlan(method="broadcast", home_slots=rule.home_slots, replica_slots=rule.replica_slots, axes=axes)
-    sizes = [1 << power for power in range(late.bit_length()) if 1 << power < late] + [late]
 
     def none():
         return tuple(
             {
-                name: cast_varying(jnp.zeros((plan.replica_slots, *leaf.shape[1:]), leaf.dtype), varying_axes(leaf))
+                name: cast_varying(jnp.zeros((shape.slots, *leaf.shape[1:]), leaf.dtype), varying_axes(leaf))
                 for name, leaf in leaves.items()
             }
             for leaves in (bank, grad_sink)
         )
 
     def fetch(size):
-        table = tables.transfer
-        take = jnp.where(table.take < size, table.take, size)
-        part = dataclasses.replace(table, send=table.send[:size], take=take)
-        return lambda: open_replicas(bank, tables.home_row, grad_sink, part, plan)
+        def run():
+            tables = shrunk(decision.transfer, shape, size)
+            both = open_replicas(bank, home_row, grad_sink, tables, Transfer(size, axes))
+            return jax.tree.map(lambda leaf: _padded(leaf, shape.slots), both)
 
-    branch = jnp.searchsorted(jnp.array([0, *sizes], jnp.int32), needed, side="left").astype(jnp.int32)
-    return lax.switch(branch, [none, *map(fetch, sizes)])
+        return run
+
+    return lax.switch(late_size(decision.used, shape), [none, *map(fetch, late_sizes(shape))])
+
+
+def _padded(leaf, slots: int):
+    """Return [slots, ...] with zeros past the end of the leaf."""
+    zeros = jnp.zeros((slots - leaf.shape[0], *leaf.shape[1:]), leaf.dtype)
+    return jnp.concatenate([leaf, cast_varying(zeros, varying_axes(leaf))]) if slots > leaf.shape[0] else leaf

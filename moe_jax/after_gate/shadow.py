@@ -13,60 +13,50 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.after_gate.contract import by_falling, slots_of
-from moe_jax.collectives.transfer_plan import Transfer
+from moe_jax.after_gate.contract import Decision, by_falling, late_size, slots_of
+from moe_jax.after_gate.late_transfer import fit_late
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShadowRule:
-    """Shadow experts by falling load until one does not pay.
+    """Shadow experts by falling load until one does not pay; one that does not fit the late transfer is skipped.
 
     Attributes:
       compute, exchange: seconds of one token, computed forward and backward, and carried there and back both ways.
-      shadow: seconds to broadcast an expert and to reduce its gradient.
+      shadow: seconds to broadcast an expert and to reduce its gradient, as the paper has it; counted where
+        `late_seconds` is empty.
+      late_seconds: seconds of the late transfer and its way back in each of its sizes, 0 for none first.
       residual: whether both sides of the comparison count the all-to-all that is left.
-      home_slots: Hs; replica_slots: Gs, the most experts shadowed.
     """
 
     compute: float
     exchange: float
-    shadow: float
     residual: bool
-    home_slots: int
-    replica_slots: int
-    ahead: bool = dataclasses.field(init=False, default=False)
+    shadow: float = 0.0
+    late_seconds: tuple[float, ...] = ()
 
-    @property
-    def late_replicas(self) -> int:
-        return self.replica_slots
-
-    def decide(self, tables, counts, holders, me):
+    def decide(self, tables, counts, holders, me, shape):
         devices, experts = counts.shape
-        homes = slots_of(holders[:, : self.home_slots], experts)
+        homes = slots_of(holders[:, : shape.home_slots], experts)
         home = jnp.argmax(homes, axis=1).astype(jnp.int32)
-        order, shadowed = self._search(counts, home)
-        rank = jnp.zeros((experts,), jnp.int32).at[order].set(jnp.arange(experts, dtype=jnp.int32))
-        mine = (rank < shadowed) & (home != me)
-        groups = self.home_slots + self.replica_slots
-        at_home = home * groups + jnp.max(homes, axis=1)
-        here = me * groups + self.home_slots + rank
-        chunk = jnp.arange(self.late_replicas, dtype=jnp.int32)
-        chosen = order[: self.late_replicas]
-        used = chunk < shadowed
-        send = jnp.where(used & (home[chosen] == me), homes[chosen, home[chosen]], self.home_slots)
-        take = jnp.where(used & (home[chosen] != me), chunk, self.late_replicas)
+        order, chosen = self._search(counts, home, shape.late)
+        everywhere = jnp.arange(devices)[None] != home[:, None]
+        fitted = fit_late(
+            chosen[:, None] & everywhere, order, home, jnp.max(homes, axis=1), me, shape.late, shape.home_slots
+        )
+        at_home = home * shape.slots + jnp.max(homes, axis=1)
+        here = me * shape.slots + shape.home_slots + shape.ahead_slots + fitted.slot[:, me]
         one = jnp.ones_like(tables.dest_num)
         decided = dataclasses.replace(
             tables,
-            dest_slot=jnp.where(mine, here, at_home)[:, None] + jnp.zeros_like(tables.dest_slot),
+            dest_slot=jnp.where(fitted.added[:, me], here, at_home)[:, None] + jnp.zeros_like(tables.dest_slot),
             dest_num=one,
             dest_den=jnp.ones_like(tables.dest_den),
-            transfer=Transfer(send=send, take=take, layer=jnp.int32(0)),
         )
-        return decided, shadowed
+        return Decision(decided, fitted.transfer, fitted.used)
 
-    def _search(self, counts, home):
-        """Return (experts by falling load int32 [E], how many of them to shadow int32 [])."""
+    def _search(self, counts, home, late):
+        """Return (experts by falling load int32 [E], which of them to shadow bool [E])."""
         devices, experts = counts.shape
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
@@ -74,28 +64,37 @@ class ShadowRule:
         order = by_falling(totals)
         tokens = jnp.zeros((devices,), counts.dtype).at[home].add(totals)
         received = jnp.zeros((devices,), counts.dtype).at[home].add(totals - own)
+        copying = jnp.asarray(self.late_seconds or (0.0,), counts.dtype)
 
         def seconds(tokens, received):
             return self.compute * jnp.max(tokens) + (self.exchange * jnp.max(received) if self.residual else 0.0)
 
-        def turn(carry, r):
-            tokens, received, best, going, shadowed = carry
-            expert = order[r]
+        def turn(carry, expert):
+            tokens, received, best, going, offers = carry
             at = home[expert]
+            more = offers.at[at].add(1)
+            slots = jnp.max(jnp.sum(more) - more)  # of any device: all that are shadowed and not at home there
+            crossing = jnp.max(jnp.sum(more.reshape(late.nodes, late.inside), axis=1)) if late.by_node else 0
+            room = (more[at] <= late.offers) & (slots <= late.slots) & (crossing <= late.crossing)
             trial = (tokens + counts[:, expert]).at[at].add(-totals[expert])
             left = received.at[at].add(own[expert] - totals[expert])
-            time = seconds(trial, left) + (r + 1) * self.shadow
-            going = going & (time < best)
+            if self.late_seconds:
+                extra = copying[late_size(jnp.stack([jnp.max(more), slots, jnp.int32(crossing)]), late)]
+            else:
+                extra = jnp.sum(more) * self.shadow
+            time = seconds(trial, left) + extra
+            going = going & (~room | (time < best))  # what does not fit is skipped, and the search goes on
+            take = going & room
             kept = (
-                jnp.where(going, trial, tokens),
-                jnp.where(going, left, received),
-                jnp.where(going, time, best),
+                jnp.where(take, trial, tokens),
+                jnp.where(take, left, received),
+                jnp.where(take, time, best),
                 going,
-                shadowed + going,
+                jnp.where(take, more, offers),
             )
-            return kept, None
+            return kept, take
 
         before = seconds(tokens, received) if self.residual else (self.compute + self.exchange) * jnp.max(tokens)
-        start = (tokens, received, before, jnp.bool_(True), jnp.int32(0))
-        turns = jnp.arange(min(self.late_replicas, experts), dtype=jnp.int32)
-        return order, lax.scan(turn, start, turns)[0][4]
+        start = (tokens, received, before, jnp.bool_(True), jnp.zeros(devices, jnp.int32))
+        taken = lax.scan(turn, start, order)[1]
+        return order, jnp.zeros(experts, bool).at[order].set(taken)

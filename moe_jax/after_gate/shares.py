@@ -12,7 +12,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.after_gate.contract import slots_of
+from moe_jax.after_gate.contract import Decision, slots_of
 
 SHARE_ONE = 1 << 16
 
@@ -22,41 +22,35 @@ class ShareRule:
     """Solve the shares again, for the counts of this step.
 
     Attributes:
-      home_slots: Hs; replica_slots: Gs; devices_per_node: Dn.
       sweeps: rounds over the replicated experts, at most.
     """
 
-    home_slots: int
-    replica_slots: int
-    devices_per_node: int
     sweeps: int
-    ahead: bool = dataclasses.field(init=False, default=True)
-    late_replicas: int = dataclasses.field(init=False, default=0)
 
-    def decide(self, tables, counts, holders, me):
+    def decide(self, tables, counts, holders, me, shape):
         devices, experts = counts.shape
         slot = slots_of(holders, experts)
-        home = (slot >= 0) & (slot < self.home_slots)
+        home = (slot >= 0) & (slot < shape.home_slots)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
-        quota = self.level(totals, slot >= 0, home)
-        edges = self.edges(counts, quota, home, me // self.devices_per_node)
+        quota = self.level(totals, slot >= 0, home, shape.replica_slots)
+        edges = edges_of(counts, quota, home, me // shape.devices_per_node, shape.devices_per_node)
         device = jnp.arange(devices, dtype=jnp.int32)
         decided = dataclasses.replace(
             tables,
-            dest_slot=device[None] * (self.home_slots + self.replica_slots) + jnp.maximum(slot, 0),
+            dest_slot=device[None] * shape.slots + jnp.maximum(slot, 0),
             dest_num=edges,
             dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
         )
-        return decided, jnp.int32(0)
+        return Decision(decided, None, jnp.zeros(3, jnp.int32))
 
-    def level(self, totals, held, home):
+    def level(self, totals, held, home, replica_slots):
         """Return quotas [E, D] with device sums as equal as the holders allow; held, home bool [E, D]."""
         experts, devices = held.shape
         quota = jnp.where(home, totals[:, None], 0.0)
         replicated = jnp.sum(held, axis=1) > 1
         number = jnp.sum(replicated)
-        order = jnp.argsort(~replicated, stable=True)[: min(experts, devices * self.replica_slots)]
+        order = jnp.argsort(~replicated, stable=True)[: min(experts, devices * replica_slots)]
 
         def pour(carry, inputs):
             quota, load, going = carry
@@ -79,27 +73,28 @@ class ShareRule:
         start = (quota, jnp.sum(quota, axis=0), jnp.bool_(True))
         return lax.scan(sweep, start, None, length=self.sweeps)[0][0]
 
-    def edges(self, counts, quota, home, node):
-        """Return uint32 [E, D], running shares of one node's tokens over rising devices, in units of 2^-16.
 
-        A node's tokens first use the quota of the node's own holders; what is over goes where quota is left.
-        """
-        devices, experts = counts.shape
-        nodes = devices // self.devices_per_node
-        tiny = jnp.finfo(counts.dtype).tiny
-        supply = jnp.sum(counts.reshape(nodes, self.devices_per_node, experts), axis=1).T  # [E, Nn]
-        quota = jnp.where(jnp.sum(quota, axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
-        demand = jnp.sum(quota.reshape(experts, nodes, self.devices_per_node), axis=2)
-        stay = jnp.minimum(supply, demand)
-        left, spare = (supply - stay)[:, node], demand - stay
-        flow = left[:, None] * spare / jnp.maximum(jnp.sum(spare, axis=1, keepdims=True), tiny)
-        flow = flow.at[:, node].add(stay[:, node])  # [E, Nn], tokens of this node by where they go
-        plain = demand / jnp.sum(demand, axis=1, keepdims=True)
-        sent = jnp.sum(flow, axis=1, keepdims=True)
-        part = jnp.where(sent > 1e-9, flow / jnp.maximum(sent, 1e-9), plain)
-        there = jnp.repeat(part / jnp.where(demand > 0, demand, 1.0), self.devices_per_node, axis=1)
-        upto = jnp.cumsum(there * quota, axis=1)
-        return jnp.rint(upto / upto[:, -1:] * SHARE_ONE).astype(jnp.uint32)
+def edges_of(counts, quota, home, node, devices_per_node: int):
+    """Return uint32 [E, D], running shares of one node's tokens over rising devices, in units of 2^-16.
+
+    A node's tokens first use the quota of the node's own holders; what is over goes where quota is left.
+    """
+    devices, experts = counts.shape
+    nodes = devices // devices_per_node
+    tiny = jnp.finfo(counts.dtype).tiny
+    supply = jnp.sum(counts.reshape(nodes, devices_per_node, experts), axis=1).T  # [E, Nn]
+    quota = jnp.where(jnp.sum(quota, axis=1, keepdims=True) > 0, quota, home)  # no tokens: where the home is
+    demand = jnp.sum(quota.reshape(experts, nodes, devices_per_node), axis=2)
+    stay = jnp.minimum(supply, demand)
+    left, spare = (supply - stay)[:, node], demand - stay
+    flow = left[:, None] * spare / jnp.maximum(jnp.sum(spare, axis=1, keepdims=True), tiny)
+    flow = flow.at[:, node].add(stay[:, node])  # [E, Nn], tokens of this node by where they go
+    plain = demand / jnp.sum(demand, axis=1, keepdims=True)
+    sent = jnp.sum(flow, axis=1, keepdims=True)
+    part = jnp.where(sent > 1e-9, flow / jnp.maximum(sent, 1e-9), plain)
+    there = jnp.repeat(part / jnp.where(demand > 0, demand, 1.0), devices_per_node, axis=1)
+    upto = jnp.cumsum(there * quota, axis=1)
+    return jnp.rint(upto / upto[:, -1:] * SHARE_ONE).astype(jnp.uint32)
 
 
 def fill_level(base, amount):

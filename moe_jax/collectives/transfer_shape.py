@@ -1,8 +1,8 @@
 """What a sparse transfer is: the sizes that a program is compiled for, and the tables of one layer, which are data.
 
-A transfer brings chunks (rows of a bank, such as the parameters of an expert) from their homes to replica slots on other
-devices. Every chunk is cut into slices, one for each device of a level, so that no device sends a whole chunk more than
-about once: see `sparse_all_gather.py`. Nothing here communicates, and nothing imports jax.
+A transfer brings chunks (rows of a bank, such as the parameters of an expert) from their homes to replica slots on
+other devices. Every chunk is cut into slices, one for each device of a level, so that no device sends a whole chunk
+more than about once: see `slices.py`. Nothing here communicates, and nothing imports jax.
 
 Letters: docs/notation.md; G devices of a node, X offers, Cp crossing, m slots of one transfer.
 """
@@ -27,8 +27,8 @@ class TransferShape:
     """Hold the sizes of a sparse transfer; equal shapes compile to equal programs.
 
     Attributes:
-      devices: D, of the group that exchanges chunks; devices_per_node: G of them, neighbours in the group's order, share
-        a node.
+      devices: D, of the group that exchanges chunks; devices_per_node: G of them, neighbours in the group's order,
+        share a node.
       offers: X, the most chunks of one device that travel.
       slots: m, replica slots of a device.
       by_node: slices cross nodes once per node (three exchanges), else all devices are one level (two exchanges).
@@ -70,6 +70,12 @@ class TransferShape:
         """How many slices a device can hand on: those of its level's offers, then what other nodes sent."""
         return self.inside * self.offers + (self.nodes * self.crossing if self.by_node else 0)
 
+    @property
+    def operands(self) -> tuple[float, ...]:
+        """Chunks in the operand of each exchange of one Trans, own blocks included: A, B if by node, and C."""
+        across = (self.nodes * self.crossing / self.inside,) if self.by_node else ()
+        return (float(self.offers), *across, float(self.slots))
+
     def sent(self) -> Sent:
         """Return the chunks that the busiest device sends in one Trans; Agg sends the same back.
 
@@ -91,7 +97,7 @@ class TransferTables:
     Attributes:
       offer: [X], the home slot of each chunk that this device offers; any other number for none.
       pick: [Nn, Cp], which of the G X chunks that this node offers go to each other node; G X for none. Equal on the
-        devices of a node. [1, 0] where the transfer is flat.
+        devices of a node. None where the transfer is flat.
       want: [inside, m], where the chunk of replica slot k of each device of this level lies: among the `places` of the
         shape, that number for none. Equal on the devices of a level.
     """

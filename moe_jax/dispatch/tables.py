@@ -7,36 +7,18 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.collectives.transfer_plan import Transfer
-from moe_jax.dispatch.route import Choice, rank_within, record
+from moe_jax.dispatch.route import Choice, rank_within
+from moe_jax.placement.tables import Tables
 
-
-@record
-class Tables:
-    """Where experts compute. Stacked over layers they are a scan's input; without the L they serve one layer.
-
-    Every array has a leading D, split over the expert axis; inside `shard_map` that is this device's 1, and `local`
-    takes it off.
-
-    Attributes:
-      dest_slot: int32 [D, L, E, Q], candidates of source d's tokens for each expert, as device * G + group.
-      dest_num: uint32 [D, L, E, Q], dest_den: uint32 [D, L, E]: the i-th of n choices of an expert goes to the first
-        candidate q with dest_num * n // dest_den > i; dest_num <= dest_den <= 2^16.
-      home_row: int32 [D, L, Hs], the bank row behind each home slot; a row outside the bank where the slot is empty.
-      slot_expert: int32 [D, L, G], the expert in each slot, -1 for none; None where nothing is decided after the gate.
-      transfer: `Transfer` of every layer, arrays [D, L, ...]; None without replicas.
-    """
-
-    dest_slot: jax.Array
-    dest_num: jax.Array
-    dest_den: jax.Array
-    home_row: jax.Array
-    slot_expert: jax.Array | None = None
-    transfer: Transfer | None = None
+jax.tree_util.register_dataclass(
+    Tables, data_fields=[field.name for field in dataclasses.fields(Tables)], meta_fields=[]
+)
 
 
 def local(tables: Tables) -> Tables:

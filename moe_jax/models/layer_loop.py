@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from moe_jax.collectives.gather import gather_tree
+from moe_jax.collectives.sparse_all_gather import Transfer
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.errors import UserError
 from moe_jax.models.language_model import LanguageModel, Layout
@@ -22,13 +23,14 @@ from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import Constants, Prefetcher
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit
-from moe_jax.moe.layer import LayerPlan, make_moe
+from moe_jax.moe.layer import make_moe
 from moe_jax.moe.replicas import fetch_in_turn
 from moe_jax.moe.staged import make_staged_moe
+from moe_jax.placement import PlanShape
 
 
 def make_layer_loop(
-    model: LanguageModel, layout: Layout, tokens: int, training: bool, plan: LayerPlan | None, bank_store: Callable,
+    model: LanguageModel, layout: Layout, tokens: int, training: bool, plan: PlanShape | None, bank_store: Callable,
     group: ModelGroup,
 ) -> Callable:  # fmt: skip
     """Return loop(x, units, bank, grad_sink, tables, token_ids, key) -> (x, GateStats [L, ...], passes int32 [L]).
@@ -37,7 +39,7 @@ def make_layer_loop(
       model, layout: the model, and the layout of its parameters.
       tokens: t of this device's MP group.
       training: with gate noise, if the gate has any.
-      plan: slots and buckets; None is an even placement without replicas.
+      plan: sizes of the placements to come; None is an even placement without replicas.
       bank_store: what one MoE layer computes with, see `loss.py`.
       group: the MP group, which decides whether x is whole or split over tokens.
 
@@ -61,7 +63,7 @@ def make_layer_loop(
             unit_params, layer_grad_sink, layer_tables, layer = inputs
             noise_key = jax.random.fold_in(key, layer) if noisy else None
             x, params, layer_grad_sink, replicas = fetch_in_turn(
-                x, unit_params, whole_unit, bank, layer_grad_sink, layer_tables, plan
+                x, unit_params, whole_unit, bank, layer_grad_sink, layer_tables, plan, roles.expert
             )
             unit = nnx.merge(graph, params)
 
@@ -134,7 +136,7 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
             # the schedule's window `recompute` runs these stages again, so no checkpoint does
             moe_checkpoint=lambda function: checkpointed(function, "none" if recompute else config.remat),
         ),
-        transfer=None if plan is None else plan.transfer,
+        transfer=None if plan is None or plan.ahead is None else Transfer(plan.ahead, roles.expert),
         prepare=prepare,
         scan=config.stack == "scan",
         recompute=recompute,

@@ -31,13 +31,13 @@ from moe_jax.models.model_group import check_sequence_parallel, make_model_group
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.gate import balance_loss, z_loss
-from moe_jax.moe.layer import LayerPlan
+from moe_jax.placement import PlanShape
 from moe_jax.schedules.contract import MOST_ROWS
 
 
 def make_loss(
     model: LanguageModel, layout: Layout, batch_size: int, length: int, *, training: bool = True, microbatches: int = 1,
-    plan: LayerPlan | None = None,
+    plan: PlanShape | None = None,
 ) -> Callable:  # fmt: skip
     """Return the loss of one global microbatch as a function to be jitted and differentiated.
 

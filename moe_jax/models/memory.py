@@ -24,7 +24,8 @@ from moe_jax.mesh.sharding import dense_specs, expert_specs
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.counts import LeafSize, leaf_sizes
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.layer import LayerPlan, layer_sizes
+from moe_jax.moe.layer import layer_sizes
+from moe_jax.placement import PlanShape
 
 MOMENTS = 2  # of AdamW
 # policies of jax.checkpoint, and which value of `ModelConfig.remat` saves about as much
@@ -143,7 +144,7 @@ def _dp_stage(sizes: Sizes) -> int | None:
 
 
 def device_bytes(
-    sizes: Sizes, roles: Roles, plan: LayerPlan | None = None, optimizer: int | None = None
+    sizes: Sizes, roles: Roles, plan: PlanShape | None = None, optimizer: int | None = None
 ) -> DeviceBytes:
     """Return what one device needs for a training step on this mesh.
 
@@ -204,7 +205,7 @@ def _gathered(
     return count
 
 
-def _replicas(sizes: Sizes, roles: Roles, plan: LayerPlan, compute_itemsize: int) -> int:
+def _replicas(sizes: Sizes, roles: Roles, plan: PlanShape, compute_itemsize: int) -> int:
     """Return the bytes of replicas: parameters of the layers in memory, and gradients of one layer twice, for Agg.
 
     Parameters are in the compute dtype, gradients in that of the parameters.
@@ -215,7 +216,7 @@ def _replicas(sizes: Sizes, roles: Roles, plan: LayerPlan, compute_itemsize: int
     return plan.replica_slots * elements * (compute_itemsize * config.replica_layers + 2 * itemsize(config.param_dtype))
 
 
-def _overflow(sizes: Sizes, roles: Roles, plan: LayerPlan, compute_itemsize: int, local_bank: int) -> int:
+def _overflow(sizes: Sizes, roles: Roles, plan: PlanShape, compute_itemsize: int, local_bank: int) -> int:
     """Return the bytes that later passes hold: the bank, copied into branches of the backward, and one pass' rows."""
     tokens = (
         sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense) * roles.size(roles.model)
@@ -229,7 +230,7 @@ def _overflow(sizes: Sizes, roles: Roles, plan: LayerPlan, compute_itemsize: int
     return 2 * compute_itemsize * local_bank + 2 * compute_itemsize * ep_size * layer.bucket_rows(ep_size) * row
 
 
-def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan: LayerPlan | None) -> int:
+def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan: PlanShape | None) -> int:
     """Return the estimated bytes of activations of one microbatch on one device."""
     config, moe = sizes.config, sizes.moe
     tokens = sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense)

@@ -23,8 +23,8 @@ from jax import lax
 
 from moe_jax.collectives.ordering import wait_for_tree
 from moe_jax.collectives.replicated import declare_equal
-from moe_jax.collectives.sparse_all_gather import cut, empty_replicas, fetch_journey, return_journey
-from moe_jax.collectives.transfer_plan import TransferPlan
+from moe_jax.collectives.slices import PARTS
+from moe_jax.collectives.sparse_all_gather import Transfer, empty_replicas, fetch_part, return_part
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.models.stages import LayerInputs, Stages, join_floats, known_arrays, zero_grad_sink
 from moe_jax.overlap.blocks import BlockSchedule, Loop, Window
@@ -59,7 +59,7 @@ class Prefetcher:
 
     schedule: BlockSchedule
     stages: Stages
-    transfer: TransferPlan | None
+    transfer: Transfer | None
     prepare: Any
     scan: bool
     recompute: bool
@@ -114,7 +114,6 @@ class _Direction:
         self.grad_sink_dtypes = {name: leaf.dtype for name, leaf in grad_sink.items()}
         self.grad_sink_axes = varying_axes(grad_sink)
         self.turn = None
-        self.branches = how.scan and how.transfer is not None and how.transfer.branches  # of moves
 
     def after(self, value, *others):
         """Return value; on XLA:CPU it waits for `others`, whose collectives may be in branches."""
@@ -154,20 +153,23 @@ class _Direction:
         if self.how.transfer is None:
             return home, None
         replica_axes = varying_axes(bank, self.constants.tables.transfer)
-        slots, dtypes = self.how.transfer.replica_slots, self.grad_sink_dtypes
+        slots, dtypes = self.how.transfer.slots, self.grad_sink_dtypes
         replicas = {n: zero_grad_sink({n: v}, slots, dtypes[n], replica_axes)[n] for n, v in bank.items()}
         return home, replicas
 
-    def cuts(self, window: Window):
-        """Return [(move, plan, table)] of the window's moves that hold a round."""
-        found = []
+    def moves(self, window: Window, env: dict):
+        """Return [((name, layer) of what a move fills, its `ChunkTransfer`)] of the window's moves."""
+        found, transfer = [], self.how.transfer
         for move in window.beside:
-            layer = self.index(move.layer)
             tables = self.of_layer(self.constants.tables, move.layer)
-            known = layer if isinstance(layer, int) else None
-            piece = cut(self.how.transfer, tables.transfer, move.start, move.stop, known)
-            if piece is not None:
-                found.append((move, *piece, tables.home_row))
+            part = round(move.start * PARTS), round(move.stop * PARTS)
+            if move.kind == "trans":
+                steps = fetch_part(self.constants.bank, tables.home_row, tables.transfer, transfer, part)
+                found.append((("held_replicas", move.layer), steps))
+            else:
+                wires = {name: leaf.dtype for name, leaf in self.constants.bank.items()}
+                gradients = env["dheld_replicas", move.layer]
+                found.append((("home", move.layer), return_part(gradients, tables.transfer, transfer, part, wires)))
         return found
 
     def beside(self, window: Window, env: dict, chain, compute):
@@ -175,35 +177,20 @@ class _Direction:
 
         What a move sends is packed and fenced with what enters the stage: the move cannot start before it, and the
         stage not before everything is packed. With a fence of its table alone the compiler packs Agg after attention,
-        and keeps the gradients of experts, and all that they are computed from, in memory until then. Moves in branches
-        come first, and the stage waits for them, on XLA:CPU (see `collectives/ordering.py`).
+        and keeps the gradients of experts, and all that they are computed from, in memory until then.
         """
-        journeys = []
-        for move, plan, table, rows in self.cuts(window):
-            if move.kind == "trans":
-                journeys.append((("held_replicas", move.layer), fetch_journey(self.constants.bank, rows, table, plan)))
-            else:
-                wires = {name: leaf.dtype for name, leaf in self.constants.bank.items()}
-                journeys.append(
-                    (("home", move.layer), return_journey(env["dheld_replicas", move.layer], table, plan, wires))
-                )
-        cargo = [journey.pack() for _, journey in journeys]
-        if journeys:
-            chain, cargo = fence((chain, cargo))
-            cargo = self.after(cargo, chain)
-        came: list = []
-        if self.branches:
-            for (_, journey), one in zip(journeys, cargo, strict=True):
-                came.append(journey.carry(self.after(one, came)))
-            chain = self.after(chain, came)
+        moves = self.moves(window, env)
+        payload = [steps.pack() for _, steps in moves]
+        if moves:
+            chain, payload = fence((chain, payload))
+            payload = self.after(payload, chain)
         (main, *others) = compute(chain)
-        came = came or [journey.carry(one) for (_, journey), one in zip(journeys, cargo, strict=True)]
         arrived = {}
-        for (key, journey), one in zip(journeys, came, strict=True):
+        for (key, steps), one in zip(moves, payload, strict=True):
             into = env.pop(key, None)
             into = empty_replicas(self.constants.bank, self.how.transfer) if into is None else into
-            arrived[key] = journey.unpack(one, into)
-        if journeys:
+            arrived[key] = steps.unpack(steps.communicate(one), into)
+        if moves:
             main, arrived = fence((main, arrived))
         env.update(arrived)
         return (main, *others)

@@ -18,9 +18,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.after_gate import Rule, fetch_late, gather_counts
+from moe_jax.after_gate import fetch_late, gather_counts
 from moe_jax.collectives.ordering import gradients_in_turn, wait_for
-from moe_jax.collectives.transfer_plan import TransferPlan
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
@@ -31,39 +30,12 @@ from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.moe.gate import balance_loss, choose_experts, share_statistics, z_loss
+from moe_jax.placement import PlanShape
 from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule
 from moe_jax.schedules.contract import Schedule
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerPlan:
-    """What a step is compiled for beside its config, when experts may move; equal plans share an executable.
-
-    Attributes:
-      home_slots, replica_slots: Hs and Gs, the most homes and the most replicas that a device has in one layer.
-      bucket_rows: rows of one (source, destination) bucket; None takes them from `MoEConfig.bucket_slack`.
-      transfer: how replicas get their parameters ahead of the gate; None without such replicas.
-      after_gate: the rule that decides from the counts of the step; None without one.
-      trans_share, agg_share: how much of Trans and of Agg runs beside attention, where a block-wise schedule splits
-        them.
-    """
-
-    home_slots: int
-    replica_slots: int = 0
-    bucket_rows: int | None = None
-    transfer: TransferPlan | None = None
-    after_gate: Rule | None = None
-    trans_share: float = 0.5
-    agg_share: float = 0.5
-
-    @property
-    def branches(self) -> bool:
-        """Whether replicas come in a branch of the program."""
-        late = self.after_gate is not None and self.after_gate.late_replicas > 0
-        return late or (self.transfer is not None and self.transfer.branches)
-
-
-def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | None = None) -> LayerSizes:
+def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | None = None) -> LayerSizes:
     """Return the static sizes of one layer on a device whose MP group holds `tokens` tokens."""
     devices = roles.size(roles.expert)
     if config.num_experts % devices:
@@ -75,7 +47,7 @@ def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | 
         tokens=tokens,
         top_k=config.top_k,
         num_experts=config.num_experts,
-        groups=config.num_experts // devices if plan is None else plan.home_slots + plan.replica_slots,
+        groups=config.num_experts // devices if plan is None else plan.slots,
         capacity=None if config.dropless else config.capacity(tokens),
         bucket_slack=config.bucket_slack,
         planned_rows=None if plan is None else plan.bucket_rows,
@@ -94,7 +66,7 @@ def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:
 
 
 def make_moe(
-    config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: LayerPlan | None = None,
+    config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: PlanShape | None = None,
     split_tokens: bool = False,
 ):  # fmt: skip
     """Return the layer as a function of this device's tokens.
@@ -104,7 +76,7 @@ def make_moe(
       roles: the mesh whose axes its collectives use.
       tokens: t, tokens of this device's MP group.
       activation: 'gelu' or 'swiglu'.
-      plan: slots and buckets of a placement; None is an even one without replicas.
+      plan: sizes of the placements to come; None is an even one without replicas.
       split_tokens: x and y are this device's part [t / N_MP, M] of the MP group's tokens, instead of replicated.
 
     Returns:
@@ -113,18 +85,17 @@ def make_moe(
       key or None, and what `fetch_replicas` returned.
     """
     schedule = make_schedule(config, roles, tokens, plan, split_tokens)
-    decide = make_decide(roles, None if plan is None else plan.after_gate)
+    decide = make_decide(roles, plan)
     find_implementation = grouped_matmul_finder(config, roles)
+    late = plan is not None and plan.late is not None
 
-    late = plan is not None and plan.after_gate is not None and plan.after_gate.late_replicas > 0
-
-    def apply(x, token_ids, w_gate, bank, grad_sink, tables, noise_key=None, replicas=None):
+    def apply(x, token_ids, w_gate, bank, grad_sink, tables, noise_key=None, replicas=()):
         def gate(x, token_ids):
             nonlocal grad_sink
             weight = w_gate
             if late:  # the sums of these gradients over devices come after the branch of the replicas' gradients
                 weight = cast_varying(weight, varying_axes(x))
-                (x, weight), grad_sink = gradients_in_turn((x, weight), grad_sink, tables.transfer.layer)
+                (x, weight), grad_sink = gradients_in_turn((x, weight), grad_sink, tables.home_row[0])
             return run_gate(x, token_ids, w_gate=weight, config=config, noise_key=noise_key, model=roles.model)
 
         def placed(stats):
@@ -144,8 +115,12 @@ def make_moe(
     return apply
 
 
-def make_decide(roles: Roles, rule: Rule | None):
-    """Return decide(stats, bank, grad_sink, tables, replicas) -> (tables, replicas) of one layer, after its gate."""
+def make_decide(roles: Roles, plan: PlanShape | None):
+    """Return decide(stats, bank, grad_sink, tables, replicas) -> (tables, replicas) of one layer, after its gate.
+
+    `replicas` are those planned ahead: a tuple of (values {name: [m, ...]}, their grad_sink) for each transfer, in the
+    order of their slots; those that come late are put behind them.
+    """
     inside = tuple(axis for axis in roles.all if axis not in roles.expert)
 
     def as_planned(stats, bank, grad_sink, tables, replicas):
@@ -154,16 +129,18 @@ def make_decide(roles: Roles, rule: Rule | None):
     def by_rule(stats, bank, grad_sink, tables, replicas):
         with jax.named_scope("after_gate"):
             counts, holders = gather_counts(stats.counts, tables, roles.expert, inside)
-            tables, needed = rule.decide(tables, counts, holders, lax.axis_index(roles.expert))
-            if not rule.late_replicas:
-                return tables, replicas
+            decision = plan.after_gate.decide(tables, counts, holders, lax.axis_index(roles.expert), plan)
+            if plan.late is None:
+                return decision.tables, replicas
             bank, grad_sink = cast_varying((bank, grad_sink), varying_axes(stats.counts))
-            needed = wait_for(needed, needed, stats)
-            late = fetch_late(bank, grad_sink, tables, needed, rule, roles.expert)
-            tables = dataclasses.replace(tables, dest_slot=wait_for(tables.dest_slot, needed, late))
-            return tables, late if replicas is None else jax.tree.map(jnp.add, replicas, late)
+            used = wait_for(decision.used, tables.home_row[0], stats)
+            decision = dataclasses.replace(decision, used=used)
+            late = fetch_late(bank, grad_sink, tables.home_row, decision, plan.late, roles.expert)
+            tables = decision.tables
+            tables = dataclasses.replace(tables, dest_slot=wait_for(tables.dest_slot, tables.home_row[0], late))
+            return tables, (*replicas, late)
 
-    return as_planned if rule is None else by_rule
+    return as_planned if plan is None or plan.after_gate is None else by_rule
 
 
 def grouped_matmul_finder(config: MoEConfig, roles: Roles) -> Callable:
@@ -188,7 +165,7 @@ def grouped_matmul_finder(config: MoEConfig, roles: Roles) -> Callable:
 
 
 def make_schedule(
-    config: MoEConfig, roles: Roles, tokens: int, plan: LayerPlan | None = None, split_tokens: bool = False
+    config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | None = None, split_tokens: bool = False
 ) -> Schedule:
     """Return the schedule that a config names, for `tokens` tokens of an MP group; the mesh may be abstract.
 
@@ -206,16 +183,13 @@ def make_schedule(
 
 
 def _operands(bank, tables, grad_sink, replicas, name):
-    """Return the operands of one weight: home slots in the bank, then replica slots."""
-    home = GroupedWeights(bank=bank, slots=tables.home_row, grad_sink=grad_sink[name] if grad_sink else None)
-    if replicas is None:
-        return (home,)
-    values, replica_grad_sink = replicas
-    slots = jnp.arange(values[name].shape[0], dtype=jnp.int32)
-    return (
-        home,
-        GroupedWeights(bank=values[name], slots=slots, grad_sink=replica_grad_sink[name] if grad_sink else None),
-    )
+    """Return the operands of one weight: home slots in the bank, then the replica slots of each transfer."""
+    operands = [GroupedWeights(bank=bank, slots=tables.home_row, grad_sink=grad_sink[name] if grad_sink else None)]
+    for values, replica_grad_sink in replicas:
+        slots = jnp.arange(values[name].shape[0], dtype=jnp.int32)
+        sink = replica_grad_sink[name] if grad_sink else None
+        operands.append(GroupedWeights(bank=values[name], slots=slots, grad_sink=sink))
+    return tuple(operands)
 
 
 def run_gate(x, token_ids, *, w_gate, config, noise_key, model):

@@ -20,7 +20,8 @@ from moe_jax.grouped_matmul import GroupedWeights
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
-from moe_jax.moe.layer import LayerPlan, grouped_matmul_finder, make_decide, make_schedule, run_gate
+from moe_jax.moe.layer import grouped_matmul_finder, make_decide, make_schedule, run_gate
+from moe_jax.placement import PlanShape
 from moe_jax.schedules.staged import Sent, StagedSchedule
 
 
@@ -44,7 +45,7 @@ class StagedMoE:
         gate = functools.partial(
             run_gate, w_gate=w_gate, config=self.config, noise_key=noise_key, model=self.roles.model
         )
-        return self.schedule.send(x, token_ids, gate, lambda stats: self.decide(stats, None, None, tables, None)[0])
+        return self.schedule.send(x, token_ids, gate, lambda stats: self.decide(stats, None, None, tables, ())[0])
 
     def experts(self, rows, group_sizes, weights):
         """Apply the experts to rows [R, M] in group order."""
@@ -74,7 +75,7 @@ def _operands(name: str, weights: dict) -> tuple[GroupedWeights, ...]:
 
 
 def make_staged_moe(
-    config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: LayerPlan | None = None,
+    config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: PlanShape | None = None,
     split_tokens: bool = False,
 ) -> StagedMoE:  # fmt: skip
     """Return the layer in stages; arguments as in `make_moe`.
@@ -88,11 +89,10 @@ def make_staged_moe(
             f"ModelConfig.prefetch needs a MoEConfig.schedule whose experts run in one piece, not {config.schedule!r} "
             "on this mesh; set MoEConfig.schedule to 's1', 's2' or 'deepspeed', or ModelConfig.prefetch = 'none'"
         )
-    rule = None if plan is None else plan.after_gate
-    if rule is not None and rule.late_replicas:
+    if plan is not None and plan.late is not None:
         raise UserError(
             "ModelConfig.prefetch brings replicas before the gate, and this planner brings them after it; set "
             "PlannerConfig.when = 'ahead' or ModelConfig.prefetch = 'none'"
         )
     find = grouped_matmul_finder(config, roles)
-    return StagedMoE(schedule, config, roles, activation, find, make_decide(roles, rule))
+    return StagedMoE(schedule, config, roles, activation, find, make_decide(roles, plan))

@@ -10,7 +10,6 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.placement.placement import Placement
-from moe_jax.placement.rounds import within_group
 
 
 def bank_rows(placement: Placement) -> np.ndarray:
@@ -51,3 +50,12 @@ def numbered(key: np.ndarray) -> np.ndarray:
     rank = np.empty(len(key), np.int32)
     rank[order] = within_group(key[order])
     return rank
+
+
+def within_group(key: np.ndarray) -> np.ndarray:
+    """Number the entries of each group: key int [n], sorted -> rank within the run of equal keys, int64 [n]."""
+    if not len(key):
+        return np.zeros(0, np.int64)
+    index = np.arange(len(key))
+    first = np.r_[True, key[1:] != key[:-1]]
+    return index - np.maximum.accumulate(np.where(first, index, 0))

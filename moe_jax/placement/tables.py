@@ -1,8 +1,7 @@
-"""A placement split into what a compiled step is built for (skeleton) and what it reads as input (tables).
+"""A placement as the arrays that a step reads: where tokens of an expert go, and which replicas are fetched.
 
-Inputs: a Placement. Outputs: a hashable `Skeleton` (sizes, transfer method, rounds) and `Tables` of arrays. A placement
-that fits the skeleton of a running step changes only the tables. Nothing here runs a transfer; README.md draws the
-shapes.
+Inputs: a Placement and the `PlanShape` that a step is compiled for. Outputs: `Tables`, NumPy arrays in the devices'
+order, written once. Nothing here runs a transfer; README.md draws the shapes.
 
 Letters: docs/notation.md.
 """
@@ -10,83 +9,40 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+import typing
 
 import numpy as np
 
+from moe_jax.collectives.transfer_shape import TransferShape, TransferTables
 from moe_jax.errors import UserError
-from moe_jax.placement import rounds as rounds_lib
-from moe_jax.placement.bank import bank_rows, most_homes, numbered
+from moe_jax.placement.bank import bank_rows, numbered, within_group
 from moe_jax.placement.placement import Placement
+from moe_jax.placement.plan_shape import PlanShape, misfits
 from moe_jax.placement.routing import SHARE_BITS, choose_slices
 
-METHODS = ("none", "shift", "permute", "gather", "broadcast")
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Skeleton:
-    """Hold all that decides the shape of a compiled step; equal skeletons share one executable.
-
-    Attributes:
-      method: how replicas get their parameters. `permute`: exact pairs, one list of rounds per layer. `shift`: rounds
-        i -> i + s (mod D) shared by all layers. `gather`: each device offers X rows to all. `broadcast`: Y experts go
-        to all.
-      rounds: (src, dst) pairs by [layer or shared][round]; empty unless `permute` or `shift`.
-      bucket_rows: rows of one (source, destination) bucket of tokens.
-    """
-
-    layers: int
-    experts: int
-    devices: int
-    devices_per_node: int
-    home_slots: int
-    replica_slots: int
-    bank_rows: int
-    candidates: int
-    method: str = "shift"
-    rounds: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = ()
-    gather_slots: int = 0
-    broadcast_slots: int = 0
-    bucket_rows: int = 0
-
-    @property
-    def slots(self) -> int:
-        """Slots of one device in one layer: home slots first, then replica slots."""
-        return self.home_slots + self.replica_slots
-
-    @property
-    def round_count(self) -> int:
-        """T: the most rounds that a layer has."""
-        return max((len(layer) for layer in self.rounds), default=0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Tables:
-    """Hold the arrays of one plan; shapes follow from the skeleton alone. -1 pads, and only there.
+    """Where experts compute. Stacked over layers they are a scan's input; without the L they serve one layer.
+
+    Every array has a leading D, split over the expert axis; inside `shard_map` that is this device's 1, and
+    `dispatch.local` takes it off.
 
     Attributes:
-      slot_to_expert: int32 [L, D, Hs + Gs], the expert in each slot.
-      home_row: int32 [L, D, Hs], the bank row (of this device) behind each home slot.
-      dest_slot: int32 [L, D, E, Q], candidate slots of source d's tokens for an expert, as device * (Hs + Gs) + slot.
-      dest_num: uint32 [L, D, E, Q], dest_den: uint32 [L, D, E]: token i of n goes to the first q with
-        dest_num * n // dest_den > i. Pads repeat dest_num = dest_den, so they are never the first.
-      send_row: int32 [L, T, D], the bank row that device d sends in round t (-1: nothing of use).
-      recv_slot: int32 [L, T, D], the replica slot that d fills in round t (Gs: drop it).
-      gather_row: int32 [L, D, X], bank rows that a device offers to all.
-      broadcast_row: int32 [L, Y], rows of the whole bank (device * Rb + row).
-      replica_from: int32 [L, D, Gs], where a replica comes from: an index into [D * X] or [Y].
+      dest_slot: int32 [D, L, E, Q], candidates of source d's tokens for each expert, as device * G + group.
+      dest_num: uint32 [D, L, E, Q], dest_den: uint32 [D, L, E]: the i-th of n choices of an expert goes to the first
+        candidate q with dest_num * n // dest_den > i; dest_num <= dest_den <= 2^16.
+      home_row: int32 [D, L, Hs], the bank row behind each home slot; a row outside the bank where the slot is empty.
+      slot_expert: int32 [D, L, G], the expert in each slot, -1 for none; None where nothing is decided after the gate.
+      transfer: `TransferTables` of every layer, arrays [D, L, ...]; None where nothing is fetched ahead.
     """
 
-    slot_to_expert: np.ndarray
-    home_row: np.ndarray
-    dest_slot: np.ndarray
-    dest_num: np.ndarray
-    dest_den: np.ndarray
-    send_row: np.ndarray
-    recv_slot: np.ndarray
-    gather_row: np.ndarray
-    broadcast_row: np.ndarray
-    replica_from: np.ndarray
+    dest_slot: typing.Any
+    dest_num: typing.Any
+    dest_den: typing.Any
+    home_row: typing.Any
+    slot_expert: typing.Any = None
+    transfer: TransferTables | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,124 +54,36 @@ class _Slots:
     replica_slot: np.ndarray
 
 
-def bucket_rows(largest_pair: float, error: float = 0.0, multiple: int = 1) -> int:
-    """Return rows of a bucket: the predicted largest pair times (1 + error), rounded up to 8 and to `multiple`."""
-    step = int(np.lcm(8, multiple))
-    return step * max(1, int(np.ceil(largest_pair * (1.0 + error) / step)))
-
-
-def build_skeleton(
-    placement: Placement,
-    *,
-    method: str = "shift",
-    replica_slots: int | None = None,
-    home_slots: int | None = None,
-    candidates: int | None = None,
-    rows: int | None = None,
-    bucket: int = 0,
-) -> Skeleton:
-    """Return the smallest skeleton that this placement fits, or a larger one where a size is given."""
-    if method not in METHODS:
-        raise UserError(f"transfer method {method!r} is not one of {', '.join(METHODS)}")
-    if len(placement.replicas) and method == "none":
-        raise UserError(
-            f"transfer method 'none' cannot bring the placement's {len(placement.replicas)} replicas; use 'shift'"
-        )
-    layer, expert, dst = placement.replicas.T
-    src = placement.home[layer, expert]
-    pairs: tuple = ()
-    gather = broadcast = 0
-    if method == "shift" and len(layer):
-        pairs = (_shift_pairs(rounds_lib.shift_rounds(layer, src, dst, placement.devices)[0]),)
-    elif method == "permute" and len(layer):
-        pairs = _permute_pairs(layer, src, dst, placement)
-    elif method in ("gather", "broadcast"):
-        gather, broadcast = _offered(placement)
-    return Skeleton(
-        layers=placement.layers,
-        experts=placement.experts,
-        devices=placement.devices,
-        devices_per_node=placement.devices_per_node,
-        home_slots=_at_least("home_slots", home_slots, _most_homes_in_layer(placement)),
-        replica_slots=_at_least("replica_slots", replica_slots, _most_replicas(placement)),
-        bank_rows=_at_least("bank_rows", rows, most_homes(placement)),
-        candidates=_at_least("candidates", candidates, _most_candidates(placement)),
-        method=method,
-        rounds=pairs,
-        gather_slots=gather if method == "gather" else 0,
-        broadcast_slots=broadcast if method == "broadcast" else 0,
-        bucket_rows=bucket,
-    )
-
-
-def fits(skeleton: Skeleton, placement: Placement) -> bool:
-    """Say whether `fill_tables` would succeed, so that a new plan needs no new executable."""
-    sizes = (placement.layers, placement.experts, placement.devices, placement.devices_per_node)
-    if sizes != (skeleton.layers, skeleton.experts, skeleton.devices, skeleton.devices_per_node):
-        return False
-    if (
-        _most_homes_in_layer(placement) > skeleton.home_slots
-        or _most_replicas(placement) > skeleton.replica_slots
-        or most_homes(placement) > skeleton.bank_rows
-        or _most_candidates(placement) > skeleton.candidates
-    ):
-        return False
-    if not len(placement.replicas):
-        return True
-    if skeleton.method in ("gather", "broadcast"):
-        gather, broadcast = _offered(placement)
-        return gather <= skeleton.gather_slots if skeleton.method == "gather" else broadcast <= skeleton.broadcast_slots
-    return _assign_rounds(skeleton, placement) is not None
-
-
-def fill_tables(skeleton: Skeleton, placement: Placement) -> Tables:
-    """Write a placement into arrays of the skeleton's shapes.
+def fill_tables(shape: PlanShape, placement: Placement) -> Tables:
+    """Write a placement into arrays of the shape's sizes.
 
     Raises:
       UserError: the placement does not fit (`fits` says so beforehand).
     """
-    if not fits(skeleton, placement):
-        raise UserError(
-            f"the placement needs home slots {_most_homes_in_layer(placement)}, replica slots "
-            f"{_most_replicas(placement)}, bank rows {most_homes(placement)}, candidates {_most_candidates(placement)} "
-            f"and its own rounds, but the {skeleton.method!r} skeleton has {skeleton.home_slots}, "
-            f"{skeleton.replica_slots}, {skeleton.bank_rows}, {skeleton.candidates} and {skeleton.round_count} rounds; "
-            "build a new skeleton"
-        )
+    wrong = misfits(shape, placement)
+    if wrong:
+        raise UserError(f"the placement does not fit the shape of the step ({'; '.join(wrong)}); build a new shape")
     slots = _lay_out(placement)
-    layers, devices = skeleton.layers, skeleton.devices
+    layers, devices = shape.layers, shape.devices
     layer, expert, device = placement.replicas.T
-    slot_to_expert = np.full((layers, devices, skeleton.slots), -1, np.int32)
-    home_row = np.full((layers, devices, skeleton.home_slots), -1, np.int32)
+    slot_expert = np.full((layers, devices, shape.slots), -1, np.int32)
+    home_row = np.full((layers, devices, shape.home_slots), shape.bank_rows, np.int32)
     grid = np.indices(placement.home.shape)
-    slot_to_expert[grid[0], placement.home, slots.home_slot] = grid[1]
+    slot_expert[grid[0], placement.home, slots.home_slot] = grid[1]
     home_row[grid[0], placement.home, slots.home_slot] = slots.bank_row
-    slot_to_expert[layer, device, skeleton.home_slots + slots.replica_slot] = expert
+    slot_expert[layer, device, shape.home_slots + slots.replica_slot] = expert
     return Tables(
-        slot_to_expert=slot_to_expert,
-        home_row=home_row,
-        **_destinations(skeleton, placement, slots),
-        **_transfers(skeleton, placement, slots),
+        home_row=_by_device(home_row),
+        slot_expert=_by_device(slot_expert),
+        transfer=None if shape.ahead is None else _transfer(shape, shape.ahead, placement, slots),
+        **_destinations(shape, placement, slots),
     )
 
 
-def widen(skeleton: Skeleton, placement: Placement) -> Skeleton:
-    """Return a skeleton that this placement fits and, but for exact rounds, every plan that fitted the old one too."""
-    need = build_skeleton(placement, method=skeleton.method)
-    sizes = ("home_slots", "replica_slots", "bank_rows", "candidates", "gather_slots", "broadcast_slots")
-    largest = {name: max(getattr(need, name), getattr(skeleton, name)) for name in sizes}
-    rounds = need.rounds or skeleton.rounds
-    if skeleton.method == "shift" and need.rounds and skeleton.rounds:
-        both = [Counter(skeleton.rounds[0]), Counter(need.rounds[0])]
-        rounds = (tuple(sorted((both[0] | both[1]).elements())),)
-    return dataclasses.replace(skeleton, rounds=rounds, **largest)
-
-
-def split(placement: Placement, skeleton: Skeleton | None = None, **sizes) -> tuple[Skeleton, Tables]:
-    """Return (skeleton, tables); a given skeleton is kept when the placement fits it, else one is built."""
-    if skeleton is None or not fits(skeleton, placement):
-        skeleton = build_skeleton(placement, **sizes)
-    return skeleton, fill_tables(skeleton, placement)
+def table_shapes(shape: PlanShape) -> Tables:
+    """Return arrays with the shapes and dtypes of every plan of a shape: even homes and no replicas."""
+    sizes = (shape.layers, shape.experts, shape.devices, shape.devices_per_node)
+    return fill_tables(shape, Placement.even(*sizes, rule="home"))
 
 
 def _lay_out(placement: Placement) -> _Slots:
@@ -226,13 +94,13 @@ def _lay_out(placement: Placement) -> _Slots:
     return _Slots(home_slot, bank_rows(placement), numbered(replicas[:, 0] * devices + replicas[:, 2]))
 
 
-def _destinations(skeleton: Skeleton, placement: Placement, slots: _Slots) -> dict[str, np.ndarray]:
+def _destinations(shape: PlanShape, placement: Placement, slots: _Slots) -> dict[str, np.ndarray]:
     """Fill dest_slot, dest_num, dest_den from the same slices that count tokens on the host."""
-    layers, devices, experts, q = skeleton.layers, skeleton.devices, skeleton.experts, skeleton.candidates
+    layers, devices, experts, q = shape.layers, shape.devices, shape.experts, shape.candidates
     slot_of = np.full((layers, experts, devices), -1, np.int32)
     grid = np.indices(placement.home.shape)
     slot_of[grid[0], grid[1], placement.home] = slots.home_slot
-    slot_of[tuple(placement.replicas.T)] = skeleton.home_slots + slots.replica_slot
+    slot_of[tuple(placement.replicas.T)] = shape.home_slots + slots.replica_slot
     layer, source, expert = (part.ravel() for part in np.indices((layers, devices, experts)))
     kind, start, count, device = choose_slices(placement, layer, source, expert)
     lists = placement.candidates
@@ -241,7 +109,7 @@ def _destinations(skeleton: Skeleton, placement: Placement, slots: _Slots) -> di
     num = np.repeat(den[:, None], q, axis=1)
     many = np.flatnonzero(kind > 0)
     row = np.repeat(many, count[many])
-    j = rounds_lib.within_group(row)
+    j = within_group(row)
     even = kind[row] == 1
     at = np.where(
         even, start[row] + (j + source[row] % np.maximum(count[row], 1)) % np.maximum(count[row], 1), start[row] + j
@@ -251,132 +119,50 @@ def _destinations(skeleton: Skeleton, placement: Placement, slots: _Slots) -> di
     dest[row[~even], j[~even]] = lists.share_device[at[~even]]
     num[row[~even], j[~even]] = lists.share_num[at[~even]]
     slot = slot_of[layer[:, None], expert[:, None], dest]
-    shape = (layers, devices, experts, q)
+    sizes = (layers, devices, experts, q)
     return {
-        "dest_slot": (dest * skeleton.slots + slot).astype(np.int32).reshape(shape),
-        "dest_num": num.reshape(shape),
-        "dest_den": den.reshape(shape[:3]),
+        "dest_slot": _by_device((dest * shape.slots + slot).reshape(sizes)),
+        "dest_num": _by_device(num.reshape(sizes)),
+        "dest_den": _by_device(den.reshape(sizes[:3])),
     }
 
 
-def _transfers(skeleton: Skeleton, placement: Placement, slots: _Slots) -> dict[str, np.ndarray]:
-    layers, devices, replicas = skeleton.layers, skeleton.devices, skeleton.replica_slots
-    layer, expert, dst = placement.replicas.T
-    src, row = placement.home[layer, expert], slots.bank_row[layer, expert]
-    send_row = np.full((layers, skeleton.round_count, devices), -1, np.int32)
-    recv_slot = np.full((layers, skeleton.round_count, devices), replicas, np.int32)
-    gather_row = np.full((layers, devices, skeleton.gather_slots), -1, np.int32)
-    broadcast_row = np.full((layers, skeleton.broadcast_slots), -1, np.int32)
-    replica_from = np.full((layers, devices, replicas), -1, np.int32)
-    if skeleton.method in ("shift", "permute") and len(layer):
-        turn = _assign_rounds(skeleton, placement)
-        send_row[layer, turn, src] = row
-        recv_slot[layer, turn, dst] = slots.replica_slot
-    elif skeleton.method in ("gather", "broadcast") and len(layer):
-        replicated = np.unique(layer.astype(np.int64) * skeleton.experts + expert)
-        at_layer, at_expert = np.divmod(replicated, skeleton.experts)
-        owner = placement.home[at_layer, at_expert]
-        rows = slots.bank_row[at_layer, at_expert]
-        place = np.full((layers, skeleton.experts), -1, np.int32)
-        if skeleton.method == "gather":
-            offer = numbered(at_layer * devices + owner)
-            gather_row[at_layer, owner, offer] = rows
-            place[at_layer, at_expert] = owner * skeleton.gather_slots + offer
-        else:
-            offer = numbered(at_layer)
-            broadcast_row[at_layer, offer] = owner * skeleton.bank_rows + rows
-            place[at_layer, at_expert] = offer
-        replica_from[layer, dst, slots.replica_slot] = place[layer, expert]
-    return {
-        "send_row": send_row,
-        "recv_slot": recv_slot,
-        "gather_row": gather_row,
-        "broadcast_row": broadcast_row,
-        "replica_from": replica_from,
-    }
+def _transfer(shape: PlanShape, sizes: TransferShape, placement: Placement, slots: _Slots) -> TransferTables:
+    """Say who offers which expert, which of a node's offers cross to which node, and where each slot's lies."""
+    layers, devices, group = shape.layers, shape.devices, sizes.inside
+    layer, expert, device = placement.replicas.T.astype(np.int64)
+    travels = np.zeros(placement.home.shape, bool)
+    travels[layer, expert] = True
+    at_layer, at_expert = np.nonzero(travels)
+    owner = placement.home[at_layer, at_expert]
+    nth = numbered(at_layer * devices + owner)  # of the owner's offers
+    offer = np.full((layers, devices, sizes.offers), shape.home_slots, np.int32)
+    offer[at_layer, owner, nth] = slots.home_slot[at_layer, at_expert]
+    place = np.full(placement.home.shape, -1, np.int64)  # among its level's offers
+    place[at_layer, at_expert] = owner % group * sizes.offers + nth
+    source, target = placement.home[layer, expert] // group, device // group
+    lies = place[layer, expert]
+    pick = None
+    if sizes.by_node:
+        pick = np.full((layers, sizes.nodes, sizes.nodes, sizes.crossing), group * sizes.offers, np.int32)
+        far = source != target
+        key = (layer * placement.experts + expert) * sizes.nodes + target
+        crossings, of = np.unique(key[far], return_inverse=True)  # an expert crosses once to each node
+        pair, to = np.divmod(crossings, sizes.nodes)
+        la, ex = np.divmod(pair, placement.experts)
+        come = placement.home[la, ex] // group
+        turn = numbered((la * sizes.nodes + come) * sizes.nodes + to)
+        pick[la, come, to, turn] = place[la, ex]
+        lies = lies.copy()
+        lies[far] = group * sizes.offers + source[far] * sizes.crossing + turn[of]
+        pick = _by_device(np.repeat(pick, group, axis=1))
+    want = np.full((layers, devices, sizes.slots), sizes.places, np.int32)
+    want[layer, device, slots.replica_slot] = lies
+    want = want.reshape(layers, sizes.nodes, group, sizes.slots)
+    return TransferTables(offer=_by_device(offer), pick=pick, want=_by_device(np.repeat(want, group, axis=1)))
 
 
-def _assign_rounds(skeleton: Skeleton, placement: Placement) -> np.ndarray | None:
-    """Return the round of each replica [n], or None where the skeleton's rounds cannot carry them."""
-    layer, expert, dst = placement.replicas.T
-    src = placement.home[layer, expert]
-    devices = skeleton.devices
-    if skeleton.method == "shift":
-        need, nth = rounds_lib.shift_rounds(layer, src, dst, devices)
-        have = np.zeros(devices, np.int64)
-        first = np.zeros(devices, np.int64)
-        for turn, pairs in enumerate(skeleton.rounds[0] if skeleton.rounds else ()):
-            shift = (pairs[0][1] - pairs[0][0]) % devices
-            first[shift] = turn if not have[shift] else first[shift]
-            have[shift] += 1
-        return None if (need > have).any() else first[(dst - src) % devices] + nth
-    if skeleton.method != "permute" or not skeleton.rounds:
-        return None
-    turn = np.full(len(layer), -1, np.int64)
-    for at in range(skeleton.layers):
-        free: dict[tuple[int, int], list[int]] = {}
-        for index, pairs in enumerate(skeleton.rounds[at]):
-            for pair in pairs:
-                free.setdefault(pair, []).append(index)
-        for i in np.flatnonzero(layer == at).tolist():
-            turns = free.get((int(src[i]), int(dst[i])))
-            if not turns:
-                return None
-            turn[i] = turns.pop(0)
-    return turn
-
-
-def _shift_pairs(need: np.ndarray) -> tuple[tuple[tuple[int, int], ...], ...]:
-    devices = len(need)
-    return tuple(
-        tuple((i, (i + shift) % devices) for i in range(devices))
-        for shift in np.flatnonzero(need).tolist()
-        for _ in range(int(need[shift]))
-    )
-
-
-def _permute_pairs(layer: np.ndarray, src: np.ndarray, dst: np.ndarray, placement: Placement):
-    by_layer = []
-    for at in range(placement.layers):
-        mine = layer == at
-        colour = rounds_lib.colour_edges(src[mine], dst[mine], placement.devices)
-        lists: list[list[tuple[int, int]]] = [[] for _ in range(int(colour.max(initial=-1)) + 1)]
-        for c, a, b in zip(colour.tolist(), src[mine].tolist(), dst[mine].tolist(), strict=True):
-            lists[c].append((a, b))
-        by_layer.append(tuple(tuple(pairs) for pairs in lists))
-    return tuple(by_layer)
-
-
-def _offered(placement: Placement) -> tuple[int, int]:
-    """Return (most replicated experts homed on one device in one layer, most replicated experts in one layer)."""
-    replicated = np.zeros(placement.home.shape, bool)
-    replicated[tuple(placement.replicas[:, :2].T)] = True
-    key = (np.arange(placement.layers)[:, None] * placement.devices + placement.home)[replicated]
-    return int(np.bincount(key, minlength=1).max()), int(replicated.sum(axis=1).max())
-
-
-def _most_homes_in_layer(placement: Placement) -> int:
-    return int(np.bincount((np.arange(placement.layers)[:, None] * placement.devices + placement.home).ravel()).max())
-
-
-def _most_replicas(placement: Placement) -> int:
-    replicas = placement.replicas
-    return int(np.bincount(replicas[:, 0] * placement.devices + replicas[:, 2], minlength=1).max())
-
-
-def _most_candidates(placement: Placement) -> int:
-    """Return Q: the length of the longest list of candidates of any source."""
-    lists = placement.candidates
-    nearest = np.array([name != "home" for name in placement.rule])[:, None]
-    lacks_node = (lists.node_count == 0).any(axis=2)
-    inside = np.where(lists.node_count == placement.devices_per_node, 1, lists.node_count).max(axis=2)
-    even = np.where(nearest, np.maximum(inside, np.where(lacks_node, lists.count, 1)), 1)
-    return int(max(even.max(), lists.share_count.max(initial=0)))
-
-
-def _at_least(name: str, given: int | None, needed: int) -> int:
-    if given is not None and given < needed:
-        raise UserError(
-            f"{name} ({given}) is less than the {needed} that the placement needs; raise it or replicate less"
-        )
-    return needed if given is None else given
+def _by_device(array: np.ndarray) -> np.ndarray:
+    """Return [D, L, ...] from [L, D, ...]: uint32 as it is, all else int32."""
+    array = np.ascontiguousarray(np.swapaxes(array, 0, 1))
+    return array if array.dtype == np.uint32 else array.astype(np.int32)

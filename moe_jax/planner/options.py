@@ -6,7 +6,8 @@ import dataclasses
 
 from moe_jax.errors import UserError
 
-TRANSFERS = ("auto", "shift", "permute", "gather", "broadcast")
+TRANSFERS = ("auto", "flat", "by_node")
+FORMER_TRANSFERS = ("shift", "permute", "gather", "broadcast")
 PREDICTORS = ("last", "window", "exponential", "trend")
 # of fields that are None where neither the user nor the planner says otherwise
 DEFAULTS = {"interval": 1, "predictor": "last"}
@@ -22,19 +23,21 @@ class PlannerOptions:
       replica_slots: mu, replicas that a device may hold in one layer.
       overlap_degree: tau, experts whose transfer hides behind attention; None: from the cluster and attention's time.
       interval: plan every so many steps; None: the planner's own, else 1.
-      swap_after: a new skeleton is swapped in exactly so many steps after it was proposed; None: once it is compiled.
+      swap_after: a new shape is swapped in exactly so many steps after it was proposed; None: once it is compiled.
       bounded: keep to the replica slots where the original has no such bound.
       predictor, window, decay: how the next step's loads are predicted (None: the planner's own, else 'last'), from how
         many steps, with which weight.
-      horizon: steps over which a gain must pay for a change that costs (homes, skeletons).
-      swap_seconds: the cost of a new skeleton in that decision.
+      horizon: steps over which a gain must pay for a change that costs (homes, shapes).
+      swap_seconds: the cost of a new shape in that decision.
       cluster: file of the links and speeds that predictions use, such as 'configs/cluster/NAME.gin'; '' for none.
       split: which holder a token goes to: 'plan', as the planner says, near ones first; or 'even', in the same
         proportions from every source: the plan's device loads stay, and buckets of a padded exchange may be small.
       bucket_limit: rows of a planned bucket over their mean, at most: a bucket is as large as the fullest pair that is
         predicted, which under skewed loads and near holders can be all tokens of a device, for each of D destinations.
         What does not fit takes another pass.
-      transfer: how replicas get parameters: 'shift', 'permute', 'gather', 'broadcast', or 'auto' for the fewest bytes.
+      transfer: how replicas get parameters: in slices over all devices ('flat'), over devices of a node and then nodes
+        ('by_node'), or 'auto' for the cheaper one.
+      late_slots: replicas that a device may get after the gate, in slots of their own (Hecate's calibration).
       executables: how many compiled steps are kept at most, the running one included.
     """
 
@@ -54,15 +57,27 @@ class PlannerOptions:
     split: str = "plan"
     bucket_limit: float = 4.0
     transfer: str = "auto"
+    late_slots: int = 2
     executables: int = 4
 
     def __post_init__(self):
         self.one_of("when", ("ahead", "after_gate"))
         if self.predictor is not None:
             self.one_of("predictor", PREDICTORS)
+        if self.transfer in FORMER_TRANSFERS:
+            raise UserError(
+                f"PlannerConfig.transfer ({self.transfer!r}) was replaced: replicas travel in slices; use 'auto', "
+                "'flat' or 'by_node'"
+            )
         self.one_of("transfer", TRANSFERS)
         self.one_of("split", ("plan", "even"))
-        for field, least in (("replica_slots", 0), ("window", 1), ("executables", 2), ("horizon", 1)):
+        for field, least in (
+            ("replica_slots", 0),
+            ("late_slots", 1),
+            ("window", 1),
+            ("executables", 2),
+            ("horizon", 1),
+        ):
             self.whole(field, least)
         for field, least in (("overlap_degree", 0), ("interval", 1), ("swap_after", 1)):
             if getattr(self, field) is not None:

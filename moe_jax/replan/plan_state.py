@@ -1,4 +1,4 @@
-"""Placements and skeletons as JSON data, for checkpoints. Host side."""
+"""Placements and shapes as JSON data, for checkpoints. Host side."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from moe_jax.placement import Placement, Skeleton
+from moe_jax.collectives.transfer_shape import TransferShape
+from moe_jax.placement import Placement, PlanShape, build_shape
 
 
 def to_lists(value):
@@ -30,16 +31,27 @@ def read_placement(data: dict, like: Placement) -> Placement:
     return like.replace(**arrays, rule=tuple(data["rule"]))
 
 
-def skeleton_data(skeleton: Skeleton) -> dict:
-    """Return all fields of a skeleton; tuples become lists in a file."""
-    return dataclasses.asdict(skeleton)
+def shape_data(shape: PlanShape) -> dict:
+    """Return the sizes of a shape; the rule after the gate follows from the config."""
+    fields = {
+        field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name != "after_gate"
+    }
+    return {
+        name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value for name, value in fields.items()
+    }
 
 
-def read_skeleton(data: dict) -> Skeleton:
-    """Return the skeleton, its rounds as tuples again; older checkpoints have two fields more, which are dropped."""
-    fields = {name: value for name, value in data.items() if name not in ("schedule", "remat")}
-    return Skeleton(**{**fields, "rounds": _tuples(data["rounds"])})
+def read_shape(data: dict, placement: Placement) -> PlanShape:
+    """Return the shape.
 
-
-def _tuples(value):
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+    Args:
+      data: as `shape_data` gives it, or as runs up to commit 54b32df wrote it, with other sizes of a transfer.
+      placement: that ran with it, for such older data: its replicas say how large the transfer has to be.
+    """
+    if "method" not in data:
+        transfers = {name: data[name] and TransferShape(**data[name]) for name in ("ahead", "late")}
+        return PlanShape(**{**data, **transfers})
+    shape = build_shape(placement)
+    sizes = {name: max(getattr(shape, name), data[name]) for name in ("home_slots", "bank_rows", "candidates")}
+    ahead = shape.ahead and dataclasses.replace(shape.ahead, slots=max(shape.ahead.slots, data["replica_slots"]))
+    return dataclasses.replace(shape, ahead=ahead, bucket_rows=data["bucket_rows"] or None, **sizes)

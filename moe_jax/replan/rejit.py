@@ -1,11 +1,11 @@
 """The re-jit engine: which plan and which executable the next step runs with, chosen without delaying the step.
 
-Inputs: the loads of finished steps. Outputs: for every step the placement's tables, the executable of its skeleton, and
-the state with its experts at the placement's homes. A plan that fits the running skeleton is a change of tables. One
-that does not gets a wider skeleton, compiled in a background thread while training goes on with the old plan.
+Inputs: the loads of finished steps. Outputs: for every step the placement's tables, the executable of its shape, and
+the state with its experts at the placement's homes. A plan that fits the running shape is a change of tables. One
+that does not gets a wider shape, compiled in a background thread while training goes on with the old plan.
 
 All processes derive the same plans from the same loads, and must swap executables at the same step: each passes the
-number of its newest compiled skeleton into the step, whose metrics return the least over all processes (`ready`), and
+number of its newest compiled shape into the step, whose metrics return the least over all processes (`ready`), and
 the host reads that when it reads the step's metrics. A hash of the running plan is passed with it; where processes
 disagree the run ends with an error instead of hanging.
 
@@ -23,17 +23,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moe_jax.after_gate import Rule
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.mesh.roles import Roles
-from moe_jax.placement import Placement, Skeleton, fits, routing
+from moe_jax.placement import Placement, PlanShape, build_shape, fill_tables, fits, routing
 from moe_jax.planner import predicted_layer_seconds, worth_a_swap
 from moe_jax.renames import plan_of_today
 from moe_jax.replan import plan_state
-from moe_jax.replan.device_tables import device_tables
-from moe_jax.replan.replanner import Replanner, bare_skeleton, plan_hash
+from moe_jax.replan.replanner import Replanner, plan_hash
 from moe_jax.replan.reshard import reshard
 
 
@@ -50,25 +48,25 @@ class Session(Protocol):
     def state_shardings(self) -> Any:
         """Shardings of a step's inputs, `tables` and `host_signals` among them."""
 
-    def compile_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None) -> tuple[Any, float]:
-        """Return (executable, seconds) of the training step for plans of this skeleton."""
+    def compile_train_step(self, shape: PlanShape | None = None) -> tuple[Any, float]:
+        """Return (executable, seconds) of the training step for plans of this shape."""
 
-    def evaluation_step(self, skeleton: Skeleton | None = None) -> Any:
+    def evaluation_step(self, shape: PlanShape | None = None) -> Any:
         """Return the evaluation step."""
 
 
 @dataclasses.dataclass
 class Pending:
-    """A skeleton that is being compiled: why, and the newest placement that it could run.
+    """A shape that is being compiled: why, and the newest placement that it could run.
 
     Attributes:
-      number: of all skeletons requested, from 1; what processes send each other when it is ready.
+      number: of all shapes requested, from 1; what processes send each other when it is ready.
       step: the first step that might have run with it.
     """
 
     number: int
     step: int
-    skeleton: Skeleton
+    shape: PlanShape
     placement: Placement
 
 
@@ -82,15 +80,15 @@ class RejitEngine:
         self.plans = self.replanner.plans
         # placement: what the next step runs with; bank: where the state's experts are now
         self.placement = self.bank = self.replanner.start
-        self.skeleton = self.replanner.first_skeleton()
+        self.shape = self.replanner.first_shape()
         self.pending: Pending | None = None
-        self.asked = 0  # skeletons requested so far
+        self.asked = 0  # shapes requested so far
         self.agreed = 0  # the newest that every process had compiled, as far as metrics were read
         self.waiting: dict[int, np.ndarray] = {}  # loads by step: read, and not yet given to the planner
         self.plan_id = 0
         self.next_planner_seconds = 0.0
-        self.records: dict[int, tuple[Placement, dict, Skeleton]] = {}
-        self.executables: collections.OrderedDict[Skeleton, concurrent.futures.Future] = collections.OrderedDict()
+        self.records: dict[int, tuple[Placement, dict, PlanShape]] = {}
+        self.executables: collections.OrderedDict[PlanShape, concurrent.futures.Future] = collections.OrderedDict()
         self.evaluations: dict[int, object] = {}
         self.thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="rejit")
         self.tables, self.hash = None, 0
@@ -100,15 +98,15 @@ class RejitEngine:
     def start(self):
         """Compile what the first step runs with; return (executable, seconds)."""
         if self.pending is not None:
-            self._compile(self.pending.skeleton)
-        return self._compile(self.skeleton, now=True).result()
+            self._compile(self.pending.shape)
+        return self._compile(self.shape, now=True).result()
 
     def warm_start(self, past: list[np.ndarray]):
         """Plan the first step from loads [L, S, E] seen elsewhere, oldest first; to be called before `start`."""
         for loads in past:
             self.plans.observe(self.replanner.step_loads(loads))
         placement = self.plans.propose(0).placement
-        self.skeleton = self.replanner.grow(self.skeleton, placement)
+        self.shape = self.replanner.grow(self.shape, placement)
         self._adopt(placement)
 
     def before_step(self, step: int, state: dict, flag: int):
@@ -123,15 +121,15 @@ class RejitEngine:
             self._swap(record)
         began = time.perf_counter()
         if (self.placement.home != self.bank.home).any():
-            state = reshard(state, self.bank, self.placement, self.skeleton.bank_rows)
+            state = reshard(state, self.bank, self.placement, self.shape.bank_rows)
             self.bank, record["reshard_seconds"] = self.placement, time.perf_counter() - began
         if self.tables is None:
-            tables = device_tables(self.skeleton, self.placement)
+            tables = fill_tables(self.shape, self.placement)
             self.tables = to_devices(tables, self.session.state_shardings.tables)
-            self.hash = plan_hash(self.skeleton, self.placement)
+            self.hash = plan_hash(self.shape, self.placement)
         record["plan_id"] = self.plan_id
-        self.records[step] = (self.placement, record, self.skeleton)
-        executable = self.executables[self.skeleton].result()[0]
+        self.records[step] = (self.placement, record, self.shape)
+        executable = self.executables[self.shape].result()[0]
         return executable, self.tables, self._host_signals(flag), state
 
     def after_dispatch(self, step: int):
@@ -156,9 +154,9 @@ class RejitEngine:
 
     def record(self, step: int, loads: np.ndarray) -> dict:
         """Return the plan's part of a finished step's record in metrics.jsonl (from 0)."""
-        placement, record, skeleton = self.records.pop(step)
+        placement, record, shape = self.records.pop(step)
         loads = self.replanner.step_loads(loads)
-        placement = self.replanner.refined(skeleton, placement, loads)
+        placement = self.replanner.refined(shape, placement, loads)
         record["replicas"] = len(placement.replicas)
         computed = routing.device_loads(placement, loads)
         record["device_load_max_over_mean"] = computed.max(axis=1) / np.maximum(computed.mean(axis=1), 1e-9)
@@ -172,11 +170,11 @@ class RejitEngine:
     def evaluation(self):
         """Return (evaluation step, tables) for the experts' current homes, without replicas."""
         bare = self.bank.replace(replicas=None, shares=None, rule="nearest")
-        skeleton = bare_skeleton(bare)
-        if skeleton.home_slots not in self.evaluations:
-            self.evaluations[skeleton.home_slots] = self.session.evaluation_step(skeleton)
-        tables = to_devices(device_tables(skeleton, bare), self.session.state_shardings.tables)
-        return self.evaluations[skeleton.home_slots], tables
+        shape = build_shape(bare)
+        if shape.home_slots not in self.evaluations:
+            self.evaluations[shape.home_slots] = self.session.evaluation_step(shape)
+        tables = to_devices(fill_tables(shape, bare), self.session.state_shardings.tables)
+        return self.evaluations[shape.home_slots], tables
 
     def close(self):
         """End the thread; a running compilation cannot be stopped, so this waits for it."""
@@ -191,13 +189,13 @@ class RejitEngine:
             "session": plan_state.to_lists(self.plans.state()),
             "placement": plan_state.placement_data(self.placement),
             "bank": plan_state.placement_data(self.bank),
-            "skeleton": plan_state.skeleton_data(self.skeleton),
+            "shape": plan_state.shape_data(self.shape),
             "pending": None
             if pending is None
             else {
                 "number": pending.number,
                 "step": pending.step,
-                "skeleton": plan_state.skeleton_data(pending.skeleton),
+                "shape": plan_state.shape_data(pending.shape),
                 "placement": plan_state.placement_data(pending.placement),
             },
             "asked": self.asked,
@@ -214,12 +212,12 @@ class RejitEngine:
         if state is None:
             return None
         state = plan_of_today(state)
-        skeleton = plan_state.read_skeleton(state["skeleton"])
+        saved = state["shape"]
         sizes = ("layers", "experts", "devices", "devices_per_node", "bank_rows")
         changed = [
-            f"{name} was {getattr(skeleton, name)} and is {getattr(self.skeleton, name)}"
+            f"{name} was {saved[name]} and is {getattr(self.shape, name)}"
             for name in sizes
-            if getattr(skeleton, name) != getattr(self.skeleton, name)
+            if saved[name] != getattr(self.shape, name)
         ]
         if changed:
             return (
@@ -229,15 +227,16 @@ class RejitEngine:
         self.plans.restore(state["session"])
         self.placement = plan_state.read_placement(state["placement"], self.placement)
         self.bank = plan_state.read_placement(state["bank"], self.bank)
-        self.skeleton = self.replanner.with_slots_for_rule(skeleton)
-        if not fits(self.skeleton, self.placement):  # another planner's replicas, and this one decides on the device
+        self.shape = self.replanner.with_rule(plan_state.read_shape(saved, self.placement))
+        if not fits(self.shape, self.placement):  # another planner's replicas, and this one decides on the device
             self.placement = self.bank.replace(replicas=None, shares=None, rule="home")
         if (pending := state["pending"]) is not None:
+            placement = plan_state.read_placement(pending["placement"], self.placement)
             self.pending = Pending(
                 number=pending["number"],
                 step=pending["step"],
-                skeleton=self.replanner.with_slots_for_rule(plan_state.read_skeleton(pending["skeleton"])),
-                placement=plan_state.read_placement(pending["placement"], self.placement),
+                shape=self.replanner.with_rule(plan_state.read_shape(pending["shape"], placement)),
+                placement=placement,
             )
         self.asked, self.plan_id = state["asked"], state["plan_id"]
         self.waiting = {int(step): np.asarray(loads, np.int64) for step, loads in state["waiting"].items()}
@@ -246,21 +245,21 @@ class RejitEngine:
     # Internal.
 
     def _take(self, step: int, placement: Placement):
-        """Let step `step` run with a new placement if it fits; else request a skeleton that it fits."""
-        if self.pending is not None and fits(self.pending.skeleton, placement):
+        """Let step `step` run with a new placement if it fits; else request a shape that it fits."""
+        if self.pending is not None and fits(self.pending.shape, placement):
             self.pending.placement = placement
-        fitting = fits(self.skeleton, placement)
+        fitting = fits(self.shape, placement)
         if fitting:
             self._adopt(placement)
-        rows = self.replanner.predicted_rows(self.skeleton, placement)
-        crowded = rows > self.replanner.rows_of(self.skeleton)
+        rows = self.replanner.predicted_rows(self.shape, placement)
+        crowded = rows > self.replanner.rows_of(self.shape)
         if self.pending is None and (crowded if fitting else self._pays(placement)):
-            skeleton = self.replanner.grow(self.skeleton, placement)
-            if skeleton == self.skeleton:  # no bucket can be larger
+            shape = self.replanner.grow(self.shape, placement)
+            if shape == self.shape:  # no bucket can be larger
                 return
             self.asked += 1
-            self.pending = Pending(number=self.asked, step=step, skeleton=skeleton, placement=placement)
-            self._compile(skeleton)
+            self.pending = Pending(number=self.asked, step=step, shape=shape, placement=placement)
+            self._compile(shape)
 
     def _adopt(self, placement: Placement):
         if placement != self.placement:
@@ -268,7 +267,7 @@ class RejitEngine:
             self.plan_id += 1
 
     def _pays(self, placement: Placement) -> bool:
-        """Hysteresis: say whether the predicted gain over the horizon exceeds what a new skeleton costs."""
+        """Hysteresis: say whether the predicted gain over the horizon exceeds what a new shape costs."""
         loads = self.plans.predictor.predict()
         now, then = self._predicted(self.placement, loads), self._predicted(placement, loads)
         if now is None or then is None or (placement.home != self.placement.home).any():
@@ -289,34 +288,33 @@ class RejitEngine:
         return self.agreed >= self.pending.number
 
     def _swap(self, record: dict):
-        """Run with the pending skeleton from now on; wait for it only if its time has come before it is ready."""
+        """Run with the pending shape from now on; wait for it only if its time has come before it is ready."""
         assert self.pending is not None
         began = time.perf_counter()
-        _, record["compile_seconds"] = self.executables[self.pending.skeleton].result()
+        _, record["compile_seconds"] = self.executables[self.pending.shape].result()
         record["rejit_stall_seconds"] = time.perf_counter() - began
-        self.skeleton, placement, self.pending = self.pending.skeleton, self.pending.placement, None
-        self.executables.move_to_end(self.skeleton)
+        self.shape, placement, self.pending = self.pending.shape, self.pending.placement, None
+        self.executables.move_to_end(self.shape)
         self.tables = None
         self._adopt(placement)
         while len(self.executables) > self.config.executables:
             self.executables.popitem(last=False)
 
-    def _compile(self, skeleton: Skeleton, now: bool = False) -> concurrent.futures.Future:
-        """Have a skeleton compiled, unless it is in the cache: in the thread, or `now` by the caller's thread."""
-        if skeleton not in self.executables:
-            rule = self.replanner.after_gate_rule(skeleton)
+    def _compile(self, shape: PlanShape, now: bool = False) -> concurrent.futures.Future:
+        """Have a shape compiled, unless it is in the cache: in the thread, or `now` by the caller's thread."""
+        if shape not in self.executables:
             if now:
                 future: concurrent.futures.Future = concurrent.futures.Future()
-                future.set_result(self.session.compile_train_step(skeleton, rule))
+                future.set_result(self.session.compile_train_step(shape))
             else:
-                future = self.thread.submit(self.session.compile_train_step, skeleton, rule)
-            self.executables[skeleton] = future
-        return self.executables[skeleton]
+                future = self.thread.submit(self.session.compile_train_step, shape)
+            self.executables[shape] = future
+        return self.executables[shape]
 
     def _host_signals(self, flag: int):
-        """Return the step's input int32 [devices, 3]: stop, newest skeleton ready here, hash of the plan."""
+        """Return the step's input int32 [devices, 3]: stop, newest shape ready here, hash of the plan."""
         ready = 0
-        if self.pending is not None and (future := self.executables[self.pending.skeleton]).done():
+        if self.pending is not None and (future := self.executables[self.pending.shape]).done():
             future.result()  # a failed compilation ends the run now, not at a swap that others may never reach
             ready = self.pending.number
         row = np.array([flag, ready, self.hash], np.int32)

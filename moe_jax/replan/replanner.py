@@ -1,7 +1,7 @@
-"""A run's inputs to its planner, and the skeletons that it compiles for the plans. Host side; no arrays on devices.
+"""A run's inputs to its planner, and the shapes that it compiles for the plans. Host side; no arrays on devices.
 
-Inputs: a run's config and mesh, placements, predicted loads. Outputs: the planner's `Cost`, and skeletons: the first
-one, of even homes without replicas, and wider ones for placements that do not fit.
+Inputs: a run's config and mesh, placements, predicted loads. Outputs: the planner's `Cost`, and shapes: the first one,
+of even homes without replicas, and larger ones for placements that do not fit.
 Letters: docs/notation.md; mu replica slots.
 """
 
@@ -15,21 +15,21 @@ import numpy as np
 
 from moe_jax.after_gate import CalibrateRule, Rule, ShadowRule, ShareRule
 from moe_jax.cluster import Cluster, read_named_cluster
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.layer import layer_sizes
-from moe_jax.placement import Placement, Skeleton, bucket_rows, build_skeleton, fits, most_homes, routing, widen
-from moe_jax.placement.transfer import cheapest_method
+from moe_jax.placement import Placement, PlanShape, build_shape, fits, grow, most_homes, needed_transfer, routing
+from moe_jax.placement.buckets import bucket_rows
 from moe_jax.planner import SWEEPS, Cost, PlanSession, shadow_rates
-from moe_jax.replan.device_tables import has_replicas, layer_plan
-from moe_jax.replan.transfer_shares import attention_seconds
+from moe_jax.replan.transfer_shares import attention_seconds, split_shares
 from moe_jax.schedules.contract import LayerSizes
 
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
 
 
 class Replanner:
-    """One run's planner, and the skeletons that the run compiles for what it proposes.
+    """One run's planner, and the shapes that the run compiles for what it proposes.
 
     Attributes:
       config: of the run; roles: its mesh; devices: D, of one expert-parallel group.
@@ -79,55 +79,62 @@ class Replanner:
         assert loads.shape[1] == self.devices, loads.shape
         return loads
 
-    def first_skeleton(self) -> Skeleton:
+    def first_shape(self) -> PlanShape:
         """Return what the first step is compiled for: even homes, and slots for what is decided after the gate."""
-        return self.with_slots_for_rule(bare_skeleton(self.start))
+        return self.with_rule(build_shape(self.start))
 
-    def with_slots_for_rule(self, skeleton: Skeleton) -> Skeleton:
-        """Return the skeleton with the sizes that decisions after the gate need; the same one where there are none."""
+    def with_rule(self, shape: PlanShape) -> PlanShape:
+        """Return the shape with what is decided after the gate, and the sizes of that; the same where nothing is."""
+        config = self.config.planner
         if not self.plans.decides_late:
-            return skeleton
-        planner = self.config.planner
-        if planner.name.startswith("fastermoe") or not planner.materialize:  # replicas come after the gate alone
-            slots = planner.replica_slots
-            skeleton = dataclasses.replace(
-                skeleton, method="broadcast", rounds=(), gather_slots=0, broadcast_slots=slots, replica_slots=slots
-            )
-        if planner.name.startswith("fastermoe"):
-            return skeleton  # a token goes to the home, or stays where it is
-        # a token may go to any holder, and only the tables say which those are
-        return dataclasses.replace(skeleton, candidates=skeleton.devices) if has_replicas(skeleton) else skeleton
+            return shape
+        shadows = config.name.startswith("fastermoe")
+        slots = config.replica_slots if shadows else config.late_slots if config.name == "hecate" else 0
+        if slots and shape.late is None:
+            offers = min(slots, shape.home_slots)
+            crossing = min(slots * (1 if shadows else shape.devices_per_node), offers * shape.devices_per_node)
+            shape = dataclasses.replace(shape, late=self._transfer(shape, offers, slots, crossing))
+        if shape.replica_slots and not shadows:  # a token may go to any holder, and only the tables say which those are
+            shape = dataclasses.replace(shape, candidates=shape.devices)
+        return dataclasses.replace(shape, after_gate=self._rule(shape))
 
-    def after_gate_rule(self, skeleton: Skeleton) -> Rule | None:
-        """Return what a step of this skeleton decides after the gate, None for nothing."""
+    def _transfer(self, shape: PlanShape, offers: int, slots: int, crossing: int) -> TransferShape:
+        """Return a transfer of these sizes in the form that sends less over the slow links, or as configured."""
+        sizes = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": offers, "slots": slots}
+        flat = TransferShape(**sizes)
+        wanted = self.config.planner.transfer
+        if wanted == "flat" or (wanted == "auto" and not self._has_levels):
+            return flat
+        by_node = TransferShape(**sizes, by_node=True, crossing=crossing)
+        return by_node if wanted == "by_node" or by_node.sent().across < flat.sent().across else flat
+
+    @property
+    def _has_levels(self) -> bool:
+        """Whether the expert-parallel group has several nodes of several devices."""
+        return 1 < self.start.devices_per_node < self.start.devices
+
+    def _rule(self, shape: PlanShape) -> Rule | None:
+        """Return what a step of this shape decides after the gate, None for nothing."""
         config, cost = self.config.planner, self.plans.cost
-        if not (self.plans.decides_late and has_replicas(skeleton)):
+        if not shape.replica_slots:
             return None
-        slots = {"home_slots": skeleton.home_slots, "replica_slots": skeleton.replica_slots}
         if config.name == "balanced":
-            return ShareRule(**slots, devices_per_node=skeleton.devices_per_node, sweeps=SWEEPS)
+            return ShareRule(sweeps=SWEEPS)
         compute, exchange, shadow = shadow_rates(cost, config.name)
         data_parallel = self.roles.size(self.roles.data)  # the step counts the tokens of all of them
         rates = {"compute": compute / data_parallel, "exchange": exchange / data_parallel}
         if config.name == "hecate":
-            return CalibrateRule(
-                **slots,
-                **rates,
-                devices_per_node=skeleton.devices_per_node,
-                most_replicas=config.replica_slots,
-                overlap_degree=min(cost.overlap(config.name), skeleton.experts),
-                late_transfer=shadow / skeleton.devices,
-                ahead=config.materialize,
-            )
-        return ShadowRule(**slots, **rates, shadow=shadow, residual=config.residual)
+            overlap = min(cost.overlap(config.name), shape.experts)
+            return CalibrateRule(**rates, overlap_degree=overlap, late_transfer=shadow / shape.devices)
+        return ShadowRule(**rates, shadow=shadow, residual=config.residual)
 
-    def refined(self, skeleton: Skeleton, placement: Placement, loads: np.ndarray) -> Placement:
+    def refined(self, shape: PlanShape, placement: Placement, loads: np.ndarray) -> Placement:
         """Return what a step makes of a placement for its loads [L, S, E]; after the gate, of the mean microbatch."""
-        if self.after_gate_rule(skeleton) is None:
+        if shape.after_gate is None:
             return placement
         return self.plans.refine(loads / self.exchanges_per_step, placement)
 
-    def predicted_rows(self, skeleton: Skeleton, placement: Placement) -> int:
+    def predicted_rows(self, shape: PlanShape, placement: Placement) -> int:
         """Return the rows that the fullest bucket needs by prediction; 0 where nothing is predicted or capacities rule.
 
         A step's loads are sums over microbatches and data-parallel groups; a bucket is of one.
@@ -137,73 +144,63 @@ class Replanner:
             return 0
         loads = np.rint(plans.predictor.predict()).astype(np.int64)
         counters = dict(plans.planner.counters)  # a prediction is not a decision to be counted
-        pair = routing.pair_loads(self.refined(skeleton, placement, loads), loads).max() / self.exchanges_per_step
+        pair = routing.pair_loads(self.refined(shape, placement, loads), loads).max() / self.exchanges_per_step
         plans.planner.counters.clear()
         plans.planner.counters.update(counters)
         error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
         rows = bucket_rows(pair, error, self.roles.size(self.roles.model))
-        return min(rows, self._most_rows(skeleton))
+        return min(rows, self._most_rows(shape))
 
-    def _most_rows(self, skeleton: Skeleton) -> int:
+    def _most_rows(self, shape: PlanShape) -> int:
         """Return the rows that a planned bucket may have: the worst case, or what `PlannerConfig.bucket_limit` allows.
 
         Never fewer than without a plan.
         """
-        sizes = self._sizes(dataclasses.replace(skeleton, bucket_rows=0))
+        sizes = self._sizes(dataclasses.replace(shape, bucket_rows=None))
         mean = sizes.top_k * sizes.tokens / self.devices
         most = math.ceil(self.config.planner.bucket_limit * mean)
         return min(max(most, sizes.bucket_rows(self.devices)), sizes.worst_rows())
 
-    def rows_of(self, skeleton: Skeleton) -> int:
-        """Return the rows of a bucket under this skeleton."""
-        return self._sizes(skeleton).bucket_rows(self.devices)
+    def rows_of(self, shape: PlanShape) -> int:
+        """Return the rows of a bucket under this shape."""
+        return self._sizes(shape).bucket_rows(self.devices)
 
-    def _sizes(self, skeleton: Skeleton) -> LayerSizes:
+    def _sizes(self, shape: PlanShape) -> LayerSizes:
         train, roles = self.config.train, self.roles
         tokens = train.batch_size * self.config.data.sequence_length // train.grad_accum_steps
         tokens = tokens * roles.size(roles.model) // roles.num_devices
-        return layer_sizes(self.config.moe, roles, tokens, layer_plan(skeleton, roles.expert))
+        return layer_sizes(self.config.moe, roles, tokens, shape)
 
-    def grow(self, skeleton: Skeleton, placement: Placement) -> Skeleton:
-        """Return a skeleton that the placement and plans like it fit, with buckets at least as large as predicted."""
-        if not fits(skeleton, placement):
-            if len(placement.replicas) and skeleton.method == "none":
-                skeleton = self._with_first_replicas(skeleton, placement)
-            else:
-                skeleton = widen(skeleton, placement)
-        rows = self.predicted_rows(skeleton, placement)
-        if rows > self.rows_of(skeleton):
+    def grow(self, shape: PlanShape, placement: Placement) -> PlanShape:
+        """Return a shape that the placement fits and plans like it, with buckets at least as large as predicted."""
+        if not fits(shape, placement):
+            shape = self._larger(shape, placement)
+        rows = self.predicted_rows(shape, placement)
+        if rows > self.rows_of(shape):
             step = math.lcm(8, self.roles.size(self.roles.model))
-            rows = min(HEADROOM * rows, self._most_rows(skeleton))
-            skeleton = dataclasses.replace(skeleton, bucket_rows=step * math.ceil(rows / step))
-        assert most_homes(placement) <= skeleton.bank_rows
-        return skeleton
+            rows = min(HEADROOM * rows, self._most_rows(shape))
+            shape = dataclasses.replace(shape, bucket_rows=step * math.ceil(rows / step))
+        assert most_homes(placement) <= shape.bank_rows
+        return shape
 
-    def _with_first_replicas(self, skeleton: Skeleton, placement: Placement) -> Skeleton:
-        """Return a skeleton with the transfer of this placement and at least as many slots as the given one."""
-        config = self.config.planner
-        method = cheapest_method(placement) if config.transfer == "auto" else config.transfer
-        need = build_skeleton(placement, method=method)
-        skeleton = dataclasses.replace(
-            need,
-            home_slots=max(need.home_slots, skeleton.home_slots),
-            replica_slots=max(need.replica_slots, config.replica_slots),
-            bank_rows=max(need.bank_rows, skeleton.bank_rows),
-            candidates=max(need.candidates, min(placement.devices, 2 * need.candidates)),
-            bucket_rows=skeleton.bucket_rows,
-        )
-        return self.with_slots_for_rule(skeleton)
+    def _larger(self, shape: PlanShape, placement: Placement) -> PlanShape:
+        """Return a shape that the placement fits, with the rule and the split of its transfers that go with it."""
+        first, need = shape.ahead is None, needed_transfer(placement, by_node=self._has_levels)
+        by_node = need is not None and self._transfer(shape, need.offers, need.slots, need.crossing).by_node
+        shape = grow(shape, placement, by_node=by_node, replica_slots=self.config.planner.replica_slots)
+        if first and shape.ahead is not None:
+            shape = dataclasses.replace(shape, **split_shares(self.config, self.roles, shape.ahead))
+        return self.with_rule(shape)
 
-    def planned_skeleton(self, loads: np.ndarray) -> tuple[Skeleton, Rule | None]:
-        """Return what a run would compile after steps with these loads, int64 [L, D, E] each: its skeleton and rule.
+    def planned_shape(self, loads: np.ndarray) -> PlanShape:
+        """Return what a run would compile after steps with these loads, int64 [L, D, E] each.
 
         The planner sees the same loads as often as its predictor looks back.
         """
         for _ in range(self.config.planner.window):
             self.plans.observe(loads)
         placement = self.plans.propose(self.config.planner.steps_between_plans).placement
-        skeleton = self.grow(self.first_skeleton(), placement)
-        return skeleton, self.after_gate_rule(skeleton)
+        return self.grow(self.first_shape(), placement)
 
 
 def initial_placement(config: RunConfig, roles: Roles) -> Placement:
@@ -214,12 +211,7 @@ def initial_placement(config: RunConfig, roles: Roles) -> Placement:
     return Placement.even(config.model.moe_layers, config.moe.num_experts, devices, per_node)
 
 
-def plan_hash(skeleton: Skeleton, placement: Placement) -> int:
+def plan_hash(shape: PlanShape, placement: Placement) -> int:
     """Return 31 bits of what a step runs with, for processes to compare."""
-    text = placement.fingerprint() + repr(skeleton)
+    text = placement.fingerprint() + repr(shape)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF
-
-
-def bare_skeleton(placement: Placement) -> Skeleton:
-    """Return the skeleton of a placement without replicas."""
-    return build_skeleton(placement, method="none")

@@ -1,7 +1,7 @@
 """How a block-wise schedule cuts its transfers, from calibrated times.
 
-Inputs: the run's config, its mesh, and the skeleton that says how many bytes a layer's Trans moves. Outputs: the shares
-of Trans and Agg that run beside attention. Host side; no arrays on devices.
+Inputs: the run's config, its mesh, and the transfer, which says how many bytes a layer's Trans moves. Outputs: the
+shares of Trans and Agg that run beside attention. Host side; no arrays on devices.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import functools
 import logging
 
 from moe_jax.cluster import Cluster, read_named_cluster
+from moe_jax.collectives.slices import PARTS
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
 from moe_jax.models.memory import itemsize
 from moe_jax.moe.experts import weight_names
 from moe_jax.overlap import Times, shares
-from moe_jax.placement import Skeleton
-from moe_jax.placement.transfer import transfer_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
     return tokens * (8 * model.model_dim**2 + 4 * length * model.model_dim) / flops
 
 
-def split_shares(config: RunConfig, roles: Roles, skeleton: Skeleton) -> dict[str, float]:
-    """Return {'trans_share', 'agg_share'} for a `LayerPlan`; {} where the schedule splits nothing.
+def split_shares(config: RunConfig, roles: Roles, transfer: TransferShape) -> dict[str, float]:
+    """Return {'trans_share', 'agg_share'} for a `PlanShape`, in eighths; {} where the schedule splits nothing.
 
     Without a cluster file that has FLOP/s and a bandwidth, half of each runs beside attention, logged once.
     """
@@ -42,9 +42,10 @@ def split_shares(config: RunConfig, roles: Roles, skeleton: Skeleton) -> dict[st
         _say_half()
         return {"trans_share": 0.5, "agg_share": 0.5}
     one = len(weight_names(model.activation)) * model.model_dim * model.hidden_dim * itemsize(model.dtype)
-    seconds = transfer_bytes(skeleton, one) / min(bandwidths)
+    seconds = sum(transfer.sent()) * one / min(bandwidths)
     times = Times(attention=attention_seconds(config, roles, cluster.flops), experts=0.0, trans=seconds, agg=seconds)
-    return dict(zip(("trans_share", "agg_share"), shares(times, model.refetch_replicas), strict=True))
+    cut = (round(share * PARTS) / PARTS for share in shares(times, model.refetch_replicas))
+    return dict(zip(("trans_share", "agg_share"), cut, strict=True))
 
 
 @functools.cache

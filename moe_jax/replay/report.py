@@ -48,7 +48,7 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
         **_seconds(records, base, cost),
         **_original(records, cost),
         "planner_us_per_layer": _number(1e6 * search.mean()),
-        "skeleton_changes": records.skeleton_changes,
+        "shape_changes": records.shape_changes,
         **{f"counter_{name}": count for name, count in records.counters.items()},
     }
 
@@ -146,7 +146,7 @@ def table(summaries: dict[str, dict]) -> str:
         ("over EP", "speedup_over_ep"),
         ("orig. ms", "original_seconds_per_layer"),
         ("plan us", "planner_us_per_layer"),
-        ("skeletons", "skeleton_changes"),
+        ("shapes", "shape_changes"),
     )
     scale = {"bytes_moved": 1e-9, "layer_seconds": 1e3, "original_seconds_per_layer": 1e3}
     widths = [max(11, len(title) + 2) for title, _ in columns]

@@ -16,7 +16,7 @@ import numpy as np
 from moe_jax.cluster import exchange_seconds
 from moe_jax.errors import UserError
 from moe_jax.observe.load_trace import LoadsTrace
-from moe_jax.placement import Placement, build_skeleton, fits, routing, widen
+from moe_jax.placement import Placement, build_shape, fits, grow, routing
 from moe_jax.planner import AFTER_GATE, NAMES, PlannerConfig, find
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.plan_session import PlanSession
@@ -35,7 +35,7 @@ class Records:
       moved: int [n, L], experts whose home changed; arrived: int [n, L], replicas that were not there a sample before.
       exchange: float [n, L], seconds of one all-to-all over the links, NaN where a link's speed is absent.
       search: float [n], host seconds to plan all layers.
-      skeleton_changes: how often a plan did not fit the compiled sizes.
+      shape_changes: how often a plan did not fit the compiled sizes.
       counters: the planner's own counts.
     """
 
@@ -49,7 +49,7 @@ class Records:
     arrived: np.ndarray
     exchange: np.ndarray
     search: np.ndarray
-    skeleton_changes: int
+    shape_changes: int
     counters: dict[str, int]
 
 
@@ -85,7 +85,7 @@ def simulate(
     if not len(samples):
         raise UserError(f"lag ({lag}) leaves none of the trace's {len(trace.loads)} samples; use a smaller lag")
     rows: list[tuple] = []
-    skeleton, changes, before, seen = None, 0, placement, 0
+    shape, changes, before, seen = None, 0, placement, 0
     for sample in samples.tolist():
         # A planner that sees the step without a rule of its own for that plans from the step's loads directly.
         newest = sample if sees and not late else sample - lag
@@ -98,10 +98,10 @@ def simulate(
             began = time.perf_counter()
             plan = session.refine(trace.loads[sample])
             seconds += time.perf_counter() - began
-        if skeleton is None:
-            skeleton = build_skeleton(plan)
-        elif not fits(skeleton, plan):
-            skeleton, changes = widen(skeleton, plan), changes + 1
+        if shape is None:
+            shape = grow(build_shape(placement), plan, replica_slots=cost.replica_slots)
+        elif not fits(shape, plan):
+            shape, changes = grow(shape, plan, replica_slots=cost.replica_slots), changes + 1
         rows.append((*_judge(plan, before, trace.loads[sample], cost), seconds))
         before = plan
     columns = [np.stack(column) for column in zip(*rows, strict=True)]
@@ -109,7 +109,7 @@ def simulate(
     return Records(
         name=name,
         sample=samples,
-        skeleton_changes=changes,
+        shape_changes=changes,
         counters=dict(session.planner.counters),
         **dict(zip(keys, columns, strict=True)),
     )

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import optax
 
-from moe_jax.after_gate import Rule
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import Tokenizer, build_tokenizer
 from moe_jax.dispatch import Tables, even_tables
@@ -21,10 +20,7 @@ from moe_jax.inspection import Target
 from moe_jax.mesh import Roles, build_mesh
 from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
-from moe_jax.moe.layer import LayerPlan
-from moe_jax.placement import Skeleton
-from moe_jax.replan.device_tables import has_replicas, layer_plan, table_shapes
-from moe_jax.replan.transfer_shares import split_shares
+from moe_jax.placement import PlanShape, table_shapes
 from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.guided import compile_guided, find_target
@@ -86,28 +82,19 @@ class Program:
             self.state_shardings.batch,
         )
 
-    def layer_plan(self, skeleton: Skeleton | None, rule: Rule | None = None) -> LayerPlan | None:
-        """Return what a step for plans of this skeleton is compiled for; `rule` is what it decides after the gate."""
-        if skeleton is None:
-            return None
-        shares = split_shares(self.config, self.roles, skeleton) if has_replicas(skeleton) else None
-        return layer_plan(skeleton, self.roles.expert, rule, shares)
-
-    def lower_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None) -> jax.stages.Lowered:
+    def lower_train_step(self, shape: PlanShape | None = None) -> jax.stages.Lowered:
         """Return the training step for exactly these shapes and shardings, not compiled yet.
 
         Args:
-          skeleton: of the plans whose tables will come; None is even homes for good, without a planner.
-          rule: what the step decides after the gate.
+          shape: of the plans whose tables will come; None is even homes for good, without a planner.
         """
-        plan = self.layer_plan(skeleton, rule)
         length = self.config.data.sequence_length
-        step = make_train_step(self.model, self.layout, self.config.train, self.state_shardings, length, plan)
-        tables = self.even_tables() if skeleton is None else table_shapes(skeleton)
+        step = make_train_step(self.model, self.layout, self.config.train, self.state_shardings, length, shape)
+        tables = self.even_tables() if shape is None else table_shapes(shape)
         tables = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.state_shardings.tables), tables
         )
-        host_signals = (self.roles.num_devices,) if skeleton is None else (self.roles.num_devices, 3)
+        host_signals = (self.roles.num_devices,) if shape is None else (self.roles.num_devices, 3)
         host_signals = jax.ShapeDtypeStruct(host_signals, np.int32, sharding=self.state_shardings.host_signals)
         return step.lower(self.abstract_state(), self.abstract_batch(), tables, host_signals)
 
@@ -117,10 +104,10 @@ class Program:
             self.roles.mesh.devices.flat[0].platform, jax.process_count(), self.config.train.deterministic
         )
 
-    def compile_train_step(self, skeleton: Skeleton | None = None, rule: Rule | None = None):
+    def compile_train_step(self, shape: PlanShape | None = None):
         """Return (executable, seconds) of what `lower_train_step` returns."""
         started = time.monotonic()
-        lowered = self.lower_train_step(skeleton, rule)
+        lowered = self.lower_train_step(shape)
         devices = list(self.roles.mesh.devices.flat)
         executable = compile_guided(lowered, self.compiler_options(), self.guiding_target(), devices)
         return executable, time.monotonic() - started

@@ -14,7 +14,7 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.data import build_cache, build_tokenizer
 from moe_jax.dispatch import Tables
 from moe_jax.mesh.global_arrays import to_devices
-from moe_jax.placement import Skeleton
+from moe_jax.placement import PlanShape
 from moe_jax.training.feed import Feed
 from moe_jax.training.program import Program, build_program
 from moe_jax.training.shared_program import SharedFunction
@@ -41,11 +41,11 @@ class Session(Program):
         """Return the state of step 0 that starts from given parameters."""
         return state_of_params(params, self.optimizer, self.state_shardings)
 
-    def evaluation_step(self, skeleton: Skeleton | None = None):
+    def evaluation_step(self, shape: PlanShape | None = None):
         """Return the evaluation step; it compiles when first called."""
         step = make_evaluation_step(
             self.model, self.layout, self.config.train, self.state_shardings, self.config.data.sequence_length,
-            self.layer_plan(skeleton),
+            shape,
         )  # fmt: skip
         options, devices = self.compiler_options(), list(self.roles.mesh.devices.flat)
         return SharedFunction(step, options, devices) if options else step

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
-from moe_jax.moe.layer import LayerPlan
+from moe_jax.placement import PlanShape
 from moe_jax.training.learning_rate import build_learning_rate
 from moe_jax.training.optimizer import build_optimizer, finished_updates, state_specs
 
@@ -122,7 +122,7 @@ def leaf_names(tree) -> list[str]:
 
 def make_train_step(
     model: LanguageModel, layout: Layout, config: TrainConfig, state_shardings: StateShardings, length: int,
-    plan: LayerPlan | None = None,
+    plan: PlanShape | None = None,
 ) -> Callable:  # fmt: skip
     """Return train_step(state, batch, tables, host_signals) -> (state, metrics), jitted; the state is donated.
 
@@ -221,7 +221,7 @@ def _select(condition, new, old):
 
 def make_evaluation_step(
     model: LanguageModel, layout: Layout, config: TrainConfig, state_shardings: StateShardings, length: int,
-    plan: LayerPlan | None = None,
+    plan: PlanShape | None = None,
 ) -> Callable:  # fmt: skip
     """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, B / Nm, Sq].
 

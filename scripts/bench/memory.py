@@ -35,7 +35,7 @@ _REPLICAS = flags.DEFINE_multi_integer("replicas", [9, 4], "Replicas on each dev
 _DTYPES = flags.DEFINE_multi_enum("dtype", ["bfloat16", "float32"], ["bfloat16", "float32"], "Compute dtype.")
 _REMAT = flags.DEFINE_string("remat", "block", "ModelConfig.remat.")
 _MATMUL = flags.DEFINE_string("matmul", "", "MoEConfig.grouped_matmul; else 'auto' for bfloat16, 'fused' for float32.")
-_METHOD = flags.DEFINE_string("method", "shift", "How replicas travel.")
+_BY_NODE = flags.DEFINE_bool("by_node", False, "Whether replicas travel node by node.")
 _OUT = flags.DEFINE_string("out", "", "File of JSON lines, one for each row.")
 ROW = "{:9} {:>6} {:16} {:>9} {:>9} {:>9} {:>7}"
 
@@ -54,7 +54,7 @@ def compiled(bindings: tuple[str, ...], dtype: str, replicas: int):
         target=_TARGET.value,
         tokens=_TOKENS.value,
         replicas=replicas,
-        method=_METHOD.value,
+        by_node=_BY_NODE.value,
     )
     return compile_case(case, guided=False)[0]
 

@@ -39,7 +39,7 @@ _GUIDED = flags.DEFINE_bool("guided", True, "Compile again, the scheduler given 
 _OVERFLOW = flags.DEFINE_multi_enum("overflow", ["yes", "no"], ["yes", "no"], "With the branch of later passes.")
 _TOKENS = flags.DEFINE_integer("tokens", 16384, "Tokens of a device.")
 _REPLICAS = flags.DEFINE_integer("replicas", 2, "Replicas on each device in each layer.")
-_METHOD = flags.DEFINE_string("method", "shift", "How they travel.")
+_BY_NODE = flags.DEFINE_bool("by_node", False, "Whether replicas travel node by node.")
 _OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
 _OUT = flags.DEFINE_string("out", "", "File of JSON lines, one for each case.")
 ROW = "{:10} {:16} {:>6} {:>8} | {:>7} {:>7} {:>8} {:>8} {:>8} | {:>8} {:>8} | {:>7} {:>6} {:>6} {:>5}"
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
             target=target,
             tokens=_TOKENS.value,
             replicas=_REPLICAS.value if replicas is None else replicas,
-            method=_METHOD.value,
+            by_node=_BY_NODE.value,
             options=tuple(tuple(text.split("=", 1)) for text in _OPTIONS.value),
             overflow=overflow == "yes",
         )

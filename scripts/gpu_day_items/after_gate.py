@@ -42,12 +42,12 @@ def _case(context, name: str):
     """Return a rule with tables, counts [D, E] and holders [D, G] of a plan of its planner."""
     import jax
     import numpy as np
+    from moe_jax.replan.device_tables import device_tables
 
     from moe_jax.after_gate import CalibrateRule, ShadowRule, ShareRule
     from moe_jax.cluster import Cluster
     from moe_jax.placement import Placement, build_skeleton
     from moe_jax.planner import SWEEPS, Cost, PlannerConfig, build_planner, shadow_rates
-    from moe_jax.replan.device_tables import device_tables
 
     devices, experts, node, replicas = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))
     cluster = Cluster(

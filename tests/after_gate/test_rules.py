@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moe_jax.replan.device_tables import device_tables
 
 from moe_jax.after_gate import CalibrateRule, ShadowRule, ShareRule
 from moe_jax.after_gate.contract import slots_of
 from moe_jax.cluster import Cluster
 from moe_jax.placement import Placement, build_skeleton, routing
 from moe_jax.planner import SWEEPS, Cost, PlannerConfig, build_planner, shadow_rates
-from moe_jax.replan.device_tables import device_tables
 
 DEVICES, EXPERTS, SLOTS, NODE = 8, 16, 3, 4
 
@@ -101,7 +101,9 @@ def test_shadows_are_those_of_the_planner(residual, kind):
     shadowed, cut = set(), 0
     for seed in range(6):
         cost, placement = cost_of(3e8 if seed % 2 else 3e13), homes(seed)
-        planner = build_planner(PlannerConfig(name="fastermoe", residual=residual, when="after_gate", replica_slots=SLOTS))
+        planner = build_planner(
+            PlannerConfig(name="fastermoe", residual=residual, when="after_gate", replica_slots=SLOTS)
+        )
         ahead, loads = planner.propose(loads_of(kind), placement, cost), loads_of(kind, seed)
         want = planner.refine(loads, ahead, cost)
         assert not len(ahead.replicas)

@@ -1,8 +1,10 @@
 """Sparse collectives on 8 devices against loops over (chunk, device) pairs, in float64 to 1e-12, and their bytes.
 
-P0 has every chunk once (its home), P1 adds replicas. Chunks are rows of two arrays, so that a chunk travels whole.
+P0 has every chunk once (its home), P1 adds replicas. Chunks are rows of two arrays, so that a chunk travels whole; 23
+elements of a chunk divide by no number of devices.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -13,147 +15,185 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.placements import random_placement
 
-from moe_jax.collectives.sparse_all_gather import sparse_all_gather, sparse_reduce_scatter
-from moe_jax.collectives.transfer_plan import TransferPlan
+from moe_jax.collectives.slices import PARTS, shrunk, sum_by_target
+from moe_jax.collectives.sparse_all_gather import (
+    Transfer,
+    empty_replicas,
+    fetch_part,
+    return_part,
+    sparse_all_gather,
+    sparse_reduce_scatter,
+)
+from moe_jax.collectives.transfer_shape import TransferShape
+from moe_jax.dispatch import local
+from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.placement import Placement, bank_rows, build_skeleton, fill_tables
-from moe_jax.placement.transfer import operand_bytes, transfer_bytes
-from moe_jax.replan.device_tables import device_tables, layer_plan
+from moe_jax.placement import Placement, bank_rows, build_shape, fill_tables
 
 DEVICES, LAYERS, EXPERTS, SLOTS = 8, 2, 16, 3
-SHAPES = {"w_in": (3, 2), "w_out": (2, 5)}  # 16 elements of a chunk
-METHODS = ("permute", "shift", "gather", "broadcast")
+SHAPES = {"w_in": (3, 2), "w_out": (17,)}
+FORMS = [(8, False), (2, True), (4, True)]  # devices of a node, by node
+CUTS = ((0, 3), (3, 4), (4, PARTS))
 
 
-def oracle_gather(bank, placement, tables, skeleton):
-    """{name: [D, L, Gs, ...]}: the chunk in each replica slot."""
-    rows, out = bank_rows(placement), {}
-    for name, leaf in bank.items():
-        out[name] = np.zeros((DEVICES, LAYERS, skeleton.replica_slots, *leaf.shape[1:]))
-        for layer, device, slot in np.ndindex(LAYERS, DEVICES, skeleton.replica_slots):
-            expert = tables.slot_to_expert[layer, device, skeleton.home_slots + slot]
-            if expert >= 0:
-                row = placement.home[layer, expert] * skeleton.bank_rows + rows[layer, expert]
-                out[name][device, layer, slot] = leaf[row]
-    return out
-
-
-def oracle_reduce(replicas, placement, tables, skeleton):
-    """{name: [D Rb, ...]}: at each chunk's home row the sum over its replicas."""
-    rows, out = bank_rows(placement), {}
-    for name, leaf in replicas.items():
-        out[name] = np.zeros((DEVICES * skeleton.bank_rows, *leaf.shape[3:]))
-        for layer, device, slot in np.ndindex(LAYERS, DEVICES, skeleton.replica_slots):
-            expert = tables.slot_to_expert[layer, device, skeleton.home_slots + slot]
-            if expert >= 0:
-                row = placement.home[layer, expert] * skeleton.bank_rows + rows[layer, expert]
-                out[name][row] += leaf[device, layer, slot]
-    return out
+def oracle(placement, shape, bank, cotangent):
+    """Return ({name: [D, L, m, ...]} chunks in the slots, {name: [D Rb, ...]} sums at home rows), loop by loop."""
+    rows, slots, sums = bank_rows(placement), {}, {}
+    for name in bank:
+        slots[name], sums[name] = np.zeros_like(cotangent[name]), np.zeros_like(bank[name])
+        free = np.zeros((LAYERS, DEVICES), int)
+        for layer, expert, device in placement.replicas.tolist():
+            row = placement.home[layer, expert] * shape.bank_rows + rows[layer, expert]
+            slot = free[layer, device]
+            free[layer, device] += 1
+            slots[name][device, layer, slot] = bank[name][row]
+            sums[name][row] += cotangent[name][device, layer, slot]
+    return slots, sums
 
 
 @functools.cache
-def make_functions(skeleton):
-    """Return jitted (gather, gradient through gather, reduce) over global arrays, layer after layer."""
+def make_functions(shape):
+    """Return jitted (gather, gradient through gather, reduce, both in parts) over global arrays, layer after layer."""
     roles = build_mesh(MeshConfig(expert=DEVICES), jax.devices())
-    plan = layer_plan(skeleton, roles.expert).transfer
+    transfer = Transfer(shape.ahead, roles.expert)
     spec = P(roles.expert)
 
     def of_layers(one):
         def body(*trees):
-            trees = jax.tree.map(lambda a: a[0], trees)
+            trees = tuple(map(local, trees))
             return jax.tree.map(lambda *a: jnp.stack(a)[None], *[
                 one(*jax.tree.map(lambda a, i=i: a[i], trees[1:]), trees[0]) for i in range(LAYERS)
             ])  # fmt: skip
 
         return jax.shard_map(body, mesh=roles.mesh, in_specs=spec, out_specs=spec)
 
-    gather = of_layers(lambda t, grad_sink, bank: sparse_all_gather(bank, t.home_row, grad_sink, t.transfer, plan))
-    reduce = of_layers(lambda t, replicas, _: sparse_reduce_scatter(replicas, t.transfer, plan))
+    def in_parts(tables, cotangent, bank):
+        slots = empty_replicas(bank, transfer)
+        sums = {name: jnp.zeros((shape.home_slots, *leaf.shape[1:])) for name, leaf in bank.items()}
+        sums = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, roles.expert, to="varying"), sums)
+        for part in CUTS:
+            slots = fetch_part(bank, tables.home_row, tables.transfer, transfer, part).at_once(slots)
+            sums = return_part(cotangent, tables.transfer, transfer, part).at_once(sums)
+        return slots, sums
+
+    gather = of_layers(lambda t, grad_sink, bank: sparse_all_gather(bank, t.home_row, grad_sink, t.transfer, transfer))
+    reduce = of_layers(lambda t, slots, _: sparse_reduce_scatter(slots, t.transfer, transfer, shape.home_slots))
 
     def gradient(bank, tables, grad_sink, cotangent):
         return jax.vjp(lambda bank, grad_sink: gather(bank, tables, grad_sink), bank, grad_sink)[1](cotangent)
 
-    return jax.jit(gather), jax.jit(gradient), jax.jit(reduce)
+    return jax.jit(gather), jax.jit(gradient), jax.jit(reduce), jax.jit(of_layers(in_parts))
 
 
-def case_of(seed, method):
-    placement = random_placement(seed, layers=LAYERS, experts=EXPERTS, devices=DEVICES, replica_slots=SLOTS)
-    skeleton = build_skeleton(placement, method=method, home_slots=EXPERTS // 2, replica_slots=SLOTS)
-    rng = np.random.default_rng(seed + 100)
-    bank = {n: rng.normal(size=(DEVICES * skeleton.bank_rows, *shape)) for n, shape in SHAPES.items()}
-    cotangent = {n: rng.normal(size=(DEVICES, LAYERS, SLOTS, *shape)) for n, shape in SHAPES.items()}
-    grad_sink = {n: np.zeros((DEVICES, LAYERS, skeleton.home_slots, *shape)) for n, shape in SHAPES.items()}
-    return placement, skeleton, bank, grad_sink, cotangent
+def case_of(placement, by_node, **room):
+    shape = build_shape(placement, by_node=by_node)
+    shape = dataclasses.replace(shape, ahead=dataclasses.replace(shape.ahead, **room))
+    rng = np.random.default_rng(7)
+    bank = {n: rng.normal(size=(DEVICES * shape.bank_rows, *part)) for n, part in SHAPES.items()}
+    cotangent = {n: rng.normal(size=(DEVICES, LAYERS, shape.ahead.slots, *part)) for n, part in SHAPES.items()}
+    grad_sink = {n: np.zeros((DEVICES, LAYERS, shape.home_slots, *part)) for n, part in SHAPES.items()}
+    return shape, bank, grad_sink, cotangent
 
 
-def by_bank_row(sums, tables, skeleton):
+def by_bank_row(sums, home_row, rows):
     """[D, L, Hs, ...] -> [D Rb, ...]: each home slot's sum at its bank row."""
-    out = np.zeros((DEVICES * skeleton.bank_rows, *sums.shape[3:]))
-    for layer, device, slot in np.ndindex(LAYERS, DEVICES, skeleton.home_slots):
-        row = tables.home_row[layer, device, slot]
-        if row >= 0:
-            out[device * skeleton.bank_rows + row] += sums[device, layer, slot]
+    out = np.zeros((DEVICES * rows, *sums.shape[3:]))
+    for device, layer, slot in np.ndindex(home_row.shape):
+        row = home_row[device, layer, slot]
+        if row < rows:
+            out[device * rows + row] += sums[device, layer, slot]
         else:
             assert not sums[device, layer, slot].any()
     return out
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("seed", range(3))
-def test_random_plans_equal_the_oracle(method, seed):
-    placement, skeleton, bank, grad_sink, cotangent = case_of(seed, method)
-    tables = fill_tables(skeleton, placement)
-    arrays = device_tables(skeleton, placement)
+@pytest.mark.parametrize("per_node,by_node", FORMS)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_plans_equal_the_oracle(per_node, by_node, seed):
+    placement = random_placement(
+        seed, layers=LAYERS, experts=EXPERTS, devices=DEVICES, replica_slots=SLOTS, per_node=per_node
+    )
+    shape, bank, grad_sink, cotangent = case_of(placement, by_node, **({"offers": 5} if seed else {}))
+    tables = fill_tables(shape, placement)
     with jax.enable_x64(True):
-        gather, gradient, reduce = make_functions(skeleton)
-        stacked = {n: a.reshape(DEVICES, skeleton.bank_rows, *a.shape[1:]) for n, a in bank.items()}
-        replicas = gather(stacked, arrays, grad_sink)
-        d_bank, d_grad_sink = gradient(stacked, arrays, grad_sink, cotangent)
-        sums = reduce(stacked, arrays, cotangent)
-    want = oracle_gather(bank, placement, tables, skeleton)
-    want_sums = oracle_reduce(cotangent, placement, tables, skeleton)
+        gather, gradient, reduce, in_parts = make_functions(shape)
+        stacked = {n: a.reshape(DEVICES, shape.bank_rows, *a.shape[1:]) for n, a in bank.items()}
+        replicas = gather(stacked, tables, grad_sink)
+        d_bank, d_grad_sink = gradient(stacked, tables, grad_sink, cotangent)
+        sums = reduce(stacked, tables, cotangent)
+        slots_in_parts, sums_in_parts = in_parts(stacked, tables, cotangent)
+    want, want_sums = oracle(placement, shape, bank, cotangent)
     for name in SHAPES:
-        np.testing.assert_allclose(replicas[name], want[name], rtol=0, atol=0)  # replicas, not sums
-        for got in (d_grad_sink, sums):
-            got = by_bank_row(np.asarray(got[name]), tables, skeleton)
+        for got in (replicas, slots_in_parts):
+            np.testing.assert_array_equal(got[name], want[name])  # chunks, not sums
+        for got in (d_grad_sink, sums, sums_in_parts):
+            got = by_bank_row(np.asarray(got[name]), tables.home_row, shape.bank_rows)
             np.testing.assert_allclose(got, want_sums[name], rtol=1e-12, atol=1e-12)
         assert not np.any(d_bank[name])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_bytes_of_the_program_equal_the_formula(method):
-    placement, skeleton, bank, grad_sink, cotangent = case_of(0, method)
-    arrays = device_tables(skeleton, placement)
+@pytest.mark.parametrize("per_node,by_node", FORMS)
+def test_bytes_of_the_program_equal_the_formula(per_node, by_node):
+    placement = random_placement(
+        0, layers=LAYERS, experts=EXPERTS, devices=DEVICES, replica_slots=SLOTS, per_node=per_node
+    )
+    shape, bank, grad_sink, cotangent = case_of(placement, by_node)
+    tables = fill_tables(shape, placement)
     with jax.enable_x64(True):
-        gather, _, reduce = make_functions(skeleton)
-        stacked = {n: a.reshape(DEVICES, skeleton.bank_rows, *a.shape[1:]) for n, a in bank.items()}
-        texts = gather.lower(stacked, arrays, grad_sink).as_text(), reduce.lower(stacked, arrays, cotangent).as_text()
-    chunk = 8 * sum(np.prod(shape) for shape in SHAPES.values())
-    for text, is_reduce in zip(texts, (False, True), strict=True):
-        # `permute` has a branch for each layer's rounds, all of them in the text of each layer's call
-        times = LAYERS if method == "permute" else 1
-        want: dict[str, float] = {}
-        for layer in range(LAYERS):
-            for name, size in operand_bytes(skeleton, chunk, layer, is_reduce).items():
-                want[name] = want.get(name, 0) + times * size
-        assert collective_bytes(text) == want
+        gather, _, reduce, _ = make_functions(shape)
+        stacked = {n: a.reshape(DEVICES, shape.bank_rows, *a.shape[1:]) for n, a in bank.items()}
+        texts = gather.lower(stacked, tables, grad_sink).as_text(), reduce.lower(stacked, tables, cotangent).as_text()
+    padded = 24  # elements of a chunk, 23 padded to whole slices
+    for text in texts:
+        assert collective_bytes(text) == LAYERS * 8 * padded * sum(shape.ahead.operands)
 
 
 def collective_bytes(text):
-    found: dict[str, float] = {}
-    pattern = r'"?stablehlo\.(collective_permute|all_gather|reduce_scatter|all_reduce)"?.*?: \(tensor<([0-9x]+)xf64>\)'
-    for name, dims in re.findall(pattern, text, re.DOTALL):
-        found[name] = found.get(name, 0) + 8 * np.prod([int(d) for d in dims.split("x")])
-    return found
+    """Return the operands' bytes of all collectives, which must all be all-to-alls."""
+    assert not re.search(r"stablehlo\.(collective_permute|all_gather|reduce_scatter|all_reduce)", text)
+    sizes = re.findall(r'"?stablehlo\.all_to_all"?.*?: \(tensor<([0-9x]+)xf64>\)', text, re.DOTALL)
+    return 8 * sum(int(np.prod([int(d) for d in dims.split("x")])) for dims in sizes)
 
 
-def test_wire_bytes_by_hand():
-    """One chunk from device 0 to the 7 others: 7 rounds; or offered to all; or summed over all."""
-    placement = Placement(np.zeros((1, 8), int), [(0, 5, d) for d in range(1, 8)], devices=8)
-    wire = {m: transfer_bytes(build_skeleton(placement, method=m), 1000) for m in METHODS}
-    assert wire == {"permute": 7000, "shift": 7000, "gather": 7000, "broadcast": 1750}
+def test_sent_by_hand():
+    """One chunk from device 0 to the 7 others of 4 nodes of 2: X = m = Cp = 1."""
+    sizes = {"devices": 8, "devices_per_node": 2, "offers": 1, "slots": 1}
+    flat, by_node = TransferShape(**sizes), TransferShape(**sizes, by_node=True, crossing=1)
+    assert flat.sent() == (2 / 8, 2 * 6 / 8)  # each device sends 1/8 of one chunk to 7 others, twice
+    assert by_node.sent() == (2 / 2, 3 / 2)  # half a chunk to the neighbour, twice; half a chunk to three nodes
+    placement = Placement(np.zeros((1, 8), int), [(0, 5, d) for d in range(1, 8)], devices=8, devices_per_node=2)
+    assert build_shape(placement, by_node=True).ahead == by_node
+    assert build_shape(placement).ahead == flat
 
 
-def test_a_round_that_names_a_device_twice_is_refused():
-    with pytest.raises(ValueError, match="names a device twice"):
-        TransferPlan(method="shift", home_slots=1, replica_slots=1, axes=("expert",), rounds=((((0, 1), (0, 2)),),))
+def test_small_tables_serve_what_the_large_ones_hold():
+    """A shape with room and its tables cut down: the chunks are the same."""
+    placement = random_placement(3, layers=1, experts=8, devices=8, replica_slots=2, fewest=1, per_node=4)
+    small = build_shape(placement, by_node=True)
+    large = dataclasses.replace(small, ahead=dataclasses.replace(small.ahead, offers=4, slots=5, crossing=7))
+    whole = fill_tables(small, placement).transfer
+    one = jax.vmap(lambda t: shrunk(jax.tree.map(lambda a: a[0], t), large.ahead, small.ahead))
+    cut = one(fill_tables(large, placement).transfer)
+    for name in ("offer", "pick", "want"):
+        np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name)[:, 0], name)
+
+
+@pytest.mark.parametrize("rows,most", [(1, 1), (7, 4), (40, 40)])
+def test_sums_by_target_equal_a_loop(rows, most):
+    rng = np.random.default_rng(rows)
+    targets = 5
+    target = rng.permutation(np.repeat(np.arange(targets + 3), most))[:rows].astype(np.int32)
+    values = rng.normal(size=(rows, 3)).astype(np.float32)
+    values[target >= targets] = np.nan  # counts nowhere
+    want = np.stack([values[target == t].astype(np.float64).sum(axis=0) for t in range(targets)])
+    np.testing.assert_allclose(sum_by_target(values, target, targets, most), want, rtol=1e-5, atol=1e-6)
+
+
+def test_by_node_needs_nodes_of_several_devices():
+    sizes = {"devices": 8, "offers": 1, "slots": 1, "by_node": True, "crossing": 1}
+    with pytest.raises(UserError, match="there is one device on a node"):
+        TransferShape(**sizes, devices_per_node=1)
+    with pytest.raises(UserError, match="there is one node"):
+        TransferShape(**sizes, devices_per_node=8)
+    with pytest.raises(UserError, match="nodes of unequal size"):
+        TransferShape(**sizes, devices_per_node=3)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from moe_jax.replan.device_tables import device_tables, layer_plan
 
 from moe_jax.after_gate import ShareRule
 from moe_jax.dispatch import Choice, Tables, destinations, local
@@ -19,7 +20,6 @@ from moe_jax.moe import MoEConfig
 from moe_jax.moe.layer import make_moe
 from moe_jax.moe.replicas import fetch_replicas
 from moe_jax.placement import Placement, build_skeleton, routing
-from moe_jax.replan.device_tables import device_tables, layer_plan
 from moe_jax.schedules import LayerSizes, build_schedule
 
 COUNTS = [0, 1, 2, 3, 65_535, 65_536, 65_537, 70_000, 131_072, 1 << 20, (1 << 24) + 1, (1 << 31) - 1, (1 << 32) - 1]

@@ -1,7 +1,7 @@
 """Loss and every gradient under any placement equal the one-device reference, and new plans compile nothing.
 
 A hundred random placements (moved homes, replicas, shares, each under three routings: general, experts without tokens,
-all first choices on one expert) run through six executables, one per skeleton. float64, 1e-10 of the largest reference
+all first choices on one expert) run through four executables, one per shape. float64, 1e-10 of the largest reference
 entry of each leaf.
 """
 
@@ -24,58 +24,47 @@ from support.placement_cases import (
 from moe_jax.dispatch import Choice, local
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.moe.layer import layer_sizes
-from moe_jax.placement import build_skeleton, fits, widen
-from moe_jax.replan.device_tables import device_tables, layer_plan
+from moe_jax.placement import build_shape, fill_tables, fits, grow
 from moe_jax.schedules import build_schedule
 
-SKELETONS = {
-    "shift": ("shift", {"expert": 8}, "deepspeed", 0),
-    "gather_s1_mp2_esp2": ("gather", {"expert": 4, "expert_shard": 2, "model": 2}, "s1", 0),
-    "broadcast": ("broadcast", {"expert": 8}, "deepspeed", 0),
-    "shift_overflow": ("shift", {"expert": 8}, "deepspeed", 8),
-    "gather_data2": ("gather", {"expert": 4, "data": 2}, "deepspeed", 0),
-    "permute": ("permute", {"expert": 8}, "deepspeed", 0),
+SHAPES = {
+    "flat": (False, {"expert": 8}, "deepspeed", None),
+    "by_node_s1_mp2_esp2": (True, {"expert": 4, "expert_shard": 2, "model": 2}, "s1", None),
+    "by_node_overflow": (True, {"expert": 8}, "deepspeed", 8),
+    "flat_data2": (False, {"expert": 4, "data": 2}, "deepspeed", None),
 }
 
 
-def cases_of(method, devices):
-    """Return 17 placements and one skeleton for all; exact rounds serve one send graph, so there only shares vary."""
+def cases_of(by_node, devices):
+    """Return 17 placements and one shape for all."""
     placements = [draw_placement(seed, devices) for seed in range(17)]
-    if method == "permute":
-        first = placements[0].replace(rule="nearest", shares=None)
-        placements = [
-            first,
-            first.replace(rule="home"),
-            *(first.replace(replicas=first.replicas[i:]) for i in range(1, 16)),
-        ]
-    skeleton = build_skeleton(placements[0], method=method)
+    shape = build_shape(placements[0], by_node=by_node)
     for placement in placements[1:]:
-        if not fits(skeleton, placement):
-            skeleton = widen(skeleton, placement)
-    return placements, skeleton
+        shape = grow(shape, placement)
+    return placements, shape
 
 
-@pytest.mark.parametrize("name", SKELETONS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_random_placements_equal_reference_without_compiling(name):
-    method, mesh, schedule, rows = SKELETONS[name]
-    placements, skeleton = cases_of(method, mesh["expert"])
+    by_node, mesh, schedule, rows = SHAPES[name]
+    placements, shape = cases_of(by_node, mesh["expert"])
     if rows:
-        skeleton = type(skeleton)(**{**vars(skeleton), "bucket_rows": rows})
-    assert all(fits(skeleton, placement) for placement in placements)
+        shape = type(shape)(**{**vars(shape), "bucket_rows": rows})
+    assert all(fits(shape, placement) for placement in placements)
     with jax.enable_x64(True):
         wants = {routing: reference(routing) for routing in ROUTINGS}
-        run = runner(skeleton, mesh, schedule)
+        run = runner(shape, mesh, schedule)
         run(placements[0], "general")
         most_passes = 0
         with counted_compilations() as compilations:
             for at, placement in enumerate(placements):
                 routing = ROUTINGS[at % 3]
                 got = run(placement, routing)
-                assert_equals_reference(f"{name} {at} {routing}", got, wants[routing], placement, skeleton.bank_rows)
+                assert_equals_reference(f"{name} {at} {routing}", got, wants[routing], placement, shape.bank_rows)
                 most_passes = max(most_passes, int(np.asarray(got[2].passes).max()))
         assert not compilations
     if rows:
-        assert most_passes > 1, "this skeleton is here to overflow"
+        assert most_passes > 1, "this shape is here to overflow"
 
 
 def test_identity_experts_are_exact_on_a_grid():
@@ -87,9 +76,8 @@ def test_identity_experts_are_exact_on_a_grid():
     ids = np.argsort(rng.random((8 * tokens, EXPERTS)), axis=1)[:, :2].astype(np.int32)
     ids[: 3 * tokens, 0], ids[: 3 * tokens, 1] = 5, 6  # three sources send everything to two experts
     weights = rng.integers(0, 65, ids.shape).astype(np.float32) / 64
-    placements, skeleton = cases_of("shift", 8)
-    plan = layer_plan(skeleton, roles.expert)
-    schedule = build_schedule("deepspeed", roles, layer_sizes(config, roles, tokens, plan))
+    placements, shape = cases_of(False, 8)
+    schedule = build_schedule("deepspeed", roles, layer_sizes(config, roles, tokens, shape))
     rows, by_expert = P(roles.dense), P(roles.expert)
 
     def body(x, ids, weights, tables):
@@ -103,4 +91,4 @@ def test_identity_experts_are_exact_on_a_grid():
     step = jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=specs, out_specs=rows))
     want = (weights[:, 0] + weights[:, 1])[:, None] * x
     for placement in placements:
-        np.testing.assert_array_equal(step(x, ids, weights, device_tables(skeleton, placement)), want)
+        np.testing.assert_array_equal(step(x, ids, weights, fill_tables(shape, placement)), want)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from moe_jax.replan.device_tables import device_tables, layer_plan
 from support.prefetch_cases import placements_of
 from support.sums_in_programs import narrow_sums
 
@@ -28,7 +29,6 @@ from moe_jax.models.param_dtype_gradients import add_bias, in_dtype, project
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe import GroupedWeights, MoEConfig
 from moe_jax.moe.experts import expert_ffn
-from moe_jax.replan.device_tables import device_tables, layer_plan
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.step import abstract_state, build_state_shardings, make_train_step
 

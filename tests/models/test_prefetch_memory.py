@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moe_jax.replan.device_tables import device_tables, layer_plan
 
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.placement import Placement, build_skeleton
-from moe_jax.replan.device_tables import device_tables, layer_plan
 
 DEVICES, EXPERTS, LAYERS, SLOTS, VOCAB, BATCH, LENGTH = 4, 8, 6, 6, 32, 16, 8
 MODEL_DIM, HIDDEN_DIM = 128, 256

@@ -102,7 +102,10 @@ def test_replay_reads_what_calibrate_wrote(tmp_path, place):
             r"trace loads.npz has 4 devices, but cluster 'flat_3gbs_30tflops' has nodes (2)",
         ),
         ((), "replay (or set --nodes) needs Cluster.nodes"),
-        (("--nodes=2", "--devices_per_node=2", "--planners=best"), "planner 'best' is unknown; use none, balanced, eplb, fastermoe"),
+        (
+            ("--nodes=2", "--devices_per_node=2", "--planners=best"),
+            "planner 'best' is unknown; use none, balanced, eplb, fastermoe",
+        ),
         (("--nodes=2", "--devices_per_node=2", "--lag=99"), "lag (99) leaves none of the trace's 12 samples"),
         (("--nodes=2", "--devices_per_node=2", "--replica_slots=-1"), "PlannerConfig.replica_slots (-1)"),
     ],

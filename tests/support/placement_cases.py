@@ -15,7 +15,7 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.replan.device_tables import device_tables, layer_plan
+from moe_jax.placement import fill_tables
 
 EXPERTS, BATCH, LENGTH, VOCAB, LAYERS, SLOTS = 8, 8, 8, 31, 2, 3
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -89,7 +89,7 @@ def counted_compilations():  # the listener list is private; only tests take the
         jax._src.monitoring.unregister_event_duration_listener(listen)
 
 
-def runner(skeleton, mesh, schedule, rule=None):
+def runner(shape, mesh, schedule):
     """Return run(placement, routing) -> (loss, gradients, stats), compiled once, at the first call.
 
     No collective of the program may run beside a branch that holds others, such as the rounds of one layer's transfer.
@@ -97,7 +97,7 @@ def runner(skeleton, mesh, schedule, rule=None):
     roles = build_mesh(MeshConfig(**mesh), jax.devices())
     model = LanguageModel(config=CONFIG, moe=moe_config(schedule=schedule), vocab_size=VOCAB, roles=roles)
     layout = model.layout()
-    loss = make_loss(model, layout, BATCH, LENGTH, plan=layer_plan(skeleton, roles.expert, rule))
+    loss = make_loss(model, layout, BATCH, LENGTH, plan=shape)
     by_expert, whole = NamedSharding(roles.mesh, P(roles.expert)), NamedSharding(roles.mesh, P())
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     rest = jax.device_put((data(), jax.random.key(1), np.int32(0), np.float64(BATCH * LENGTH)), whole)
@@ -105,13 +105,13 @@ def runner(skeleton, mesh, schedule, rule=None):
 
     def run(placement, routing):
         params = reference_params(routing)
-        params = {"dense": params["dense"], "bank": to_bank(params["experts"], placement, skeleton.bank_rows)}
+        params = {"dense": params["dense"], "bank": to_bank(params["experts"], placement, shape.bank_rows)}
         params = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(roles.mesh, s)), params, layout.params)
-        tables = jax.device_put(device_tables(skeleton, placement), by_expert)
+        tables = jax.device_put(fill_tables(shape, placement), by_expert)
         arguments = (params, rest[0], tables, *rest[1:])
         if not compiled:
             compiled.append(step.lower(*arguments).compile())
-            if rule is None or schedule != "s2":  # replicas after the gate under s2: see docs/log.md
+            if shape.late is None or schedule != "s2":  # replicas after the gate under s2: see docs/log.md
                 assert not overtaking(compiled[0].as_text())
         (value, stats), grads = compiled[0](*arguments)
         return float(value), grads, stats

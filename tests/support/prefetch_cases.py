@@ -12,15 +12,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.placements import random_placement, to_bank
-from support.program_order import overtaking
 
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.gate import gate_noise
-from moe_jax.placement import build_skeleton, fits, widen
-from moe_jax.replan.device_tables import device_tables, layer_plan
+from moe_jax.placement import build_shape, fill_tables, grow
 
 EXPERTS, BATCH, LENGTH, VOCAB, SLOTS, NOISE = 8, 8, 8, 31, 2, 0.1
 
@@ -34,18 +32,14 @@ def moe_config(schedule):
     return MoEConfig(num_experts=EXPERTS, top_k=2, gate_noise=NOISE, schedule=schedule)
 
 
-def placements_of(method, layers, devices, number=2):
-    """Return some placements and one skeleton for all; `permute` has rounds for one send graph, so there it is one."""
+def placements_of(by_node, layers, devices, number=2):
+    """Return some placements and one shape for all."""
     sizes = {"layers": layers, "experts": EXPERTS, "devices": devices, "per_node": max(1, devices // 2)}
-    found = [
-        random_placement(seed, **sizes, replica_slots=SLOTS, fewest=1, rules="every")
-        for seed in range(1 if method == "permute" else number)
-    ]
-    skeleton = build_skeleton(found[0], method=method)
+    found = [random_placement(seed, **sizes, replica_slots=SLOTS, fewest=1, rules="every") for seed in range(number)]
+    shape = build_shape(found[0], by_node=by_node)
     for placement in found[1:]:
-        if not fits(skeleton, placement):
-            skeleton = widen(skeleton, placement)
-    return found, skeleton
+        shape = grow(shape, placement)
+    return found, shape
 
 
 @functools.cache
@@ -85,50 +79,48 @@ def what(config):
     return dataclasses.replace(config, **{name: getattr(plain, name) for name in how})
 
 
-def gradient_step(config, schedule, mesh, skeleton, zero=1, shares=None):
+def gradient_step(config, schedule, mesh, shape, zero=1, shares=None):
     """Return (jitted step, arguments(placement))."""
     roles = build_mesh(MeshConfig(**mesh), jax.devices())
     model = LanguageModel(config=config, moe=moe_config(schedule), vocab_size=VOCAB, roles=roles, zero_stage=zero)
     layout = model.layout()
-    loss = make_loss(model, layout, BATCH, LENGTH, plan=layer_plan(skeleton, roles.expert, shares=shares))
+    loss = make_loss(model, layout, BATCH, LENGTH, plan=dataclasses.replace(shape, **(shares or {})))
     by_expert, whole = NamedSharding(roles.mesh, P(roles.expert)), NamedSharding(roles.mesh, P())
     rest = jax.device_put((batch(), jax.random.key(11), np.int32(0), np.float64(BATCH * LENGTH)), whole)
 
     def arguments(placement):
         params = reference_params(what(config))
-        params = {"dense": params["dense"], "bank": to_bank(params["experts"], placement, skeleton.bank_rows)}
+        params = {"dense": params["dense"], "bank": to_bank(params["experts"], placement, shape.bank_rows)}
         params = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(roles.mesh, s)), params, layout.params)
-        tables = jax.device_put(device_tables(skeleton, placement), by_expert)
+        tables = jax.device_put(fill_tables(shape, placement), by_expert)
         return params, rest[0], tables, *rest[1:]
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True)), arguments
 
 
-def run(config, schedule, mesh, skeleton, placements, zero=1, shares=None):
-    """Return [(loss, gradients, stats)] of each placement, from one executable; nothing overtakes its moves."""
-    step, arguments = gradient_step(config, schedule, mesh, skeleton, zero, shares)
+def run(config, schedule, mesh, shape, placements, zero=1, shares=None):
+    """Return [(loss, gradients, stats)] of each placement, from one executable."""
+    step, arguments = gradient_step(config, schedule, mesh, shape, zero, shares)
     compiled, out = step.lower(*arguments(placements[0])).compile(), []
-    if len(skeleton.rounds) > 1 and config.stack == "scan":  # moves in branches
-        assert not overtaking(compiled.as_text())
     for placement in placements:
         (value, stats), grads = compiled(*arguments(placement))
         out.append((float(value), grads, stats))
     return out
 
 
-def check(*, prefetch, schedule="deepspeed", mesh=None, method="gather", rows=0, zero=1, shares=None, **changes):
+def check(*, prefetch, schedule="deepspeed", mesh=None, by_node=False, rows=None, zero=1, shares=None, **changes):
     """Compare loss and every gradient with the reference, 1e-10 of each leaf's largest entry; returns most passes."""
     config = model_config(prefetch=prefetch, **changes)
     mesh = mesh or {"expert": 8}
-    placements, skeleton = placements_of(method, config.moe_layers, mesh["expert"])
-    skeleton = dataclasses.replace(skeleton, bucket_rows=rows)
+    placements, shape = placements_of(by_node, config.moe_layers, mesh["expert"])
+    shape = dataclasses.replace(shape, bucket_rows=rows)
     passes = 1
     with jax.enable_x64(True):
         want_loss, want_grads = reference(what(config))
-        results = run(config, schedule, mesh, skeleton, placements, zero, shares)
+        results = run(config, schedule, mesh, shape, placements, zero, shares)
         for placement, (loss, grads, stats) in zip(placements, results, strict=True):
             np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
-            bank = to_bank(want_grads["experts"], placement, skeleton.bank_rows)
+            bank = to_bank(want_grads["experts"], placement, shape.bank_rows)
             want = {"dense": want_grads["dense"], "bank": bank}
             for (path, a), b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(grads), strict=True):
                 error = np.max(np.abs(np.asarray(a) - np.asarray(b)))

@@ -10,12 +10,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from moe_jax.replan.device_tables import layer_plan
 from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
 from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.models.memory import Sizes, device_bytes
-from moe_jax.replan.device_tables import layer_plan
 from moe_jax.replan.rejit import build_engine
 from moe_jax.training.loop import compiled_peak
 from moe_jax.training.session import build_session
