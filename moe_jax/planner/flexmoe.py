@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.placement.rounds import within_group
+from moe_jax.placement.bank import within_group
 from moe_jax.planner.contract import PlannerBase, rows_of
 from moe_jax.planner.original import standing
 from moe_jax.planner.registry import balancer
