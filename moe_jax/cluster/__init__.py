@@ -8,6 +8,8 @@ from moe_jax.cluster.link_seconds import (
     exchange_seconds,
     link_traffic,
     overlap_bound,
+    received_seconds,
+    uniform_seconds,
 )
 from moe_jax.cluster.read import read_cluster, read_named_cluster, write_cluster
 
@@ -27,6 +29,8 @@ __all__ = [
     "parm_choice",
     "read_cluster",
     "read_named_cluster",
+    "received_seconds",
     "split_saa",
+    "uniform_seconds",
     "write_cluster",
 ]

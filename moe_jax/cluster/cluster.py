@@ -12,6 +12,7 @@ import dataclasses
 import math
 
 from moe_jax.cluster.fits import Fit
+from moe_jax.cluster.presets import presets_with
 from moe_jax.errors import UserError
 
 
@@ -27,7 +28,10 @@ class Cluster:
       name: in reports.
       nodes, devices_per_node: sizes.
       intra_bandwidth: bytes/s of one device's link inside its node (of its only link when `flat`).
-      inter_bandwidth: bytes/s between one node and the network, shared by the devices of the node.
+      inter_bandwidth: bytes/s between one node and the network, by all its cards, shared by the devices of the node.
+      cards_per_node: network cards of a node, each with an equal part of inter_bandwidth and of the devices.
+      switches_per_node: PCIe switches or CPU sockets of a node, each with an equal part of its devices.
+      switch_bandwidth: bytes/s between one of them and the rest of its node.
       intra_latency, inter_latency: seconds of an empty message.
       flat: every device is connected to one switch by a link of its own; nodes then share no link.
       flops: FLOP/s that one device reaches in large matrix products.
@@ -43,6 +47,9 @@ class Cluster:
     inter_bandwidth: float | None = None
     intra_latency: float | None = None
     inter_latency: float | None = None
+    cards_per_node: int = 1
+    switches_per_node: int = 1
+    switch_bandwidth: float | None = None
     flat: bool = False
     flops: float | None = None
     memory_bytes: float | None = None
@@ -57,7 +64,11 @@ class Cluster:
                 raise UserError(
                     f"Cluster.{field} ({value!r}) must be a whole number of at least 1, or None when not known"
                 )
-        for field in ("intra_bandwidth", "inter_bandwidth", "flops", "memory_bytes"):
+        for field in ("cards_per_node", "switches_per_node"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"Cluster.{field} ({value!r}) must be a whole number of at least 1")
+        for field in ("intra_bandwidth", "inter_bandwidth", "switch_bandwidth", "flops", "memory_bytes"):
             self._check_number(field, above_zero=True)
         for field in ("intra_latency", "inter_latency"):
             self._check_number(field, above_zero=False)
@@ -93,6 +104,7 @@ class Cluster:
             raise AbsentFigureError(
                 f"{requested_by} needs Cluster.{field}, which cluster {self.name!r} leaves absent; "
                 f"set Cluster.{field} in its file, or use a file written by calibrate"
+                f"{presets_with(field)}"
             )
         return value
 
@@ -102,6 +114,22 @@ class Cluster:
             return self.need("intra_bandwidth", requested_by)
         inter = self.need("inter_bandwidth", requested_by)
         return inter if self.intra_bandwidth is None else min(inter, self.intra_bandwidth)
+
+    def device_bandwidth(self, requested_by: str) -> float:
+        """Return the bytes/s that every device gets when all devices of a node send at the same time to other nodes."""
+        if self.flat or self.nodes == 1:
+            return self.need("intra_bandwidth", requested_by)
+        part = self.need("inter_bandwidth", requested_by) / self.need("devices_per_node", requested_by)
+        return part if self.intra_bandwidth is None else min(part, self.intra_bandwidth)
+
+    def part_of(self, sharers: int) -> Cluster:
+        """Return what one of `sharers` groups that use the machines at the same time gets of the links they share."""
+        return dataclasses.replace(
+            self,
+            inter_bandwidth=None if self.inter_bandwidth is None else self.inter_bandwidth / sharers,
+            switch_bandwidth=None if self.switch_bandwidth is None else self.switch_bandwidth / sharers,
+            cards_per_node=max(1, self.cards_per_node // sharers),
+        )
 
     def fit(self, collective: str, requested_by: str) -> Fit:
         """Return the fitted times of a collective, or raise an error that names it and the requester."""

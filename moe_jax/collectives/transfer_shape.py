@@ -22,6 +22,20 @@ class Sent(typing.NamedTuple):
     across: float
 
 
+def sent_by_collective(offers, slots, crossing, *, devices: int, devices_per_node: int, by_node: bool) -> list[Sent]:
+    """Return what the busiest device sends in each collective of one Trans, in order; sizes are numbers or arrays.
+
+    Flat: offers, then slots, D devices each. By node: offers inside the node, crossing chunks to other nodes, slots
+    inside the node.
+    """
+    group = devices_per_node
+    if by_node:
+        inside, nodes = (group - 1) / group, devices // group
+        return [Sent(offers * inside, 0.0), Sent(0.0, (nodes - 1) * crossing / group), Sent(slots * inside, 0.0)]
+    near, far = (group - 1) / devices, (devices - group) / devices
+    return [Sent(size * near, size * far) for size in (offers, slots)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferShape:
     """Hold the sizes of a sparse transfer; equal shapes compile to equal programs.
@@ -82,12 +96,15 @@ class TransferShape:
         Flat: (X + m) (D - 1) / D, of which (X + m) (D - G) / D cross nodes. By node: (X + m) (G - 1) / G inside and
         (Nn - 1) Cp / G across.
         """
-        both = self.offers + self.slots
-        if self.by_node:
-            group = self.devices_per_node
-            return Sent(both * (group - 1) / group, (self.nodes - 1) * self.crossing / group)
-        away = self.devices - self.devices_per_node
-        return Sent(both * (self.devices_per_node - 1) / self.devices, both * away / self.devices)
+        parts = sent_by_collective(
+            self.offers,
+            self.slots,
+            self.crossing,
+            devices=self.devices,
+            devices_per_node=self.devices_per_node,
+            by_node=self.by_node,
+        )
+        return Sent(sum(part.inside for part in parts), sum(part.across for part in parts))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,14 +13,24 @@ import typing
 import numpy as np
 
 from moe_jax.collectives.transfer_shape import TransferShape
+from moe_jax.placement.placement import Placement
 
 
 class TransferSizes(typing.NamedTuple):
-    """Sizes that single layers need, int [...] each: X offers, m slots, Cp crossing."""
+    """Sizes that single layers need, int [...] each.
+
+    Attributes:
+      offers: X, the most experts of one device that travel.
+      slots: m, the most replicas that one device gets.
+      crossing: Cp, the most experts that one node sends one other.
+      holders: devices that hold a travelling expert, home included, summed over those experts (s (D - n) in
+        Pro-Prophet's equation 4); only the papers' price reads it.
+    """
 
     offers: np.ndarray
     slots: np.ndarray
     crossing: np.ndarray
+    holders: np.ndarray = np.zeros((), int)
 
     def shape(self, devices: int, devices_per_node: int, by_node: bool) -> TransferShape:
         """Return the smallest shape that serves all layers."""
@@ -34,6 +44,11 @@ class TransferSizes(typing.NamedTuple):
         )
 
 
+def no_transfer(shape: tuple[int, ...]) -> TransferSizes:
+    """Return the sizes of nothing that moves, [*shape] each."""
+    return TransferSizes(*(np.zeros(shape, int) for _ in TransferSizes._fields))
+
+
 def transfer_sizes(home: np.ndarray, held: np.ndarray, devices_per_node: int) -> TransferSizes:
     """Return the sizes that each layer needs.
 
@@ -42,18 +57,68 @@ def transfer_sizes(home: np.ndarray, held: np.ndarray, devices_per_node: int) ->
       held: bool [..., E, D], who has the expert during a step; the home counts as holder whatever stands there.
       devices_per_node: devices that share a node, by rising id.
     """
-    devices = held.shape[-1]
-    nodes = devices // devices_per_node
-    device = np.arange(devices)
-    at_home = home[..., None] == device
-    replicas = held & ~at_home
-    travels = replicas.any(axis=-1)  # [..., E]
-    offers = (travels[..., None] & at_home).sum(axis=-2)
-    on_node = replicas.reshape(*replicas.shape[:-1], nodes, devices_per_node).any(axis=-1)  # [..., E, Nn]
-    from_node = (home // devices_per_node)[..., None] == np.arange(nodes)
-    sent = np.einsum("...ea,...eb->...ab", from_node.astype(np.int32), on_node.astype(np.int32))
-    sent = sent * ~np.eye(nodes, dtype=bool)
-    return TransferSizes(offers.max(axis=-1), replicas.sum(axis=-2).max(axis=-1), sent.max(axis=(-2, -1)))
+    lead, (experts, devices) = held.shape[:-2], held.shape[-2:]
+    home = np.broadcast_to(home, (*lead, experts)).reshape(-1, experts)
+    count, rows, nodes = len(home), np.arange(len(home))[:, None], devices // devices_per_node
+    replica = held.reshape(count, experts, devices).copy()
+    np.put_along_axis(replica, home[:, :, None], False, axis=2)
+    away = replica.sum(axis=2)
+    offered = np.bincount((rows * devices + home).ravel(), (away > 0).ravel(), count * devices)
+    on_node = replica.reshape(count, experts, nodes, devices_per_node).any(axis=3)
+    at_node = (home // devices_per_node)[:, :, None] == np.arange(nodes)
+    pairs = np.matmul(at_node.transpose(0, 2, 1).astype(np.float32), on_node.astype(np.float32))
+    pairs *= ~np.eye(nodes, dtype=bool)
+    sizes = (
+        offered.reshape(count, devices).max(axis=1),
+        replica.sum(axis=1).max(axis=1, initial=0),
+        pairs.max(axis=(1, 2)),
+        np.where(away > 0, away + 1, 0).sum(axis=1),
+    )
+    return TransferSizes(*(np.rint(size).astype(int).reshape(lead) for size in sizes))
+
+
+def placement_sizes(placement: Placement) -> TransferSizes:
+    """Return the sizes that each layer of a placement needs, [L] each."""
+    return transfer_sizes(placement.home, placement.holds, placement.devices_per_node)
+
+
+def sizes_in_force(placement: Placement, shape: TransferShape | None) -> TransferSizes:
+    """Return the sizes that every layer pays under a compiled shape, [L] each; those it needs where there is none."""
+    needed = placement_sizes(placement)
+    if shape is None:
+        return needed
+    sizes = (shape.offers, shape.slots, shape.crossing)
+    return TransferSizes(*(np.full(placement.layers, size) for size in sizes), needed.holders)
+
+
+class RunningSizes:
+    """Keep the sizes of L layers while a greedy search adds replicas, in time linear in the devices.
+
+    Every added expert must be new: it has no replicas yet.
+    """
+
+    def __init__(self, layers: int, devices: int, devices_per_node: int):
+        self.devices_per_node, self.rows = devices_per_node, np.arange(layers)
+        self.offers = np.zeros((layers, devices), int)
+        self.slots = np.zeros((layers, devices), int)
+        self.pairs = np.zeros((layers, devices // devices_per_node, devices // devices_per_node), int)
+        self.holders = np.zeros(layers, int)
+
+    def add(self, home: np.ndarray, targets: np.ndarray) -> None:
+        """Add one expert a layer: home int [L], targets bool [L, D], the home not among them; no targets, no expert."""
+        travels = targets.any(axis=1)
+        self.offers[self.rows, home] += travels
+        self.slots += targets
+        node = home // self.devices_per_node
+        on_node = targets.reshape(len(targets), -1, self.devices_per_node).any(axis=2)
+        on_node[self.rows, node] = False
+        self.pairs[self.rows, node] += on_node
+        self.holders += targets.sum(axis=1) + travels
+
+    def sizes(self) -> TransferSizes:
+        """Return the sizes so far, [L] each."""
+        most = self.offers.max(axis=1), self.slots.max(axis=1), self.pairs.max(axis=(1, 2))
+        return TransferSizes(*most, self.holders.copy())
 
 
 def fit_replicas(

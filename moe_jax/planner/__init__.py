@@ -13,7 +13,8 @@ from moe_jax.planner.config import PlannerConfig  # noqa: E402
 from moe_jax.planner.contract import Planner  # noqa: E402
 from moe_jax.planner.cost import Cost, slots_in, standing_replica_bytes  # noqa: E402
 from moe_jax.planner.fastermoe import shadow_rates  # noqa: E402
-from moe_jax.planner.plan_session import PlanSession, Proposal, predicted_layer_seconds, worth_a_swap  # noqa: E402
+from moe_jax.planner.plan_seconds import predicted_layer_seconds, worth_a_swap  # noqa: E402
+from moe_jax.planner.plan_session import PlanSession, Proposal  # noqa: E402
 from moe_jax.planner.predictor import Predictor, build_predictor  # noqa: E402
 from moe_jax.planner.registry import BALANCERS, build_planner, find, names, names_after_gate  # noqa: E402
 

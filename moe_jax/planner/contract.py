@@ -45,10 +45,12 @@ class PlannerBase:
       config: with every default filled in (`PlannerConfig.settled`), the planner's own knobs among them.
       counters: see `Planner`.
       reference: whether the balance of all is also given as a ratio to this planner's (Pro-Prophet, figure 16).
+      schedule: the block-wise schedule that the system runs with (overlap/blocks.py), by which replay hides transfers.
       original: what the system that this planner comes from pays, in words; original_costs: in bytes (original.py).
     """
 
     reference: typing.ClassVar[bool] = False
+    schedule: typing.ClassVar[str] = "none"
     original: typing.ClassVar[str] = "Trans and Agg to the chosen devices, every step"
     original_costs = staticmethod(for_one_step)
 

@@ -1,7 +1,7 @@
 """The cost of a layer under a placement, in seconds and bytes.
 
-Inputs: a cluster, the layer's sizes, tokens computed H and received R per device, and which device holds what. Outputs:
-seconds by the papers' formulas. Nothing is searched here.
+Inputs: a cluster, the layer's sizes, tokens computed H and received R per device, and the sizes of its transfer.
+Outputs: seconds, as the program spends them or by the papers' formulas (`price`). Nothing is searched here.
 
 Letters: docs/notation.md; `...` stands for any leading dims; W, P, v as in the papers' formulas.
 """
@@ -13,9 +13,14 @@ import math
 
 import numpy as np
 
-from moe_jax.cluster import Cluster, all_reduce_bytes
+from moe_jax.cluster import AbsentFigureError, Cluster, all_reduce_bytes, received_seconds
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.errors import UserError
 from moe_jax.overlap import Prefetch, Times, exposed
+from moe_jax.placement.transfer_seconds import FORMS, cheapest_form, trans_seconds
+from moe_jax.placement.transfer_sizes import TransferSizes
+
+PRICES = ("executor", "paper")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,32 +28,49 @@ class Cost:
     """Hold all inputs of a planner but loads and placement.
 
     Attributes:
-      model_dim, hidden_dim: M and F of one expert (two matrices M x F).
-      dtype_bytes: bytes of one number of activations, parameters and gradients.
+      cluster: the links, as devices of one expert-parallel group meet them.
+      model_dim, hidden_dim: M and F of one expert.
+      matrices: of M x F in one expert, two, or three with SwiGLU.
+      shards: N_ESP, devices that share the F of an expert.
+      dtype_bytes: bytes of one number as it is computed with and sent: activations, replicas and their gradients.
+      param_bytes: bytes of one number of the parameters at home; None: as dtype_bytes.
       optimizer_bytes: bytes of optimizer state per parameter (two float32 moments by default).
       replica_slots: mu; overlap_degree: tau, or None to derive it.
       attention_seconds: forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that.
       layers_alive: layers whose replicas are in memory at the same time.
+      microbatches: how often a step runs a layer; loads and seconds here are of one time.
       load_error: relative error of the loads that are planned with, by layer; () where they are known.
-      prefetch: the block-wise schedule that hides transfers; Pro-Prophet's is that of its equation 8.
+      prefetch: the block-wise schedule that hides transfers.
+      price: 'executor', what the program will do; or 'paper': Pro-Prophet's equations 1, 4, 5 and 8 and FasterMoE's
+        2 S / W, on one bandwidth.
+      transfer: form of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one.
     """
 
     cluster: Cluster
     model_dim: int
     hidden_dim: int
+    matrices: int = 2
+    shards: int = 1
     dtype_bytes: int = 4
+    param_bytes: int | None = None
     optimizer_bytes: int = 8
     replica_slots: int = 4
     overlap_degree: int | None = None
     attention_seconds: float | None = None
     layers_alive: int = 1
+    microbatches: int = 1
     load_error: tuple[float, ...] = ()
-    prefetch: Prefetch = Prefetch(schedule="pro_prophet")
+    prefetch: Prefetch = Prefetch()
+    price: str = "executor"
+    transfer: str = "auto"
 
     def __post_init__(self):
-        for field in ("model_dim", "hidden_dim", "dtype_bytes", "layers_alive"):
+        for field in ("model_dim", "hidden_dim", "matrices", "shards", "dtype_bytes", "layers_alive", "microbatches"):
             if getattr(self, field) < 1:
                 raise UserError(f"{field} ({getattr(self, field)}) must be at least 1")
+        for field, known in (("price", PRICES), ("transfer", FORMS)):
+            if getattr(self, field) not in known:
+                raise UserError(f"Cost.{field} ({getattr(self, field)!r}) must be one of {', '.join(known)}")
         if self.replica_slots < 0 or (self.overlap_degree is not None and self.overlap_degree < 0):
             raise UserError(
                 f"replica_slots ({self.replica_slots}) and overlap_degree ({self.overlap_degree}) must be at least 0"
@@ -69,22 +91,28 @@ class Cost:
         return self.model_dim * self.dtype_bytes
 
     @property
+    def expert_params(self) -> int:
+        """Numbers of one expert on one device."""
+        return self.matrices * self.model_dim * self.hidden_dim // self.shards
+
+    @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert's parameters; its gradients take as much."""
-        return 2 * self.model_dim * self.hidden_dim * self.dtype_bytes
+        """Bytes of one expert's parameters on one device as they travel; its gradients take as much."""
+        return self.expert_params * self.dtype_bytes
 
     @property
     def state_bytes(self) -> int:
         """Bytes that move when an expert changes its home: parameters and optimizer state."""
-        return self.expert_bytes + 2 * self.model_dim * self.hidden_dim * self.optimizer_bytes
+        return self.expert_params * ((self.param_bytes or self.dtype_bytes) + self.optimizer_bytes)
 
     def bandwidth(self, requested_by: str) -> float:
-        """W in bytes/s."""
-        return self.cluster.bandwidth(f"planner {requested_by!r}")
+        """W in bytes/s, of one device: its part of the links that its node shares; the papers' slow link as given."""
+        who = f"planner {requested_by!r}"
+        return self.cluster.bandwidth(who) if self.price == "paper" else self.cluster.device_bandwidth(who)
 
     def tokens_per_second(self, requested_by: str) -> float:
-        """v: tokens per second that one device computes in an expert's forward, P / (4 M F)."""
-        return self.cluster.need("flops", f"planner {requested_by!r}") / (4.0 * self.model_dim * self.hidden_dim)
+        """v: tokens per second that one device computes in an expert's forward, P / (4 M F) with two matrices."""
+        return self.cluster.need("flops", f"planner {requested_by!r}") / (2.0 * self.expert_params)
 
     def overlap(self, requested_by: str) -> int:
         """tau: given, or floor(T_attention W / bytes of an expert) (Hecate 4.2)."""
@@ -98,49 +126,107 @@ class Cost:
         return math.floor(self.attention_seconds * self.bandwidth(requested_by) / self.expert_bytes)
 
     def exchange(self, received: np.ndarray, requested_by: str) -> np.ndarray:
-        """T_A2A: R [..., D] -> seconds [...]. Source: Pro-Prophet, equation 1."""
-        return received.max(axis=-1) * self.token_bytes / self.bandwidth(requested_by)
+        """T_A2A: R [..., D] -> seconds [...], through shared links as if sources were spread evenly over devices.
+
+        Source: Pro-Prophet, equation 1, which has one link for each device.
+        """
+        if self.price == "paper":
+            return received.max(axis=-1) * self.token_bytes / self.bandwidth(requested_by)
+        return received_seconds(self.cluster, received * self.token_bytes, f"planner {requested_by!r}")
 
     def forward(self, computed: np.ndarray, requested_by: str) -> np.ndarray:
         """T_FEC: H [..., D] -> seconds [...]; the backward takes twice that. Source: Pro-Prophet, equations 2 and 3."""
         return computed.max(axis=-1) / self.tokens_per_second(requested_by)
 
-    def transfer(self, holders: np.ndarray, devices: int, requested_by: str) -> np.ndarray:
-        """T_Trans = T_Agg: seconds to send parameters to replicas, or to sum their gradients.
+    def trans(self, sizes: TransferSizes, devices: int, requested_by: str) -> np.ndarray:
+        """T_Trans = T_Agg: seconds to send parameters to replicas, or to sum their gradients: sizes [...] -> [...].
 
-        That is the sum over replicated experts of holders / D x bytes of an expert / W.
-
-        Args:
-          holders: [...], devices that hold a replicated expert, home included, summed over the layer's replicated
-            experts: s (D - n) when each of s experts skips n devices.
-
-        Source: Pro-Prophet, equations 4 and 5.
+        The papers' price is the sum over replicated experts of holders / D x bytes of an expert / W (Pro-Prophet,
+        equations 4 and 5), whatever the shape.
         """
-        return holders * self.expert_bytes / (devices * self.bandwidth(requested_by))
+        if self.price == "paper":
+            return sizes.holders * self.expert_bytes / (devices * self.bandwidth(requested_by))
+        return trans_seconds(
+            self.cluster,
+            sizes,
+            self.expert_bytes,
+            devices,
+            min(self.cluster.devices_per_node or devices, devices),
+            f"planner {requested_by!r}",
+            form=self.transfer,
+            stride=self.shards,
+        )
 
-    def layer(
-        self, computed: np.ndarray, received: np.ndarray, holders: np.ndarray, requested_by: str, scheduler: bool = True
-    ) -> np.ndarray:
-        """T of one layer, forward and backward: H, R [..., D], holders [...] -> seconds [...].
+    def cheapest_form(self, largest: TransferShape) -> str | None:
+        """Return 'flat' or 'by_node', whichever is cheaper for a transfer of these sizes; None where links are unknown.
 
-        Source: Pro-Prophet, equation 8 with the scheduler (and its split over attention and experts), 6 without.
+        `price` plays no part: this is a choice for the program.
         """
-        parts = self.parts(computed, received, holders, requested_by, scheduler)
+        sizes = TransferSizes(*(np.array(size) for size in (largest.offers, largest.slots, largest.crossing)))
+        group = (self.expert_bytes, largest.devices, largest.devices_per_node)
+        try:
+            return cheapest_form(self.cluster, sizes, *group, self.shards)
+        except AbsentFigureError:
+            return None
+
+    def shape_seconds(self, shape: TransferShape, requested_by: str) -> float:
+        """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""
+        sizes = TransferSizes(*(np.array(size) for size in (shape.offers, shape.slots, shape.crossing)))
+        form = "by_node" if shape.by_node else "flat"
+        group = (self.expert_bytes, shape.devices, shape.devices_per_node)
+        return float(trans_seconds(self.cluster, sizes, *group, requested_by, form=form, stride=self.shards))
+
+    def late_expert(self, requested_by: str) -> float:
+        """Return the seconds of one Trans after the gate that brings one expert to every other device.
+
+        Nothing hides it. The papers' price is S / W.
+        """
+        if self.price == "paper":
+            return self.expert_bytes / self.bandwidth(requested_by)
+        devices = self.cluster.devices or self.cluster.need("devices_per_node", f"planner {requested_by!r}")
+        return float(
+            self.trans(TransferSizes(*(np.array(1) for _ in range(3)), np.array(devices)), devices, requested_by)
+        )
+
+    def layer(self, computed: np.ndarray, received: np.ndarray, sizes: TransferSizes, requested_by: str) -> np.ndarray:
+        """T of one layer, forward and backward: H, R [..., D], sizes [...] -> seconds [...].
+
+        Source: Pro-Prophet, equation 6, and 8 with its block-wise schedule.
+        """
+        parts = self.parts(computed, received, sizes, requested_by)
         return parts["place"] + parts["reduce"] + parts["others"]
 
     def parts(
-        self, computed: np.ndarray, received: np.ndarray, holders: np.ndarray, requested_by: str, scheduler: bool = True
+        self,
+        computed: np.ndarray,
+        received: np.ndarray,
+        sizes: TransferSizes,
+        requested_by: str,
+        exchange: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """Return the same time by purpose: place (Trans), reduce (Agg), others. Source: Pro-Prophet, table I."""
+        """Return the same time by purpose: place (Trans), reduce (Agg), others. Source: Pro-Prophet, table I.
+
+        Args:
+          exchange: seconds [...] of one all-to-all where they are known link by link; else from R.
+        """
         forward = self.forward(computed, requested_by)
-        transfer = self.transfer(holders, computed.shape[-1], requested_by)
-        times = Times(attention=self.attention_seconds or 0.0, experts=forward, trans=transfer, agg=transfer)
-        place, reduce = exposed(self.prefetch if scheduler else Prefetch(), times)
-        return {
-            "place": place,
-            "reduce": reduce,
-            "others": 4 * self.exchange(received, requested_by) + 3 * forward,
-        }
+        trans = self.trans(sizes, computed.shape[-1], requested_by)
+        place, reduce = self.exposed(forward, trans, requested_by)
+        moved = self.exchange(received, requested_by) if exchange is None else exchange
+        return {"place": place, "reduce": reduce, "others": 4 * moved + 3 * forward}
+
+    def exposed(self, forward: np.ndarray, trans: np.ndarray, requested_by: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of Trans and Agg that the block-wise schedule does not hide: T_FEC, T_Trans [...]."""
+        attention = self.attention_seconds
+        if attention is None:
+            if self.price == "executor" and self.prefetch.schedule != "none":
+                raise UserError(
+                    f"planner {requested_by!r} hides transfers beside attention (prefetch = "
+                    f"{self.prefetch.schedule!r}), whose seconds are not known; give attention_seconds, or "
+                    "Cluster.flops to model them"
+                )
+            attention = 0.0
+        return exposed(self.prefetch, Times(attention=attention, experts=forward, trans=trans, agg=trans))
 
 
 def slots_in(free_bytes: float, layers_alive: int, expert_bytes: float) -> int:

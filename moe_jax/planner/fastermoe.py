@@ -12,6 +12,7 @@ import dataclasses
 
 import numpy as np
 
+from moe_jax.placement.transfer_sizes import RunningSizes
 from moe_jax.planner.contract import PlannerBase, falling, home_loads, own_tokens, replicated_everywhere
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.registry import balancer, knob
@@ -45,25 +46,27 @@ class FasterMoePlanner(PlannerBase):
     def refine(self, loads, placement, cost):
         """Shadow for these loads, whatever was planned ahead."""
         limit = cost.replica_slots if self.config.bounded else placement.experts
-        rates = shadow_rates(cost, self.config.name)
-        chosen, cut = _shadow(np.asarray(loads, np.float64), placement, rates, self.config.residual, limit)
+        chosen, cut = _shadow(np.asarray(loads, np.float64), placement, cost, self.config, limit)
         self.increment("shadow_cut", cut)
         return placement.replace(replicas=replicated_everywhere(placement, chosen), shares=None, rule="home")
 
 
 def shadow_rates(cost: Cost, requested_by: str) -> tuple[float, float, float]:
-    """Return seconds of a token computed (12 M F / P), of one exchanged, and of an expert shadowed; back included."""
-    bandwidth = cost.bandwidth(requested_by)
+    """Return seconds of a token computed (12 M F / P), of one exchanged, and of an expert shadowed; back included.
+
+    The last is what one expert to every other device costs after the gate; in the papers' price S / W each way.
+    """
     return (
         3.0 / cost.tokens_per_second(requested_by),
-        4.0 * cost.token_bytes / bandwidth,
-        2.0 * cost.expert_bytes / bandwidth,
+        4.0 * cost.token_bytes / cost.bandwidth(requested_by),
+        2.0 * cost.late_expert(requested_by),
     )
 
 
-def _shadow(loads, placement, rates, residual: bool, limit: int) -> tuple[np.ndarray, int]:
-    """Return (chosen bool [L, E], layers cut by `limit`); rates: seconds per token computed, sent, and per expert."""
-    compute, exchange, shadow = rates
+def _shadow(loads, placement, cost: Cost, config, limit: int) -> tuple[np.ndarray, int]:
+    """Return (chosen bool [L, E], layers cut by `limit`)."""
+    compute, exchange, shadow = shadow_rates(cost, config.name)
+    residual = config.residual
     home, devices = placement.home, placement.devices
     layers = np.arange(len(home))
     totals = loads.sum(axis=1)
@@ -77,6 +80,7 @@ def _shadow(loads, placement, rates, residual: bool, limit: int) -> tuple[np.nda
         best = ((compute + exchange) * tokens).max(axis=1)
     chosen = np.zeros(home.shape, bool)
     active = np.ones(len(home), bool)
+    needed = RunningSizes(len(home), devices, placement.devices_per_node)
     for r in range(1, placement.experts + 1):
         expert = order[:, r - 1]
         at = home[layers, expert]
@@ -84,7 +88,10 @@ def _shadow(loads, placement, rates, residual: bool, limit: int) -> tuple[np.nda
         trial[layers, at] -= totals[layers, expert]
         left = received.copy()
         left[layers, at] -= totals[layers, expert] - own[layers, expert]
-        time = compute * trial.max(axis=1) + r * shadow
+        needed.add(at, active[:, None] & (np.arange(devices) != at[:, None]))
+        late = config.when == "after_gate"  # the rule on the device counts experts
+        paid = r * shadow if late else 2 * cost.trans(needed.sizes(), devices, config.name)
+        time = compute * trial.max(axis=1) + paid
         if residual:
             time = time + exchange * left.max(axis=1)
         active &= time < best

@@ -44,7 +44,7 @@ class FlexMoePlanner(PlannerBase):
         gain = 3 * (before - search.load.max(axis=1)) / cost.tokens_per_second(name)
         new = search.held & ~start.holds
         moved = new.sum(axis=1).max(axis=1) * cost.state_bytes / cost.bandwidth(name)
-        pays = gain * self.config.horizon > moved
+        pays = gain * cost.microbatches * self.config.horizon > moved
         held = np.where(pays[:, None, None], search.held, held)
         return start.replace(replicas=rows_of(held & ~homes))
 

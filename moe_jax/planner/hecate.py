@@ -15,6 +15,7 @@ import numpy as np
 from moe_jax.placement import Placement, routing
 from moe_jax.planner.contract import PlannerBase, falling, home_loads, replicated_everywhere, rows_of
 from moe_jax.planner.cost import Cost
+from moe_jax.planner.fastermoe import shadow_rates
 from moe_jax.planner.registry import balancer, knob
 from moe_jax.planner.sharding import shard_homes
 
@@ -44,6 +45,7 @@ class HecatePlanner(PlannerBase):
     Source: Hecate, algorithms 1 and 2, sections 4.2 to 4.4.
     """
 
+    schedule = "hecate"
     original = "sparse all-gather and reduce-scatter every step; state moves at a reshard"
 
     @classmethod
@@ -124,10 +126,14 @@ class HecatePlanner(PlannerBase):
         before = routing.expected(placement, loads)
         trial = placement.replace(replicas=np.concatenate([placement.replicas, rows_of(added)]))
         after = routing.expected(trial, loads)
-        gained = cost.layer(*before, np.zeros(len(loads)), name) - cost.layer(*after, np.zeros(len(loads)), name)
-        replicated = added.any(axis=2)
-        late = cost.transfer((added.sum(axis=2) + replicated).sum(axis=1), placement.devices, name)
-        return gained > 2 * late  # a gather now and one more reduce later
+        compute, exchange, shadow = shadow_rates(cost, name)  # those of the rule on the device
+
+        def seconds(computed, received):
+            return compute * computed.max(axis=1) + exchange * received.max(axis=1)
+
+        holders = (added.sum(axis=2) + added.any(axis=2)).sum(axis=1)
+        late = shadow / placement.devices * holders  # a gather now and one more reduce later
+        return seconds(*before) - seconds(*after) > late
 
 
 def slots_by_load(loads: np.ndarray, slots, most) -> np.ndarray:

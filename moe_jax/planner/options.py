@@ -20,11 +20,13 @@ class PlannerOptions:
     Attributes:
       name: of a balancer.
       when: `ahead`, on the host from predicted loads, or `after_gate`, from the step's own counts.
-      replica_slots: mu, replicas that a device may hold in one layer.
+      replica_slots: mu, replicas that a device may hold in one layer; 'memory': as many as the memory of the cluster's
+        devices leaves room for beside model, optimizer and activations.
       overlap_degree: tau, experts whose transfer hides behind attention; None: from the cluster and attention's time.
       interval: plan every so many steps; None: the planner's own, else 1.
       swap_after: a new shape is swapped in exactly so many steps after it was proposed; None: once it is compiled.
       bounded: keep to the replica slots where the original has no such bound.
+      price: of a plan: 'executor', what the program will do; or 'paper', by the papers' formulas and one bandwidth.
       predictor, window, decay: how the next step's loads are predicted (None: the planner's own, else 'last'), from how
         many steps, with which weight.
       horizon: steps over which a gain must pay for a change that costs (homes, shapes).
@@ -43,11 +45,12 @@ class PlannerOptions:
 
     name: str = "none"
     when: str = "ahead"
-    replica_slots: int = 4
+    replica_slots: int | str = 4
     overlap_degree: int | None = None
     interval: int | None = None
     swap_after: int | None = None
     bounded: bool = True
+    price: str = "executor"
     predictor: str | None = None
     window: int = 5
     decay: float = 0.5
@@ -70,9 +73,11 @@ class PlannerOptions:
                 "'flat' or 'by_node'"
             )
         self.one_of("transfer", TRANSFERS)
+        self.one_of("price", ("executor", "paper"))
         self.one_of("split", ("plan", "even"))
+        if self.replica_slots != "memory":
+            self.whole("replica_slots", 0)
         for field, least in (
-            ("replica_slots", 0),
             ("late_slots", 1),
             ("window", 1),
             ("executables", 2),

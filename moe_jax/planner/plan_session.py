@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.placement import Placement, routing
+from moe_jax.placement import Placement
 from moe_jax.planner.contract import Planner
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.predictor import build_predictor
@@ -40,10 +40,17 @@ class Proposal:
 class PlanSession:
     """Keep one planner's placement up to date while a run goes on."""
 
-    def __init__(self, config, placement: Placement, cost: Cost):
+    def __init__(self, config, placement: Placement, cost: Cost, exchanges_per_step: int = 1):
+        """Plan from `placement` on.
+
+        Args:
+          exchanges_per_step: microbatches times data-parallel groups, over which a step's loads are summed; planners
+            get the loads of one of them, as one gate counts them.
+        """
         self.planner: Planner = build_planner(config)
         self.config, self.placement, self.cost = self.planner.config, placement, cost
         self.predictor = build_predictor(self.config)
+        self.exchanges_per_step = exchanges_per_step
         self.last_planned: int | None = None
         self.last_sharded = 0
 
@@ -59,7 +66,7 @@ class PlanSession:
         shard = self.planner.reshard_every
         shard_due = bool(shard) and iteration // shard != self.last_sharded // shard
         if (due or shard_due) and self.predictor.seen:
-            loads = self.predictor.predict()
+            loads = self.predictor.predict() / self.exchanges_per_step
             if shard_due:
                 self.placement = self.planner.reshard(loads, self.placement, self.cost)
                 self.last_sharded = iteration
@@ -118,16 +125,3 @@ class PlanSession:
         self.last_planned = None if state["last_planned"] < 0 else int(state["last_planned"])
         self.last_sharded = int(state["last_sharded"])
         self.predictor.restore({"seen": state["predictor_seen"], "errors": state["predictor_errors"]})
-
-
-def predicted_layer_seconds(placement: Placement, loads: np.ndarray, cost: Cost) -> np.ndarray:
-    """Return what the cost model expects of every layer, forward and backward: loads [L, S, E] -> seconds [L]."""
-    computed, received = routing.expected(placement, loads)
-    held = placement.holds.sum(axis=2)
-    holders = np.where(held > 1, held, 0).sum(axis=1)
-    return cost.layer(computed, received, holders, "predicted_layer_seconds")
-
-
-def worth_a_swap(now_seconds: float, then_seconds: float, horizon: int, price_seconds: float) -> bool:
-    """Say whether a changed skeleton pays: its gain over `horizon` steps exceeds what the change costs."""
-    return (now_seconds - then_seconds) * horizon > price_seconds

@@ -12,7 +12,9 @@ import dataclasses
 import numpy as np
 
 from moe_jax.errors import UserError
+from moe_jax.overlap import Prefetch
 from moe_jax.placement import Placement
+from moe_jax.placement.transfer_sizes import RunningSizes
 from moe_jax.planner.contract import PlannerBase, home_loads, own_tokens, rows_of
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.registry import balancer, knob
@@ -55,8 +57,12 @@ class ProProphetPlanner(PlannerBase):
     2 D the formula as printed asks for twice as even loads at the same alpha.
     """
 
+    schedule = "pro_prophet"
+
     def propose(self, loads, placement, cost):
         loads = np.asarray(loads, np.float64)
+        if not self.config.scheduler:
+            cost = dataclasses.replace(cost, prefetch=Prefetch())
         most, given = placement.devices - 1, self.config.skipped_devices
         if isinstance(given, str):
             tries = np.unique(np.linspace(0, most, min(MOST_TRIES, most + 1)).round().astype(int)).tolist()
@@ -81,11 +87,9 @@ class ProProphetPlanner(PlannerBase):
         unused = np.array(totals)
         step_of = np.full(home.shape, -1)
         replicated = np.zeros((*home.shape, devices), bool)
-        replicas = np.zeros((placement.layers, devices), int)
-        sent = np.zeros((placement.layers, placement.nodes, placement.nodes), int)  # experts from node to node
         node_of = np.arange(devices) // placement.devices_per_node
-        holders = np.zeros(placement.layers)
-        best = self._time(cost, computed, received, holders)
+        needed = RunningSizes(placement.layers, devices, placement.devices_per_node)
+        best = cost.layer(computed, received, needed.sizes(), self.config.name)
         best_step = np.zeros(placement.layers, int)
         active = np.ones(placement.layers, bool)
         for step in range(1, placement.experts + 1):
@@ -95,9 +99,11 @@ class ProProphetPlanner(PlannerBase):
             active &= (computed.max(axis=1) - computed.min(axis=1) >= threshold) & (mine[layers, expert] >= 0)
             targets = _targets(loads[layers, :, expert], heaviest, skipped)
             if self.config.bounded:
-                targets &= replicas < cost.replica_slots
+                targets &= needed.slots < cost.replica_slots
             home_node = heaviest // placement.devices_per_node
-            targets &= (sent[layers, home_node] < self.config.crossing)[:, node_of] | (node_of == home_node[:, None])
+            targets &= (needed.pairs[layers, home_node] < self.config.crossing)[:, node_of] | (
+                node_of == home_node[:, None]
+            )
             if not active.any():
                 break
             targets &= active[:, None]
@@ -105,20 +111,15 @@ class ProProphetPlanner(PlannerBase):
             computed = computed + moved
             computed[layers, heaviest] -= moved.sum(axis=1)
             received[layers, heaviest] -= moved.sum(axis=1)
-            replicas += targets
-            sent[layers, home_node] += targets.reshape(placement.layers, placement.nodes, -1).any(axis=2)
+            needed.add(heaviest, targets)
             replicated[layers, expert] |= targets
             unused[layers[active], expert[active]] = -1.0
             step_of[layers[active], expert[active]] = step
-            holders = holders + targets.sum(axis=1) + targets.any(axis=1)
-            time = self._time(cost, computed, received, holders)
+            time = cost.layer(computed, received, needed.sizes(), self.config.name)
             better = active & (time < best)
             best, best_step = np.where(better, time, best), np.where(better, step, best_step)
         kept = (step_of >= 1) & (step_of <= best_step[:, None])
         return best, replicated & kept[:, :, None]
-
-    def _time(self, cost: Cost, computed: np.ndarray, received: np.ndarray, holders: np.ndarray) -> np.ndarray:
-        return cost.layer(computed, received, holders, self.config.name, self.config.scheduler)
 
 
 def _targets(tokens: np.ndarray, home: np.ndarray, skipped: int) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.placement import routing
+from moe_jax.placement.transfer_sizes import no_transfer
 from moe_jax.planner.contract import PlannerBase
 from moe_jax.planner.eplb import pack
 from moe_jax.planner.registry import balancer
@@ -33,11 +34,11 @@ class SmartMoePlanner(PlannerBase):
         bare = placement.replace(replicas=None, shares=None, rule="nearest")
         home = pack(loads.sum(axis=1), devices)[0].astype(np.int32)
         moved = bare.replace(home=home)
-        none = np.zeros(placement.layers)
+        none = no_transfer((placement.layers,))
         now = cost.layer(*routing.expected(bare, loads), none, name)
         then = cost.layer(*routing.expected(moved, loads), none, name)
         price = move_seconds(bare.home, home, devices, cost.state_bytes, cost.bandwidth(name))
-        pays = (now - then) * self.config.steps_between_plans > price
+        pays = (now - then) * cost.microbatches * self.config.steps_between_plans > price
         return bare.replace(home=np.where(pays[:, None], home, bare.home))
 
 

@@ -272,12 +272,16 @@ class RejitEngine:
         now, then = self._predicted(self.placement, loads), self._predicted(placement, loads)
         if now is None or then is None or (placement.home != self.placement.home).any():
             return True  # nothing to compare, or a move of homes, whose gain the planner has compared with its cost
-        return worth_a_swap(now.sum(), then.sum(), self.config.horizon, self.config.swap_seconds)
+        horizon = self.config.horizon * self.plans.cost.microbatches
+        return worth_a_swap(now.sum(), then.sum(), horizon, self.config.swap_seconds)
 
     def _predicted(self, placement: Placement, loads: np.ndarray) -> np.ndarray | None:
-        """Return predicted seconds per layer [L], None where the cluster file lacks a figure."""
+        """Return predicted seconds [L] of each layer in one microbatch, None where the cluster file lacks a figure.
+
+        The loads are a step's.
+        """
         try:
-            return predicted_layer_seconds(placement, loads, self.plans.cost)
+            return predicted_layer_seconds(placement, loads / self.replanner.exchanges_per_step, self.plans.cost)
         except UserError:
             return None
 

@@ -14,15 +14,15 @@ import math
 import numpy as np
 
 from moe_jax.after_gate import CalibrateRule, Rule, ShadowRule, ShareRule
-from moe_jax.cluster import Cluster, read_named_cluster
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import Placement, PlanShape, build_shape, fits, grow, most_homes, needed_transfer, routing
 from moe_jax.placement.buckets import bucket_rows
-from moe_jax.planner import SWEEPS, Cost, PlanSession, shadow_rates
-from moe_jax.replan.transfer_shares import attention_seconds, split_shares
+from moe_jax.planner import SWEEPS, PlanSession, shadow_rates
+from moe_jax.replan.plan_cost import plan_cost, with_replica_slots
+from moe_jax.replan.transfer_shares import split_shares
 from moe_jax.schedules.contract import LayerSizes
 
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
@@ -43,30 +43,11 @@ class Replanner:
         Raises:
           UserError: a cluster file that is not there, or more replica slots than its memory holds.
         """
-        self.config, self.roles = config, roles
+        self.config, self.roles = with_replica_slots(config, roles), roles
         self.devices = roles.size(roles.expert)
         self.start = initial_placement(config, roles)
-        self.plans = PlanSession(config.planner, self.start, self._cost())
-
-    def _cost(self) -> Cost:
-        """Return the planner's cost model; figures that the cluster file lacks stay absent."""
-        planner, model = self.config.planner, self.config.model
-        cluster = Cluster(name="of this run; name one in PlannerConfig.cluster")
-        if planner.cluster:
-            cluster = read_named_cluster(planner.cluster)
-        cluster = cluster.sized(self.start.nodes, self.start.devices_per_node)
-        seconds = None if cluster.flops is None else attention_seconds(self.config, self.roles, cluster.flops)
-        return Cost(
-            cluster=cluster,
-            model_dim=model.model_dim,
-            hidden_dim=model.hidden_dim,
-            dtype_bytes=np.dtype(model.param_dtype).itemsize,
-            replica_slots=planner.replica_slots,
-            overlap_degree=planner.overlap_degree,
-            attention_seconds=seconds,
-            layers_alive=model.replica_layers,
-            **({} if model.prefetch == "none" else {"prefetch": model.block_wise}),
-        )
+        cost = plan_cost(self.config, roles, self.start)
+        self.plans = PlanSession(self.config.planner, self.start, cost, self.exchanges_per_step)
 
     @property
     def exchanges_per_step(self) -> int:
@@ -99,14 +80,22 @@ class Replanner:
         return dataclasses.replace(shape, after_gate=self._rule(shape))
 
     def _transfer(self, shape: PlanShape, offers: int, slots: int, crossing: int) -> TransferShape:
-        """Return a transfer of these sizes in the form that sends less over the slow links, or as configured."""
+        """Return a transfer of these sizes in the form that costs less, or as configured.
+
+        Where the cluster's links are not known, the one that sends less between nodes.
+        """
         sizes = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": offers, "slots": slots}
         flat = TransferShape(**sizes)
         wanted = self.config.planner.transfer
         if wanted == "flat" or (wanted == "auto" and not self._has_levels):
             return flat
         by_node = TransferShape(**sizes, by_node=True, crossing=crossing)
-        return by_node if wanted == "by_node" or by_node.sent().across < flat.sent().across else flat
+        if wanted == "by_node":
+            return by_node
+        form = self.plans.cost.cheapest_form(by_node)
+        if form is None:
+            form = "by_node" if by_node.sent().across < flat.sent().across else "flat"
+        return by_node if form == "by_node" else flat
 
     @property
     def _has_levels(self) -> bool:
@@ -189,7 +178,7 @@ class Replanner:
         by_node = need is not None and self._transfer(shape, need.offers, need.slots, need.crossing).by_node
         shape = grow(shape, placement, by_node=by_node, replica_slots=self.config.planner.replica_slots)
         if first and shape.ahead is not None:
-            shape = dataclasses.replace(shape, **split_shares(self.config, self.roles, shape.ahead))
+            shape = dataclasses.replace(shape, **split_shares(self.config, self.plans.cost, shape.ahead))
         return self.with_rule(shape)
 
     def planned_shape(self, loads: np.ndarray) -> PlanShape:

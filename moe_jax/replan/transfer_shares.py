@@ -1,7 +1,7 @@
 """How a block-wise schedule cuts its transfers, from calibrated times.
 
-Inputs: the run's config, its mesh, and the transfer, which says how many bytes a layer's Trans moves. Outputs: the
-shares of Trans and Agg that run beside attention. Host side; no arrays on devices.
+Inputs: the run's config, its planner's cost, and the transfer that a step is compiled for. Outputs: the shares of Trans
+and Agg that run beside attention. Host side; no arrays on devices.
 """
 
 from __future__ import annotations
@@ -9,41 +9,32 @@ from __future__ import annotations
 import functools
 import logging
 
-from moe_jax.cluster import Cluster, read_named_cluster
+from moe_jax.cluster import AbsentFigureError
 from moe_jax.collectives.slices import PARTS
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
-from moe_jax.mesh.roles import Roles
-from moe_jax.models.memory import itemsize
-from moe_jax.moe.experts import weight_names
 from moe_jax.overlap import Times, shares
+from moe_jax.planner import Cost
 
 _LOG = logging.getLogger(__name__)
 
 
-def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
-    """Return the forward time of one block's attention: projections, scores and mixing of one device's tokens."""
-    model, length = config.model, config.data.sequence_length
-    tokens = config.train.batch_size * length / config.train.grad_accum_steps / roles.num_devices
-    return tokens * (8 * model.model_dim**2 + 4 * length * model.model_dim) / flops
-
-
-def split_shares(config: RunConfig, roles: Roles, transfer: TransferShape) -> dict[str, float]:
+def split_shares(config: RunConfig, cost: Cost, transfer: TransferShape) -> dict[str, float]:
     """Return {'trans_share', 'agg_share'} for a `PlanShape`, in eighths; {} where the schedule splits nothing.
 
-    Without a cluster file that has FLOP/s and a bandwidth, half of each runs beside attention, logged once.
+    Without a cluster file that has FLOP/s and links, half of each runs beside attention, logged once.
     """
     model = config.model
     if model.prefetch != "pro_prophet" or model.prefetch_case != "split":
         return {}
-    cluster = read_named_cluster(config.planner.cluster) if config.planner.cluster else Cluster(name="")
-    bandwidths = [w for w in (cluster.intra_bandwidth, cluster.inter_bandwidth) if w is not None]
-    if cluster.flops is None or not bandwidths:
+    try:
+        seconds = cost.shape_seconds(transfer, "the split of a transfer")
+    except AbsentFigureError:
+        seconds = None
+    if seconds is None or cost.attention_seconds is None:
         _say_half()
         return {"trans_share": 0.5, "agg_share": 0.5}
-    one = len(weight_names(model.activation)) * model.model_dim * model.hidden_dim * itemsize(model.dtype)
-    seconds = sum(transfer.sent()) * one / min(bandwidths)
-    times = Times(attention=attention_seconds(config, roles, cluster.flops), experts=0.0, trans=seconds, agg=seconds)
+    times = Times(attention=cost.attention_seconds, experts=0.0, trans=seconds, agg=seconds)
     cut = (round(share * PARTS) / PARTS for share in shares(times, model.refetch_replicas))
     return dict(zip(("trans_share", "agg_share"), cut, strict=True))
 

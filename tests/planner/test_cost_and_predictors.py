@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from moe_jax.cluster import Cluster
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.errors import UserError
+from moe_jax.overlap import Prefetch
 from moe_jax.placement import Placement
+from moe_jax.placement.transfer_sizes import TransferSizes
 from moe_jax.planner import (
     Cost,
     PlannerConfig,
@@ -24,17 +27,70 @@ def make_cost(**fields):
     return Cost(**{"cluster": cluster, "model_dim": 2, "hidden_dim": 3, **fields})
 
 
-def test_layer_time_by_hand():
+PAPER = {"price": "paper", "prefetch": Prefetch(schedule="pro_prophet")}
+
+
+def sizes(offers=0, slots=0, crossing=0, holders=0):
+    return TransferSizes(*(np.array(size) for size in (offers, slots, crossing, holders)))
+
+
+def test_papers_layer_time_by_hand():
     # H max 10: T_FEC = 5 s. R max 6: T_A2A = 6 x 8 / 16 = 3 s. s (D - n) = 8 holders: 8 x 48 / (4 x 16) = 6 s.
-    cost = make_cost()
-    computed, received = np.array([10.0, 2, 4, 4]), np.array([6.0, 0, 1, 1])
+    cost = make_cost(**PAPER)
+    computed, received, moved = np.array([10.0, 2, 4, 4]), np.array([6.0, 0, 1, 1]), sizes(9, 9, 9, holders=8)
     assert cost.forward(computed, "t") == 5 and cost.exchange(received, "t") == 3
-    assert cost.transfer(np.array(8.0), 4, "t") == 6
+    assert cost.trans(moved, 4, "t") == 6
     # Scheduler: 12 + 15 + max(0, 6 - 5) + max(0, 6 - 10) = 28; off: 12 + 15 + 6 + 6 = 39.
-    assert cost.layer(computed, received, np.array(8.0), "t") == 28
-    assert cost.layer(computed, received, np.array(8.0), "t", scheduler=False) == 39
+    assert cost.layer(computed, received, moved, "t") == 28
+    assert make_cost(price="paper").layer(computed, received, moved, "t") == 39
     # One second of attention hides the last exposed second of Trans.
-    assert make_cost(attention_seconds=1.0).layer(computed, received, np.array(8.0), "t") == 27
+    assert make_cost(**PAPER, attention_seconds=1.0).layer(computed, received, moved, "t") == 27
+
+
+def two_level(**fields):
+    """Two nodes of two devices: 16 bytes/s a device, 8 bytes/s a node, starts of 1 and 2 seconds."""
+    sizes = {"nodes": 2, "devices_per_node": 2, "intra_bandwidth": 16.0, "inter_bandwidth": 8.0, "flops": 48.0}
+    return Cluster(**{**sizes, "intra_latency": 1.0, "inter_latency": 2.0, **fields})
+
+
+def test_a_transfer_costs_what_the_executor_sends():
+    # One node of four, flat: (2 + 3) 3/4 experts of 48 bytes over 16 bytes/s; holders play no part.
+    assert make_cost().trans(sizes(2, 3, 9, 99), 4, "t") == 5 * 0.75 * 48 / 16
+    # 2 x 2, flat: of X = 2 half crosses nodes: 48 bytes a device, 96 a node: 12 s and 2 to start; m = 3: 18 and 2.
+    # By node: A 2 x 1/2 x 48 / 16 = 3 and 1; B Cp = 2: (2 - 1) 2 / 2 x 48 = 48 a device, 96 a node: 12 and 2; C 4.5 and 1.
+    for form, seconds in (("flat", 34.0), ("by_node", 23.5), ("auto", 23.5)):
+        cost = make_cost(cluster=two_level(), transfer=form)
+        assert cost.trans(sizes(2, 3, 2), 4, "t") == seconds
+    assert make_cost(cluster=two_level()).trans(sizes(1, 1, 8), 4, "t") == 16  # flat: 6 + 2 twice; by node: 50 and more
+    assert make_cost(cluster=two_level()).trans(sizes(), 4, "t") == 0
+
+
+def test_a_transfer_by_a_calibrations_fits():
+    # Flat: X = 2 and m = 3 experts handed in: 96 and 144 bytes at 0.1 s and a start of 5 s each.
+    # By node: 96 and 144 bytes inside at 0.01 and 1, Nn Cp / G = 2 experts = 96 bytes across at 0.2 and 3.
+    fits = {"all_to_all:4": (5.0, 0.1), "all_to_all:2": (1.0, 0.01), "all_to_all:2x2": (3.0, 0.2)}
+    cluster = two_level(fits=fits)
+    assert make_cost(cluster=cluster, transfer="flat").trans(sizes(2, 3, 2), 4, "t") == pytest.approx(34.0)
+    by_node = make_cost(cluster=cluster, transfer="by_node").trans(sizes(2, 3, 2), 4, "t")
+    assert by_node == pytest.approx(5 + 0.96 + 1.44 + 19.2)
+
+
+def test_schedules_hide_what_their_programs_hide():
+    # Trans = Agg = 11.25 s, experts 5 and 10 s, attention 4 and 8 s, exchange 4 x 3 s and experts 3 x 5 s beside.
+    computed, received, moved = np.array([10.0, 2, 4, 4]), np.array([6.0, 0, 1, 1]), sizes(2, 3)
+    hides = {"none": 0.0, "hecate": 4 + 8, "pro_prophet": 4 + 5 + 11.25}
+    for schedule, hidden in hides.items():
+        cost = make_cost(attention_seconds=4.0, prefetch=Prefetch(schedule=schedule))
+        assert cost.layer(computed, received, moved, "t") == pytest.approx(27 + 22.5 - hidden), schedule
+    with pytest.raises(UserError, match="hides transfers beside attention .* give attention_seconds"):
+        make_cost(prefetch=Prefetch(schedule="hecate")).layer(computed, received, moved, "t")
+
+
+def test_uniform_receivers_share_their_nodes_card():
+    # Each of 4 devices receives 6 tokens of 8 bytes, 2/3 of them from the other node: 2 x 48 x 2/3 = 64 bytes at 8.
+    cost = make_cost(cluster=two_level(intra_latency=0.0, inter_latency=0.0))
+    assert cost.exchange(np.full(4, 6.0), "t") == pytest.approx(8.0)
+    assert cost.exchange(np.array([60.0, 0, 0, 0]), "t") == pytest.approx(480 * 2 / 3 / 8)
 
 
 def test_sizes_in_bytes():
@@ -140,10 +196,13 @@ def test_restoring_a_plan_of_another_model_is_an_error():
 
 def test_predicted_seconds_follow_the_placement():
     # Four devices, one expert each, 8 tokens of expert 0 from every source: H = 32, R = 24, no replicas: 4 x 24 x 8 /
-    # 16 + 3 x 32 / 2 = 48 + 48. On all devices: H = 8, R = 0, 4 holders: 3 x 4 + max(0, 3 - 4) + 0 = 12.
+    # 16 + 3 x 32 / 2 = 48 + 48. On all devices: H = 8, R = 0, X = m = 1: 3 x 4 and twice (1 + 1) 3/4 x 48 / 16. Under a
+    # compiled shape of three offers and slots all of it is paid: twice 6 x 3/4 x 3.
     loads = np.zeros((1, 4, 4))
     loads[0, :, 0] = 8
     start = Placement.even(1, 4, 4)
     assert predicted_layer_seconds(start, loads, make_cost()).tolist() == [96]
     shadowed = start.replace(replicas=[(0, 0, 1), (0, 0, 2), (0, 0, 3)])
-    assert predicted_layer_seconds(shadowed, loads, make_cost()).tolist() == [12]
+    assert predicted_layer_seconds(shadowed, loads, make_cost()).tolist() == [12 + 9]
+    shape = TransferShape(devices=4, devices_per_node=4, offers=3, slots=3)
+    assert predicted_layer_seconds(shadowed, loads, make_cost(), shape).tolist() == [12 + 27]

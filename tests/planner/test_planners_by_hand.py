@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from moe_jax.cluster import Cluster
+from moe_jax.overlap import Prefetch
 from moe_jax.placement import Placement, routing
+from moe_jax.placement.transfer_sizes import placement_sizes
 from moe_jax.planner import Cost, PlannerConfig, build_planner
 from moe_jax.planner.balanced import add_spares, fill_gaps
 from moe_jax.planner.eplb import rebalance
@@ -29,6 +31,7 @@ def plan(name, loads, cost, placement=None, **fields):
 
 
 # One layer, four devices, one expert each; rows are sources. Totals by expert: 20, 4, 4, 4.
+BESIDE_BOTH = Prefetch(schedule="pro_prophet")
 HOT = np.array([[[5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1]]])
 
 
@@ -93,7 +96,7 @@ def test_pro_prophet_without_scheduler_pays_all_of_the_transfer():
     # With 8 s of attention before the layer: expert 0: 12 + 9 = 21; all four: 8 + (32 - 8/3 - 8) + (32 - 16/3 - 16) =
     # 40.
     # With 32 s all hides: all four 8. The same loads, three answers.
-    cost = dataclasses.replace(make_cost(1, 48), hidden_dim=4)
+    cost = dataclasses.replace(make_cost(1, 48, price="paper", prefetch=BESIDE_BOTH), hidden_dim=4)
     assert sorted(set(plan("pro_prophet", HOT, cost, scheduler=False).replicas[:, 1])) == [0]
     some, much = (dataclasses.replace(cost, attention_seconds=seconds) for seconds in (8.0, 32.0))
     assert sorted(set(plan("pro_prophet", HOT, some).replicas[:, 1])) == [0]
@@ -109,9 +112,7 @@ def test_pro_prophet_search_is_at_least_as_fast_as_any_n():
     def seconds(n):
         placement = plan("pro_prophet", loads, cost, skipped_devices=n, bounded=False)
         computed, received = routing.computed_and_received(placement, loads)
-        held = placement.holds.sum(axis=2)
-        holders = (held * (held > 1)).sum(axis=1)
-        return cost.layer(computed, received, holders, "pro_prophet")
+        return cost.layer(computed, received, placement_sizes(placement), "pro_prophet")
 
     best = seconds("search")
     assert all((best <= seconds(n) + 1e-9).all() for n in range(3))

@@ -1,0 +1,99 @@
+"""What a run's planner compares plans by: the sizes of the layer that runs, and the links as its devices share them.
+
+Inputs: a run's config and mesh, its even homes. Outputs: `Cost`, and the run's config with its replica slots as a number.
+Host side; no arrays on devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from moe_jax.cluster import Cluster, read_named_cluster
+from moe_jax.config.run_config import RunConfig
+from moe_jax.mesh.roles import Roles
+from moe_jax.models.memory import Sizes, device_bytes, itemsize
+from moe_jax.moe.experts import weight_names
+from moe_jax.moe.layer import LayerPlan
+from moe_jax.placement import Placement
+from moe_jax.planner import Cost
+
+USUAL_VOCABULARY = 50304  # where neither the config nor a tokenizer says one yet: GPT-2's, a multiple of 128
+
+
+def run_cluster(config: RunConfig) -> Cluster:
+    """Return the cluster that the run names, else one that knows nothing."""
+    if config.planner.cluster:
+        return read_named_cluster(config.planner.cluster)
+    return Cluster(name="of this run; name one in PlannerConfig.cluster")
+
+
+def plan_cost(config: RunConfig, roles: Roles, start: Placement) -> Cost:
+    """Return the planner's cost model; figures that the cluster file lacks stay absent.
+
+    Args:
+      start: homes on one expert-parallel group, whose members have N_ESP devices each.
+    """
+    planner, model = config.planner, config.model
+    shards = roles.size(roles.expert_shard)
+    cluster = run_cluster(config).sized(start.nodes, start.devices_per_node).part_of(shards)
+    return Cost(
+        cluster=cluster,
+        model_dim=model.model_dim,
+        hidden_dim=model.hidden_dim,
+        matrices=len(weight_names(model.activation)),
+        shards=shards,
+        dtype_bytes=itemsize(model.dtype),
+        param_bytes=np.dtype(model.param_dtype).itemsize,
+        replica_slots=planner.replica_slots,
+        overlap_degree=planner.overlap_degree,
+        attention_seconds=None if cluster.flops is None else attention_seconds(config, roles, cluster.flops),
+        layers_alive=model.replica_layers,
+        microbatches=config.train.grad_accum_steps,
+        prefetch=model.block_wise,
+        price=planner.price,
+        transfer=planner.transfer if planner.transfer in ("flat", "by_node") else "auto",
+    )
+
+
+def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
+    """Return the modelled forward time of what precedes an MoE layer, for one device's tokens of one microbatch.
+
+    That is attention (projections, scores, mixing) and, where every second block is MoE, the block before it too, with
+    its dense FFN.
+    """
+    model, length = config.model, config.data.sequence_length
+    tokens = config.train.batch_size * length / config.train.grad_accum_steps / roles.num_devices
+    attention = 8 * model.model_dim**2 + 4 * length * model.model_dim
+    dense = 2 * len(weight_names(model.activation)) * model.model_dim * model.ffn_dim
+    return tokens * (model.moe_every * attention + (model.moe_every - 1) * dense) / flops
+
+
+def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
+    """Return the config with `PlannerConfig.replica_slots = 'memory'` as the number of replicas that fit (Hecate 4.2).
+
+    What the model, its optimizer and activations leave of the device's memory is divided by the bytes of a replica.
+
+    Raises:
+      AbsentFigureError: the cluster has no memory_bytes.
+    """
+    if config.planner.replica_slots != "memory":
+        return config
+    memory = run_cluster(config).need("memory_bytes", "PlannerConfig.replica_slots = 'memory'")
+    train, homes = config.train, config.moe.num_experts // roles.size(roles.expert)
+    sizes = Sizes(
+        config=config.model,
+        moe=config.moe,
+        vocab_size=config.model.vocab_size or USUAL_VOCABULARY,
+        length=config.data.sequence_length,
+        batch_size=train.batch_size,
+        grad_accum_steps=train.grad_accum_steps,
+        zero_stage=train.zero_stage,
+        expert_zero_stage=train.expert_zero_stage,
+        ema=train.ema_decay > 0,
+    )
+    none, one = (device_bytes(sizes, roles, LayerPlan(home_slots=homes, replica_slots=slots)) for slots in (0, 1))
+    most = config.moe.num_experts - homes
+    slots = min(most, max(0, int((memory - none.at_most) // (one.replicas - none.replicas))))
+    return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))
