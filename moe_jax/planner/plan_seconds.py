@@ -1,6 +1,6 @@
 """What a plan's layers take, and whether a change of the compiled sizes pays.
 
-Inputs: a placement, loads, cost, and the sizes that the step is compiled for. Outputs: seconds by layer, and a decision.
+Inputs: a placement, loads, cost, and the sizes that the step is compiled for. Outputs: seconds by layer, a decision.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a run's planner compares plans by: the sizes of the layer that runs, and the links as its devices share them.
 
-Inputs: a run's config and mesh, its even homes. Outputs: `Cost`, and the run's config with its replica slots as a number.
-Host side; no arrays on devices.
+Inputs: a run's config and mesh, its even homes. Outputs: `Cost`, and the run's config with its replica slots as
+a number. Host side; no arrays on devices.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_a_transfer_costs_what_the_executor_sends():
     # One node of four, flat: (2 + 3) 3/4 experts of 48 bytes over 16 bytes/s; holders play no part.
     assert make_cost().trans(sizes(2, 3, 9, 99), 4, "t") == 5 * 0.75 * 48 / 16
     # 2 x 2, flat: of X = 2 half crosses nodes: 48 bytes a device, 96 a node: 12 s and 2 to start; m = 3: 18 and 2.
-    # By node: A 2 x 1/2 x 48 / 16 = 3 and 1; B Cp = 2: (2 - 1) 2 / 2 x 48 = 48 a device, 96 a node: 12 and 2; C 4.5 and 1.
+    # By node: A 2 x 1/2 x 48 / 16 = 3 and 1; B Cp = 2: (2 - 1) 2 / 2 x 48 = 48 a device, 96 a node: 12 and 2; C 4.5, 1.
     for form, seconds in (("flat", 34.0), ("by_node", 23.5), ("auto", 23.5)):
         cost = make_cost(cluster=two_level(), transfer=form)
         assert cost.trans(sizes(2, 3, 2), 4, "t") == seconds
