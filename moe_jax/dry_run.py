@@ -31,6 +31,7 @@ from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel
 from moe_jax.moe.layer import layer_sizes, make_schedule
 from moe_jax.placement import PlanShape, build_shape
+from moe_jax.replan.plan_cost import with_replica_slots
 from moe_jax.replan.replanner import initial_placement
 from moe_jax.schedules import schedules
 from moe_jax.schedules.automatic import layer_shape
@@ -273,8 +274,9 @@ def _plan(run: RunConfig, roles: Roles) -> PlanShape | None:
     """Return the shape of a plan with as many replicas as the planner may have; None where a bank has no owners."""
     if run.moe.schedule == "dp":
         return None
-    shape = build_shape(initial_placement(run, roles))
-    replicas = 0 if run.planner.name == "none" else run.planner.replica_slots
+    start = initial_placement(run, roles)
+    shape = build_shape(start)
+    replicas = 0 if run.planner.name == "none" else with_replica_slots(run, roles, start).planner.replica_slots
     if not replicas:
         return shape
     sizes = {"devices": shape.devices, "devices_per_node": shape.devices_per_node}

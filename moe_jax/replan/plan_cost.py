@@ -11,12 +11,12 @@ import dataclasses
 import numpy as np
 
 from moe_jax.cluster import Cluster, read_named_cluster
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
 from moe_jax.models.memory import Sizes, device_bytes, itemsize
 from moe_jax.moe.experts import weight_names
-from moe_jax.moe.layer import LayerPlan
-from moe_jax.placement import Placement
+from moe_jax.placement import Placement, build_shape
 from moe_jax.planner import Cost
 
 USUAL_VOCABULARY = 50304  # where neither the config nor a tokenizer says one yet: GPT-2's, a multiple of 128
@@ -70,7 +70,7 @@ def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
     return tokens * (model.moe_every * attention + (model.moe_every - 1) * dense) / flops
 
 
-def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
+def with_replica_slots(config: RunConfig, roles: Roles, start: Placement) -> RunConfig:
     """Return the config with `PlannerConfig.replica_slots = 'memory'` as the number of replicas that fit (Hecate 4.2).
 
     What the model, its optimizer and activations leave of the device's memory is divided by the bytes of a replica.
@@ -81,7 +81,7 @@ def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
     if config.planner.replica_slots != "memory":
         return config
     memory = run_cluster(config).need("memory_bytes", "PlannerConfig.replica_slots = 'memory'")
-    train, homes = config.train, config.moe.num_experts // roles.size(roles.expert)
+    train = config.train
     sizes = Sizes(
         config=config.model,
         moe=config.moe,
@@ -93,7 +93,10 @@ def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
         expert_zero_stage=train.expert_zero_stage,
         ema=train.ema_decay > 0,
     )
-    none, one = (device_bytes(sizes, roles, LayerPlan(home_slots=homes, replica_slots=slots)) for slots in (0, 1))
-    most = config.moe.num_experts - homes
+    shape = build_shape(start)
+    group = {"devices": shape.devices, "devices_per_node": shape.devices_per_node}
+    single = dataclasses.replace(shape, ahead=TransferShape(**group, offers=1, slots=1))
+    none, one = (device_bytes(sizes, roles, plan) for plan in (shape, single))
+    most = shape.experts - shape.home_slots
     slots = min(most, max(0, int((memory - none.at_most) // (one.replicas - none.replicas))))
     return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))

@@ -43,9 +43,9 @@ class Replanner:
         Raises:
           UserError: a cluster file that is not there, or more replica slots than its memory holds.
         """
-        self.config, self.roles = with_replica_slots(config, roles), roles
-        self.devices = roles.size(roles.expert)
         self.start = initial_placement(config, roles)
+        self.config, self.roles = with_replica_slots(config, roles, self.start), roles
+        self.devices = roles.size(roles.expert)
         cost = plan_cost(self.config, roles, self.start)
         self.plans = PlanSession(self.config.planner, self.start, cost, self.exchanges_per_step)
 

@@ -6,7 +6,7 @@ from support.placements import random_placement
 
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.placement import Placement
-from moe_jax.placement.transfer_sizes import RunningSizes, transfer_sizes, placement_sizes, sizes_in_force
+from moe_jax.placement.transfer_sizes import RunningSizes, placement_sizes, sizes_in_force, transfer_sizes
 
 
 def test_sizes_by_hand():
