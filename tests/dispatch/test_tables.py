@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from moe_jax.replan.device_tables import device_tables, layer_plan
 
 from moe_jax.after_gate import ShareRule
 from moe_jax.dispatch import Choice, Tables, destinations, local
@@ -19,7 +18,7 @@ from moe_jax.models.loss import check_token_numbers
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.layer import make_moe
 from moe_jax.moe.replicas import fetch_replicas
-from moe_jax.placement import Placement, build_skeleton, routing
+from moe_jax.placement import Placement, build_shape, fill_tables, routing
 from moe_jax.schedules import LayerSizes, build_schedule
 
 COUNTS = [0, 1, 2, 3, 65_535, 65_536, 65_537, 70_000, 131_072, 1 << 20, (1 << 24) + 1, (1 << 31) - 1, (1 << 32) - 1]
@@ -69,15 +68,13 @@ def test_layer_with_70000_choices_of_one_expert():
         np.arange(devices, dtype=np.int32)[None], np.array([[0, 1, 3]], np.int32), devices=devices,
         devices_per_node=devices,
     )  # fmt: skip
-    skeleton = build_skeleton(placement, method="gather", candidates=devices)
-    rule = ShareRule(home_slots=1, replica_slots=1, devices_per_node=devices, sweeps=4)
-    plan = layer_plan(skeleton, roles.expert, rule)
+    shape = dataclasses.replace(build_shape(placement), candidates=devices, after_gate=ShareRule(sweeps=4))
     config = MoEConfig(num_experts=devices, top_k=1, schedule="s1", bucket_slack=2.0)
-    apply = make_moe(config, roles, tokens, "gelu", plan)
+    apply = make_moe(config, roles, tokens, "gelu", shape)
 
     def body(x, w_gate, bank, tables):
         here = jax.tree.map(lambda array: array[0], local(tables))
-        replicas = fetch_replicas(bank, {n: jnp.zeros_like(v) for n, v in bank.items()}, here, plan, x)
+        replicas = fetch_replicas(bank, {n: jnp.zeros_like(v) for n, v in bank.items()}, here, shape, roles.expert, x)
         y, stats, _ = apply(x, jnp.arange(tokens, dtype=jnp.int32), w_gate, bank, None, here, replicas=replicas)
         return y, stats.counts[None]
 
@@ -90,7 +87,7 @@ def test_layer_with_70000_choices_of_one_expert():
     x[:, 0] = 1
     w_gate = np.zeros((dim, devices), np.float32)
     w_gate[0, 1] = 9
-    y, counts = layer(x, w_gate, bank, device_tables(skeleton, placement))
+    y, counts = layer(x, w_gate, bank, fill_tables(shape, placement))
     np.testing.assert_array_equal(counts, [[0, tokens, 0, 0]] * devices)
     want = np.asarray(jax.nn.gelu(x @ bank["w_in"][1]) @ bank["w_out"][1])
     np.testing.assert_allclose(y, want, atol=1e-4)  # float32
@@ -104,16 +101,15 @@ def test_device_and_host_count_alike(count):
     placement = Placement(
         np.arange(4, dtype=np.int32)[None], replicas, shares, ("shares",), devices=4, devices_per_node=4
     )
-    skeleton = build_skeleton(placement)
-    tables = jax.tree.map(lambda leaf: leaf[:, 0], device_tables(skeleton, placement))  # [D, ...] of the one layer
+    shape = build_shape(placement)
+    tables = jax.tree.map(lambda leaf: leaf[:, 0], fill_tables(shape, placement))  # [D, ...] of the one layer
     loads = np.broadcast_to(np.array([count, count + 1, 5, 0]), (1, 4, 4))
     n = loads[0][:, :, None].astype(np.uint32)
     edges = np.asarray(jax.jit(share_of)(tables.dest_num, tables.dest_den[:, :, None], n)).astype(np.int64)
     tokens = np.diff(np.maximum.accumulate(edges, axis=2), prepend=0, axis=2)
-    groups = skeleton.home_slots + skeleton.replica_slots
     got = np.zeros((4, 4, 4), np.int64)
     source, expert, _ = np.indices(tokens.shape)
-    np.add.at(got, (source, expert, tables.dest_slot // groups), tokens)
+    np.add.at(got, (source, expert, tables.dest_slot // shape.slots), tokens)
     np.testing.assert_array_equal(got, routing.destinations(placement, loads)[0])
 
 

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moe_jax.replan.device_tables import device_tables, layer_plan
 
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.placement import Placement, build_skeleton
+from moe_jax.placement import Placement, build_shape, fill_tables
 
 DEVICES, EXPERTS, LAYERS, SLOTS, VOCAB, BATCH, LENGTH = 4, 8, 6, 6, 32, 16, 8
 MODEL_DIM, HIDDEN_DIM = 128, 256
@@ -36,16 +35,16 @@ def temporary_bytes(prefetch, case, refetch_replicas):
     even = Placement.even(LAYERS, EXPERTS, DEVICES, DEVICES)
     replicas = [index for index in np.ndindex(LAYERS, EXPERTS, DEVICES) if even.home[index[:2]] != index[2]]
     placement = even.replace(replicas=np.array(replicas, np.int32))
-    skeleton = build_skeleton(placement, method="gather")
+    shape = build_shape(placement)
     layout = model.layout()
     params = jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=roles.sharding(*spec)),
         model.shapes(),
         layout.params,
     )
-    loss = make_loss(model, layout, BATCH, LENGTH, plan=layer_plan(skeleton, roles.expert))
+    loss = make_loss(model, layout, BATCH, LENGTH, plan=shape)
     ids, weights = (jax.ShapeDtypeStruct((BATCH, LENGTH), dtype) for dtype in (jnp.int32, jnp.float32))
-    arguments = (Batch(ids, ids, weights), device_tables(skeleton, placement), jax.random.key(0), 0, np.float32(1))
+    arguments = (Batch(ids, ids, weights), fill_tables(shape, placement), jax.random.key(0), 0, np.float32(1))
     compiled = jax.jit(jax.grad(loss, has_aux=True)).lower(params, *arguments).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 

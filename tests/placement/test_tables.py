@@ -1,4 +1,6 @@
-"""Tables read back by a slow interpreter: slots, token rule, transfers and bank permutations."""
+"""Tables read back by a slow interpreter: slots, token rule, transfers and bank permutations; shapes and what fits."""
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -8,44 +10,52 @@ from moe_jax.errors import UserError
 from moe_jax.placement import (
     Placement,
     bank_rows,
-    bucket_rows,
-    build_skeleton,
+    build_shape,
     fill_tables,
     fits,
+    grow,
+    misfits,
     reshard_permutation,
-    rounds,
     routing,
-    split,
-    widen,
+    table_shapes,
+    transfer_sizes,
 )
+from moe_jax.placement.buckets import bucket_rows
 
 SIZES = {"layers": 3, "experts": 8, "devices": 8, "replica_slots": 3, "per_node": 4}
+FORMS = [False, True]
 
 
-def run_tables(skeleton, tables, bank):
-    """Move rows as an executor would: bank [D, Rb] of expert names -> slots [L, D, Hs + Gs] of names."""
-    layers, devices = skeleton.layers, skeleton.devices
-    slots = np.full((layers, devices, skeleton.slots), -1)
-    for layer, device in np.ndindex(layers, devices):
-        for slot, row in enumerate(tables.home_row[layer, device]):
-            slots[layer, device, slot] = bank[device, row] if row >= 0 else -1
-    for layer in range(layers):
-        shared = skeleton.rounds[0 if skeleton.method == "shift" else layer] if skeleton.rounds else ()
-        for turn, pairs in enumerate(shared):
-            assert len({a for a, _ in pairs}) == len(pairs) == len({b for _, b in pairs})
-            for a, b in pairs:
-                slot = tables.recv_slot[layer, turn, b]
-                if slot < skeleton.replica_slots:
-                    slots[layer, b, skeleton.home_slots + slot] = bank[a, tables.send_row[layer, turn, a]]
-        for device, replica in np.ndindex(devices, skeleton.replica_slots):
-            at = tables.replica_from[layer, device, replica]
-            if at >= 0 and skeleton.method == "gather":
-                owner, offer = divmod(at, skeleton.gather_slots)
-                slots[layer, device, skeleton.home_slots + replica] = bank[
-                    owner, tables.gather_row[layer, owner, offer]
-                ]
-            elif at >= 0:
-                slots[layer, device, skeleton.home_slots + replica] = bank.ravel()[tables.broadcast_row[layer, at]]
+def offered(shape, tables, layer, place, level):
+    """Return (device, home slot) of a place among a level's offers."""
+    member, nth = divmod(place, shape.ahead.offers)
+    device = level * shape.ahead.inside + member
+    return device, tables.transfer.offer[device, layer, nth]
+
+
+def arriving(shape, tables, layer, device, slot):
+    """Return (device, home slot) of the chunk in a replica slot; None for none."""
+    sizes, level = shape.ahead, device // shape.ahead.inside
+    place = tables.transfer.want[device, layer, device % sizes.inside, slot]
+    if place >= sizes.places:
+        return None
+    if place < sizes.inside * sizes.offers:
+        return offered(shape, tables, layer, place, level)
+    source, turn = divmod(place - sizes.inside * sizes.offers, sizes.crossing)
+    return offered(shape, tables, layer, tables.transfer.pick[source * sizes.inside, layer, level, turn], source)
+
+
+def run_tables(shape, tables, bank):
+    """Move rows as an executor would: bank [D, Rb] of expert names -> slots [D, L, G] of names."""
+    slots = np.full((shape.devices, shape.layers, shape.slots), -1)
+    for device, layer in np.ndindex(slots.shape[:2]):
+        for slot, row in enumerate(tables.home_row[device, layer]):
+            slots[device, layer, slot] = bank[device, row] if row < shape.bank_rows else -1
+    for device, layer in np.ndindex(slots.shape[:2]):
+        for slot in range(shape.ahead_slots):
+            if found := arriving(shape, tables, layer, device, slot):
+                owner, home_slot = found
+                slots[device, layer, shape.home_slots + slot] = slots[owner, layer, home_slot]
     return slots
 
 
@@ -56,19 +66,85 @@ def name_bank(placement, rows):
     return bank
 
 
-@pytest.mark.parametrize("method", ["shift", "permute", "gather", "broadcast"])
-@pytest.mark.parametrize("seed", range(3))
-def test_tables_bring_every_expert_to_its_slots(method, seed):
-    placement = random_placement(seed, **SIZES)
-    skeleton, tables = split(placement, method=method)
-    slots = run_tables(skeleton, tables, name_bank(placement, skeleton.bank_rows))
-    layer = np.arange(placement.layers)[:, None, None]
-    named = np.where(tables.slot_to_expert >= 0, tables.slot_to_expert + layer * placement.experts, -1)
+def assert_brings_every_expert(shape, placement):
+    tables = fill_tables(shape, placement)
+    slots = run_tables(shape, tables, name_bank(placement, shape.bank_rows))
+    layer = np.arange(placement.layers)[None, :, None]
+    named = np.where(tables.slot_expert >= 0, tables.slot_expert + layer * placement.experts, -1)
     np.testing.assert_array_equal(slots, named)
     held = np.zeros_like(placement.holds)
-    at = np.nonzero(tables.slot_to_expert >= 0)
-    held[at[0], tables.slot_to_expert[at], at[1]] = True
+    device, layer, slot = np.nonzero(tables.slot_expert >= 0)
+    held[layer, tables.slot_expert[device, layer, slot], device] = True
     np.testing.assert_array_equal(held, placement.holds)
+    for table in (tables.transfer.want, tables.transfer.pick):  # the devices of a level read the same
+        if table is not None:
+            by_level = table.reshape(-1, shape.ahead.inside, *table.shape[1:])
+            np.testing.assert_array_equal(by_level, np.broadcast_to(by_level[:, :1], by_level.shape))
+
+
+@pytest.mark.parametrize("by_node", FORMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_tables_bring_every_expert_to_its_slots(by_node, seed):
+    placement = random_placement(seed, **SIZES)
+    assert_brings_every_expert(build_shape(placement, by_node=by_node), placement)
+
+
+@pytest.mark.parametrize("by_node", FORMS)
+def test_a_grown_shape_serves_old_and_new_plans(by_node):
+    """Slots, offers and crossings beyond what a plan needs change where things lie, and nothing that arrives."""
+    first, second = (random_placement(seed, **SIZES) for seed in (0, 1))
+    shape = grow(build_shape(first, by_node=by_node), second, replica_slots=4)
+    assert fits(shape, first) and fits(shape, second) and isinstance(hash(shape), int)
+    assert grow(shape, first) == shape
+    for placement in (first, second):
+        assert_brings_every_expert(shape, placement)
+    for old, new in zip(_leaves(fill_tables(shape, first)), _leaves(table_shapes(shape)), strict=True):
+        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+
+
+def _leaves(tables):
+    fields = [getattr(tables, field.name) for field in dataclasses.fields(tables) if field.name != "transfer"]
+    return [*fields, tables.transfer.offer, tables.transfer.want]
+
+
+def test_a_first_transfer_gets_room_and_never_more_offers_than_homes():
+    """3 replicas of one expert, from an even shape of one home a device and layer: X = 1, and Cp = 1 + 1."""
+    plain = Placement.even(1, 8, 8, 4)
+    far = plain.replace(replicas=[(0, 0, 4), (0, 0, 5), (0, 0, 6)])
+    need = build_shape(far, by_node=True).ahead
+    assert (need.offers, need.slots, need.crossing) == (1, 1, 1)
+    grown = grow(build_shape(plain), far, by_node=True, replica_slots=2).ahead
+    assert (grown.offers, grown.slots, grown.crossing) == (1, 2, 2)
+    assert build_shape(plain).ahead is None and grow(build_shape(plain), plain) == build_shape(plain)
+
+
+def test_what_does_not_fit_is_named():
+    first = random_placement(0, **SIZES)
+    plain = build_shape(Placement.even(3, 8, 8, 4))
+    assert any(text.startswith("offers: ") and text.endswith("> 0") for text in misfits(plain, first))
+    with pytest.raises(UserError, match=r"does not fit the shape of the step \(home_slots: .* build a new shape"):
+        fill_tables(plain, first)
+    shape = build_shape(first, by_node=True)
+    for name in ("offers", "slots", "crossing"):
+        small = dataclasses.replace(shape.ahead, **{name: getattr(shape.ahead, name) - 1})
+        size = getattr(shape.ahead, name)
+        assert misfits(dataclasses.replace(shape, ahead=small), first) == [f"{name}: {size} > {size - 1}"]
+    assert misfits(shape, Placement.even(2, 8, 8, 4)) == ["layers: 2 is not 3"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sizes_of_single_layers_by_loops(seed):
+    placement = random_placement(seed, **SIZES)
+    got = transfer_sizes(placement.home, placement.holds, 4)
+    for layer in range(3):
+        rows = [(int(e), int(d)) for row, e, d in placement.replicas if row == layer]
+        home = {e: int(placement.home[layer, e]) for e, _ in rows}
+        offers = np.bincount([home[e] for e in home], minlength=1)
+        crossings = {(home[e] // 4, d // 4, e) for e, d in rows if home[e] // 4 != d // 4}
+        pairs = [(a, b) for a, b, _ in crossings]
+        assert got.offers[layer] == offers.max()
+        assert got.slots[layer] == np.bincount([d for _, d in rows]).max()
+        assert got.crossing[layer] == max((pairs.count(pair) for pair in pairs), default=0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -83,49 +159,19 @@ def test_destination_tables_repeat_the_host_rule(seed):
         placement = placement.replace(
             replicas=[*rest, (1, expert, other)], shares=shares, rule=("nearest", "shares", "home")
         )
-    skeleton, tables = split(placement)
+    shape = build_shape(placement)
+    tables = fill_tables(shape, placement)
     loads = rng.integers(0, 40, (3, 8, 8))
     counts = np.zeros((*loads.shape, 8), int)
     for layer, source, expert in np.ndindex(loads.shape):
         n = loads[layer, source, expert].astype(np.uint32)
         for i in range(n):
-            limit = tables.dest_num[layer, source, expert] * n // tables.dest_den[layer, source, expert]
-            slot = tables.dest_slot[layer, source, expert, int(np.argmax(limit > i))]
-            device, slot = divmod(int(slot), skeleton.slots)
-            assert tables.slot_to_expert[layer, device, slot] == expert
+            limit = tables.dest_num[source, layer, expert] * n // tables.dest_den[source, layer, expert]
+            slot = tables.dest_slot[source, layer, expert, int(np.argmax(limit > i))]
+            device, slot = divmod(int(slot), shape.slots)
+            assert tables.slot_expert[device, layer, slot] == expert
             counts[layer, source, expert, device] += 1
     np.testing.assert_array_equal(counts, routing.destinations(placement, loads))
-
-
-def test_same_sizes_keep_the_skeleton_and_others_do_not_fit():
-    first, second = random_placement(0, **SIZES), random_placement(1, **SIZES)
-    skeleton = build_skeleton(first, method="gather", replica_slots=3, home_slots=8, candidates=4)
-    larger = build_skeleton(second, method="gather", replica_slots=3, home_slots=8, candidates=4)
-    assert fits(skeleton, first) and isinstance(hash(skeleton), int)
-    assert skeleton == larger or not fits(skeleton, second) or skeleton.gather_slots >= larger.gather_slots
-    plain = build_skeleton(Placement.even(3, 8, 8, 4), method="none")
-    assert not fits(plain, first)
-    with pytest.raises(UserError, match=r"the placement needs home slots .* build a new skeleton"):
-        fill_tables(plain, first)
-
-
-def test_sizes_below_the_need_are_refused():
-    with pytest.raises(UserError, match=r"replica_slots \(1\) is less than the 3"):
-        build_skeleton(random_placement(0, **SIZES), replica_slots=1)
-    with pytest.raises(UserError, match="transfer method 'ring'"):
-        build_skeleton(random_placement(0, **SIZES), method="ring")
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_colours_are_as_few_as_the_largest_degree(seed):
-    rng = np.random.default_rng(seed)
-    n, devices = int(rng.integers(1, 80)), 9
-    src, dst = rng.integers(0, devices, n), rng.integers(0, devices, n)
-    colour = rounds.colour_edges(src, dst, devices)
-    degree = max(np.bincount(src).max(), np.bincount(dst).max())
-    assert colour.max() + 1 == degree
-    for c in range(degree):
-        assert len(set(src[colour == c])) == (colour == c).sum() == len(set(dst[colour == c]))
 
 
 def test_reshard_permutation_moves_every_expert_to_its_new_row():
@@ -139,13 +185,3 @@ def test_reshard_permutation_moves_every_expert_to_its_new_row():
 def test_bucket_rows_round_up():
     # 100 x 1.1 = 110 -> 112 (a multiple of 8); with N_MP = 3 the step is 24 -> 120.
     assert bucket_rows(100, 0.1) == 112 and bucket_rows(100, 0.1, 3) == 120 and bucket_rows(0) == 8
-
-
-@pytest.mark.parametrize("method", ["shift", "gather", "broadcast"])
-def test_widened_skeleton_fits_old_and_new_plans(method):
-    first, second = random_placement(0, **SIZES), random_placement(1, **SIZES)
-    skeleton = widen(build_skeleton(first, method=method), second)
-    assert fits(skeleton, first) and fits(skeleton, second)
-    assert widen(skeleton, first) == skeleton
-    named = run_tables(skeleton, fill_tables(skeleton, second), name_bank(second, skeleton.bank_rows))
-    assert (named >= 0).sum() == second.holds.sum()
