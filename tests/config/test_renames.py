@@ -125,7 +125,7 @@ def test_a_record_of_metrics_has_the_keys_of_today():
 def test_the_plan_of_a_checkpoint_has_the_keys_of_today():
     old = {"placement": {"home": [[0]], "copies": [[[1]]]}, "pending": None, "skeleton": {"guest_slots": 2}}
     assert renames.plan_of_today(old) == {
-        "placement": {"home": [[0]], "replicas": [[[1]]]}, "pending": None, "skeleton": {"replica_slots": 2}
+        "placement": {"home": [[0]], "replicas": [[[1]]]}, "pending": None, "shape": {"replica_slots": 2}
     }  # fmt: skip
 
 

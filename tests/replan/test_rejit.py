@@ -1,6 +1,6 @@
 """The re-jit engine by itself: a run whose steps are simulated, so that plans and swaps can be counted.
 
-The simulated session compiles nothing: an executable is the name of its skeleton, and a compilation lasts until the
+The simulated session compiles nothing: an executable is the shape that it is for, and a compilation lasts until the
 test lets it end.
 """
 
@@ -33,13 +33,12 @@ DEVICES, LAYERS, EXPERTS = 4, 2, 8
 
 
 class Pretended(types.SimpleNamespace):
-    """A session whose executables are skeletons."""
+    """A session whose executables are shapes."""
 
-    def compile_train_step(self, skeleton=None, rule=None):
+    def compile_train_step(self, shape=None):
         self.gate.wait(30)
-        self.compiled.append(skeleton)
-        self.rules.append(rule)
-        return skeleton, 0.5
+        self.compiled.append(shape)
+        return shape, 0.5
 
 
 def session_of(schedule="deepspeed", **planner):
@@ -49,7 +48,9 @@ def session_of(schedule="deepspeed", **planner):
         data=DataConfig(sequence_length=32),
         model=ModelConfig(layers=LAYERS, model_dim=32, heads=2, hidden_dim=32, max_length=32),
         moe=MoEConfig(num_experts=EXPERTS, schedule=schedule),
-        planner=PlannerConfig(**{"replica_slots": 2, "overlap_degree": 4, "interval": 1, **planner}),
+        planner=PlannerConfig(
+            **{"replica_slots": 2, "overlap_degree": 4, "interval": 1, "calibrate": False, **planner}
+        ),
     )
     state_shardings = types.SimpleNamespace(
         tables=NamedSharding(roles.mesh, P(roles.expert)), host_signals=NamedSharding(roles.mesh, P(roles.all))
@@ -66,7 +67,6 @@ def session_of(schedule="deepspeed", **planner):
         tokens_per_step=256,
         gate=gate,
         compiled=[],
-        rules=[],
     )
 
 
@@ -96,14 +96,14 @@ def metrics_of(host_signals, loads):
 
 
 def drive(engine, all_loads, first=0):
-    """Run steps as the loop does on a CPU (lag 1); return per step (skeleton, placement, record)."""
+    """Run steps as the loop does on a CPU (lag 1); return per step (shape, placement, record)."""
     state, seen = {}, []
     flight = None
     for step, loads in enumerate(all_loads, first):
         if flight is not None:
             engine.observe(*flight)
         executable, tables, host_signals, state = engine.before_step(step, state, 0)
-        assert fits(executable, engine.placement) and executable == engine.skeleton
+        assert fits(executable, engine.placement) and executable == engine.shape
         np.testing.assert_array_equal(engine.bank.home, engine.placement.home)
         engine.after_dispatch(step)
         flight = step, metrics_of(host_signals, loads)
@@ -118,7 +118,7 @@ def test_plans_change_every_step_and_compile_a_few_times():
     engine.start()
     seen = drive(engine, drifting_loads(200))
     assert len(session.compiled) <= 6 and engine.plan_id > 100
-    last = [skeleton for skeleton, *_ in seen].index(seen[-1][0])
+    last = [shape for shape, *_ in seen].index(seen[-1][0])
     assert all(record["rejit_stall_seconds"] == 0 for *_, record in seen[last + 1 :])
     engine.close()
 
@@ -132,7 +132,7 @@ def test_a_slow_compilation_stalls_nothing_and_the_old_plan_goes_on():
     before = drive(engine, loads[:20])
     assert not any(len(placement.replicas) for _, placement, _ in before)
     session.gate.set()
-    engine.executables[engine.pending.skeleton].result()
+    engine.executables[engine.pending.shape].result()
     after = drive(engine, loads[20:], first=20)
     assert sum(r["rejit_stall_seconds"] for *_, r in before + after) < 0.1
     # `ready` enters step 20 and is read before step 21, so step 21 is the first with replicas
@@ -147,7 +147,7 @@ def test_swap_after_is_exact(after):
     engine.start()
     seen = drive(engine, drifting_loads(10))
     # loads of step 0 are read before step 1, planned with during step 1
-    assert [skeleton.method for skeleton, *_ in seen].index("broadcast") == 1 + after
+    assert [shape.ahead is not None for shape, *_ in seen].index(True) == 1 + after
     engine.close()
 
 
@@ -166,8 +166,8 @@ def test_resume_continues_with_the_same_plans(cut):
     second.restore(state)
     second.start()
     got = drive(second, loads[cut:], first=cut)
-    for (skeleton, placement, record), (skeleton_, placement_, record_) in zip(want[cut:], got, strict=True):
-        assert skeleton == skeleton_ and placement == placement_ and record["plan_id"] == record_["plan_id"]
+    for (shape, placement, record), (shape_, placement_, record_) in zip(want[cut:], got, strict=True):
+        assert shape == shape_ and placement == placement_ and record["plan_id"] == record_["plan_id"]
     for engine in (whole, first, second):
         engine.close()
 
@@ -176,7 +176,7 @@ def test_plan_of_another_mesh_is_left_out_and_named():
     first, second = (RejitEngine(session_of(name="hecate"), 1) for _ in range(2))
     state = json.loads(json.dumps(first.state()))
     assert second.restore(None) is None and second.restore(state) is None
-    state["skeleton"]["devices"] = 8
+    state["shape"]["devices"] = 8
     text = second.restore(state)
     assert text.startswith("plan: the checkpoint's is of another mesh or planner (devices was 8 and is 4)")
     assert text.endswith("experts start at even homes, and the planner sees new loads only")
@@ -208,10 +208,10 @@ def test_a_planned_bucket_is_as_large_as_predicted_within_its_limit():
     rows = {}
     for limit in (1.0, 2.0, 3.0, 100.0):
         session = session_of(name="hecate", bucket_limit=limit)
-        skeleton, _ = Replanner(session.config, session.roles).planned_skeleton(loads)
-        rows[limit] = skeleton.bucket_rows
+        shape = Replanner(session.config, session.roles).planned_shape(loads)
+        rows[limit] = shape.bucket_rows
     # 128 rows are the worst case; at 1.0 the bucket without a plan (slack 1.5: 48) is larger already
-    assert rows == {1.0: 0, 2.0: 64, 3.0: 96, 100.0: 128}
+    assert rows == {1.0: None, 2.0: 64, 3.0: 96, 100.0: 128}
     with pytest.raises(UserError, match=r"PlannerConfig.bucket_limit \(0.5\) must be at least 1"):
         PlannerConfig(bucket_limit=0.5)
 
@@ -226,9 +226,10 @@ def test_shadowing_after_the_gate_needs_no_new_slots():
     engine.start()
     loads = list(drifting_loads(6))
     seen = drive(engine, loads)
-    assert len({dataclasses.replace(skeleton, bucket_rows=0) for skeleton in session.compiled}) == 1
-    assert session.compiled[0].broadcast_slots == 2
-    assert isinstance(session.rules[0], ShadowRule) and not any(len(placement.replicas) for _, placement, _ in seen)
+    assert len({dataclasses.replace(shape, bucket_rows=None) for shape in session.compiled}) == 1
+    assert session.compiled[0].late.slots == 2 and session.compiled[0].ahead is None
+    assert isinstance(session.compiled[0].after_gate, ShadowRule)
+    assert not any(len(placement.replicas) for _, placement, _ in seen)
     records = [engine.record(step, step_loads) for step, step_loads in enumerate(loads)]
     assert max(record["replicas"] for record in records) >= DEVICES - 1
     planner = engine.plans.planner
@@ -247,7 +248,7 @@ def test_shares_after_the_gate_come_with_the_first_replicas():
     engine.start()
     loads = list(drifting_loads(8))
     seen = drive(engine, loads)
-    assert session.rules[0] is None and isinstance(session.rules[1], ShareRule)
+    assert session.compiled[0].after_gate is None and isinstance(session.compiled[1].after_gate, ShareRule)
     assert session.compiled[1].candidates == DEVICES  # a token may go to any holder
     record = engine.record(7, loads[7])
     ahead = routing.device_loads(seen[7][1], loads[7])
@@ -261,9 +262,9 @@ def test_calibration_has_slots_with_and_without_replicas_ahead(materialize):
     engine = RejitEngine(session, 1)
     engine.start()
     drive(engine, drifting_loads(8))
-    rule = session.rules[-1]
-    assert isinstance(rule, CalibrateRule) and rule.ahead == materialize
-    assert (session.rules[0] is None) == materialize  # without replicas ahead the slots are there from the start
+    # its slots are there from the start, beside those of replicas ahead where there are any
+    assert all(isinstance(shape.after_gate, CalibrateRule) and shape.late.slots == 2 for shape in session.compiled)
+    assert (session.compiled[-1].ahead is not None) == materialize
     engine.close()
 
 
