@@ -16,7 +16,7 @@ from moe_jax.errors import UserError
 from moe_jax.placement import Placement
 from moe_jax.planner.contract import PlannerBase, home_loads
 from moe_jax.planner.registry import balancer, knob
-from moe_jax.planner.shares import level_quotas, share_rows, starting_quotas
+from moe_jax.planner.shares import level_quotas, share_rows, starting_quotas, with_quotas, with_replicas
 
 SWEEPS = 8
 TOLERANCE = 0.1  # the largest effect of one expert's error on a device's load, as a share of the mean load
@@ -51,13 +51,13 @@ class BalancedPlanner(PlannerBase):
         held = (quota > 0) | bare.holds
         limits = (cost.replica_slots, self.config.headroom)
         if self.config.when == "after_gate":
-            return _with_shares(bare, quota, loads, add_spares(held, totals, bare, *limits))
+            return with_quotas(bare, quota, loads, add_spares(held, totals, bare, *limits))
         error = MEAN_TO_STANDARD * np.minimum(cost.load_error or 0.0, 1.0)
         spared = add_spares(held, totals, bare, *limits, error) if np.any(error) else held
         if (spared != held).any():
-            replicated = _with_replicas(bare, spared)
+            replicated = with_replicas(bare, spared)
             quota = level_quotas(replicated, totals, starting_quotas(replicated, totals), SWEEPS, error)
-        return _with_shares(bare, quota, loads, spared)
+        return with_quotas(bare, quota, loads, spared)
 
     def refine(self, loads, placement, cost):
         """Solve the shares for the true counts over the replicas that are there."""
@@ -156,14 +156,3 @@ def add_spares(
         replicas[rows[ok], device[ok]] += 1
         budget -= ok
     return held
-
-
-def _with_replicas(bare: Placement, held: np.ndarray) -> Placement:
-    away = held.copy()
-    np.put_along_axis(away, bare.home[:, :, None], False, axis=2)
-    return bare.replace(replicas=np.argwhere(away), rule="shares")
-
-
-def _with_shares(bare: Placement, quota: np.ndarray, loads: np.ndarray, held: np.ndarray) -> Placement:
-    placement = _with_replicas(bare, held)
-    return placement.replace(shares=share_rows(placement, np.maximum(quota, 0.0), loads))

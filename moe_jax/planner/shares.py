@@ -114,6 +114,23 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     return np.stack([pair_layer[at], pair_expert[at], device[row], units[row, source], source], axis=1).astype(np.int32)
 
 
+def with_replicas(bare: Placement, held: np.ndarray) -> Placement:
+    """Return a placement's homes with replicas on all other holders: held bool [L, E, D]."""
+    away = held.copy()
+    np.put_along_axis(away, bare.home[:, :, None], False, axis=2)
+    return bare.replace(replicas=np.argwhere(away), rule="shares")
+
+
+def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray, held: np.ndarray | None = None) -> Placement:
+    """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E].
+
+    Args:
+      held: bool [L, E, D], holders of which some may have no quota; those with a quota when not given.
+    """
+    placement = with_replicas(bare, quota > 0 if held is None else held)
+    return placement.replace(shares=share_rows(placement, np.maximum(quota, 0.0), loads))
+
+
 def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
     """Let every source split an expert's tokens in the same proportions: those of the whole under this placement.
 

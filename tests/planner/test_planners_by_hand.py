@@ -333,6 +333,34 @@ def test_none_drops_replicas_and_keeps_homes():
     assert not len(bare.replicas) and bare.home.tolist() == [[1, 0]]
 
 
+def test_llep_spills_what_is_above_capacity_to_the_least_loaded():
+    # Totals 20, 4, 4, 4 (times 16, so that shares are whole): mean 8, the surplus of 12 fills three gaps of 4.
+    def loads_of(**fields):
+        placement = plan("llep", 16 * HOT, make_cost(1, 1), **fields)
+        return placement.replicas.tolist(), np.rint(routing.device_loads(placement, 16 * HOT)[0] / 16).tolist()
+
+    assert loads_of() == ([[0, 0, 1], [0, 0, 2], [0, 0, 3]], [8, 8, 8, 8])
+    # Capacity 12: the surplus of 8 fits device 1. A chunk of 4 is below 0.6 x 8, and 20 below 2.6 x 8: nothing moves.
+    assert loads_of(capacity=1.5) == ([[0, 0, 1]], [12, 12, 4, 4])
+    assert loads_of(least_chunk=0.6) == loads_of(uneven_from=2.6) == ([], [20, 4, 4, 4])
+
+
+def test_llep_takes_the_heaviest_expert_first_and_keeps_to_the_slots():
+    # Homes (0, 1), (2, 3), (4, 5), (6, 7); totals 12, 8 | 1, 1 | 5, 1 | 2, 2: mean 8. Device 0 is 12 above: all of
+    # expert 0 goes, 6 to device 1 (load 2), 4 to device 3 (load 4), 2 to device 2 (load 6); expert 1 stays.
+    loads = np.zeros((1, 4, 8), int)
+    loads[0, 0] = [12, 8, 1, 1, 5, 1, 2, 2]
+    cost = make_cost(1, 1, replica_slots=1)
+    placement = plan("llep", loads, cost)
+    assert placement.replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
+    assert routing.device_loads(placement, loads)[0].tolist() == [8, 8, 8, 8]
+    # No slot, no spill; and with two hot experts on device 0 one slot each serves the first one only.
+    assert not len(plan("llep", loads, dataclasses.replace(cost, replica_slots=0)).replicas)
+    loads[0, 0] = [20, 12, 0, 0, 0, 0, 0, 0]
+    full = plan("llep", loads, cost)
+    assert full.replicas[:, 1].tolist() == [0, 0, 0] and routing.device_loads(full, loads)[0].max() == 12
+
+
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_fastermoe_times_fall_up_to_the_last_shadow_and_not_beyond(residual, seed):

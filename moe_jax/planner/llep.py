@@ -1,0 +1,122 @@
+"""Least-loaded expert parallelism: what is too much for a device goes to the least-loaded ones, with its experts.
+
+Inputs: loads, homes, replica slots. Outputs: replicas and shares under which no device computes more than a capacity,
+as far as the slots allow. `Spill` is the rule, for NumPy and for jax.numpy: ahead it sees predicted loads, after the
+gate those of the step, as published.
+
+Source: Nguyen et al., Least-Loaded Expert Parallelism, arXiv 2601.17111 (2026). Theirs are alpha = `capacity`, m =
+`least_chunk`, lambda = `uneven_from`. What finds no device with room stays at home here, where theirs goes to the least
+loaded all the same; and which tokens of an expert travel is ours: those nearest to a holder stay there.
+Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.planner.arrays import NUMPY
+from moe_jax.planner.contract import PlannerBase
+from moe_jax.planner.registry import balancer, knob
+from moe_jax.planner.shares import with_quotas
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlepKnobs:
+    """The knobs of LLEP, relative to a device's mean load."""
+
+    capacity: float = knob(1.0, "tokens that a device computes before others help, over the mean; at least 1")
+    least_chunk: float = knob(0.0625, "fewest tokens that are worth moving an expert, over the mean load of a device")
+    uneven_from: float = knob(1.3, "layers whose largest load is below this times the mean stay as they are")
+
+    def check(self):
+        if not self.capacity >= 1:
+            raise UserError(f"PlannerConfig.capacity ({self.capacity}) must be at least 1, the mean load of a device")
+        if self.least_chunk < 0 or self.uneven_from < 0:
+            raise UserError(
+                f"PlannerConfig.least_chunk ({self.least_chunk}) and PlannerConfig.uneven_from ({self.uneven_from}) "
+                "must be at least 0, parts of a device's mean load"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spill:
+    """The least-loaded assignment; numbers as in `LlepKnobs`."""
+
+    capacity: float
+    least_chunk: float
+    uneven_from: float
+
+    def quotas(self, xp, totals, home, slots: tuple[int, int]):
+        """Return tokens by expert and device, [L, E, D], from totals [L, E] and homes int [L, E].
+
+        Experts are taken by falling load. Of one whose home is above capacity the surplus goes, chunk by chunk, to the
+        least-loaded device that has a slot left, up to that one's capacity.
+
+        Args:
+          xp: see planner/arrays.py.
+          slots: (replica slots of a device, devices).
+        """
+        layers, experts = totals.shape
+        most, devices = slots
+        rows, device = xp.arange(layers), xp.arange(devices)
+        quota = xp.where(home[:, :, None] == device, totals[:, :, None], 0.0)
+        load = quota.sum(axis=1)
+        mean = load.sum(axis=1) / devices
+        full = self.capacity * mean
+        least = xp.maximum(self.least_chunk, 1e-9) * mean
+        uneven = load.max(axis=1) > self.uneven_from * mean
+
+        def next_expert(carry):
+            """Return the heaviest expert above capacity that can still give: its total [L], -1 for none, and id [L]."""
+            quota, load, used, open_ = carry
+            over = open_ & (xp.take_along_axis(load, home, axis=1) > full[:, None])
+            weight = xp.where(over & uneven[:, None], totals, -1.0)
+            return weight.max(axis=1), weight.argmax(axis=1)
+
+        def step(carry):
+            quota, load, used, open_ = carry
+            weight, expert = next_expert(carry)
+            source, mine = home[rows, expert], quota[rows, expert]
+            surplus = xp.minimum(mine[rows, source], load[rows, source] - full)
+            free = (used < most) & (mine == 0) & (device != source[:, None])
+            target = xp.where(free, load, xp.inf).argmin(axis=1)
+            chunk = xp.minimum(surplus, full - load[rows, target])
+            ok = (weight > 0) & free.any(axis=1) & (chunk >= least)
+            here = ok[:, None] & (device == target[:, None])
+            moved = xp.where(ok, chunk, 0.0)[:, None]
+            change = xp.where(here, moved, 0.0) - xp.where(device == source[:, None], moved, 0.0)
+            quota = xp.put(quota, (rows, expert), xp.maximum(mine + change, 0.0))
+            # an expert has given what it can when its surplus is gone, or when no chunk of it is worth a move
+            open_ = xp.put(open_, (rows, expert), open_[rows, expert] & ok & (chunk < surplus))
+            return quota, load + change, used + here, open_
+
+        start = (quota, load, xp.zeros(load.shape, int), totals > 0)
+        return xp.repeat(step, start, lambda carry: (next_expert(carry)[0] > 0).any(), devices + 2 * experts)[0]
+
+
+@balancer("llep", knobs=LlepKnobs, after_gate=True)
+class LlepPlanner(PlannerBase):
+    """Spill by predicted loads ahead, or by those of the step after the gate, when every replica comes late."""
+
+    original = "parameters of spilled experts to their helpers and gradients back, every step"
+
+    def propose(self, loads, placement, cost):
+        if self.config.when == "after_gate":
+            return placement.replace(replicas=None, shares=None, rule="shares")
+        return self.refine(loads, placement, cost)
+
+    def refine(self, loads, placement, cost):
+        """Spill for these loads, whatever was planned ahead."""
+        loads = np.asarray(loads, np.float64)
+        most = cost.replica_slots if self.config.bounded else placement.experts
+        quota = self.rule.quotas(NUMPY, loads.sum(axis=1), placement.home, (most, placement.devices))
+        return with_quotas(placement.replace(replicas=None, shares=None, rule="shares"), quota, loads)
+
+    @property
+    def rule(self) -> Spill:
+        """What is decided, ahead or after the gate."""
+        names = (field.name for field in dataclasses.fields(Spill))
+        return Spill(**{name: getattr(self.config, name) for name in names})
