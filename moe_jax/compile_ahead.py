@@ -170,4 +170,6 @@ def describe_shape(shape) -> str:
                 f"transfer {name} {form} of {transfer.offers} offers into {transfer.slots} slots, {sum(sent):.3g} "
                 f"experts sent by a device, {sent.across:.3g} of them to other nodes"
             )
-    return ", ".join([*parts, f"buckets of {shape.bucket_rows or 'the default'} rows"])
+    rows = shape.bucket_rows
+    sizes = "the default" if rows is None else f"{rows.own} (own), {rows.node} (same node) and {rows.far} (other nodes)"
+    return ", ".join([*parts, f"buckets of {sizes} rows"])

@@ -193,7 +193,7 @@ def _pairwise_lines(run: RunConfig, roles: Roles) -> list[str]:
     item, hidden = itemsize(model.dtype), model.hidden_dim // shape.esp_size
     arriving = moe.top_k * (tokens // shape.mp_size) * shape.esp_size
     even = [round(arriving / sizes.groups)] * sizes.groups
-    work = expert_work(even, shape.ep_size * shape.esp_size * shape.rows, model.model_dim, hidden, item)
+    work = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)
     load = ExpertLoad(flops=3 * work.forward_flops, bytes=work.step_bytes)
     try:
         seconds = pairwise_seconds(shape, load, read_named_cluster(path), item)

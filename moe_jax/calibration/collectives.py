@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.calibration.timed_groups import Timed
 from moe_jax.calibration.timing import spread
+from moe_jax.collectives.bucket_rows import bucket_layout
 from moe_jax.collectives.exchange import make_exchange
 from moe_jax.mesh.roles import MeshConfig, build_mesh
 from moe_jax.schedules.expert_group import build_expert_group
@@ -101,7 +102,7 @@ def _saa_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
     rows = max(1, size_bytes // (_ITEM * _SAA_DIM * timed.size))
     total = roles.num_devices * timed.size * rows
     array = spread((total, _SAA_DIM), roles.sharding(roles.all))
-    collect = make_collect(roles, group, "saa")
+    collect = make_collect(roles, group, "saa", bucket_layout(rows, ep_size))
 
     def whole(x):
         return collect(x, None, None)

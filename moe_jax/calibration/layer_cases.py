@@ -90,7 +90,7 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster, tran
     if schedule == "s2":
         kept /= case.mp_size
     group = np.full(sizes.groups, round(kept * sources))
-    buffer = sources * shape.rows // (case.mp_size if schedule == "s2" else 1)
+    buffer = shape.esp_size * shape.sent_rows // (case.mp_size if schedule == "s2" else 1)
     work = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.esp_size)
     load = ExpertLoad(flops=3 * work.forward_flops, bytes=work.step_bytes)
     return layer_seconds(schedule, shape, load, cluster, transport=transport)

@@ -131,6 +131,8 @@ def transfer_fit(transfer: Transfer, shape: LayerShape) -> str:
         "model": (shape.mp_size, 1),
         "expert": (shape.ep_size, shape.esp_size),
         "expert_shard": (shape.esp_size, 1),
+        "node": (shape.members_in_node * shape.esp_size, 1),
+        "expert_node": (shape.members_in_node, shape.esp_size),
         "expert+expert_shard": (both, 1),
         "pairwise_group": (both // shape.groups, 1),
         "pairwise_ring": (shape.groups, both // shape.groups),
@@ -150,7 +152,7 @@ class _RowWork(typing.NamedTuple):
 
 
 def _row_work(schedule: str, shape: LayerShape) -> _RowWork:
-    sent = shape.ep_size * shape.rows
+    sent = shape.sent_rows
     if schedule == "deepspeed" and not shape.esp_size == shape.mp_size == 1:
         return _RowWork(shape.tokens, sent * shape.esp_size, shape.tokens, sent * shape.esp_size)
     if schedule == "s2" and shape.mp_size > 1:

@@ -5,6 +5,13 @@ counts elements as its collective's formula does: what a device hands in, and fo
 (counts, routes, the flag of an overflow) are a term of their own, `index_transfers`; sums of gradients over
 data-parallel devices are not in here.
 
+Buckets of three lengths (`collectives/bucket_rows.py`, own >= node >= far) are exchanged in pieces: the first `far`
+rows of each by all devices as above, with C = far; what those for the own node have more (node - far, for each of the
+n_n members of the node) inside the node; what the own one has more (own - node) inside its ESP group. So of C M
+elements a device hands in to an all-to-all, those for its own member's devices stay; across nodes (D - n_n) far Ns M
+leave it in each exchange, and inside its node (n_n - 1) node Ns M, (Ns - 1) own M of these words between its shards.
+Under MP groups that `s2` cuts buckets over, `whole_bucket_rows` says which lengths are one.
+
 Letters: docs/notation.md; C counts the rows of one device's N / N_MP tokens under s1, pairwise and dp, and of all N
 under deepspeed and s2. With a capacity, D C is the papers' E C.
 """
@@ -31,7 +38,8 @@ class LayerShape:
     """Hold the sizes that decide what is communicated; see the letters above.
 
     With `split_tokens` each device of an MP group has a part of its tokens, before the layer and after it. `groups` is
-    Ng of `pairwise`.
+    Ng of `pairwise`. `rows` are C, or `far` where buckets differ: then `more_in_node` is node - far, `more_own` own -
+    node, and `members_in_node` the EP members of a node.
     """
 
     tokens: int
@@ -44,6 +52,30 @@ class LayerShape:
     experts: int = 1
     split_tokens: bool = False
     groups: int = 1
+    more_in_node: int = 0
+    more_own: int = 0
+    members_in_node: int = 1
+
+    @property
+    def near_rows(self) -> int:
+        """Rows that a device's buckets have beyond the first C of each."""
+        return self.members_in_node * self.more_in_node + self.more_own
+
+    @property
+    def sent_rows(self) -> int:
+        """R, rows of all buckets of one source."""
+        return self.ep_size * self.rows + self.near_rows
+
+    def near(self, parts: int = 1) -> list[Transfer]:
+        """Return what travels of longer buckets out and back, in the node and among the shards of an EP member.
+
+        Args:
+          parts: devices that share a bucket.
+        """
+        unit = self.esp_size * self.model_dim // parts
+        inside = Transfer("all_to_all", "node", self.members_in_node * self.more_in_node * unit, 2)
+        own = Transfer("all_to_all", "expert_shard", self.more_own * unit, 2)
+        return [transfer for transfer in (inside, own) if transfer.elements]
 
     @property
     def x(self) -> int:
@@ -102,7 +134,7 @@ def index_transfers(schedule: str, shape: LayerShape, most_passes: int = 1) -> l
         tokens = shape.tokens // shape.mp_size * shape.ep_size * shape.esp_size
         out = [Transfer("all_gather", _BOTH, tokens * shape.top_k)]
     elif schedule == "deepspeed" and shape.esp_size * shape.mp_size > 1:
-        routes = (shape.ep_size * shape.rows, shape.tokens * shape.top_k, shape.ep_size * held)
+        routes = (shape.sent_rows, shape.tokens * shape.top_k, shape.ep_size * held)
         out = [Transfer("all_gather", "expert_shard", shape.esp_size * size) for size in routes]
         out.append(counts._replace(group="expert"))
     elif schedule == "s2":
@@ -115,6 +147,7 @@ def _group_sizes(shape: LayerShape) -> dict[str, int]:
     sizes = {"model": shape.mp_size, "expert": shape.ep_size, "expert_shard": shape.esp_size}
     both = shape.ep_size * shape.esp_size
     sizes |= {_BOTH: both, "model_expert": shape.mp_size // shape.esp_size}
+    sizes |= {"node": shape.members_in_node * shape.esp_size, "expert_node": shape.members_in_node}
     return {**sizes, _GROUP: both // shape.groups, _RING: shape.groups}
 
 
@@ -134,7 +167,8 @@ def _carried(transfers: list[Transfer], shape: LayerShape, transport: str, local
             out.append(transfer)
             continue
         size = _group_sizes(shape)[transfer.group]
-        levels = (size,) if transport == "ppermute" else (local, size // local)
+        one_level = transport == "ppermute" or transfer.group in ("node", "expert_node", "expert_shard")
+        levels = (size,) if one_level else (local, size // local)
         for level in levels:
             rounds = Transfer("permute", transfer.group, transfer.elements // level, (level - 1) * transfer.calls)
             out += [rounds] if level > 1 else []
@@ -142,7 +176,7 @@ def _carried(transfers: list[Transfer], shape: LayerShape, transport: str, local
 
 
 def _s1(shape: LayerShape, _):
-    both = [Transfer("all_to_all", _BOTH, shape.x, 2), *shape.whole(in_parts=True)]
+    both = [Transfer("all_to_all", _BOTH, shape.x, 2), *shape.near(), *shape.whole(in_parts=True)]
     return both, both
 
 
@@ -150,6 +184,10 @@ def _s2(shape: LayerShape, gather: str):
     part = shape.rows // shape.mp_size * shape.model_dim
     send = Transfer("all_to_all", _BOTH, shape.x // shape.mp_size)
     y = shape.ep_size * shape.rows * shape.model_dim
+    near = shape.near(shape.mp_size)
+    pieces = (shape.members_in_node * shape.more_in_node, shape.more_own)
+    if shape.mp_size > 1:
+        near += [Transfer("all_gather", "model", rows * shape.model_dim) for rows in pieces if rows]
     if shape.mp_size == 1:
         both = [send._replace(calls=2)]
     elif gather == "aas":
@@ -157,7 +195,7 @@ def _s2(shape: LayerShape, gather: str):
     else:
         rounds = Transfer("permute", _BOTH, part, shape.ep_size * shape.esp_size - 1)
         both = [send, rounds, Transfer("all_gather", "model", y // shape.ep_size, shape.ep_size)]
-    both += shape.whole(in_parts=False)
+    both += near + shape.whole(in_parts=False)
     return both, both
 
 
@@ -165,16 +203,20 @@ def _deepspeed(shape: LayerShape, _):
     if shape.esp_size == shape.mp_size == 1:
         return _s1(shape, _)
     tokens = shape.tokens * shape.model_dim * shape.esp_size
-    exchange = Transfer("all_to_all", "expert", shape.x, 2)
+    unit = shape.model_dim * shape.esp_size
+    inside = Transfer("all_to_all", "expert_node", shape.members_in_node * shape.more_in_node * unit, 2)
+    exchange = [Transfer("all_to_all", "expert", shape.x, 2), *([inside] if inside.elements else [])]
+    every = shape.sent_rows * unit
     forward = [
         Transfer("all_gather", "expert_shard", tokens),
-        exchange,
-        Transfer("all_reduce", "expert_shard", shape.x),
+        *exchange,
+        Transfer("all_reduce", "expert_shard", every),
         *shape.whole(in_parts=False),
     ]
+    pieces = (shape.ep_size * shape.rows, shape.members_in_node * shape.more_in_node, shape.more_own)
     backward = [
-        Transfer("all_gather", "expert_shard", shape.x),
-        exchange,
+        *(Transfer("all_gather", "expert_shard", rows * unit) for rows in pieces if rows),
+        *exchange,
         Transfer("reduce_scatter", "expert_shard", tokens),
         *shape.whole(in_parts=False),
     ]
@@ -184,7 +226,7 @@ def _deepspeed(shape: LayerShape, _):
 def _pairwise(shape: LayerShape, _):
     inside = Transfer("all_to_all", _GROUP, shape.x, 2)
     steps = Transfer("permute", _RING, shape.x // shape.groups, 2 * (shape.groups - 1))
-    both = [inside, steps, *shape.whole(in_parts=True)]
+    both = [inside, steps, *shape.near(), *shape.whole(in_parts=True)]
     return both, both
 
 

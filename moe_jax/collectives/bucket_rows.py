@@ -1,11 +1,27 @@
 """Rows of the buckets of an exchange: to the own device, to devices of the own node, to those of other nodes.
 
-Sizes only, which a program is compiled for; nothing here communicates, and nothing imports jax.
+Inputs: three sizes and the group's members. Outputs: where the rows of each bucket stand in one flat buffer, and how
+many of them travel how far. Sizes only, which a program is compiled for; nothing here communicates, or imports jax.
+
+Buckets are as long as the farther ones at least: own >= node >= far. So every bucket is cut into at most three pieces,
+and a piece is one plain exchange of equal blocks:
+
+    far    its first `far` rows, of every bucket                  exchanged by the whole group
+    node   rows from `far` to `node`, of those for the own node   exchanged inside the node
+    own    rows from `node` to `own`, of the own bucket           stay with the member
+
+A bucket that asks for less than a farther one gets as much: what that costs is memory, and traffic inside the node.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import typing
+from collections.abc import Callable
+
+KINDS = ("far", "node", "own")  # in the buffer's order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,3 +36,125 @@ class BucketRows:
     own: int
     node: int
     far: int
+
+    @classmethod
+    def even(cls, rows: int) -> BucketRows:
+        """Return buckets of the same length for all destinations."""
+        return cls(own=rows, node=rows, far=rows)
+
+    def each(self, function: Callable[[int], int]) -> BucketRows:
+        """Return the three sizes with `function` applied to each."""
+        return BucketRows(own=function(self.own), node=function(self.node), far=function(self.far))
+
+    def raised(self) -> BucketRows:
+        """Return own >= node >= far: each size as large as that of the farther buckets at least."""
+        node = max(self.node, self.far)
+        return BucketRows(own=max(self.own, node), node=node, far=self.far)
+
+    def within(self, other: BucketRows) -> bool:
+        """Say whether no size is larger than the other's."""
+        return self.own <= other.own and self.node <= other.node and self.far <= other.far
+
+    def where_smaller(self, need: BucketRows, larger: BucketRows) -> BucketRows:
+        """Return these sizes, and those of `larger` for the kinds that need more than these have."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return BucketRows(**{n: getattr(larger if getattr(need, n) > getattr(self, n) else self, n) for n in names})
+
+    @property
+    def most(self) -> int:
+        """Rows of the longest bucket."""
+        return max(self.own, self.node, self.far)
+
+
+class Piece(typing.NamedTuple):
+    """Rows `begin` to `end` of `count` buckets: [count, end - begin] rows of the buffer from `offset` on."""
+
+    kind: str
+    count: int
+    begin: int
+    end: int
+    offset: int
+
+    @property
+    def width(self) -> int:
+        """Rows of each bucket that are in this piece."""
+        return self.end - self.begin
+
+    @property
+    def rows(self) -> int:
+        """All rows of the piece."""
+        return self.count * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketLayout:
+    """One flat buffer of a source's buckets, piece after piece; made by `bucket_layout`.
+
+    Attributes:
+      rows: length of the buckets, own >= node >= far.
+      members: D, destinations.
+      near: members of a node, the own one included; neighbours in the group's order.
+    """
+
+    rows: BucketRows
+    members: int
+    near: int
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces that have rows, in the buffer's order."""
+        edges = (0, self.rows.far, self.rows.node, self.rows.own)
+        out, offset = [], 0
+        for kind, count, begin, end in zip(KINDS, (self.members, self.near, 1), edges, edges[1:], strict=False):
+            piece = Piece(kind, count, begin, end, offset)
+            offset += piece.rows
+            out += [piece] if piece.rows else []
+        return tuple(out)
+
+    @property
+    def total(self) -> int:
+        """R, all rows of the buffer."""
+        return sum(piece.rows for piece in self.pieces)
+
+    def piece(self, kind: str) -> int:
+        """Return the rows that each bucket has in a piece; 0 where there is none."""
+        return sum(piece.width for piece in self.pieces if piece.kind == kind)
+
+    def split(self, parts: int) -> BucketLayout:
+        """Return the layout of the same buckets, each cut into `parts` equal parts."""
+        assert all(size % parts == 0 for size in (self.rows.own, self.rows.node, self.rows.far)), (self.rows, parts)
+        return dataclasses.replace(self, rows=self.rows.each(lambda rows: rows // parts))
+
+
+def bucket_layout(rows: BucketRows | int, members: int, near: int = 1) -> BucketLayout:
+    """Return where the rows of the buckets of one source stand.
+
+    Args:
+      rows: of a bucket as wanted; an int is for all destinations.
+      members: D.
+      near: members of a node, which divides D. Where a node is one member, or all of them, two sizes are one.
+    """
+    rows = (BucketRows.even(rows) if isinstance(rows, int) else rows).raised()
+    assert members % near == 0 and rows.far > 0, (rows, members, near)
+    if near == 1:
+        rows = dataclasses.replace(rows, node=rows.far)
+    if near == members:
+        rows = dataclasses.replace(rows, far=rows.node)
+    if members == 1:
+        rows = BucketRows.even(rows.own)
+    return BucketLayout(rows, members, near)
+
+
+def carried(rows: BucketRows, members: int, near: int) -> BucketRows:
+    """Return the rows that one device hands to others in one exchange: own (they stay), inside its node, across nodes.
+
+    Args:
+      rows: of a bucket as wanted; members: D; near: members of a node.
+    """
+    used = bucket_layout(rows, members, near).rows
+    return BucketRows(own=used.own, node=(near - 1) * used.node, far=(members - near) * used.far)
+
+
+def round_up(rows: float, multiple: int) -> int:
+    """Return the smallest multiple that holds so many rows, one multiple at least."""
+    return multiple * max(1, math.ceil(rows / multiple))

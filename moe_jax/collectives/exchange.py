@@ -30,7 +30,7 @@ TRANSPORTS = ("all_to_all", "ppermute", "two_level", "ragged")
 Exchange = Callable[..., jax.Array]
 
 
-def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int) -> Exchange:
+def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int, inside: int | None = None) -> Exchange:
     """Return exchange(x [P, c, ...], sent int32 [P], received int32 [P]) -> [P, c, ...].
 
     Args:
@@ -38,6 +38,7 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int) 
       size: P.
       transport: one of `TRANSPORTS`.
       local: Ll, members of the group that share a node; neighbours in the group's order.
+      inside: exchange among so many neighbours, which are P then, each for themselves; not `ragged`.
 
     `sent` and `received` count the rows in use of each block, which are its first ones; only `ragged` reads them, and
     it leaves zeros in the other rows.
@@ -52,6 +53,8 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int) 
             f"MoEConfig.transport ('two_level') needs groups that fill whole nodes; {size} devices exchange rows and "
             f"{local} share a node; set MeshConfig.devices_per_node to a divisor of {size}"
         )
+    if inside is not None and inside < size:
+        return _exchange_inside(axes, size // inside, inside, transport)
     if size == 1:
         return lambda x, sent=None, received=None: x
     if transport == "ragged":
@@ -61,6 +64,19 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int) 
         "ppermute": functools.partial(_rounds, axes, 1, size),
         "two_level": functools.partial(_two_levels, axes, size // local, local),
     }[transport]
+    symmetric = _own_transpose(move)
+    return lambda x, sent=None, received=None: symmetric(cast_varying(x, axes))
+
+
+def _exchange_inside(axes, outer: int, inner: int, transport: str) -> Exchange:
+    """Return the exchange of each `inner` neighbours of the group."""
+    assert transport != "ragged", "ragged exchanges have buckets of one length"
+    if inner == 1:
+        return lambda x, sent=None, received=None: x
+    groups = [list(range(first * inner, (first + 1) * inner)) for first in range(outer)]
+    move = functools.partial(_rounds, axes, outer, inner)
+    if transport == "all_to_all":
+        move = functools.partial(_all_to_all, axes, groups=groups)
     symmetric = _own_transpose(move)
     return lambda x, sent=None, received=None: symmetric(cast_varying(x, axes))
 
@@ -90,8 +106,8 @@ def _own_transpose(move):
     return exchange
 
 
-def _all_to_all(axes, x):
-    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+def _all_to_all(axes, x, groups=None):
+    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, axis_index_groups=groups, tiled=True)
 
 
 def shift_pairs(outer: int, inner: int, outer_step: int, inner_step: int) -> list[tuple[int, int]]:
@@ -103,7 +119,7 @@ def shift_pairs(outer: int, inner: int, outer_step: int, inner_step: int) -> lis
     ]
 
 
-def _rounds(axes, outer, inner, x, blocks=None):
+def _rounds(axes, outer, inner, x):
     """Exchange along the inner dim of a group [outer, inner] by rounds: x [inner, ...] -> [inner, ...]."""
     me = lax.axis_index(axes) % inner
     step = jnp.arange(inner)

@@ -124,6 +124,13 @@ class Roles:
     def num_devices(self) -> int:
         return self.mesh.size
 
+    @property
+    def members_per_node(self) -> int:
+        """EP members that share a node: all of them where nodes would cut them into unequal parts, one at least."""
+        members = self.size(self.expert)
+        inside = max(1, self.config.devices_per_node // self.config.expert_shard)
+        return inside if members % inside == 0 else members
+
     def sharding(self, *spec) -> NamedSharding:
         """Return the NamedSharding of this mesh for a partition spec given entry by entry."""
         return NamedSharding(self.mesh, PartitionSpec(*spec))

@@ -26,6 +26,7 @@ from moe_jax.models.counts import LeafSize, leaf_sizes
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import PlanShape
+from moe_jax.schedules.contract import layout_of
 
 MOMENTS = 2  # of AdamW
 # policies of jax.checkpoint, and which value of `ModelConfig.remat` saves about as much
@@ -223,11 +224,12 @@ def _overflow(sizes: Sizes, roles: Roles, plan: PlanShape, compute_itemsize: int
     )
     layer = layer_sizes(sizes.moe, roles, tokens, plan)
     ep_size = roles.size(roles.expert)
-    if layer.capacity is not None or layer.bucket_rows(ep_size) >= layer.worst_rows():
+    layout = layout_of(roles, layer.bucket_rows(ep_size), sizes.moe.transport)
+    if layer.capacity is not None or layer.most_passes(layout.rows.far) == 1:
         return 0
     matrices = 2 if sizes.config.activation == "swiglu" else 1
     row = 3 * sizes.config.model_dim + matrices * sizes.config.hidden_dim // roles.size(roles.expert_shard)
-    return 2 * compute_itemsize * local_bank + 2 * compute_itemsize * ep_size * layer.bucket_rows(ep_size) * row
+    return 2 * compute_itemsize * local_bank + 2 * compute_itemsize * layout.total * row
 
 
 def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan: PlanShape | None) -> int:
@@ -249,7 +251,7 @@ def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan: PlanSh
     elif roles.size(roles.expert) > 1:
         rows = moe.top_k * moe.bucket_slack
         if plan is not None and plan.bucket_rows is not None:
-            rows = plan.bucket_rows * roles.size(roles.expert) / tokens
+            rows = layout_of(roles, plan.bucket_rows, moe.transport).total / tokens
     experts = compute_itemsize * (2 * own + gathered + rows * (3 * dim + matrices * config.hidden_dim / shard))
 
     unit = attention + experts + (attention + hidden if config.moe_every == 2 else 0)

@@ -1,11 +1,49 @@
-"""Rows of a bucket, from the tokens that a pair of devices is predicted to exchange."""
+"""Rows of the buckets of an exchange, from the tokens that pairs of devices exchange, and what they carry.
+
+Inputs: pair loads [..., S, D], tokens by (source, destination), S = D; devices of a node are neighbours. Outputs: sizes
+of the three kinds of bucket (`collectives/bucket_rows.py`), and rows or bytes that one device sends. Host side.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+
+from moe_jax.collectives.bucket_rows import BucketRows, carried
+
+
+def fullest_pairs(pair_loads: np.ndarray, devices_per_node: int) -> BucketRows:
+    """Return the most tokens of a pair: of a device and itself, of two on one node, of two on different nodes.
+
+    0 where there is no such pair.
+
+    Args:
+      pair_loads: int [..., D, D], as `routing.pair_loads` counts.
+      devices_per_node: Dn, which divides D.
+    """
+    devices = pair_loads.shape[-1]
+    index = np.arange(devices)
+    own = index[:, None] == index[None]
+    near = (index[:, None] // devices_per_node == index[None] // devices_per_node) & ~own
+    own, node, far = (int(pair_loads[..., mask].max(initial=0)) for mask in (own, near, ~near & ~own))
+    return BucketRows(own=own, node=node, far=far)
 
 
 def bucket_rows(largest_pair: float, error: float = 0.0, multiple: int = 1) -> int:
     """Return rows of a bucket: the predicted largest pair times (1 + error), rounded up to 8 and to `multiple`."""
     step = int(np.lcm(8, multiple))
     return step * max(1, int(np.ceil(largest_pair * (1.0 + error) / step)))
+
+
+def exchange_bytes(
+    rows: BucketRows, devices: int, devices_per_node: int, row_bytes: float = 1
+) -> tuple[float, float, float]:
+    """Return what one device hands over in one padded exchange: (to itself, to others of its node, to other nodes).
+
+    It is the same on the way back. In rows where `row_bytes` is 1.
+
+    Args:
+      rows: of the buckets, as wanted: a bucket gets as many as a farther one at least.
+      devices, devices_per_node: D, Dn.
+    """
+    sent = carried(rows, devices, devices_per_node)
+    return sent.own * row_bytes, sent.node * row_bytes, sent.far * row_bytes

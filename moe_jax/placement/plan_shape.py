@@ -14,6 +14,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
+from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.placement.bank import most_homes
 from moe_jax.placement.placement import Placement
@@ -47,7 +48,7 @@ class PlanShape:
     ahead: TransferShape | None = None
     late: TransferShape | None = None
     after_gate: Hashable = None
-    bucket_rows: Hashable = None
+    bucket_rows: BucketRows | None = None
     trans_share: float = 0.5
     agg_share: float = 0.5
 

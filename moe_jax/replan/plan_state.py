@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 
+from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.placement import Placement, PlanShape, build_shape
 
@@ -50,8 +51,15 @@ def read_shape(data: dict, placement: Placement) -> PlanShape:
     """
     if "method" not in data:
         transfers = {name: data[name] and TransferShape(**data[name]) for name in ("ahead", "late")}
-        return PlanShape(**{**data, **transfers})
+        return PlanShape(**{**data, **transfers, "bucket_rows": _rows(data["bucket_rows"])})
     shape = build_shape(placement)
     sizes = {name: max(getattr(shape, name), data[name]) for name in ("home_slots", "bank_rows", "candidates")}
     ahead = shape.ahead and dataclasses.replace(shape.ahead, slots=max(shape.ahead.slots, data["replica_slots"]))
-    return dataclasses.replace(shape, ahead=ahead, bucket_rows=data["bucket_rows"] or None, **sizes)
+    return dataclasses.replace(shape, ahead=ahead, bucket_rows=_rows(data["bucket_rows"]), **sizes)
+
+
+def _rows(data: dict | int | None) -> BucketRows | None:
+    """Return the rows of buckets; older data has one number for all, and 0 for none."""
+    if isinstance(data, int):
+        return BucketRows.even(data) if data else None
+    return None if data is None else BucketRows(**data)

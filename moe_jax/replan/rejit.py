@@ -252,7 +252,7 @@ class RejitEngine:
         if fitting:
             self._adopt(placement)
         rows = self.replanner.predicted_rows(self.shape, placement)
-        crowded = rows > self.replanner.rows_of(self.shape)
+        crowded = rows is not None and not rows.within(self.replanner.rows_of(self.shape))
         if self.pending is None and (crowded if fitting else self._pays(placement)):
             shape = self.replanner.grow(self.shape, placement)
             if shape == self.shape:  # no bucket can be larger

@@ -14,12 +14,13 @@ import math
 import numpy as np
 
 from moe_jax.after_gate import CalibrateRule, Rule, ShadowRule, ShareRule
+from moe_jax.collectives.bucket_rows import BucketRows, round_up
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import Placement, PlanShape, build_shape, fits, grow, most_homes, needed_transfer, routing
-from moe_jax.placement.buckets import bucket_rows
+from moe_jax.placement.buckets import bucket_rows, fullest_pairs
 from moe_jax.planner import SWEEPS, PlanSession, shadow_rates
 from moe_jax.replan.plan_cost import plan_cost, with_replica_slots
 from moe_jax.replan.transfer_shares import split_shares
@@ -123,22 +124,26 @@ class Replanner:
             return placement
         return self.plans.refine(loads / self.exchanges_per_step, placement)
 
-    def predicted_rows(self, shape: PlanShape, placement: Placement) -> int:
-        """Return the rows that the fullest bucket needs by prediction; 0 where nothing is predicted or capacities rule.
+    def predicted_rows(self, shape: PlanShape, placement: Placement) -> BucketRows | None:
+        """Return the rows that buckets need by prediction; None where nothing is predicted or capacities rule.
 
         A step's loads are sums over microbatches and data-parallel groups; a bucket is of one.
         """
         plans = self.plans
         if not plans.predictor.seen or not self.config.moe.dropless:
-            return 0
+            return None
         loads = np.rint(plans.predictor.predict()).astype(np.int64)
         counters = dict(plans.planner.counters)  # a prediction is not a decision to be counted
-        pair = routing.pair_loads(self.refined(shape, placement, loads), loads).max() / self.exchanges_per_step
+        pairs = routing.pair_loads(self.refined(shape, placement, loads), loads)
         plans.planner.counters.clear()
         plans.planner.counters.update(counters)
         error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
-        rows = bucket_rows(pair, error, self.roles.size(self.roles.model))
-        return min(rows, self._most_rows(shape))
+        fullest, most = fullest_pairs(pairs, placement.devices_per_node), self._most_rows(shape)
+
+        def rows(pair):
+            return min(bucket_rows(pair / self.exchanges_per_step, error, self.roles.size(self.roles.model)), most)
+
+        return fullest.each(rows)
 
     def _most_rows(self, shape: PlanShape) -> int:
         """Return the rows that a planned bucket may have: the worst case, or what `PlannerConfig.bucket_limit` allows.
@@ -148,10 +153,10 @@ class Replanner:
         sizes = self._sizes(dataclasses.replace(shape, bucket_rows=None))
         mean = sizes.top_k * sizes.tokens / self.devices
         most = math.ceil(self.config.planner.bucket_limit * mean)
-        return min(max(most, sizes.bucket_rows(self.devices)), sizes.worst_rows())
+        return min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows())
 
-    def rows_of(self, shape: PlanShape) -> int:
-        """Return the rows of a bucket under this shape."""
+    def rows_of(self, shape: PlanShape) -> BucketRows:
+        """Return the rows of the buckets under this shape."""
         return self._sizes(shape).bucket_rows(self.devices)
 
     def _sizes(self, shape: PlanShape) -> LayerSizes:
@@ -165,12 +170,20 @@ class Replanner:
         if not fits(shape, placement):
             shape = self._larger(shape, placement)
         rows = self.predicted_rows(shape, placement)
-        if rows > self.rows_of(shape):
-            step = math.lcm(8, self.roles.size(self.roles.model))
-            rows = min(HEADROOM * rows, self._most_rows(shape))
-            shape = dataclasses.replace(shape, bucket_rows=step * math.ceil(rows / step))
+        if rows is not None and not rows.within(self.rows_of(shape)):
+            shape = dataclasses.replace(shape, bucket_rows=self._with_headroom(rows, shape))
         assert most_homes(placement) <= shape.bank_rows
         return shape
+
+    def _with_headroom(self, rows: BucketRows, shape: PlanShape) -> BucketRows:
+        """Return planned buckets that hold the predicted ones: with headroom those that do not fit, the others as is.
+
+        The first planned buckets are all by prediction: one that was larger without a plan gets smaller.
+        """
+        step, most = math.lcm(8, self.roles.size(self.roles.model)), self._most_rows(shape)
+        larger = rows.each(lambda size: round_up(min(HEADROOM * size, most), step))
+        there = shape.bucket_rows
+        return larger if there is None else there.where_smaller(rows, larger)
 
     def _larger(self, shape: PlanShape, placement: Placement) -> PlanShape:
         """Return a shape that the placement fits, with the rule and the split of its transfers that go with it."""
@@ -195,9 +208,7 @@ class Replanner:
 def initial_placement(config: RunConfig, roles: Roles) -> Placement:
     """Return even homes on the mesh's expert-parallel group, with its node boundary."""
     devices = roles.size(roles.expert)
-    inside = max(1, roles.config.devices_per_node // roles.config.expert_shard)
-    per_node = inside if devices % inside == 0 else devices
-    return Placement.even(config.model.moe_layers, config.moe.num_experts, devices, per_node)
+    return Placement.even(config.model.moe_layers, config.moe.num_experts, devices, roles.members_per_node)
 
 
 def plan_hash(shape: PlanShape, placement: Placement) -> int:

@@ -16,7 +16,7 @@ from moe_jax.cluster.layer_seconds import layer_name, layer_seconds
 from moe_jax.cluster.volumes import LayerShape
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.baseline import build_deepspeed
-from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
 from moe_jax.schedules.expert_parallel import build_s1
 from moe_jax.schedules.pause_after_gate import build_s2, whole_bucket_rows
 
@@ -78,7 +78,7 @@ def choose(
             candidates.append("deepspeed")
         seconds = {}
         for name in candidates:
-            shape = layer_shape(name, roles, sizes, row_bytes, split_tokens)
+            shape = layer_shape(name, roles, sizes, row_bytes, split_tokens, transport=transport)
             asked = layer_seconds(
                 name, shape, None, cluster, gather=gather, transport=transport, item=1, requested_by=_REQUESTED_BY
             )
@@ -87,8 +87,8 @@ def choose(
         return ParmChoice(fastest, seconds["s1"], seconds["s2"], seconds.get("deepspeed"))
     mp_size, ep_size = roles.size(roles.model), roles.size(roles.expert)
     esp_size = roles.size(roles.expert_shard)
-    x1 = ep_size * sizes.split(mp_size).bucket_rows(ep_size) * esp_size * row_bytes
-    whole = ep_size * whole_bucket_rows(sizes, ep_size, mp_size) * row_bytes
+    x1 = layout_of(roles, sizes.split(mp_size).bucket_rows(ep_size), transport).total * esp_size * row_bytes
+    whole = layout_of(roles, whole_bucket_rows(sizes, roles), transport).total * row_bytes
     x2 = whole * esp_size // mp_size
     gathered = sizes.tokens * row_bytes
     if cluster is None:
@@ -109,20 +109,25 @@ def _knows_layers(cluster: Cluster | None) -> bool:
 
 
 def layer_shape(
-    schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int, split_tokens: bool = False, groups: int = 1
-) -> LayerShape:
+    schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int, split_tokens: bool = False, groups: int = 1,
+    transport: str = "all_to_all",
+) -> LayerShape:  # fmt: skip
     """Return the cost formulas' inputs for a layer under 's1', 's2', 'deepspeed' or 'pairwise' (in `groups`)."""
     mp_size, ep_size = roles.size(roles.model), roles.size(roles.expert)
     if schedule == "s2" and mp_size > 1:
-        rows = whole_bucket_rows(sizes, ep_size, mp_size)
+        rows = whole_bucket_rows(sizes, roles)
     elif schedule == "deepspeed" and mp_size * roles.size(roles.expert_shard) > 1:
         rows = sizes.bucket_rows(ep_size)
     else:
         rows = sizes.split(mp_size).bucket_rows(ep_size)
+    layout = layout_of(roles, rows, transport)
     return LayerShape(
         tokens=sizes.tokens,
         model_dim=model_dim,
-        rows=rows,
+        rows=layout.rows.far,
+        more_in_node=layout.piece("node"),
+        more_own=layout.piece("own"),
+        members_in_node=layout.near,
         ep_size=ep_size,
         esp_size=roles.size(roles.expert_shard),
         mp_size=mp_size,

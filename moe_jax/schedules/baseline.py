@@ -12,18 +12,31 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.collectives.bucket_rows import BucketLayout
 from moe_jax.collectives.exchange import exchange_counts, make_exchange
 from moe_jax.collectives.ordering import wait_for
 from moe_jax.collectives.replicated import own_part, replicated_to_varying, scale_gradient, varying_to_replicated
 from moe_jax.collectives.varying import cast_varying
-from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
+from moe_jax.dispatch import (
+    Parcel,
+    destinations,
+    pack,
+    passes_of,
+    permute_tokens,
+    route,
+    stack_rows,
+    stacked_row,
+    unpermute_tokens,
+)
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
-from moe_jax.schedules.expert_group import from_groups, to_groups
+from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
+from moe_jax.schedules.expert_group import cut, from_groups, join, member, to_groups
 from moe_jax.schedules.expert_parallel import build_s1
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated
 from moe_jax.schedules.passes import passes_needed
@@ -36,10 +49,13 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     ep_size, esp_size, mp_size = (roles.size(axes) for axes in (roles.expert, roles.expert_shard, roles.model))
     if esp_size == mp_size == 1:
         return build_s1(roles, sizes, options)  # no token is on two devices: the two schedules are equal
-    rows = sizes.bucket_rows(ep_size)
-    most = sizes.most_passes(rows)
+    layout = layout_of(roles, sizes.bucket_rows(ep_size), options.transport)
+    most = sizes.most_passes(layout.rows.far)
     local = max(1, min(ep_size, roles.config.devices_per_node // esp_size))
-    exchange = make_exchange(roles.expert, ep_size, options.transport, local)
+    make = functools.partial(make_exchange, roles.expert, ep_size, options.transport, local)
+    exchanges = {"far": make(), "own": lambda blocks, sent, received: blocks}
+    if options.transport != "ragged":
+        exchanges["node"] = make(inside=roles.members_per_node)
 
     def gather(array):
         if esp_size == 1:
@@ -47,8 +63,9 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         return lax.all_gather(cast_varying(array, roles.expert_shard), roles.expert_shard)
 
     def send(array, sent, received):
-        blocks = array.reshape((ep_size, -1) + array.shape[1:])
-        return exchange(blocks, sent, received).reshape(array.shape)
+        """Exchange rows [Ns R, M] among members; those of a member's shards stand side by side in each piece."""
+        blocks = ((kind, _side_by_side(blocks, esp_size)) for kind, blocks in cut(array, layout, esp_size))
+        return join(exchanges[kind](part, sent, received).reshape(-1, 1, array.shape[-1]) for kind, part in blocks)
 
     def counted_once(done):
         """Undo the scaling of `deliver` and sum the shards' partial outputs: each expert's gradient counts once."""
@@ -62,7 +79,7 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         with jax.named_scope("route"):
             device, expert = destinations(place(stats), choice, sizes.groups)
             routing = route(choice, device, expert, ep_size, sizes.groups)
-            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
+            needed = passes_needed(passes_of(routing, layout, sizes.groups, member(roles)), most, roles.all)
         with jax.named_scope("dispatch"):
             ready = wait_for(x, needed, device)  # replicas may come in a branch, before `device` is known
             everyone = gather(replicated_to_varying(ready, roles.model)).reshape(-1, x.shape[-1])  # [Ns t, M]
@@ -73,22 +90,24 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
 
     def deliver(everyone, routing, index):
         with jax.named_scope("dispatch"):
-            parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
-            joint = _join(jax.tree.map(gather, parcel), ep_size, rows)
+            parcel = pack(routing, index, layout, sizes.top_k, sizes.groups, member(roles))
+            joint = _join(jax.tree.map(gather, parcel), layout)
             arriving = exchange_counts(joint.counts, roles.expert, ep_size)  # [D, Ns, G]
             sent, received = jnp.sum(joint.counts, (1, 2)), jnp.sum(arriving, (1, 2))
             arrived = scale_gradient(send(permute_tokens(everyone, joint), sent, received), float(mp_size))
-            sorted_rows, group_sizes, grouping = to_groups(arrived, arriving.reshape(-1, sizes.groups))
+            sorted_rows, group_sizes, grouping = to_groups(
+                arrived, arriving.reshape(-1, sizes.groups), layout, member(roles)
+            )
         return sorted_rows, group_sizes, (parcel, sent, received, grouping)
 
     def bring_home(done, weights, way):
         parcel, sent, received, grouping = way
         with jax.named_scope("combine"):
             home = send(counted_once(from_groups(done, grouping)), received, sent)
-            home = own_part(
-                home.reshape(ep_size, esp_size, rows, -1), roles.expert_shard if esp_size > 1 else (), dim=1
-            )
-            return unpermute_tokens(home.reshape(ep_size * rows, -1), weights, parcel)
+            shards = roles.expert_shard if esp_size > 1 else ()
+            parts = (blocks.reshape((-1, esp_size) + blocks.shape[1:]) for _, blocks in cut(home, layout, esp_size))
+            home = join(own_part(blocks, shards, dim=1)[:, 0] for blocks in parts)
+            return unpermute_tokens(home, weights, parcel)
 
     def finish(done, context, experts):
         y = finish_passes(done, context, experts, deliver, bring_home, most)
@@ -97,24 +116,24 @@ def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     return StagedSchedule(send_tokens, finish)
 
 
-def _join(parcels: Parcel, ep_size: int, rows: int) -> Parcel:
-    """Return one parcel over the tokens of all shards, buckets in the order (destination, shard).
+def _side_by_side(blocks, esp_size: int):
+    """Return [n, Ns c, M] of [n Ns, c, M]."""
+    return blocks.reshape(-1, esp_size * blocks.shape[1], blocks.shape[-1])
+
+
+def _join(parcels: Parcel, layout: BucketLayout) -> Parcel:
+    """Return one parcel over the tokens of all shards; in each piece of the layout (destination, shard, row).
 
     Args:
-      parcels: with a leading Ns: choice_of_row [Ns, D C], row_of_choice [Ns, t, K], counts [Ns, D, G].
-      ep_size: D; rows: C.
+      parcels: with a leading Ns: choice_of_row [Ns, R], row_of_choice [Ns, t, K], counts [Ns, D, G].
+      layout: of one shard's R rows.
     """
     esp_size, tokens, top_k = parcels.row_of_choice.shape
     shard = jnp.arange(esp_size, dtype=jnp.int32)
-    choices, places = tokens * top_k, ep_size * rows
-    choice_of_row = parcels.choice_of_row.reshape(esp_size, ep_size, rows)
-    choice_of_row = jnp.where(
-        choice_of_row < choices, choice_of_row + shard[:, None, None] * choices, esp_size * choices
-    )
-    row = parcels.row_of_choice
-    joint_row = (row // rows * esp_size + shard[:, None, None]) * rows + row % rows
+    choices, chosen = tokens * top_k, parcels.choice_of_row
+    chosen = jnp.where(chosen < choices, chosen + shard[:, None] * choices, esp_size * choices)
     return Parcel(
-        choice_of_row=jnp.swapaxes(choice_of_row, 0, 1).reshape(-1),
-        row_of_choice=jnp.where(row < places, joint_row, esp_size * places).reshape(-1, top_k),
+        choice_of_row=stack_rows(chosen, layout),
+        row_of_choice=stacked_row(parcels.row_of_choice, shard[:, None, None], esp_size, layout).reshape(-1, top_k),
         counts=jnp.swapaxes(parcels.counts, 0, 1),
     )

@@ -23,6 +23,7 @@ from typing import Protocol
 
 import jax
 
+from moe_jax.collectives.bucket_rows import BucketLayout, BucketRows, bucket_layout, round_up
 from moe_jax.collectives.exchange import TRANSPORTS
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
@@ -41,7 +42,7 @@ class LayerSizes:
       groups: G, experts that one device may compute in a layer.
       capacity: the most of `tokens` tokens gated together that an expert takes, or None when dropless.
       bucket_slack: dropless: ratio of a bucket's rows to their mean.
-      planned_rows: dropless: rows of a bucket as a plan predicts them; None takes the slack.
+      planned_rows: dropless: rows of the buckets as a plan predicts them; None takes the slack.
       min_capacity: floor of the capacity.
     """
 
@@ -51,11 +52,22 @@ class LayerSizes:
     groups: int
     capacity: int | None
     bucket_slack: float
-    planned_rows: int | None = None
+    planned_rows: BucketRows | None = None
     min_capacity: int = 1
 
-    def bucket_rows(self, destinations: int) -> int:
-        """Return C, rows of one (source, destination) bucket.
+    def bucket_rows(self, destinations: int) -> BucketRows:
+        """Return the rows of one (source, destination) bucket: to the own member, within the node, to other nodes.
+
+        Dropless: as planned, own >= node >= far; without a plan all three are `even_rows`. Never more than the worst
+        case.
+        """
+        worst = self.worst_rows()
+        if destinations == 1 or self.capacity is not None or self.planned_rows is None:
+            return BucketRows.even(self.even_rows(destinations))
+        return self.planned_rows.raised().each(lambda rows: min(worst, rows))
+
+    def even_rows(self, destinations: int) -> int:
+        """Return C, rows of every bucket without a plan.
 
         Dropless: ceil(slack K t / D), rounded up to 8, and never more than the worst case. With a capacity: what the
         destination's experts can take at most.
@@ -65,17 +77,14 @@ class LayerSizes:
             return worst
         if self.capacity is not None:
             return min(worst, self.groups * self.capacity)
-        if self.planned_rows is not None:
-            return min(worst, self.planned_rows)
-        mean = math.ceil(self.bucket_slack * self.top_k * self.tokens / destinations)
-        return min(worst, 8 * math.ceil(mean / 8))
+        return min(worst, round_up(math.ceil(self.bucket_slack * self.top_k * self.tokens / destinations), 8))
 
     def worst_rows(self) -> int:
         """Return the most rows that this device can have for one destination: all its tokens, min(K, G) times."""
         return self.tokens * min(self.top_k, self.groups)
 
     def most_passes(self, rows: int) -> int:
-        """Return how many passes buckets of `rows` rows may take: one with a capacity, which bounds every bucket."""
+        """Return how many passes may be taken: one with a capacity, which bounds all; rows: of the shortest."""
         worst = self.worst_rows()
         return math.ceil((worst if self.capacity is None else min(worst, self.groups * self.capacity)) / rows)
 
@@ -87,7 +96,7 @@ class LayerSizes:
             # be higher by one.
             spare = 0 if parts & (parts - 1) == 0 else 1
             capacity = min(tokens, max(self.min_capacity, math.ceil(capacity / parts) + spare))
-        planned = None if planned is None else 8 * math.ceil(planned / parts / 8)
+        planned = None if planned is None else planned.each(lambda rows: round_up(rows / parts, 8))
         return dataclasses.replace(self, tokens=tokens, capacity=capacity, planned_rows=planned)
 
 
@@ -116,6 +125,13 @@ class ScheduleOptions:
             raise UserError(f"MoEConfig.transport ({self.transport!r}) must be one of {', '.join(TRANSPORTS)}")
         if self.pairwise_groups < 0:
             raise UserError(f"MoEConfig.pairwise_groups ({self.pairwise_groups}) must be 0 (by topology) or positive")
+
+
+def layout_of(roles: Roles, rows: BucketRows, transport: str = "all_to_all") -> BucketLayout:
+    """Return how buckets of these rows stand and travel on this mesh; under `ragged` all are as long as the longest."""
+    if transport == "ragged":
+        rows = BucketRows.even(rows.most)
+    return bucket_layout(rows, roles.size(roles.expert), roles.members_per_node)
 
 
 class Schedule(Protocol):

@@ -1,6 +1,8 @@
 """EP&ESP-AlltoAll: one exchange over all devices that together hold every expert once.
 
 Inputs: the rows of this device's tokens, one bucket per EP member. *Dump*: each row goes to all shards of its expert.
+Where buckets differ in length, each of their pieces
+(`collectives/bucket_rows.py`) travels by itself: among all, inside the node, or inside the ESP group.
 Each device computes all rows that arrive with its part of the hidden dim. On the way back each source gets the partial
 outputs of all shards, and sums them. Source: Parm, section III-C.
 Letters: docs/notation.md.
@@ -13,63 +15,68 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from moe_jax.collectives.bucket_rows import BucketLayout
 from moe_jax.collectives.exchange import Exchange, exchange_counts, make_exchange
 from moe_jax.dispatch import permute_rows, regroup, unpermute_rows
 from moe_jax.mesh.roles import Roles
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ExpertGroup:
     """The product of the EP and ESP groups, and how rows travel in it.
 
     Attributes:
       axes: mesh axes, EP before ESP.
       ep_size: D; esp_size: Ns.
-      exchange: a transport over `axes`.
+      exchanges: {piece: a transport over `axes` of all devices, of those of a node, of those of an EP member}.
     """
 
     axes: tuple[str, ...]
     ep_size: int
     esp_size: int
-    exchange: Exchange
+    exchanges: dict[str, Exchange]
 
     @property
     def size(self) -> int:
         return self.ep_size * self.esp_size
 
     def dump(self, array):
-        """Return [D Ns, ...] from [D, ...]: every shard of a member gets the same."""
+        """Return [n Ns, ...] from [n, ...]: every shard of a member gets the same."""
         if self.esp_size == 1:
             return array
-        return repeat_for_shards(array, self.esp_size).reshape((self.size,) + array.shape[1:])
+        return repeat_for_shards(array, self.esp_size).reshape((-1,) + array.shape[1:])
 
-    def send(self, rows, counts, arriving):
-        """Send rows [D c, M] to their experts: [P c, M], source by source.
+    def send(self, rows, counts, arriving, layout: BucketLayout):
+        """Send rows [R, M] to their experts: [Ns R, M], piece by piece, in a piece source by source.
 
         Args:
-          rows: this device's buckets; counts: int32 [D, G]; arriving: what `send_counts` returned.
+          rows: this device's buckets; counts: int32 [D, G]; arriving: what `send_counts` returned; layout: of the rows.
         """
-        blocks = self.dump(rows.reshape(self.ep_size, -1, rows.shape[-1]))
-        out = self.exchange(blocks, jnp.sum(self.dump(counts), axis=1), jnp.sum(arriving, axis=1))
-        return out.reshape(-1, rows.shape[-1])
+        used = self._used(counts, arriving)
+        return join(self.exchanges[kind](self.dump(blocks), *used) for kind, blocks in cut(rows, layout))
 
     def send_counts(self, counts):
         """Return int32 [P, G], the rows that arrive from each source per group; counts int32 [D, G]."""
         return exchange_counts(self.dump(counts), self.axes, self.size)
 
-    def send_back(self, rows, counts, arriving):
-        """Send computed rows [P c, M] to their sources: [D c, M], the sum over the shards of each expert."""
-        blocks = rows.reshape(self.size, -1, rows.shape[-1])
-        out = self.exchange(blocks, jnp.sum(arriving, axis=1), jnp.sum(self.dump(counts), axis=1))
-        return self.sum_shards(out).reshape(-1, rows.shape[-1])
+    def send_back(self, rows, counts, arriving, layout: BucketLayout):
+        """Send computed rows [Ns R, M] to their sources: [R, M], the sum over the shards of each expert."""
+        sent, received = self._used(counts, arriving)
+        back = (self.exchanges[kind](blocks, received, sent) for kind, blocks in cut(rows, layout, self.esp_size))
+        return join(self.sum_shards(blocks) for blocks in back)
+
+    def _used(self, counts, arriving):
+        """Return int32 [P] twice: rows that go to each device, and that come from each."""
+        return jnp.sum(self.dump(counts), axis=1), jnp.sum(arriving, axis=1)
 
     def sum_shards(self, blocks):
-        """Sum partial outputs over the shards: [D Ns, ...] -> [D, ...]."""
+        """Sum partial outputs over the shards: [n Ns, ...] -> [n, ...]."""
         if self.esp_size == 1:
             return blocks
         acc_dtype = jnp.promote_types(blocks.dtype, jnp.float32)
-        split = blocks.reshape((self.ep_size, self.esp_size) + blocks.shape[1:])
+        split = blocks.reshape((-1, self.esp_size) + blocks.shape[1:])
         parts = [split[:, shard].astype(acc_dtype) for shard in range(self.esp_size)]
         return sum(parts[1:], parts[0]).astype(blocks.dtype)
 
@@ -79,7 +86,32 @@ def build_expert_group(roles: Roles, transport: str = "all_to_all") -> ExpertGro
     axes = roles.expert + roles.expert_shard
     ep_size, esp_size = roles.size(roles.expert), roles.size(roles.expert_shard)
     local = min(ep_size * esp_size, roles.config.devices_per_node)
-    return ExpertGroup(axes, ep_size, esp_size, make_exchange(axes, ep_size * esp_size, transport, local))
+    make = functools.partial(make_exchange, axes, ep_size * esp_size, transport, local)
+    exchanges = {"far": make()}
+    if transport != "ragged":
+        exchanges |= {"node": make(inside=roles.members_per_node * esp_size), "own": make(inside=esp_size)}
+    return ExpertGroup(axes, ep_size, esp_size, exchanges)
+
+
+def cut(rows, layout: BucketLayout, each: int = 1):
+    """Yield (piece, its rows [n each, c, ...]) of a buffer [R each, ...] that holds n buckets of `each` devices."""
+    if len(layout.pieces) == 1:
+        yield "far", rows.reshape((layout.members * each, -1) + rows.shape[1:])
+        return
+    for piece in layout.pieces:
+        part = lax.slice_in_dim(rows, piece.offset * each, (piece.offset + piece.rows) * each)
+        yield piece.kind, part.reshape((piece.count * each, piece.width) + rows.shape[1:])
+
+
+def join(pieces):
+    """Return pieces [n, c, ...] as one buffer [R, ...]; the inverse of `cut`."""
+    flat = [blocks.reshape((-1,) + blocks.shape[2:]) for blocks in pieces]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def member(roles: Roles):
+    """Return int32 [], this device's EP member; inside `shard_map`."""
+    return lax.axis_index(roles.expert)
 
 
 def repeat_for_shards(array, esp_size: int):
@@ -104,24 +136,16 @@ def _sum_repeats(esp_size, _, d):
 _repeat.defvjp(lambda esp_size, array: (_repeat(esp_size, array), None), _sum_repeats)
 
 
-def compute(experts, received, counts):
-    """Apply the experts to rows as they arrived; return the results in the same places.
+def to_groups(received, counts, layout: BucketLayout, me):
+    """Bring rows that arrived into group order: (rows [R, M], group_sizes int32 [G], how to go back).
 
     Args:
-      experts: function (rows [R, M] in compact group order, group_sizes int32 [G]) -> [R, M].
-      received: [sources c, M], each source's bucket sorted by group.
-      counts: int32 [sources, G].
+      received: rows as `ExpertGroup.send` returns them; counts: int32 [P, G], of each source; layout: that they were
+        packed by; me: int32 [], this device's EP member.
     """
-    with jax.named_scope("experts"):
-        rows, sizes, grouping = to_groups(received, counts)
-        return from_groups(experts(rows, sizes), grouping)
-
-
-def to_groups(received, counts):
-    """Bring rows that arrived into group order: (rows [R, M], group_sizes int32 [G], how to go back)."""
     if counts.shape[0] == 1:  # one bucket, already in group order
         return received, counts[0], None
-    grouping = regroup(counts, received.shape[0] // counts.shape[0])
+    grouping = regroup(counts, layout, me)
     return permute_rows(received, grouping), grouping.group_sizes, grouping
 
 

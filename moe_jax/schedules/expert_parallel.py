@@ -11,11 +11,11 @@ import jax
 from jax import lax
 
 from moe_jax.collectives.replicated import own_part
-from moe_jax.dispatch import destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
+from moe_jax.dispatch import destinations, pack, passes_of, permute_tokens, route, unpermute_tokens
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
-from moe_jax.schedules.expert_group import build_expert_group, from_groups, to_groups
+from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
+from moe_jax.schedules.expert_group import build_expert_group, from_groups, member, to_groups
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed
 from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
@@ -26,8 +26,8 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     """Build Parm's first schedule; its drop groups are the N / N_MP tokens of one device."""
     sizes = sizes.split(roles.size(roles.model))
     group = build_expert_group(roles, options.transport)
-    rows = sizes.bucket_rows(group.ep_size)
-    most = sizes.most_passes(rows)
+    layout = layout_of(roles, sizes.bucket_rows(group.ep_size), options.transport)
+    most = sizes.most_passes(layout.rows.far)
 
     def send(x, token_ids, gate, place):
         mine, ids = to_parts(x, roles, options), own_part(token_ids, roles.model)
@@ -36,23 +36,23 @@ def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         with jax.named_scope("route"):
             device, expert = destinations(place(stats), choice, sizes.groups)
             routing = route(choice, device, expert, group.ep_size, sizes.groups)
-            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
+            needed = passes_needed(passes_of(routing, layout, sizes.groups, member(roles)), most, roles.all)
         sorted_rows, group_sizes, way = deliver(mine, routing, 0)
         later = (mine, routing, needed, lax.stop_gradient(stats)) if most > 1 else None
         return Sent(sorted_rows, group_sizes, (choice.weights, way, later)), stats, needed
 
     def deliver(mine, routing, index):
         with jax.named_scope("dispatch"):
-            parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
+            parcel = pack(routing, index, layout, sizes.top_k, sizes.groups, member(roles))
             arriving = group.send_counts(parcel.counts)
-            received = group.send(permute_tokens(mine, parcel), parcel.counts, arriving)
-            sorted_rows, group_sizes, grouping = to_groups(received, arriving)
+            received = group.send(permute_tokens(mine, parcel), parcel.counts, arriving, layout)
+            sorted_rows, group_sizes, grouping = to_groups(received, arriving, layout, member(roles))
         return sorted_rows, group_sizes, (parcel, arriving, grouping)
 
     def bring_home(done, weights, way):
         parcel, arriving, grouping = way
         with jax.named_scope("combine"):
-            home = group.send_back(from_groups(done, grouping), parcel.counts, arriving)
+            home = group.send_back(from_groups(done, grouping), parcel.counts, arriving, layout)
             return unpermute_tokens(home, weights, parcel)
 
     def finish(done, context, experts):

@@ -10,6 +10,7 @@ A step is one transfer, because XLA keeps one in flight at a time (docs/bench/in
 from its own group all rows that go to its place in any group, one all-to-all over the fast links that stands for S_0;
 then S_s sends what it collected for group g - s to the device in its place there. The return runs in reverse order and
 ends with S'_0. XLA schedules from the end, so S_{s+2} waits for C_s: else all matmuls would run after S_{Ng-1}.
+Where buckets for the own node are longer, what they have more belongs to S_0, C_0 and S'_0, as exchanges of their own.
 Letters: docs/notation.md; Dg = D / Ng members of a group, Pg = Dg Ns devices of a group.
 """
 
@@ -17,17 +18,31 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from moe_jax.collectives.bucket_rows import BucketLayout
 from moe_jax.collectives.exchange import shift_pairs
 from moe_jax.collectives.ordering import both_ready
 from moe_jax.collectives.replicated import own_part
 from moe_jax.collectives.varying import cast_varying
-from moe_jax.dispatch import Parcel, destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
+from moe_jax.dispatch import (
+    Parcel,
+    destinations,
+    members_of,
+    pack,
+    passes_of,
+    permute_rows,
+    permute_tokens,
+    regroup_pieces,
+    route,
+    unpermute_rows,
+    unpermute_tokens,
+)
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
-from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, compute, repeat_for_shards
+from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
+from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, cut, join, member, repeat_for_shards
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed, run_passes
 
@@ -61,8 +76,8 @@ def build_pairwise(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     groups = choose_groups(roles, options.pairwise_groups)
     sizes = sizes.split(roles.size(roles.model))
     group = build_expert_group(roles)
-    rows = sizes.bucket_rows(group.ep_size)
-    most = sizes.most_passes(rows)
+    layout = layout_of(roles, sizes.bucket_rows(group.ep_size))
+    most = sizes.most_passes(layout.rows.far)
     ring = Ring(group, groups)
 
     def schedule(x, token_ids, gate, placed):
@@ -73,20 +88,29 @@ def build_pairwise(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         with jax.named_scope("route"):
             device, expert = destinations(tables, choice, sizes.groups)
             routing = route(choice, device, expert, group.ep_size, sizes.groups)
-            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
+            needed = passes_needed(passes_of(routing, layout, sizes.groups, member(roles)), most, roles.all)
         order, source = ring.places(lax.axis_index(group.axes) // ring.local)
 
         def one_pass(index):
             with jax.named_scope("dispatch"):
-                parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
-                arriving = group.send_counts(parcel.counts)[source]  # [P, groups], step after step
-                parcel = _reorder(parcel, order, rows)
-                blocks = permute_tokens(mine, parcel).reshape(ring.each, groups, rows, -1)
+                me = member(roles)
+                parcel = pack(routing, index, layout, sizes.top_k, sizes.groups, me)
+                arriving = group.send_counts(parcel.counts)  # [P, groups], of whole buckets
+                parcel = _reorder(parcel, order, layout.rows.far)
                 # every matmul needs the counts: they travel ahead of the rows
-                blocks, arriving = lax.optimization_barrier((blocks, arriving))
-            home = ring.run(blocks, arriving, experts)
+                rows, arriving = lax.optimization_barrier((permute_tokens(mine, parcel), arriving))
+                pieces = dict(cut(rows, layout))
+                blocks = pieces.pop("far").reshape(ring.each, groups, layout.rows.far, -1)
+                more = [(kind, group.exchanges[kind](group.dump(rows))) for kind, rows in pieces.items()]
+                counts = [_counts_of(piece, layout, arriving, me, group.esp_size) for piece in layout.pieces]
+            near = [(rows, counts) for (_, rows), counts in zip(more, counts[1:], strict=True)]
+            home, near = ring.run(blocks, counts[0][source], experts, near)
             with jax.named_scope("combine"):
-                return unpermute_tokens(home.reshape(group.ep_size * rows, -1), choice.weights, parcel)
+                back = [
+                    group.sum_shards(group.exchanges[kind](done)) for (kind, _), done in zip(more, near, strict=True)
+                ]
+                home = join([home.reshape(group.ep_size, layout.rows.far, -1), *back])
+                return unpermute_tokens(home, choice.weights, parcel)
 
         y = run_passes(one_pass, needed, most, before=stats)
         return from_parts(y, roles, options), stats, needed
@@ -137,15 +161,35 @@ class Ring:
         with jax.named_scope("combine"):
             return self.move(done, s)
 
-    def compute(self, received, arriving, experts):
-        """C_s: rows [Pg, c, M] as they arrived -> the same places, computed."""
-        return compute(experts, received.reshape(-1, received.shape[-1]), arriving).reshape(received.shape)
+    def compute(self, received, arriving, experts, near=()):
+        """C_s: rows [Pg, c, M] as they arrived, and further pieces -> (the same places, computed; theirs)."""
+        with jax.named_scope("experts"):
+            blocks = [(received, arriving), *near]
+            if len(blocks) == 1 and arriving.shape[0] == 1:  # one bucket, already in group order
+                return experts(received[0], arriving[0])[None], []
+            sizes = [rows.shape[0] for rows, _ in blocks]
+            ids = jnp.split(jnp.arange(sum(sizes), dtype=jnp.int32), np.cumsum(sizes)[:-1])
+            pieces = [
+                (None if len(blocks) == 1 else who, 0, rows.shape[1])
+                for who, (rows, _) in zip(ids, blocks, strict=True)
+            ]
+            grouping = regroup_pieces(join(counts[:, None] for _, counts in blocks), pieces)
+            rows = join(rows for rows, _ in blocks)
+            done = unpermute_rows(experts(permute_rows(rows, grouping), grouping.group_sizes), grouping)
+            parts = jnp.split(done, np.cumsum([rows.shape[0] * rows.shape[1] for rows, _ in blocks])[:-1])
+            first, *rest = [part.reshape(rows.shape) for part, (rows, _) in zip(parts, blocks, strict=True)]
+            return first, rest
 
-    def run(self, blocks, arriving, experts):
+    def run(self, blocks, arriving, experts, near=()):
         """Run all tasks: blocks [Dg, Ng, c, M] -> the same places, computed and summed over shards.
 
         Args:
           arriving: int32 [P, groups of experts], counts in step order; experts: of this device.
+          near: (rows [n, c', M] that came from devices of the node, counts [n, groups]) of further pieces of
+            their buckets, which C_0 computes.
+
+        Returns:
+          the blocks, and what became of `near`, a list.
         """
         with jax.named_scope("dispatch"):
             esp_size = self.group.esp_size
@@ -153,18 +197,22 @@ class Ring:
             collected = self.share(dumped.reshape((self.local,) + blocks.shape[1:]))  # [Pg, Ng, c, M]
             outgoing = [collected[:, s] for s in range(self.groups)]
         arriving = arriving.reshape(self.groups, self.local, -1)
-        received, done = outgoing[:1], []
+        received, done, near_done = outgoing[:1], [], []
         for s in range(1, self.groups):
             if s > 1:  # C_{s-2} has run beside S_{s-1}
                 outgoing[s], done[s - 2] = both_ready(outgoing[s], done[s - 2])
             # the stream of transfers keeps its order; C_{s-1} is free to run beside S_s
             outgoing[s], received[-1] = lax.optimization_barrier((outgoing[s], received[-1]))
             received.append(self.send(outgoing[s], s))
-            done.append(self.compute(received[s - 1], arriving[s - 1], experts))
+            here, rest = self.compute(received[s - 1], arriving[s - 1], experts, near if s == 1 else ())
+            done.append(here)
+            near_done = rest if s == 1 else near_done
         last = self.groups - 1
         if last > 1:
             done[1], received[last] = lax.optimization_barrier((done[1], received[last]))
-        done.append(self.compute(received[last], arriving[last], experts))
+        here, rest = self.compute(received[last], arriving[last], experts, () if last else near)
+        done.append(here)
+        near_done = near_done if last else rest
         home = done[:1]
         for s in range(1, self.groups):
             if s > 1:
@@ -172,21 +220,38 @@ class Ring:
             home.append(self.send_back(done[s], s))
         with jax.named_scope("combine"):
             parts = self.share(jnp.stack(home, axis=1))  # [Pg, Ng, c, M]
+            if near_done:  # they come last
+                *near_done, _ = lax.optimization_barrier((*near_done, home[-1]))
             if esp_size == 1:
-                return parts
+                return parts, near_done
             acc_dtype = jnp.promote_types(parts.dtype, jnp.float32)
             parts = parts.reshape((self.each, esp_size) + parts.shape[1:])
-            return jnp.sum(parts, axis=1, dtype=acc_dtype).astype(parts.dtype)
+            return jnp.sum(parts, axis=1, dtype=acc_dtype).astype(parts.dtype), near_done
+
+
+def _counts_of(piece, layout: BucketLayout, counts, me, esp_size: int):
+    """Return int32 [n, groups], rows of each source's bucket in a piece; counts [P, groups] of whole buckets."""
+    if len(layout.pieces) == 1:
+        return counts
+    who = members_of(piece, layout, me, esp_size)
+    counts = counts if who is None else counts[who]
+    ends = jnp.cumsum(counts, axis=1)
+    return jnp.clip(ends, piece.begin, piece.end) - jnp.clip(ends - counts, piece.begin, piece.end)
 
 
 def _reorder(parcel: Parcel, order, rows: int) -> Parcel:
-    """Return the parcel with its buckets in the order of `order` (bucket at each place), a permutation of the D."""
+    """Return the parcel with its buckets in the order of `order` (bucket at each place), a permutation of the D.
+
+    Only the first `rows` rows of each bucket move; those of other pieces stand behind them and stay.
+    """
     ep_size = order.shape[0]
     place_of = jnp.zeros_like(order).at[order].set(jnp.arange(ep_size, dtype=jnp.int32), unique_indices=True)
     row = parcel.row_of_choice
     moved = place_of[jnp.minimum(row // rows, ep_size - 1)] * rows + row % rows
+    first, rest = parcel.choice_of_row[: ep_size * rows], parcel.choice_of_row[ep_size * rows :]
+    first = first.reshape(ep_size, rows)[order].reshape(-1)
     return Parcel(
-        choice_of_row=parcel.choice_of_row.reshape(ep_size, rows)[order].reshape(-1),
+        choice_of_row=jnp.concatenate([first, rest]) if rest.size else first,
         row_of_choice=jnp.where(row < ep_size * rows, moved, row),
         counts=parcel.counts[order],
     )

@@ -20,17 +20,17 @@ from moe_jax.collectives.ordering import gradients_in_turn, wait_for
 from moe_jax.collectives.varying import cast_varying, varying_axes
 
 
-def passes_needed(largest, rows: int, most: int, axes: tuple[str, ...]):
-    """Return int32 [], passes of `rows` rows that the fullest bucket on any device takes; equal on all devices.
+def passes_needed(mine, most: int, axes: tuple[str, ...]):
+    """Return int32 [], the most passes that any device's buckets take, at least one; equal on all devices.
 
     Args:
-      largest: int32 [], rows of this device's fullest bucket.
-      rows: C; most: static bound on the passes; 1 needs nothing from the other devices.
+      mine: int32 [], passes that this device's buckets take.
+      most: static bound on the passes; 1 needs nothing from the other devices.
       axes: all mesh axes: every device must take the same branch, because the branches hold collectives.
     """
     if most == 1:
         return jnp.ones((), jnp.int32)
-    needed = jnp.maximum((largest + rows - 1) // rows, 1)
+    needed = jnp.maximum(mine, 1)
     axes = tuple(axis for axis in axes if axis in varying_axes(needed))
     return lax.pmax(needed, axes) if axes else needed
 

@@ -20,13 +20,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.collectives.bucket_rows import BucketLayout, BucketRows, round_up
 from moe_jax.collectives.exchange import permute_apart, shift_pairs
 from moe_jax.collectives.replicated import declare_equal, join_parts
 from moe_jax.collectives.varying import cast_varying, varying_axes
-from moe_jax.dispatch import Parcel, Tables, destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
+from moe_jax.dispatch import (
+    Parcel,
+    Tables,
+    destinations,
+    pack,
+    passes_of,
+    permute_tokens,
+    route,
+    stack_rows,
+    stacked_row,
+    unpermute_tokens,
+)
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
-from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, from_groups, to_groups
+from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
+from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, cut, from_groups, join, member, to_groups
 from moe_jax.schedules.expert_parallel import build_s1
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated
 from moe_jax.schedules.passes import passes_needed
@@ -40,9 +52,9 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     if mp_size == 1:
         return build_s1(roles, sizes, options)  # nothing to pause
     group = build_expert_group(roles, options.transport)
-    rows = whole_bucket_rows(sizes, group.ep_size, mp_size)
-    most = sizes.most_passes(rows)
-    collect = make_collect(roles, group, options.gather)
+    layout = layout_of(roles, whole_bucket_rows(sizes, roles), options.transport)
+    most = sizes.most_passes(layout.rows.far)
+    move = _Move(group, roles, layout, options.gather)
 
     def send(x, token_ids, gate, place):
         x = to_replicated(x, roles, options)
@@ -51,26 +63,32 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         with jax.named_scope("route"):
             device, expert = destinations(_lead_tables(place(stats), roles), choice, sizes.groups)
             routing = route(choice, device, expert, group.ep_size, sizes.groups)
-            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
+            needed = passes_needed(passes_of(routing, layout, sizes.groups, _lead_member(roles)), most, roles.all)
         sorted_rows, group_sizes, way = deliver(x, routing, 0)
         later = (x, routing, needed, lax.stop_gradient(stats)) if most > 1 else None
         return Sent(sorted_rows, group_sizes, (choice.weights, way, later)), stats, needed
 
     def deliver(x, routing, index):
         with jax.named_scope("dispatch"):
-            whole = pack(routing, index, rows, sizes.top_k, sizes.groups)
+            me = _lead_member(roles)
             # part r of a bucket is the bucket of a finer pass
-            part = index * mp_size + lax.axis_index(roles.model)
-            mine = pack(routing, part, rows // mp_size, sizes.top_k, sizes.groups)
+            cut_part = functools.partial(
+                pack, routing, rows=move.part, top_k=sizes.top_k, num_groups=sizes.groups, me=me
+            )
+            mine = cut_part(index * mp_size + lax.axis_index(roles.model))
+            if len(layout.pieces) == 1:
+                whole = pack(routing, index, layout, sizes.top_k, sizes.groups)
+            else:
+                whole = _whole([cut_part(index * mp_size + part) for part in range(mp_size)], move.part)
             arriving = group.send_counts(mine.counts)
-            received = _send_tokens(group, collect, roles.model, x, mine, whole, arriving)
-            sorted_rows, group_sizes, grouping = to_groups(received, arriving)
+            received = _send_tokens(move, x, mine, whole, arriving)
+            sorted_rows, group_sizes, grouping = to_groups(received, arriving, move.part, member(roles))
         return sorted_rows, group_sizes, (whole, mine.counts, arriving, grouping)
 
     def bring_home(done, weights, way):
         whole, counts, arriving, grouping = way
         with jax.named_scope("combine"):
-            home = _collect_rows(group, collect, roles.model, from_groups(done, grouping), counts, arriving)
+            home = _collect_rows(move, from_groups(done, grouping), counts, arriving)
             return unpermute_tokens(home, weights, whole)
 
     def finish(done, context, experts):
@@ -79,9 +97,61 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     return StagedSchedule(send, finish)
 
 
-def whole_bucket_rows(sizes: LayerSizes, ep_size: int, mp_size: int) -> int:
-    """Return C, rows of a bucket that the `mp_size` devices of an MP group cut into equal parts."""
-    return mp_size * math.ceil(sizes.bucket_rows(ep_size) / mp_size)
+def whole_bucket_rows(sizes: LayerSizes, roles: Roles) -> BucketRows:
+    """Return the rows of buckets that the devices of an MP group cut into equal parts.
+
+    A part has one length on all devices of the group. Where they are several EP members, one's own is another's
+    neighbour, and where they are on several nodes all buckets are alike.
+    """
+    rows, mp_size = sizes.bucket_rows(roles.size(roles.expert)).raised(), roles.size(roles.model)
+    spanned = mp_size // roles.size(roles.expert_shard)
+    if spanned > 1:
+        rows = dataclasses.replace(rows, node=rows.own)
+    if roles.members_per_node % max(1, spanned):
+        rows = BucketRows.even(rows.own)
+    return rows.each(lambda rows: round_up(rows, mp_size))
+
+
+def _lead_member(roles: Roles):
+    """Return int32 [], the first EP member of this device's MP group, equal on the group."""
+    axes = tuple(axis for axis in roles.model if axis in roles.expert)
+    me, spanned = member(roles), roles.size(axes)
+    return declare_equal(me // spanned * spanned, axes)
+
+
+def _whole(parts: list[Parcel], layout: BucketLayout) -> Parcel:
+    """Return the parcel of whole buckets, in each piece of the layout (destination, part, row)."""
+    rows = [stacked_row(part.row_of_choice, i, len(parts), layout) for i, part in enumerate(parts)]
+    return Parcel(
+        choice_of_row=stack_rows(jnp.stack([part.choice_of_row for part in parts]), layout),
+        row_of_choice=functools.reduce(jnp.minimum, rows),  # a choice is in one part at most
+        counts=sum(part.counts for part in parts),
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Move:
+    """How the parts of buckets travel to the experts, and whole buckets come back.
+
+    Attributes:
+      group: of the experts; roles: of the mesh; layout: of whole buckets; gather: 'saa' or 'aas'.
+    """
+
+    group: ExpertGroup
+    roles: Roles
+    layout: BucketLayout
+    gather: str
+
+    @property
+    def part(self) -> BucketLayout:
+        """Where the rows of this device's part of each bucket stand."""
+        return self.layout.split(self.roles.size(self.roles.model))
+
+    def send(self, rows, counts, arriving):
+        return self.group.send(rows, counts, arriving, self.part)
+
+    def collect(self, rows, counts, arriving):
+        return make_collect(self.roles, self.group, self.gather, self.part)(rows, counts, arriving)
 
 
 def _lead_tables(tables: Tables, roles: Roles) -> Tables:
@@ -101,20 +171,20 @@ def _lead_tables(tables: Tables, roles: Roles) -> Tables:
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _send_tokens(group, collect, axes, x, mine: Parcel, whole: Parcel, arriving):
-    """Send this device's part of every bucket to the experts: [t, M] -> [P c, M]."""
-    return group.send(permute_tokens(x, mine), mine.counts, arriving)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _send_tokens(move: _Move, x, mine: Parcel, whole: Parcel, arriving):
+    """Send this device's part of every bucket to the experts: [t, M] -> the rows that arrive [Ns R / N_MP, M]."""
+    return move.send(permute_tokens(x, mine), mine.counts, arriving)
 
 
-def _send_tokens_fwd(group, collect, axes, x, mine, whole, arriving):
+def _send_tokens_fwd(move, x, mine, whole, arriving):
     tokens = jnp.zeros((x.shape[0], 0), x.dtype)  # carries t and no bytes
-    return _send_tokens(group, collect, axes, x, mine, whole, arriving), (tokens, mine.counts, whole, arriving)
+    return _send_tokens(move, x, mine, whole, arriving), (tokens, mine.counts, whole, arriving)
 
 
-def _send_tokens_bwd(group, collect, axes, residuals, d):
+def _send_tokens_bwd(move, residuals, d):
     tokens, counts, whole, arriving = residuals
-    rows = collect(d, counts, arriving)
+    rows = move.collect(d, counts, arriving)
     like = cast_varying(jnp.zeros((tokens.shape[0], d.shape[-1]), d.dtype), varying_axes(rows))
     return jax.vjp(lambda x: permute_tokens(x, whole), like)[1](rows)[0], None, None, None
 
@@ -122,64 +192,82 @@ def _send_tokens_bwd(group, collect, axes, residuals, d):
 _send_tokens.defvjp(_send_tokens_fwd, _send_tokens_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _collect_rows(group, collect, axes, rows, counts, arriving):
-    """Bring computed rows to every device of their MP group: [P c, M] -> [D C, M]."""
-    return collect(rows, counts, arriving)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _collect_rows(move: _Move, rows, counts, arriving):
+    """Bring computed rows to every device of their MP group: [Ns R / N_MP, M] -> [R, M]."""
+    return move.collect(rows, counts, arriving)
 
 
-def _collect_rows_fwd(group, collect, axes, rows, counts, arriving):
-    return collect(rows, counts, arriving), (counts, arriving)
+def _collect_rows_fwd(move, rows, counts, arriving):
+    return move.collect(rows, counts, arriving), (counts, arriving)
 
 
-def _collect_rows_bwd(group, collect, axes, residuals, d):
+def _collect_rows_bwd(move, residuals, d):
     counts, arriving = residuals
-    blocks = d.reshape(group.ep_size, -1, d.shape[-1])
-    part = blocks.shape[1] // math.prod(lax.axis_size(axis) for axis in axes)
-    own = lax.dynamic_slice_in_dim(cast_varying(blocks, axes), lax.axis_index(axes) * part, part, axis=1)
-    return group.send(own.reshape(-1, d.shape[-1]), counts, arriving), None, None
+    axes = move.roles.model
+
+    def own_part_of(blocks):
+        part = blocks.shape[1] // math.prod(lax.axis_size(axis) for axis in axes)
+        return lax.dynamic_slice_in_dim(cast_varying(blocks, axes), lax.axis_index(axes) * part, part, axis=1)
+
+    own = join(own_part_of(blocks) for _, blocks in cut(d, move.layout))
+    return move.send(own, counts, arriving), None, None
 
 
 _collect_rows.defvjp(_collect_rows_fwd, _collect_rows_bwd)
 
 
-def make_collect(roles: Roles, group: ExpertGroup, gather: str):
-    """Return collect(rows [P c, M], counts [D, G], arriving [P, G]) -> [D C, M], equal on the MP group; no gradient.
+def make_collect(roles: Roles, group: ExpertGroup, gather: str, part: BucketLayout):
+    """Return collect(rows [Ns R / N_MP, M], counts [D, G], arriving [P, G]) -> [R, M], equal on the MP group.
+
+    It has no gradient of its own.
 
     Args:
-      gather: 'aas' or 'saa'.
+      gather: 'aas' or 'saa'; part: where the rows of this device's part of each bucket stand. Under 'saa' the piece
+        that the whole group exchanges comes by phases, the others by an exchange and a gather.
     """
-    mp_size = roles.size(roles.model)
 
     def one_after_the_other(rows, counts, arriving):
-        home = group.send_back(rows, counts, arriving).reshape(group.ep_size, -1, rows.shape[-1])
-        return join_parts(home, roles.model, dim=1).reshape(-1, rows.shape[-1])
+        home = group.send_back(rows, counts, arriving, part)
+        return join(join_parts(blocks, roles.model, dim=1) for _, blocks in cut(home, part))
 
     def at_the_same_time(rows, counts, arriving):
         del counts, arriving
-        blocks = rows.reshape(group.ep_size, group.esp_size, -1, rows.shape[-1])
-        me = lax.axis_index(roles.expert), lax.axis_index(roles.expert_shard)
-        gathered, part = [], receive_part(group, rows_ahead(group, blocks, 0, me), 0, me)
-        for j in range(1, group.ep_size):
-            # gather j - 1 and phase j start together, when phase j - 1 and gather j - 2 are done
-            ahead, part = lax.optimization_barrier((rows_ahead(group, blocks, j, me), part))
-            following = receive_part(group, ahead, j, me)
-            # XLA makes a transfer synchronous where only other transfers stand between its start and its end; this
-            # barrier leaves a tuple there
-            blocks, part = lax.optimization_barrier((blocks, part))
-            whole = join_parts(part[None], roles.model)  # [N_MP, c, M]
-            following, whole = lax.optimization_barrier((following, whole))
-            gathered.append(declare_equal(whole, roles.model))  # optimization_barrier drops the replicated type
-            part = following
-        gathered.append(join_parts(part[None], roles.model))
-        # rank r of the MP group got its part j from the EP member j places before its own, which differs among ranks
-        first = lax.axis_index(roles.dense) * mp_size
-        member = (first + jnp.arange(mp_size)) // group.esp_size % group.ep_size
-        phase = (member[None] - jnp.arange(group.ep_size)[:, None]) % group.ep_size  # [D, N_MP]
-        stacked = jnp.stack(gathered)  # [phase, N_MP, c, M]
-        return stacked[phase, jnp.arange(mp_size)[None]].reshape(-1, rows.shape[-1])
+        pieces = dict(cut(rows, part, group.esp_size))
+        whole = [in_phases(roles, group, pieces.pop("far"))]
+        for kind, blocks in pieces.items():
+            home = group.sum_shards(group.exchanges[kind](blocks))
+            whole.append(join_parts(home, roles.model, dim=1))
+        return join(whole)
 
     return one_after_the_other if gather == "aas" else at_the_same_time
+
+
+def in_phases(roles: Roles, group: ExpertGroup, rows):
+    """Return every bucket [D, N_MP c, ...] of computed parts [P, c, ...], phase by phase, each beside a gather."""
+    mp_size = roles.size(roles.model)
+    blocks = rows.reshape((group.ep_size, group.esp_size) + rows.shape[1:])
+    me = member(roles), lax.axis_index(roles.expert_shard)
+    gathered, part = [], receive_part(group, rows_ahead(group, blocks, 0, me), 0, me)
+    for j in range(1, group.ep_size):
+        # gather j - 1 and phase j start together, when phase j - 1 and gather j - 2 are done
+        ahead, part = lax.optimization_barrier((rows_ahead(group, blocks, j, me), part))
+        following = receive_part(group, ahead, j, me)
+        # XLA makes a transfer synchronous where only other transfers stand between its start and its end; this
+        # barrier leaves a tuple there
+        blocks, part = lax.optimization_barrier((blocks, part))
+        whole = join_parts(part[None], roles.model)  # [N_MP, c, M]
+        following, whole = lax.optimization_barrier((following, whole))
+        gathered.append(declare_equal(whole, roles.model))  # optimization_barrier drops the replicated type
+        part = following
+    gathered.append(join_parts(part[None], roles.model))
+    # rank r of the MP group got its part j from the EP member j places before its own, which differs among ranks
+    first = lax.axis_index(roles.dense) * mp_size
+    members = (first + jnp.arange(mp_size)) // group.esp_size % group.ep_size
+    phase = (members[None] - jnp.arange(group.ep_size)[:, None]) % group.ep_size  # [D, N_MP]
+    stacked = jnp.stack(gathered)  # [phase, N_MP, c, M]
+    out = stacked[phase, jnp.arange(mp_size)[None]]  # [D, N_MP, c, M]
+    return out.reshape((group.ep_size, -1) + out.shape[3:])
 
 
 def rows_ahead(group: ExpertGroup, blocks, j: int, me):

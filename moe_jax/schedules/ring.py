@@ -17,7 +17,7 @@ from jax import lax
 from moe_jax.collectives.ordering import wait_for
 from moe_jax.collectives.replicated import own_part
 from moe_jax.collectives.varying import cast_varying
-from moe_jax.dispatch import Choice, destinations, largest_bucket, pack, permute_tokens, route, unpermute_tokens
+from moe_jax.dispatch import Choice, destinations, pack, passes_of, permute_tokens, route, unpermute_tokens
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
@@ -57,7 +57,7 @@ def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
             here = (place >= 0) & (place // sizes.groups == me)
             chosen = Choice(expert_ids=place, weights=weights, keep_mask=here)
             routing = route(chosen, jnp.zeros_like(place), place % sizes.groups, 1, sizes.groups)
-            needed = passes_needed(largest_bucket(routing, sizes.groups), rows, most, roles.all)
+            needed = passes_needed(passes_of(routing, rows, sizes.groups), most, roles.all)
 
         def one_pass(index):
             parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
@@ -80,4 +80,4 @@ def gathered_sizes(sizes: LayerSizes, parts: int) -> LayerSizes:
 
 def computed_rows(sizes: LayerSizes, ep_size: int, parts: int) -> int:
     """Return C: what one EP member computes in a pass of the tokens of `parts` devices."""
-    return gathered_sizes(sizes, parts).bucket_rows(ep_size)
+    return gathered_sizes(sizes, parts).even_rows(ep_size)

@@ -21,6 +21,7 @@ from support.placement_cases import (
     runner,
 )
 
+from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.dispatch import Choice, local
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.moe.layer import layer_sizes
@@ -30,7 +31,7 @@ from moe_jax.schedules import build_schedule
 SHAPES = {
     "flat": (False, {"expert": 8}, "deepspeed", None),
     "by_node_s1_mp2_esp2": (True, {"expert": 4, "expert_shard": 2, "model": 2}, "s1", None),
-    "by_node_overflow": (True, {"expert": 8}, "deepspeed", 8),
+    "by_node_overflow": (True, {"expert": 8}, "deepspeed", BucketRows(own=16, node=8, far=8)),
     "flat_data2": (False, {"expert": 4, "data": 2}, "deepspeed", None),
 }
 

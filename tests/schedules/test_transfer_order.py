@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.layer_cases import roles_of
 
+from moe_jax.collectives.bucket_rows import bucket_layout
 from moe_jax.schedules.expert_group import build_expert_group
 from moe_jax.schedules.pairwise import Ring
 from moe_jax.schedules.pause_after_gate import make_collect
@@ -34,7 +35,7 @@ def test_transfers_wait_for_the_experts_of_the_step_before_the_last(groups, expe
     arriving = jnp.ones((8, 8, 1), jnp.int32)
 
     def run(blocks, arriving):
-        return ring.run(blocks[0], arriving[0], lambda rows, sizes: jnp.tanh(rows))[None]
+        return ring.run(blocks[0], arriving[0], lambda rows, sizes: jnp.tanh(rows))[0][None]
 
     mapped = jax.shard_map(run, mesh=roles.mesh, in_specs=P(roles.all), out_specs=P(roles.all))
     found = waits(mapped, (blocks, arriving), "tanh")
@@ -46,7 +47,7 @@ def test_transfers_wait_for_the_experts_of_the_step_before_the_last(groups, expe
 def test_phases_of_saa_wait_for_the_gather_before_the_last():
     """Phase j + 1 starts beside gather j, when gather j - 1 is through; 4 members of 2 shards, 2 permutes a phase."""
     roles = roles_of(2, 2)
-    collect = make_collect(roles, build_expert_group(roles), "saa")
+    collect = make_collect(roles, build_expert_group(roles), "saa", bucket_layout(1, 4))
     mapped = jax.shard_map(
         lambda rows: collect(rows, None, None), mesh=roles.mesh, in_specs=P(roles.all), out_specs=P(roles.dense)
     )

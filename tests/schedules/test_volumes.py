@@ -12,20 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.layer_cases import DIM, EXPERTS, TOKENS, draw, moe_config, roles_of
+from support.layer_cases import DIM, EXPERTS, TOKENS, draw, moe_config, plan_of, roles_of
 from support.program_volumes import collectives, groups_of
 
 from moe_jax.cluster.volumes import LayerShape, Transfer, index_transfers, layer_transfers
+from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe.bank import open_grad_sink
 from moe_jax.moe.layer import layer_sizes, make_moe
+from moe_jax.schedules import LayerSizes
+from moe_jax.schedules.contract import layout_of
 from moe_jax.schedules.pairwise import choose_groups
 from moe_jax.schedules.pause_after_gate import whole_bucket_rows
 
 WIDE = {"bucket_slack": 100.0}
+ROUNDS = "rounds"  # messages between pairs name no group
 SCHEDULES = ("deepspeed", "s1", "s2", "pairwise", "ring")
 CASES = [(schedule, pair, {}) for schedule in SCHEDULES for pair in ((1, 2), (2, 4), (4, 2))]
 CASES += [
@@ -38,16 +42,22 @@ CASES += [
     ("s1", (2, 2), {"transport": "two_level"}),
 ]
 CASES += [(schedule, (2, 2), {"tokens": "split"}) for schedule in SCHEDULES]
+THREE = {"rows": BucketRows(own=24, node=16, far=8)}
+CASES += [(schedule, pair, THREE) for schedule in ("deepspeed", "s1", "s2", "pairwise") for pair in ((1, 1), (2, 2))]
+CASES += [("s1", (1, 2), THREE | {"transport": "two_level"}), ("s1", (1, 2), THREE | {"transport": "ppermute"})]
+CASES += [("s2", (2, 2), THREE | {"gather": "aas"}), ("deepspeed", (2, 2), THREE | {"transport": "ppermute"})]
 
 
 def name_of(case):
     schedule, (mp, esp), options = case
-    return "-".join([schedule, f"mp{mp}", f"esp{esp}", *map(str, options.values())])
+    return "-".join(
+        [schedule, f"mp{mp}", f"esp{esp}", *("three" if key == "rows" else str(options[key]) for key in options)]
+    )
 
 
-def lower(config, roles, split=False):
+def lower(config, roles, split=False, plan=None):
     """Return the lowered forward and forward with backward of a layer, of its tokens and passes alone."""
-    apply = make_moe(config, roles, TOKENS // roles.size(roles.dense), "gelu", split_tokens=split)
+    apply = make_moe(config, roles, TOKENS // roles.size(roles.dense), "gelu", plan, split_tokens=split)
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
 
     def body(x, w_gate, bank, grad_sink, tables):
@@ -76,17 +86,21 @@ def lower(config, roles, split=False):
     return jax.jit(forward).lower(*arguments), jax.jit(step).lower(*arguments, cotangent)
 
 
-def shape_of(config, roles, split=False):
+def shape_of(config, roles, split=False, plan=None):
     model, ep_size = roles.size(roles.model), roles.size(roles.expert)
-    sizes = layer_sizes(config, roles, TOKENS // roles.size(roles.dense))
+    sizes = layer_sizes(config, roles, TOKENS // roles.size(roles.dense), plan)
     whole = config.schedule in ("deepspeed", "s2")
     rows = sizes.bucket_rows(ep_size) if whole else sizes.split(model).bucket_rows(ep_size)
     if config.schedule == "s2" and model > 1:
-        rows = whole_bucket_rows(sizes, ep_size, model)
+        rows = whole_bucket_rows(sizes, roles)
+    layout = layout_of(roles, rows)
     return LayerShape(
         tokens=sizes.tokens,
         model_dim=DIM,
-        rows=rows,
+        rows=layout.rows.far,
+        more_in_node=layout.piece("node"),
+        more_own=layout.piece("own"),
+        members_in_node=layout.near,
         ep_size=ep_size,
         esp_size=roles.size(roles.expert_shard),
         mp_size=model,
@@ -109,10 +123,17 @@ def formula(transfers, is_float, roles, inside=1):
     }
     out = collections.Counter()
     for kind, group, elements, calls in transfers:
-        if group == "pairwise_group":
+        if kind == "permute":
+            devices = ROUNDS
+        elif group == "pairwise_group":
             devices = neighbours(groups_of(roles, axes["expert+expert_shard"]), inside)
+        elif group == "node":
+            near = roles.members_per_node * roles.config.expert_shard
+            devices = neighbours(groups_of(roles, axes["expert+expert_shard"]), near)
+        elif group == "expert_node":
+            devices = neighbours(groups_of(roles, axes["expert"]), roles.members_per_node)
         else:
-            devices = group if kind == "permute" else groups_of(roles, axes[group])
+            devices = groups_of(roles, axes[group])
         out[is_float, kind, devices, elements] += calls
     return out
 
@@ -124,21 +145,25 @@ def neighbours(groups, size):
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_program_moves_what_the_formula_says(case):
+def test_program_moves_what_the_formula_says(case, monkeypatch):
     schedule, pair, options = case
     options = dict(options)
-    split = options.pop("tokens", "") == "split"
-    two_level = options.get("transport") == "two_level"
-    mesh = MeshConfig(expert=8 // pair[1], expert_shard=pair[1], model=pair[0], devices_per_node=4 if two_level else 0)
-    roles = build_mesh(mesh, jax.devices()) if two_level else roles_of(*pair)
+    split, plan = options.pop("tokens", "") == "split", None
+    two_level, three = options.get("transport") == "two_level", options.pop("rows", None)
+    nodes = 4 if two_level or three else 0
+    roles = build_mesh(MeshConfig(expert_shard=pair[1], model=pair[0], devices_per_node=nodes), jax.devices())
     config = moe_config(schedule, **WIDE, **options)
-    shape = shape_of(config, roles, split)
+    if three:
+        plan = plan_of(roles, three)
+        monkeypatch.setattr(LayerSizes, "most_passes", lambda sizes, rows: 1)
+        monkeypatch.setattr(LayerSizes, "worst_rows", lambda sizes: 64)  # none of the three is cut
+    shape = shape_of(config, roles, split, plan)
+    assert bool(shape.near_rows) == bool(three)
     within = (4 // pair[1] if schedule == "deepspeed" else 4) if two_level else 1
     how = {"gather": config.gather, "transport": config.transport, "local": within}
     forward, backward = layer_transfers(schedule, shape, **how)
-    # a round of messages inside a group is one of the largest group that it may span
-    permutes = {t.group: t.group for t in forward + backward if t.collective == "permute"}
-    seen_forward, seen_both = (collectives(lowered, roles, permutes) for lowered in lower(config, roles, split))
+    lowered = lower(config, roles, split, plan)
+    seen_forward, seen_both = (collectives(program, roles, {ROUNDS}) for program in lowered)
     integers = formula(index_transfers(schedule, shape), False, roles)
     inside = shape.ep_size * shape.esp_size // shape.groups
     assert seen_forward == formula(forward, True, roles, inside) + integers

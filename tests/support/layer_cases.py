@@ -21,6 +21,7 @@ from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.gate import balance_loss, z_loss
 from moe_jax.moe.layer import make_moe
 from moe_jax.moe.reference import reference_moe
+from moe_jax.placement import Placement, build_shape
 
 EXPERTS, TOKENS, DIM, HIDDEN = 8, 64, 4, 8  # all devices together
 PAIRS = [(mp, esp) for mp in (1, 2, 4) for esp in (1, 2, 4)]
@@ -31,15 +32,22 @@ def roles_of(model, shards, data=1):
     return build_mesh(config, jax.devices()[:8])
 
 
+def plan_of(roles, rows):
+    """Return the shape of even homes whose buckets have these rows."""
+    devices = roles.size(roles.expert)
+    start = Placement.even(1, EXPERTS, devices, roles.members_per_node)
+    return dataclasses.replace(build_shape(start), bucket_rows=rows)
+
+
 def moe_config(schedule, top_k=2, capacity=False, **changes):
     limits = {"capacity_factor": 1.0, "min_capacity": 1} if capacity else {}
     return MoEConfig(**{"num_experts": EXPERTS, "top_k": top_k, "schedule": schedule, **limits, **changes})
 
 
-def draw(skewed, dtype=np.float64):
+def draw(skewed, dtype=np.float64, tokens=TOKENS):
     """Return x [N, M], w_gate [M, E], experts {name: [E, ...]}, cotangent [N, M]."""
     rng = np.random.default_rng(5)
-    x, w_gate = rng.normal(size=(TOKENS, DIM)), rng.normal(size=(DIM, EXPERTS))
+    x, w_gate = rng.normal(size=(tokens, DIM)), rng.normal(size=(DIM, EXPERTS))
     if skewed:
         x[:, 0] = np.abs(x[:, 0]) + 1
         w_gate[0] += np.where(np.arange(EXPERTS) == 5, 3.0, 0.0)
@@ -48,9 +56,9 @@ def draw(skewed, dtype=np.float64):
     return jax.tree.map(lambda a: np.asarray(a, dtype), arrays)
 
 
-def make_loss(config, roles):
+def make_loss(config, roles, tokens=TOKENS, plan=None):
     """Return loss(x, w_gate, experts, cotangent) -> (loss, (y, loads [sources, E], passes)) on global arrays."""
-    apply = make_moe(config, roles, TOKENS // roles.size(roles.dense), "gelu")
+    apply = make_moe(config, roles, tokens // roles.size(roles.dense), "gelu", plan)
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
     outside = tuple(axis for axis in roles.all if axis not in roles.expert)
 
@@ -63,7 +71,7 @@ def make_loss(config, roles):
         probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
         loads = lax.psum(stats.counts, outside)
         total = lax.psum(stats.counts, roles.all)
-        gates = balance_loss(total, probability, TOKENS, config.top_k) + z_loss(squared, TOKENS)
+        gates = balance_loss(total, probability, tokens, config.top_k) + z_loss(squared, tokens)
         return lax.psum(jnp.sum(y * cotangent), roles.dense) + gates, y, loads[None], passes
 
     specs = expert_specs({"w_in": (1, 1, 1), "w_out": (1, 1, 1)}, roles, 0, None)[0]

@@ -1,0 +1,96 @@
+"""Buckets of three lengths: the reference's numbers whichever kind overflows, in the passes that are due.
+
+Loads send the first choices of device d to the expert of one device: itself, a neighbour on its node, one of another
+node, the same one for all; or leave half of the experts without tokens. float64, 1e-10 of each array's largest entry.
+"""
+
+import jax
+import numpy as np
+import pytest
+from support.layer_cases import EXPERTS, draw, make_loss, make_reference, moe_config, plan_of
+from support.program_order import overtaking
+
+from moe_jax.collectives.bucket_rows import BucketRows, bucket_layout, carried
+from moe_jax.mesh import MeshConfig, build_mesh
+
+TOKENS = 512  # of all devices: 128 choices of one device, 16 of them for a device on the mean
+ROWS = BucketRows(own=32, node=16, far=8)
+TARGETS = {"own": lambda d: d, "node": lambda d: d ^ 1, "far": lambda d: (d + 4) % 8, "one": lambda d: 5}
+CASES = {
+    "s1": ("s1", {"expert": 8, "devices_per_node": 4}, {"top_k": 1}),
+    "s1-ppermute-esp2": ("s1", {"expert_shard": 2, "devices_per_node": 4}, {"transport": "ppermute"}),
+    "s1-two_level-data2": ("s1", {"data": 2, "expert": 4, "devices_per_node": 2}, {"transport": "two_level"}),
+    "s1-esp_is_a_node": ("s1", {"expert_shard": 4, "devices_per_node": 4}, {}),
+    "s1-one_node": ("s1", {"expert": 8}, {}),
+    "deepspeed-esp2-mp2": ("deepspeed", {"expert_shard": 2, "model": 2, "devices_per_node": 4}, {}),
+    "deepspeed-two_level": ("deepspeed", {"model": 2, "devices_per_node": 2}, {"transport": "two_level"}),
+    "s2-esp2-mp2": ("s2", {"expert_shard": 2, "model": 2, "devices_per_node": 4}, {}),
+    "s2-aas-mp2_of_two_members": ("s2", {"model": 2, "devices_per_node": 4}, {"gather": "aas"}),
+    "s2-mp4_of_two_nodes": ("s2", {"model": 4, "devices_per_node": 2}, {}),
+    "pairwise": ("pairwise", {"expert": 8, "devices_per_node": 4}, {}),
+    "pairwise-esp2": ("pairwise", {"expert_shard": 2, "devices_per_node": 4}, {}),
+    "pairwise-groups": ("pairwise", {"expert": 8, "devices_per_node": 4}, {"pairwise_groups": 8}),
+}
+
+
+def arguments(load):
+    """Return what `draw` does, the first choices by `load`."""
+    x, w_gate, experts, cotangent = draw(False, tokens=TOKENS)
+    w_gate /= np.linalg.norm(w_gate, axis=0)
+    device = np.arange(TOKENS) * 8 // TOKENS
+    if load in TARGETS:
+        x = 0.01 * x + 4 * w_gate.T[np.vectorize(TARGETS[load])(device)]
+    elif load == "idle":
+        x[:, 0] = np.abs(x[:, 0]) + 1
+        w_gate[0] -= np.where(np.arange(EXPERTS) % 2, 30.0, 0.0)
+    return x, w_gate, experts, cotangent
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_schedule_equals_reference(name):
+    schedule, mesh, options = CASES[name]
+    roles = build_mesh(MeshConfig(**mesh), jax.devices())
+    config = moe_config(schedule, **options)
+    plan = plan_of(roles, ROWS)
+    passes = {}
+    with jax.enable_x64(True):
+        loss = jax.jit(jax.value_and_grad(make_loss(config, roles, TOKENS, plan), (0, 1, 2), has_aux=True))
+        step = loss.lower(*arguments("general")).compile()
+        assert not overtaking(step.as_text()), "a collective may run beside a branch that holds others"
+        reference = make_reference(moe_config("s1", config.top_k), 1)
+        for load in ("general", *TARGETS, "idle"):
+            (got, (y, _, passes[load])), grads = step(*arguments(load))
+            (want, (want_y, _)), want_grads = reference(*arguments(load))
+            np.testing.assert_allclose(float(got), float(want), rtol=1e-10)
+            for a, b in zip(jax.tree.leaves((want_y, want_grads)), jax.tree.leaves((y, grads)), strict=True):
+                assert np.max(np.abs(a - b)) <= 1e-10 * np.max(np.abs(a)) + 1e-30, load
+    assert min(int(passes[load]) for load in ("own", "far", "one")) > 1, passes
+    if name == "s1":  # the 64 choices of a device go into one bucket
+        assert (passes["own"], passes["node"], passes["far"]) == (2, 4, 8)
+
+
+def test_layout_by_hand():
+    """4 members, two a node: [4, 2] rows of every bucket, one more for each of the node, two more for the own."""
+    layout = bucket_layout(BucketRows(own=5, node=3, far=2), 4, 2)
+    assert [(piece.kind, piece.count, piece.begin, piece.end, piece.offset) for piece in layout.pieces] == [
+        ("far", 4, 0, 2, 0),
+        ("node", 2, 2, 3, 8),
+        ("own", 1, 3, 5, 10),
+    ]
+    assert layout.total == 12
+
+
+@pytest.mark.parametrize(
+    "rows, members, near, want",
+    [
+        ((5, 3, 2), 8, 4, (5, 9, 8)),
+        ((1, 1, 2), 8, 4, (2, 6, 8)),  # no bucket is shorter than a farther one
+        ((5, 3, 2), 4, 1, (5, 0, 6)),  # a node is one member
+        ((5, 3, 1), 4, 4, (5, 9, 0)),  # all are on one node
+        ((5, 3, 2), 1, 1, (5, 0, 0)),
+    ],
+)
+def test_rows_carried(rows, members, near, want):
+    own, node, far = rows
+    got = carried(BucketRows(own=own, node=node, far=far), members, near)
+    assert (got.own, got.node, got.far) == want
