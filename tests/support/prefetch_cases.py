@@ -43,11 +43,15 @@ def placements_of(by_node, layers, devices, number=2):
 
 
 @functools.cache
-def reference_params(config):
+def reference_params(config, routing="general"):
     roles = build_mesh(MeshConfig(), jax.devices()[:1])
     params = LanguageModel(config=config, moe=moe_config("s1"), vocab_size=VOCAB, roles=roles).init(jax.random.key(7))
     gate = params["dense"]["units"]["gate"]
     gate["norm"]["bias"] = jnp.ones_like(gate["norm"]["bias"])  # so that first choices crowd
+    if routing == "one_hot":  # every first choice is expert 3
+        gate["w_gate"] = gate["w_gate"].at[:, :, 3].add(5.0)
+    elif routing == "zero":  # nobody chooses experts 0 to 3
+        gate["w_gate"] = gate["w_gate"].at[:, :, :4].add(-5.0)
     experts = {n: v.reshape(config.moe_layers, EXPERTS, *v.shape[1:]) for n, v in params["bank"].items()}
     return {"dense": params["dense"], "experts": experts}
 
@@ -58,7 +62,7 @@ def batch():
 
 
 @functools.cache
-def reference(config):
+def reference(config, routing="general"):
     """Return (loss, gradients) of the one-device model; `config` says only what is computed, not how."""
     ids = jnp.arange(BATCH * LENGTH, dtype=jnp.int32)
     key = jax.random.key(11)
@@ -68,7 +72,7 @@ def reference(config):
         data = batch()
         return reference_loss(params, data.inputs, data.targets, data.weights, config, moe_config("s1"), noise=noise)
 
-    (loss, _), grads = jax.jit(jax.value_and_grad(oracle, has_aux=True))(reference_params(config))
+    (loss, _), grads = jax.jit(jax.value_and_grad(oracle, has_aux=True))(reference_params(config, routing))
     return float(loss), jax.tree.map(np.asarray, grads)
 
 
@@ -79,7 +83,7 @@ def what(config):
     return dataclasses.replace(config, **{name: getattr(plain, name) for name in how})
 
 
-def gradient_step(config, schedule, mesh, shape, zero=1, shares=None):
+def gradient_step(config, schedule, mesh, shape, zero=1, shares=None, routing="general"):
     """Return (jitted step, arguments(placement))."""
     roles = build_mesh(MeshConfig(**mesh), jax.devices())
     model = LanguageModel(config=config, moe=moe_config(schedule), vocab_size=VOCAB, roles=roles, zero_stage=zero)
@@ -89,7 +93,7 @@ def gradient_step(config, schedule, mesh, shape, zero=1, shares=None):
     rest = jax.device_put((batch(), jax.random.key(11), np.int32(0), np.float64(BATCH * LENGTH)), whole)
 
     def arguments(placement):
-        params = reference_params(what(config))
+        params = reference_params(what(config), routing)
         params = {"dense": params["dense"], "bank": to_bank(params["experts"], placement, shape.bank_rows)}
         params = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(roles.mesh, s)), params, layout.params)
         tables = jax.device_put(fill_tables(shape, placement), by_expert)
@@ -98,9 +102,9 @@ def gradient_step(config, schedule, mesh, shape, zero=1, shares=None):
     return jax.jit(jax.value_and_grad(loss, has_aux=True)), arguments
 
 
-def run(config, schedule, mesh, shape, placements, zero=1, shares=None):
+def run(config, schedule, mesh, shape, placements, zero=1, shares=None, routing="general"):
     """Return [(loss, gradients, stats)] of each placement, from one executable."""
-    step, arguments = gradient_step(config, schedule, mesh, shape, zero, shares)
+    step, arguments = gradient_step(config, schedule, mesh, shape, zero, shares, routing)
     compiled, out = step.lower(*arguments(placements[0])).compile(), []
     for placement in placements:
         (value, stats), grads = compiled(*arguments(placement))
@@ -108,7 +112,10 @@ def run(config, schedule, mesh, shape, placements, zero=1, shares=None):
     return out
 
 
-def check(*, prefetch, schedule="deepspeed", mesh=None, by_node=False, rows=None, zero=1, shares=None, **changes):
+def check(
+    *, prefetch, schedule="deepspeed", mesh=None, by_node=False, rows=None, zero=1, shares=None, routing="general",
+    **changes,
+):  # fmt: skip
     """Compare loss and every gradient with the reference, 1e-10 of each leaf's largest entry; returns most passes."""
     config = model_config(prefetch=prefetch, **changes)
     mesh = mesh or {"expert": 8}
@@ -116,8 +123,8 @@ def check(*, prefetch, schedule="deepspeed", mesh=None, by_node=False, rows=None
     shape = dataclasses.replace(shape, bucket_rows=rows)
     passes = 1
     with jax.enable_x64(True):
-        want_loss, want_grads = reference(what(config))
-        results = run(config, schedule, mesh, shape, placements, zero, shares)
+        want_loss, want_grads = reference(what(config), routing)
+        results = run(config, schedule, mesh, shape, placements, zero, shares, routing)
         for placement, (loss, grads, stats) in zip(placements, results, strict=True):
             np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
             bank = to_bank(want_grads["experts"], placement, shape.bank_rows)
