@@ -6,11 +6,11 @@ counts elements as its collective's formula does: what a device hands in, and fo
 data-parallel devices are not in here.
 
 Buckets of three lengths (`collectives/bucket_rows.py`, own >= node >= far) are exchanged in pieces: the first `far`
-rows of each by all devices as above, with C = far; what those for the own node have more (node - far, for each of the
-n_n members of the node) inside the node; what the own one has more (own - node) inside its ESP group. So of C M
-elements a device hands in to an all-to-all, those for its own member's devices stay; across nodes (D - n_n) far Ns M
-leave it in each exchange, and inside its node (n_n - 1) node Ns M, (Ns - 1) own M of these words between its shards.
-Under MP groups that `s2` cuts buckets over, `whole_bucket_rows` says which lengths are one.
+rows of each by all devices as above, with C = far; what those for the n members of the own node have more (node - far)
+inside the node; what the own one has more (own - node) inside its ESP group. Of these a device's own blocks stay where
+they are. So in each exchange a device sends (D - n) Ns far M elements to other nodes, and ((n - 1) Ns node + (Ns - 1)
+own) M inside its node, the backward as many again. Which lengths are one where `s2` cuts buckets over an MP group says
+`schedules/pause_after_gate.py`.
 
 Letters: docs/notation.md; C counts the rows of one device's N / N_MP tokens under s1, pairwise and dp, and of all N
 under deepspeed and s2. With a capacity, D C is the papers' E C.
