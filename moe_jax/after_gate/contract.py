@@ -7,8 +7,6 @@ Letters: docs/notation.md; X, m, Cp as in collectives/transfer_shape.py.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Protocol
 
 import jax
@@ -87,11 +85,7 @@ def by_falling(values):
 
 def late_sizes(shape: TransferShape) -> tuple[TransferShape, ...]:
     """Return the sizes in which a late transfer may run, small ones first: the whole, its half, a quarter and so on."""
-    sizes = [shape]
-    while max(sizes[0].offers, sizes[0].slots, sizes[0].crossing) > 1:
-        half = {name: math.ceil(getattr(sizes[0], name) / 2) for name in ("offers", "slots", "crossing")}
-        sizes.insert(0, dataclasses.replace(sizes[0], **half))
-    return tuple(sizes)
+    return shape.halves()
 
 
 def late_size(used, shape: TransferShape):

@@ -11,8 +11,8 @@ import typing
 
 from moe_jax.cluster.cluster import Cluster
 from moe_jax.cluster.layer_seconds import ExpertLoad, transfer_fit, transfer_seconds
-from moe_jax.cluster.link_seconds import overlap_bound
-from moe_jax.cluster.volumes import LayerShape, layer_transfers
+from moe_jax.cluster.link_seconds import overlap_bound, uniform_seconds
+from moe_jax.cluster.volumes import LayerShape, Transfer, layer_transfers
 
 _REQUESTED_BY = "the bound of MoEConfig.schedule 'pairwise'"
 
@@ -47,13 +47,18 @@ def pairwise_seconds(shape: LayerShape, load: ExpertLoad, cluster: Cluster, item
         return PipelineSeconds(
             moving, cluster.fit("expert_step", _REQUESTED_BY).seconds(load.flops, load.bytes), "its fits"
         )
-    sent = sum(t.calls * t.elements for way in ways for t in way if t.group == "pairwise_ring")
-    # of an all-to-all within a group of n devices, 1 / n stays on its device
-    inside, size = 0.0, shape.ep_size * shape.esp_size // shape.groups
-    if size > 1:
-        inside = sum(t.calls * t.elements for way in ways for t in way if t.group == "pairwise_group") * (1 - 1 / size)
-    # what a device gets of an all-gather over the MP group comes from the others
-    gathered = sum(t.elements * (shape.mp_size - 1) // shape.mp_size for way in ways for t in way if t.group == "model")
-    between = cluster.bandwidth(_REQUESTED_BY)
-    moving = item * ((sent + gathered) / between + inside / (cluster.intra_bandwidth or between))
+    moving = sum(t.calls * _link_seconds(t, shape, cluster, item) for way in ways for t in way)
     return PipelineSeconds(moving, load.flops / cluster.need("flops", _REQUESTED_BY), "its bandwidth and FLOP/s")
+
+
+def _link_seconds(transfer: Transfer, shape: LayerShape, cluster: Cluster, item: int) -> float:
+    """Return the seconds of one call over the links: steps of the ring cross nodes, where there are some.
+
+    Of an all-to-all within a group of n devices, 1 / n stays on its device, and so it is with what an MP group gathers.
+    """
+    size = {"pairwise_group": shape.ep_size * shape.esp_size // shape.groups, "model": shape.mp_size}
+    away = 1.0 if transfer.group == "pairwise_ring" else 1 - 1 / size[transfer.group]
+    sent = transfer.elements * item * away
+    crosses = transfer.group == "pairwise_ring" and not cluster.flat and cluster.nodes != 1
+    inside, across = (0.0, sent) if crosses else (sent, 0.0)
+    return float(uniform_seconds(cluster, inside, across, _REQUESTED_BY))

@@ -90,6 +90,14 @@ class TransferShape:
         across = (self.nodes * self.crossing / self.inside,) if self.by_node else ()
         return (float(self.offers), *across, float(self.slots))
 
+    def halves(self) -> tuple[TransferShape, ...]:
+        """Return the whole, its half, a quarter and so on, small ones first: the sizes that a late transfer runs in."""
+        sizes = [self]
+        while max(sizes[0].offers, sizes[0].slots, sizes[0].crossing) > 1:
+            half = {name: -(-getattr(sizes[0], name) // 2) for name in ("offers", "slots", "crossing")}
+            sizes.insert(0, dataclasses.replace(sizes[0], **half))
+        return tuple(sizes)
+
     def sent(self) -> Sent:
         """Return the chunks that the busiest device sends in one Trans; Agg sends the same back.
 

@@ -203,14 +203,17 @@ class Cost:
         sizes: TransferSizes,
         requested_by: str,
         exchange: np.ndarray | None = None,
+        trans: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """Return the same time by purpose: place (Trans), reduce (Agg), others. Source: Pro-Prophet, table I.
 
         Args:
           exchange: seconds [...] of one all-to-all where they are known link by link; else from R.
+          trans: seconds [...] of one Trans under a shape in force; else of `sizes`.
         """
         forward = self.forward(computed, requested_by)
-        trans = self.trans(sizes, computed.shape[-1], requested_by)
+        if trans is None:
+            trans = self.trans(sizes, computed.shape[-1], requested_by)
         place, reduce = self.exposed(forward, trans, requested_by)
         moved = self.exchange(received, requested_by) if exchange is None else exchange
         return {"place": place, "reduce": reduce, "others": 4 * moved + 3 * forward}

@@ -27,7 +27,9 @@ from moe_jax.cluster import AbsentFigureError
 from moe_jax.config.command_line import parse_flags
 from moe_jax.errors import UserError
 from moe_jax.placement import Placement
+from moe_jax.placement.transfer_seconds import FORMS
 from moe_jax.planner import BALANCERS, Cost, PlannerConfig
+from moe_jax.planner.cost import PRICES
 from moe_jax.planner.options import PREDICTORS
 from moe_jax.replay import inputs, plots, report, simulate
 
@@ -50,7 +52,10 @@ flags.DEFINE_integer("hidden_dim", None, f"F of an expert; the trace's when not 
 flags.DEFINE_integer(
     "dtype_bytes", None, f"bytes of one number; the trace's when not given, else {inputs.DTYPE_BYTES}, float32"
 )
-flags.DEFINE_float("attention_seconds", None, "forward time of what precedes an MoE layer; hides transfers")
+flags.DEFINE_float("attention_seconds", None, "forward time of what precedes an MoE layer; modelled when not given")
+flags.DEFINE_integer("sequence_length", 1024, "tokens of a sequence, where attention's time is modelled")
+flags.DEFINE_enum("price", "executor", PRICES, "prices: what the program does, or the papers' formulas")
+flags.DEFINE_enum("transfer", "auto", FORMS, "form of the transfer of replicas; auto: the cheaper one")
 flags.DEFINE_integer("interval", None, "plan each so many iterations; the planner's own when not given")
 flags.DEFINE_bool("bounded", True, "keep to the replica slots where the original system has no such bound")
 flags.DEFINE_enum("predictor", None, PREDICTORS, "how loads are guessed; the planner's own way when not given")
@@ -84,6 +89,8 @@ def _config() -> PlannerConfig:
         overlap_degree=FLAGS.overlap_degree,
         interval=FLAGS.interval,
         predictor=FLAGS.predictor,
+        price=FLAGS.price,
+        transfer=FLAGS.transfer,
         bounded=FLAGS.bounded,
         **given,
     )
@@ -104,6 +111,8 @@ def _setup() -> tuple[inputs.ReplayInputs, Placement, Cost]:
     if not 0 <= FLAGS.plot_layer < layers:
         raise UserError(f"--plot_layer ({FLAGS.plot_layer}) must lie in 0..{layers - 1}, the trace's layers")
     placement = Placement.even(layers, experts, sources, given.cluster.devices_per_node)
+    attention, note = _attention_seconds(given)
+    given = dataclasses.replace(given, messages=given.messages + note)
     cost = Cost(
         cluster=given.cluster,
         model_dim=given.model_dim,
@@ -111,9 +120,31 @@ def _setup() -> tuple[inputs.ReplayInputs, Placement, Cost]:
         dtype_bytes=given.dtype_bytes,
         replica_slots=FLAGS.replica_slots,
         overlap_degree=FLAGS.overlap_degree,
-        attention_seconds=FLAGS.attention_seconds,
+        attention_seconds=attention,
+        price=FLAGS.price,
+        transfer=FLAGS.transfer,
     )
     return given, placement, cost
+
+
+def _attention_seconds(given: inputs.ReplayInputs) -> tuple[float | None, tuple[str, ...]]:
+    """Return attention's forward seconds and what to say of them.
+
+    They are given, else modelled from a device's tokens; None without FLOP/s.
+    """
+    flops = given.cluster.flops
+    if FLAGS.attention_seconds is not None or flops is None:
+        return FLAGS.attention_seconds, ()
+    top_k = given.top_k or inputs.TOP_K
+    loads = given.trace.loads
+    tokens = loads.sum(axis=(2, 3)).mean() / loads.shape[2] / top_k
+    work = 8 * given.model_dim**2 + 4 * FLAGS.sequence_length * given.model_dim
+    seconds = float(tokens * work / flops)
+    note = (
+        f"attention: {seconds:.4g} s forward, modelled from {tokens:.0f} tokens a device (top-{top_k}), M "
+        f"{given.model_dim} and --sequence_length {FLAGS.sequence_length}; --attention_seconds gives a measured one"
+    )
+    return seconds, (note,)
 
 
 def replay() -> dict:

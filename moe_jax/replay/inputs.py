@@ -20,6 +20,7 @@ from moe_jax.observe.run_folder import RunFolder
 from moe_jax.replay.older_runs import origin_of_folder
 
 MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES = 1024, 2048, 4  # of a trace file without its run's sizes
+TOP_K = 2  # of a trace that does not say
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # Where no cluster is named; the figures of configs/cluster/flat_3gbs_30tflops.gin, which need not be installed.
 DEFAULT_CLUSTER = Cluster(name="flat_3gbs_30tflops", flat=True, intra_bandwidth=3e9, flops=30e12)

@@ -8,8 +8,11 @@ Letters: docs/notation.md; n samples.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
+from moe_jax.overlap import Prefetch
 from moe_jax.planner import BALANCERS
 from moe_jax.planner.cost import Cost
 from moe_jax.replay.simulate import Records, split_name
@@ -48,7 +51,10 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
         **_seconds(records, base, cost),
         **_original(records, cost),
         "planner_us_per_layer": _number(1e6 * search.mean()),
-        "shape_changes": records.shape_changes,
+        **_sent(records),
+        "hiding": records.hiding,
+        "shape_changes": records.transfers.changes,
+        "skeleton_changes": records.transfers.changes,  # the name up to commit 54b32df
         **{f"counter_{name}": count for name, count in records.counters.items()},
     }
 
@@ -67,7 +73,7 @@ def roofline(records: Records, cost: Cost) -> tuple[float, float] | None:
     """
     if not _timed(cost) or np.isnan(records.exchange).any():
         return None
-    transfer = 2 * cost.transfer(_holders(records), records.computed.shape[2], "replay")
+    transfer = 2 * _trans(records, cost) + 2 * records.transfers.late_seconds
     work = 3 * cost.forward(records.computed, "replay")
     talk = 4 * records.exchange + transfer
     tokens = records.computed.sum(axis=2).mean()
@@ -85,11 +91,11 @@ def _seconds(records: Records, base: Records, cost: Cost) -> dict:
     search = float(records.search.mean()) / records.computed.shape[1]
     if not _timed(cost):
         return {**dict.fromkeys(keys), "search_seconds": _number(search)}
-    parts = cost.parts(records.computed, records.received, _holders(records), "replay")
+    parts = _parts(records, cost)
     place, reduce, others = (float(parts[key].mean()) for key in ("place", "reduce", "others"))
     critical = search if split_name(records.name)[1] else 0.0
     layer = critical + place + reduce + others
-    plain = float(cost.layer(base.computed, base.received, np.zeros(base.computed.shape[:2]), "replay").mean())
+    plain = float(sum(part.mean() for part in _parts(base, cost).values()))
     numbers = (layer, place, reduce, others, plain / layer if layer else None)
     return {**{key: _number(n) for key, n in zip(keys, numbers, strict=True)}, "search_seconds": _number(search)}
 
@@ -113,10 +119,50 @@ def _original(records: Records, cost: Cost) -> dict:
     }
 
 
-def _holders(records: Records) -> np.ndarray:
-    """Devices that hold a replicated expert, its home included, summed over replicated experts: [n, L]."""
-    replicated = records.expert_replicas > 0
-    return (records.expert_replicas + replicated).sum(axis=2)
+def _parts(records: Records, cost: Cost) -> dict[str, np.ndarray]:
+    """Return seconds [n, L] by purpose, under the shapes in force and the planner's own block-wise schedule."""
+    cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=records.hiding))
+    paper = cost.price == "paper"
+    exchange = None if paper or np.isnan(records.exchange).any() else records.exchange
+    loads = (records.computed, records.received, records.transfers.needed)
+    parts = cost.parts(*loads, "replay", exchange=exchange, trans=_trans(records, cost))
+    late = 0.0 if paper else records.transfers.late_seconds
+    return {**parts, "place": parts["place"] + late, "reduce": parts["reduce"] + late}
+
+
+def _trans(records: Records, cost: Cost) -> np.ndarray:
+    """Return seconds [n, L] of one Trans ahead: of the shape in force, or by the papers' formula."""
+    needed = records.transfers.needed
+    if cost.price == "paper":
+        holders = records.expert_replicas + (records.expert_replicas > 0)  # those that came late included
+        return cost.trans(needed._replace(holders=holders.sum(axis=2)), records.computed.shape[2], "replay")
+    return np.broadcast_to(records.transfers.seconds[:, None], needed.slots.shape)
+
+
+def _sent(records: Records) -> dict:
+    """Return what the busiest device sends and receives for a layer's Trans, in experts, mean over samples and layers.
+
+    The transfer of the shape in force (`transfer_form`), and after the gate what came late; `least` with the smallest
+    shape of each plan, `own` with each layer's own sizes; then both forms of what is in force ahead.
+    """
+    moved = records.transfers
+    late = moved.late.mean(axis=(0, 1))
+    inside, across = (moved.in_force[moved.form].mean(axis=0) + late).tolist()
+    least, own = (moved.least.mean(axis=0) + late).tolist(), (moved.own.mean(axis=(0, 1)) + late).tolist()
+    found = {
+        "transfer_form": moved.form,
+        "sent_experts": _number(inside + across),
+        "sent_experts_across": _number(across),
+        "received_experts": _number(records.device_replicas.max(axis=2).mean()),
+        "sent_experts_least": _number(sum(least)),
+        "sent_experts_across_least": _number(least[1]),
+        "sent_experts_own": _number(sum(own)),
+        "sent_experts_across_own": _number(own[1]),
+    }
+    for form, sent in moved.in_force.items():
+        near, far = (sent.mean(axis=0) + late).tolist()
+        found |= {f"sent_experts_{form}": _number(near + far), f"sent_experts_across_{form}": _number(far)}
+    return found
 
 
 def _linked(cost: Cost) -> bool:
@@ -140,6 +186,12 @@ def table(summaries: dict[str, dict]) -> str:
         ("from 10", "max_over_mean_from_10"),
         ("RB", "rb"),
         ("replicas/dev", "replicas_per_device"),
+        ("sent", "sent_experts"),
+        ("across", "sent_experts_across"),
+        ("received", "received_experts"),
+        ("least", "sent_experts_least"),
+        ("form", "transfer_form"),
+        ("hiding", "hiding"),
         ("lambda", "lambda"),
         ("GB moved", "bytes_moved"),
         ("layer ms", "layer_seconds"),
@@ -149,12 +201,13 @@ def table(summaries: dict[str, dict]) -> str:
         ("shapes", "shape_changes"),
     )
     scale = {"bytes_moved": 1e-9, "layer_seconds": 1e3, "original_seconds_per_layer": 1e3}
-    widths = [max(11, len(title) + 2) for title, _ in columns]
+    widths = [max(13 if key == "hiding" else 11, len(title) + 2) for title, key in columns]
     lines = ["planner".ljust(30) + "".join(title.rjust(w) for (title, _), w in zip(columns, widths, strict=True))]
     for name, summary in summaries.items():
         cells = []
         for (_, key), width in zip(columns, widths, strict=True):
-            value = summary[key]
-            cells.append(("-" if value is None else f"{value * scale.get(key, 1):.4g}").rjust(width))
+            value = summary.get(key)
+            text = value if isinstance(value, str) else None if value is None else f"{value * scale.get(key, 1):.4g}"
+            cells.append((text or "-").rjust(width))
         lines.append(name.ljust(30) + "".join(cells))
     return "\n".join(lines)

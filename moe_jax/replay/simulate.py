@@ -16,10 +16,12 @@ import numpy as np
 from moe_jax.cluster import exchange_seconds
 from moe_jax.errors import UserError
 from moe_jax.observe.load_trace import LoadsTrace
-from moe_jax.placement import Placement, build_shape, fits, grow, routing
-from moe_jax.planner import AFTER_GATE, NAMES, PlannerConfig, find
+from moe_jax.overlap import Prefetch
+from moe_jax.placement import Placement, routing
+from moe_jax.planner import AFTER_GATE, BALANCERS, NAMES, PlannerConfig, find
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.plan_session import PlanSession
+from moe_jax.replay.transfers import TransferLog, Transfers
 
 SUFFIX = "_after_gate"
 
@@ -35,7 +37,8 @@ class Records:
       moved: int [n, L], experts whose home changed; arrived: int [n, L], replicas that were not there a sample before.
       exchange: float [n, L], seconds of one all-to-all over the links, NaN where a link's speed is absent.
       search: float [n], host seconds to plan all layers.
-      shape_changes: how often a plan did not fit the compiled sizes.
+      transfers: what the transfers send under the shape in force, and how often that changed.
+      hiding: the block-wise schedule that the transfers ahead run under; those after the gate run beside nothing.
       counters: the planner's own counts.
     """
 
@@ -49,7 +52,8 @@ class Records:
     arrived: np.ndarray
     exchange: np.ndarray
     search: np.ndarray
-    shape_changes: int
+    transfers: Transfers
+    hiding: str
     counters: dict[str, int]
 
 
@@ -80,12 +84,16 @@ def simulate(
     base, sees = split_name(name)
     late = sees and base in AFTER_GATE
     config = dataclasses.replace(config, name=base, when="after_gate" if late else "ahead")
+    planner = BALANCERS[base].planner
+    hiding = planner.schedule if getattr(config, "scheduler", True) else "none"
+    cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=hiding))
     session = PlanSession(config, placement, cost)
+    log = TransferLog(placement, cost)
     samples = np.arange(lag, len(trace.loads), every)
     if not len(samples):
         raise UserError(f"lag ({lag}) leaves none of the trace's {len(trace.loads)} samples; use a smaller lag")
     rows: list[tuple] = []
-    shape, changes, before, seen = None, 0, placement, 0
+    before, seen = placement, 0
     for sample in samples.tolist():
         # A planner that sees the step without a rule of its own for that plans from the step's loads directly.
         newest = sample if sees and not late else sample - lag
@@ -94,14 +102,11 @@ def simulate(
             seen += 1
         proposal = session.propose(int(trace.iterations[sample]))
         plan, seconds = proposal.placement, proposal.seconds
-        if late:
+        if session.decides_late:
             began = time.perf_counter()
             plan = session.refine(trace.loads[sample])
             seconds += time.perf_counter() - began
-        if shape is None:
-            shape = grow(build_shape(placement), plan, replica_slots=cost.replica_slots)
-        elif not fits(shape, plan):
-            shape, changes = grow(shape, plan, replica_slots=cost.replica_slots), changes + 1
+        log.take(proposal.placement, plan)
         rows.append((*_judge(plan, before, trace.loads[sample], cost), seconds))
         before = plan
     columns = [np.stack(column) for column in zip(*rows, strict=True)]
@@ -109,7 +114,8 @@ def simulate(
     return Records(
         name=name,
         sample=samples,
-        shape_changes=changes,
+        transfers=log.result(),
+        hiding=hiding,
         counters=dict(session.planner.counters),
         **dict(zip(keys, columns, strict=True)),
     )

@@ -17,6 +17,7 @@ from moe_jax.cluster import (
     parm_choice,
     read_cluster,
     split_saa,
+    uniform_seconds,
     write_cluster,
 )
 from moe_jax.cluster.layer_seconds import ExpertLoad
@@ -25,7 +26,7 @@ from moe_jax.cluster.volumes import LayerShape
 from moe_jax.errors import UserError
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
-NAMES = "parm_a parm_b johnny trevor hpwnv hpnv lpwnv hecate_a hecate_b flat_3gbs_30tflops host_devices".split()
+NAMES = "parm_a parm_b johnny trevor hpwnv hpnv lpwnv hecate_a hecate_b h200 flat_3gbs_30tflops host_devices".split()
 
 
 def test_every_preset_ships_and_says_where_its_figures_come_from():
@@ -50,7 +51,8 @@ def test_every_preset_ships_and_says_where_its_figures_come_from():
 def test_presets_carry_the_papers_figures(name, nodes, per_node, inter):
     cluster = read_cluster(PRESETS / f"{name}.gin")
     assert (cluster.nodes, cluster.devices_per_node, cluster.inter_bandwidth) == (nodes, per_node, inter)
-    assert cluster.flops is None
+    # what derives tau and prices a plan: a device's links and FLOP/s
+    assert cluster.intra_bandwidth > inter / per_node and cluster.flops > 5e13
 
 
 def test_json_keeps_every_field(tmp_path):
@@ -87,8 +89,10 @@ def test_missing_files_and_wrong_json_are_named(tmp_path):
 
 def test_absent_field_names_field_cluster_and_requester():
     johnny = read_cluster(PRESETS / "johnny.gin")
-    with pytest.raises(UserError, match=r"planner 'fastermoe' needs Cluster.flops, which cluster 'johnny'"):
-        johnny.need("flops", "planner 'fastermoe'")
+    with pytest.raises(UserError, match=r"the start needs Cluster.intra_latency, which cluster 'johnny' .*: h200$"):
+        johnny.need("intra_latency", "the start")
+    with pytest.raises(UserError, match=r"planner 'hecate' needs Cluster.flops, .* configs/cluster/: .*trevor$"):
+        Cluster(name="mine").need("flops", "planner 'hecate'")
     with pytest.raises(UserError, match=r"schedule needs Cluster.fits\['saa'\]"):
         johnny.fit("saa", "schedule")
     with pytest.raises(UserError, match=r"a trace has 12 devices, but cluster 'johnny' has nodes \(2\) x .*\(8\) = 16"):
@@ -114,6 +118,38 @@ def test_link_traffic_follows_the_tree():
     assert exchange_seconds(cluster, pairs, "test") == 11  # the node link: 11 / 1 > 16 / 8
     flat = Cluster(nodes=2, devices_per_node=2, intra_bandwidth=8.0, flat=True)
     assert exchange_seconds(flat, pairs, "test") == 2
+
+
+def test_cards_and_switches_are_shared_links():
+    # Two nodes of four devices; two cards and two sockets a node. 0 -> 4 and 1 -> 5 share card 0, 2 -> 6 has card 1;
+    # 0 -> 2 (8 bytes) passes between the sockets.
+    pairs = np.zeros((8, 8))
+    pairs[0, 4], pairs[1, 5], pairs[2, 6], pairs[0, 2], pairs[0, 1] = 3, 4, 5, 8, 100
+    links = {"nodes": 2, "devices_per_node": 4, "intra_bandwidth": 1000.0, "inter_bandwidth": 2.0, "cards_per_node": 2}
+    cluster = Cluster(**links, switches_per_node=2, switch_bandwidth=4.0)
+    traffic = link_traffic(cluster, pairs)
+    np.testing.assert_array_equal(traffic.node_up, [7, 5, 0, 0])
+    np.testing.assert_array_equal(traffic.switch_up, [8, 0, 0, 0])
+    assert exchange_seconds(cluster, pairs, "test") == 7  # card 0: 7 bytes at 2 / 2 a second
+    # every device sends 12 bytes to its node and 2 to others: a switch passes 2 x 12 x 2/3 of them, a card 2 x 2
+    assert uniform_seconds(cluster, 12.0, 2.0, "test") == 4
+    assert uniform_seconds(cluster, 12.0, 0.0, "test") == 2 * 12 * 2 / 3 / 4
+    # as many cards as devices: each has its own; with more it still reaches only one
+    rails = Cluster(**{**links, "cards_per_node": 4})
+    assert uniform_seconds(rails, 0.0, 2.0, "test") == 4
+    assert uniform_seconds(Cluster(**{**links, "cards_per_node": 8}), 0.0, 2.0, "test") == 8
+    # one of two groups that use the machines at the same time gets half
+    assert uniform_seconds(rails.part_of(2), 0.0, 2.0, "test") == 8
+    with pytest.raises(UserError, match=r"Cluster.cards_per_node \(0\) must be a whole number of at least 1"):
+        Cluster(cards_per_node=0)
+
+
+def test_uniform_traffic_shares_the_cards():
+    """On 4 x 4, a node with one device's bandwidth takes 3.2 times as long as links of their own."""
+    pairs = np.ones((16, 16))
+    links = {"nodes": 4, "devices_per_node": 4, "intra_bandwidth": 1.0, "inter_bandwidth": 1.0}
+    shared, own = (exchange_seconds(Cluster(**links, flat=flat), pairs, "test") for flat in (False, True))
+    assert shared / own == pytest.approx(4 * 12 / 15)
 
 
 def test_ring_all_reduce_bytes():
@@ -187,10 +223,10 @@ def test_bound_of_pairwise_by_hand():
     # a preset without fits: what crosses links at W = 4 bytes/s, P = 100 FLOP/s
     flat = pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0, flops=100.0), item=1)
     assert flat[:2] == ((4 * 64 + 4 * 128 / 2 + 2 * 32) / 4, 3.0)
-    # two nodes: the all-to-all takes the links inside
+    # two nodes: the ring's steps share a node's card, the rest takes the links inside
     nodes = pairwise_seconds(
         shape, load, Cluster(nodes=2, devices_per_node=2, intra_bandwidth=8.0, inter_bandwidth=4.0, flops=100.0), item=1
     )
-    assert nodes[:2] == ((4 * 64 + 2 * 32) / 4 + 4 * 128 / 2 / 8, 3.0)
+    assert nodes[:2] == (4 * 64 * 2 / 4 + (4 * 128 / 2 + 2 * 32) / 8, 3.0)
     with pytest.raises(UserError, match="the bound of MoEConfig.schedule 'pairwise' needs Cluster.flops"):
         pairwise_seconds(shape, load, Cluster(flat=True, intra_bandwidth=4.0))

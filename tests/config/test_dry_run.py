@@ -123,7 +123,7 @@ def test_dry_run_says_what_auto_attention_is_and_counts_it():
         dry_run(run, 2, "h200:1x2")
 
 
-def test_dry_run_of_pairwise_tells_its_bound():
+def test_dry_run_of_pairwise_tells_its_bound(tmp_path):
     """From a preset, from a calibration, from a preset that lacks a figure, and from nothing."""
 
     def section(*bindings):
@@ -139,7 +139,8 @@ def test_dry_run_of_pairwise_tells_its_bound():
     assert (
         "by its fits in docs/bench/cluster_host.json" in lines and "bound (comm + comp) / max(comm, comp) = 1." in lines
     )
-    assert "unknown: the bound of" in section("MoEConfig.cluster = 'configs/cluster/johnny.gin'")
+    (tmp_path / "bare.gin").write_text("Cluster.intra_bandwidth = 1e9\n")
+    assert "unknown: the bound of" in section(f"MoEConfig.cluster = '{tmp_path / 'bare.gin'}'")
     bare = ("PlannerConfig.name = 'none'", "PlannerConfig.when = 'ahead'", "PlannerConfig.cluster = ''")
     assert "unknown: name a file in MoEConfig.cluster" in section(*bare)
 

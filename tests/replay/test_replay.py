@@ -1,5 +1,6 @@
 """Replay as a user runs it: a small trace in, a table, pictures and a JSON line out; mistakes end with code 2."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -65,7 +66,7 @@ def test_cli_prints_a_table_and_a_json_line_and_draws(tmp_path):
     keys = "max_over_mean max_over_mean_p95 max_over_mean_from_10 max_over_mean_p95_from_10 rb replicas_per_layer "
     keys += "lambda layer_seconds search_seconds place_seconds reduce_seconds others_seconds speedup_over_ep "
     keys += "original_bytes_per_layer original_seconds_per_layer rb_ratio_to_fastermoe planner_us_per_layer "
-    keys += "bytes_moved skeleton_changes"
+    keys += "bytes_moved shape_changes sent_experts sent_experts_across received_experts sent_experts_least hiding"
     assert set(keys.split()) <= set(answer["planners"]["balanced"])
 
 
@@ -141,15 +142,15 @@ def test_traces_of_whole_floats_without_iterations_are_read(tmp_path):
     assert again.loads.dtype == np.int64 and again.iterations.tolist() == list(range(len(trace.loads)))
 
 
-def simulate_one(name, trace, lag=1, **fields):
+def simulate_one(name, trace, lag=1, cost=COST, **fields):
     start = Placement.even(trace.loads.shape[1], trace.loads.shape[3], trace.loads.shape[2], 2)
-    return simulate.simulate(name, trace, PlannerConfig(bounded=False, **fields), start, COST, lag, 1)
+    return simulate.simulate(name, trace, PlannerConfig(bounded=False, **fields), start, cost, lag, 1)
 
 
 def test_ahead_sees_only_the_past_and_after_gate_sees_the_step():
     # Expert 0 hot in even samples, expert 7 in odd ones: the past is always wrong.
     loads = np.zeros((6, 1, 4, 8), int)
-    loads[0::2, :, :, 0] = loads[1::2, :, :, 7] = 40
+    loads[0::2, :, :, 0] = loads[1::2, :, :, 7] = 4000
     trace = LoadsTrace(loads=loads, iterations=np.arange(6))
     ahead, sees = (simulate_one(name, trace, residual=False) for name in ("fastermoe", "fastermoe_after_gate"))
     assert ahead.sample.tolist() == [1, 2, 3, 4, 5]
@@ -171,6 +172,36 @@ def test_summary_by_hand():
     assert summary["bytes_moved"] == 6 * 65536 and summary["rb"] > 1e6
     assert report.summarize(none, none, COST)["max_over_mean"] == 4.0
     assert report.summarize(none, none, COST)["speedup_over_ep"] == 1.0
+
+
+def test_what_transfers_send_by_hand():
+    # 2 x 2 devices, homes 2d and 2d + 1; expert 0 (a quarter of topk's two) goes to all others: X = 1, m = 1, Cp = 1.
+    # In force: one offer more where homes allow it (X = 2) and mu = 2 slots: (2 + 2) 3/4, half of a device's 4 abroad.
+    loads = np.zeros((3, 1, 4, 8), int)
+    loads[..., 0] = 40
+    trace = LoadsTrace(loads=loads, iterations=np.arange(3))
+    none, shadow = simulate_one("none", trace), simulate_one("topk_all", trace, top_k=1)
+    summary = report.summarize(shadow, none, COST)
+    assert (summary["sent_experts"], summary["sent_experts_across"]) == (4 * 3 / 4, 4 * 2 / 4)
+    assert (summary["sent_experts_least"], summary["sent_experts_across_least"]) == (2 * 3 / 4, 2 * 2 / 4)
+    assert (summary["received_experts"], summary["hiding"], summary["transfer_form"]) == (1, "none", "flat")
+    # by node: (2 + 2) 1/2 inside, one more crossing than needed: (2 - 1) 2 / 2 across
+    assert (summary["sent_experts_by_node"], summary["sent_experts_across_by_node"]) == (3, 1)
+    # the shape in force is paid: 4 3/4 experts of 65,536 bytes over 3 GB/s there and back, plus H = 40 tokens' 12 M F
+    paid = 2 * 3 * 65536 / 3e9
+    assert summary["place_seconds"] + summary["reduce_seconds"] == pytest.approx(paid, rel=1e-5)
+    assert summary["layer_seconds"] == pytest.approx(paid + 40 * 12 * 64 * 128 / 3e13, rel=1e-4)
+    assert report.summarize(none, none, COST)["sent_experts"] == 0
+
+
+def test_every_system_hides_as_its_own_schedule_does():
+    trace = make_trace(samples=4)
+    attention = {"attention_seconds": 1e-3}
+    hides = {"hecate": "hecate", "pro_prophet": "pro_prophet", "fastermoe": "none", "balanced": "none"}
+    for name, hiding in hides.items():
+        assert simulate_one(name, trace, cost=dataclasses.replace(COST, **attention)).hiding == hiding
+    shown = simulate_one("hecate", trace, scheduler=False)
+    assert shown.hiding == "none"
 
 
 def test_original_accounting_moves_state_for_standing_replicas():

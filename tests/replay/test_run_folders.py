@@ -190,7 +190,7 @@ def test_titles_of_the_table_do_not_touch():
     columns = dict.fromkeys(
         ("max_over_mean", "max_over_mean_p95", "max_over_mean_from_10", "rb", "replicas_per_device", "lambda",
          "bytes_moved", "layer_seconds", "speedup_over_ep", "original_seconds_per_layer", "planner_us_per_layer",
-         "skeleton_changes")
+         "shape_changes", "hiding")
     )  # fmt: skip
     titles, row = table({"none": columns}).splitlines()
     assert len(titles) == len(row) and "RB  replicas/dev" in titles
