@@ -55,6 +55,10 @@ class BucketRows:
         """Say whether no size is larger than the other's."""
         return self.own <= other.own and self.node <= other.node and self.far <= other.far
 
+    def at_most(self, other: BucketRows) -> BucketRows:
+        """Return the smaller of each two sizes."""
+        return BucketRows(own=min(self.own, other.own), node=min(self.node, other.node), far=min(self.far, other.far))
+
     def where_smaller(self, need: BucketRows, larger: BucketRows) -> BucketRows:
         """Return these sizes, and those of `larger` for the kinds that need more than these have."""
         names = [field.name for field in dataclasses.fields(self)]

@@ -138,22 +138,24 @@ class Replanner:
         plans.planner.counters.clear()
         plans.planner.counters.update(counters)
         error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
-        fullest, most = fullest_pairs(pairs, placement.devices_per_node), self._most_rows(shape)
+        fullest, step = fullest_pairs(pairs, placement.devices_per_node), self.roles.size(self.roles.model)
+        rows = fullest.each(lambda pair: bucket_rows(pair / self.exchanges_per_step, error, step))
+        return rows.at_most(self._most_rows(shape))
 
-        def rows(pair):
-            return min(bucket_rows(pair / self.exchanges_per_step, error, self.roles.size(self.roles.model)), most)
+    def _most_rows(self, shape: PlanShape) -> BucketRows:
+        """Return the rows that planned buckets may have: the worst case, or what `PlannerConfig.bucket_limit` allows.
 
-        return fullest.each(rows)
-
-    def _most_rows(self, shape: PlanShape) -> int:
-        """Return the rows that a planned bucket may have: the worst case, or what `PlannerConfig.bucket_limit` allows.
-
-        Never fewer than without a plan.
+        Never fewer than without a plan. The limit is not for the own bucket: there is one of it, and it does not
+        travel; except where the schedule gives other buckets its length.
         """
         sizes = self._sizes(dataclasses.replace(shape, bucket_rows=None))
         mean = sizes.top_k * sizes.tokens / self.devices
         most = math.ceil(self.config.planner.bucket_limit * mean)
-        return min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows())
+        most, worst = min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows()), sizes.worst_rows()
+        moe, roles = self.config.moe, self.roles
+        cut_over_members = roles.size(roles.model) > roles.size(roles.expert_shard) and moe.schedule in ("s2", "parm")
+        own = most if moe.transport == "ragged" or cut_over_members else worst
+        return BucketRows(own=own, node=most, far=most)
 
     def rows_of(self, shape: PlanShape) -> BucketRows:
         """Return the rows of the buckets under this shape."""
@@ -181,7 +183,9 @@ class Replanner:
         The first planned buckets are all by prediction: one that was larger without a plan gets smaller.
         """
         step, most = math.lcm(8, self.roles.size(self.roles.model)), self._most_rows(shape)
-        larger = rows.each(lambda size: round_up(min(HEADROOM * size, most), step))
+        larger = (
+            rows.each(lambda size: math.ceil(HEADROOM * size)).at_most(most).each(lambda size: round_up(size, step))
+        )
         there = shape.bucket_rows
         return larger if there is None else there.where_smaller(rows, larger)
 

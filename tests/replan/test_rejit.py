@@ -201,20 +201,29 @@ def test_none_needs_no_engine_and_dp_refuses_planners():
         build_engine(session_of(name="fastermoe", when="after_gate", bounded=False), 1)
 
 
-def test_a_planned_bucket_is_as_large_as_predicted_within_its_limit():
-    """Each device's tokens go to two experts of its own: all of them into one bucket, four times the mean of 32."""
+@pytest.mark.parametrize(
+    "away, want",
+    [
+        # 128 rows are the worst case; with headroom 8 rows are 10, which makes 16
+        (0, dict.fromkeys((1.0, 2.0, 100.0), BucketRows(own=128, node=16, far=16))),
+        # at 1.0 the bucket without a plan (slack 1.5: 48) is larger already
+        (1, {1.0: None, 2.0: BucketRows(own=16, node=64, far=16), 100.0: BucketRows(own=16, node=128, far=16)}),
+    ],
+)
+def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want):
+    """Each device's tokens go to two experts of one device: into one bucket, four times the mean of 32.
+
+    That of the own device has no limit: it does not travel.
+    """
     loads = np.zeros((LAYERS, DEVICES, EXPERTS), np.int64)
     for device in range(DEVICES):
-        loads[:, device, 2 * device : 2 * device + 2] = 64
-    rows = {}
-    for limit in (1.0, 2.0, 3.0, 100.0):
+        expert = 2 * ((device + away) % DEVICES)
+        loads[:, device, expert : expert + 2] = 64
+    for limit, rows in want.items():
         session = session_of(name="hecate", bucket_limit=limit)
-        shape = Replanner(session.config, session.roles).planned_shape(loads)
-        rows[limit] = shape.bucket_rows
-    # 128 rows are the worst case; at 1.0 the bucket without a plan (slack 1.5: 48) is larger already
-    assert rows.pop(1.0) is None
-    # nothing travels: 8 rows, the fewest that a bucket has, and headroom
-    assert rows == {limit: BucketRows(own=own, node=16, far=16) for limit, own in ((2.0, 64), (3.0, 96), (100.0, 128))}
+        replanner = Replanner(session.config, session.roles)
+        replanner.plans.observe(loads)
+        assert replanner.grow(replanner.first_shape(), replanner.start).bucket_rows == rows
     with pytest.raises(UserError, match=r"PlannerConfig.bucket_limit \(0.5\) must be at least 1"):
         PlannerConfig(bucket_limit=0.5)
 
