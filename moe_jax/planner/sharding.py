@@ -13,6 +13,7 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.placement import Placement
 from moe_jax.planner.contract import falling
+from moe_jax.planner.relabel import relabelled
 
 
 def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement:
@@ -21,6 +22,8 @@ def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement
     Args:
       totals: [L, E], expert loads.
       tau: overlap degree; the top tau experts of a layer are placed last.
+
+    Of equal devices each takes the part that moves fewest experts (`relabelled`, ours).
 
     Source: Hecate, algorithm 2.
     """
@@ -38,6 +41,7 @@ def shard_homes(totals: np.ndarray, placement: Placement, tau: int) -> Placement
     for layer in falling(heaviest) if rest.size else ():
         _place_layer(home[layer], rest[layer], totals[layer], free, placement.devices_per_node)
     _fill(home, order[:, :tau], totals, free, placement.devices_per_node)
+    home = relabelled(home, placement.home, devices, placement.devices_per_node)
     return placement if (home == placement.home).all() else placement.replace(home=home, replicas=None, shares=None)
 
 
