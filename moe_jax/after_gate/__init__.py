@@ -5,4 +5,7 @@ from moe_jax.after_gate.contract import Rule, fetch_late, gather_counts
 from moe_jax.after_gate.shadow import ShadowRule
 from moe_jax.after_gate.shares import ShareRule
 
-__all__ = ["CalibrateRule", "Rule", "ShadowRule", "ShareRule", "fetch_late", "gather_counts"]
+RULES: dict[str, type[Rule]] = {"calibrate": CalibrateRule, "shadow": ShadowRule, "shares": ShareRule}
+"""By the name that a planner gives (`PlannerBase.late_rule`)."""
+
+__all__ = ["RULES", "CalibrateRule", "Rule", "ShadowRule", "ShareRule", "fetch_late", "gather_counts"]

@@ -20,6 +20,7 @@ from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import Tables
 from moe_jax.dispatch.route import record
 from moe_jax.placement import PlanShape
+from moe_jax.placement.late_sizes import SIZES
 
 
 @record
@@ -83,22 +84,20 @@ def by_falling(values):
     return jnp.argsort(-values, stable=True).astype(jnp.int32)
 
 
-def late_sizes(shape: TransferShape) -> tuple[TransferShape, ...]:
-    """Return the sizes in which a late transfer may run, small ones first: the whole, its half, a quarter and so on."""
-    return shape.halves()
-
-
 def late_size(used, shape: TransferShape):
-    """Return int32 [], the size that holds what is used: 0 for none, i for the i-th (from 1) of `late_sizes`."""
-    there = jnp.array([(size.offers, size.slots, size.crossing) for size in late_sizes(shape)], jnp.int32)
-    first = jnp.argmax(jnp.all(used[None] <= there, axis=1)) + 1
-    return jnp.where(used[1] > 0, first, 0).astype(jnp.int32)
+    """Return int32 [], the size that holds what is used: 0 for none, i for the i-th (from 1) of `TransferShape.halves`.
+
+    Twin of `moe_jax.placement.late_sizes.late_size`; what no size holds gets the last.
+    """
+    there = jnp.array([[getattr(size, name) for name in SIZES] for size in shape.halves()], jnp.int32)
+    misses = jnp.sum(jnp.any(used[None] > there, axis=1), dtype=jnp.int32)
+    return jnp.where(used[1] > 0, jnp.minimum(misses, len(there) - 1) + 1, 0)
 
 
 def fetch_late(bank, grad_sink, home_row, decision: Decision, shape: TransferShape, axes: tuple[str, ...]):
     """Fetch the experts that a rule chose, in the smallest size that holds them: as `open_replicas` returns them.
 
-    There is one branch for none and one for each of `late_sizes`; all devices take the same one.
+    There is one branch for none and one for each of `TransferShape.halves`; all devices take the same one.
 
     Args:
       bank, grad_sink, home_row: of this device and layer, as `open_replicas` takes them.
@@ -123,7 +122,7 @@ def fetch_late(bank, grad_sink, home_row, decision: Decision, shape: TransferSha
 
         return run
 
-    return lax.switch(late_size(decision.used, shape), [none, *map(fetch, late_sizes(shape))])
+    return lax.switch(late_size(decision.used, shape), [none, *map(fetch, shape.halves())])
 
 
 def _padded(leaf, slots: int):

@@ -79,7 +79,7 @@ def _tables(added, slot, nth, turn, home, home_slot, me, shape: TransferShape, h
     pick, lies = None, place[:, None]
     if shape.by_node:
         node = jnp.arange(shape.nodes)
-        to = jnp.any(added.reshape(experts, shape.nodes, inside), axis=2) & (node != home[:, None] // inside)
+        to = jnp.any(added.reshape(experts, shape.nodes, inside), axis=2) & (node[None] != home[:, None] // inside)
         to = to & (home // inside == level)[:, None]
         pick = jnp.full((shape.nodes, shape.crossing), inside * shape.offers, jnp.int32)
         pick = pick.at[node[None], jnp.where(to, turn, shape.crossing)].set(place[:, None], mode="drop")

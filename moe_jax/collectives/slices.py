@@ -158,7 +158,9 @@ def shrunk(tables: TransferTables, shape: TransferShape, small: TransferShape) -
     def offered(index):
         return index // shape.offers * offers + index % shape.offers
 
-    pick = jnp.where(tables.pick < tables_in, offered(tables.pick), small.inside * offers)[:, : small.crossing]
+    pick = tables.pick
+    if shape.by_node:
+        pick = jnp.where(pick < tables_in, offered(pick), small.inside * offers)[:, : small.crossing]
     want = tables.want[:, : small.slots]
     came = jnp.maximum(want - tables_in, 0)
     crossing = max(shape.crossing, 1)

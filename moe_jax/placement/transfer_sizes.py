@@ -104,16 +104,19 @@ class RunningSizes:
         self.pairs = np.zeros((layers, devices // devices_per_node, devices // devices_per_node), int)
         self.holders = np.zeros(layers, int)
 
-    def add(self, home: np.ndarray, targets: np.ndarray) -> None:
-        """Add one expert a layer: home int [L], targets bool [L, D], the home not among them; no targets, no expert."""
+    def add(self, home: np.ndarray, targets: np.ndarray, count: int = 1) -> None:
+        """Add one expert a layer: home int [L], targets bool [L, D], the home not among them; no targets, no expert.
+
+        A `count` of -1 takes back what was added.
+        """
         travels = targets.any(axis=1)
-        self.offers[self.rows, home] += travels
-        self.slots += targets
+        self.offers[self.rows, home] += count * travels
+        self.slots += count * targets
         node = home // self.devices_per_node
         on_node = targets.reshape(len(targets), -1, self.devices_per_node).any(axis=2)
         on_node[self.rows, node] = False
-        self.pairs[self.rows, node] += on_node
-        self.holders += targets.sum(axis=1) + travels
+        self.pairs[self.rows, node] += count * on_node
+        self.holders += count * (targets.sum(axis=1) + travels)
 
     def sizes(self) -> TransferSizes:
         """Return the sizes so far, [L] each."""

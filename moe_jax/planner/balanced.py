@@ -59,6 +59,11 @@ class BalancedPlanner(PlannerBase):
             quota = level_quotas(replicated, totals, starting_quotas(replicated, totals), SWEEPS, error)
         return with_quotas(bare, quota, loads, spared)
 
+    def late_rule(self, shape, cost, groups):
+        if not self.decides_late(self.config) or not shape.replica_slots:
+            return None
+        return "shares", {"sweeps": SWEEPS}
+
     def refine(self, loads, placement, cost):
         """Solve the shares for the true counts over the replicas that are there."""
         loads = np.asarray(loads, np.float64)

@@ -12,7 +12,7 @@ import typing
 
 import numpy as np
 
-from moe_jax.placement import Placement
+from moe_jax.placement import Placement, PlanShape, TransferSizes
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.options import PlannerOptions
 from moe_jax.planner.original import for_one_step
@@ -33,6 +33,17 @@ class Planner(typing.Protocol):
         """Return the placement refined for the step's own loads [L, S, E], from one planned ahead."""
         ...
 
+    any_holder: bool
+    """Whether a token may go to any holder after the gate."""
+
+    def late_needs(self, shape: PlanShape, cost: Cost) -> TransferSizes | None:
+        """Return how large a transfer after the gate may be, None for none."""
+        ...
+
+    def late_rule(self, shape: PlanShape, cost: Cost, groups: int) -> tuple[str, dict[str, typing.Any]] | None:
+        """Return the name and the fields of the rule after the gate, None for none."""
+        ...
+
     def reshard(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         """Return the placement with other homes and without replicas where that pays, else the same placement."""
         ...
@@ -45,11 +56,13 @@ class PlannerBase:
       config: with every default filled in (`PlannerConfig.settled`), the planner's own knobs among them.
       counters: see `Planner`.
       reference: whether the balance of all is also given as a ratio to this planner's (Pro-Prophet, figure 16).
+      any_holder: whether a token may go to any holder after the gate, so that a step's lists have room for all devices.
       schedule: the block-wise schedule that the system runs with (overlap/blocks.py), by which replay hides transfers.
       original: what the system that this planner comes from pays, in words; original_costs: in bytes (original.py).
     """
 
     reference: typing.ClassVar[bool] = False
+    any_holder: typing.ClassVar[bool] = True
     schedule: typing.ClassVar[str] = "none"
     original: typing.ClassVar[str] = "Trans and Agg to the chosen devices, every step"
     original_costs = staticmethod(for_one_step)
@@ -62,6 +75,25 @@ class PlannerBase:
     def decides_late(cls, config: typing.Any) -> bool:
         """Say whether something is decided again from the step's own loads; `config` has its defaults filled in."""
         return config.when == "after_gate"
+
+    def late_needs(self, shape: PlanShape, cost: Cost) -> TransferSizes | None:
+        """Return how many offers, slots and crossings a transfer after the gate may have; None for no such transfer.
+
+        Args:
+          shape: what the step is compiled for so far.
+        """
+        return None
+
+    def late_rule(self, shape: PlanShape, cost: Cost, groups: int) -> tuple[str, dict[str, typing.Any]] | None:
+        """Return the rule of a step of this shape: its name in `moe_jax.after_gate.RULES`, and its fields.
+
+        None where the planner decides nothing after the gate, or the shape has no replica slots.
+
+        Args:
+          cost: with the prices of the late transfer (`with_late_prices`).
+          groups: data-parallel groups, over which the rule's counts are sums; those of `refine` are of one.
+        """
+        return None
 
     @property
     def reshard_every(self) -> int:
@@ -80,6 +112,11 @@ class PlannerBase:
     def increment(self, name: str, count: int) -> None:
         """Add to a counter."""
         self.counters[name] = self.counters.get(name, 0) + int(count)
+
+
+def few(offers: int, slots: int, crossing: int) -> TransferSizes:
+    """Return the sizes of one transfer from plain numbers."""
+    return TransferSizes(*(np.array(size) for size in (offers, slots, crossing)))
 
 
 def falling(values: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from moe_jax.cluster import AbsentFigureError, Cluster, all_reduce_bytes, receiv
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.errors import UserError
 from moe_jax.overlap import Prefetch, Times, exposed
+from moe_jax.placement.late_sizes import late_size
 from moe_jax.placement.transfer_seconds import FORMS, cheapest_form, trans_seconds
 from moe_jax.placement.transfer_sizes import TransferSizes
 
@@ -44,6 +45,9 @@ class Cost:
       price: 'executor', what the program will do; or 'paper': Pro-Prophet's equations 1, 4, 5 and 8 and FasterMoE's
         2 S / W, on one bandwidth.
       transfer: form of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one.
+      late: the largest transfer after the gate that the step is compiled for; None where it has none.
+      late_seconds: of one such transfer and its way back in each of its sizes (`halves`), 0 for none first; ()
+        where experts have a price each.
     """
 
     cluster: Cluster
@@ -63,6 +67,8 @@ class Cost:
     prefetch: Prefetch = Prefetch()
     price: str = "executor"
     transfer: str = "auto"
+    late: TransferShape | None = None
+    late_seconds: tuple[float, ...] = ()
 
     def __post_init__(self):
         for field in ("model_dim", "hidden_dim", "matrices", "shards", "dtype_bytes", "layers_alive", "microbatches"):
@@ -168,6 +174,28 @@ class Cost:
             return cheapest_form(self.cluster, sizes, *group, self.shards)
         except AbsentFigureError:
             return None
+
+    def transfer_shape(self, sizes: TransferSizes, devices: int, devices_per_node: int) -> TransferShape:
+        """Return a transfer of these sizes in the form that `transfer` names; 'auto': in the cheaper one.
+
+        Where the links are not known, that is the one that sends less between nodes.
+        """
+        flat = sizes.shape(devices, devices_per_node, False)
+        if self.transfer == "flat" or (self.transfer == "auto" and not 1 < devices_per_node < devices):
+            return flat
+        by_node = sizes.shape(devices, devices_per_node, True)
+        if self.transfer == "by_node":
+            return by_node
+        form = self.cheapest_form(by_node)
+        if form is None:
+            form = "by_node" if by_node.sent().across < flat.sent().across else "flat"
+        return by_node if form == "by_node" else flat
+
+    def late_price(self, needed: TransferSizes, each: np.ndarray) -> np.ndarray:
+        """Return the seconds of a late transfer and its way back [...]; `each` [...] is the price by the expert."""
+        if self.late is None or not self.late_seconds:
+            return each
+        return np.asarray(self.late_seconds)[late_size(needed, self.late)]
 
     def shape_seconds(self, shape: TransferShape, requested_by: str) -> float:
         """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""

@@ -12,8 +12,10 @@ import dataclasses
 
 import numpy as np
 
+from moe_jax.collectives.transfer_shape import TransferShape
+from moe_jax.placement.late_sizes import late_room
 from moe_jax.placement.transfer_sizes import RunningSizes
-from moe_jax.planner.contract import PlannerBase, falling, home_loads, own_tokens, replicated_everywhere
+from moe_jax.planner.contract import PlannerBase, falling, few, home_loads, own_tokens, replicated_everywhere
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.registry import balancer, knob
 
@@ -36,6 +38,7 @@ class FasterMoePlanner(PlannerBase):
     """
 
     reference = True
+    any_holder = False  # a device computes its own tokens of a shadowed expert, all others go home
     original = "broadcast and reduce of each shadowed expert, every step"
 
     def propose(self, loads, placement, cost):
@@ -45,10 +48,28 @@ class FasterMoePlanner(PlannerBase):
 
     def refine(self, loads, placement, cost):
         """Shadow for these loads, whatever was planned ahead."""
-        limit = cost.replica_slots if self.config.bounded else placement.experts
-        chosen, cut = _shadow(np.asarray(loads, np.float64), placement, cost, self.config, limit)
-        self.increment("shadow_cut", cut)
+        chosen, cut = _shadow(np.asarray(loads, np.float64), placement, cost, self.config)
+        self.increment("shadow_cut" if late_of(cost, self.config) is None else "late_cut", cut)
         return placement.replace(replicas=replicated_everywhere(placement, chosen), shares=None, rule="home")
+
+    def late_needs(self, shape, cost):
+        slots = cost.replica_slots if self.decides_late(self.config) else 0
+        if not slots:
+            return None
+        offers = min(slots, shape.home_slots)
+        return few(offers, slots, min(slots, offers * shape.devices_per_node))
+
+    def late_rule(self, shape, cost, groups):
+        if shape.late is None:
+            return None
+        compute, exchange, shadow = shadow_rates(cost, self.config.name)
+        fields = {"compute": compute / groups, "exchange": exchange / groups, "shadow": shadow}
+        return "shadow", {**fields, "residual": self.config.residual, "late_seconds": cost.late_seconds}
+
+
+def late_of(cost: Cost, config) -> TransferShape | None:
+    """Return the late transfer that shadows must fit; None where they come ahead."""
+    return cost.late if config.when == "after_gate" else None
 
 
 def shadow_rates(cost: Cost, requested_by: str) -> tuple[float, float, float]:
@@ -63,11 +84,16 @@ def shadow_rates(cost: Cost, requested_by: str) -> tuple[float, float, float]:
     )
 
 
-def _shadow(loads, placement, cost: Cost, config, limit: int) -> tuple[np.ndarray, int]:
-    """Return (chosen bool [L, E], layers cut by `limit`)."""
+def _shadow(loads, placement, cost: Cost, config) -> tuple[np.ndarray, int]:
+    """Return (chosen bool [L, E], experts left out that would have paid).
+
+    Ahead, the search ends at the first expert beyond the replica slots. After the gate one that does not fit the late
+    transfer is skipped, and the search goes on: `moe_jax.after_gate.shadow` does the same.
+    """
     compute, exchange, shadow = shadow_rates(cost, config.name)
-    residual = config.residual
+    residual, late = config.residual, late_of(cost, config)
     home, devices = placement.home, placement.devices
+    limit = cost.replica_slots if config.bounded else placement.experts
     layers = np.arange(len(home))
     totals = loads.sum(axis=1)
     own = own_tokens(loads, home)
@@ -78,9 +104,9 @@ def _shadow(loads, placement, cost: Cost, config, limit: int) -> tuple[np.ndarra
         best = compute * tokens.max(axis=1) + exchange * received.max(axis=1)
     else:
         best = ((compute + exchange) * tokens).max(axis=1)
-    chosen = np.zeros(home.shape, bool)
+    chosen, cut = np.zeros(home.shape, bool), 0
     active = np.ones(len(home), bool)
-    needed = RunningSizes(len(home), devices, placement.devices_per_node)
+    needed = RunningSizes(len(home), devices, placement.devices_per_node if late is None else late.inside)
     for r in range(1, placement.experts + 1):
         expert = order[:, r - 1]
         at = home[layers, expert]
@@ -88,19 +114,26 @@ def _shadow(loads, placement, cost: Cost, config, limit: int) -> tuple[np.ndarra
         trial[layers, at] -= totals[layers, expert]
         left = received.copy()
         left[layers, at] -= totals[layers, expert] - own[layers, expert]
-        needed.add(at, active[:, None] & (np.arange(devices) != at[:, None]))
-        late = config.when == "after_gate"  # the rule on the device counts experts
-        paid = r * shadow if late else 2 * cost.trans(needed.sizes(), devices, config.name)
-        time = compute * trial.max(axis=1) + paid
+        targets = active[:, None] & (np.arange(devices) != at[:, None])
+        needed.add(at, targets)
+        time = compute * trial.max(axis=1)
         if residual:
             time = time + exchange * left.max(axis=1)
-        active &= time < best
-        if r > limit:
-            return chosen, int(active.sum())
-        if not active.any():
+        sizes = needed.sizes()
+        if config.when == "after_gate":
+            time = time + cost.late_price(sizes, needed.offers.sum(axis=1) * shadow)
+        else:
+            time = time + 2 * cost.trans(sizes, devices, config.name)
+        room = np.full(len(home), r <= limit) if late is None else late_room(sizes, late)
+        pays = active & (time < best)
+        cut += int((pays & ~room).sum())
+        take = pays & room
+        active = pays if late is None else pays | (active & ~room)
+        if not active.any() or (late is None and r > limit):
             break
-        chosen[layers[active], expert[active]] = True
-        tokens = np.where(active[:, None], trial, tokens)
-        received = np.where(active[:, None], left, received)
-        best = np.where(active, time, best)
-    return chosen, 0
+        needed.add(at, targets & ~take[:, None], -1)
+        chosen[layers[take], expert[take]] = True
+        tokens = np.where(take[:, None], trial, tokens)
+        received = np.where(take[:, None], left, received)
+        best = np.where(take, time, best)
+    return chosen, cut

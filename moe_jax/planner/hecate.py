@@ -12,8 +12,9 @@ import dataclasses
 
 import numpy as np
 
-from moe_jax.placement import Placement, routing
-from moe_jax.planner.contract import PlannerBase, falling, home_loads, replicated_everywhere, rows_of
+from moe_jax.placement import Placement, routing, transfer_sizes
+from moe_jax.placement.transfer_sizes import fit_replicas
+from moe_jax.planner.contract import PlannerBase, falling, few, home_loads, replicated_everywhere, rows_of
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.fastermoe import shadow_rates
 from moe_jax.planner.registry import balancer, knob
@@ -28,8 +29,10 @@ class HecateKnobs:
     shard_every: int | None = knob(None, "steps between reshards; 0: homes stay even; None: 100, as the paper")
     even_transfer: bool = knob(True, "keep what one device and one node send even, by homes and by which replicas come")
     calibrate: bool | None = knob(None, "a second decision, from the step's own counts; None: on")
+    late_slots: int = knob(2, "replicas that a device may get by that decision, in slots of their own")
 
     def check(self):
+        self.whole("late_slots", 1)
         if self.shard_every is not None:
             self.whole("shard_every", 0)
 
@@ -93,28 +96,49 @@ class HecatePlanner(PlannerBase):
         return slots_by_load(weight, free.sum(axis=1), np.take_along_axis(placement.devices - held, order, axis=1))
 
     def refine(self, loads, placement, cost):
-        """Add replicas in what memory is left, layer by layer, where that saves more than the late gather costs.
+        """Add replicas in the late slots, layer by layer, where that saves more than the late gather costs.
 
-        The first gather runs beside attention; this one does not, so all of its time counts.
+        The first gather runs beside attention; this one does not, so all of its time counts. An expert whose new
+        replicas do not fit the late transfer gets none of them.
         """
         if not self.decides_late(self.config):
             return placement
         name = self.config.name
         loads = np.asarray(loads, np.float64)
         tau = min(cost.overlap(name), placement.experts)
-        used = np.zeros((placement.layers, placement.devices), int)
-        np.add.at(used, (placement.replicas[:, 0], placement.replicas[:, 2]), 1)
-        free = cost.replica_slots - used
+        slots = self.config.late_slots if cost.late is None else cost.late.slots
+        free = np.full((placement.layers, placement.devices), slots)
         totals = loads.sum(axis=1)
         order = falling(totals)[:, :tau]
-        if not order.size or free.max() <= 0:
+        if not order.size or slots <= 0:
             return placement
         # Replicas that stand already serve part of a load: share the free slots by what is left per holder.
         added = spread_replicas(placement, order, self._slots_left(totals, placement, order, free), free)
+        if cost.late is not None:
+            added, cut = fit_replicas(added, order, placement.home, cost.late)
+            self.increment("late_cut", cut)
         layer_pays = self._pays(loads, placement, added, cost)
         return placement.replace(
             replicas=np.concatenate([placement.replicas, rows_of(added & layer_pays[:, None, None])])
         )
+
+    def late_needs(self, shape, cost):
+        if not self.decides_late(self.config):
+            return None
+        slots, offers = self.config.late_slots, min(self.config.late_slots, shape.home_slots)
+        return few(offers, slots, min(slots, offers) * shape.devices_per_node)
+
+    def late_rule(self, shape, cost, groups):
+        if shape.late is None:
+            return None
+        compute, exchange, shadow = shadow_rates(cost, self.config.name)
+        return "calibrate", {
+            "compute": compute / groups,
+            "exchange": exchange / groups,
+            "late_transfer": shadow / shape.devices,
+            "late_seconds": cost.late_seconds,
+            "overlap_degree": min(cost.overlap(self.config.name), shape.experts),
+        }
 
     def reshard(self, loads, placement, cost):
         tau = min(cost.overlap(self.config.name), placement.experts)
@@ -131,8 +155,9 @@ class HecatePlanner(PlannerBase):
         def seconds(computed, received):
             return compute * computed.max(axis=1) + exchange * received.max(axis=1)
 
-        holders = (added.sum(axis=2) + added.any(axis=2)).sum(axis=1)
-        late = shadow / placement.devices * holders  # a gather now and one more reduce later
+        per_node = placement.devices_per_node if cost.late is None else cost.late.inside
+        sizes = transfer_sizes(placement.home, added, per_node)
+        late = cost.late_price(sizes, shadow / placement.devices * sizes.holders)  # a gather now, a reduce later
         return seconds(*before) - seconds(*after) > late
 
 

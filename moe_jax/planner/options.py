@@ -39,7 +39,6 @@ class PlannerOptions:
         of a device, for each destination. What does not fit takes another pass.
       transfer: how replicas get parameters: in slices over all devices ('flat'), over devices of a node and then nodes
         ('by_node'), or 'auto' for the cheaper one.
-      late_slots: replicas that a device may get after the gate, in slots of their own (Hecate's calibration).
       executables: how many compiled steps are kept at most, the running one included.
     """
 
@@ -60,7 +59,6 @@ class PlannerOptions:
     split: str = "plan"
     bucket_limit: float = 4.0
     transfer: str = "auto"
-    late_slots: int = 2
     executables: int = 4
 
     def __post_init__(self):
@@ -78,7 +76,6 @@ class PlannerOptions:
         if self.replica_slots != "memory":
             self.whole("replica_slots", 0)
         for field, least in (
-            ("late_slots", 1),
             ("window", 1),
             ("executables", 2),
             ("horizon", 1),

@@ -11,10 +11,12 @@ import time
 
 import numpy as np
 
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.errors import UserError
 from moe_jax.placement import Placement
 from moe_jax.planner.contract import Planner
 from moe_jax.planner.cost import Cost
+from moe_jax.planner.late import with_late_prices
 from moe_jax.planner.predictor import build_predictor
 from moe_jax.planner.registry import build_planner
 from moe_jax.planner.shares import split_evenly
@@ -83,13 +85,17 @@ class PlanSession:
             error=self.predictor.error(),
         )
 
-    def refine(self, loads: np.ndarray, placement: Placement | None = None) -> Placement:
+    def refine(
+        self, loads: np.ndarray, placement: Placement | None = None, late: TransferShape | None = None
+    ) -> Placement:
         """Return a step's placement from its own loads [L, S, E]; later steps start from the plan ahead.
 
         Args:
           placement: what was planned ahead; the newest plan where not given.
+          late: the largest transfer after the gate.
         """
-        return self.planner.refine(loads, self.placement if placement is None else placement, self.cost)
+        cost = with_late_prices(self.cost, late)
+        return self.planner.refine(loads, self.placement if placement is None else placement, cost)
 
     @property
     def decides_late(self) -> bool:

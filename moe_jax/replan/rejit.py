@@ -163,8 +163,9 @@ class RejitEngine:
         seconds = self._predicted(placement, loads)
         if seconds is not None:
             record["predicted_layer_seconds"] = seconds
-        if "shadow_cut" in self.plans.planner.counters:
-            record["shadow_cut"] = self.plans.planner.counters["shadow_cut"]
+        for name in ("shadow_cut", "late_cut"):
+            if name in self.plans.planner.counters:
+                record[name] = self.plans.planner.counters[name]
         return record
 
     def evaluation(self):

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from moe_jax.after_gate import CalibrateRule, Rule, ShadowRule, ShareRule
+from moe_jax.after_gate import RULES, Rule
 from moe_jax.collectives.bucket_rows import BucketRows, round_up
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
@@ -21,7 +21,9 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import Placement, PlanShape, build_shape, fits, grow, most_homes, needed_transfer, routing
 from moe_jax.placement.buckets import bucket_rows, fullest_pairs
-from moe_jax.planner import SWEEPS, PlanSession, shadow_rates
+from moe_jax.placement.transfer_sizes import TransferSizes
+from moe_jax.planner import PlanSession
+from moe_jax.planner.late import with_late, with_late_prices
 from moe_jax.replan.plan_cost import plan_cost, with_replica_slots
 from moe_jax.replan.transfer_shares import split_shares
 from moe_jax.schedules.contract import LayerSizes
@@ -67,36 +69,15 @@ class Replanner:
 
     def with_rule(self, shape: PlanShape) -> PlanShape:
         """Return the shape with what is decided after the gate, and the sizes of that; the same where nothing is."""
-        config = self.config.planner
         if not self.plans.decides_late:
             return shape
-        shadows = config.name.startswith("fastermoe")
-        slots = config.replica_slots if shadows else config.late_slots if config.name == "hecate" else 0
-        if slots and shape.late is None:
-            offers = min(slots, shape.home_slots)
-            crossing = min(slots * (1 if shadows else shape.devices_per_node), offers * shape.devices_per_node)
-            shape = dataclasses.replace(shape, late=self._transfer(shape, offers, slots, crossing))
-        if shape.replica_slots and not shadows:  # a token may go to any holder, and only the tables say which those are
-            shape = dataclasses.replace(shape, candidates=shape.devices)
+        shape = with_late(self.plans.planner, shape, self.plans.cost)
         return dataclasses.replace(shape, after_gate=self._rule(shape))
 
-    def _transfer(self, shape: PlanShape, offers: int, slots: int, crossing: int) -> TransferShape:
-        """Return a transfer of these sizes in the form that costs less, or as configured.
-
-        Where the cluster's links are not known, the one that sends less between nodes.
-        """
-        sizes = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": offers, "slots": slots}
-        flat = TransferShape(**sizes)
-        wanted = self.config.planner.transfer
-        if wanted == "flat" or (wanted == "auto" and not self._has_levels):
-            return flat
-        by_node = TransferShape(**sizes, by_node=True, crossing=crossing)
-        if wanted == "by_node":
-            return by_node
-        form = self.plans.cost.cheapest_form(by_node)
-        if form is None:
-            form = "by_node" if by_node.sent().across < flat.sent().across else "flat"
-        return by_node if form == "by_node" else flat
+    def _form(self, need: TransferShape) -> bool:
+        """Say whether the first transfer of replicas planned ahead goes by node."""
+        sizes = TransferSizes(*(np.array(size) for size in (need.offers, need.slots, need.crossing)))
+        return self.plans.cost.transfer_shape(sizes, need.devices, need.devices_per_node).by_node
 
     @property
     def _has_levels(self) -> bool:
@@ -105,24 +86,15 @@ class Replanner:
 
     def _rule(self, shape: PlanShape) -> Rule | None:
         """Return what a step of this shape decides after the gate, None for nothing."""
-        config, cost = self.config.planner, self.plans.cost
-        if not shape.replica_slots:
-            return None
-        if config.name == "balanced":
-            return ShareRule(sweeps=SWEEPS)
-        compute, exchange, shadow = shadow_rates(cost, config.name)
-        data_parallel = self.roles.size(self.roles.data)  # the step counts the tokens of all of them
-        rates = {"compute": compute / data_parallel, "exchange": exchange / data_parallel}
-        if config.name == "hecate":
-            overlap = min(cost.overlap(config.name), shape.experts)
-            return CalibrateRule(**rates, overlap_degree=overlap, late_transfer=shadow / shape.devices)
-        return ShadowRule(**rates, shadow=shadow, residual=config.residual)
+        cost = with_late_prices(self.plans.cost, shape.late)
+        declared = self.plans.planner.late_rule(shape, cost, self.roles.size(self.roles.data))
+        return None if declared is None else RULES[declared[0]](**declared[1])
 
     def refined(self, shape: PlanShape, placement: Placement, loads: np.ndarray) -> Placement:
         """Return what a step makes of a placement for its loads [L, S, E]; after the gate, of the mean microbatch."""
         if shape.after_gate is None:
             return placement
-        return self.plans.refine(loads / self.exchanges_per_step, placement)
+        return self.plans.refine(loads / self.exchanges_per_step, placement, shape.late)
 
     def predicted_rows(self, shape: PlanShape, placement: Placement) -> BucketRows | None:
         """Return the rows that buckets need by prediction; None where nothing is predicted or capacities rule.
@@ -192,7 +164,7 @@ class Replanner:
     def _larger(self, shape: PlanShape, placement: Placement) -> PlanShape:
         """Return a shape that the placement fits, with the rule and the split of its transfers that go with it."""
         first, need = shape.ahead is None, needed_transfer(placement, by_node=self._has_levels)
-        by_node = need is not None and self._transfer(shape, need.offers, need.slots, need.crossing).by_node
+        by_node = need is not None and self._form(need)
         shape = grow(shape, placement, by_node=by_node, replica_slots=self.config.planner.replica_slots)
         if first and shape.ahead is not None:
             shape = dataclasses.replace(shape, **split_shares(self.config, self.plans.cost, shape.ahead))

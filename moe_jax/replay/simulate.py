@@ -17,9 +17,10 @@ from moe_jax.cluster import exchange_seconds
 from moe_jax.errors import UserError
 from moe_jax.observe.load_trace import LoadsTrace
 from moe_jax.overlap import Prefetch
-from moe_jax.placement import Placement, routing
+from moe_jax.placement import Placement, build_shape, routing
 from moe_jax.planner import AFTER_GATE, BALANCERS, NAMES, PlannerConfig, find
 from moe_jax.planner.cost import Cost
+from moe_jax.planner.late import with_late
 from moe_jax.planner.plan_session import PlanSession
 from moe_jax.replay.transfers import TransferLog, Transfers
 
@@ -88,7 +89,8 @@ def simulate(
     hiding = planner.schedule if getattr(config, "scheduler", True) else "none"
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=hiding))
     session = PlanSession(config, placement, cost)
-    log = TransferLog(placement, cost)
+    largest = with_late(session.planner, build_shape(placement), cost).late if config.bounded else None
+    log = TransferLog(placement, cost, largest)
     samples = np.arange(lag, len(trace.loads), every)
     if not len(samples):
         raise UserError(f"lag ({lag}) leaves none of the trace's {len(trace.loads)} samples; use a smaller lag")
@@ -104,7 +106,7 @@ def simulate(
         plan, seconds = proposal.placement, proposal.seconds
         if session.decides_late:
             began = time.perf_counter()
-            plan = session.refine(trace.loads[sample])
+            plan = session.refine(trace.loads[sample], late=largest)
             seconds += time.perf_counter() - began
         log.take(proposal.placement, plan)
         rows.append((*_judge(plan, before, trace.loads[sample], cost), seconds))

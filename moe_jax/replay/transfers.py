@@ -16,6 +16,7 @@ import numpy as np
 from moe_jax.cluster import AbsentFigureError
 from moe_jax.collectives.transfer_shape import Sent, TransferShape, sent_by_collective
 from moe_jax.placement import Placement, PlanShape, build_shape, fits, grow, needed_transfer
+from moe_jax.placement.late_sizes import late_size
 from moe_jax.placement.transfer_seconds import forms_of
 from moe_jax.placement.transfer_sizes import TransferSizes, placement_sizes, transfer_sizes
 from moe_jax.planner.cost import Cost
@@ -50,11 +51,12 @@ class Transfers:
 class TransferLog:
     """Follow the shape in force through a replay."""
 
-    def __init__(self, start: Placement, cost: Cost):
+    def __init__(self, start: Placement, cost: Cost, late: TransferShape | None = None):
+        """Start with even homes; `late` is the largest transfer after the gate, None where it may be any."""
         self.cost, self.forms = cost, forms_of("auto", start.devices, start.devices_per_node)
         self.form: str | None = None
         self.shapes = dict.fromkeys(self.forms, build_shape(start))
-        self.late: TransferShape | None = None
+        self.late, self.bounded = late, late is not None
         self.first, self.changes, self.rows = True, 0, []
 
     def take(self, ahead: Placement, plan: Placement) -> None:
@@ -107,27 +109,30 @@ class TransferLog:
     def _after_gate(self, ahead: Placement, plan: Placement) -> tuple[np.ndarray, np.ndarray]:
         """Return experts sent [L, 2] and seconds [L] of what came late: the smallest half of the largest that holds it.
 
-        The largest holds all that came so far.
+        Where nothing bounds it, the largest holds all that came so far.
         """
         sent, seconds = np.zeros((plan.layers, 2)), np.zeros(plan.layers)
         if plan is ahead or len(plan.replicas) == len(ahead.replicas):
             return sent, seconds
-        sizes = transfer_sizes(plan.home, plan.holds & ~ahead.holds, plan.devices_per_node)
-        by_node = len(self.forms) > 1
-        largest = sizes.shape(plan.devices, plan.devices_per_node, by_node)
+        added = plan.holds & ~ahead.holds
+        late = self.late if self.bounded else self._grown(transfer_sizes(plan.home, added, plan.devices_per_node), plan)
+        size_of_layer = late_size(transfer_sizes(plan.home, added, late.inside), late)
+        for number, size in enumerate(late.halves(), 1):
+            sent[size_of_layer == number] = size.sent()
+            seconds[size_of_layer == number] = self._seconds_of(size)
+        return sent, seconds
+
+    def _grown(self, sizes: TransferSizes, plan: Placement) -> TransferShape:
+        """Return a late transfer that holds this and all that came so far, in the cheaper form."""
+        largest = sizes.shape(plan.devices, plan.devices_per_node, len(self.forms) > 1)
         if self.late is not None:
             names = ("offers", "slots", "crossing")
             most = {name: max(getattr(largest, name), getattr(self.late, name)) for name in names}
             largest = dataclasses.replace(largest, **most)
         self.late = largest
-        form = self._cheaper(largest)
-        for size in reversed(largest.halves()):
-            held = (sizes.offers <= size.offers) & (sizes.slots <= size.slots) & (sizes.crossing <= size.crossing)
-            held &= sizes.slots > 0
-            run = size if form == "by_node" else dataclasses.replace(size, by_node=False, crossing=0)
-            sent[held] = run.sent()
-            seconds[held] = self._seconds_of(run)
-        return sent, seconds
+        return (
+            largest if self._cheaper(largest) == "by_node" else dataclasses.replace(largest, by_node=False, crossing=0)
+        )
 
     def _seconds_of(self, size: TransferShape) -> float:
         try:
