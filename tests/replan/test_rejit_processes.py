@@ -8,7 +8,7 @@ from moe_jax.observe import read_metrics
 
 PLAN = (
     "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "PlannerConfig.overlap_degree = 2",
-    "PlannerConfig.shard_every = 50", "PlannerConfig.transfer = 'gather'", "PlannerConfig.interval = 5",
+    "PlannerConfig.shard_every = 50", "PlannerConfig.calibrate = False", "PlannerConfig.interval = 5",
     "train.loads_every = 1000", "train.checkpoint_every = 0", "train.log_every = 1000",
 )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 The gate is tilted between two steps of a run that plans ahead, so the first tilted step meets a plan for other loads.
 What XLA allocates for an executable does not depend on what the tokens choose; the ten steps use those that the engine
-had compiled or asks for on the way, and each of them is held to the prediction for its own skeleton.
+had compiled or asks for on the way, and each of them is held to the prediction for its own shape.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from moe_jax.replan.device_tables import layer_plan
 from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
@@ -41,12 +40,12 @@ def tilt(state):
     return state
 
 
-def predicted(config, session, skeleton):
+def predicted(config, session, shape):
     sizes = Sizes(
         config=config.model, moe=config.moe, vocab_size=session.model.vocab_size, length=config.data.sequence_length,
         batch_size=config.train.batch_size, grad_accum_steps=1, zero_stage=0, expert_zero_stage=1,
     )  # fmt: skip
-    return device_bytes(sizes, session.roles, layer_plan(skeleton, session.roles.expert))
+    return device_bytes(sizes, session.roles, shape)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
@@ -68,7 +67,7 @@ def test_ten_steps_on_one_expert(tmp_path):
             state, other = tilt(state), tilt(other)
         batch = to_devices(session.feed.read(step), session.state_shardings.batch)
         executable, tables, host_signals, state = engine.before_step(step, state, 0)
-        used[engine.skeleton] = executable
+        used[engine.shape] = executable
         replicas.append(len(engine.placement.replicas))
         state, metrics = executable(state, batch, tables, host_signals)
         engine.after_dispatch(step)
@@ -85,7 +84,7 @@ def test_ten_steps_on_one_expert(tmp_path):
     engine.close()
     assert passes[0] > 1  # nobody had foreseen this
     assert replicas[-1] > 0 and passes[-1] < passes[0]  # the plan followed
-    for skeleton, executable in used.items():
-        want = predicted(config, session, skeleton)
+    for shape, executable in used.items():
+        want = predicted(config, session, shape)
         peak = compiled_peak(executable)
-        assert peak <= want.at_most <= 2 * peak, (skeleton, peak, want)
+        assert peak <= want.at_most <= 2 * peak, (shape, peak, want)

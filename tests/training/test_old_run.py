@@ -31,8 +31,9 @@ COMMON = (
 RUNS = {
     "hecate": (
         "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "PlannerConfig.overlap_degree = 4",
-        "PlannerConfig.shard_every = 4", "PlannerConfig.swap_after = 3", "PlannerConfig.transfer = 'gather'",
-        "PlannerConfig.predictor = 'window'", "MeshConfig.expert = 8", "ModelConfig.prefetch = 'hecate'",
+        "PlannerConfig.shard_every = 4", "PlannerConfig.swap_after = 3", "PlannerConfig.transfer = 'auto'",
+        "PlannerConfig.predictor = 'window'", "PlannerConfig.calibrate = False", "PlannerConfig.even_transfer = False",
+        "MeshConfig.expert = 8", "ModelConfig.prefetch = 'hecate'",
         "ModelConfig.refetch_replicas = True", "train.grad_accum_steps = 2", "train.batch_size = 16",
     ),
     "pro_prophet": (
@@ -42,6 +43,9 @@ RUNS = {
         "MeshConfig.data = 2", "MoEConfig.transport = 'ppermute'",
     ),
 }  # fmt: skip
+# up to which step plans are those of then: hecate's search is the same where a config asks for it; Pro-Prophet's is not,
+# and only the step after the checkpoint runs with what the checkpoint holds
+SAME_PLANS = {"hecate": 12, "pro_prophet": 7}
 
 
 @pytest.fixture
@@ -57,7 +61,7 @@ def old_run(tmp_path, monkeypatch, request):
 
 @pytest.mark.parametrize("old_run", RUNS, indirect=True)
 def test_a_run_of_54b32df_goes_on(old_run):
-    """Its plan continues: what a step reports is what that commit went on to report."""
+    """Its plan continues: what a step reports is what that commit went on to report, also of another search's plans."""
     name, folder = old_run
     recorded = [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
     assert "guests" in recorded[0] and "guest_slots" in (folder / "config.gin").read_text()
@@ -65,10 +69,10 @@ def test_a_run_of_54b32df_goes_on(old_run):
     assert run(config, text, operative, RunOptions(workdir=str(folder)), Hosts())
     resumed = read_metrics(folder)
     assert [record["step"] for record in resumed] == list(range(1, 13))
-    assert [record["guests"] for record in recorded] == [record["replicas"] for record in resumed]
-    assert max(record["replicas"] for record in resumed[6:]) > 0
+    replicas, same = [record["replicas"] for record in resumed], SAME_PLANS[name]
+    assert [record["guests"] for record in recorded[:same]] == replicas[:same] and min(replicas[6:]) > 0
     for key in ("plan_id", "passes", "device_load_max_over_mean"):
-        assert [record[key] for record in recorded] == [record[key] for record in resumed], key
+        assert [record[key] for record in recorded[:same]] == [record[key] for record in resumed[:same]], key
     for key in ("loss", "grad_norm"):
         assert [record[key] for record in recorded] == pytest.approx([record[key] for record in resumed], rel=1e-5)
 
@@ -91,8 +95,10 @@ def test_the_config_that_a_run_of_54b32df_wrote_is_read(old_run):
     _, by_names, _ = parse_run_config((), (*COMMON, *RUNS[name]))
     _, by_file, _ = parse_run_config([str(folder / "config.gin")], ["train.steps = 12"])
     assert [binding for binding, _, _ in check_resumable(stored, by_file)] == ["train.steps"]
-    # the default of attention was 'xla' then and is 'auto' now, which a run may change
-    assert [binding for binding, _, _ in check_resumable(stored, by_names)] == ["ModelConfig.attention", "train.steps"]
+    # the default of attention was 'xla' then and is 'auto' now, which a run may change, as it may its planner's knobs
+    changed = [binding for binding, _, _ in check_resumable(stored, by_names)]
+    assert [name for name in changed if not name.startswith("PlannerConfig.")] == ["ModelConfig.attention", "train.steps"]
+    assert "PlannerConfig.transfer" not in changed
     Path("mine.gin").write_text(stored)
     with pytest.raises(UserError, match=r"is called .* now"):
         parse_run_config(["mine.gin"], ())
