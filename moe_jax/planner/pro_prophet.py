@@ -2,7 +2,7 @@
 
 Inputs: loads, homes, cost. Outputs: the homes with some experts replicated on subsets of devices, rule `home`.
 
-Letters: docs/notation.md; H [L, D] computed, R [L, D] received, s experts chosen so far.
+Letters: docs/notation.md; H [r, D] computed, R [r, D] received; r rows, one for each number skipped and layer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from moe_jax.planner.contract import PlannerBase, home_loads, own_tokens, rows_o
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.registry import balancer, knob
 
+AT_A_TIME = 1 << 14  # numbers of an array [r, D] up to which searches over several numbers run as one
 MOST_TRIES = 16  # numbers of skipped devices that a search compares, from none to all
 
 
@@ -68,70 +69,81 @@ class ProProphetPlanner(PlannerBase):
             tries = np.unique(np.linspace(0, most, min(MOST_TRIES, most + 1)).round().astype(int)).tolist()
         else:
             tries = [min(given, most)]
-        best_time, best_kept = self._search(loads, placement, cost, tries[0])
-        for skipped in tries[1:]:
-            time, kept = self._search(loads, placement, cost, skipped)
+        together = max(1, AT_A_TIME // (placement.layers * placement.devices))
+        best_time, best_kept = np.full(placement.layers, np.inf), None
+        for start in range(0, len(tries), together):
+            time, kept = self._search(loads, placement, cost, np.array(tries[start : start + together]))
             better = time < best_time
             best_time = np.where(better, time, best_time)
-            best_kept = np.where(better[:, None, None], kept, best_kept)
+            best_kept = kept if best_kept is None else np.where(better[:, None, None], kept, best_kept)
         return placement.replace(replicas=rows_of(best_kept), shares=None, rule="home")
 
     def _search(
-        self, loads: np.ndarray, placement: Placement, cost: Cost, skipped: int
+        self, loads: np.ndarray, placement: Placement, cost: Cost, tries: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least time [L] and the replicas behind it, bool [L, E, D]."""
-        home, devices, layers = placement.home, placement.devices, np.arange(placement.layers)
-        totals, own = loads.sum(axis=1), own_tokens(loads, home)
-        computed, received = home_loads(totals, home, devices), home_loads(totals - own, home, devices)
-        threshold = self.config.balance_threshold * totals.sum(axis=1) / devices
-        unused = np.array(totals)
-        step_of = np.full(home.shape, -1)
-        replicated = np.zeros((*home.shape, devices), bool)
+        """Return the least time [L], and the replicas of the number of skipped devices behind it, bool [L, E, D].
+
+        Every number in `tries` is searched at the same time: r rows, one for each number and layer.
+        """
+        layers, devices = placement.layers, placement.devices
+        layer, skipped = np.tile(np.arange(layers), len(tries)), np.repeat(tries, layers)
+        home, rows = placement.home[layer], np.arange(len(layer))
+        totals, own = loads.sum(axis=1), own_tokens(loads, placement.home)
+        computed, received = (home_loads(tokens, placement.home, devices)[layer] for tokens in (totals, totals - own))
+        threshold = self.config.balance_threshold * totals.sum(axis=1)[layer] / devices
+        unused = totals[layer]
         node_of = np.arange(devices) // placement.devices_per_node
-        needed = RunningSizes(placement.layers, devices, placement.devices_per_node)
+        needed = RunningSizes(len(rows), devices, placement.devices_per_node)
         best = cost.layer(computed, received, needed.sizes(), self.config.name)
-        best_step = np.zeros(placement.layers, int)
-        active = np.ones(placement.layers, bool)
+        best_step = np.zeros(len(rows), int)
+        active = np.ones(len(rows), bool)
+        chosen = []  # (expert [r], targets [r, D]) of each step
         for step in range(1, placement.experts + 1):
             heaviest = computed.argmax(axis=1)
             mine = np.where(home == heaviest[:, None], unused, -1.0)
             expert = mine.argmax(axis=1)
-            active &= (computed.max(axis=1) - computed.min(axis=1) >= threshold) & (mine[layers, expert] >= 0)
-            targets = _targets(loads[layers, :, expert], heaviest, skipped)
+            active &= (computed.max(axis=1) - computed.min(axis=1) >= threshold) & (mine[rows, expert] >= 0)
+            if not active.any():
+                break
+            tokens = loads[layer, :, expert]
+            targets = _targets(tokens, heaviest, skipped)
             if self.config.bounded:
                 targets &= needed.slots < cost.replica_slots
             home_node = heaviest // placement.devices_per_node
-            targets &= (needed.pairs[layers, home_node] < self.config.crossing)[:, node_of] | (
+            targets &= (needed.pairs[rows, home_node] < self.config.crossing)[:, node_of] | (
                 node_of == home_node[:, None]
             )
-            if not active.any():
-                break
             targets &= active[:, None]
-            moved = np.where(targets, loads[layers, :, expert], 0.0)
+            moved = np.where(targets, tokens, 0.0)
             computed = computed + moved
-            computed[layers, heaviest] -= moved.sum(axis=1)
-            received[layers, heaviest] -= moved.sum(axis=1)
+            computed[rows, heaviest] -= moved.sum(axis=1)
+            received[rows, heaviest] -= moved.sum(axis=1)
             needed.add(heaviest, targets)
-            replicated[layers, expert] |= targets
-            unused[layers[active], expert[active]] = -1.0
-            step_of[layers[active], expert[active]] = step
+            chosen.append((expert, targets))
+            unused[rows[active], expert[active]] = -1.0
             time = cost.layer(computed, received, needed.sizes(), self.config.name)
             better = active & (time < best)
             best, best_step = np.where(better, time, best), np.where(better, step, best_step)
-        kept = (step_of >= 1) & (step_of <= best_step[:, None])
-        return best, replicated & kept[:, :, None]
+        best = best.reshape(len(tries), layers)
+        row = best.argmin(axis=0) * layers + np.arange(layers)
+        kept = np.zeros((*placement.home.shape, devices), bool)
+        for step, (expert, targets) in enumerate(chosen, 1):
+            taken = targets[row] & (step <= best_step[row])[:, None]
+            kept[np.arange(layers), expert[row]] |= taken
+        return best.min(axis=0), kept
 
 
-def _targets(tokens: np.ndarray, home: np.ndarray, skipped: int) -> np.ndarray:
-    """Choose the devices that get a replica: tokens [L, D] -> bool [L, D].
+def _targets(tokens: np.ndarray, home: np.ndarray, skipped: np.ndarray) -> np.ndarray:
+    """Choose the devices that get a replica: tokens [r, D], homes and numbers skipped [r] -> bool [r, D].
 
     These are all but the home and the `skipped` devices with fewest of the expert's tokens.
     """
     ranked = tokens.copy()
-    layers = np.arange(len(tokens))
-    ranked[layers, home] = np.inf  # the home holds it anyway and is never dropped
-    chosen = np.ones(tokens.shape, bool)
+    rows = np.arange(len(tokens))
+    ranked[rows, home] = np.inf  # the home holds it anyway and is never dropped
+    chosen = np.empty(tokens.shape, bool)
     # Of equal devices the lowest id is dropped first, as ties go to the lowest id everywhere.
-    np.put_along_axis(chosen, np.argsort(ranked, axis=1, kind="stable")[:, :skipped], False, axis=1)
-    chosen[layers, home] = False
+    order = np.argsort(ranked, axis=1, kind="stable")
+    np.put_along_axis(chosen, order, np.arange(tokens.shape[1]) >= skipped[:, None], axis=1)
+    chosen[rows, home] = False
     return chosen
