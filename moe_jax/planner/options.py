@@ -34,9 +34,9 @@ class PlannerOptions:
       cluster: file of the links and speeds that predictions use, such as 'configs/cluster/NAME.gin'; '' for none.
       split: which holder a token goes to: 'plan', as the planner says, near ones first; or 'even', in the same
         proportions from every source: the plan's device loads stay, and buckets within a node may be small.
-      bucket_limit: rows of a planned bucket for another device over their mean, at most: such a bucket is as large as the
-        fullest pair of its kind that is predicted (same node, other nodes), which under skewed loads can be all tokens
-        of a device, for each destination. What does not fit takes another pass.
+      bucket_limit: rows of a planned bucket for another device over their mean, at most: such a bucket is as large as
+        the fullest pair of its kind that is predicted (same node, other nodes), which under skewed loads can be all
+        tokens of a device, for each destination. What does not fit takes another pass.
       transfer: how replicas get parameters: in slices over all devices ('flat'), over devices of a node and then nodes
         ('by_node'), or 'auto' for the cheaper one.
       executables: how many compiled steps are kept at most, the running one included.

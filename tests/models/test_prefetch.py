@@ -14,13 +14,17 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from support.prefetch_cases import check, gradient_step, model_config, placements_of
 
+from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.moe import MoEConfig
 
+FEW = BucketRows(own=16, node=16, far=8)
 CASES = {
-    "hecate_again_overflow": {"prefetch": "hecate", "refetch_replicas": True, "rows": 8},
+    "hecate_again_overflow": {
+        "prefetch": "hecate", "refetch_replicas": True, "rows": FEW, "mesh": {"expert": 8, "devices_per_node": 4},
+    },
     "split_again_block_data2": {
         "prefetch": "pro_prophet", "refetch_replicas": True, "remat": "block", "mesh": {"expert": 4, "data": 2},
         "zero": 3, "by_node": True, "shares": {"trans_share": 0.375, "agg_share": 0.75},
@@ -72,7 +76,7 @@ FACTORS = {
         ("deepspeed", (("expert", 4), ("expert_shard", 2), ("model", 2))),
         ("s1", (("expert", 4), ("data", 2))),
     ),
-    "rows": (None, 8),
+    "rows": (None, FEW),
     "moe_every": (1, 2),
     "routing": ("general", "one_hot", "zero"),
 }  # fmt: skip
