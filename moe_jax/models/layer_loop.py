@@ -137,6 +137,7 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
             moe_checkpoint=lambda function: checkpointed(function, "none" if recompute else config.remat),
         ),
         transfer=None if plan is None or plan.ahead is None else Transfer(plan.ahead, roles.expert),
+        late=None if plan is None else plan.late,
         prepare=prepare,
         scan=config.stack == "scan",
         recompute=recompute,

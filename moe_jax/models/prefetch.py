@@ -25,6 +25,7 @@ from moe_jax.collectives.ordering import wait_for_tree
 from moe_jax.collectives.replicated import declare_equal
 from moe_jax.collectives.slices import PARTS
 from moe_jax.collectives.sparse_all_gather import Transfer, empty_replicas, fetch_part, return_part
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.models.stages import LayerInputs, Stages, join_floats, known_arrays, zero_grad_sink
 from moe_jax.overlap.blocks import BlockSchedule, Loop, Window
@@ -51,6 +52,7 @@ class Prefetcher:
       schedule: the windows.
       stages: the functions of a layer.
       transfer: how parameters move; with None the windows have no moves.
+      late: of replicas that come after the gate, inside the stage `dispatch`; None for none.
       prepare: (mix, gate) of one layer -> the same, gathered; differentiated here.
       scan: loop over turns, else write all layers out.
       recompute: save the inputs of the two halves of a layer only.
@@ -60,6 +62,7 @@ class Prefetcher:
     schedule: BlockSchedule
     stages: Stages
     transfer: Transfer | None
+    late: TransferShape | None
     prepare: Any
     scan: bool
     recompute: bool
@@ -150,12 +153,9 @@ class _Direction:
         bank, axes = self.constants.bank, self.grad_sink_axes
         slots = self.constants.tables.home_row.shape[-1]
         home = {n: zero_grad_sink({n: v}, slots, self.grad_sink_dtypes[n], axes)[n] for n, v in bank.items()}
-        if self.how.transfer is None:
-            return home, None
-        replica_axes = varying_axes(bank, self.constants.tables.transfer)
-        slots, dtypes = self.how.transfer.slots, self.grad_sink_dtypes
-        replicas = {n: zero_grad_sink({n: v}, slots, dtypes[n], replica_axes)[n] for n, v in bank.items()}
-        return home, replicas
+        axes, dtypes = varying_axes(bank, self.constants.tables), self.grad_sink_dtypes
+        slots = [part.slots for part in (self.how.transfer, self.how.late) if part is not None]
+        return home, tuple({n: zero_grad_sink({n: v}, m, dtypes[n], axes)[n] for n, v in bank.items()} for m in slots)
 
     def moves(self, window: Window, env: dict):
         """Return [((name, layer) of what a move fills, its `ChunkTransfer`)] of the window's moves."""
@@ -246,7 +246,7 @@ class _Forward(_Direction):
         last = how.transfer is not None and self.save_residuals and how.schedule.refetch_replicas
         if last:  # the last layer's replicas are needed again at once
             bank = self.constants.bank
-            env["last", None] = {name: leaf.astype(bank[name].dtype) for name, leaf in self.grad_sinks()[1].items()}
+            env["last", None] = {name: leaf.astype(bank[name].dtype) for name, leaf in self.grad_sinks()[1][0].items()}
         loop = how.loop(how.schedule.forward)
         env, alone, stacked = self.run_loop(loop, env)
         outputs = [{k: v for k, v in part.items() if k[0] in ("stats", "passes")} for part in (alone, stacked)]
@@ -266,7 +266,7 @@ class _Forward(_Direction):
         layer, stages, save_residuals = window.layer, self.how.stages, self.save_residuals
         save = save_residuals and not self.how.recompute
         if window.stage == "attention":
-            inputs = self.inputs(layer, None)
+            inputs = self.inputs(layer, ())
             x = env.pop(("x", layer))
             a, residuals = self.beside(window, env, x, lambda x: stages.attention(x, inputs, save_residuals))
             env["a", layer] = a
@@ -274,10 +274,11 @@ class _Forward(_Direction):
                 emit["attention", layer] = residuals
         elif window.stage == "dispatch":
             a = env["a", layer]
-            ((rows, context, stats), (sizes, whole, passes)), residuals = stages.dispatch(
-                a, self.inputs(layer, None), save
+            ((rows, context, stats, _), (sizes, whole, passes, late)), residuals = stages.dispatch(
+                a, self.inputs(layer, ()), save
             )
             rows = self.after(rows, stats)
+            env["late", layer] = late
             env.update({("rows", layer): rows, ("sizes", layer): sizes, ("context", layer): (context, whole[0])})
             emit["stats", layer], emit["passes", layer] = join_floats(stats, whole[1]), passes
             if save:
@@ -286,23 +287,31 @@ class _Forward(_Direction):
                 emit["a", layer] = a
         elif window.stage == "experts":
             sizes = env.pop(("sizes", layer))
-            inputs = self.inputs(layer, env.get(("held_replicas", layer)))
+            inputs = self.inputs(layer, self.replicas(layer, env))
             rows = env.pop(("rows", layer))
             done, residuals = self.beside(window, env, rows, lambda rows: stages.experts(rows, sizes, inputs, save))
             env["done", layer] = done
             if save:
                 emit["experts", layer] = residuals
         else:
-            replicas = env.pop(("held_replicas", layer), None)
+            inputs = self.inputs(layer, self.replicas(layer, env))
+            replicas, late = env.pop(("held_replicas", layer), None), env.pop(("late", layer))
             (context, whole), a = env.pop(("context", layer)), env.pop(("a", layer))
-            y, residuals = stages.combine(env.pop(("done", layer)), context, whole, self.inputs(layer, replicas), save)
+            y, residuals = stages.combine(env.pop(("done", layer)), context, whole, inputs, save)
             env["x", layer + 1] = a + y.reshape(a.shape)
             if save:
                 emit["combine", layer] = residuals
+            if save and late:
+                emit["late", layer] = late
             if ("last", None) in env:
                 env["last", None] = replicas
             elif save_residuals and replicas is not None:
                 emit["held_replicas", layer] = replicas
+
+    def replicas(self, layer: int, env: dict) -> tuple:
+        """Return the layer's replicas, those planned ahead before those that came after the gate."""
+        ahead = () if self.how.transfer is None else (env["held_replicas", layer],)
+        return (*ahead, *env["late", layer])
 
 
 class _Backward(_Direction):
@@ -328,14 +337,13 @@ class _Backward(_Direction):
         return residuals[name, layer] if (name, layer) in residuals else self.alone.get((name, layer))
 
     def replicas(self, layer: int, env: dict, residuals: dict):
-        """Return the layer's replicas, fetched again or saved; None where there are none."""
-        if self.how.transfer is None:
-            return None
-        return (
-            env["held_replicas", layer]
-            if ("held_replicas", layer) in env
-            else self.saved("held_replicas", layer, residuals)
-        )
+        """Return the layer's replicas, each fetched again or saved: those planned ahead before those that came late."""
+        found = []
+        for name, there in (("held_replicas", self.how.transfer), ("late", self.how.late)):
+            if there is not None:
+                value = env[name, layer] if (name, layer) in env else self.saved(name, layer, residuals)
+                found += value if name == "late" else [value]
+        return tuple(found)
 
     def write(self, name: str, layer: int, value, env: dict):
         index = self.index(layer)
@@ -346,7 +354,7 @@ class _Backward(_Direction):
         if window.stage == "recompute":
             self._recompute(layer, env, residuals)
             return
-        replicas = None if window.stage in ("attention", "dispatch") else self.replicas(layer, env, residuals)
+        replicas = () if window.stage in ("attention", "dispatch") else self.replicas(layer, env, residuals)
         inputs = self.inputs(layer, replicas)
         residuals_of_stage = env.pop((window.stage, layer), None) or self.saved(window.stage, layer, residuals)
         pull_back = residuals_of_stage.restore(known_arrays(inputs))
@@ -358,8 +366,11 @@ class _Backward(_Direction):
 
     def _recompute(self, layer: int, env: dict, residuals: dict):
         stages, a = self.how.stages, self.after(self.saved("a", layer, residuals), env["dx", layer + 1])
-        before, inputs = self.inputs(layer, None), self.inputs(layer, self.replicas(layer, env, residuals))
-        ((rows, context, _), (sizes, whole, _)), env["dispatch", layer] = stages.dispatch(a, before, True)
+        before = self.inputs(layer, ())
+        ((rows, context, _, _), (sizes, whole, _, late)), env["dispatch", layer] = stages.dispatch(a, before, True)
+        if late:
+            env["late", layer] = late
+        inputs = self.inputs(layer, self.replicas(layer, env, residuals))
         done, env["experts", layer] = stages.experts(rows, sizes, inputs, True)
         again, env["combine", layer] = stages.combine(done, context, whole[0], inputs, True)
         env["dx", layer + 1] = self.after(env["dx", layer + 1], again)
@@ -374,26 +385,33 @@ class _Backward(_Direction):
 
     def _combine(self, window, layer, env, pull_back):
         dx = env.pop(("dx", layer + 1))
-        ddone, dcontext, (dhome, dreplicas) = pull_back(dx.reshape(-1, dx.shape[-1]))
+        ddone, dcontext, (env["home", layer], env["dreplicas", layer]) = pull_back(dx.reshape(-1, dx.shape[-1]))
         env["da", layer], env["ddone", layer], env["dcontext", layer] = dx, ddone, dcontext
-        env["home", layer] = dhome
-        if dreplicas is not None:
-            env["dheld_replicas", layer] = dreplicas
 
     def _experts(self, window, layer, env, pull_back):
-        before = env.pop(("home", layer)), env.pop(("dheld_replicas", layer), None)
+        before = env.pop(("home", layer)), env.pop(("dreplicas", layer))
         drows, after = self.beside(window, env, env.pop(("ddone", layer)), pull_back)
-        home, dreplicas = jax.tree.map(jnp.add, before, after)
+        env["home", layer], dreplicas = jax.tree.map(jnp.add, before, after)
         env["drows", layer] = drows
         env.pop(("held_replicas", layer), None)
-        if dreplicas is None:
-            self.write("sums", layer, home, env)
-        else:
-            env["home", layer], env["dheld_replicas", layer] = home, dreplicas
+        env.pop(("late", layer), None)
+        if self.how.transfer is not None:
+            env["dheld_replicas", layer] = dreplicas[0]
+        if self.how.late is not None:
+            env["dlate", layer] = dreplicas[-1:]
+        elif self.how.transfer is None:
+            self.write("sums", layer, env.pop(("home", layer)), env)
 
     def _dispatch(self, window, layer, env, pull_back):
         dstats = split_floats_of(self.dstats, lambda leaf: self.of_layer(leaf, layer))
-        da, dgate = pull_back((env.pop(("drows", layer)), env.pop(("dcontext", layer)), dstats))
+        cotangents = env.pop(("drows", layer)), env.pop(("dcontext", layer)), dstats, env.pop(("dlate", layer), ())
+        da, dgate, dhome = pull_back(cotangents)
+        if self.how.late is not None:  # what the replicas that came late add
+            home = jax.tree.map(jnp.add, env.pop(("home", layer)), dhome)
+            if self.how.transfer is None:
+                self.write("sums", layer, home, env)
+            else:
+                env["home", layer] = home
         dgate = self._unprepare(layer, gate=dgate)
         env["da", layer] = self.after(env["da", layer] + da, dgate)
         self.write("gate", layer, dgate, env)

@@ -25,16 +25,17 @@ class LayerInputs:
 
     Attributes:
       mix: parameters of the unit but for its gate's, gathered; gate: the gate's.
-      bank: {name: [Rb, ...]} in the compute dtype; replicas: {name: [Gs, ...]}, or None.
-      grad_sinks: (home {name: [Hs, ...]}, replicas {name: [Gs, ...]} or None).
+      bank: {name: [Rb, ...]} in the compute dtype.
+      replicas: a tuple with {name: [m, ...]} for each transfer, ahead of the gate and after it.
+      grad_sinks: (home {name: [Hs, ...]}, a tuple of sinks beside `replicas`).
       tables: the layer's; token_ids: int32 [t]; noise_key: PRNG key, or None.
     """
 
     mix: Any
     gate: Any
     bank: dict
-    replicas: dict | None
-    grad_sinks: tuple[dict, dict | None]
+    replicas: tuple[dict, ...]
+    grad_sinks: tuple[dict, tuple[dict, ...]]
     tables: Any
     token_ids: jax.Array
     noise_key: jax.Array | None
@@ -66,17 +67,23 @@ class Stages:
         return self._run(self.checkpoint(run), (x, inputs.mix), inputs, save_residuals)
 
     def dispatch(self, a, inputs: LayerInputs, save_residuals: bool):
-        """Gate and send: returns ((rows, context's floats, stats' floats), the integers beside them)."""
+        """Gate and send: returns ((rows, context's floats, stats' floats, late sinks), what has no gradient).
 
-        def run(a, gate):
+        The latter are (group sizes, integers beside the floats, passes, late replicas): replicas that come after the
+        gate, a tuple of {name: [m, ...]}, and the sinks through which their gradients enter.
+        """
+
+        def run(a, gate, home_sink):
             tokens = self.norm(inputs.mix, gate, a)
-            sent, stats, passes = self.moe.send(
-                tokens, inputs.token_ids, gate["w_gate"], inputs.tables, inputs.noise_key
+            sent, stats, passes, late = self.moe.send(
+                tokens, inputs.token_ids, gate["w_gate"], inputs.bank, home_sink, inputs.tables, inputs.noise_key
             )
             (context, stats), whole = split_floats((sent.context, stats))
-            return (sent.rows, context, stats), (sent.group_sizes, whole, passes)
+            values, sinks = (tuple(part) for part in zip(*late, strict=True)) if late else ((), ())
+            return (sent.rows, context, stats, sinks), (sent.group_sizes, whole, passes, values)
 
-        return self._run(self.moe_checkpoint(run), (a, inputs.gate), inputs, save_residuals, has_aux=True)
+        arguments = (a, inputs.gate, inputs.grad_sinks[0] if self.moe.late else {})
+        return self._run(self.moe_checkpoint(run), arguments, inputs, save_residuals, has_aux=True)
 
     def experts(self, rows, group_sizes, inputs: LayerInputs, save_residuals: bool):
         """Compute rows [R, M]."""
@@ -100,7 +107,7 @@ class Stages:
             "replicas": inputs.replicas,
             "tables": inputs.tables,
             "grad_sink": grad_sinks[0],
-            "replica_grad_sink": grad_sinks[1],
+            "replica_grad_sinks": grad_sinks[1],
         }
 
     def _run(self, run, arguments, inputs, save_residuals, has_aux=False) -> tuple[Any, Residuals | None]:

@@ -93,9 +93,8 @@ def make_moe(
         def gate(x, token_ids):
             nonlocal grad_sink
             weight = w_gate
-            if late:  # the sums of these gradients over devices come after the branch of the replicas' gradients
-                weight = cast_varying(weight, varying_axes(x))
-                (x, weight), grad_sink = gradients_in_turn((x, weight), grad_sink, tables.home_row[0])
+            if late:
+                x, weight, grad_sink = in_turn_with_late(x, weight, grad_sink, tables)
             return run_gate(x, token_ids, w_gate=weight, config=config, noise_key=noise_key, model=roles.model)
 
         def placed(stats):
@@ -113,6 +112,13 @@ def make_moe(
         return y, jax.tree.map(lambda leaf: wait_for(leaf, passes, y), stats), wait_for(passes, passes, y)
 
     return apply
+
+
+def in_turn_with_late(x, weight, grad_sink, tables):
+    """Return the three; sums of the first two's gradients come after the branch of late replicas' gradients."""
+    weight = cast_varying(weight, varying_axes(x))
+    (x, weight), grad_sink = gradients_in_turn((x, weight), grad_sink, tables.home_row[0])
+    return x, weight, grad_sink
 
 
 def make_decide(roles: Roles, plan: PlanShape | None):

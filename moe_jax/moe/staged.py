@@ -20,9 +20,9 @@ from moe_jax.grouped_matmul import GroupedWeights
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
-from moe_jax.moe.layer import grouped_matmul_finder, make_decide, make_schedule, run_gate
+from moe_jax.moe.layer import grouped_matmul_finder, in_turn_with_late, make_decide, make_schedule, run_gate
 from moe_jax.placement import PlanShape
-from moe_jax.schedules.staged import Sent, StagedSchedule
+from moe_jax.schedules.staged import StagedSchedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StagedMoE:
     """Three functions of one layer; called inside `shard_map`, one after the other.
 
     `weights` is a dict of what an expert's parameters come from: bank {name: [Rb, ...]}, grad_sink {name: [Hs, ...]},
-    replicas and replica_grad_sink {name: [Gs, ...]} or None, and the layer's tables.
+    replicas and replica_grad_sinks, tuples with {name: [m, ...]} for each transfer, and the layer's tables.
     """
 
     schedule: StagedSchedule
@@ -39,13 +39,30 @@ class StagedMoE:
     activation: str
     find_implementation: Callable
     decide: Callable
+    late: bool
 
-    def send(self, x, token_ids, w_gate, tables, noise_key) -> tuple[Sent, object, jax.Array]:
-        """Gate and dispatch tokens [t, M]: returns (Sent, GateStats, passes)."""
-        gate = functools.partial(
-            run_gate, w_gate=w_gate, config=self.config, noise_key=noise_key, model=self.roles.model
-        )
-        return self.schedule.send(x, token_ids, gate, lambda stats: self.decide(stats, None, None, tables, ())[0])
+    def send(self, x, token_ids, w_gate, bank, grad_sink, tables, noise_key):
+        """Gate and dispatch tokens [t, M]: returns (Sent, GateStats, passes, replicas that come late).
+
+        The last are a tuple as `make_decide` returns it; their gradients leave through the cotangent of `grad_sink`.
+        """
+        late = ()
+
+        def gate(x, token_ids):
+            nonlocal grad_sink
+            weight = w_gate
+            if self.late:
+                x, weight, grad_sink = in_turn_with_late(x, weight, grad_sink, tables)
+            return run_gate(
+                x, token_ids, w_gate=weight, config=self.config, noise_key=noise_key, model=self.roles.model
+            )
+
+        def place(stats):
+            nonlocal late
+            here, late = self.decide(stats, bank, grad_sink, tables, ())
+            return here
+
+        return *self.schedule.send(x, token_ids, gate, place), late
 
     def experts(self, rows, group_sizes, weights):
         """Apply the experts to rows [R, M] in group order."""
@@ -60,18 +77,14 @@ class StagedMoE:
 
 
 def _operands(name: str, weights: dict) -> tuple[GroupedWeights, ...]:
-    home = GroupedWeights(
-        bank=weights["bank"][name],
-        slots=weights["tables"].home_row,
-        grad_sink=weights["grad_sink"][name] if weights["grad_sink"] else None,
-        constant=True,
-    )
-    if weights["replicas"] is None:
-        return (home,)
-    replicas = weights["replicas"][name]
-    slots = jnp.arange(replicas.shape[0], dtype=jnp.int32)
-    grad_sink = weights["replica_grad_sink"][name] if weights["replica_grad_sink"] else None
-    return home, GroupedWeights(bank=replicas, slots=slots, grad_sink=grad_sink, constant=True)
+    """Return the operands of one weight: home slots in the bank, then the replica slots of each transfer."""
+    home_sink = weights["grad_sink"][name] if weights["grad_sink"] else None
+    slots = weights["tables"].home_row
+    operands = [GroupedWeights(bank=weights["bank"][name], slots=slots, grad_sink=home_sink, constant=True)]
+    for replicas, sinks in zip(weights["replicas"], weights["replica_grad_sinks"], strict=True):
+        slots = jnp.arange(replicas[name].shape[0], dtype=jnp.int32)
+        operands.append(GroupedWeights(bank=replicas[name], slots=slots, grad_sink=sinks[name], constant=True))
+    return tuple(operands)
 
 
 def make_staged_moe(
@@ -89,10 +102,7 @@ def make_staged_moe(
             f"ModelConfig.prefetch needs a MoEConfig.schedule whose experts run in one piece, not {config.schedule!r} "
             "on this mesh; set MoEConfig.schedule to 's1', 's2' or 'deepspeed', or ModelConfig.prefetch = 'none'"
         )
-    if plan is not None and plan.late is not None:
-        raise UserError(
-            "ModelConfig.prefetch brings replicas before the gate, and this planner brings them after it; set "
-            "PlannerConfig.when = 'ahead' or ModelConfig.prefetch = 'none'"
-        )
     find = grouped_matmul_finder(config, roles)
-    return StagedMoE(schedule, config, roles, activation, find, make_decide(roles, plan))
+    return StagedMoE(
+        schedule, config, roles, activation, find, make_decide(roles, plan), plan is not None and plan.late is not None
+    )

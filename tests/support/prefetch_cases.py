@@ -114,13 +114,13 @@ def run(config, schedule, mesh, shape, placements, zero=1, shares=None, routing=
 
 def check(
     *, prefetch, schedule="deepspeed", mesh=None, by_node=False, rows=None, zero=1, shares=None, routing="general",
-    **changes,
+    late=None, **changes,
 ):  # fmt: skip
     """Compare loss and every gradient with the reference, 1e-10 of each leaf's largest entry; returns most passes."""
     config = model_config(prefetch=prefetch, **changes)
     mesh = mesh or {"expert": 8}
     placements, shape = placements_of(by_node, config.moe_layers, mesh["expert"])
-    shape = dataclasses.replace(shape, bucket_rows=rows)
+    shape = dataclasses.replace(shape, bucket_rows=rows, **(late(shape) if late else {}))
     passes = 1
     with jax.enable_x64(True):
         want_loss, want_grads = reference(what(config), routing)
