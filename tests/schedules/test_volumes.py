@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.layer_cases import DIM, EXPERTS, TOKENS, draw, moe_config, plan_of, roles_of
+from support.prefetch_cases import gradient_step, model_config, placements_of
 from support.program_volumes import collectives, groups_of
 
 from moe_jax.cluster.volumes import LayerShape, Transfer, index_transfers, layer_transfers
@@ -235,6 +236,54 @@ def test_formulas_by_hand():
     split = dataclasses.replace(part, split_tokens=True)
     assert moved("s1", split) == 2 * [{("all_to_all", both): 2 * x}]
     assert all(way["all_gather", "model"] == 8 * 4 for way in moved("deepspeed", split))
+
+
+TRANSFERS = {
+    "none_flat": (False, {"expert": 8}, "deepspeed", {}, {}),
+    "hecate_again_by_node": (True, {"expert": 8}, "deepspeed", {"prefetch": "hecate", "refetch_replicas": True}, {}),
+    "split_again_flat_data2": (
+        False, {"expert": 4, "data": 2}, "deepspeed", {"prefetch": "pro_prophet", "refetch_replicas": True},
+        {"trans_share": 0.375, "agg_share": 0.75},
+    ),
+    "split_by_node_s1_mp2_esp2": (
+        True, {"expert": 4, "expert_shard": 2, "model": 2}, "s1", {"prefetch": "pro_prophet"}, {"trans_share": 0.625},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_replicas_move_what_the_transfers_formula_says(name):
+    """The all-to-alls of a step with replicas above those of one without: Trans of every layer forward, again backward
+    for all but the last where replicas are dropped, and Agg of every layer; however they are cut."""
+    by_node, mesh, schedule, how, shares = TRANSFERS[name]
+    shards = mesh.get("expert_shard", 1)
+    config = model_config(layers=2, model_dim=6, hidden_dim=11 * shards, stack="unrolled", **how)
+    (placement, *_), shape = placements_of(by_node, config.layers, mesh["expert"], number=1)
+    roles = build_mesh(MeshConfig(**mesh), jax.devices())
+    bare = placement.replace(replicas=None, shares=None, rule="home")
+
+    def exchanged(placement, shape):
+        with jax.enable_x64(True):
+            step, arguments = gradient_step(config, schedule, mesh, shape, shares=shares)
+            found = collectives(step.lower(*arguments(placement)), roles, {None})
+        return collections.Counter({key: n for key, n in found.items() if key[0] and key[1] == "all_to_all"})
+
+    plain = exchanged(bare, dataclasses.replace(shape, ahead=None))
+    with_replicas = exchanged(placement, shape)
+    assert not plain - with_replicas
+    moved = collections.Counter()
+    for (_, _, group, elements), number in (with_replicas - plain).items():
+        moved[group] += elements * number
+    sizes = shape.ahead
+    whole = groups_of(roles, roles.expert)
+    padded = -(-(2 * 6 * 11) // sizes.inside) * sizes.inside  # 132 elements are no 8 slices
+    transfers = config.layers * 2 + (config.layers - 1 if config.refetch_replicas else 0)
+    inside, *across, replicas = sizes.operands
+    want = {neighbours(whole, sizes.inside): transfers * (inside + replicas) * padded}
+    if across:
+        members = frozenset(frozenset(sorted(g)[j :: sizes.inside]) for g in whole for j in range(sizes.inside))
+        want[members] = transfers * across[0] * padded
+    assert moved == want
 
 
 def test_unknown_schedule_is_refused():
