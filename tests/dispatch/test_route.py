@@ -5,7 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from moe_jax.collectives.bucket_rows import BucketRows, bucket_layout
 from moe_jax.dispatch import Choice, largest_bucket, pack, regroup, route
 
 ROUTE = jax.jit(route, static_argnames=("num_destinations", "num_groups"))
@@ -165,3 +167,39 @@ def test_regroup_against_lists(case):
     np.testing.assert_array_equal(grouping.row_of_place, row_of_place)
     np.testing.assert_array_equal(grouping.place_of_row, place_of_row)
     np.testing.assert_array_equal(grouping.group_sizes, counts.sum(axis=0))
+
+
+@pytest.mark.parametrize("me", range(4))
+def test_buckets_of_three_lengths_hold_the_same_rows_in_the_same_order(me):
+    """4 members, two a node, two shards each: packed and regrouped, every row is the one of buckets all as long."""
+    layout, groups, each = bucket_layout(BucketRows(own=7, node=4, far=2), 4, 2), 3, 2
+    rng = np.random.default_rng(me)
+    fits = np.array([7 if d == me else 4 if d // 2 == me // 2 else 2 for d in range(4)])
+
+    def slots(buckets):
+        """Return the (bucket, slot) of each row of a buffer of `buckets` of every member."""
+        found = []
+        for piece in layout.pieces:
+            first = {"far": 0, "node": me // 2 * 2, "own": me}[piece.kind]
+            for bucket in range(first * buckets, (first + piece.count) * buckets):
+                found += [(bucket, slot) for slot in range(piece.begin, piece.end)]
+        return found
+
+    target = np.repeat(np.arange(4), rng.integers(0, fits + 1)).astype(np.int32)[:, None]
+    choice = choice_of(target, np.ones_like(target, bool))
+    routing = route(choice, jnp.asarray(target), jnp.asarray(rng.integers(0, groups, target.shape)), 4, groups)
+    even, three = pack(routing, 0, 7, 1, groups), pack(routing, 0, layout, 1, groups, jnp.int32(me))
+    np.testing.assert_array_equal(three.counts, even.counts)
+    wide = [bucket * 7 + slot for bucket, slot in slots(1)]
+    np.testing.assert_array_equal(three.choice_of_row, np.asarray(even.choice_of_row)[wide])
+    np.testing.assert_array_equal(np.asarray(wide)[three.row_of_choice], even.row_of_choice)
+
+    counts = np.zeros((4 * each, groups), np.int32)
+    for source in range(4 * each):
+        np.add.at(counts[source], rng.integers(0, groups, rng.integers(0, fits[source // each] + 1)), 1)
+    even, three = regroup(jnp.asarray(counts), 7), regroup(jnp.asarray(counts), layout, jnp.int32(me))
+    filled = counts.sum()
+    wide = [source * 7 + slot for source, slot in slots(each)]
+    np.testing.assert_array_equal(np.asarray(wide)[three.row_of_place[:filled]], even.row_of_place[:filled])
+    np.testing.assert_array_equal(np.asarray(three.place_of_row)[three.row_of_place[:filled]], np.arange(filled))
+    np.testing.assert_array_equal(three.group_sizes, even.group_sizes)

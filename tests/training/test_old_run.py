@@ -97,7 +97,10 @@ def test_the_config_that_a_run_of_54b32df_wrote_is_read(old_run):
     assert [binding for binding, _, _ in check_resumable(stored, by_file)] == ["train.steps"]
     # the default of attention was 'xla' then and is 'auto' now, which a run may change, as it may its planner's knobs
     changed = [binding for binding, _, _ in check_resumable(stored, by_names)]
-    assert [name for name in changed if not name.startswith("PlannerConfig.")] == ["ModelConfig.attention", "train.steps"]
+    assert [name for name in changed if not name.startswith("PlannerConfig.")] == [
+        "ModelConfig.attention",
+        "train.steps",
+    ]
     assert "PlannerConfig.transfer" not in changed
     Path("mine.gin").write_text(stored)
     with pytest.raises(UserError, match=r"is called .* now"):
