@@ -5,8 +5,6 @@ D = 32 devices in nodes of 8, E = 64 experts; the counts of one step, one layer 
 
 from __future__ import annotations
 
-import dataclasses
-
 from gpu_day_items.timing import seconds_of, shown
 
 
@@ -16,10 +14,10 @@ def measure(context, planner: str):
     import jax.numpy as jnp
     import numpy as np
 
-    rule, tables, counts, holders = _case(context, planner)
+    rule, tables, counts, holders, shape = _case(context, planner)
 
     def decide(tables, counts, holders):
-        return rule.decide(tables, counts, holders, jnp.int32(1))
+        return rule.decide(tables, counts, holders, jnp.int32(1), shape)
 
     jitted = jax.jit(decide)
     arguments = jax.tree.map(jnp.asarray, (tables, counts, holders))
@@ -39,15 +37,15 @@ def measure(context, planner: str):
 
 
 def _case(context, name: str):
-    """Return a rule with tables, counts [D, E] and holders [D, G] of a plan of its planner."""
+    """Return a rule with tables, counts [D, E], holders [D, G] and shape of a plan of its planner."""
     import jax
     import numpy as np
-    from moe_jax.replan.device_tables import device_tables
 
-    from moe_jax.after_gate import CalibrateRule, ShadowRule, ShareRule
+    from moe_jax.after_gate import RULES
     from moe_jax.cluster import Cluster
-    from moe_jax.placement import Placement, build_skeleton
-    from moe_jax.planner import SWEEPS, Cost, PlannerConfig, build_planner, shadow_rates
+    from moe_jax.placement import Placement, build_shape, fill_tables
+    from moe_jax.planner import Cost, PlannerConfig, build_planner
+    from moe_jax.planner.late import with_late, with_late_prices
 
     devices, experts, node, replicas = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))
     cluster = Cluster(
@@ -60,24 +58,13 @@ def _case(context, name: str):
     home = np.repeat(np.arange(devices, dtype=np.int32), experts // devices)
     even = Placement(home[None], devices=devices, devices_per_node=node)
     when = {"calibrate": True} if name == "hecate" else {"when": "after_gate"}
-    plan = build_planner(PlannerConfig(name=name, replica_slots=replicas, **when)).propose(loads, even, cost)
-    skeleton = build_skeleton(plan, method="broadcast", home_slots=experts // devices, replica_slots=replicas)
-    late = {"fastermoe": replicas, "hecate": 8, "balanced": max(skeleton.broadcast_slots, 1)}[name]
-    skeleton = dataclasses.replace(skeleton, broadcast_slots=max(late, skeleton.broadcast_slots))
-    compute, exchange, shadow = shadow_rates(cost, name) if name != "balanced" else (0.0, 0.0, 0.0)
-    slots = {"home_slots": skeleton.home_slots, "replica_slots": replicas}
-    rule = {
-        "fastermoe": lambda: ShadowRule(compute=compute, exchange=exchange, shadow=shadow, residual=False, **slots),
-        "hecate": lambda: CalibrateRule(
-            devices_per_node=node, most_replicas=replicas, overlap_degree=8, compute=compute, exchange=exchange,
-            late_transfer=shadow / devices, **slots,
-        ),
-        "balanced": lambda: ShareRule(devices_per_node=node, sweeps=SWEEPS, **slots),
-    }[name]()  # fmt: skip
-    tables = device_tables(skeleton, plan)
-    holders = np.asarray(tables.slot_expert)[:, 0]
+    planner = build_planner(PlannerConfig(name=name, replica_slots=replicas, **when))
+    plan = planner.propose(loads, even, cost)
+    shape = with_late(planner, build_shape(plan, by_node=node < devices), cost)
+    rule, fields = planner.late_rule(shape, with_late_prices(cost, shape.late), 1)
+    tables = fill_tables(shape, plan)
     mine = jax.tree.map(lambda leaf: np.asarray(leaf)[1, 0], tables)
-    return rule, mine, loads[0].astype(np.int32), holders
+    return RULES[rule](**fields), mine, loads[0].astype(np.int32), np.asarray(tables.slot_expert)[:, 0], shape
 
 
 def _launches(text: str) -> tuple[int, int]:

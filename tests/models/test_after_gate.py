@@ -1,104 +1,101 @@
 """Loss and every gradient equal the reference's where the step decides replicas or shares from its own counts.
 
 float64, 1e-10 of the largest reference entry of each leaf, as for placements planned ahead (test_placements.py). What
-the step decided shows in nothing but its speed, so the rules are chosen such that each decision occurs.
+the step decided shows in nothing but its speed, so the rules are chosen such that each decision occurs, and each size
+of a late transfer runs.
 """
 
 import dataclasses
-import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import placement_cases as cases
 
 from moe_jax.after_gate import CalibrateRule, ShadowRule, ShareRule
-from moe_jax.placement import build_skeleton
+from moe_jax.after_gate.contract import late_size
+from moe_jax.collectives.transfer_shape import TransferShape
+from moe_jax.placement import build_shape, fill_tables, grow
 
+SLOTS = 2
+# mesh, and whether transfers go by node: of half the expert-parallel group each
 MESHES = {
-    "deepspeed": {"expert": 8},
-    "s1": {"expert": 4, "expert_shard": 2, "model": 2},
-    "pairwise": {"expert": 8},
-    "ring": {"expert": 4, "data": 2},
-    "s2": {"expert": 8, "model": 2},
+    "deepspeed": ({"expert": 8}, False),
+    "pairwise": ({"expert": 8}, True),
+    "s1": ({"expert": 4, "expert_shard": 2, "model": 2}, True),
+    "ring": ({"expert": 4, "data": 2}, False),
+    "s2": ({"expert": 8, "model": 2}, True),
 }
+QUICK = ("deepspeed", "pairwise")
+SCHEDULES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MESHES]
 
 
-def shadow_rule(price, home_slots, replica_slots):
-    """Seconds in tokens: an exchange costs nothing, a shadow as much as computing `price` tokens."""
-    return ShadowRule(
-        home_slots=home_slots, replica_slots=replica_slots, compute=1.0, exchange=0.5, shadow=price, residual=False
-    )
+def with_late(shape, by_node, rule, **sizes):
+    """The shape with a late transfer of these sizes and this rule."""
+    devices = shape.devices
+    sizes = {"offers": SLOTS, "slots": SLOTS, "crossing": SLOTS if by_node else 0, **sizes}
+    late = TransferShape(devices=devices, devices_per_node=shape.devices_per_node, by_node=by_node, **sizes)
+    return dataclasses.replace(shape, late=late, after_gate=rule)
 
 
-def shadows(counts, home, price, replica_slots):
-    """Return how many experts a loop over FasterMoE's condition shadows: counts [S, E]."""
-    totals = counts.sum(0)
-    load = np.bincount(home, totals, counts.shape[0]).astype(float)
-    best, number = 1.5 * load.max(), 0
-    for expert in np.argsort(-totals, kind="stable")[:replica_slots]:
-        load = load + counts[:, expert]
-        load[home[expert]] -= totals[expert]
-        if load.max() + (number + 1) * price >= best:
-            break
-        best, number = load.max() + (number + 1) * price, number + 1
-    return number
+def decided_sizes(shape, placement, loads):
+    """Return the sizes in which each layer's late transfer runs: loads [L, D, E] -> set of numbers, 0 for none."""
+    tables = fill_tables(shape, placement)
+    decide = jax.jit(lambda *given: shape.after_gate.decide(*given, jnp.int32(0), shape).used)
+    found = set()
+    for layer in range(shape.layers):
+        mine = jax.tree.map(lambda leaf: jnp.asarray(leaf[0, layer]), tables)  # noqa: B023
+        counts, holders = np.asarray(loads[layer], np.int32), tables.slot_expert[:, layer]
+        found.add(int(late_size(decide(mine, counts, holders), shape.late)))
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", MESHES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shadowed_experts_equal_reference(schedule):
-    mesh = MESHES[schedule]
+    mesh, by_node = MESHES[schedule]
     placement = cases.draw_placement(1, mesh["expert"], replica_slots=0).replace(shares=None, rule="home")
-    replica_slots = 2
-    skeleton = build_skeleton(placement, method="broadcast", replica_slots=replica_slots)
-    skeleton = dataclasses.replace(skeleton, broadcast_slots=replica_slots)
     price = 20.0 if mesh["expert"] == 4 else 8.0  # at which some layers shadow and others do not
-    rule = shadow_rule(price, skeleton.home_slots, replica_slots)
-    numbers = set()
+    rule = ShadowRule(compute=1.0, exchange=0.5, shadow=price, residual=False)
+    shape = with_late(build_shape(placement), by_node, rule)
+    found = set()
     with jax.enable_x64(True):
-        run = cases.runner(skeleton, mesh, schedule, rule)
+        run = cases.runner(shape, mesh, schedule)
         for routing in cases.ROUTINGS:
             got = run(placement, routing)
-            cases.assert_equals_reference(routing, got, cases.reference(routing), placement, skeleton.bank_rows)
-            loads = np.asarray(got[2].loads)
-            numbers |= {shadows(loads[at], placement.home[at], price, replica_slots) for at in range(cases.LAYERS)}
-    assert len(numbers) > 1, numbers
+            cases.assert_equals_reference(routing, got, cases.reference(routing), placement, shape.bank_rows)
+            found |= decided_sizes(shape, placement, got[2].loads)
+    assert len(found) > 1, found
 
 
 @pytest.mark.parametrize("schedule", ["deepspeed", pytest.param("s1", marks=pytest.mark.slow)])
 def test_shares_solved_on_the_device_equal_reference(schedule):
-    mesh = MESHES[schedule]
-    devices = mesh["expert"]
-    placements = [cases.draw_placement(seed, devices).replace(shares=None, rule="shares") for seed in range(2)]
-    build = functools.partial(build_skeleton, method="gather", candidates=devices, replica_slots=cases.SLOTS)
-    skeletons = [build(placement) for placement in placements]
-    sizes = ("home_slots", "bank_rows", "gather_slots")
-    most = {name: max(getattr(skeleton, name) for skeleton in skeletons) for name in sizes}
-    skeleton = dataclasses.replace(skeletons[0], **most)
-    rule = ShareRule(
-        home_slots=skeleton.home_slots, replica_slots=skeleton.replica_slots, devices_per_node=devices // 2, sweeps=8
-    )
+    mesh, by_node = MESHES[schedule]
+    placements = [cases.draw_placement(seed, mesh["expert"]).replace(shares=None, rule="shares") for seed in range(2)]
+    shape = grow(build_shape(placements[0], by_node=by_node), placements[1])
+    shape = dataclasses.replace(shape, candidates=shape.devices, after_gate=ShareRule(sweeps=8))
     with jax.enable_x64(True):
-        run = cases.runner(skeleton, mesh, schedule, rule)
+        run = cases.runner(shape, mesh, schedule)
         for placement in placements:
             for routing in cases.ROUTINGS:
                 got = run(placement, routing)
-                cases.assert_equals_reference(routing, got, cases.reference(routing), placement, skeleton.bank_rows)
+                cases.assert_equals_reference(routing, got, cases.reference(routing), placement, shape.bank_rows)
 
 
-@pytest.mark.parametrize("schedule", ["deepspeed", pytest.param("s1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["deepspeed", "pairwise", pytest.param("s1", marks=pytest.mark.slow)])
 def test_replicas_added_by_calibration_equal_reference(schedule):
-    mesh = MESHES[schedule]
-    devices = mesh["expert"]
-    placement = cases.draw_placement(1, devices, replica_slots=1).replace(shares=None, rule="nearest")
-    skeleton = build_skeleton(placement, method="gather", candidates=devices, replica_slots=2)
-    rule = CalibrateRule(
-        home_slots=skeleton.home_slots, replica_slots=2, devices_per_node=devices // 2, most_replicas=2, 
-        overlap_degree=3, compute=1.0, exchange=0.5, late_transfer=0.25,
-    )  # fmt: skip
+    """One replica a device comes ahead and up to two late, of experts that may have replicas ahead too."""
+    mesh, by_node = MESHES[schedule]
+    placement = cases.draw_placement(1, mesh["expert"], replica_slots=1).replace(shares=None, rule="nearest")
+    assert len(placement.replicas)
+    rule = CalibrateRule(overlap_degree=3, compute=1.0, exchange=0.5, late_seconds=(0.0, 1.0, 2.0))
+    shape = dataclasses.replace(build_shape(placement, by_node=by_node), candidates=mesh["expert"])
+    shape = with_late(shape, by_node, rule)
+    found = set()
     with jax.enable_x64(True):
-        run = cases.runner(skeleton, mesh, schedule, rule)
+        run = cases.runner(shape, mesh, schedule)
         for routing in cases.ROUTINGS:
             got = run(placement, routing)
-            cases.assert_equals_reference(routing, got, cases.reference(routing), placement, skeleton.bank_rows)
+            cases.assert_equals_reference(routing, got, cases.reference(routing), placement, shape.bank_rows)
+            found |= decided_sizes(shape, placement, got[2].loads)
+    assert max(found) > 0, found
