@@ -17,8 +17,9 @@ import dataclasses
 import numpy as np
 
 from moe_jax.errors import UserError
+from moe_jax.placement.transfer_sizes import fit_replicas
 from moe_jax.planner.arrays import NUMPY
-from moe_jax.planner.contract import PlannerBase
+from moe_jax.planner.contract import PlannerBase, falling, few
 from moe_jax.planner.registry import balancer, knob
 from moe_jax.planner.shares import with_quotas
 
@@ -57,12 +58,13 @@ class Spill:
 
         Args:
           xp: see planner/arrays.py.
-          slots: (replica slots of a device, devices).
+          slots: (replica slots of a device, devices). A device sends as many experts at most, so that the transfer of
+            one that fits all slots has room for every spill.
         """
         layers, experts = totals.shape
         most, devices = slots
-        rows, device = xp.arange(layers), xp.arange(devices)
-        quota = xp.where(home[:, :, None] == device, totals[:, :, None], 0.0)
+        rows, device = xp.arange(layers), xp.arange(devices)[None]
+        quota = xp.where(home[:, :, None] == device[None], totals[:, :, None], 0.0)
         load = quota.sum(axis=1)
         mean = load.sum(axis=1) / devices
         full = self.capacity * mean
@@ -71,13 +73,15 @@ class Spill:
 
         def next_expert(carry):
             """Return the heaviest expert above capacity that can still give: its total [L], -1 for none, and id [L]."""
-            quota, load, used, open_ = carry
+            quota, load, used, sent, open_ = carry
             over = open_ & (xp.take_along_axis(load, home, axis=1) > full[:, None])
+            gives = xp.take_along_axis(quota, home[:, :, None], axis=2)[:, :, 0] < totals
+            over = over & (gives | (xp.take_along_axis(sent, home, axis=1) < most))
             weight = xp.where(over & uneven[:, None], totals, -1.0)
             return weight.max(axis=1), weight.argmax(axis=1)
 
         def step(carry):
-            quota, load, used, open_ = carry
+            quota, load, used, sent, open_ = carry
             weight, expert = next_expert(carry)
             source, mine = home[rows, expert], quota[rows, expert]
             surplus = xp.minimum(mine[rows, source], load[rows, source] - full)
@@ -88,12 +92,15 @@ class Spill:
             here = ok[:, None] & (device == target[:, None])
             moved = xp.where(ok, chunk, 0.0)[:, None]
             change = xp.where(here, moved, 0.0) - xp.where(device == source[:, None], moved, 0.0)
+            first = ok & (mine[rows, source] == totals[rows, expert])
+            sent = sent + (first[:, None] & (device == source[:, None]))
             quota = xp.put(quota, (rows, expert), xp.maximum(mine + change, 0.0))
             # an expert has given what it can when its surplus is gone, or when no chunk of it is worth a move
             open_ = xp.put(open_, (rows, expert), open_[rows, expert] & ok & (chunk < surplus))
-            return quota, load + change, used + here, open_
+            return quota, load + change, used + here, sent, open_
 
-        start = (quota, load, xp.zeros(load.shape, int), totals > 0)
+        none = xp.zeros(load.shape, int)
+        start = (quota, load, none, none, totals > 0)
         return xp.repeat(step, start, lambda carry: (next_expert(carry)[0] > 0).any(), devices + 2 * experts)[0]
 
 
@@ -109,11 +116,29 @@ class LlepPlanner(PlannerBase):
         return self.refine(loads, placement, cost)
 
     def refine(self, loads, placement, cost):
-        """Spill for these loads, whatever was planned ahead."""
+        """Spill for these loads, whatever was planned ahead; what does not fit a late transfer stays at home."""
         loads = np.asarray(loads, np.float64)
-        most = cost.replica_slots if self.config.bounded else placement.experts
-        quota = self.rule.quotas(NUMPY, loads.sum(axis=1), placement.home, (most, placement.devices))
-        return with_quotas(placement.replace(replicas=None, shares=None, rule="shares"), quota, loads)
+        totals, late = loads.sum(axis=1), cost.late if self.decides_late(self.config) else None
+        most = late.slots if late is not None else cost.replica_slots if self.config.bounded else placement.experts
+        bare = placement.replace(replicas=None, shares=None, rule="shares")
+        quota = self.rule.quotas(NUMPY, totals, bare.home, (most, bare.devices))
+        if late is not None:
+            wanted = (quota > 0) & ~bare.holds
+            added, cut = fit_replicas(wanted, falling(totals), bare.home, late)
+            self.increment("late_cut", cut)
+            stays = (wanted & ~added).any(axis=2, keepdims=True)
+            quota = np.where(stays, bare.holds * totals[:, :, None], quota)
+        return with_quotas(bare, quota, loads)
+
+    def late_needs(self, shape, cost):
+        if not self.decides_late(self.config):
+            return None
+        slots = cost.replica_slots
+        offers = min(slots, shape.home_slots)
+        return few(offers, slots, min(slots, offers) * shape.devices_per_node)
+
+    def late_rule(self, shape, cost, groups):
+        return None if shape.late is None else ("quotas", {"plan": self.rule})
 
     @property
     def rule(self) -> Spill:

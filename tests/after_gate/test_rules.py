@@ -304,6 +304,28 @@ def test_shares_are_those_of_the_planner(kind):
     assert better
 
 
+@pytest.mark.parametrize("late", ["flat", "flat_offers", "by_node_crossing"])
+def test_quotas_are_those_of_the_planner(late):
+    spilled, cut, late = set(), 0, LATE[late]
+    for seed, kind in enumerate(KINDS * 2):
+        cost, placement = cost_of(late), homes(seed)
+        planner = build_planner(PlannerConfig(name="llep", when="after_gate", replica_slots=SLOTS))
+        ahead, loads = planner.propose(loads_of(kind), placement, cost), loads_of(kind, seed)
+        want = planner.refine(loads, ahead, cost)
+        assert not len(ahead.replicas)
+        shape = shape_of(ahead, late, ahead=False)
+        decided = decide(planner, cost, shape, ahead, loads)
+        found, used = destinations(decided.tables, shape.slots, loads)
+        assert np.abs(found - routing.destinations(want, loads)[0]).max() <= 1
+        assert_slots_hold(used, assert_brings(decided, shape, holders_of(shape, ahead), added_by(want, ahead)))
+        single = decide(planner, cost, shape, ahead, loads, double=False)  # float32, as training runs
+        rounded = destinations(single.tables, shape.slots, loads)[0]
+        assert np.abs(rounded.sum((0, 1)) - found.sum((0, 1))).max() <= 0.005 * loads.sum() / DEVICES
+        spilled.add(len(want.replicas))
+        cut += planner.counters["late_cut"]
+    assert len(spilled) > 2 and (cut or late == LATE["flat"])
+
+
 def test_slots_of_names_the_slot_of_each_holder():
     holders = jnp.array([[2, 0, -1], [1, -1, 2]], jnp.int32)  # two devices, slots 0 to 2
     np.testing.assert_array_equal(slots_of(holders, 3), [[1, -1], [-1, 0], [0, 2]])
