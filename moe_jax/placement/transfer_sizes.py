@@ -82,15 +82,6 @@ def placement_sizes(placement: Placement) -> TransferSizes:
     return transfer_sizes(placement.home, placement.holds, placement.devices_per_node)
 
 
-def sizes_in_force(placement: Placement, shape: TransferShape | None) -> TransferSizes:
-    """Return the sizes that every layer pays under a compiled shape, [L] each; those it needs where there is none."""
-    needed = placement_sizes(placement)
-    if shape is None:
-        return needed
-    sizes = (shape.offers, shape.slots, shape.crossing)
-    return TransferSizes(*(np.full(placement.layers, size) for size in sizes), needed.holders)
-
-
 class RunningSizes:
     """Keep the sizes of L layers while a greedy search adds replicas, in time linear in the devices.
 

@@ -154,13 +154,13 @@ class RejitEngine:
 
     def record(self, step: int, loads: np.ndarray) -> dict:
         """Return the plan's part of a finished step's record in metrics.jsonl (from 0)."""
-        placement, record, shape = self.records.pop(step)
+        planned, record, shape = self.records.pop(step)
         loads = self.replanner.step_loads(loads)
-        placement = self.replanner.refined(shape, placement, loads)
+        placement = self.replanner.refined(shape, planned, loads)
         record["replicas"] = len(placement.replicas)
         computed = routing.device_loads(placement, loads)
         record["device_load_max_over_mean"] = computed.max(axis=1) / np.maximum(computed.mean(axis=1), 1e-9)
-        seconds = self._predicted(placement, loads)
+        seconds = self._predicted(placement, loads, shape, planned)
         if seconds is not None:
             record["predicted_layer_seconds"] = seconds
         for name in ("shadow_cut", "late_cut"):
@@ -270,19 +270,24 @@ class RejitEngine:
     def _pays(self, placement: Placement) -> bool:
         """Hysteresis: say whether the predicted gain over the horizon exceeds what a new shape costs."""
         loads = self.plans.predictor.predict()
-        now, then = self._predicted(self.placement, loads), self._predicted(placement, loads)
+        now = self._predicted(self.placement, loads, self.shape)
+        then = self._predicted(placement, loads, self.replanner.grow(self.shape, placement))
         if now is None or then is None or (placement.home != self.placement.home).any():
             return True  # nothing to compare, or a move of homes, whose gain the planner has compared with its cost
         horizon = self.config.horizon * self.plans.cost.microbatches
         return worth_a_swap(now.sum(), then.sum(), horizon, self.config.swap_seconds)
 
-    def _predicted(self, placement: Placement, loads: np.ndarray) -> np.ndarray | None:
+    def _predicted(
+        self, placement: Placement, loads: np.ndarray, shape: PlanShape, planned: Placement | None = None
+    ) -> np.ndarray | None:
         """Return predicted seconds [L] of each layer in one microbatch, None where the cluster file lacks a figure.
 
-        The loads are a step's.
+        Args:
+          placement: what the step makes of `planned`; loads: of a step; shape: what it is compiled for.
         """
+        loads = loads / self.replanner.exchanges_per_step
         try:
-            return predicted_layer_seconds(placement, loads / self.replanner.exchanges_per_step, self.plans.cost)
+            return predicted_layer_seconds(placement, loads, self.plans.cost, shape, planned)
         except UserError:
             return None
 

@@ -1,5 +1,7 @@
 """The cost model on numbers done by hand, predictors on short histories, and a session's memory."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from moe_jax.cluster import Cluster
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.errors import UserError
 from moe_jax.overlap import Prefetch
-from moe_jax.placement import Placement
+from moe_jax.placement import Placement, build_shape
 from moe_jax.placement.transfer_sizes import TransferSizes
 from moe_jax.planner import (
     Cost,
@@ -204,5 +206,10 @@ def test_predicted_seconds_follow_the_placement():
     assert predicted_layer_seconds(start, loads, make_cost()).tolist() == [96]
     shadowed = start.replace(replicas=[(0, 0, 1), (0, 0, 2), (0, 0, 3)])
     assert predicted_layer_seconds(shadowed, loads, make_cost()).tolist() == [12 + 9]
-    shape = TransferShape(devices=4, devices_per_node=4, offers=3, slots=3)
+    transfer = TransferShape(devices=4, devices_per_node=4, offers=3, slots=3)
+    shape = dataclasses.replace(build_shape(start), ahead=transfer)
     assert predicted_layer_seconds(shadowed, loads, make_cost(), shape).tolist() == [12 + 27]
+    # The same replica after the gate, in a quarter of (4, 4): twice (1 + 1) 3/4 x 3, which no schedule hides.
+    late = dataclasses.replace(build_shape(start), late=dataclasses.replace(transfer, offers=4, slots=4))
+    hiding = make_cost(attention_seconds=99.0, prefetch=Prefetch(schedule="pro_prophet"))
+    assert predicted_layer_seconds(shadowed, loads, hiding, late, start).tolist() == [12 + 9]
