@@ -6,19 +6,27 @@ import jax
 import numpy as np
 import pytest
 
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import DataConfig
+from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
-from moe_jax.placement import Placement, build_skeleton
 from moe_jax.planner import PlannerConfig
+from moe_jax.replan.plan_cost import attention_seconds, plan_cost, with_replica_slots
+from moe_jax.replan.replanner import initial_placement
 from moe_jax.replan.transfer_shares import split_shares
 
 # 2 x 4 devices, one link of 1e9 B/s, 1e9 FLOP/s: 64 tokens a device, M = 8 and Sq = 16 make
 # 64 (8 * 64 + 4 * 16 * 8) = 65,536 FLOPs of attention, 65.5 us
-CLUSTER = "Cluster.name = 'test'\nCluster.intra_bandwidth = 1e9\nCluster.inter_bandwidth = 2e9\nCluster.flops = 1e9\n"
+CLUSTER = """Cluster.name = 'test'
+Cluster.flat = True
+Cluster.intra_bandwidth = 1e9
+Cluster.inter_bandwidth = 2e9
+Cluster.flops = 1e9
+"""
 
 
 @pytest.fixture
@@ -34,15 +42,11 @@ def config(tmp_path):
     )
 
 
-def skeleton(replica_slots):
-    """Every device has replicas of its next neighbours' experts: as many rounds as replicas."""
-    even = Placement.even(2, 8, 8, 4)
-    replicas = [(layer, (d + s) % 8, d) for layer in range(2) for d in range(8) for s in range(1, replica_slots + 1)]
-    return build_skeleton(even.replace(replicas=np.array(sorted(replicas), np.int32)), method="shift")
-
-
-def shares(config, replica_slots=4):
-    return split_shares(config, build_mesh(config.mesh, jax.devices()), skeleton(replica_slots))
+def shares(config, number=2):
+    """The shares of a transfer of so many offers and slots, all devices on one level."""
+    roles = build_mesh(config.mesh, jax.devices())
+    transfer = TransferShape(devices=8, devices_per_node=4, offers=number, slots=number)
+    return split_shares(config, plan_cost(config, roles, initial_placement(config, roles)), transfer)
 
 
 def with_model(config, **changes):
@@ -50,12 +54,54 @@ def with_model(config, **changes):
 
 
 def test_attention_is_filled_first(config):
-    """Four rounds of 2 x 8 x 512 x 4 bytes take 131 us, twice attention's time; on the way back it takes that."""
-    assert shares(config) == {"trans_share": 0.5, "agg_share": 1.0}
-    assert shares(with_model(config, refetch_replicas=True)) == {"trans_share": 0.5, "agg_share": 0.5}
-    assert shares(config, replica_slots=1) == {"trans_share": 1.0, "agg_share": 1.0}
+    """(2 + 2) 7/8 experts of 2 x 8 x 512 x 4 bytes take 115 us, attention 65.5 and twice that on the way back.
+
+    0.571 of Trans fits, which is 5 of 8 parts; a Trans on the way back leaves Agg as much.
+    """
+    assert shares(config) == {"trans_share": 0.625, "agg_share": 1.0}
+    assert shares(with_model(config, refetch_replicas=True)) == {"trans_share": 0.625, "agg_share": 0.625}
+    assert shares(config, number=1) == {"trans_share": 1.0, "agg_share": 1.0}
     halved = shares(with_model(config, dtype="bfloat16"))
     assert halved["trans_share"] == 1.0  # half the bytes
+
+
+def test_what_precedes_an_moe_layer_is_timed(config):
+    roles = build_mesh(config.mesh, jax.devices())
+    assert attention_seconds(config, roles, 1e9) == pytest.approx(65_536e-9)
+    # Every second block MoE: attention of both and the dense FFN between, 3 x 2 x 8 x 20 FLOPs a token with SwiGLU.
+    other = with_model(config, moe_every=2, activation="swiglu", dense_hidden_dim=20)
+    assert attention_seconds(other, roles, 1e9) == pytest.approx((2 * 65_536 + 64 * 960) * 1e-9)
+
+
+def test_a_plan_is_priced_by_the_layer_that_runs(config):
+    """Bytes of the compute dtype, three matrices with SwiGLU, F over the shards, which share a node's links."""
+    mesh = MeshConfig(devices_per_node=4, expert_shard=2)
+    run = dataclasses.replace(with_model(config, activation="swiglu", dtype="bfloat16"), mesh=mesh)
+    run = dataclasses.replace(run, train=TrainConfig(batch_size=32, grad_accum_steps=2))
+    roles = build_mesh(mesh, jax.devices())
+    cost = plan_cost(run, roles, initial_placement(run, roles))
+    assert (cost.token_bytes, cost.expert_bytes, cost.state_bytes) == (8 * 2, 3 * 8 * 256 * 2, 3 * 8 * 256 * (4 + 8))
+    assert (cost.cluster.devices_per_node, cost.cluster.inter_bandwidth) == (2, 1e9)
+    assert cost.tokens_per_second("t") == 1e9 / (6 * 8 * 256)
+    assert (cost.prefetch.schedule, cost.microbatches) == ("pro_prophet", 2)
+
+
+def test_replica_slots_from_free_memory(config, tmp_path):
+    roles = build_mesh(config.mesh, jax.devices())
+    start = initial_placement(config, roles)
+
+    def slots(memory):
+        (tmp_path / "m.gin").write_text(f"{CLUSTER}Cluster.memory_bytes = {memory}\n", encoding="utf-8")
+        planner = PlannerConfig(cluster=str(tmp_path / "m.gin"), replica_slots="memory")
+        return with_replica_slots(dataclasses.replace(config, planner=planner), roles, start).planner.replica_slots
+
+    assert slots(1e6) == 0 and slots(1e12) == 7  # an eighth expert is at home
+    step = 32_768 * (config.model.replica_layers + 2)  # its parameters, and its gradient twice
+    least = next(memory for memory in np.arange(1e6, 1e9, step / 2) if slots(memory) == 1)
+    assert [slots(least + more * step) for more in (1, 2, 3)] == [2, 3, 4]
+    with pytest.raises(UserError, match="PlannerConfig.replica_slots = 'memory' needs Cluster.memory_bytes"):
+        memory = dataclasses.replace(config.planner, replica_slots="memory")
+        with_replica_slots(dataclasses.replace(config, planner=memory), roles, start)
 
 
 def test_only_a_split_has_shares(config):
