@@ -28,6 +28,7 @@ from moe_jax.replan.plan_cost import plan_cost, with_replica_slots
 from moe_jax.replan.transfer_shares import split_shares
 from moe_jax.schedules.contract import LayerSizes
 
+FEWEST = 0.25  # rows of a planned bucket over the mean: fewer would make an overflow, where it comes, take many passes
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
 
 
@@ -112,7 +113,8 @@ class Replanner:
         error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
         fullest, step = fullest_pairs(pairs, placement.devices_per_node), self.roles.size(self.roles.model)
         rows = fullest.each(lambda pair: bucket_rows(pair / self.exchanges_per_step, error, step))
-        return rows.at_most(self._most_rows(shape))
+        fewest = bucket_rows(FEWEST * self._mean_rows(shape), 0.0, step)
+        return rows.each(lambda size: max(size, fewest)).at_most(self._most_rows(shape))
 
     def _most_rows(self, shape: PlanShape) -> BucketRows:
         """Return the rows that planned buckets may have: the worst case, or what `PlannerConfig.bucket_limit` allows.
@@ -121,13 +123,17 @@ class Replanner:
         travel; except where the schedule gives other buckets its length.
         """
         sizes = self._sizes(dataclasses.replace(shape, bucket_rows=None))
-        mean = sizes.top_k * sizes.tokens / self.devices
-        most = math.ceil(self.config.planner.bucket_limit * mean)
+        most = math.ceil(self.config.planner.bucket_limit * self._mean_rows(shape))
         most, worst = min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows()), sizes.worst_rows()
         moe, roles = self.config.moe, self.roles
         cut_over_members = roles.size(roles.model) > roles.size(roles.expert_shard) and moe.schedule in ("s2", "parm")
         own = most if moe.transport == "ragged" or cut_over_members else worst
         return BucketRows(own=own, node=most, far=most)
+
+    def _mean_rows(self, shape: PlanShape) -> float:
+        """Return the rows of a bucket where all are alike."""
+        sizes = self._sizes(shape)
+        return sizes.top_k * sizes.tokens / self.devices
 
     def rows_of(self, shape: PlanShape) -> BucketRows:
         """Return the rows of the buckets under this shape."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moe_jax.collectives.bucket_rows import BucketRows
-from moe_jax.placement.buckets import bucket_rows, exchange_bytes, fullest_pairs
+from moe_jax.placement.buckets import exchange_bytes, fullest_pairs
 
 PAIRS = np.array(
     [
@@ -24,10 +24,6 @@ PAIRS = np.array(
 )
 def test_fullest_pairs(per_node, want):
     assert fullest_pairs(PAIRS, per_node) == want
-
-
-def test_rows_round_up():
-    assert [bucket_rows(pair, 0.5) for pair in (0, 5, 6)] == [8, 8, 16]
 
 
 def test_bytes_of_an_exchange():
