@@ -18,7 +18,7 @@ from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.placement.bank import most_homes
 from moe_jax.placement.placement import Placement
-from moe_jax.placement.transfer_sizes import transfer_sizes
+from moe_jax.placement.transfer_sizes import TransferSizes, transfer_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,15 +116,23 @@ def misfits(shape: PlanShape, placement: Placement) -> list[str]:
     return found + [f"{name}: {needed} > {there}" for name, needed, there in pairs if needed > there]
 
 
-def grow(shape: PlanShape, placement: Placement, *, by_node: bool = False, replica_slots: int = 0) -> PlanShape:
+def grow(
+    shape: PlanShape,
+    placement: Placement,
+    *,
+    by_node: bool = False,
+    replica_slots: int = 0,
+    most: TransferSizes | None = None,
+) -> PlanShape:
     """Return a shape that this placement fits and every plan that fitted the old one too.
 
     A transfer that has to change gets room for one more offer and one more crossing than this placement needs, so that
-    few changes follow; a device never offers more than its homes.
+    few changes follow; a device never offers more than its homes, and no plan needs more than its planner's `most`.
 
     Args:
       by_node: form of the first transfer; a later one keeps it.
       replica_slots: mu, the slots that a transfer has at least.
+      most: the sizes beyond which there is no need for room (`PlannerBase.ahead_most`), None where none is known.
     """
     by_node = shape.ahead.by_node if shape.ahead is not None else by_node
     need = build_shape(placement, by_node=by_node)
@@ -132,12 +140,16 @@ def grow(shape: PlanShape, placement: Placement, *, by_node: bool = False, repli
     largest = {name: max(getattr(need, name), getattr(shape, name)) for name in names}
     if largest["candidates"] > shape.candidates:
         largest["candidates"] = min(shape.devices, 2 * largest["candidates"])
-    ahead = _larger(shape.ahead, need.ahead, largest["home_slots"], replica_slots)
+    ahead = _larger(shape.ahead, need.ahead, largest["home_slots"], replica_slots, most)
     return dataclasses.replace(shape, ahead=ahead, **largest)
 
 
 def _larger(
-    old: TransferShape | None, need: TransferShape | None, home_slots: int, replica_slots: int
+    old: TransferShape | None,
+    need: TransferShape | None,
+    home_slots: int,
+    replica_slots: int,
+    most: TransferSizes | None,
 ) -> TransferShape | None:
     names = ("offers", "slots", "crossing")
     if need is None or (old is not None and all(getattr(need, name) <= getattr(old, name) for name in names)):
@@ -146,6 +158,9 @@ def _larger(
     crossing = need.crossing
     if need.by_node and (old is None or need.crossing > old.crossing):
         crossing = min(need.devices_per_node * offers, need.crossing + 1)
+    if most is not None:
+        offers = max(need.offers, min(offers, int(most.offers)))
+        crossing = max(need.crossing, min(crossing, int(most.crossing)))
     sizes = {"offers": offers, "slots": max(need.slots, replica_slots), "crossing": crossing}
     return dataclasses.replace(
         need, **{name: max(size, 0 if old is None else getattr(old, name)) for name, size in sizes.items()}

@@ -36,6 +36,10 @@ class Planner(typing.Protocol):
     any_holder: bool
     """Whether a token may go to any holder after the gate."""
 
+    def ahead_most(self, placement: Placement, cost: Cost) -> TransferSizes | None:
+        """Return the largest transfer that any plan ahead needs, None where that is not known."""
+        ...
+
     def late_needs(self, shape: PlanShape, cost: Cost) -> TransferSizes | None:
         """Return how large a transfer after the gate may be, None for none."""
         ...
@@ -75,6 +79,13 @@ class PlannerBase:
     def decides_late(cls, config: typing.Any) -> bool:
         """Say whether something is decided again from the step's own loads; `config` has its defaults filled in."""
         return config.when == "after_gate"
+
+    def ahead_most(self, placement: Placement, cost: Cost) -> TransferSizes | None:
+        """Return the most offers, slots and crossings that any plan ahead needs, beyond which shapes need no room.
+
+        None where that is not known: shapes then keep room for one more than each plan needs.
+        """
+        return None
 
     def late_needs(self, shape: PlanShape, cost: Cost) -> TransferSizes | None:
         """Return how many offers, slots and crossings a transfer after the gate may have; None for no such transfer.

@@ -122,6 +122,13 @@ class HecatePlanner(PlannerBase):
             replicas=np.concatenate([placement.replicas, rows_of(added & layer_pays[:, None, None])])
         )
 
+    def ahead_most(self, placement, cost):
+        tau = min(cost.overlap(self.config.name), placement.experts)
+        limits = self._limits(placement, tau)
+        if limits is None or tau <= cost.replica_slots:  # then all of them go everywhere
+            return None
+        return few(limits[0], cost.replica_slots, limits[1])
+
     def late_needs(self, shape, cost):
         if not self.decides_late(self.config):
             return None

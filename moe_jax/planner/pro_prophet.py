@@ -15,7 +15,7 @@ from moe_jax.errors import UserError
 from moe_jax.overlap import Prefetch
 from moe_jax.placement import Placement
 from moe_jax.placement.transfer_sizes import RunningSizes
-from moe_jax.planner.contract import PlannerBase, home_loads, own_tokens, rows_of
+from moe_jax.planner.contract import PlannerBase, few, home_loads, own_tokens, rows_of
 from moe_jax.planner.cost import Cost
 from moe_jax.planner.registry import balancer, knob
 
@@ -59,6 +59,9 @@ class ProProphetPlanner(PlannerBase):
     """
 
     schedule = "pro_prophet"
+
+    def ahead_most(self, placement, cost):
+        return few(placement.experts, cost.replica_slots, self.config.crossing)
 
     def propose(self, loads, placement, cost):
         loads = np.asarray(loads, np.float64)

@@ -171,7 +171,9 @@ class Replanner:
         """Return a shape that the placement fits, with the rule and the split of its transfers that go with it."""
         first, need = shape.ahead is None, needed_transfer(placement, by_node=self._has_levels)
         by_node = need is not None and self._form(need)
-        shape = grow(shape, placement, by_node=by_node, replica_slots=self.config.planner.replica_slots)
+        most = self.plans.planner.ahead_most(placement, self.plans.cost)
+        slots = self.config.planner.replica_slots
+        shape = grow(shape, placement, by_node=by_node, replica_slots=slots, most=most)
         if first and shape.ahead is not None:
             shape = dataclasses.replace(shape, **split_shares(self.config, self.plans.cost, shape.ahead))
         return self.with_rule(shape)

@@ -90,7 +90,7 @@ def simulate(
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=hiding))
     session = PlanSession(config, placement, cost)
     largest = with_late(session.planner, build_shape(placement), cost).late if config.bounded else None
-    log = TransferLog(placement, cost, largest)
+    log = TransferLog(placement, cost, largest, session.planner.ahead_most(placement, cost))
     samples = np.arange(lag, len(trace.loads), every)
     if not len(samples):
         raise UserError(f"lag ({lag}) leaves none of the trace's {len(trace.loads)} samples; use a smaller lag")

@@ -51,8 +51,16 @@ class Transfers:
 class TransferLog:
     """Follow the shape in force through a replay."""
 
-    def __init__(self, start: Placement, cost: Cost, late: TransferShape | None = None):
-        """Start with even homes; `late` is the largest transfer after the gate, None where it may be any."""
+    def __init__(
+        self, start: Placement, cost: Cost, late: TransferShape | None = None, most: TransferSizes | None = None
+    ):
+        """Start with even homes.
+
+        Args:
+          late: the largest transfer after the gate, None where it may be any.
+          most: the largest that the planner ever needs ahead, None where that is not known.
+        """
+        self.most = most
         self.cost, self.forms = cost, forms_of("auto", start.devices, start.devices_per_node)
         self.form: str | None = None
         self.shapes = dict.fromkeys(self.forms, build_shape(start))
@@ -70,7 +78,8 @@ class TransferLog:
         self.first = False
         for name, shape in self.shapes.items():
             if not fits(shape, ahead):
-                self.shapes[name] = grow(shape, ahead, by_node=name == "by_node", replica_slots=self.cost.replica_slots)
+                room = {"replica_slots": self.cost.replica_slots, "most": self.most}
+                self.shapes[name] = grow(shape, ahead, by_node=name == "by_node", **room)
         least = needed_transfer(ahead, by_node=form == "by_node")
         sizes = placement_sizes(ahead)
         group = {"devices": ahead.devices, "devices_per_node": ahead.devices_per_node}

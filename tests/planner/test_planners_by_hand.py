@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.cluster import Cluster
 from moe_jax.overlap import Prefetch
-from moe_jax.placement import Placement, routing
+from moe_jax.placement import Placement, routing, transfer_sizes
 from moe_jax.placement.transfer_sizes import placement_sizes
 from moe_jax.planner import Cost, PlannerConfig, build_planner
 from moe_jax.planner.balanced import add_spares, fill_gaps
@@ -183,6 +183,28 @@ def test_sharding_balances_cold_experts_and_keeps_memory_even():
     rng = np.random.default_rng(0)
     many = shard_homes(rng.exponential(size=(6, 16)), Placement.even(6, 16, 8, 4), tau=4)
     assert np.bincount(many.home.ravel()).tolist() == [12] * 8
+
+
+def test_hecates_and_pro_prophets_transfers_stay_within_what_they_declare():
+    """Hot experts drift after homes were made for others: X <= 1 + tau / D, Cp <= tau / Nn, and all slots are taken."""
+    rng = np.random.default_rng(0)
+    cluster = Cluster(name="hand", nodes=4, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
+    cost = Cost(cluster=cluster, model_dim=64, hidden_dim=128, replica_slots=4, overlap_degree=16)
+    hecate, prophet = (build_planner(PlannerConfig(name=name)) for name in ("hecate", "pro_prophet"))
+    loads = [rng.multinomial(5000, rng.dirichlet(np.full(32, 0.3)), (12, 16)) for _ in range(6)]
+    placement = Placement.even(12, 32, 16, 4)
+    homes = hecate.reshard(loads[0], placement, cost).home
+    hot = np.argsort(-loads[0].sum(axis=1), axis=1, kind="stable")[:, :16]
+    on_device = np.stack([np.bincount(homes[layer][hot[layer]], minlength=16) for layer in range(12)])
+    assert on_device.max() <= 2 and on_device.reshape(12, 4, 4).sum(axis=2).max() <= 5
+    for planner, start in ((hecate, placement.replace(home=homes)), (prophet, placement)):
+        most = planner.ahead_most(start, cost)
+        for newer in loads:
+            plan = planner.propose(newer, start, cost)
+            sizes = transfer_sizes(plan.home, plan.holds, 4)
+            assert sizes.offers.max() <= most.offers and sizes.crossing.max() <= most.crossing
+    assert (int(hecate.ahead_most(start, cost).offers), int(most.crossing)) == (2, 3)
+    assert hecate.counters["transfer_cut"] and len(hecate.propose(loads[1], start, cost).replicas) > 0.95 * 12 * 16 * 4
 
 
 def test_smartmoe_pairs_heavy_with_light_when_the_gain_pays():
