@@ -143,7 +143,8 @@ def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
     replicated = np.zeros(placement.home.shape, bool)
     replicated[tuple(placement.replicas[:, :2].T)] = True
     layer, expert = np.nonzero(replicated)
-    mine = routing.destinations(placement, np.asarray(loads))[layer, :, expert].sum(axis=1).astype(np.float64)  # [p, D]
+    whole = np.rint(loads).astype(np.int64)  # predicted ones are no whole tokens
+    mine = routing.destinations(placement, whole)[layer, :, expert].sum(axis=1).astype(np.float64)  # [p, D]
     at_home = np.arange(placement.devices) == placement.home[layer, expert][:, None]
     mine = np.where(mine.sum(axis=1, keepdims=True) > 0, mine, at_home)  # without tokens: where its home is
     p, device = np.nonzero(mine)

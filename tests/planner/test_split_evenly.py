@@ -16,6 +16,9 @@ def test_by_hand():
     even = split_evenly(placement, loads)
     assert even.shares.tolist() == [[0, 0, 0, SHARE_ONE * 3 // 4, -1], [0, 0, 1, SHARE_ONE // 4, -1]]
     assert routing.device_loads(even, loads).tolist() == routing.device_loads(placement, loads).tolist() == [[12, 4]]
+    assert (
+        split_evenly(placement, loads + 0.25).shares.tolist() == even.shares.tolist()
+    )  # predicted loads are not whole
     assert split_evenly(Placement.even(1, 2, 2), loads).shares.size == 0
 
 
