@@ -7,7 +7,7 @@ plans are never adopted (`PlannerConfig.swap_seconds` is beyond any gain). Both 
 the answer is the mean over pairs of segments of log(on / off) with its 95% interval. The floor is 0%: where the devices
 are not the host's own cores, planning hides behind the step. Here they share them.
 
-Second: 200 steps with plans that are adopted, after the first skeletons are compiled; `rejit_stall_seconds` should stay
+Second: 200 steps with plans that are adopted, after the first shapes are compiled; `rejit_stall_seconds` should stay
 0 while `plan_id` grows. Prints tables and one JSON line, and writes it to DIR/bench_planning.json.
 """
 
@@ -29,7 +29,7 @@ _HOST_DEVICES = flags.DEFINE_integer("host_devices", 8, "Devices that the CPU is
 _PAIRS = flags.DEFINE_integer("pairs", 8, "Pairs of segments; 0 leaves the first part out.")
 _STEPS = flags.DEFINE_integer("steps", 50, "Steps of a segment.")
 _STALL_STEPS = flags.DEFINE_integer("stall_steps", 200, "Steps of the second part; 0 leaves it out.")
-_SETTLE_STEPS = flags.DEFINE_integer("settle_steps", 60, "Steps before those, in which skeletons compile.")
+_SETTLE_STEPS = flags.DEFINE_integer("settle_steps", 60, "Steps before those, in which shapes compile.")
 _OUT = flags.DEFINE_string("out", None, "Folder for the JSON file.", required=True)
 
 
