@@ -376,6 +376,8 @@ def test_llep_takes_the_heaviest_expert_first_and_keeps_to_the_slots():
     placement = plan("llep", loads, cost)
     assert placement.replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
     assert routing.device_loads(placement, loads)[0].tolist() == [8, 8, 8, 8]
+    # Capacity 12: of the surplus of 8 all goes to the least loaded, device 1.
+    assert plan("llep", loads, cost, capacity=1.5).replicas.tolist() == [[0, 0, 1]]
     # No slot, no spill; and with two hot experts on device 0 one slot each serves the first one only.
     assert not len(plan("llep", loads, dataclasses.replace(cost, replica_slots=0)).replicas)
     loads[0, 0] = [20, 12, 0, 0, 0, 0, 0, 0]

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 # planned ahead, whatever the file says
 BALANCERS = {
     "fastermoe": ("PlannerConfig.when = 'ahead'",),
+    "llep": ("PlannerConfig.when = 'ahead'",),
     **dict.fromkeys(("pro_prophet", "hecate", "smartmoe", "flexmoe", "eplb", "balanced"), ()),
 }
 # a cosine ends at train.steps: runs that stop early are compared at one rate
@@ -58,6 +59,7 @@ def test_loss_curve_equals_that_of_plain_expert_parallelism(base, name):
 AFTER_GATE = {
     "fastermoe": ("PlannerConfig.when = 'after_gate'",),
     "balanced": ("PlannerConfig.when = 'after_gate'",),
+    "llep": (),
     "hecate": ("PlannerConfig.calibrate = True", "PlannerConfig.replica_slots = 3", "ModelConfig.prefetch = 'none'"),
 }
 
