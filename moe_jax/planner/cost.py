@@ -191,6 +191,13 @@ class Cost:
             form = "by_node" if by_node.sent().across < flat.sent().across else "flat"
         return by_node if form == "by_node" else flat
 
+    def slots_left(self, most: int) -> int:
+        """Return how many replica slots fit beside those planned ahead, `most` where the memory is not known."""
+        memory = self.cluster.memory_bytes
+        if memory is None:
+            return most
+        return min(most, slots_in(memory, self.layers_alive, self.expert_bytes) - self.replica_slots)
+
     def late_price(self, needed: TransferSizes, each: np.ndarray) -> np.ndarray:
         """Return the seconds of a late transfer and its way back [...]; `each` [...] is the price by the expert."""
         if self.late is None or not self.late_seconds:

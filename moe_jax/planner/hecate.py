@@ -130,10 +130,11 @@ class HecatePlanner(PlannerBase):
         return few(limits[0], cost.replica_slots, limits[1])
 
     def late_needs(self, shape, cost):
-        if not self.decides_late(self.config):
+        slots = cost.slots_left(self.config.late_slots) if self.decides_late(self.config) else 0
+        if not slots:
             return None
-        slots, offers = self.config.late_slots, min(self.config.late_slots, shape.home_slots)
-        return few(offers, slots, min(slots, offers) * shape.devices_per_node)
+        offers = min(slots, shape.home_slots)
+        return few(offers, slots, offers * shape.devices_per_node)
 
     def late_rule(self, shape, cost, groups):
         if shape.late is None:

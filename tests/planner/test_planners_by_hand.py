@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from moe_jax.cluster import Cluster
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.overlap import Prefetch
-from moe_jax.placement import Placement, routing, transfer_sizes
+from moe_jax.placement import Placement, build_shape, routing, transfer_sizes
 from moe_jax.placement.transfer_sizes import placement_sizes
 from moe_jax.planner import Cost, PlannerConfig, build_planner
 from moe_jax.planner.balanced import add_spares, fill_gaps
 from moe_jax.planner.eplb import rebalance
 from moe_jax.planner.hecate import slots_by_load
+from moe_jax.planner.late import with_late_prices
 from moe_jax.planner.packed_homes import choose_homes
 from moe_jax.planner.sharding import shard_homes
 from moe_jax.planner.shares import fill_level, level_quotas, share_rows, starting_quotas
@@ -170,6 +172,29 @@ def test_hecate_calibrates_only_where_a_late_gather_pays():
     assert planner.refine(hot3, ahead, heavy) == ahead
     off = build_planner(PlannerConfig(name="hecate", calibrate=False))
     assert off.refine(hot3, ahead, cost) == ahead
+
+
+def test_late_slots_of_hecate_are_what_memory_leaves_after_the_replicas_ahead():
+    planner = build_planner(PlannerConfig(name="hecate", late_slots=3))
+    shape = build_shape(Placement.even(1, 8, 4))
+    cost = make_cost(100, 12, replica_slots=2, overlap_degree=1)
+    for memory, slots in ((None, 3), (9, 2), (5, None)):  # an expert is 2 bytes, the replicas ahead take 4
+        known = dataclasses.replace(cost, cluster=dataclasses.replace(cost.cluster, memory_bytes=memory))
+        needs = planner.late_needs(shape, known)
+        assert (None if needs is None else (int(needs.offers), int(needs.slots))) == (slots and (min(2, slots), slots))
+
+
+def test_fastermoe_skips_what_does_not_fit_the_late_transfer():
+    # Experts 0, 1 at home on device 0, 2, 3 on device 1; totals 40, 24, 36. Shadowing 0 makes H = (34, 46, 10, 10)
+    # of (64, 36, 0, 0), then 2 makes (43, 19, 19, 19); 1 would make (25, 25, 25, 25), but a device offers one only.
+    loads = np.array([[[10, 6, 9, 0, 0, 0, 0, 0]] * 4])
+    late = TransferShape(devices=4, devices_per_node=4, offers=1, slots=3)
+    planner = build_planner(PlannerConfig(name="fastermoe", when="after_gate", residual=False))
+    start, cost = Placement.even(1, 8, 4, rule="home"), make_cost(1e6, 12, replica_slots=3)
+    late = planner.refine(loads, start, with_late_prices(cost, late))
+    assert sorted(set(late.replicas[:, 1])) == [0, 2]
+    assert routing.device_loads(late, loads).tolist() == [[43, 19, 19, 19]]
+    assert planner.counters["late_cut"] == 1
 
 
 def test_sharding_balances_cold_experts_and_keeps_memory_even():
