@@ -27,7 +27,7 @@ class LayerInputs:
       mix: parameters of the unit but for its gate's, gathered; gate: the gate's.
       bank: {name: [Rb, ...]} in the compute dtype.
       replicas: a tuple with {name: [m, ...]} for each transfer, ahead of the gate and after it.
-      grad_sinks: (home {name: [Hs, ...]}, a tuple of sinks beside `replicas`).
+      grad_sinks: (home {name: [Hs, ...]}, a tuple of grad_sinks beside `replicas`).
       tables: the layer's; token_ids: int32 [t]; noise_key: PRNG key, or None.
     """
 
@@ -67,10 +67,10 @@ class Stages:
         return self._run(self.checkpoint(run), (x, inputs.mix), inputs, save_residuals)
 
     def dispatch(self, a, inputs: LayerInputs, save_residuals: bool):
-        """Gate and send: returns ((rows, context's floats, stats' floats, late sinks), what has no gradient).
+        """Gate and send: returns ((rows, context's floats, stats' floats, late grad_sinks), what has no gradient).
 
         The latter are (group sizes, integers beside the floats, passes, late replicas): replicas that come after the
-        gate, a tuple of {name: [m, ...]}, and the sinks through which their gradients enter.
+        gate, a tuple of {name: [m, ...]}, and the grad_sinks through which their gradients enter.
         """
 
         def run(a, gate, home_sink):
@@ -79,8 +79,8 @@ class Stages:
                 tokens, inputs.token_ids, gate["w_gate"], inputs.bank, home_sink, inputs.tables, inputs.noise_key
             )
             (context, stats), whole = split_floats((sent.context, stats))
-            values, sinks = (tuple(part) for part in zip(*late, strict=True)) if late else ((), ())
-            return (sent.rows, context, stats, sinks), (sent.group_sizes, whole, passes, values)
+            values, late_grad_sinks = (tuple(part) for part in zip(*late, strict=True)) if late else ((), ())
+            return (sent.rows, context, stats, late_grad_sinks), (sent.group_sizes, whole, passes, values)
 
         arguments = (a, inputs.gate, inputs.grad_sinks[0] if self.moe.late else {})
         return self._run(self.moe_checkpoint(run), arguments, inputs, save_residuals, has_aux=True)

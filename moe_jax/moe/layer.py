@@ -193,8 +193,8 @@ def _operands(bank, tables, grad_sink, replicas, name):
     operands = [GroupedWeights(bank=bank, slots=tables.home_row, grad_sink=grad_sink[name] if grad_sink else None)]
     for values, replica_grad_sink in replicas:
         slots = jnp.arange(values[name].shape[0], dtype=jnp.int32)
-        sink = replica_grad_sink[name] if grad_sink else None
-        operands.append(GroupedWeights(bank=values[name], slots=slots, grad_sink=sink))
+        gradients = replica_grad_sink[name] if grad_sink else None
+        operands.append(GroupedWeights(bank=values[name], slots=slots, grad_sink=gradients))
     return tuple(operands)
 
 

@@ -81,9 +81,9 @@ def _operands(name: str, weights: dict) -> tuple[GroupedWeights, ...]:
     home_sink = weights["grad_sink"][name] if weights["grad_sink"] else None
     slots = weights["tables"].home_row
     operands = [GroupedWeights(bank=weights["bank"][name], slots=slots, grad_sink=home_sink, constant=True)]
-    for replicas, sinks in zip(weights["replicas"], weights["replica_grad_sinks"], strict=True):
+    for replicas, grad_sink in zip(weights["replicas"], weights["replica_grad_sinks"], strict=True):
         slots = jnp.arange(replicas[name].shape[0], dtype=jnp.int32)
-        operands.append(GroupedWeights(bank=replicas[name], slots=slots, grad_sink=sinks[name], constant=True))
+        operands.append(GroupedWeights(bank=replicas[name], slots=slots, grad_sink=grad_sink[name], constant=True))
     return tuple(operands)
 
 

@@ -1,9 +1,9 @@
 """A change of homes: parameters and moments of all experts move to the bank rows of a new placement.
 
 Inputs: the training state (donated), the old homes and the new ones. Outputs: the same state with every leaf of the
-bank permuted, and nothing else touched. Every leaf moves in rounds of one all-to-all, in which a device sends at most
-one row to each other device, so memory holds the leaf and its new version. The rounds are data: the program is compiled
-once.
+bank permuted, and nothing else touched. Every leaf moves in its own dtype, in rounds of one all-to-all, in which a
+device sends at most one row to each other device: beside the leaf and its new version memory holds D rows and the D
+that arrive, however many move. The rounds are data: the program is compiled once.
 Letters: docs/notation.md.
 """
 

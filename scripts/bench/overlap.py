@@ -3,13 +3,12 @@
     python scripts/bench/overlap.py --gin_file=configs/model/hecate_gpt_moe_s.gin --target=h200:4x8 --target=h200:1x8
 
 needs the CUDA wheels of this jax in the environment, and no GPU. Every device has replicas of one expert of each of its
-next --replicas neighbours, in every layer: as many full rounds of one expert each, with all links alike. One row for
-each target, schedule, guidance of the scheduler, and with and without the overflow branch, modelled from the program
-(`python -m moe_jax.inspect` says how): of the bytes of Trans and Agg in the loops over layers, the steady state, those
-that have a kernel, and a matmul, between start and done; modelled milliseconds and the share of them that is exposed,
-of all and in the loops; the same for the all-to-alls; bytes per device in GB. Ceiling: 100% of the bytes, 0% exposed.
-The last line is one JSON object; --out stores each case as soon as it is compiled, with its program, and skips those
-that it holds.
+next --replicas neighbours, in every layer: all offer one expert and all links are alike. One row for each target,
+schedule, guidance of the scheduler, and with and without the overflow branch, modelled from the program (`python -m
+moe_jax.inspect` says how): of the bytes of Trans and Agg in the loops over layers, the steady state, those that have a
+kernel, and a matmul, between start and done; modelled milliseconds and the share of them that is exposed, of all and in
+the loops; the same for the all-to-alls; bytes per device in GB. Ceiling: 100% of the bytes, 0% exposed. The last line
+is one JSON object; --out stores each case as soon as it is compiled, with its program, and skips those that it holds.
 """
 
 from __future__ import annotations

@@ -190,16 +190,16 @@ def test_buckets_of_three_lengths_hold_the_same_rows_in_the_same_order(me):
     routing = route(choice, jnp.asarray(target), jnp.asarray(rng.integers(0, groups, target.shape)), 4, groups)
     even, three = pack(routing, 0, 7, 1, groups), pack(routing, 0, layout, 1, groups, jnp.int32(me))
     np.testing.assert_array_equal(three.counts, even.counts)
-    wide = [bucket * 7 + slot for bucket, slot in slots(1)]
-    np.testing.assert_array_equal(three.choice_of_row, np.asarray(even.choice_of_row)[wide])
-    np.testing.assert_array_equal(np.asarray(wide)[three.row_of_choice], even.row_of_choice)
+    as_even = [bucket * 7 + slot for bucket, slot in slots(1)]
+    np.testing.assert_array_equal(three.choice_of_row, np.asarray(even.choice_of_row)[as_even])
+    np.testing.assert_array_equal(np.asarray(as_even)[three.row_of_choice], even.row_of_choice)
 
     counts = np.zeros((4 * each, groups), np.int32)
     for source in range(4 * each):
         np.add.at(counts[source], rng.integers(0, groups, rng.integers(0, fits[source // each] + 1)), 1)
     even, three = regroup(jnp.asarray(counts), 7), regroup(jnp.asarray(counts), layout, jnp.int32(me))
     filled = counts.sum()
-    wide = [source * 7 + slot for source, slot in slots(each)]
-    np.testing.assert_array_equal(np.asarray(wide)[three.row_of_place[:filled]], even.row_of_place[:filled])
+    as_even = [source * 7 + slot for source, slot in slots(each)]
+    np.testing.assert_array_equal(np.asarray(as_even)[three.row_of_place[:filled]], even.row_of_place[:filled])
     np.testing.assert_array_equal(np.asarray(three.place_of_row)[three.row_of_place[:filled]], np.arange(filled))
     np.testing.assert_array_equal(three.group_sizes, even.group_sizes)
