@@ -21,7 +21,6 @@ CASES = {
     "s1-ppermute-esp2": ("s1", {"expert_shard": 2, "devices_per_node": 4}, {"transport": "ppermute"}),
     "s1-two_level-data2": ("s1", {"data": 2, "expert": 4, "devices_per_node": 2}, {"transport": "two_level"}),
     "s1-esp_is_a_node": ("s1", {"expert_shard": 4, "devices_per_node": 4}, {}),
-    "s1-one_node": ("s1", {"expert": 8}, {}),
     "deepspeed-esp2-mp2": ("deepspeed", {"expert_shard": 2, "model": 2, "devices_per_node": 4}, {}),
     "deepspeed-two_level": ("deepspeed", {"model": 2, "devices_per_node": 2}, {"transport": "two_level"}),
     "s2-esp2-mp2": ("s2", {"expert_shard": 2, "model": 2, "devices_per_node": 4}, {}),
