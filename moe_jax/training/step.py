@@ -131,7 +131,7 @@ def make_train_step(
     dropped, passes int32 [L]; stop int32 [], 1 if any host asked to stop.
 
     `host_signals` is int32 [devices], 1 where a host asks to stop. With a plan it is int32 [devices, 3]: stop, number
-    of the newest skeleton ready, hash of the plan; metrics then also have `ready`, the least of all, `plan_hash_least`
+    of the newest shape ready, hash of the plan; metrics then also have `ready`, the least of all, `plan_hash_least`
     and `plan_hash_most`.
 
     Where `max_skipped_steps` allows it, a step whose loss or gradient norm is not finite in any microbatch leaves the
