@@ -32,7 +32,7 @@ from moe_jax.models.model_group import check_sequence_parallel
 from moe_jax.moe.layer import layer_sizes, make_schedule
 from moe_jax.placement import PlanShape, build_shape
 from moe_jax.replan.plan_cost import with_replica_slots
-from moe_jax.replan.replanner import initial_placement
+from moe_jax.replan.replanner import check_transfer, initial_placement
 from moe_jax.schedules import schedules
 from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups
@@ -146,6 +146,7 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
             "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
     check_sequence_parallel(run.model.sequence_parallel, length, roles)
+    check_transfer(run, roles)
     make_schedule(run.moe, roles, rows // shards * length, split_tokens=run.model.sequence_parallel)
     return model
 

@@ -26,6 +26,9 @@ VALUES: dict[str, dict[str, str]] = {
     "PlannerConfig.transfer": {"shift": "auto", "permute": "auto", "gather": "auto", "broadcast": "auto"},
 }
 
+# of these a user is told what replaces them by the class that they bind: no value of today does the same
+REPLACED: frozenset[str] = frozenset({"PlannerConfig.transfer"})
+
 # key of metrics.jsonl -> key; a key that ends in an underscore is a prefix
 METRICS: dict[str, str] = {
     "guests": "replicas",

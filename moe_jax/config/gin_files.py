@@ -24,7 +24,7 @@ from moe_jax.config.run_config import BOUND, CONFIG_CLASSES, RunConfig, config_t
 from moe_jax.config.values import fitted
 from moe_jax.errors import UserError
 from moe_jax.renames import BINDINGS as OLD_BINDINGS
-from moe_jax.renames import binding_of_today, value_of_today
+from moe_jax.renames import REPLACED, binding_of_today, value_of_today
 
 BINDINGS = "--gin_bindings"
 MODULE = "moe_jax"
@@ -115,12 +115,13 @@ def parse_run_config(
     for target, statement in list(bindings.items()):
         value = _resolve(statement.value, statement, macros, ())
         if (today := value_of_today(target, value)) != value:
-            if not statement.stored:
+            if statement.stored:
+                value = today
+                bindings[target] = dataclasses.replace(statement, value=today)
+            elif target not in REPLACED:
                 raise UserError(
                     f"{target}: {value!r} is called {today!r} now ({statement.place}); write {target} = {today!r}"
                 )
-            value = today
-            bindings[target] = dataclasses.replace(statement, value=today)
         annotation = _annotations(statement.name)[statement.field]
         values[statement.name][statement.field] = fitted(statement.target, annotation, value, statement.place)
     run = RunConfig(**_build(values))

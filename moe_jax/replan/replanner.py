@@ -47,6 +47,7 @@ class Replanner:
         Raises:
           UserError: a cluster file that is not there, or more replica slots than its memory holds.
         """
+        check_transfer(config, roles)
         self.start = initial_placement(config, roles)
         self.config, self.roles = with_replica_slots(config, roles, self.start), roles
         self.devices = roles.size(roles.expert)
@@ -187,6 +188,19 @@ class Replanner:
             self.plans.observe(loads)
         placement = self.plans.propose(self.config.planner.steps_between_plans).placement
         return self.grow(self.first_shape(), placement)
+
+
+def check_transfer(config: RunConfig, roles: Roles) -> None:
+    """Refuse a form of transfers that the nodes of the expert-parallel group cannot have.
+
+    Raises:
+      UserError: by node with nodes of unequal size, one node, or one device on a node.
+    """
+    if config.planner.name == "none" or config.planner.transfer != "by_node":
+        return
+    members = roles.size(roles.expert)
+    inside = max(1, roles.config.devices_per_node // roles.config.expert_shard)
+    TransferShape(devices=members, devices_per_node=min(inside, members), offers=1, slots=1, by_node=True)
 
 
 def initial_placement(config: RunConfig, roles: Roles) -> Placement:

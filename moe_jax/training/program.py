@@ -21,6 +21,7 @@ from moe_jax.mesh import Roles, build_mesh
 from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
 from moe_jax.placement import PlanShape, table_shapes
+from moe_jax.replan.replanner import check_transfer
 from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.guided import compile_guided, find_target
@@ -129,6 +130,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
       UserError: whatever in the config does not fit together, or fit the devices.
     """
     roles = build_mesh(config.mesh, devices)
+    check_transfer(config, roles)
     vocab_size = padded_vocabulary(tokenizer or build_tokenizer(config.data), config.model)
     model = LanguageModel(
         config=resolve_attention(config.model, roles.mesh.devices.flat[0]),

@@ -12,8 +12,11 @@ from moe_jax.config import bound_in, parse_run_config
 from moe_jax.dry_run import dry_run, print_dry_run
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.mesh.abstract import build_abstract_roles
 from moe_jax.models import LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
+from moe_jax.replan.replanner import Replanner
+from moe_jax.training.program import build_program
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "model").glob("*.gin"))
@@ -77,6 +80,32 @@ def test_config_header_states_its_command(path):
 def test_macros_of_the_named_sizes():
     run, _, _ = parse_run_config(["configs/model/pro_prophet_moe_gpt_s.gin"], ["NUM_EXPERTS = 32", "TOP_K = 2"])
     assert (run.moe.num_experts, run.moe.top_k) == (32, 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "bindings", "why"),
+    [
+        (8, ("MeshConfig.devices_per_node = 1",), "there is one device on a node"),
+        (8, ("MeshConfig.devices_per_node = 8",), "there is one node"),
+        (8, ("MeshConfig.expert = 4", "MeshConfig.data = 2"), "there is one node"),
+        (12, ("MeshConfig.expert = 6", "MeshConfig.data = 2"), "nodes of unequal size"),
+    ],
+)
+def test_transfers_by_node_need_nodes(devices, bindings, why):
+    """A dry run and a program refuse them before anything compiles; without a planner nothing is transferred."""
+    sizes = ("MeshConfig.devices_per_node = 4", "MoEConfig.num_experts = 24", "train.batch_size = 24", *bindings)
+    sizes = (*sizes, "PlannerConfig.transfer = 'by_node'", "ModelConfig.vocab_size = 64")
+    run, _, _ = parse_run_config(["configs/run/hecate.gin"], sizes)
+    for refused in (lambda: dry_run(run, devices), lambda: Replanner(run, build_abstract_roles(run.mesh, devices))):
+        with pytest.raises(UserError, match=why) as error:
+            refused()
+        assert "\n" not in str(error.value)
+    if devices == 8:
+        with pytest.raises(UserError, match=why):
+            build_program(run, jax.devices())
+    flat, _, _ = parse_run_config(["configs/run/hecate.gin"], [*sizes, "PlannerConfig.transfer = 'flat'"])
+    bare, _, _ = parse_run_config(["configs/run/hecate.gin"], [*sizes, "PlannerConfig.name = 'none'"])
+    assert dry_run(flat, devices) and dry_run(bare, devices)
 
 
 def test_dry_run_has_all_sections(capsys):

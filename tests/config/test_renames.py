@@ -15,7 +15,7 @@ from moe_jax.cluster.read import read_cluster
 from moe_jax.config import bound_in, parse_run_config
 from moe_jax.config.run_config import CONFIG_CLASSES, RunConfig, check_resumable, config_text
 from moe_jax.errors import UserError
-from moe_jax.renames import BINDINGS, VALUES
+from moe_jax.renames import BINDINGS, REPLACED, VALUES
 
 TODAY = {f"{name}.{field.name}" for name, cls in CONFIG_CLASSES.items() for field in dataclasses.fields(cls)}
 
@@ -100,7 +100,10 @@ OLD_VALUES = [(binding, old, new) for binding, values in VALUES.items() for old,
 
 @pytest.mark.parametrize(("binding", "old", "new"), OLD_VALUES)
 def test_an_old_value_is_refused_with_the_new_one(binding, old, new):
-    with pytest.raises(UserError, match=f"{old!r} is called {new!r} now"):
+    told = (
+        f"{old!r}.*replicas travel in slices; use {new!r}" if binding in REPLACED else f"{old!r} is called {new!r} now"
+    )
+    with pytest.raises(UserError, match=told):
         parse_run_config((), [f"{binding} = {old!r}"])
     parse_run_config((), [f"{binding} = {new!r}"])
 
@@ -115,6 +118,9 @@ def test_a_stored_config_with_old_names_is_no_difference():
     assert check_resumable(old, text) == [] and renames.config_text_of_today(old) == text
     moved = old.replace("MoEConfig.transport = 'all_to_all'", "MoEConfig.transport = 'pairwise'")
     assert check_resumable(moved, text.replace("'all_to_all'", "'ppermute'")) == []
+    assert (
+        check_resumable(old.replace("PlannerConfig.transfer = 'auto'", "PlannerConfig.transfer = 'gather'"), text) == []
+    )
 
 
 def test_a_record_of_metrics_has_the_keys_of_today():

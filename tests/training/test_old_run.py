@@ -43,8 +43,8 @@ RUNS = {
         "MeshConfig.data = 2", "MoEConfig.transport = 'ppermute'",
     ),
 }  # fmt: skip
-# up to which step plans are those of then: hecate's search is the same where a config asks for it; Pro-Prophet's is not,
-# and only the step after the checkpoint runs with what the checkpoint holds
+# up to which step plans are those of then: hecate's search is the same where a config asks for it; Pro-Prophet's is
+# not, and only the step after the checkpoint runs with what the checkpoint holds
 SAME_PLANS = {"hecate": 12, "pro_prophet": 7}
 
 
