@@ -45,6 +45,7 @@ class Cost:
       price: 'executor', what the program will do; or 'paper': Pro-Prophet's equations 1, 4, 5 and 8 and FasterMoE's
         2 S / W, on one bandwidth.
       transfer: form of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one.
+      padded: whether an exchange of rows is padded to the fullest pair of each kind.
       late: the largest transfer after the gate that the step is compiled for; None where it has none.
       late_seconds: of one such transfer and its way back in each of its sizes (`halves`), 0 for none first; ()
         where experts have a price each.
@@ -67,6 +68,7 @@ class Cost:
     prefetch: Prefetch = Prefetch()
     price: str = "executor"
     transfer: str = "auto"
+    padded: bool = True
     late: TransferShape | None = None
     late_seconds: tuple[float, ...] = ()
 

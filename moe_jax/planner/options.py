@@ -32,8 +32,9 @@ class PlannerOptions:
       horizon: steps over which a gain must pay for a change that costs (homes, shapes).
       swap_seconds: the cost of a new shape in that decision.
       cluster: file of the links and speeds that predictions use, such as 'configs/cluster/NAME.gin'; '' for none.
-      split: which holder a token goes to: 'plan', as the planner says, near ones first; or 'even', in the same
-        proportions from every source: the plan's device loads stay, and buckets within a node may be small.
+      split: which holder a token goes to: 'plan', as the planner says, near ones first; 'even', in the same proportions
+        from every source: the plan's device loads stay, and a padded exchange has no fullest pair; or 'auto', the one
+        whose exchange is predicted to take less time ('plan' after the gate, and where rows are not padded).
       bucket_limit: rows of a planned bucket for another device over their mean, at most: such a bucket is as large as
         the fullest pair of its kind that is predicted (same node, other nodes), which under skewed loads can be all
         tokens of a device, for each destination. What does not fit takes another pass.
@@ -56,7 +57,7 @@ class PlannerOptions:
     horizon: int = 100
     swap_seconds: float = 0.0
     cluster: str = ""
-    split: str = "plan"
+    split: str = "auto"
     bucket_limit: float = 4.0
     transfer: str = "auto"
     executables: int = 4
@@ -72,7 +73,7 @@ class PlannerOptions:
             )
         self.one_of("transfer", TRANSFERS)
         self.one_of("price", ("executor", "paper"))
-        self.one_of("split", ("plan", "even"))
+        self.one_of("split", ("auto", "plan", "even"))
         if self.replica_slots != "memory":
             self.whole("replica_slots", 0)
         for field, least in (

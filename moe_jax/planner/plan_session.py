@@ -20,6 +20,7 @@ from moe_jax.planner.late import with_late_prices
 from moe_jax.planner.predictor import build_predictor
 from moe_jax.planner.registry import build_planner
 from moe_jax.planner.shares import split_evenly
+from moe_jax.planner.split import choose_split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ class PlanSession:
         self.exchanges_per_step = exchanges_per_step
         self.last_planned: int | None = None
         self.last_sharded = 0
+        self.split = ""  # in use, where it is chosen by price
 
     def observe(self, loads: np.ndarray) -> None:
         """Take in the loads [L, S, E] of the newest finished step."""
@@ -74,8 +76,7 @@ class PlanSession:
                 self.last_sharded = iteration
             unsure = dataclasses.replace(self.cost, load_error=tuple(self.predictor.error().tolist()))
             self.placement = self.planner.propose(loads, self.placement, unsure)
-            if self.config.split == "even":
-                self.placement = split_evenly(self.placement, loads)
+            self._split(loads)
             self.last_planned = iteration
         return Proposal(
             placement=self.placement,
@@ -84,6 +85,13 @@ class PlanSession:
             seconds=time.perf_counter() - began,
             error=self.predictor.error(),
         )
+
+    def _split(self, loads: np.ndarray) -> None:
+        """Give the newest plan the token rule of `PlannerConfig.split`; what is decided late keeps its own."""
+        if self.config.split == "even":
+            self.placement = split_evenly(self.placement, loads)
+        elif self.config.split == "auto" and self.cost.padded and not self.decides_late:
+            self.placement, self.split = choose_split(self.placement, loads, self.cost, self.split)
 
     def refine(
         self, loads: np.ndarray, placement: Placement | None = None, late: TransferShape | None = None
@@ -112,6 +120,7 @@ class PlanSession:
             "rule": list(placement.rule),
             "last_planned": -1 if self.last_planned is None else self.last_planned,
             "last_sharded": self.last_sharded,
+            "split": self.split,
             **{f"predictor_{name}": value for name, value in self.predictor.state().items()},
         }
 
@@ -130,4 +139,5 @@ class PlanSession:
         )
         self.last_planned = None if state["last_planned"] < 0 else int(state["last_planned"])
         self.last_sharded = int(state["last_sharded"])
+        self.split = state.get("split", "")  # runs up to commit 54b32df chose none
         self.predictor.restore({"seen": state["predictor_seen"], "errors": state["predictor_errors"]})

@@ -53,6 +53,7 @@ def plan_cost(config: RunConfig, roles: Roles, start: Placement) -> Cost:
         microbatches=config.train.grad_accum_steps,
         prefetch=model.block_wise,
         price=planner.price,
+        padded=config.moe.transport != "ragged",
         transfer=planner.transfer if planner.transfer in ("flat", "by_node") else "auto",
     )
 

@@ -92,6 +92,7 @@ def _config() -> PlannerConfig:
         price=FLAGS.price,
         transfer=FLAGS.transfer,
         bounded=FLAGS.bounded,
+        split="plan",  # a trace's exchanges are timed by their exact rows
         **given,
     )
 

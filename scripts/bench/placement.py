@@ -51,7 +51,9 @@ _SLACKS = flags.DEFINE_list("slacks", ["1.5", "3", "6"], "Bucket sizes tried for
 _TRANSPORTS = flags.DEFINE_list("transports", ["all_to_all", "ppermute", "two_level"], "Transports tried for EP.")
 _EP = flags.DEFINE_string("ep", "", "TRANSPORT:SLACK of plain EP as an earlier run chose it; '' tries them all.")
 _REPLICA_SLOTS = flags.DEFINE_integer("replica_slots", 4, "Replicas of a device in a layer.")
-_SPLIT = flags.DEFINE_enum("split", "even", ["even", "plan"], "PlannerConfig.split of planners that plan ahead.")
+_SPLIT = flags.DEFINE_enum(
+    "split", "auto", ["auto", "even", "plan"], "PlannerConfig.split of planners that plan ahead."
+)
 _FIRST = flags.DEFINE_integer("first_sample", 50, "Sample of the trace for step 0.")
 _WAIT_FOR = flags.DEFINE_string(
     "wait_for", "", "Start the rounds when this file exists: to empty a busy machine first."
