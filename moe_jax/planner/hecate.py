@@ -149,7 +149,8 @@ class HecatePlanner(PlannerBase):
         }
 
     def reshard(self, loads, placement, cost):
-        tau = min(cost.overlap(self.config.name), placement.experts)
+        # without materialisation no expert's tokens are taken off its home: all homes are to be balanced
+        tau = min(cost.overlap(self.config.name), placement.experts) if self.config.materialize else 0
         return shard_homes(np.asarray(loads, np.float64).sum(axis=1), placement, tau)
 
     def _pays(self, loads: np.ndarray, placement: Placement, added: np.ndarray, cost: Cost) -> np.ndarray:
