@@ -19,6 +19,7 @@ import math
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import dense_specs, expert_specs
 from moe_jax.models.config import ModelConfig
@@ -207,18 +208,40 @@ def _gathered(
 
 
 def _replicas(sizes: Sizes, roles: Roles, plan: PlanShape, compute_itemsize: int) -> int:
-    """Return the bytes of replicas: parameters of the layers in memory, and gradients of one layer twice, for Agg.
+    """Return the bytes of replicas: parameters of the layers in memory, and what one layer needs to get and return.
 
-    Parameters are in the compute dtype, gradients in that of the parameters.
+    That is their gradients twice, for Agg, or what Trans exchanges, whichever is more: both are not there at once.
+    Parameters and what travels are in the compute dtype, gradients in that of the parameters.
     """
+    held = plan.replica_slots * compute_itemsize * sizes.config.replica_layers
+    gradients = 2 * plan.replica_slots * itemsize(sizes.config.param_dtype)
+    travelling = sum(_travelling(transfer) for transfer in (plan.ahead, plan.late) if transfer is not None)
+    return int(_expert_elements(sizes, roles) * (held + max(gradients, travelling * compute_itemsize)))
+
+
+def _travelling(transfer: TransferShape) -> float:
+    """Return the chunks that a Trans holds at once: what it packs and what arrives.
+
+    By node that is what a device has of its node's offers and of other nodes', apart and joined.
+    """
+    ends = transfer.offers + transfer.slots
+    if not transfer.by_node:
+        return ends
+    return max(ends, 2 * transfer.places / transfer.inside)
+
+
+def _expert_elements(sizes: Sizes, roles: Roles) -> int:
+    """Return the parameters of an expert's matrices on one device."""
     config = sizes.config
     matrices = 3 if config.activation == "swiglu" else 2
-    elements = matrices * config.model_dim * config.hidden_dim // roles.size(roles.expert_shard)
-    return plan.replica_slots * elements * (compute_itemsize * config.replica_layers + 2 * itemsize(config.param_dtype))
+    return matrices * config.model_dim * config.hidden_dim // roles.size(roles.expert_shard)
 
 
 def _overflow(sizes: Sizes, roles: Roles, plan: PlanShape, compute_itemsize: int, local_bank: int) -> int:
-    """Return the bytes that later passes hold: the bank, copied into branches of the backward, and one pass' rows."""
+    """Return the bytes that later passes hold: copies in branches of the backward, and one pass' rows.
+
+    Copied are the bank, and the parameters and gradients of a layer's replicas, twice each.
+    """
     tokens = (
         sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense) * roles.size(roles.model)
     )
@@ -229,7 +252,8 @@ def _overflow(sizes: Sizes, roles: Roles, plan: PlanShape, compute_itemsize: int
         return 0
     matrices = 2 if sizes.config.activation == "swiglu" else 1
     row = 3 * sizes.config.model_dim + matrices * sizes.config.hidden_dim // roles.size(roles.expert_shard)
-    return 2 * compute_itemsize * local_bank + 2 * compute_itemsize * layout.total * row
+    copied = local_bank + 2 * plan.replica_slots * _expert_elements(sizes, roles)
+    return 2 * compute_itemsize * copied + 2 * compute_itemsize * layout.total * row
 
 
 def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan: PlanShape | None) -> int:

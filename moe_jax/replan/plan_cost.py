@@ -6,6 +6,7 @@ a number. Host side; no arrays on devices.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 
 import numpy as np
@@ -74,7 +75,7 @@ def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
 def with_replica_slots(config: RunConfig, roles: Roles, start: Placement) -> RunConfig:
     """Return the config with `PlannerConfig.replica_slots = 'memory'` as the number of replicas that fit (Hecate 4.2).
 
-    What the model, its optimizer and activations leave of the device's memory is divided by the bytes of a replica.
+    That is the most with which a step stays within the device's memory by `device_bytes`, where every home is offered.
 
     Raises:
       AbsentFigureError: the cluster has no memory_bytes.
@@ -95,9 +96,12 @@ def with_replica_slots(config: RunConfig, roles: Roles, start: Placement) -> Run
         ema=train.ema_decay > 0,
     )
     shape = build_shape(start)
-    group = {"devices": shape.devices, "devices_per_node": shape.devices_per_node}
-    single = dataclasses.replace(shape, ahead=TransferShape(**group, offers=1, slots=1))
-    none, one = (device_bytes(sizes, roles, plan) for plan in (shape, single))
-    most = shape.experts - shape.home_slots
-    slots = min(most, max(0, int((memory - none.at_most) // (one.replicas - none.replicas))))
+    group = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": shape.home_slots}
+
+    def fits(slots: int) -> bool:
+        plan = dataclasses.replace(shape, ahead=TransferShape(**group, slots=slots))
+        return device_bytes(sizes, roles, plan).at_most <= memory
+
+    most = range(1, shape.experts - shape.home_slots + 1)
+    slots = bisect.bisect_left(most, True, key=lambda number: not fits(number))
     return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))

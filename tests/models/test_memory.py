@@ -5,6 +5,7 @@ gradient as large as the bank in every turn; a branch that reads the bank inside
 turn. Either would make the memory grow with layers squared. The grad_sink (`moe_jax.moe.bank`) prevents the first.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -12,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.dispatch.tables import even_tables
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
+from moe_jax.models.memory import Sizes, device_bytes
 from moe_jax.moe import MoEConfig
+from moe_jax.placement import Placement, build_shape, table_shapes
 
 DEVICES, EXPERTS, VOCAB = 4, 8, 32
 
@@ -25,8 +29,8 @@ overflow_copies_the_bank = pytest.mark.xfail(
 
 
 @functools.cache
-def gradient_of(*, layers, model_dim, hidden_dim, batch, length, slack):
-    """Return (model, compiled gradient of the loss) for a small model under expert parallelism."""
+def gradient_of(*, layers, model_dim, hidden_dim, batch, length, slack, ahead=None):
+    """Return (model, compiled gradient of the loss) for a small model under expert parallelism; ahead: of replicas."""
     roles = build_mesh(MeshConfig(), jax.devices()[:DEVICES])
     config = ModelConfig(
         layers=layers, model_dim=model_dim, heads=2, hidden_dim=hidden_dim, loss_chunk=64, max_length=length
@@ -40,10 +44,17 @@ def gradient_of(*, layers, model_dim, hidden_dim, batch, length, slack):
         layout.params,
     )
     ids, weights = (jax.ShapeDtypeStruct((batch, length), dtype) for dtype in (jnp.int32, jnp.float32))
-    step = jax.jit(jax.grad(make_loss(model, layout, batch, length), has_aux=True))
-    tables = even_tables(layers, EXPERTS, DEVICES)
+    plan = shape_of(layers, ahead)
+    step = jax.jit(jax.grad(make_loss(model, layout, batch, length, plan=plan), has_aux=True))
+    tables = table_shapes(plan) if ahead else even_tables(layers, EXPERTS, DEVICES)
     arguments = (params, Batch(ids, ids, weights), tables, jax.random.key(0), np.int32(0), np.float32(1))
     return model, step.lower(*arguments).compile()
+
+
+def shape_of(layers, ahead):
+    """Return the shape of plans over two nodes of two devices, with so many replicas."""
+    even = build_shape(Placement.even(layers, EXPERTS, DEVICES, DEVICES // 2))
+    return dataclasses.replace(even, candidates=2, ahead=ahead)
 
 
 def bank_bytes(model):
@@ -111,3 +122,31 @@ def test_small_buckets_take_less_memory_than_the_worst_case():
     """
     temp = [gradient_of(**MANY_TOKENS, slack=slack)[1].memory_analysis().temp_size_in_bytes for slack in (1.0, DEVICES)]
     assert temp[0] < 0.7 * temp[1]
+
+
+GROUP = {"devices": DEVICES, "devices_per_node": DEVICES // 2, "offers": EXPERTS // DEVICES}
+TRANSFERS = {  # of a flat one the slots count most, by node what crosses; buckets of the mean take later passes
+    "flat": (1.0, TransferShape(**GROUP, slots=4)),
+    "by_node": (float(DEVICES), TransferShape(**GROUP, slots=1, by_node=True, crossing=4)),
+}
+
+
+@pytest.mark.parametrize("form", TRANSFERS)
+def test_replicas_take_what_is_predicted(form):
+    """Large experts, few tokens, with replicas and without: slots, what travels, and copies for later passes."""
+    slack, ahead = TRANSFERS[form]
+    sizes = {"layers": 2, "model_dim": 128, "hidden_dim": 256, "batch": 16, "length": 4, "slack": slack}
+    temp, predicted = [], []
+    for transfer in (None, ahead):
+        model, compiled = gradient_of(**sizes, ahead=transfer)
+        run = Sizes(
+            config=model.config, moe=model.moe, vocab_size=VOCAB, length=4, batch_size=16, grad_accum_steps=1,
+            zero_stage=0, expert_zero_stage=1,
+        )  # fmt: skip
+        held = device_bytes(run, model.roles, shape_of(2, transfer))
+        predicted.append(held.replicas + held.overflow)
+        temp.append(compiled.memory_analysis().temp_size_in_bytes)
+    chunk = 2 * 128 * 256 * 4
+    more = [(after - before) / chunk for before, after in (temp, predicted)]
+    print(f"\n{form}, {more[0]:.2f} experts measured, {more[1]:.2f} predicted")
+    assert more[1] == pytest.approx(more[0], rel=0.1)
