@@ -20,7 +20,7 @@ from moe_jax.planner.late import with_late_prices
 from moe_jax.planner.predictor import build_predictor
 from moe_jax.planner.registry import build_planner
 from moe_jax.planner.shares import split_evenly
-from moe_jax.planner.split import choose_split
+from moe_jax.planner.token_split import choose_split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from moe_jax.cluster import Cluster
 from moe_jax.placement import SHARE_ONE, Placement
 from moe_jax.planner import Cost, PlannerConfig
 from moe_jax.planner.plan_session import PlanSession
-from moe_jax.planner.split import choose_split, padded_seconds
+from moe_jax.planner.token_split import choose_split, padded_seconds
 
 CLUSTER = Cluster(name="two nodes of two", nodes=2, devices_per_node=2, intra_bandwidth=100.0, inter_bandwidth=10.0)
 COST = Cost(cluster=CLUSTER, model_dim=1, hidden_dim=1, dtype_bytes=1)
