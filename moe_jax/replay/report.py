@@ -53,8 +53,9 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
         "planner_us_per_layer": _number(1e6 * search.mean()),
         **_sent(records),
         "hiding": records.hiding,
-        "shape_changes": records.transfers.changes,
-        "skeleton_changes": records.transfers.changes,  # the name up to commit 54b32df
+        "shape_changes": len(records.transfers.changed),
+        "shape_changes_at": records.sample[list(records.transfers.changed)].tolist(),
+        "skeleton_changes": len(records.transfers.changed),  # the name up to commit 54b32df
         **{f"counter_{name}": count for name, count in records.counters.items()},
     }
 

@@ -34,7 +34,7 @@ class Transfers:
         each layer alone, [n, L, 2].
       late: experts sent after the gate, [n, L, 2].
       seconds: of one Trans ahead, [n]; late_seconds: of one after the gate, [n, L]. NaN where a figure is absent.
-      changes: how often a plan did not fit the compiled sizes.
+      changed: places in n at which a plan did not fit the compiled sizes.
     """
 
     form: str
@@ -45,7 +45,7 @@ class Transfers:
     late: np.ndarray
     seconds: np.ndarray
     late_seconds: np.ndarray
-    changes: int
+    changed: tuple[int, ...]
 
 
 class TransferLog:
@@ -65,7 +65,8 @@ class TransferLog:
         self.form: str | None = None
         self.shapes = dict.fromkeys(self.forms, build_shape(start))
         self.late, self.bounded = late, late is not None
-        self.first, self.changes, self.rows = True, 0, []
+        self.changed: list[int] = []
+        self.rows: list[tuple] = []
 
     def take(self, ahead: Placement, plan: Placement) -> None:
         """Add one sample: the plan ahead, and what the step made of it after the gate."""
@@ -73,9 +74,8 @@ class TransferLog:
         if self.form is None and need is not None:
             self.form = self._cheaper(need)
         form = self.form or "flat"
-        if not self.first and not fits(self.shapes[form], ahead):
-            self.changes += 1
-        self.first = False
+        if self.rows and not fits(self.shapes[form], ahead):
+            self.changed.append(len(self.rows))
         for name, shape in self.shapes.items():
             if not fits(shape, ahead):
                 room = {"replica_slots": self.cost.replica_slots, "most": self.most}
@@ -101,7 +101,7 @@ class TransferLog:
             late=np.stack(late),
             seconds=np.array(seconds),
             late_seconds=np.stack(late_seconds),
-            changes=self.changes,
+            changed=tuple(self.changed),
         )
 
     def _cheaper(self, need: TransferShape) -> str:
