@@ -29,13 +29,14 @@ from moe_jax.models.attention import missing_for_cudnn, resolve_attention
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
 from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel
-from moe_jax.moe.layer import layer_sizes, make_schedule
+from moe_jax.moe.layer import layer_sizes, make_schedule, schedule_options
 from moe_jax.placement import PlanShape, build_shape
 from moe_jax.replan.plan_cost import with_replica_slots
 from moe_jax.replan.replanner import check_transfer, initial_placement
 from moe_jax.schedules import schedules
-from moe_jax.schedules.automatic import layer_shape
+from moe_jax.schedules.automatic import layer_shape, parm_sentence
 from moe_jax.schedules.pairwise import choose_groups
+from moe_jax.schedules.pause_after_gate import gather_sentence
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
 
@@ -81,11 +82,12 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
     roles = build_abstract_roles(run.mesh, count)
     vocab_size = padded_vocabulary(build_tokenizer(run.data), run.model)
     check_sizes(run, roles, vocab_size)
+    schedule = _schedule_lines(run, roles)
     sections = [
         _section("Config", config_text(run, bound).splitlines()),
         _section("Choices", [attention_line(run, described)]),
         _section("Mesh", _mesh_lines(run, roles, given=devices is not None)),
-        *([_section("Schedule", _pairwise_lines(run, roles))] if run.moe.schedule == "pairwise" else []),
+        *([_section("Schedule", schedule)] if schedule else []),
         _section("Parameters", _parameter_lines(run, vocab_size)),
         _section("Bytes on each device", _byte_lines(run, roles, vocab_size, described)),
         _section("FLOPs", _flop_lines(run, roles, vocab_size)),
@@ -180,10 +182,25 @@ def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:
     return lines
 
 
-def _pairwise_lines(run: RunConfig, roles: Roles) -> list[str]:
-    """Say how the layer is pipelined, and what that can gain at most."""
+def _schedule_lines(run: RunConfig, roles: Roles) -> list[str]:
+    """Say what `pairwise`, `parm` and `s2` choose for themselves, and by what; nothing of other schedules."""
     moe, model = run.moe, run.model
+    if moe.schedule not in ("pairwise", "parm", "s2"):
+        return []
     tokens = run.train.batch_size // run.train.grad_accum_steps * run.data.sequence_length // roles.size(roles.dense)
+    if moe.schedule == "pairwise":
+        return _pairwise_lines(run, roles, tokens)
+    layer = roles, layer_sizes(moe, roles, tokens), schedule_options(moe, model.sequence_parallel)
+    row_bytes = model.model_dim * itemsize(model.dtype)
+    lines = [parm_sentence(*layer, row_bytes)] if moe.schedule == "parm" else []
+    if roles.size(roles.model) > 1:
+        lines.append(gather_sentence(*layer, row_bytes))
+    return lines or ["schedule 's2' is s1: with MeshConfig.model = 1 nothing is gathered"]
+
+
+def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
+    """Say how the layer is pipelined, and what that can gain at most; tokens: of an MP group."""
+    moe, model = run.moe, run.model
     sizes = layer_sizes(moe, roles, tokens)
     groups = choose_groups(roles, moe.pairwise_groups)
     shape = layer_shape("pairwise", roles, sizes, model.model_dim, model.sequence_parallel, groups)

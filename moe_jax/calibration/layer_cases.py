@@ -25,6 +25,7 @@ from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.contract import LayerSizes
 
 SCHEDULES = ("deepspeed", "s1", "s2")
+GATHER = "saa"  # how s2 returns in timed layers: Parm's form
 # (N, M, F, capacity factor, K): small and large, with few and with many rows
 _SIZES = (
     (384, 192, 96, 1.0, 2),
@@ -61,6 +62,7 @@ class LayerCase(typing.NamedTuple):
             min_capacity=1,
             schedule=schedule,
             transport=transport,
+            gather=GATHER,
         )
 
     def sizes(self, devices: int) -> tuple[Roles, LayerSizes]:
@@ -93,7 +95,7 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster, tran
     buffer = shape.esp_size * shape.sent_rows // (case.mp_size if schedule == "s2" else 1)
     work = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.esp_size)
     load = ExpertLoad(flops=3 * work.forward_flops, bytes=work.step_bytes)
-    return layer_seconds(schedule, shape, load, cluster, transport=transport)
+    return layer_seconds(schedule, shape, load, cluster, gather=GATHER, transport=transport)
 
 
 def layer_cases(devices: int, scale: float, mesh: MeshConfig | None, count: int = 14) -> list[LayerCase]:

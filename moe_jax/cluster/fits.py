@@ -46,12 +46,17 @@ class Fit:
 
 
 class ParmChoice(typing.NamedTuple):
-    """The faster of Parm's two schedules, the predicted seconds of both, and the baseline's where it was asked for."""
+    """The faster of Parm's two schedules, the predicted seconds of both, and the baseline's where it was asked for.
+
+    `rule` says what was compared: 'equations' (Parm's 13 and 14 on fits), 'bytes' (the same without fits), 'parts' or
+    'layers' (`layer_seconds`, the latter with fits of whole layers).
+    """
 
     schedule: str
     s1_seconds: float
     s2_seconds: float
     deepspeed_seconds: float | None = None
+    rule: str = "equations"
 
 
 def fit_alpha_beta(sizes, seconds) -> Fit:

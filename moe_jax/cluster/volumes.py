@@ -110,6 +110,8 @@ def layer_transfers(
     """
     if schedule not in _FORMULAS:
         raise UserError(f"schedule {schedule!r} has no volume formula; choose one of {', '.join(_FORMULAS)}")
+    if gather not in ("saa", "aas"):
+        raise UserError(f"gather {gather!r} has no volume formula; say which of 'saa' and 'aas' 'auto' is")
     both = _FORMULAS[schedule](shape, gather)
     forward, backward = (_present(transfers, shape) for transfers in both)
     if schedule == "pairwise":

@@ -30,8 +30,11 @@ class MoEConfig:
       schedule: how the layer moves bytes; a name of `moe_jax.schedules`.
       transport: how rows travel in an exchange: 'all_to_all', 'ppermute', 'two_level' or 'ragged'.
       pairwise_groups: groups of the schedule 'pairwise'; 0 makes one of the expert-parallel devices of each node.
-      gather: how the schedule 's2' returns: 'saa' (all-to-all and all-gather at the same time) or 'aas' (in turn).
-      cluster: file written by `python -m moe_jax.calibrate`, by which the schedule 'parm' chooses; '' compares bytes.
+      gather: how the schedule 's2' returns: 'saa' (all-to-all and all-gather at the same time), 'aas' (in turn), or
+        'auto', the one that `cluster` finds shorter; without it 'aas' (a modelled step of 61.9 ms, not 73.7:
+        docs/bench/inspect.md). Sums are the same; their last bits may differ.
+      cluster: file written by `python -m moe_jax.calibrate`, by which 'parm' and `gather` 'auto' choose; without one
+        'parm' compares bytes.
       grouped_matmul: implementation of the grouped matmul; 'auto' takes the device's default.
       bucket_slack: dropless only: rows of one (source, destination) bucket over the mean number of rows.
     """
@@ -48,7 +51,7 @@ class MoEConfig:
     schedule: str = "deepspeed"
     transport: str = "all_to_all"
     pairwise_groups: int = 0
-    gather: str = "saa"
+    gather: str = "auto"
     cluster: str = ""
     grouped_matmul: str = "auto"
     bucket_slack: float = 1.5

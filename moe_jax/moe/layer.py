@@ -178,14 +178,19 @@ def make_schedule(
     Raises:
       UserError: an unknown name, or a mesh on which that schedule, transport or group count is not possible.
     """
-    options = ScheduleOptions(
+    options = schedule_options(config, split_tokens)
+    return build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
+
+
+def schedule_options(config: MoEConfig, split_tokens: bool = False) -> ScheduleOptions:
+    """Return what a config chooses within its schedule; split_tokens: of a model that is sequence-parallel."""
+    return ScheduleOptions(
         transport=config.transport,
         pairwise_groups=config.pairwise_groups,
         gather=config.gather,
         cluster=config.cluster,
         split_tokens=split_tokens,
     )
-    return build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
 
 
 def _operands(bank, tables, grad_sink, replicas, name):

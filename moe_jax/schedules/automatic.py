@@ -1,9 +1,9 @@
 """`parm`: s1 or s2, whichever is predicted to take less time; with a calibration of whole layers also the baseline.
 
 Inputs: what every schedule gets. Outputs: what the chosen one returns. Without a calibration file the two are compared
-by bytes, at one speed on all links; with one, by fitted times of the collectives on the groups of this mesh. The choice
-is made once, for static sizes. Source: Parm, section V, algorithm 1; that a small layer, bound by the start of its
-collectives, may run under `deepspeed` is our addition.
+by bytes, at one speed on all links; with one, by fitted times of the collectives on the groups of this mesh, or of
+whole layers. The choice is made once, for static sizes, and says which rule made it. Source: Parm, section V, algorithm
+1; that a small layer, bound by the start of its collectives, may run under `deepspeed` is our addition.
 """
 
 from __future__ import annotations
@@ -11,30 +11,33 @@ from __future__ import annotations
 import logging
 
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
-from moe_jax.cluster.fit_names import fit_name
 from moe_jax.cluster.layer_seconds import layer_name, layer_seconds
 from moe_jax.cluster.volumes import LayerShape
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.baseline import build_deepspeed
 from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
 from moe_jax.schedules.expert_parallel import build_s1
+from moe_jax.schedules.gather_choice import choose_gather, fits_of
 from moe_jax.schedules.pause_after_gate import build_s2, whole_bucket_rows
 
 _LOG = logging.getLogger(__name__)
 _REQUESTED_BY = "MoEConfig.schedule 'parm'"
+_PARTS = {"gate", "regroup", "expert_step", "call"}
+_RULES = {
+    "bytes": "the closed form of Parm's equations 13 and 14 on bytes (no MoEConfig.cluster)",
+    "equations": "the closed form of Parm's equations 13 and 14 on the fits of {!r}",
+    "parts": "the sum of a layer's parts, gate and moved rows too, on the fits of {!r}",
+    "layers": "the whole-layer fits ('layer:SCHEDULE') of {!r}",
+}
 
 
 @register("parm")
 def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     """Build the schedules to choose from; the bytes of a row, known at the first call, decide which one runs."""
-    cluster = None
-    if options.cluster:
-        cluster = read_cluster(options.cluster)
-        cluster.check_devices(roles.num_devices, "MeshConfig")
-        fits_of(cluster, roles, options.gather, options.transport)
-    alone = roles.size(roles.model) == 1  # then s1 and s2 are one, and without ESP deepspeed too
-    if alone and (roles.size(roles.expert_shard) == 1 or not _knows_layers(cluster)):
+    cluster = _cluster_of(roles, options)
+    if _is_s1(roles, cluster):
         return build_s1(roles, sizes, options)
+    alone = roles.size(roles.model) == 1
     builders = {"s1": build_s1, "s2": build_s2, "deepspeed": build_deepspeed}
     built = {name: build(roles, sizes, options) for name, build in builders.items() if not (alone and name == "s2")}
     said = set()
@@ -50,41 +53,99 @@ def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     return schedule
 
 
+def parm_sentence(roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int) -> str:
+    """Say what a run with these sizes takes, by which rule, and the numbers compared.
+
+    Raises:
+      UserError: as building the schedule does.
+    """
+    cluster = _cluster_of(roles, options)
+    if _is_s1(roles, cluster):
+        return "schedule 'parm' takes s1 without a comparison: with MeshConfig.model = 1 it is what s2 is"
+    choice = choose(roles, sizes, row_bytes, cluster, options.gather, options.transport, options.split_tokens)
+    return _sentence(choice, cluster)
+
+
 def choose(
     roles: Roles,
     sizes: LayerSizes,
     row_bytes: int,
     cluster: Cluster | None,
-    gather: str = "saa",
+    gather: str = "auto",
     transport: str = "all_to_all",
     split_tokens: bool = False,
 ) -> ParmChoice:
-    """Return Parm's choice for one layer.
+    """Return Parm's choice for one layer, by `by_layers` where the cluster has fits for it, else by `by_equations`.
 
-    Without a cluster its 'seconds' are bytes of a forward. With the fits of collectives alone they are the paper's, of
-    a forward too. With a file that also has fits of gating and moving rows the whole step is compared but for the
-    experts, which do the same work under both: s2 gates every token on each device of its MP group, and that may cost
-    more than it saves. With one that has whole layers too `deepspeed` is compared as well. Where tokens come split over
-    the MP group, s1 needs no all-gather at its end, and the others need one at their start.
+    Where tokens come split over the MP group, s1 needs no all-gather at its end, and the others need one at their
+    start.
 
     Args:
-      sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements.
+      sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements; gather: as in `MoEConfig`.
     """
     known = set() if cluster is None else {name for name, _ in cluster.fits}
-    if {"gate", "regroup", "expert_step", "call"} <= known:
-        assert cluster is not None
-        candidates = ["s1", "s2"]
-        if _knows_layers(cluster):
-            candidates.append("deepspeed")
-        seconds = {}
-        for name in candidates:
-            shape = layer_shape(name, roles, sizes, row_bytes, split_tokens, transport=transport)
-            asked = layer_seconds(
-                name, shape, None, cluster, gather=gather, transport=transport, item=1, requested_by=_REQUESTED_BY
-            )
-            seconds[name] = asked.total
-        fastest = min(candidates, key=lambda name: seconds[name])
-        return ParmChoice(fastest, seconds["s1"], seconds["s2"], seconds.get("deepspeed"))
+    if cluster is not None and known >= _PARTS:
+        return by_layers(roles, sizes, row_bytes, cluster, gather, transport, split_tokens)
+    return by_equations(roles, sizes, row_bytes, cluster, gather, transport, split_tokens)
+
+
+def by_layers(
+    roles: Roles,
+    sizes: LayerSizes,
+    row_bytes: int,
+    cluster: Cluster,
+    gather: str = "auto",
+    transport: str = "all_to_all",
+    split_tokens: bool = False,
+) -> ParmChoice:
+    """Return the choice by `layer_seconds`: rule 'parts', or 'layers' where whole layers were timed too.
+
+    The whole step is compared but for the experts, which do the same work under all: s2 gates every token on each
+    device of its MP group, and that may cost more than it saves. Only 'layers' compares `deepspeed` as well. There
+    calibrations timed s2 with SAA, and the start of its layers belongs to that: under 'auto' s2 is judged so, even
+    where it will run with AAS.
+
+    Args:
+      as for `choose`.
+
+    Raises:
+      UserError: the cluster lacks a fit of the parts.
+    """
+    whole = _knows_layers(cluster)
+    timed_with = "saa" if whole and gather == "auto" else gather
+    gather = _gather(roles, sizes, row_bytes, cluster, timed_with, transport)
+    candidates = ["s1", "s2", "deepspeed"] if whole else ["s1", "s2"]
+    seconds = {}
+    for name in candidates:
+        shape = layer_shape(name, roles, sizes, row_bytes, split_tokens, transport=transport)
+        asked = layer_seconds(
+            name, shape, None, cluster, gather=gather, transport=transport, item=1, requested_by=_REQUESTED_BY
+        )
+        seconds[name] = asked.total
+    fastest = min(candidates, key=lambda name: seconds[name])
+    return ParmChoice(fastest, seconds["s1"], seconds["s2"], seconds.get("deepspeed"), "layers" if whole else "parts")
+
+
+def by_equations(
+    roles: Roles,
+    sizes: LayerSizes,
+    row_bytes: int,
+    cluster: Cluster | None,
+    gather: str = "auto",
+    transport: str = "all_to_all",
+    split_tokens: bool = False,
+) -> ParmChoice:
+    """Return the choice by the closed form, seconds of a forward; without a cluster these are bytes, rule 'bytes'.
+
+    Args:
+      as for `choose`.
+
+    Raises:
+      UserError: the cluster lacks a fit of the collectives.
+
+    Source: Parm, equations 13 and 14.
+    """
+    gather = _gather(roles, sizes, row_bytes, cluster, gather, transport)
     mp_size, ep_size = roles.size(roles.model), roles.size(roles.expert)
     esp_size = roles.size(roles.expert_shard)
     x1 = layout_of(roles, sizes.split(mp_size).bucket_rows(ep_size), transport).total * esp_size * row_bytes
@@ -95,13 +156,34 @@ def choose(
         per_byte = Fit(0.0, 1.0)
         a2a, gather_fit, saa = per_byte, per_byte, None
     else:
-        a2a, gather_fit, saa = fits_of(cluster, roles, gather, transport)
+        a2a, gather_fit, saa = fits_of(cluster, roles, gather, transport, _REQUESTED_BY)
     # buckets are rounded up differently, so each schedule has its own x
     s1 = parm_choice(x1, whole, gathered, a2a, gather_fit, saa).s1_seconds
     s2 = parm_choice(x2, whole, gathered, a2a, gather_fit, saa).s2_seconds
     if split_tokens:
         s1, s2 = s1 - gather_fit.seconds(gathered), s2 + gather_fit.seconds(gathered)
-    return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
+    return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2, rule="bytes" if cluster is None else "equations")
+
+
+def _cluster_of(roles: Roles, options: ScheduleOptions) -> Cluster | None:
+    """Return the calibration that a run names, or raise where it is of other devices or lacks collectives."""
+    if not options.cluster:
+        return None
+    cluster = read_cluster(options.cluster)
+    cluster.check_devices(roles.num_devices, "MeshConfig")
+    fits_of(cluster, roles, options.gather, options.transport, _REQUESTED_BY)
+    return cluster
+
+
+def _is_s1(roles: Roles, cluster: Cluster | None) -> bool:
+    """Without MP s1 and s2 are one, and without ESP deepspeed is the same too."""
+    alone = roles.size(roles.model) == 1
+    return alone and (roles.size(roles.expert_shard) == 1 or not _knows_layers(cluster))
+
+
+def _gather(roles, sizes, row_bytes, cluster, gather, transport) -> str:
+    far_rows = layout_of(roles, whole_bucket_rows(sizes, roles), transport).rows.far
+    return choose_gather(gather, roles, far_rows, row_bytes, cluster, transport).gather
 
 
 def _knows_layers(cluster: Cluster | None) -> bool:
@@ -138,30 +220,10 @@ def layer_shape(
     )
 
 
-def fits_of(cluster: Cluster, roles: Roles, gather: str, transport: str = "all_to_all") -> tuple[Fit, Fit, Fit | None]:
-    """Return the fitted times of the EP&ESP all-to-all, the MP all-gather, and of SAA if s2 uses it.
-
-    Raises:
-      UserError: the file lacks one of them.
-    """
-    size, mp_size = roles.size(roles.expert + roles.expert_shard), roles.size(roles.model)
-    if size == 1 or mp_size == 1:
-        none = Fit(0.0, 0.0)
-        return none, none, None
-    a2a = cluster.fit(fit_name(transport, size), _REQUESTED_BY)
-    gathers = cluster.fit(fit_name("all_gather", mp_size), _REQUESTED_BY)
-    saa = (
-        cluster.fit(fit_name("saa", size, mp_size, roles.size(roles.expert_shard)), _REQUESTED_BY)
-        if gather == "saa"
-        else None
-    )
-    return a2a, gathers, saa
-
-
 def _sentence(choice: ParmChoice, cluster: Cluster | None) -> str:
-    unit, how = ("bytes", "bytes (no MoEConfig.cluster)") if cluster is None else ("s", f"the fits of {cluster.name!r}")
+    unit, name = ("bytes", "") if cluster is None else ("s", cluster.name)
     others = "" if choice.deepspeed_seconds is None else f", deepspeed {choice.deepspeed_seconds:.4g} {unit}"
     return (
-        f"schedule 'parm' takes {choice.schedule} by {how}: s1 {choice.s1_seconds:.4g} {unit}, "
-        f"s2 {choice.s2_seconds:.4g} {unit}{others} in one layer"
+        f"schedule 'parm' takes {choice.schedule} by {_RULES[choice.rule].format(name)}: "
+        f"s1 {choice.s1_seconds:.4g} {unit}, s2 {choice.s2_seconds:.4g} {unit}{others} in one layer"
     )

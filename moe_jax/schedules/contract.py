@@ -107,20 +107,21 @@ class ScheduleOptions:
     Attributes:
       transport: how an exchange travels; one of `moe_jax.collectives.exchange.TRANSPORTS`.
       pairwise_groups: Ng of `pairwise`; 0 makes one group of the EP members of each node.
-      gather: how `s2` returns: 'saa' (all-to-all and all-gather at the same time) or 'aas' (one after the other).
-      cluster: path of a calibration file for `parm`; '' lets it compare bytes.
+      gather: how `s2` returns: 'saa' (all-to-all and all-gather at the same time), 'aas' (one after the other) or
+        'auto' (the shorter one by `cluster`, without it 'aas').
+      cluster: path of a calibration file for `parm` and 'auto'; '' lets `parm` compare bytes.
       split_tokens: tokens enter and leave as this device's part [t / N_MP, M], not replicated in the MP group.
     """
 
     transport: str = "all_to_all"
     pairwise_groups: int = 0
-    gather: str = "saa"
+    gather: str = "auto"
     cluster: str = ""
     split_tokens: bool = False
 
     def __post_init__(self):
-        if self.gather not in ("saa", "aas"):
-            raise UserError(f"MoEConfig.gather ({self.gather!r}) must be 'saa' or 'aas'")
+        if self.gather not in ("auto", "saa", "aas"):
+            raise UserError(f"MoEConfig.gather ({self.gather!r}) must be 'auto', 'saa' or 'aas'")
         if self.transport not in TRANSPORTS:
             raise UserError(f"MoEConfig.transport ({self.transport!r}) must be one of {', '.join(TRANSPORTS)}")
         if self.pairwise_groups < 0:

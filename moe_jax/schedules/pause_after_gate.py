@@ -2,8 +2,8 @@
 
 Inputs: the t tokens of this device's MP group, equal on the group. Outputs: the same tokens, transformed. A bucket of C
 rows is cut into N_MP parts of c rows; device r of the MP group sends part r to the experts. On the way back each part
-that arrives is passed on to the whole MP group, at once (SAA) or in one all-gather at the end (AAS). Source: Parm,
-sections III-B and III-D.
+that arrives is passed on to the whole MP group, at once (SAA) or in one all-gather at the end (AAS); which is chosen in
+`gather_choice.py`. Source: Parm, sections III-B and III-D.
 
 Sending (cut, then all-to-all) and collecting (all-to-all, then gather) are transposes of each other, so the gradient of
 one is the other, and the backward overlaps in the same way.
@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.cluster import read_named_cluster
 from moe_jax.collectives.bucket_rows import BucketLayout, BucketRows, round_up
 from moe_jax.collectives.exchange import permute_apart, shift_pairs
 from moe_jax.collectives.replicated import declare_equal, join_parts
@@ -40,9 +43,12 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
 from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, cut, from_groups, join, member, to_groups
 from moe_jax.schedules.expert_parallel import build_s1
+from moe_jax.schedules.gather_choice import choose_gather
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated
 from moe_jax.schedules.passes import passes_needed
 from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
+
+_LOG = logging.getLogger(__name__)
 
 
 @register("s2")
@@ -54,7 +60,7 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     group = build_expert_group(roles, options.transport)
     layout = layout_of(roles, whole_bucket_rows(sizes, roles), options.transport)
     most = sizes.most_passes(layout.rows.far)
-    move = _Move(group, roles, layout, options.gather)
+    move = _Move(group, roles, layout, _gather_finder(roles, layout, options))
 
     def send(x, token_ids, gate, place):
         x = to_replicated(x, roles, options)
@@ -97,6 +103,45 @@ def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     return StagedSchedule(send, finish)
 
 
+def gather_sentence(roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int) -> str:
+    """Say how s2 returns rows of so many bytes, and why.
+
+    Raises:
+      UserError: the file that `options` name cannot be read or is of other devices.
+    """
+    layout = layout_of(roles, whole_bucket_rows(sizes, roles), options.transport)
+    return _sentence(_gather_choice(roles, layout, options)(row_bytes))
+
+
+def _gather_choice(roles: Roles, layout: BucketLayout, options: ScheduleOptions):
+    """Return function(bytes of a row) -> GatherChoice; a calibration is read once, and only where it is asked."""
+    cluster = None
+    if options.gather == "auto" and options.cluster:
+        cluster = read_named_cluster(options.cluster)
+        cluster.check_devices(roles.num_devices, "MeshConfig")
+    return lambda row_bytes: choose_gather(
+        options.gather, roles, layout.rows.far, row_bytes, cluster, options.transport
+    )
+
+
+def _gather_finder(roles: Roles, layout: BucketLayout, options: ScheduleOptions) -> Callable[[int], str]:
+    """Return function(bytes of a row) -> 'saa' or 'aas', which says once what 'auto' is."""
+    choose, said = _gather_choice(roles, layout, options), set()
+
+    def find(row_bytes: int) -> str:
+        choice = choose(row_bytes)
+        if options.gather == "auto" and choice not in said:
+            said.add(choice)
+            _LOG.warning(_sentence(choice))
+        return choice.gather
+
+    return find
+
+
+def _sentence(choice) -> str:
+    return f"schedule 's2' returns by {choice.gather!r}: {choice.why}"
+
+
 def whole_bucket_rows(sizes: LayerSizes, roles: Roles) -> BucketRows:
     """Return the rows of buckets that the devices of an MP group cut into equal parts.
 
@@ -134,13 +179,14 @@ class _Move:
     """How the parts of buckets travel to the experts, and whole buckets come back.
 
     Attributes:
-      group: of the experts; roles: of the mesh; layout: of whole buckets; gather: 'saa' or 'aas'.
+      group: of the experts; roles: of the mesh; layout: of whole buckets.
+      gather: function(bytes of a row) -> 'saa' or 'aas'.
     """
 
     group: ExpertGroup
     roles: Roles
     layout: BucketLayout
-    gather: str
+    gather: Callable[[int], str]
 
     @property
     def part(self) -> BucketLayout:
@@ -151,7 +197,8 @@ class _Move:
         return self.group.send(rows, counts, arriving, self.part)
 
     def collect(self, rows, counts, arriving):
-        return make_collect(self.roles, self.group, self.gather, self.part)(rows, counts, arriving)
+        gather = self.gather(rows.shape[-1] * rows.dtype.itemsize)
+        return make_collect(self.roles, self.group, gather, self.part)(rows, counts, arriving)
 
 
 def _lead_tables(tables: Tables, roles: Roles) -> Tables:

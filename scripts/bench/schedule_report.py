@@ -1,7 +1,8 @@
 """What a sweep of `scripts/bench_schedules.py` says: speed-ups by groups, the automatic choice, the model's error.
 
 Inputs: measured seconds per layer and schedule, and the calibration file of the same place. Outputs: tables on the
-screen, two plots, one JSON line. `parm` is whichever of s1 and s2 the file makes `MoEConfig.schedule = 'parm'` take.
+screen, two plots, one JSON line. `parm` is whichever schedule the file makes `MoEConfig.schedule = 'parm'` take; beside
+it both rules are judged: the closed form of Parm's equations 13 and 14 on fits of collectives, and `layer_seconds`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def interval(samples: list[float], base: list[float], rng, draws: int = 400) -> 
 
 def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: str) -> None:
     """Print tables and the JSON line; draw beside the CSV file."""
-    from moe_jax.calibration.layer_cases import predict
+    from moe_jax.calibration.layer_cases import GATHER, predict
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError
-    from moe_jax.schedules.automatic import choose
+    from moe_jax.schedules.automatic import by_equations, by_layers, choose
 
     if not rows:
         raise SystemExit(f"error: {path} holds no measured layer; run the sweep first")
@@ -43,16 +44,20 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
     rng = np.random.default_rng(0)
-    layers = []
+    layers, rules = [], {}
     knows_layers = any(name == "layer:deepspeed" for name, _ in cluster.fits)
     candidates = ("s1", "s2", "deepspeed") if knows_layers else ("s1", "s2")  # what parm chooses from
     for layer, samples in rows.items():
         medians = {name: statistics.median(samples[name]) for name in SCHEDULES}
         predicted = {name: predict(name, layer, DEVICES, cluster, transport) for name in SCHEDULES}
+        roles, sizes = layer.sizes(DEVICES)
+        asked = (roles, sizes, 4 * layer.model_dim, cluster, GATHER, transport)
+        for rule in (by_equations, by_layers):
+            choice = rule(*asked)
+            rules.setdefault(choice.rule, []).append((layer, medians, choice))
         pick = "s1"
         if layer.mp_size > 1 or "deepspeed" in candidates:
-            roles, sizes = layer.sizes(DEVICES)
-            pick = choose(roles, sizes, 4 * layer.model_dim, cluster, transport=transport).schedule
+            pick = choose(*asked).schedule
         low, high = interval(samples[pick], samples["deepspeed"], rng)
         layers.append((layer, {**medians, "parm": medians[pick]}, predicted, pick, low, high))
     table = _table(layers)
@@ -62,6 +67,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
         "layers": len(layers),
         "speedup": table,
         **_choice(layers, candidates),
+        "rules": {name: hit_rates(judged) for name, judged in rules.items()},
         **_lower_ends(layers),
         "communication_share": _shares(layers),
         "prediction": _prediction(layers),
@@ -75,6 +81,8 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
         )
         print(f"{pair:10s} {line['layers']:3d} layers  {cells}")
     _draw(layers, path)
+    for name, hits in answer["rules"].items():
+        print(f"rule {name:10s} {'  '.join(f'{what} {value}' for what, value in hits.items())}")
     line = json.dumps(answer)
     path.with_name(f"{path.stem}_summary.json").write_text(line + "\n", encoding="utf-8")
     print(line)
@@ -117,6 +125,31 @@ def _choice(layers, candidates) -> dict:
         "parm_over_worse_mean": _r(np.mean(gains)),
         "parm_behind_better_mean": _r(np.mean(loss)),
     }
+
+
+def hit_rates(judged) -> dict:
+    """How often one rule's choice is the shortest that was measured, and how far behind it is, mean.
+
+    `of_three` asks all layers for the shortest of deepspeed, s1 and s2, whatever the rule compares. `of_s1_and_s2` asks
+    those with N_MP > 1, where the rule's times of these two differ, for the shorter of them: what Parm's rule is for.
+
+    Args:
+      judged: (layer, measured {schedule: seconds}, the rule's ParmChoice) of each layer.
+    """
+    three = [times[choice.schedule] / min(times[name] for name in SCHEDULES) for _, times, choice in judged]
+    two = []
+    for layer, times, choice in judged:
+        if layer.mp_size > 1:
+            pick = "s1" if choice.s1_seconds <= choice.s2_seconds else "s2"
+            two.append(times[pick] / min(times["s1"], times["s2"]))
+    found = {}
+    for name, behind in (("of_three", three), ("of_s1_and_s2", two)):
+        found[f"{name}_layers"] = len(behind)
+        if behind:
+            found[name] = _r(np.mean([ratio == 1 for ratio in behind]))
+            found[f"{name}_within_3_percent"] = _r(np.mean([ratio <= NEAR for ratio in behind]))
+            found[f"{name}_behind_mean"] = _r(np.mean(behind) - 1)
+    return found
 
 
 def _lower_ends(layers) -> dict:

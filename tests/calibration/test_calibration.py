@@ -20,7 +20,7 @@ from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.schedules import LayerSizes
-from moe_jax.schedules.automatic import choose
+from moe_jax.schedules.automatic import by_equations, choose
 
 ROOT = Path(__file__).parents[2]
 
@@ -199,9 +199,14 @@ def test_parm_counts_the_gate_when_it_was_timed():
     roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
     sizes = LayerSizes(tokens=64, top_k=1, num_experts=8, groups=1, capacity=2, bucket_slack=1.5)
     fits = {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-6), "saa:8,4,1": (0, 1e-9, 1e-6)}
-    assert choose(roles, sizes, 256, Cluster(fits=fits)).schedule == "s2"
+    choice = choose(roles, sizes, 256, Cluster(fits=fits))
+    assert (choice.schedule, choice.rule) == ("s2", "equations")
     compute = {"gate": (0, 1.0), "regroup": (0, 0), "expert_step": (0, 0), "call": (0, 0)}
-    assert choose(roles, sizes, 256, Cluster(fits={**fits, **compute})).schedule == "s1"
+    counted = Cluster(fits={**fits, **compute})
+    choice = choose(roles, sizes, 256, counted)
+    assert (choice.schedule, choice.rule) == ("s1", "parts")
+    assert by_equations(roles, sizes, 256, counted).schedule == "s2"  # Parm's rule does not read the gate
+    assert choose(roles, sizes, 256, None).rule == "bytes"
 
 
 def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so():
@@ -214,7 +219,11 @@ def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so():
     layers = {"layer:s1": (1.0, 1.0, 1.0), "layer:s2": (1.0, 1.0, 1.0)}
     assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers})).schedule == "s1"
     layers["layer:deepspeed"] = (0.5, 1.0, 1.0)
-    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers})) == ("deepspeed", 1.0, 1.0, 0.5)
+    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers})) == ("deepspeed", 1.0, 1.0, 0.5, "layers")
+    layers |= {"layer:deepspeed": (2.0, 1.0, 1.0), "layer:s2": (0.5, 1.0, 1.0)}
+    fits["saa:8,4,1"] = (1.0, 0, 0)  # s2 was timed with SAA: what its layers take to start is no reason for AAS
+    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers}))[:3] == ("s1", 1.0, 2.5)
+    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers}), "aas")[:3] == ("s2", 1.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The dry run: what it prints for every named size, and that it needs no device."""
 
+import json
 import re
 import subprocess
 import sys
@@ -174,6 +175,31 @@ def test_dry_run_of_pairwise_tells_its_bound(tmp_path):
     assert "unknown: name a file in MoEConfig.cluster" in section(*bare)
 
 
+def test_dry_run_says_which_rule_parm_goes_by(tmp_path):
+    """Bytes, collectives alone, a layer's parts, whole layers; and how s2 returns, by which fits."""
+    fits = json.loads(Path("docs/bench/cluster_host.json").read_text())
+
+    def section(kept, *bindings):
+        if kept is not None:
+            cluster = fits["cluster"] | {"fits": {k: v for k, v in fits["cluster"]["fits"].items() if kept(k)}}
+            (tmp_path / "cluster.json").write_text(json.dumps({"cluster": cluster}))
+            bindings += (f"MoEConfig.cluster = '{tmp_path / 'cluster.json'}'",)
+        run, _, _ = parse_run_config(["configs/run/parm.gin"], bindings)
+        return dry_run(run, 8).split("Schedule\n")[1].split("\n\n")[0]
+
+    assert "takes s1 by the closed form of Parm's equations 13 and 14 on bytes (no MoEConfig.cluster)" in section(None)
+    collectives = section(lambda name: ":" in name and not name.startswith("layer:"))
+    assert "by the closed form of Parm's equations 13 and 14 on the fits of 'calibrated': s1 " in collectives
+    assert "by the sum of a layer's parts" in section(lambda name: not name.startswith("layer:"))
+    whole = section(lambda name: True)
+    assert "by the whole-layer fits ('layer:SCHEDULE') of 'calibrated'" in whole and ", deepspeed " in whole
+    assert "takes s1 without a comparison" in section(None, "MeshConfig.model = 1")
+    s2 = "MoEConfig.schedule = 's2'"
+    assert "returns by 'aas': MoEConfig.gather 'auto' without MoEConfig.cluster" in section(None, s2)
+    assert "'auto' on the fits of 'calibrated': saa " in section(lambda name: True, s2)
+    assert "returns by 'saa': as MoEConfig.gather says" in section(None, s2, "MoEConfig.gather = 'saa'")
+
+
 def test_dry_run_says_what_it_assumed():
     run, _, _ = parse_run_config(gin_bindings=["MeshConfig.data = 2", "MeshConfig.model = 4"])
     text = dry_run(run)
@@ -226,7 +252,7 @@ def test_dry_run_says_what_it_assumed():
             "MeshConfig.devices_per_node to a divisor of 3",
         ),
         (["MoEConfig.transport = 'carrier'"], 8, "MoEConfig.transport ('carrier') must be one of all_to_all, ppermute"),
-        (["MoEConfig.gather = 'later'"], 8, "MoEConfig.gather ('later') must be 'saa' or 'aas'"),
+        (["MoEConfig.gather = 'later'"], 8, "MoEConfig.gather ('later') must be 'auto', 'saa' or 'aas'"),
         (
             ["DataConfig.sequence_length = 33", "MeshConfig.model = 2", "train.batch_size = 4"],
             8,

@@ -19,10 +19,10 @@ from moe_jax.moe.layer import make_moe
 
 
 @pytest.mark.parametrize(
-    "schedule, shards, model, exchanges", [("s1", 1, 1, 4), ("deepspeed", 2, 2, 4), ("s2", 2, 4, 2)]
+    "schedule, shards, model, exchanges", [("s1", 1, 1, 4), ("deepspeed", 2, 2, 4), ("s2", 2, 4, 4)]
 )
 def test_ragged_lowers_for_cuda(schedule, shards, model, exchanges):
-    """Two exchanges forward and two backward; s2 returns by SAA, whose phases are rounds of their own."""
+    """Two exchanges forward and two backward, s2 by AAS: the phases of SAA are rounds of their own."""
     roles = build_abstract_roles(MeshConfig(expert_shard=shards, model=model), 8)
     config = moe_config(schedule, transport="ragged", grouped_matmul="reference", bucket_slack=100.0)
     apply = make_moe(config, roles, TOKENS // roles.size(roles.dense), "gelu")

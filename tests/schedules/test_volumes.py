@@ -153,7 +153,7 @@ def test_program_moves_what_the_formula_says(case, monkeypatch):
     two_level, three = options.get("transport") == "two_level", options.pop("rows", None)
     nodes = 4 if two_level or three else 0
     roles = build_mesh(MeshConfig(expert_shard=pair[1], model=pair[0], devices_per_node=nodes), jax.devices())
-    config = moe_config(schedule, **WIDE, **options)
+    config = moe_config(schedule, **WIDE, **{"gather": "saa", **options})
     if three:
         plan = plan_of(roles, three)
         monkeypatch.setattr(LayerSizes, "most_passes", lambda sizes, rows: 1)
@@ -289,3 +289,5 @@ def test_replicas_move_what_the_transfers_formula_says(name):
 def test_unknown_schedule_is_refused():
     with pytest.raises(UserError, match="'magic' has no volume formula; choose one of deepspeed, s1"):
         layer_transfers("magic", LayerShape(tokens=8, model_dim=4, rows=8, ep_size=2))
+    with pytest.raises(UserError, match="gather 'auto' has no volume formula"):
+        layer_transfers("s2", LayerShape(tokens=8, model_dim=4, rows=8, ep_size=2), "auto")

@@ -29,7 +29,7 @@ def model_config(**changes):
 
 
 def moe_config(schedule):
-    return MoEConfig(num_experts=EXPERTS, top_k=2, gate_noise=NOISE, schedule=schedule)
+    return MoEConfig(num_experts=EXPERTS, top_k=2, gate_noise=NOISE, schedule=schedule, gather="saa")
 
 
 def placements_of(by_node, layers, devices, number=2):

@@ -1,0 +1,57 @@
+"""How s2 returns under MoEConfig.gather 'auto': by a calibration's fits, without them by AAS; the program has it."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.layer_cases import draw, make_loss, moe_config
+
+from moe_jax.cluster import Cluster, write_cluster
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.schedules.gather_choice import choose_gather
+
+# D = 4, Ns = 2, N_MP = 2: C = 8 rows of 4 bytes give y = 4 * 8 * 4 = 128 bytes gathered and x = 128 exchanged
+MESH = MeshConfig(expert=4, expert_shard=2, model=2)
+IN_TURN = {"all_to_all:8": (1.0, 0.25), "all_gather:2": (2.0, 0.5)}  # 1 + 32 + 2 + 64 = 99
+
+
+@pytest.fixture(scope="module")
+def roles():
+    return build_mesh(MESH, jax.devices())
+
+
+@pytest.mark.parametrize(
+    "saa, gather",
+    [((0.0, 0.25, 0.5), "saa"), ((2.0, 0.25, 0.5), "saa"), ((3.0, 0.25, 0.5), "aas"), ((4.0, 0.25, 0.5), "aas")],
+)
+def test_the_shorter_by_fits_is_taken(roles, saa, gather):
+    cluster = Cluster(fits={**IN_TURN, "saa:8,2,2": saa})
+    choice = choose_gather("auto", roles, 8, 4, cluster)
+    assert choice.gather == gather
+    assert f"saa {saa[0] + 96:.4g} s, aas 99 s" in choice.why
+
+
+def test_without_fits_it_is_aas_and_a_name_is_obeyed(roles):
+    assert choose_gather("auto", roles, 8, 4, None) == ("aas", "MoEConfig.gather 'auto' without MoEConfig.cluster")
+    lacking = choose_gather("auto", roles, 8, 4, Cluster(fits=IN_TURN))
+    assert lacking.gather == "aas" and "has no fit 'saa:8,2,2'" in lacking.why
+    other = choose_gather("auto", roles, 8, 4, Cluster(fits={**IN_TURN, "saa:8,2,2": (0, 0, 0)}), "ppermute")
+    assert other.gather == "aas" and "has no fit 'ppermute:8'" in other.why
+    for name in ("saa", "aas"):
+        assert choose_gather(name, roles, 8, 4, Cluster(fits={**IN_TURN, "saa:8,2,2": (0, 0, 0)})).gather == name
+
+
+@pytest.mark.parametrize("start, phases", [(0.0, True), (1e3, False)])
+def test_the_program_follows_the_calibration(roles, tmp_path, caplog, start, phases):
+    """SAA's phases are permutes; AAS has none. Forward and backward, and the log says once which it is."""
+    write_cluster(
+        Cluster(nodes=1, devices_per_node=8, fits={**IN_TURN, "saa:8,2,2": (start, 0.25, 0.5)}), tmp_path / "c.json"
+    )
+    config = moe_config("s2", cluster=str(tmp_path / "c.json"), bucket_slack=100.0)
+    with caplog.at_level(logging.WARNING):
+        step = jax.jit(jax.grad(make_loss(config, roles), has_aux=True))
+        text = step.lower(*draw(False, jnp.float32)).as_text()
+    assert ("collective_permute" in text) == phases
+    said = [record.getMessage() for record in caplog.records if "schedule 's2' returns by" in record.getMessage()]
+    assert len(said) == 1 and f"by {'saa' if phases else 'aas'!r}" in said[0]
