@@ -24,6 +24,9 @@ from moe_jax.placement.transfer_sizes import TransferSizes
 PRICES = ("executor", "paper")
 
 
+MOST_OFFERED = 8  # experts of a layer that a device may offer, where tau is derived
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
     """Hold all inputs of a planner but loads and placement.
@@ -123,7 +126,11 @@ class Cost:
         return self.cluster.need("flops", f"planner {requested_by!r}") / (2.0 * self.expert_params)
 
     def overlap(self, requested_by: str) -> int:
-        """tau: given, or floor(T_attention W / bytes of an expert) (Hecate 4.2)."""
+        """tau: given, or the most experts whose transfer takes no longer than attention (Hecate 4.2).
+
+        The paper has floor(T_attention W / bytes of an expert). The executor's transfer by slices takes as long as its
+        sizes say: tau experts that are spread evenly over homes and nodes, `replica_slots` on every device.
+        """
         if self.overlap_degree is not None:
             return self.overlap_degree
         if self.attention_seconds is None:
@@ -131,7 +138,12 @@ class Cost:
                 f"planner {requested_by!r} needs overlap_degree, or attention_seconds to derive it; set "
                 "PlannerConfig.overlap_degree"
             )
-        return math.floor(self.attention_seconds * self.bandwidth(requested_by) / self.expert_bytes)
+        devices, nodes = self.cluster.devices, self.cluster.nodes
+        if self.price == "paper" or devices is None or nodes is None:
+            return math.floor(self.attention_seconds * self.bandwidth(requested_by) / self.expert_bytes)
+        tau = np.arange(1, MOST_OFFERED * devices + 1)
+        sizes = TransferSizes(-(-tau // devices), np.minimum(self.replica_slots, tau), -(-tau // nodes))
+        return int((self.trans(sizes, devices, requested_by) <= self.attention_seconds).sum())
 
     def exchange(self, received: np.ndarray, requested_by: str) -> np.ndarray:
         """T_A2A: R [..., D] -> seconds [...], through shared links as if sources were spread evenly over devices.

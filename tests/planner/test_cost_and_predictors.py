@@ -213,3 +213,19 @@ def test_predicted_seconds_follow_the_placement():
     late = dataclasses.replace(build_shape(start), late=dataclasses.replace(transfer, offers=4, slots=4))
     hiding = make_cost(attention_seconds=99.0, prefetch=Prefetch(schedule="pro_prophet"))
     assert predicted_layer_seconds(shadowed, loads, hiding, late, start).tolist() == [12 + 9]
+
+
+def test_tau_is_what_hides_behind_attention():
+    """Two nodes of two, by node, a card of 20 bytes/s: every crossing is two slices of 5 bytes, half a second."""
+    cluster = Cluster(
+        name="two by two", nodes=2, devices_per_node=2, intra_bandwidth=1e9, inter_bandwidth=20.0, cards_per_node=2
+    )
+    cost = Cost(cluster=cluster, model_dim=1, hidden_dim=5, dtype_bytes=1, replica_slots=4, transfer="by_node")
+    assert cost.expert_bytes == 10
+
+    def tau(seconds):
+        return dataclasses.replace(cost, attention_seconds=seconds).overlap("hecate")
+
+    assert [tau(0.49), tau(0.51), tau(1.01), tau(1.51)] == [0, 2, 4, 6]  # Cp = ceil(tau / 2) slices of 5 bytes
+    paper = dataclasses.replace(cost, price="paper", attention_seconds=7.0)
+    assert paper.overlap("hecate") == 14  # floor(7 s x 20 bytes/s / 10 bytes)
