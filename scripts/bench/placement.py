@@ -119,6 +119,7 @@ def run_config(transport: str, slack: float, planner: str):
         f"PlannerConfig.name = '{planner.removesuffix('_after_gate')}'",
         f"PlannerConfig.when = '{'after_gate' if late else 'ahead'}'",
         f"PlannerConfig.split = '{'plan' if late else _SPLIT.value}'",
+        *(["PlannerConfig.calibrate = False"] if planner == "hecate" else []),
         f"PlannerConfig.replica_slots = {_REPLICA_SLOTS.value}", "PlannerConfig.overlap_degree = 16",
         "PlannerConfig.interval = 1", "PlannerConfig.swap_after = 1", "PlannerConfig.skipped_devices = 'search'",
         f"PlannerConfig.cluster = '{pathlib.Path(_OUT.value).resolve() / 'lab_cluster.gin'}'",
