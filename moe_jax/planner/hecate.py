@@ -12,6 +12,7 @@ import dataclasses
 
 import numpy as np
 
+from moe_jax.cluster import AbsentFigureError
 from moe_jax.placement import Placement, routing, transfer_sizes
 from moe_jax.placement.transfer_sizes import fit_replicas
 from moe_jax.planner.contract import PlannerBase, falling, few, home_loads, replicated_everywhere, rows_of
@@ -139,7 +140,12 @@ class HecatePlanner(PlannerBase):
     def late_rule(self, shape, cost, groups):
         if shape.late is None:
             return None
-        compute, exchange, shadow = shadow_rates(cost, self.config.name)
+        try:
+            compute, exchange, shadow = shadow_rates(cost, self.config.name)
+        except AbsentFigureError as error:
+            raise AbsentFigureError(
+                f"{error}; it prices the second decision, after the gate: PlannerConfig.calibrate = False does without"
+            ) from None
         return "calibrate", {
             "compute": compute / groups,
             "exchange": exchange / groups,

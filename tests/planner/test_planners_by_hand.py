@@ -7,6 +7,7 @@ import pytest
 
 from moe_jax.cluster import Cluster
 from moe_jax.collectives.transfer_shape import TransferShape
+from moe_jax.errors import UserError
 from moe_jax.overlap import Prefetch
 from moe_jax.placement import Placement, build_shape, routing, transfer_sizes
 from moe_jax.placement.transfer_sizes import placement_sizes
@@ -478,3 +479,13 @@ def test_balanced_adds_replicas_where_the_prediction_is_unsure():
     assert (many.holds.sum(axis=2) >= known.holds.sum(axis=2)).all()
     # level but for what spreading the error is worth
     np.testing.assert_allclose(routing.device_loads(many, np.rint(loads * 7000).astype(int))[0] / 70000, 1, atol=0.05)
+
+
+def test_hecate_without_a_cluster_says_what_else_would_do():
+    """Calibration is on by default and needs prices; the line names the field, and the knob that does without."""
+    cost = Cost(cluster=Cluster(name="unknown"), model_dim=1, hidden_dim=1, overlap_degree=1)
+    planner = build_planner(PlannerConfig(name="hecate"))
+    late = TransferShape(devices=4, devices_per_node=2, offers=1, slots=1)
+    shape = dataclasses.replace(build_shape(Placement.even(1, 4, 4, 2)), late=late)
+    with pytest.raises(UserError, match=r"needs Cluster\..*PlannerConfig.calibrate = False does without"):
+        planner.late_rule(shape, cost, 1)
