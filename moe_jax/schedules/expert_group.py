@@ -111,7 +111,7 @@ def join(pieces):
 
 def member(roles: Roles):
     """Return int32 [], this device's EP member; inside `shard_map`."""
-    return lax.axis_index(roles.expert)
+    return lax.axis_index(roles.expert) if roles.size(roles.expert) > 1 else jnp.int32(0)
 
 
 def repeat_for_shards(array, esp_size: int):

@@ -36,7 +36,9 @@ def main(argv):
     import jax
 
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        jax.distributed.initialize()
+        jax.distributed.initialize(
+            num_processes=int(os.environ["JAX_NUM_PROCESSES"]), process_id=int(os.environ["JAX_PROCESS_ID"])
+        )
     from moe_jax.calibration.collectives import empty_case
     from moe_jax.calibration.timing import interleaved_seconds, medians
 

@@ -33,6 +33,7 @@ RUNS = {
         "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "PlannerConfig.overlap_degree = 4",
         "PlannerConfig.shard_every = 4", "PlannerConfig.swap_after = 3", "PlannerConfig.transfer = 'auto'",
         "PlannerConfig.predictor = 'window'", "PlannerConfig.calibrate = False", "PlannerConfig.even_transfer = False",
+        "PlannerConfig.split = 'plan'",
         "MeshConfig.expert = 8", "ModelConfig.prefetch = 'hecate'",
         "ModelConfig.refetch_replicas = True", "train.grad_accum_steps = 2", "train.batch_size = 16",
     ),
@@ -43,9 +44,10 @@ RUNS = {
         "MeshConfig.data = 2", "MoEConfig.transport = 'ppermute'",
     ),
 }  # fmt: skip
-# up to which step plans are those of then: hecate's search is the same where a config asks for it; Pro-Prophet's is
-# not, and only the step after the checkpoint runs with what the checkpoint holds
-SAME_PLANS = {"hecate": 12, "pro_prophet": 7}
+# up to which step plans are those of then. From hecate's reshard after step 8 on, homes have the labels under which
+# fewest experts move, and today's shapes hold other plans; Pro-Prophet's search has changed, so of its run only the step after
+# the checkpoint, which runs with what the checkpoint holds, is the same
+SAME_PLANS = {"hecate": 8, "pro_prophet": 7}
 
 
 @pytest.fixture
@@ -98,6 +100,7 @@ def test_the_config_that_a_run_of_54b32df_wrote_is_read(old_run):
     # the default of attention was 'xla' then and is 'auto' now, which a run may change, as it may its planner's knobs
     changed = [binding for binding, _, _ in check_resumable(stored, by_names)]
     assert [name for name in changed if not name.startswith("PlannerConfig.")] == [
+        "MoEConfig.gather",  # 'saa' then, 'auto' now
         "ModelConfig.attention",
         "train.steps",
     ]
