@@ -45,8 +45,8 @@ RUNS = {
     ),
 }  # fmt: skip
 # up to which step plans are those of then. From hecate's reshard after step 8 on, homes have the labels under which
-# fewest experts move, and today's shapes hold other plans; Pro-Prophet's search has changed, so of its run only the step after
-# the checkpoint, which runs with what the checkpoint holds, is the same
+# fewest experts move, and today's shapes hold other plans; Pro-Prophet's search has changed, so of its run only the
+# step after the checkpoint, which runs with what the checkpoint holds, is the same
 SAME_PLANS = {"hecate": 8, "pro_prophet": 7}
 
 
