@@ -241,7 +241,7 @@ def test_the_search_sees_what_is_missing():
     named = ("moe_jax/moe/no.py", "no.py", "`nothing/`", "docs/nothing", "moe_jax.moe.no", "moe_jax.no", "train.no")
     for word in (*named, "[page](docs/no.md)", "[part](BUILD.md#no)"):
         assert len(missing_in(f"There is {word} here.", "README.md")) == 1, word
-    there = "`moe/gate.py`, moe_jax.moe.MoELayer, train.steps, [part](BUILD.md#install), runs/x/config.gin, DIR/no.md"
+    there = "`moe/layer.py`, moe_jax.moe.MoELayer, train.steps, [part](BUILD.md#install), runs/x/config.gin, DIR/no.md"
     assert missing_in(there, "README.md") == []
 
 

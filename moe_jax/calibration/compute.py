@@ -30,7 +30,7 @@ from moe_jax.grouped_matmul import GroupedWeights, default_implementation
 from moe_jax.grouped_matmul.ffn_cost import expert_work
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
-from moe_jax.moe.gate import choose_experts
+from moe_jax.routers import choose_experts
 
 _ITEM = 4
 

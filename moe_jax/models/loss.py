@@ -30,8 +30,8 @@ from moe_jax.models.layer_loop import make_layer_loop
 from moe_jax.models.model_group import check_sequence_parallel, make_model_group
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
-from moe_jax.moe.gate import balance_loss, z_loss
 from moe_jax.placement import PlanShape
+from moe_jax.routers import balance_loss, z_loss
 from moe_jax.schedules.contract import MOST_ROWS
 
 

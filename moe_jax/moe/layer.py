@@ -29,8 +29,8 @@ from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn, weight_names
-from moe_jax.moe.gate import balance_loss, choose_experts, share_statistics, z_loss
 from moe_jax.placement import PlanShape
+from moe_jax.routers import balance_loss, choose_experts, share_statistics, z_loss
 from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule
 from moe_jax.schedules.contract import Schedule
 

@@ -83,7 +83,7 @@ def install_counted_gate(axes: tuple[str, ...]) -> None:
 
     from moe_jax.dispatch import Choice
     from moe_jax.moe import layer
-    from moe_jax.moe.gate import GateStats, count_experts
+    from moe_jax.routers.statistics import GateStats, count_experts
 
     def choose(x, w_gate, config, *, noise_key=None, token_ids=None):
         tokens, top_k = x.shape[0], config.top_k

@@ -11,9 +11,9 @@ SIGNATURES = {
     "GateStats": "(counts, probability, squared_logsumexp, entropy, dropped)",
     "GroupedWeights": "(*, bank, slots, grad_sink=None, constant=False)",
     "MoEConfig": (
-        "(*, num_experts=8, top_k=2, capacity_factor=None, min_capacity=4, drop='position', renormalize=True, "
-        "gate_noise=0.0, aux_loss_weight=0.01, z_loss_weight=0.001, schedule='deepspeed', transport='all_to_all', "
-        "pairwise_groups=0, gather='auto', cluster='', grouped_matmul='auto', bucket_slack=1.5)"
+        "(*, num_experts=8, top_k=2, router='topk', capacity_factor=None, min_capacity=4, drop='position', "
+        "renormalize=True, gate_noise=0.0, aux_loss_weight=0.01, z_loss_weight=0.001, schedule='deepspeed', "
+        "transport='all_to_all', pairwise_groups=0, gather='auto', cluster='', grouped_matmul='auto', bucket_slack=1.5)"
     ),
     "MoELayer": (
         "(self, config, *, model_dim, hidden_dim, roles, rngs, activation='gelu', dtype=<class 'jax.numpy.float32'>)"

@@ -10,8 +10,8 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.gate import gate_noise
 from moe_jax.placement import Placement
+from moe_jax.routers.scores import gate_noise
 
 EXPERTS, BATCH, LENGTH, VOCAB = 8, 8, 8, 31
 NOISE = 0.1

@@ -18,10 +18,10 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
-from moe_jax.moe.gate import balance_loss, z_loss
 from moe_jax.moe.layer import make_moe
 from moe_jax.moe.reference import reference_moe
 from moe_jax.placement import Placement, build_shape
+from moe_jax.routers import balance_loss, z_loss
 
 EXPERTS, TOKENS, DIM, HIDDEN = 8, 64, 4, 8  # all devices together
 PAIRS = [(mp, esp) for mp in (1, 2, 4) for esp in (1, 2, 4)]

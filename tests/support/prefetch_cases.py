@@ -17,8 +17,8 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.gate import gate_noise
 from moe_jax.placement import build_shape, fill_tables, grow
+from moe_jax.routers.scores import gate_noise
 
 EXPERTS, BATCH, LENGTH, VOCAB, SLOTS, NOISE = 8, 8, 8, 31, 2, 0.1
 

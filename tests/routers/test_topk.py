@@ -15,8 +15,8 @@ from moe_jax.dispatch import route
 from moe_jax.dispatch.route import rank_within
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig, balance_loss, choose_experts, z_loss
-from moe_jax.moe.gate import gate_noise
 from moe_jax.moe.reference import reference_weights
+from moe_jax.routers.scores import gate_noise
 
 CHOOSE = jax.jit(choose_experts, static_argnames="config")  # one compile is quicker than one of each operation
 
