@@ -33,10 +33,9 @@ from moe_jax.moe.layer import layer_sizes, make_schedule, schedule_options
 from moe_jax.placement import PlanShape, build_shape
 from moe_jax.replan.plan_cost import with_replica_slots
 from moe_jax.replan.replanner import check_transfer, initial_placement
-from moe_jax.schedules import schedules
-from moe_jax.schedules.automatic import layer_shape, parm_sentence
+from moe_jax.schedules import schedule_record, schedules
+from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups
-from moe_jax.schedules.pause_after_gate import gather_sentence
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
 
@@ -183,19 +182,16 @@ def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:
 
 
 def _schedule_lines(run: RunConfig, roles: Roles) -> list[str]:
-    """Say what `pairwise`, `parm` and `s2` choose for themselves, and by what; nothing of other schedules."""
+    """Say what the schedule chooses for itself, and by what; nothing of those that choose nothing."""
     moe, model = run.moe, run.model
-    if moe.schedule not in ("pairwise", "parm", "s2"):
-        return []
     tokens = run.train.batch_size // run.train.grad_accum_steps * run.data.sequence_length // roles.size(roles.dense)
     if moe.schedule == "pairwise":
         return _pairwise_lines(run, roles, tokens)
-    layer = roles, layer_sizes(moe, roles, tokens), schedule_options(moe, model.sequence_parallel)
-    row_bytes = model.model_dim * itemsize(model.dtype)
-    lines = [parm_sentence(*layer, row_bytes)] if moe.schedule == "parm" else []
-    if roles.size(roles.model) > 1:
-        lines.append(gather_sentence(*layer, row_bytes))
-    return lines or ["schedule 's2' is s1: with MeshConfig.model = 1 nothing is gathered"]
+    sentences = schedule_record(moe.schedule).sentences
+    if sentences is None:
+        return []
+    options, row_bytes = schedule_options(moe, model.sequence_parallel), model.model_dim * itemsize(model.dtype)
+    return sentences(roles, layer_sizes(moe, roles, tokens), options, row_bytes)
 
 
 def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
@@ -277,7 +273,7 @@ def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int, target: Target | 
         ("sum", held.total, "without other temporaries and buffers of collectives"),
     ]
     stages = f"ZeRO {train.zero_stage} of the dense parameters"
-    if run.moe.schedule == "dp":
+    if not schedule_record(run.moe.schedule).moves_tokens:
         stages += f", {train.expert_zero_stage} of the experts"
     return [stages] + [f"{name:22}{size:>20,}  {gibibytes(size)}  ({note})" for name, size, note in rows]
 
@@ -290,7 +286,7 @@ def _state_note(train: TrainConfig, dtype: str) -> str:
 
 def _plan(run: RunConfig, roles: Roles) -> PlanShape | None:
     """Return the shape of a plan with as many replicas as the planner may have; None where a bank has no owners."""
-    if run.moe.schedule == "dp":
+    if not schedule_record(run.moe.schedule).moves_tokens:
         return None
     start = initial_placement(run, roles)
     shape = build_shape(start)

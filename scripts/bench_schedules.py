@@ -29,7 +29,7 @@ import time
 import numpy as np
 from absl import app, flags
 
-from moe_jax.calibration.layer_cases import LayerCase
+from moe_jax.calibration.layer_cases import SCHEDULES, LayerCase, schedules_of
 
 _OUT = flags.DEFINE_string("out", None, "Folder for CSV files, tables and plots.", required=True)
 _PLACE = flags.DEFINE_enum("place", "host", ["host", "lab"], "Which sweep: one process, or two hosts of four devices.")
@@ -43,7 +43,6 @@ _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0,
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
 
-SCHEDULES = ("deepspeed", "s1", "s2")
 # layers of each (N_MP, N_ESP); (1, 1) is left out: all schedules are the same program there
 COUNTS = {
     "host": {(4, 4): 20, (2, 2): 16, (2, 4): 16, (4, 2): 16, (2, 1): 10, (4, 1): 10, (1, 2): 8, (1, 4): 8},
@@ -100,7 +99,7 @@ def time_layer(layer: LayerCase, devices, rounds: int) -> dict[str, list[float]]
     from moe_jax.calibration import interleaved_seconds
     from moe_jax.calibration.layer_cases import build_layer
 
-    names = SCHEDULES if layer.mp_size > 1 else SCHEDULES[:2]
+    names = schedules_of(layer)
 
     def build(name):
         return build_layer(name, layer, devices, _TRANSPORT.value)

@@ -23,8 +23,7 @@ from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import make_moe
-
-GATES_WHOLE_GROUP = ("deepspeed", "s2")  # schedules that gate all tokens of an MP group on each of its devices
+from moe_jax.schedules import schedule_record
 
 
 def layer_call(config: MoEConfig, roles: Roles, tokens: int, model_dim: int, hidden_dim: int) -> Callable:
@@ -37,7 +36,7 @@ def layer_call(config: MoEConfig, roles: Roles, tokens: int, model_dim: int, hid
     assert roles.size(roles.data) == 1, "with several data-parallel groups the experts' gradients would be summed"
     apply = make_moe(config, roles, tokens, "gelu")
     tables = jax.tree.map(np.asarray, even_tables(1, config.num_experts, roles.size(roles.expert)))
-    whole = config.schedule in GATES_WHOLE_GROUP
+    whole = schedule_record(config.schedule).gates_group
 
     def body(x, w_gate, bank, grad_sink, tables):
         tables = local(tables)

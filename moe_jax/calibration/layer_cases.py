@@ -21,10 +21,11 @@ from moe_jax.mesh.abstract import build_abstract_roles
 from moe_jax.mesh.roles import MeshConfig, Roles, build_mesh
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import layer_sizes
+from moe_jax.schedules import schedule_record
 from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.contract import LayerSizes
 
-SCHEDULES = ("deepspeed", "s1", "s2")
+SCHEDULES = schedule_record("parm").chooses_from  # whole layers are timed so that `parm` can compare them
 GATHER = "saa"  # how s2 returns in timed layers: Parm's form
 # (N, M, F, capacity factor, K): small and large, with few and with many rows
 _SIZES = (
@@ -73,9 +74,7 @@ class LayerCase(typing.NamedTuple):
 
 def schedules_of(case: LayerCase) -> tuple[str, ...]:
     """Return the schedules that are different programs: without MP s2 is s1, and without ESP too deepspeed is s1."""
-    if case.mp_size == 1:
-        return SCHEDULES[:2] if case.esp_size > 1 else ("s1",)
-    return SCHEDULES
+    return tuple(name for name in SCHEDULES if schedule_record(name).on_mesh(case.mp_size, case.esp_size).name == name)
 
 
 def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster, transport: str) -> LayerSeconds:
@@ -86,13 +85,14 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster, tran
     """
     roles, sizes = case.sizes(devices)
     shape = layer_shape(schedule, roles, sizes, case.model_dim)
-    own = sizes.split(case.mp_size) if schedule == "s1" else sizes
+    record = schedule_record(schedule).on_mesh(case.mp_size, case.esp_size)
+    own = sizes if record.gates_group else sizes.split(case.mp_size)
     sources = shape.ep_size * shape.esp_size
     kept = min(own.capacity, case.top_k * own.tokens / devices)  # rows of an expert from one source
-    if schedule == "s2":
-        kept /= case.mp_size
+    sharing = case.mp_size if record.cuts_buckets else 1  # devices that have a part of each bucket
+    kept /= sharing
     group = np.full(sizes.groups, round(kept * sources))
-    buffer = shape.esp_size * shape.sent_rows // (case.mp_size if schedule == "s2" else 1)
+    buffer = shape.esp_size * shape.sent_rows // sharing
     work = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.esp_size)
     load = ExpertLoad(flops=3 * work.forward_flops, bytes=work.step_bytes)
     return layer_seconds(schedule, shape, load, cluster, gather=GATHER, transport=transport)

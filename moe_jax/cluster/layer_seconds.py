@@ -14,7 +14,7 @@ import typing
 from moe_jax.cluster.cluster import Cluster
 from moe_jax.cluster.fit_names import fit_name, strided_name
 from moe_jax.cluster.fits import Fit
-from moe_jax.cluster.volumes import LayerShape, Transfer, index_transfers, layer_transfers
+from moe_jax.cluster.volumes import LayerShape, Transfer, formulas_of, index_transfers, layer_transfers
 
 
 class LayerSeconds(typing.NamedTuple):
@@ -57,7 +57,7 @@ def layer_seconds(
     """Predict one layer.
 
     Args:
-      schedule: 'deepspeed', 's1' or 's2'.
+      schedule: a name in `FORMULAS` of `volumes.py`.
       shape: its sizes, rows as `volumes.py` says; load: of the experts, None leaves them out; item: bytes of a number.
       gather, transport: as in `MoEConfig`; a transport is looked up under its name.
 
@@ -68,7 +68,7 @@ def layer_seconds(
     ways = [[_carried(transfer, transport) for transfer in way] for way in (forward, backward)]
     moving = sum(transfer_seconds(way, shape, cluster, item, requested_by) for way in ways)
     moving += transfer_seconds(index_transfers(schedule, shape), shape, cluster, 4, requested_by)
-    work = _row_work(schedule, shape)
+    work = formulas_of(schedule).work(shape)
     row = shape.model_dim * item
     alone = LayerSeconds(
         communication=moving,
@@ -140,22 +140,3 @@ def transfer_fit(transfer: Transfer, shape: LayerShape) -> str:
         "model_expert": (shape.mp_size // shape.esp_size, 1),
     }[transfer.group]
     return strided_name(transfer.collective, size, stride)
-
-
-class _RowWork(typing.NamedTuple):
-    """Tokens gated, rows packed to be sent, tokens combined, and rows received, on one device."""
-
-    gated: int
-    packed: int
-    combined: int
-    received: int
-
-
-def _row_work(schedule: str, shape: LayerShape) -> _RowWork:
-    sent = shape.sent_rows
-    if schedule == "deepspeed" and not shape.esp_size == shape.mp_size == 1:
-        return _RowWork(shape.tokens, sent * shape.esp_size, shape.tokens, sent * shape.esp_size)
-    if schedule == "s2" and shape.mp_size > 1:
-        return _RowWork(shape.tokens, sent, shape.tokens, sent * shape.esp_size // shape.mp_size)
-    tokens = shape.tokens // shape.mp_size
-    return _RowWork(tokens, sent * shape.esp_size, tokens, sent * shape.esp_size)

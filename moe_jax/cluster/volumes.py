@@ -101,20 +101,18 @@ def layer_transfers(
     """Return (forward, backward) transfers of one device in one layer and pass.
 
     Args:
-      schedule: a name of the schedules; 'parm' is 's1' or 's2'.
+      schedule: a name in `FORMULAS`; 'parm' is what it chooses.
       shape: sizes; gather: how s2 returns, 'saa' or 'aas'.
-      transport: how an all-to-all is carried out, except under `pairwise`, which has transfers of its own.
+      transport: how an all-to-all is carried out, unless the schedule has transfers of its own.
       local: for 'two_level', members of its group that share a node.
 
     Source: Parm, sections III and IV, restated for buckets; FasterMoE, section 4.2.
     """
-    if schedule not in _FORMULAS:
-        raise UserError(f"schedule {schedule!r} has no volume formula; choose one of {', '.join(_FORMULAS)}")
     if gather not in ("saa", "aas"):
         raise UserError(f"gather {gather!r} has no volume formula; say which of 'saa' and 'aas' 'auto' is")
-    both = _FORMULAS[schedule](shape, gather)
-    forward, backward = (_present(transfers, shape) for transfers in both)
-    if schedule == "pairwise":
+    formulas = formulas_of(schedule)
+    forward, backward = (_present(transfers, shape) for transfers in formulas.transfers(shape, gather))
+    if not formulas.carried:
         return forward, backward
     return _carried(forward, shape, transport, local), _carried(backward, shape, transport, local)
 
@@ -122,25 +120,10 @@ def layer_transfers(
 def index_transfers(schedule: str, shape: LayerShape, most_passes: int = 1) -> list[Transfer]:
     """Return the transfers of int32 in one layer and pass; they have no backward.
 
-    These are the counts of rows per expert that are sent before the rows (an ESP group of `deepspeed` shares its
-    members' routes too, `ring` the choices); the token rule of the first EP member, where an MP group of `s2` spans
-    several ('model_expert'); and, once per layer where there may be several passes, the flag by which all devices agree
-    on their number ('all').
+    These are what the schedule itself sends ahead of its rows and, once per layer where there may be several passes,
+    the flag by which all devices agree on their number ('all').
     """
-    held = shape.experts // shape.ep_size
-    counts = Transfer("all_to_all", _BOTH, shape.ep_size * shape.esp_size * held)
-    out = [counts]
-    if schedule == "dp":
-        out = []
-    elif schedule == "ring":
-        tokens = shape.tokens // shape.mp_size * shape.ep_size * shape.esp_size
-        out = [Transfer("all_gather", _BOTH, tokens * shape.top_k)]
-    elif schedule == "deepspeed" and shape.esp_size * shape.mp_size > 1:
-        routes = (shape.sent_rows, shape.tokens * shape.top_k, shape.ep_size * held)
-        out = [Transfer("all_gather", "expert_shard", shape.esp_size * size) for size in routes]
-        out.append(counts._replace(group="expert"))
-    elif schedule == "s2":
-        out.append(Transfer("all_gather", "model_expert", 3 * shape.experts * shape.mp_size // shape.esp_size))
+    out = formulas_of(schedule).indices(shape)
     flag = [Transfer("all_reduce", "all", 1)] if most_passes > 1 else []
     return _present(out, shape) + flag
 
@@ -251,4 +234,93 @@ def _dp(shape: LayerShape, _):
     return [], []
 
 
-_FORMULAS = {"deepspeed": _deepspeed, "s1": _s1, "s2": _s2, "pairwise": _pairwise, "ring": _ring, "dp": _dp}
+def _counts(shape: LayerShape) -> list[Transfer]:
+    """The counts of rows per expert, which are sent before the rows."""
+    held = shape.experts // shape.ep_size
+    return [Transfer("all_to_all", _BOTH, shape.ep_size * shape.esp_size * held)]
+
+
+def _s2_indices(shape: LayerShape) -> list[Transfer]:
+    """Counts, and the token rule of the first EP member where an MP group spans several ('model_expert')."""
+    rule = Transfer("all_gather", "model_expert", 3 * shape.experts * shape.mp_size // shape.esp_size)
+    return [*_counts(shape), rule]
+
+
+def _deepspeed_indices(shape: LayerShape) -> list[Transfer]:
+    """Counts, and the routes that the members of an ESP group share."""
+    (counts,) = _counts(shape)
+    if shape.esp_size == shape.mp_size == 1:
+        return [counts]
+    routes = (shape.sent_rows, shape.tokens * shape.top_k, shape.ep_size * (shape.experts // shape.ep_size))
+    shared = [Transfer("all_gather", "expert_shard", shape.esp_size * size) for size in routes]
+    return [counts, *shared, counts._replace(group="expert")]
+
+
+def _ring_indices(shape: LayerShape) -> list[Transfer]:
+    """The choices of all tokens that are gathered."""
+    tokens = shape.tokens // shape.mp_size * shape.ep_size * shape.esp_size
+    return [Transfer("all_gather", _BOTH, tokens * shape.top_k)]
+
+
+class RowWork(typing.NamedTuple):
+    """Tokens gated, rows packed to be sent, tokens combined, and rows received, on one device."""
+
+    gated: int
+    packed: int
+    combined: int
+    received: int
+
+
+def _own_work(shape: LayerShape) -> RowWork:
+    """Of a schedule that gates a device's own part of the tokens."""
+    tokens, rows = shape.tokens // shape.mp_size, shape.sent_rows * shape.esp_size
+    return RowWork(tokens, rows, tokens, rows)
+
+
+def _deepspeed_work(shape: LayerShape) -> RowWork:
+    rows = shape.sent_rows * shape.esp_size
+    return RowWork(shape.tokens, rows, shape.tokens, rows)
+
+
+def _s2_work(shape: LayerShape) -> RowWork:
+    if shape.mp_size == 1:
+        return _own_work(shape)
+    return RowWork(shape.tokens, shape.sent_rows, shape.tokens, shape.sent_rows * shape.esp_size // shape.mp_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Formulas:
+    """What a layer costs under one schedule.
+
+    Attributes:
+      transfers: (shape, gather) -> (forward, backward) of one pass; gather: 'saa' or 'aas', for those that read it.
+      indices: shape -> transfers of int32 of one pass.
+      work: shape -> rows that are gated and moved on a device.
+      carried: `MoEConfig.transport` says how its all-to-alls travel.
+    """
+
+    transfers: typing.Callable[[LayerShape, str], tuple[list[Transfer], list[Transfer]]]
+    indices: typing.Callable[[LayerShape], list[Transfer]] = _counts
+    work: typing.Callable[[LayerShape], RowWork] = _own_work
+    carried: bool = True
+
+
+FORMULAS = {
+    "deepspeed": Formulas(transfers=_deepspeed, indices=_deepspeed_indices, work=_deepspeed_work),
+    "s1": Formulas(transfers=_s1),
+    "s2": Formulas(transfers=_s2, indices=_s2_indices, work=_s2_work),
+    "pairwise": Formulas(transfers=_pairwise, carried=False),
+    "ring": Formulas(transfers=_ring, indices=_ring_indices),
+    "dp": Formulas(transfers=_dp, indices=lambda shape: []),
+}
+
+
+def formulas_of(schedule: str) -> Formulas:
+    """Return the formulas of a schedule.
+
+    Raises:
+      UserError: it has none.
+    """
+    if schedule not in FORMULAS:
+        raise UserError(f"schedule {schedule!r} has no volume formula; choose one of {', '.join(FORMULAS)}")
+    return FORMULAS[schedule]

@@ -20,6 +20,7 @@ from moe_jax.models.config import ModelConfig
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import check_hidden_dim, init_bank, layer_sizes
+from moe_jax.schedules import schedule_record
 
 
 @record
@@ -161,7 +162,7 @@ class LanguageModel:
         params, state, gather = dense_specs(
             jax.tree.map(lambda leaf: tuple(leaf.shape), dense), model_dims, stacked, self.roles, self.zero_stage
         )
-        dp_stage = self.expert_zero_stage if self.moe.schedule == "dp" else None
+        dp_stage = None if schedule_record(self.moe.schedule).moves_tokens else self.expert_zero_stage
         bank = {name: tuple(leaf.shape) for name, leaf in shapes["bank"].items()}
         bank_params, grad_sink, bank_state = expert_specs(bank, self.roles, self.zero_stage, dp_stage)
         return Layout(

@@ -25,8 +25,8 @@ from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit
 from moe_jax.moe.layer import make_moe
 from moe_jax.moe.replicas import fetch_in_turn
-from moe_jax.moe.staged import make_staged_moe
 from moe_jax.placement import PlanShape
+from moe_jax.schedules import schedule_record, schedules
 
 
 def make_layer_loop(
@@ -108,8 +108,16 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
     config, roles = model.config, model.roles
     if layout.dp_stage is not None:
         raise UserError(
-            f"ModelConfig.prefetch ({config.prefetch!r}) has nothing to move under MoEConfig.schedule = 'dp'; set "
-            "ModelConfig.prefetch = 'none'"
+            f"ModelConfig.prefetch ({config.prefetch!r}) has nothing to move under MoEConfig.schedule = "
+            f"{model.moe.schedule!r}; set ModelConfig.prefetch = 'none'"
+        )
+    if not schedule_record(model.moe.schedule).one_piece:
+        records = map(schedule_record, schedules())
+        possible = [record.name for record in records if record.one_piece and record.moves_tokens]
+        raise UserError(
+            f"ModelConfig.prefetch needs a MoEConfig.schedule whose experts run in one piece, not "
+            f"{model.moe.schedule!r}; set MoEConfig.schedule to one of {', '.join(possible)}, or ModelConfig.prefetch "
+            "= 'none'"
         )
     gather, parts = layout.gather["units"], roles.size(roles.dense)
     recompute = config.remat in ("block", "nothing_saveable")
@@ -131,7 +139,7 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
         stages=Stages(
             attend=attend,
             norm=norm,
-            moe=make_staged_moe(model.moe, roles, tokens, config.activation, plan, group.split),
+            moe=make_moe(model.moe, roles, tokens, config.activation, plan, group.split),
             checkpoint=lambda function: checkpointed(function, config.remat),
             # the schedule's window `recompute` runs these stages again, so no checkpoint does
             moe_checkpoint=lambda function: checkpointed(function, "none" if recompute else config.remat),

@@ -27,7 +27,7 @@ from moe_jax.models.counts import LeafSize, leaf_sizes
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import PlanShape
-from moe_jax.schedules.contract import layout_of
+from moe_jax.schedules.contract import layout_of, schedule_record
 
 MOMENTS = 2  # of AdamW
 # policies of jax.checkpoint, and which value of `ModelConfig.remat` saves about as much
@@ -142,7 +142,7 @@ def _expert_specs(bank: dict[str, LeafSize], sizes: Sizes, roles: Roles):
 
 
 def _dp_stage(sizes: Sizes) -> int | None:
-    return sizes.expert_zero_stage if sizes.moe.schedule == "dp" else None
+    return None if schedule_record(sizes.moe.schedule).moves_tokens else sizes.expert_zero_stage
 
 
 def device_bytes(
@@ -264,7 +264,7 @@ def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan: PlanSh
     matrices = 2 if config.activation == "swiglu" else 1
 
     own = dim / model if config.sequence_parallel else dim  # of norms and the residual stream
-    gathered = dim if moe.schedule in ("deepspeed", "s2") else own
+    gathered = dim if schedule_record(moe.schedule).gates_group else own
 
     scores = config.heads * sizes.length / model if config.attention != "cudnn" else 0
     attention = compute_itemsize * (5 * own + 4 * dim / model) + (4 + compute_itemsize) * scores

@@ -8,15 +8,17 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.models.residuals import Residuals, residuals_of
-from moe_jax.moe.staged import StagedMoE
+from moe_jax.moe.layer import ExpertWeights, MoE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +50,13 @@ class Stages:
     Attributes:
       attend: (mix, gate, x [b, Sq, M]) -> [b, Sq, M], everything before the MoE layer.
       norm: (mix, gate, x) -> [t, M], the gate's norm.
-      moe: the layer in stages.
+      moe: the layer, whose schedule is a `StagedSchedule`.
       checkpoint, moe_checkpoint: wrap attention, and the other stages, in an activation checkpointing policy.
     """
 
     attend: Callable
     norm: Callable
-    moe: StagedMoE
+    moe: MoE
     checkpoint: Callable
     moe_checkpoint: Callable
 
@@ -75,12 +77,15 @@ class Stages:
 
         def run(a, gate, home_sink):
             tokens = self.norm(inputs.mix, gate, a)
-            sent, stats, passes, late = self.moe.send(
+            schedule = self.moe.schedule_of(tokens)
+            routed, stats, _, late = self.moe.route(
                 tokens, inputs.token_ids, gate["w_gate"], inputs.bank, home_sink, inputs.tables, inputs.noise_key
             )
-            (context, stats), whole = split_floats((sent.context, stats))
+            sent = schedule.dispatch(routed, 0)
+            before = lax.stop_gradient(stats) if schedule.most_passes > 1 else None  # later passes wait for them
+            (context, stats), whole = split_floats(((sent.metadata, schedule.after_dispatch(routed), before), stats))
             values, late_grad_sinks = (tuple(part) for part in zip(*late, strict=True)) if late else ((), ())
-            return (sent.rows, context, stats, late_grad_sinks), (sent.group_sizes, whole, passes, values)
+            return (sent.rows, context, stats, late_grad_sinks), (sent.group_sizes, whole, routed.passes, values)
 
         arguments = (a, inputs.gate, inputs.grad_sinks[0] if self.moe.late else {})
         return self._run(self.moe_checkpoint(run), arguments, inputs, save_residuals, has_aux=True)
@@ -97,18 +102,17 @@ class Stages:
         """Return rows to their sources and run the later passes: [t, M]."""
 
         def run(done, context, grad_sinks):
-            return self.moe.finish(done, join_floats(context, whole), self._weights(inputs, grad_sinks))
+            metadata, routed, stats = join_floats(context, whole)
+            y = self.moe.schedule_of(done).combine(done, metadata, routed)
+            experts = functools.partial(self.moe.experts, weights=self._weights(inputs, grad_sinks))
+            return self.moe.finish(y, routed, stats, experts)
 
         return self._run(self.moe_checkpoint(run), (done, context, inputs.grad_sinks), inputs, save_residuals)
 
-    def _weights(self, inputs: LayerInputs, grad_sinks) -> dict:
-        return {
-            "bank": inputs.bank,
-            "replicas": inputs.replicas,
-            "tables": inputs.tables,
-            "grad_sink": grad_sinks[0],
-            "replica_grad_sinks": grad_sinks[1],
-        }
+    def _weights(self, inputs: LayerInputs, grad_sinks) -> ExpertWeights:
+        home, of_replicas = grad_sinks
+        replicas = tuple(zip(inputs.replicas, of_replicas, strict=True))
+        return ExpertWeights(inputs.bank, home, inputs.tables.home_row, replicas, constant=True)
 
     def _run(self, run, arguments, inputs, save_residuals, has_aux=False) -> tuple[Any, Residuals | None]:
         if not save_residuals:

@@ -2,7 +2,8 @@
 
 from moe_jax.grouped_matmul import GroupedWeights, grouped_matmul
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.layer import MoELayer, make_moe
+from moe_jax.moe.flax_layer import MoELayer
+from moe_jax.moe.layer import make_moe
 from moe_jax.moe.reference import reference_moe
 from moe_jax.routers import GateStats, balance_loss, choose_experts, z_loss
 

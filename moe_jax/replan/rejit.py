@@ -33,6 +33,7 @@ from moe_jax.renames import plan_of_today
 from moe_jax.replan import plan_state
 from moe_jax.replan.replanner import Replanner, plan_hash
 from moe_jax.replan.reshard import reshard
+from moe_jax.schedules import schedule_record
 
 
 class Session(Protocol):
@@ -341,7 +342,7 @@ def build_engine(session: Session, lag: int) -> RejitEngine | None:
     if config.name == "none":
         return None
     devices = session.roles.size(session.roles.expert)
-    if session.config.moe.schedule == "dp" or devices == 1:
+    if not schedule_record(session.config.moe.schedule).moves_tokens or devices == 1:
         raise UserError(
             f"PlannerConfig.name ({config.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
             f"{session.config.moe.schedule!r} and the expert axis has {devices}; use another schedule and "

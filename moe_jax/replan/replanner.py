@@ -26,7 +26,7 @@ from moe_jax.planner import PlanSession
 from moe_jax.planner.late import with_late, with_late_prices
 from moe_jax.replan.plan_cost import plan_cost, with_replica_slots
 from moe_jax.replan.transfer_shares import split_shares
-from moe_jax.schedules.contract import LayerSizes
+from moe_jax.schedules.contract import LayerSizes, schedule_record
 
 FEWEST = 0.25  # rows of a planned bucket over the mean: fewer would make an overflow, where it comes, take many passes
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
@@ -127,7 +127,8 @@ class Replanner:
         most = math.ceil(self.config.planner.bucket_limit * self._mean_rows(shape))
         most, worst = min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows()), sizes.worst_rows()
         moe, roles = self.config.moe, self.roles
-        cut_over_members = roles.size(roles.model) > roles.size(roles.expert_shard) and moe.schedule in ("s2", "parm")
+        several = roles.size(roles.model) > roles.size(roles.expert_shard)  # members of an MP group
+        cut_over_members = several and schedule_record(moe.schedule).may_cut_buckets()
         own = most if moe.transport == "ragged" or cut_over_members else worst
         return BucketRows(own=own, node=most, far=most)
 

@@ -1,6 +1,6 @@
 """`parm`: s1 or s2, whichever is predicted to take less time; with a calibration of whole layers also the baseline.
 
-Inputs: what every schedule gets. Outputs: what the chosen one returns. Without a calibration file the two are compared
+Inputs: what every schedule is built from. Outputs: the chosen one. Without a calibration file the two are compared
 by bytes, at one speed on all links; with one, by fitted times of the collectives on the groups of this mesh, or of
 whole layers. The choice is made once, for static sizes, and says which rule made it. Source: Parm, section V, algorithm
 1; that a small layer, bound by the start of its collectives, may run under `deepspeed` is our addition.
@@ -14,11 +14,17 @@ from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
 from moe_jax.cluster.layer_seconds import layer_name, layer_seconds
 from moe_jax.cluster.volumes import LayerShape
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.baseline import build_deepspeed
-from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
-from moe_jax.schedules.expert_parallel import build_s1
+from moe_jax.schedules.contract import (
+    LayerSizes,
+    Schedule,
+    ScheduleOptions,
+    build_schedule,
+    layout_of,
+    register,
+    schedule_record,
+)
 from moe_jax.schedules.gather_choice import choose_gather, fits_of
-from moe_jax.schedules.pause_after_gate import build_s2, whole_bucket_rows
+from moe_jax.schedules.pause_after_gate import gather_sentences, whole_bucket_rows
 
 _LOG = logging.getLogger(__name__)
 _REQUESTED_BY = "MoEConfig.schedule 'parm'"
@@ -31,39 +37,44 @@ _RULES = {
 }
 
 
-@register("parm")
-def build_parm(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-    """Build the schedules to choose from; the bytes of a row, known at the first call, decide which one runs."""
-    cluster = _cluster_of(roles, options)
-    if _is_s1(roles, cluster):
-        return build_s1(roles, sizes, options)
-    alone = roles.size(roles.model) == 1
-    builders = {"s1": build_s1, "s2": build_s2, "deepspeed": build_deepspeed}
-    built = {name: build(roles, sizes, options) for name, build in builders.items() if not (alone and name == "s2")}
-    said = set()
-
-    def schedule(x, token_ids, gate, placed):
-        row_bytes = x.shape[-1] * x.dtype.itemsize
-        choice = choose(roles, sizes, row_bytes, cluster, options.gather, options.transport, options.split_tokens)
-        if choice not in said:
-            said.add(choice)
-            _LOG.warning(_sentence(choice, cluster))
-        return built[choice.schedule](x, token_ids, gate, placed)
-
-    return schedule
-
-
-def parm_sentence(roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int) -> str:
-    """Say what a run with these sizes takes, by which rule, and the numbers compared.
+def parm_sentences(roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int) -> list[str]:
+    """Say what a run with these sizes takes, by which rule, and the numbers compared; then how s2 would return.
 
     Raises:
       UserError: as building the schedule does.
     """
     cluster = _cluster_of(roles, options)
     if _is_s1(roles, cluster):
-        return "schedule 'parm' takes s1 without a comparison: with MeshConfig.model = 1 it is what s2 is"
-    choice = choose(roles, sizes, row_bytes, cluster, options.gather, options.transport, options.split_tokens)
-    return _sentence(choice, cluster)
+        taken = "schedule 'parm' takes s1 without a comparison: with MeshConfig.model = 1 it is what s2 is"
+    else:
+        taken = _sentence(_choose(roles, sizes, row_bytes, cluster, options), cluster)
+    return [taken, *(gather_sentences(roles, sizes, options, row_bytes) if roles.size(roles.model) > 1 else ())]
+
+
+@register("parm", chooses_from=("deepspeed", "s1", "s2"), sentences=parm_sentences)
+class Parm:
+    """The schedules to choose from; the bytes of a row, known when the layer is called, decide which one runs."""
+
+    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+        self.roles, self.sizes, self.options = roles, sizes, options
+        self.cluster = _cluster_of(roles, options)
+        names = ("s1",) if _is_s1(roles, self.cluster) else schedule_record("parm").chooses_from
+        self.built = {name: build_schedule(name, roles, sizes, options) for name in names}
+        self.said: set[ParmChoice] = set()
+
+    def for_rows(self, row_bytes: int) -> Schedule:
+        """Return the schedule that is predicted to take less time."""
+        if len(self.built) == 1:
+            return self.built["s1"]
+        choice = _choose(self.roles, self.sizes, row_bytes, self.cluster, self.options)
+        if choice not in self.said:
+            self.said.add(choice)
+            _LOG.warning(_sentence(choice, self.cluster))
+        return self.built[choice.schedule]
+
+
+def _choose(roles: Roles, sizes: LayerSizes, row_bytes: int, cluster: Cluster | None, options: ScheduleOptions):
+    return choose(roles, sizes, row_bytes, cluster, options.gather, options.transport, options.split_tokens)
 
 
 def choose(
@@ -194,14 +205,9 @@ def layer_shape(
     schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int, split_tokens: bool = False, groups: int = 1,
     transport: str = "all_to_all",
 ) -> LayerShape:  # fmt: skip
-    """Return the cost formulas' inputs for a layer under 's1', 's2', 'deepspeed' or 'pairwise' (in `groups`)."""
-    mp_size, ep_size = roles.size(roles.model), roles.size(roles.expert)
-    if schedule == "s2" and mp_size > 1:
-        rows = whole_bucket_rows(sizes, roles)
-    elif schedule == "deepspeed" and mp_size * roles.size(roles.expert_shard) > 1:
-        rows = sizes.bucket_rows(ep_size)
-    else:
-        rows = sizes.split(mp_size).bucket_rows(ep_size)
+    """Return the cost formulas' inputs for a layer under a schedule that has formulas ('pairwise' in `groups`)."""
+    mp_size, ep_size, esp_size = (roles.size(axes) for axes in (roles.model, roles.expert, roles.expert_shard))
+    rows = schedule_record(schedule).on_mesh(mp_size, esp_size).bucket_rows(sizes, roles)
     layout = layout_of(roles, rows, transport)
     return LayerShape(
         tokens=sizes.tokens,
@@ -211,7 +217,7 @@ def layer_shape(
         more_own=layout.piece("own"),
         members_in_node=layout.near,
         ep_size=ep_size,
-        esp_size=roles.size(roles.expert_shard),
+        esp_size=esp_size,
         mp_size=mp_size,
         top_k=sizes.top_k,
         experts=sizes.num_experts,

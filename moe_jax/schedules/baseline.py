@@ -35,85 +35,96 @@ from moe_jax.dispatch import (
     unpermute_tokens,
 )
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
+from moe_jax.schedules.contract import (
+    LayerSizes,
+    Routed,
+    ScheduleOptions,
+    Sent,
+    StagedSchedule,
+    group_bucket_rows,
+    layout_of,
+    register,
+)
 from moe_jax.schedules.expert_group import cut, from_groups, join, member, to_groups
-from moe_jax.schedules.expert_parallel import build_s1
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated
 from moe_jax.schedules.passes import passes_needed
-from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
 
 
-@register("deepspeed")
-def build_deepspeed(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-    """Build the baseline: AG_ESP, A2A_EP, experts, AR_ESP, A2A_EP, ESP-split."""
-    ep_size, esp_size, mp_size = (roles.size(axes) for axes in (roles.expert, roles.expert_shard, roles.model))
-    if esp_size == mp_size == 1:
-        return build_s1(roles, sizes, options)  # no token is on two devices: the two schedules are equal
-    layout = layout_of(roles, sizes.bucket_rows(ep_size), options.transport)
-    most = sizes.most_passes(layout.rows.far)
-    local = max(1, min(ep_size, roles.config.devices_per_node // esp_size))
-    make = functools.partial(make_exchange, roles.expert, ep_size, options.transport, local)
-    exchanges = {"far": make(), "own": lambda blocks, sent, received: blocks}
-    if options.transport != "ragged":
-        exchanges["node"] = make(inside=roles.members_per_node)
+@register("deepspeed", gates_group=True, bucket_rows=group_bucket_rows, s1_without=("model", "expert_shard"))
+class Baseline(StagedSchedule):
+    """AG_ESP, A2A_EP, experts, AR_ESP, A2A_EP, ESP-split; without MP and ESP no token is on two devices: it is s1."""
 
-    def gather(array):
-        if esp_size == 1:
-            return array[None]
-        return lax.all_gather(cast_varying(array, roles.expert_shard), roles.expert_shard)
+    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+        self.roles, self.sizes, self.options = roles, sizes, options
+        self.ep_size, self.esp_size, self.mp_size = (
+            roles.size(axes) for axes in (roles.expert, roles.expert_shard, roles.model)
+        )
+        self.layout = layout_of(roles, group_bucket_rows(sizes, roles), options.transport)
+        self.most_passes = sizes.most_passes(self.layout.rows.far)
+        local = max(1, min(self.ep_size, roles.config.devices_per_node // self.esp_size))
+        make = functools.partial(make_exchange, roles.expert, self.ep_size, options.transport, local)
+        self.exchanges = {"far": make(), "own": lambda blocks, sent, received: blocks}
+        if options.transport != "ragged":
+            self.exchanges["node"] = make(inside=roles.members_per_node)
 
-    def send(array, sent, received):
-        """Exchange rows [Ns R, M] among members; those of a member's shards stand side by side in each piece."""
-        blocks = ((kind, _side_by_side(blocks, esp_size)) for kind, blocks in cut(array, layout, esp_size))
-        return join(exchanges[kind](part, sent, received).reshape(-1, 1, array.shape[-1]) for kind, part in blocks)
+    def enter(self, x, token_ids):
+        return to_replicated(x, self.roles, self.options), token_ids
 
-    def counted_once(done):
-        """Undo the scaling of `deliver` and sum the shards' partial outputs: each expert's gradient counts once."""
-        done = scale_gradient(done, 1.0 / mp_size)
-        return lax.psum(done, roles.expert_shard) if esp_size > 1 else done
-
-    def send_tokens(x, token_ids, gate, place):
-        x = to_replicated(x, roles, options)
-        with jax.named_scope("gate"):
-            choice, stats = gate(x, token_ids)
+    def route(self, tokens, choice, tables):
+        roles, groups = self.roles, self.sizes.groups
         with jax.named_scope("route"):
-            device, expert = destinations(place(stats), choice, sizes.groups)
-            routing = route(choice, device, expert, ep_size, sizes.groups)
-            needed = passes_needed(passes_of(routing, layout, sizes.groups, member(roles)), most, roles.all)
+            device, expert = destinations(tables, choice, groups)
+            routing = route(choice, device, expert, self.ep_size, groups)
+            mine = passes_of(routing, self.layout, groups, member(roles))
+            needed = passes_needed(mine, self.most_passes, roles.all)
         with jax.named_scope("dispatch"):
-            ready = wait_for(x, needed, device)  # replicas may come in a branch, before `device` is known
-            everyone = gather(replicated_to_varying(ready, roles.model)).reshape(-1, x.shape[-1])  # [Ns t, M]
+            ready = wait_for(tokens, needed, device)  # replicas may come in a branch, before `device` is known
+            everyone = self._gather(replicated_to_varying(ready, roles.model))
+            everyone = everyone.reshape(-1, tokens.shape[-1])  # [Ns t, M]
             weights = replicated_to_varying(choice.weights, roles.model)
-        sorted_rows, group_sizes, way = deliver(everyone, routing, 0)
-        later = (everyone, routing, needed, lax.stop_gradient(stats)) if most > 1 else None
-        return Sent(sorted_rows, group_sizes, (weights, way, later)), stats, needed
+        return Routed(everyone, weights, routing, needed)
 
-    def deliver(everyone, routing, index):
+    def dispatch(self, routed, index):
+        roles, sizes, layout, me = self.roles, self.sizes, self.layout, member(self.roles)
         with jax.named_scope("dispatch"):
-            parcel = pack(routing, index, layout, sizes.top_k, sizes.groups, member(roles))
-            joint = _join(jax.tree.map(gather, parcel), layout)
-            arriving = exchange_counts(joint.counts, roles.expert, ep_size)  # [D, Ns, G]
+            parcel = pack(routed.routing, index, layout, sizes.top_k, sizes.groups, me)
+            joint = _join(jax.tree.map(self._gather, parcel), layout)
+            arriving = exchange_counts(joint.counts, roles.expert, self.ep_size)  # [D, Ns, G]
             sent, received = jnp.sum(joint.counts, (1, 2)), jnp.sum(arriving, (1, 2))
-            arrived = scale_gradient(send(permute_tokens(everyone, joint), sent, received), float(mp_size))
-            sorted_rows, group_sizes, grouping = to_groups(
-                arrived, arriving.reshape(-1, sizes.groups), layout, member(roles)
-            )
-        return sorted_rows, group_sizes, (parcel, sent, received, grouping)
+            rows = self._send(permute_tokens(routed.tokens, joint), sent, received)
+            arrived = scale_gradient(rows, float(self.mp_size))
+            sorted_rows, group_sizes, grouping = to_groups(arrived, arriving.reshape(-1, sizes.groups), layout, me)
+        return Sent(sorted_rows, group_sizes, (parcel, sent, received, grouping))
 
-    def bring_home(done, weights, way):
-        parcel, sent, received, grouping = way
+    def combine(self, done, metadata, routed):
+        parcel, sent, received, grouping = metadata
+        layout, esp_size = self.layout, self.esp_size
         with jax.named_scope("combine"):
-            home = send(counted_once(from_groups(done, grouping)), received, sent)
-            shards = roles.expert_shard if esp_size > 1 else ()
+            home = self._send(self._counted_once(from_groups(done, grouping)), received, sent)
+            shards = self.roles.expert_shard if esp_size > 1 else ()
             parts = (blocks.reshape((-1, esp_size) + blocks.shape[1:]) for _, blocks in cut(home, layout, esp_size))
             home = join(own_part(blocks, shards, dim=1)[:, 0] for blocks in parts)
-            return unpermute_tokens(home, weights, parcel)
+            return unpermute_tokens(home, routed.weights, parcel)
 
-    def finish(done, context, experts):
-        y = finish_passes(done, context, experts, deliver, bring_home, most)
-        return from_replicated(varying_to_replicated(y, roles.model), roles, options)
+    def leave(self, y):
+        return from_replicated(varying_to_replicated(y, self.roles.model), self.roles, self.options)
 
-    return StagedSchedule(send_tokens, finish)
+    def _gather(self, array):
+        """Return [Ns, ...], what each shard of this device's ESP group has."""
+        if self.esp_size == 1:
+            return array[None]
+        return lax.all_gather(cast_varying(array, self.roles.expert_shard), self.roles.expert_shard)
+
+    def _send(self, array, sent, received):
+        """Exchange rows [Ns R, M] among members; those of a member's shards stand side by side in each piece."""
+        pieces = cut(array, self.layout, self.esp_size)
+        blocks = ((kind, _side_by_side(blocks, self.esp_size)) for kind, blocks in pieces)
+        return join(self.exchanges[kind](part, sent, received).reshape(-1, 1, array.shape[-1]) for kind, part in blocks)
+
+    def _counted_once(self, done):
+        """Undo the scaling of `dispatch` and sum the shards' partial outputs: each expert's gradient counts once."""
+        done = scale_gradient(done, 1.0 / self.mp_size)
+        return lax.psum(done, self.roles.expert_shard) if self.esp_size > 1 else done
 
 
 def _side_by_side(blocks, esp_size: int):

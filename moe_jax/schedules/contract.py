@@ -1,30 +1,37 @@
 """The contract of a schedule, and what every schedule is built from.
 
-A schedule is the order in which one MoE layer moves its bytes. It is built once, for static sizes, and called inside
-`shard_map`:
+A schedule is the order in which one MoE layer moves its bytes. It is built once, for static sizes, registered with a
+record of what it is, and called by the layer (`moe/layer.py`) inside `shard_map`, in this order:
 
-    schedule(x [t, M], token_ids [t], gate, placed) -> (y [t, M], GateStats, passes)
+    tokens, ids = schedule.enter(x [t, M], token_ids [t])      the tokens that this device gates, t of them or t / N_MP
+    (the layer: gate -> Choice; where experts are -> Tables)
+    routed      = schedule.route(tokens, choice, tables)       where each choice goes, in every pass; number of passes
+    sent        = schedule.dispatch(routed, index)             the rows of a pass on the devices of their experts
+    (the layer: experts on rows [R, M] in compact group order, with this device's part of the hidden dim)
+    y           = schedule.combine(done, sent.metadata, routed)
+    (the layer: later passes, summed)
+    y           = schedule.leave(y)                            [t, M] again
 
-`gate(x, token_ids) -> (Choice, GateStats)` chooses experts; it is an argument because a schedule may split the tokens
-before it: under MP the t tokens of the group enter and leave replicated, and a schedule that splits them gates t / N_MP
-on each device. With `split_tokens` x and y are this device's part [t / N_MP, M] (see `mp_tokens.py`); `token_ids` are
-always all t. `placed(stats) -> (experts, tables)` returns where experts are, after the gate has counted: a plan may
-decide that from the counts. `experts(rows [R, M], group_sizes [G]) -> [R, M]` computes rows in compact group order,
-with this device's part of the hidden dim; `tables` is this layer's `Tables`. Statistics are returned as the gate gave
-them; `passes` is the int32 number of passes taken, equal on all devices.
+Under MP the t tokens of the group enter and leave replicated; with `split_tokens` x and y are this device's part
+[t / N_MP, M] (see `mp_tokens.py`), and `token_ids` are always all t. A schedule whose experts stand amid its
+communication has no dispatch and combine: it is a `Schedule` with a `run_pass` of its own; all others are a
+`StagedSchedule`.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
 from moe_jax.collectives.bucket_rows import BucketLayout, BucketRows, bucket_layout, round_up
 from moe_jax.collectives.exchange import TRANSPORTS
+from moe_jax.dispatch import Choice, Routing, Tables
+from moe_jax.dispatch.route import record
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 
@@ -135,27 +142,172 @@ def layout_of(roles: Roles, rows: BucketRows, transport: str = "all_to_all") -> 
     return bucket_layout(rows, roles.size(roles.expert), roles.members_per_node)
 
 
-class Schedule(Protocol):
-    """See the docstring of this file."""
+@record
+class Routed:
+    """What the passes of one layer read.
 
-    def __call__(self, x: jax.Array, token_ids: jax.Array, gate, placed): ...
+    Attributes:
+      tokens: float [T, M], from which the rows of all passes are taken: those gated here, or more after a gather.
+      weights: float [t, K] of their choices; under `ring` [T, K].
+      routing: where every choice goes.
+      passes: int32 [], passes that are taken, equal on all devices.
+    """
+
+    tokens: jax.Array | None
+    weights: jax.Array
+    routing: Routing | None
+    passes: jax.Array
+
+
+@record
+class Sent:
+    """The rows of one pass, on the device of their experts.
+
+    Attributes:
+      rows: float [R, M], in group order.
+      group_sizes: int32 [G].
+      metadata: pytree of arrays that `combine` needs of this pass.
+    """
+
+    rows: jax.Array
+    group_sizes: jax.Array
+    metadata: Any
+
+
+class Schedule(abc.ABC):
+    """The order in which one layer moves its bytes; see the head of this file.
+
+    Attributes:
+      most_passes: static bound on the passes; 1 leaves no branch in the program.
+    """
+
+    most_passes: int
+
+    def for_rows(self, row_bytes: int) -> Schedule:
+        """Return the schedule for rows of so many bytes: itself."""
+        del row_bytes
+        return self
+
+    @abc.abstractmethod
+    def enter(self, x, token_ids):
+        """Return (tokens [t, M] or [t / N_MP, M], their ids): what this device gates."""
+
+    @abc.abstractmethod
+    def route(self, tokens, choice: Choice, tables: Tables) -> Routed:
+        """Return where the choices of these tokens go."""
+
+    @abc.abstractmethod
+    def run_pass(self, routed: Routed, index, experts: Callable):
+        """Return what the experts computed in pass `index`, weighted and summed where `route` took the tokens.
+
+        Args:
+          index: int or int32 [].
+          experts: (rows [R, M] in group order, group_sizes int32 [G]) -> [R, M].
+        """
+
+    @abc.abstractmethod
+    def leave(self, y):
+        """Return the sum of all passes as x came."""
+
+
+class StagedSchedule(Schedule):
+    """A schedule whose experts run in one piece, so that a caller may place something beside them."""
+
+    @abc.abstractmethod
+    def dispatch(self, routed: Routed, index) -> Sent:
+        """Send the rows of pass `index` to their experts."""
+
+    @abc.abstractmethod
+    def combine(self, done, metadata, routed: Routed):
+        """Return computed rows [R, M] to their tokens, weighted; of `routed` only the weights are read."""
+
+    def run_pass(self, routed: Routed, index, experts: Callable):
+        sent = self.dispatch(routed, index)
+        done = experts(sent.rows, sent.group_sizes)
+        return self.combine(done, sent.metadata, routed)
+
+    def after_dispatch(self, routed: Routed) -> Routed:
+        """Return what combine and later passes still need: without later ones the weights alone."""
+        return routed if self.most_passes > 1 else dataclasses.replace(routed, tokens=None, routing=None)
+
+
+class Chooser(Protocol):
+    """What a builder returns: a schedule, which chooses itself, or a choice of schedules by the bytes of a row."""
+
+    def for_rows(self, row_bytes: int) -> Schedule: ...
 
 
 class ScheduleBuilder(Protocol):
-    def __call__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions) -> Schedule: ...
+    def __call__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions) -> Chooser: ...
 
 
-_BUILDERS: dict[str, ScheduleBuilder] = {}
+def own_bucket_rows(sizes: LayerSizes, roles: Roles) -> BucketRows:
+    """Return the rows of buckets that a device fills from its own part of the MP group's tokens."""
+    return sizes.split(roles.size(roles.model)).bucket_rows(roles.size(roles.expert))
+
+
+def group_bucket_rows(sizes: LayerSizes, roles: Roles) -> BucketRows:
+    """Return the rows of buckets that each device fills from all tokens of its MP group."""
+    return sizes.bucket_rows(roles.size(roles.expert))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleRecord:
+    """What is known of a schedule without building it; every question about a schedule by its name is asked here.
+
+    Attributes:
+      name: by which `MoEConfig.schedule` selects it.
+      build: the builder.
+      gates_group: each device gates all tokens of its MP group, not its own part [t / N_MP, M] of them.
+      moves_tokens: rows travel to their experts; else every device computes all experts, replicated or gathered.
+      one_piece: its experts run in one piece: it is a `StagedSchedule`, and block-wise schedules can run it.
+      bucket_rows: (sizes, roles) -> the rows of its buckets.
+      cuts_buckets: the devices of an MP group share every bucket, so that on several EP members lengths must agree.
+      s1_without: roles; where each of them has one device the schedule is `s1`, and is built as that. () for never.
+      formulas: name of its cost in `cluster/`; '' for one that takes the cost of what it chooses.
+      chooses_from: names of the schedules that it chooses from, in the order of tables; () for one that is itself.
+      sentences: (roles, sizes, options, bytes of a row) -> what `--dry_run` says of its own choices; None for nothing.
+    """
+
+    name: str
+    build: ScheduleBuilder
+    gates_group: bool = False
+    moves_tokens: bool = True
+    one_piece: bool = True
+    bucket_rows: Callable[[LayerSizes, Roles], BucketRows] = own_bucket_rows
+    cuts_buckets: bool = False
+    s1_without: tuple[str, ...] = ()
+    formulas: str = ""
+    chooses_from: tuple[str, ...] = ()
+    sentences: Callable[..., list[str]] | None = None
+
+    def on_mesh(self, mp_size: int, esp_size: int) -> ScheduleRecord:
+        """Return the record of the schedule that this one is where MP and ESP groups have so many devices."""
+        sizes = {"model": mp_size, "expert_shard": esp_size}
+        alone = self.s1_without and all(sizes[role] == 1 for role in self.s1_without)
+        return schedule_record("s1") if alone else self
+
+    def may_cut_buckets(self) -> bool:
+        """Whether it, or one that it may choose, has the devices of an MP group share every bucket."""
+        return self.cuts_buckets or any(schedule_record(name).cuts_buckets for name in self.chooses_from)
+
+
+_RECORDS: dict[str, ScheduleRecord] = {}
 _DEFAULT_OPTIONS = ScheduleOptions()
 
 
-def register(name: str) -> Callable[[ScheduleBuilder], ScheduleBuilder]:
-    """Register a builder under the name that `MoEConfig.schedule` selects it by."""
+def register(name: str, **facts) -> Callable[[ScheduleBuilder], ScheduleBuilder]:
+    """Register a builder under the name that `MoEConfig.schedule` selects it by.
+
+    Args:
+      facts: fields of `ScheduleRecord`; `formulas` is `name` unless it chooses from others.
+    """
 
     def add(builder):
-        if name in _BUILDERS:
+        if name in _RECORDS:
             raise AssertionError(f"schedule {name!r} is registered twice")
-        _BUILDERS[name] = builder
+        known = {"formulas": "" if facts.get("chooses_from") else name, **facts}
+        _RECORDS[name] = ScheduleRecord(name=name, build=builder, **known)
         return builder
 
     return add
@@ -163,17 +315,27 @@ def register(name: str) -> Callable[[ScheduleBuilder], ScheduleBuilder]:
 
 def schedules() -> tuple[str, ...]:
     """Return the names of all schedules."""
-    return tuple(sorted(_BUILDERS))
+    return tuple(sorted(_RECORDS))
 
 
-def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: ScheduleOptions = _DEFAULT_OPTIONS) -> Schedule:
-    """Return the schedule `name` for this mesh and these sizes.
+def schedule_record(name: str) -> ScheduleRecord:
+    """Return what is known of a schedule.
+
+    Raises:
+      UserError: for an unknown name.
+    """
+    if name not in _RECORDS:
+        raise UserError(f"MoEConfig.schedule ({name!r}) is unknown; choose one of {', '.join(schedules())}")
+    return _RECORDS[name]
+
+
+def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: ScheduleOptions = _DEFAULT_OPTIONS) -> Chooser:
+    """Return the schedule `name` for this mesh and these sizes; `for_rows` of it is what a layer runs.
 
     Raises:
       UserError: for an unknown name, or a mesh that the schedule cannot run on.
     """
-    if name not in _BUILDERS:
-        raise UserError(f"MoEConfig.schedule ({name!r}) is unknown; choose one of {', '.join(schedules())}")
+    chosen = schedule_record(name).on_mesh(roles.size(roles.model), roles.size(roles.expert_shard))
     parts = roles.size(roles.model)
     if sizes.tokens % parts:
         raise UserError(
@@ -187,7 +349,7 @@ def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: Schedule
             "MoEConfig.transport ('ragged') needs GPUs; XLA has no such exchange on cpu; set MoEConfig.transport = "
             "'all_to_all', 'ppermute' or 'two_level'"
         )
-    return _BUILDERS[name](roles, sizes, options)
+    return chosen.build(roles, sizes, options)
 
 
 def _check_row_numbers(roles: Roles, sizes: LayerSizes) -> None:

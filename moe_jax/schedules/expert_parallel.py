@@ -8,62 +8,70 @@ an all-gather over MP makes the tokens whole. Source: Parm, section III-B. See `
 from __future__ import annotations
 
 import jax
-from jax import lax
 
 from moe_jax.collectives.replicated import own_part
 from moe_jax.dispatch import destinations, pack, passes_of, permute_tokens, route, unpermute_tokens
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
+from moe_jax.schedules.contract import (
+    LayerSizes,
+    Routed,
+    ScheduleOptions,
+    Sent,
+    StagedSchedule,
+    layout_of,
+    own_bucket_rows,
+    register,
+)
 from moe_jax.schedules.expert_group import build_expert_group, from_groups, member, to_groups
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed
-from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
 
 
 @register("s1")
-def build_s1(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-    """Build Parm's first schedule; its drop groups are the N / N_MP tokens of one device."""
-    sizes = sizes.split(roles.size(roles.model))
-    group = build_expert_group(roles, options.transport)
-    layout = layout_of(roles, sizes.bucket_rows(group.ep_size), options.transport)
-    most = sizes.most_passes(layout.rows.far)
+class ExpertParallel(StagedSchedule):
+    """Parm's first schedule; its drop groups are the N / N_MP tokens of one device."""
 
-    def send(x, token_ids, gate, place):
-        mine, ids = to_parts(x, roles, options), own_part(token_ids, roles.model)
-        with jax.named_scope("gate"):
-            choice, stats = gate(mine, ids)
+    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+        self.roles, self.options = roles, options
+        self.sizes = sizes.split(roles.size(roles.model))
+        self.group = build_expert_group(roles, options.transport)
+        self.layout = layout_of(roles, own_bucket_rows(sizes, roles), options.transport)
+        self.most_passes = self.sizes.most_passes(self.layout.rows.far)
+
+    def enter(self, x, token_ids):
+        return to_parts(x, self.roles, self.options), own_part(token_ids, self.roles.model)
+
+    def route(self, tokens, choice, tables):
+        roles, groups = self.roles, self.sizes.groups
         with jax.named_scope("route"):
-            device, expert = destinations(place(stats), choice, sizes.groups)
-            routing = route(choice, device, expert, group.ep_size, sizes.groups)
-            needed = passes_needed(passes_of(routing, layout, sizes.groups, member(roles)), most, roles.all)
-        sorted_rows, group_sizes, way = deliver(mine, routing, 0)
-        later = (mine, routing, needed, lax.stop_gradient(stats)) if most > 1 else None
-        return Sent(sorted_rows, group_sizes, (choice.weights, way, later)), stats, needed
+            device, expert = destinations(tables, choice, groups)
+            routing = route(choice, device, expert, self.group.ep_size, groups)
+            mine = passes_of(routing, self.layout, groups, member(roles))
+            needed = passes_needed(mine, self.most_passes, roles.all)
+        return Routed(tokens, choice.weights, routing, needed)
 
-    def deliver(mine, routing, index):
+    def dispatch(self, routed, index):
+        sizes, group, layout, me = self.sizes, self.group, self.layout, member(self.roles)
         with jax.named_scope("dispatch"):
-            parcel = pack(routing, index, layout, sizes.top_k, sizes.groups, member(roles))
+            parcel = pack(routed.routing, index, layout, sizes.top_k, sizes.groups, me)
             arriving = group.send_counts(parcel.counts)
-            received = group.send(permute_tokens(mine, parcel), parcel.counts, arriving, layout)
-            sorted_rows, group_sizes, grouping = to_groups(received, arriving, layout, member(roles))
-        return sorted_rows, group_sizes, (parcel, arriving, grouping)
+            received = group.send(permute_tokens(routed.tokens, parcel), parcel.counts, arriving, layout)
+            sorted_rows, group_sizes, grouping = to_groups(received, arriving, layout, me)
+        return Sent(sorted_rows, group_sizes, (parcel, arriving, grouping))
 
-    def bring_home(done, weights, way):
-        parcel, arriving, grouping = way
+    def combine(self, done, metadata, routed):
+        parcel, arriving, grouping = metadata
         with jax.named_scope("combine"):
-            home = group.send_back(from_groups(done, grouping), parcel.counts, arriving, layout)
-            return unpermute_tokens(home, weights, parcel)
+            home = self.group.send_back(from_groups(done, grouping), parcel.counts, arriving, self.layout)
+            return unpermute_tokens(home, routed.weights, parcel)
 
-    def finish(done, context, experts):
-        y = finish_passes(done, context, experts, deliver, bring_home, most)
+    def leave(self, y):
         with jax.named_scope("combine"):
-            return from_parts(y, roles, options)
-
-    return StagedSchedule(send, finish)
+            return from_parts(y, self.roles, self.options)
 
 
-@register("dp")
+@register("dp", moves_tokens=False)
 def build_dp(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
     """Build the ZeRO / FSDP baseline: experts replicated or gathered, tokens stay.
 
@@ -76,4 +84,4 @@ def build_dp(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
                 f"MoEConfig.schedule ('dp') needs MeshConfig.{name} = 1, not {size}: every device computes all "
                 f"experts; set MeshConfig.{name} = 1 and MeshConfig.data = {roles.num_devices}"
             )
-    return build_s1(roles, sizes, options)
+    return ExpertParallel(roles, sizes, options)

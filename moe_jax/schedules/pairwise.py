@@ -41,10 +41,18 @@ from moe_jax.dispatch import (
 )
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
+from moe_jax.schedules.contract import (
+    LayerSizes,
+    Routed,
+    Schedule,
+    ScheduleOptions,
+    layout_of,
+    own_bucket_rows,
+    register,
+)
 from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, cut, join, member, repeat_for_shards
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
-from moe_jax.schedules.passes import passes_needed, run_passes
+from moe_jax.schedules.passes import passes_needed
 
 
 def choose_groups(roles: Roles, wanted: int) -> int:
@@ -70,52 +78,54 @@ def choose_groups(roles: Roles, wanted: int) -> int:
     return ep_size // in_node if in_node < ep_size and ep_size % in_node == 0 else ep_size
 
 
-@register("pairwise")
-def build_pairwise(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-    """Build FasterMoE's schedule; its drop groups are the N / N_MP tokens of one device."""
-    groups = choose_groups(roles, options.pairwise_groups)
-    sizes = sizes.split(roles.size(roles.model))
-    group = build_expert_group(roles)
-    layout = layout_of(roles, sizes.bucket_rows(group.ep_size))
-    most = sizes.most_passes(layout.rows.far)
-    ring = Ring(group, groups)
+@register("pairwise", one_piece=False)
+class Pairwise(Schedule):
+    """FasterMoE's schedule; its drop groups are the N / N_MP tokens of one device."""
 
-    def schedule(x, token_ids, gate, placed):
-        mine, ids = to_parts(x, roles, options), own_part(token_ids, roles.model)
-        with jax.named_scope("gate"):
-            choice, stats = gate(mine, ids)
-            experts, tables = placed(stats)
+    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+        self.roles, self.options = roles, options
+        groups = choose_groups(roles, options.pairwise_groups)
+        self.sizes = sizes.split(roles.size(roles.model))
+        self.group = build_expert_group(roles)
+        self.layout = layout_of(roles, own_bucket_rows(sizes, roles))
+        self.most_passes = self.sizes.most_passes(self.layout.rows.far)
+        self.ring = Ring(self.group, groups)
+
+    def enter(self, x, token_ids):
+        return to_parts(x, self.roles, self.options), own_part(token_ids, self.roles.model)
+
+    def route(self, tokens, choice, tables):
+        roles, groups = self.roles, self.sizes.groups
         with jax.named_scope("route"):
-            device, expert = destinations(tables, choice, sizes.groups)
-            routing = route(choice, device, expert, group.ep_size, sizes.groups)
-            needed = passes_needed(passes_of(routing, layout, sizes.groups, member(roles)), most, roles.all)
+            device, expert = destinations(tables, choice, groups)
+            routing = route(choice, device, expert, self.group.ep_size, groups)
+            mine = passes_of(routing, self.layout, groups, member(roles))
+            needed = passes_needed(mine, self.most_passes, roles.all)
+        return Routed(tokens, choice.weights, routing, needed)
+
+    def run_pass(self, routed, index, experts):
+        group, layout, ring, sizes = self.group, self.layout, self.ring, self.sizes
         order, source = ring.places(lax.axis_index(group.axes) // ring.local)
+        with jax.named_scope("dispatch"):
+            me = member(self.roles)
+            parcel = pack(routed.routing, index, layout, sizes.top_k, sizes.groups, me)
+            arriving = group.send_counts(parcel.counts)  # [P, groups], of whole buckets
+            parcel = _reorder(parcel, order, layout.rows.far)
+            # every matmul needs the counts: they travel ahead of the rows
+            rows, arriving = lax.optimization_barrier((permute_tokens(routed.tokens, parcel), arriving))
+            pieces = dict(cut(rows, layout))
+            blocks = pieces.pop("far").reshape(ring.each, ring.groups, layout.rows.far, -1)
+            more = [(kind, group.exchanges[kind](group.dump(rows))) for kind, rows in pieces.items()]
+            counts = [_counts_of(piece, layout, arriving, me, group.esp_size) for piece in layout.pieces]
+        near = [(rows, counts) for (_, rows), counts in zip(more, counts[1:], strict=True)]
+        home, near = ring.run(blocks, counts[0][source], experts, near)
+        with jax.named_scope("combine"):
+            back = [group.sum_shards(group.exchanges[kind](done)) for (kind, _), done in zip(more, near, strict=True)]
+            home = join([home.reshape(group.ep_size, layout.rows.far, -1), *back])
+            return unpermute_tokens(home, routed.weights, parcel)
 
-        def one_pass(index):
-            with jax.named_scope("dispatch"):
-                me = member(roles)
-                parcel = pack(routing, index, layout, sizes.top_k, sizes.groups, me)
-                arriving = group.send_counts(parcel.counts)  # [P, groups], of whole buckets
-                parcel = _reorder(parcel, order, layout.rows.far)
-                # every matmul needs the counts: they travel ahead of the rows
-                rows, arriving = lax.optimization_barrier((permute_tokens(mine, parcel), arriving))
-                pieces = dict(cut(rows, layout))
-                blocks = pieces.pop("far").reshape(ring.each, groups, layout.rows.far, -1)
-                more = [(kind, group.exchanges[kind](group.dump(rows))) for kind, rows in pieces.items()]
-                counts = [_counts_of(piece, layout, arriving, me, group.esp_size) for piece in layout.pieces]
-            near = [(rows, counts) for (_, rows), counts in zip(more, counts[1:], strict=True)]
-            home, near = ring.run(blocks, counts[0][source], experts, near)
-            with jax.named_scope("combine"):
-                back = [
-                    group.sum_shards(group.exchanges[kind](done)) for (kind, _), done in zip(more, near, strict=True)
-                ]
-                home = join([home.reshape(group.ep_size, layout.rows.far, -1), *back])
-                return unpermute_tokens(home, choice.weights, parcel)
-
-        y = run_passes(one_pass, needed, most, before=stats)
-        return from_parts(y, roles, options), stats, needed
-
-    return schedule
+    def leave(self, y):
+        return from_parts(y, self.roles, self.options)
 
 
 class Ring:

@@ -1,7 +1,8 @@
 """Dropless in bounded memory: the same buckets, as many passes as the fullest one needs.
 
-Inputs: a function that runs one pass. Outputs: the sum of all passes. Pass 0 is outside any branch, so that transfers
-still overlap it; the later ones run only when some device's bucket overflowed, and save no residuals but their inputs.
+Inputs: what pass 0 gave, and a function that runs one pass. Outputs: the sum of all passes. Pass 0 is outside any
+branch, so that transfers still overlap it; the later ones run only when some device's bucket overflowed, and save no
+residuals but their inputs.
 
 The later passes are a conditional that holds collectives, and nothing may run beside it (`collectives/ordering.py`). So
 it is a `custom_vjp`, and values wait for each other: the later passes for pass 0; in the backward, their recomputation
@@ -33,11 +34,6 @@ def passes_needed(mine, most: int, axes: tuple[str, ...]):
     needed = jnp.maximum(mine, 1)
     axes = tuple(axis for axis in axes if axis in varying_axes(needed))
     return lax.pmax(needed, axes) if axes else needed
-
-
-def run_passes(one_pass, needed, most: int, before=()):
-    """Return one_pass(0) + ... + one_pass(needed - 1); arguments as in `add_later_passes`."""
-    return add_later_passes(one_pass(jnp.int32(0)), one_pass, needed, most, before)
 
 
 def add_later_passes(first, one_pass, needed, most: int, before=()):

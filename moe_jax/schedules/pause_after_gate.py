@@ -40,77 +40,33 @@ from moe_jax.dispatch import (
     unpermute_tokens,
 )
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, layout_of, register
+from moe_jax.schedules.contract import (
+    LayerSizes,
+    Routed,
+    ScheduleOptions,
+    Sent,
+    StagedSchedule,
+    layout_of,
+    register,
+)
 from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, cut, from_groups, join, member, to_groups
-from moe_jax.schedules.expert_parallel import build_s1
 from moe_jax.schedules.gather_choice import choose_gather
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated
 from moe_jax.schedules.passes import passes_needed
-from moe_jax.schedules.staged import Sent, StagedSchedule, finish_passes
 
 _LOG = logging.getLogger(__name__)
 
 
-@register("s2")
-def build_s2(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-    """Build Parm's second schedule; its drop groups are the N tokens of an MP group."""
-    mp_size = roles.size(roles.model)
-    if mp_size == 1:
-        return build_s1(roles, sizes, options)  # nothing to pause
-    group = build_expert_group(roles, options.transport)
-    layout = layout_of(roles, whole_bucket_rows(sizes, roles), options.transport)
-    most = sizes.most_passes(layout.rows.far)
-    move = _Move(group, roles, layout, _gather_finder(roles, layout, options))
-
-    def send(x, token_ids, gate, place):
-        x = to_replicated(x, roles, options)
-        with jax.named_scope("gate"):
-            choice, stats = gate(x, token_ids)
-        with jax.named_scope("route"):
-            device, expert = destinations(_lead_tables(place(stats), roles), choice, sizes.groups)
-            routing = route(choice, device, expert, group.ep_size, sizes.groups)
-            needed = passes_needed(passes_of(routing, layout, sizes.groups, _lead_member(roles)), most, roles.all)
-        sorted_rows, group_sizes, way = deliver(x, routing, 0)
-        later = (x, routing, needed, lax.stop_gradient(stats)) if most > 1 else None
-        return Sent(sorted_rows, group_sizes, (choice.weights, way, later)), stats, needed
-
-    def deliver(x, routing, index):
-        with jax.named_scope("dispatch"):
-            me = _lead_member(roles)
-            # part r of a bucket is the bucket of a finer pass
-            cut_part = functools.partial(
-                pack, routing, rows=move.part, top_k=sizes.top_k, num_groups=sizes.groups, me=me
-            )
-            mine = cut_part(index * mp_size + lax.axis_index(roles.model))
-            if len(layout.pieces) == 1:
-                whole = pack(routing, index, layout, sizes.top_k, sizes.groups)
-            else:
-                whole = _whole([cut_part(index * mp_size + part) for part in range(mp_size)], move.part)
-            arriving = group.send_counts(mine.counts)
-            received = _send_tokens(move, x, mine, whole, arriving)
-            sorted_rows, group_sizes, grouping = to_groups(received, arriving, move.part, member(roles))
-        return sorted_rows, group_sizes, (whole, mine.counts, arriving, grouping)
-
-    def bring_home(done, weights, way):
-        whole, counts, arriving, grouping = way
-        with jax.named_scope("combine"):
-            home = _collect_rows(move, from_groups(done, grouping), counts, arriving)
-            return unpermute_tokens(home, weights, whole)
-
-    def finish(done, context, experts):
-        return from_replicated(finish_passes(done, context, experts, deliver, bring_home, most), roles, options)
-
-    return StagedSchedule(send, finish)
-
-
-def gather_sentence(roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int) -> str:
+def gather_sentences(roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int) -> list[str]:
     """Say how s2 returns rows of so many bytes, and why.
 
     Raises:
       UserError: the file that `options` name cannot be read or is of other devices.
     """
+    if roles.size(roles.model) == 1:
+        return ["schedule 's2' is s1: with MeshConfig.model = 1 nothing is gathered"]
     layout = layout_of(roles, whole_bucket_rows(sizes, roles), options.transport)
-    return _sentence(_gather_choice(roles, layout, options)(row_bytes))
+    return [_sentence(_gather_choice(roles, layout, options)(row_bytes))]
 
 
 def _gather_choice(roles: Roles, layout: BucketLayout, options: ScheduleOptions):
@@ -155,6 +111,65 @@ def whole_bucket_rows(sizes: LayerSizes, roles: Roles) -> BucketRows:
     if roles.members_per_node % max(1, spanned):
         rows = BucketRows.even(rows.own)
     return rows.each(lambda rows: round_up(rows, mp_size))
+
+
+@register(
+    "s2",
+    gates_group=True,
+    bucket_rows=whole_bucket_rows,
+    cuts_buckets=True,
+    s1_without=("model",),
+    sentences=gather_sentences,
+)
+class PauseAfterGate(StagedSchedule):
+    """Parm's second schedule; its drop groups are the N tokens of an MP group. Without MP nothing pauses: it is s1."""
+
+    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+        self.roles, self.sizes, self.options = roles, sizes, options
+        self.mp_size = roles.size(roles.model)
+        self.group = build_expert_group(roles, options.transport)
+        self.layout = layout_of(roles, whole_bucket_rows(sizes, roles), options.transport)
+        self.most_passes = sizes.most_passes(self.layout.rows.far)
+        self.move = _Move(self.group, roles, self.layout, _gather_finder(roles, self.layout, options))
+
+    def enter(self, x, token_ids):
+        return to_replicated(x, self.roles, self.options), token_ids
+
+    def route(self, tokens, choice, tables):
+        roles, groups = self.roles, self.sizes.groups
+        with jax.named_scope("route"):
+            device, expert = destinations(_lead_tables(tables, roles), choice, groups)
+            routing = route(choice, device, expert, self.group.ep_size, groups)
+            mine = passes_of(routing, self.layout, groups, _lead_member(roles))
+            needed = passes_needed(mine, self.most_passes, roles.all)
+        return Routed(tokens, choice.weights, routing, needed)
+
+    def dispatch(self, routed, index):
+        roles, sizes, layout, move = self.roles, self.sizes, self.layout, self.move
+        with jax.named_scope("dispatch"):
+            me = _lead_member(roles)
+            # part r of a bucket is the bucket of a finer pass
+            cut_part = functools.partial(
+                pack, routed.routing, rows=move.part, top_k=sizes.top_k, num_groups=sizes.groups, me=me
+            )
+            mine = cut_part(index * self.mp_size + lax.axis_index(roles.model))
+            if len(layout.pieces) == 1:
+                whole = pack(routed.routing, index, layout, sizes.top_k, sizes.groups)
+            else:
+                whole = _whole([cut_part(index * self.mp_size + part) for part in range(self.mp_size)], move.part)
+            arriving = self.group.send_counts(mine.counts)
+            received = _send_tokens(move, routed.tokens, mine, whole, arriving)
+            sorted_rows, group_sizes, grouping = to_groups(received, arriving, move.part, member(roles))
+        return Sent(sorted_rows, group_sizes, (whole, mine.counts, arriving, grouping))
+
+    def combine(self, done, metadata, routed):
+        whole, counts, arriving, grouping = metadata
+        with jax.named_scope("combine"):
+            home = _collect_rows(self.move, from_groups(done, grouping), counts, arriving)
+            return unpermute_tokens(home, routed.weights, whole)
+
+    def leave(self, y):
+        return from_replicated(y, self.roles, self.options)
 
 
 def _lead_member(roles: Roles):

@@ -19,57 +19,59 @@ from moe_jax.collectives.replicated import own_part
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import Choice, destinations, pack, passes_of, permute_tokens, route, unpermute_tokens
 from moe_jax.mesh.roles import Roles
-from moe_jax.schedules.contract import LayerSizes, ScheduleOptions, register
+from moe_jax.schedules.contract import LayerSizes, Routed, Schedule, ScheduleOptions, register
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
-from moe_jax.schedules.passes import passes_needed, run_passes
+from moe_jax.schedules.passes import passes_needed
 
 
-@register("ring")
-def build_ring(roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-    """Build the all-gather schedule; its drop groups are the N / N_MP tokens of one device."""
-    sizes = sizes.split(roles.size(roles.model))
-    axes = roles.expert + roles.expert_shard
-    ep_size, size = roles.size(roles.expert), roles.size(axes)
-    every = gathered_sizes(sizes, size)
-    rows = computed_rows(sizes, ep_size, size)
-    most = every.most_passes(rows)
+@register("ring", one_piece=False)
+class AllGather(Schedule):
+    """The all-gather schedule; its drop groups are the N / N_MP tokens of one device."""
 
-    def gather(array):
-        return array if size == 1 else lax.all_gather(cast_varying(array, axes), axes, tiled=True)
+    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+        self.roles, self.options = roles, options
+        self.sizes = sizes.split(roles.size(roles.model))
+        self.axes = roles.expert + roles.expert_shard
+        self.size = roles.size(self.axes)
+        self.rows = computed_rows(self.sizes, roles.size(roles.expert), self.size)
+        self.most_passes = gathered_sizes(self.sizes, self.size).most_passes(self.rows)
 
-    def scatter(array):
-        if size == 1:
-            return array
-        return lax.psum_scatter(cast_varying(array, axes), axes, scatter_dimension=0, tiled=True)
+    def enter(self, x, token_ids):
+        return to_parts(x, self.roles, self.options), own_part(token_ids, self.roles.model)
 
-    def schedule(x, token_ids, gate, placed):
-        mine, ids = to_parts(x, roles, options), own_part(token_ids, roles.model)
-        with jax.named_scope("gate"):
-            choice, stats = gate(mine, ids)
-            experts, tables = placed(stats)
+    def route(self, tokens, choice, tables):
+        groups = self.sizes.groups
         with jax.named_scope("dispatch"):
-            device, group = destinations(tables, choice, sizes.groups)
-            place = jnp.where(choice.keep_mask, device * sizes.groups + group, -1)
-            ready = wait_for(mine, device[0, 0], device)  # replicas may come in a branch, before `device` is known
-            tokens, weights, place = gather(ready), gather(choice.weights), gather(place)
+            device, group = destinations(tables, choice, groups)
+            place = jnp.where(choice.keep_mask, device * groups + group, -1)
+            ready = wait_for(tokens, device[0, 0], device)  # replicas may come in a branch, before `device` is known
+            tokens, weights, place = self._gather(ready), self._gather(choice.weights), self._gather(place)
         with jax.named_scope("route"):
-            me = lax.axis_index(roles.expert)
-            here = (place >= 0) & (place // sizes.groups == me)
+            here = (place >= 0) & (place // groups == lax.axis_index(self.roles.expert))
             chosen = Choice(expert_ids=place, weights=weights, keep_mask=here)
-            routing = route(chosen, jnp.zeros_like(place), place % sizes.groups, 1, sizes.groups)
-            needed = passes_needed(passes_of(routing, rows, sizes.groups), most, roles.all)
+            routing = route(chosen, jnp.zeros_like(place), place % groups, 1, groups)
+            needed = passes_needed(passes_of(routing, self.rows, groups), self.most_passes, self.roles.all)
+        return Routed(tokens, weights, routing, needed)
 
-        def one_pass(index):
-            parcel = pack(routing, index, rows, sizes.top_k, sizes.groups)
-            with jax.named_scope("experts"):
-                done = experts(permute_tokens(tokens, parcel), parcel.counts[0])
-            return unpermute_tokens(done, weights, parcel)
+    def run_pass(self, routed, index, experts):
+        parcel = pack(routed.routing, index, self.rows, self.sizes.top_k, self.sizes.groups)
+        with jax.named_scope("experts"):
+            done = experts(permute_tokens(routed.tokens, parcel), parcel.counts[0])
+        return unpermute_tokens(done, routed.weights, parcel)
 
-        y = run_passes(one_pass, needed, most, before=stats)
+    def leave(self, y):
         with jax.named_scope("combine"):
-            return from_parts(scatter(y), roles, options), stats, needed
+            return from_parts(self._scatter(y), self.roles, self.options)
 
-    return schedule
+    def _gather(self, array):
+        if self.size == 1:
+            return array
+        return lax.all_gather(cast_varying(array, self.axes), self.axes, tiled=True)
+
+    def _scatter(self, array):
+        if self.size == 1:
+            return array
+        return lax.psum_scatter(cast_varying(array, self.axes), self.axes, scatter_dimension=0, tiled=True)
 
 
 def gathered_sizes(sizes: LayerSizes, parts: int) -> LayerSizes:

@@ -15,7 +15,8 @@ import subprocess
 
 import numpy as np
 
-SCHEDULES = ("deepspeed", "s1", "s2")
+from moe_jax.calibration.layer_cases import SCHEDULES
+
 DEVICES, NEAR = 8, 1.03
 
 

@@ -5,6 +5,8 @@ all first choices on one expert) run through four executables, one per shape. fl
 entry of each leaf.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,7 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import build_shape, fill_tables, fits, grow
 from moe_jax.schedules import build_schedule
+from moe_jax.schedules.passes import add_later_passes
 
 SHAPES = {
     "flat": (False, {"expert": 8}, "deepspeed", None),
@@ -78,15 +81,15 @@ def test_identity_experts_are_exact_on_a_grid():
     ids[: 3 * tokens, 0], ids[: 3 * tokens, 1] = 5, 6  # three sources send everything to two experts
     weights = rng.integers(0, 65, ids.shape).astype(np.float32) / 64
     placements, shape = cases_of(False, 8)
-    schedule = build_schedule("deepspeed", roles, layer_sizes(config, roles, tokens, shape))
+    schedule = build_schedule("deepspeed", roles, layer_sizes(config, roles, tokens, shape)).for_rows(4 * dim)
     rows, by_expert = P(roles.dense), P(roles.expert)
 
     def body(x, ids, weights, tables):
         layer = jax.tree.map(lambda a: a[0], local(tables))
         choice = Choice(ids, weights, jnp.ones(ids.shape, bool))
-        identity = lambda rows, sizes: rows  # noqa: E731
-        y, _, _ = schedule(x, jnp.arange(tokens), lambda *_: (choice, ()), lambda _: (identity, layer))
-        return y
+        routed = schedule.route(schedule.enter(x, jnp.arange(tokens))[0], choice, layer)
+        one_pass = functools.partial(schedule.run_pass, routed, experts=lambda rows, sizes: rows)
+        return schedule.leave(add_later_passes(one_pass(0), one_pass, routed.passes, schedule.most_passes))
 
     specs = (rows, rows, rows, by_expert)
     step = jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=specs, out_specs=rows))

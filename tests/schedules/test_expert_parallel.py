@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.cluster.volumes import FORMULAS
 from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.dispatch import Choice
 from moe_jax.dispatch.tables import even_tables
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.schedules import LayerSizes, build_schedule, register, schedules
+from moe_jax.schedules import LayerSizes, build_schedule, register, schedule_record, schedules
+from moe_jax.schedules.passes import add_later_passes
 
 TOKENS, TOP_K, EXPERTS, DIM = 16, 2, 8, 5  # tokens of one device
 DEVICES = 4
@@ -63,22 +65,22 @@ def make_step(roles, name, sizes):
     step(x, scale, ids, weights, keep_mask, cotangent) -> (gradients of x, scale and weights, (y, passes)); forward
     takes the same and returns (y, passes).
     """
-    schedule = build_schedule(name, roles, sizes)
+    schedule = build_schedule(name, roles, sizes).for_rows(8 * DIM)
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
 
     def body(x, scale, ids, weights, keep_mask, token_ids, tables):
-        def gate(x, token_ids):
-            return Choice(expert_ids=ids, weights=weights, keep_mask=keep_mask), {"tokens": x.shape[0]}
-
         def experts(rows, group_sizes):
             row = jnp.arange(rows.shape[0])
             group = jnp.searchsorted(jnp.cumsum(group_sizes), row, side="right")
             return rows * jnp.take(scale, group, mode="fill", fill_value=0)[:, None]
 
         layer = jax.tree.map(lambda array: array[0, 0], tables)
-        y, stats, passes = schedule(x, token_ids, gate, lambda _: (experts, layer))
-        assert stats == {"tokens": TOKENS}
-        return y, passes
+        tokens, _ = schedule.enter(x, token_ids)
+        assert tokens.shape[0] == TOKENS
+        routed = schedule.route(tokens, Choice(expert_ids=ids, weights=weights, keep_mask=keep_mask), layer)
+        one_pass = functools.partial(schedule.run_pass, routed, experts=experts)
+        y = add_later_passes(one_pass(0), one_pass, routed.passes, schedule.most_passes)
+        return schedule.leave(y), routed.passes
 
     rows, by_expert = P(roles.dense), P(roles.expert)
     in_specs = (rows, by_expert, rows, rows, rows, rows, by_expert)
@@ -226,4 +228,13 @@ def test_registry():
     with pytest.raises(UserError, match=r"MoEConfig.schedule \('magic'\) is unknown; choose one of deepspeed, dp"):
         build_schedule("magic", roles, sizes_of(roles))
     with pytest.raises(AssertionError, match="'dp' is registered twice"):
-        register("dp")(lambda roles, sizes: None)
+        register("dp")(lambda roles, sizes, options: None)
+
+
+def test_every_record_names_what_exists():
+    for name in schedules():
+        record = schedule_record(name)
+        others = map(schedule_record, record.chooses_from)
+        costs = [record.formulas] if record.formulas else [other.formulas for other in others]
+        assert costs and set(costs) <= set(FORMULAS)
+        assert record.on_mesh(1, 1).name in ("s1", name) and record.on_mesh(2, 2) is record

@@ -24,14 +24,15 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe.bank import open_grad_sink
 from moe_jax.moe.layer import layer_sizes, make_moe
-from moe_jax.schedules import LayerSizes
+from moe_jax.schedules import LayerSizes, schedule_record, schedules
 from moe_jax.schedules.contract import layout_of
 from moe_jax.schedules.pairwise import choose_groups
-from moe_jax.schedules.pause_after_gate import whole_bucket_rows
 
 WIDE = {"bucket_slack": 100.0}
 ROUNDS = "rounds"  # messages between pairs name no group
-SCHEDULES = ("deepspeed", "s1", "s2", "pairwise", "ring")
+SCHEDULES = [
+    name for name in schedules() if schedule_record(name).moves_tokens and not schedule_record(name).chooses_from
+]
 CASES = [(schedule, pair, {}) for schedule in SCHEDULES for pair in ((1, 2), (2, 4), (4, 2))]
 CASES += [
     ("s2", (4, 2), {"gather": "aas"}),
@@ -44,7 +45,7 @@ CASES += [
 ]
 CASES += [(schedule, (2, 2), {"tokens": "split"}) for schedule in SCHEDULES]
 THREE = {"rows": BucketRows(own=24, node=16, far=8)}
-CASES += [(schedule, pair, THREE) for schedule in ("deepspeed", "s1", "s2", "pairwise") for pair in ((1, 1), (2, 2))]
+CASES += [(schedule, pair, THREE) for schedule in SCHEDULES if schedule != "ring" for pair in ((1, 1), (2, 2))]
 CASES += [("s1", (1, 2), THREE | {"transport": "two_level"}), ("s1", (1, 2), THREE | {"transport": "ppermute"})]
 CASES += [("s2", (2, 2), THREE | {"gather": "aas"}), ("deepspeed", (2, 2), THREE | {"transport": "ppermute"})]
 
@@ -88,13 +89,9 @@ def lower(config, roles, split=False, plan=None):
 
 
 def shape_of(config, roles, split=False, plan=None):
-    model, ep_size = roles.size(roles.model), roles.size(roles.expert)
+    model, ep_size, shards = roles.size(roles.model), roles.size(roles.expert), roles.size(roles.expert_shard)
     sizes = layer_sizes(config, roles, TOKENS // roles.size(roles.dense), plan)
-    whole = config.schedule in ("deepspeed", "s2")
-    rows = sizes.bucket_rows(ep_size) if whole else sizes.split(model).bucket_rows(ep_size)
-    if config.schedule == "s2" and model > 1:
-        rows = whole_bucket_rows(sizes, roles)
-    layout = layout_of(roles, rows)
+    layout = layout_of(roles, schedule_record(config.schedule).on_mesh(model, shards).bucket_rows(sizes, roles))
     return LayerShape(
         tokens=sizes.tokens,
         model_dim=DIM,

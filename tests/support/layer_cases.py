@@ -22,6 +22,7 @@ from moe_jax.moe.layer import make_moe
 from moe_jax.moe.reference import reference_moe
 from moe_jax.placement import Placement, build_shape
 from moe_jax.routers import balance_loss, z_loss
+from moe_jax.schedules import schedule_record
 
 EXPERTS, TOKENS, DIM, HIDDEN = 8, 64, 4, 8  # all devices together
 PAIRS = [(mp, esp) for mp in (1, 2, 4) for esp in (1, 2, 4)]
@@ -93,8 +94,7 @@ def make_loss(config, roles, tokens=TOKENS, plan=None):
 
 def drop_groups(schedule, roles):
     """Return how many groups of tokens are gated each on their own."""
-    whole = schedule in ("deepspeed", "s2")
-    return roles.size(roles.dense) if whole else roles.num_devices
+    return roles.size(roles.dense) if schedule_record(schedule).gates_group else roles.num_devices
 
 
 @functools.cache

@@ -1,0 +1,138 @@
+"""`MoELayer`: the layer as a Flax module for a user's own model.
+
+Inputs: global tokens [..., M]. Outputs: tokens of the same shape, the weighted gate losses, and the loads. It contains
+the `shard_map`; inside is `make_moe`. Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.dispatch import even_tables, local
+from moe_jax.errors import UserError
+from moe_jax.mesh.roles import Roles
+from moe_jax.mesh.sharding import expert_specs
+from moe_jax.moe.bank import open_grad_sink, with_grad_sink
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.experts import weight_names
+from moe_jax.moe.layer import check_hidden_dim, init_bank, layer_sizes, make_moe
+from moe_jax.routers import balance_loss, z_loss
+
+
+class MoELayer(nnx.Module):
+    """A mixture of experts as a drop-in for a feed-forward layer, on one device or on a mesh.
+
+    Calling it with tokens [..., M] returns (tokens [..., M], loss, loads): the same shape, the weighted auxiliary and
+    z-loss to add to your loss (float []), and how many tokens each source device sent to each expert (int32 [D, E]).
+    The leading dims together must divide over all devices of the mesh.
+
+    Attributes:
+      w_gate: [M, E] parameter.
+      bank: {name: [E, ...]} parameters, experts in order, sharded over the mesh's expert axis.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        model_dim: int,
+        hidden_dim: int,
+        roles: Roles,
+        rngs: nnx.Rngs,
+        activation: str = "gelu",
+        dtype=jnp.float32,
+    ):
+        """Initialise the layer.
+
+        Args:
+          config: gate, capacity and schedule.
+          model_dim: M; hidden_dim: F.
+          roles: the mesh, from `moe_jax.mesh.build_mesh`.
+          rngs: Flax random streams; `params` is used.
+          activation: 'gelu' or 'swiglu'.
+          dtype: of the parameters.
+
+        Raises:
+          UserError: if E does not divide over the expert axis, or hidden_dim over the shards of an expert.
+        """
+        devices = roles.size(roles.expert)
+        layer_sizes(config, roles, 1)
+        check_hidden_dim("hidden_dim", hidden_dim, roles)
+        bank = init_bank(
+            rngs.params(),
+            1,
+            config.num_experts,
+            devices,
+            model_dim=model_dim,
+            hidden_dim=hidden_dim,
+            activation=activation,
+            dtype=dtype,
+        )
+        self.config, self.roles, self.activation = config, roles, activation
+        scale = model_dim**-0.5
+        self.w_gate = nnx.Param(scale * jax.random.normal(rngs.params(), (model_dim, config.num_experts), dtype))
+        specs = expert_specs({name: value.shape for name, value in bank.items()}, roles, 0, None)[0]
+        placed = {name: jax.device_put(value, roles.sharding(*specs[name])) for name, value in bank.items()}
+        self.bank = nnx.Dict({name: nnx.Param(value) for name, value in placed.items()})
+
+    def __call__(self, x, *, noise_key=None):
+        """Apply the layer to tokens [..., M]; see the class for what comes back.
+
+        Raises:
+          UserError: tokens of another width than M, or a number of them that does not divide over the devices.
+        """
+        width = self.w_gate.shape[0]
+        if x.ndim == 0 or x.shape[-1] != width:
+            raise UserError(
+                f"the MoE layer takes tokens [..., {width}] (its model_dim) and got an array of shape {x.shape}; pass "
+                f"such tokens, or build the layer with model_dim = {x.shape[-1] if x.ndim else width}"
+            )
+        tokens = x.reshape(-1, width)
+        roles, config = self.roles, self.config
+        shards = roles.size(roles.dense)
+        if not tokens.shape[0] or tokens.shape[0] % shards:
+            raise UserError(
+                f"the MoE layer got {tokens.shape[0]} tokens, which do not divide over {shards} devices; pad the batch "
+                f"to a multiple of {shards}"
+            )
+        bank, grad_sink = with_grad_sink({name: self.bank[name][...] for name in self.bank})
+        token_ids = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        apply = _make_global_moe(config, roles, tokens.shape[0], self.activation)
+        y, loss, loads = apply(tokens, token_ids, self.w_gate[...], bank, grad_sink, noise_key)
+        return y.reshape(x.shape), loss, loads
+
+
+@functools.lru_cache(maxsize=32)
+def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
+    """Return `make_moe` on global arrays [N, M], with losses; jitted, because eagerly each operation compiles alone."""
+    apply = make_moe(config, roles, tokens // roles.size(roles.dense), activation)
+    tables = even_tables(1, config.num_experts, roles.size(roles.expert))
+    inside = tuple(axis for axis in roles.all if axis not in roles.expert)
+
+    def body(x, token_ids, w_gate, bank, grad_sink, noise_key, tables):
+        tables = local(tables)  # of one layer
+        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
+        layer = jax.tree.map(lambda array: array[0], tables)
+        y, stats, _ = apply(x, token_ids, w_gate, bank, grad_sink, layer, noise_key)
+        probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
+        per_source = lax.psum(stats.counts, inside) if inside else stats.counts
+        balance = balance_loss(lax.psum(stats.counts, roles.all), probability, tokens, config.top_k)
+        loss = config.aux_loss_weight * balance + config.z_loss_weight * z_loss(squared, tokens)
+        return y, loss, per_source[None]
+
+    rows, by_expert = P(roles.dense), P(roles.expert)
+    shapes = {name: (1, 1, 1) for name in weight_names(activation)}
+    bank = expert_specs(shapes, roles, 0, None)[0]
+    sharded = jax.shard_map(
+        body,
+        mesh=roles.mesh,
+        in_specs=(rows, rows, P(), bank, bank, P(), by_expert),
+        out_specs=(rows, P(), by_expert),
+    )
+    return jax.jit(lambda *arguments: sharded(*arguments, tables))
