@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.mesh.global_arrays import to_devices
@@ -228,7 +229,8 @@ class RejitEngine:
         self.plans.restore(state["session"])
         self.placement = plan_state.read_placement(state["placement"], self.placement)
         self.bank = plan_state.read_placement(state["bank"], self.bank)
-        self.shape = self.replanner.with_rule(plan_state.read_shape(saved, self.placement))
+        late = self.shape.late  # this planner's own; the saved shape may be of another one
+        self.shape = self._of_today(saved, self.placement, late)
         if not fits(self.shape, self.placement):  # another planner's replicas, and this one decides on the device
             self.placement = self.bank.replace(replicas=None, shares=None, rule="home")
         if (pending := state["pending"]) is not None:
@@ -236,7 +238,7 @@ class RejitEngine:
             self.pending = Pending(
                 number=pending["number"],
                 step=pending["step"],
-                shape=self.replanner.with_rule(plan_state.read_shape(pending["shape"], placement)),
+                shape=self._of_today(pending["shape"], placement, late),
                 placement=placement,
             )
         self.asked, self.plan_id = state["asked"], state["plan_id"]
@@ -244,6 +246,10 @@ class RejitEngine:
         return None
 
     # Internal.
+
+    def _of_today(self, saved: dict, placement: Placement, late: TransferShape | None) -> PlanShape:
+        """Return a saved shape with what this run decides after the gate, in slots of these sizes."""
+        return self.replanner.with_rule(dataclasses.replace(plan_state.read_shape(saved, placement), late=late))
 
     def _take(self, step: int, placement: Placement):
         """Let step `step` run with a new placement if it fits; else request a shape that it fits."""

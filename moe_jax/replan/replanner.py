@@ -70,9 +70,9 @@ class Replanner:
         return self.with_rule(build_shape(self.start))
 
     def with_rule(self, shape: PlanShape) -> PlanShape:
-        """Return the shape with what is decided after the gate, and the sizes of that; the same where nothing is."""
+        """Return the shape with what is decided after the gate, and the sizes of that; without any where nothing is."""
         if not self.plans.decides_late:
-            return shape
+            return dataclasses.replace(shape, late=None, after_gate=None)
         shape = with_late(self.plans.planner, shape, self.plans.cost)
         return dataclasses.replace(shape, after_gate=self._rule(shape))
 

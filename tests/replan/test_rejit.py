@@ -268,6 +268,41 @@ def test_shares_after_the_gate_come_with_the_first_replicas():
     engine.close()
 
 
+def test_what_is_decided_late_is_of_the_planner_that_resumes():
+    """Slots of the run's first planner, which nothing would fill, are not compiled in; those of the new one are."""
+    loads = list(drifting_loads(8))
+    ahead = {**LATE, "when": "ahead"}
+    first = RejitEngine(session_of(name="hecate", calibrate=True, **ahead), 1)
+    first.start()
+    drive(first, loads)
+    state = json.loads(json.dumps(first.state()))
+    assert state["shape"]["late"]["slots"] == 2
+    for settings, slots in (
+        ({"name": "hecate", **ahead}, 0),
+        ({"name": "hecate", "calibrate": True, **ahead, "late_slots": 3}, 3),
+        ({"name": "llep", **LATE}, 2),
+    ):
+        engine = RejitEngine(session_of(**settings), 1)
+        assert engine.restore(state) is None
+        assert engine.shape.late_slots == slots and (engine.shape.after_gate is not None) == (slots > 0)
+        engine.close()
+    first.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "hecate", "calibrate": True, "overlap_degree": 0, "when": "ahead"},
+        {"name": "llep", "replica_slots": 0},
+        {"name": "fastermoe", "replica_slots": 0},
+    ],
+)
+def test_without_a_replica_nothing_is_decided_late(settings):
+    session = session_of(**{**LATE, **settings})
+    shape = Replanner(session.config, session.roles).first_shape()
+    assert shape.late is None and shape.after_gate is None
+
+
 @pytest.mark.parametrize("materialize", [True, False])
 def test_calibration_has_slots_with_and_without_replicas_ahead(materialize):
     session = session_of(name="hecate", calibrate=True, materialize=materialize, **{**LATE, "when": "ahead"})
