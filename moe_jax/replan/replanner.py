@@ -101,7 +101,8 @@ class Replanner:
     def predicted_rows(self, shape: PlanShape, placement: Placement) -> BucketRows | None:
         """Return the rows that buckets need by prediction; None where nothing is predicted or capacities rule.
 
-        A step's loads are sums over microbatches and data-parallel groups; a bucket is of one.
+        A step's loads are sums over microbatches and data-parallel groups, and over the N_ESP devices of a member; a
+        bucket is of one microbatch's tokens of one MP group, which are those of N_MP devices.
         """
         plans = self.plans
         if not plans.predictor.seen or not self.config.moe.dropless:
@@ -113,7 +114,8 @@ class Replanner:
         plans.planner.counters.update(counters)
         error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
         fullest, step = fullest_pairs(pairs, placement.devices_per_node), self.roles.size(self.roles.model)
-        rows = fullest.each(lambda pair: bucket_rows(pair / self.exchanges_per_step, error, step))
+        groups = self.exchanges_per_step * self.roles.size(self.roles.expert_shard) / self.roles.size(self.roles.model)
+        rows = fullest.each(lambda pair: bucket_rows(pair / groups, error, step))
         fewest = bucket_rows(FEWEST * self._mean_rows(shape), 0.0, step)
         return rows.each(lambda size: max(size, fewest)).at_most(self._most_rows(shape))
 

@@ -42,8 +42,9 @@ class Pretended(types.SimpleNamespace):
         return shape, 0.5
 
 
-def session_of(schedule="deepspeed", **planner):
-    roles = build_mesh(MeshConfig(expert=DEVICES), jax.devices()[:DEVICES])
+def session_of(schedule="deepspeed", expert_shard=1, model=1, **planner):
+    mesh = MeshConfig(expert=DEVICES, expert_shard=expert_shard, model=model)
+    roles = build_mesh(mesh, jax.devices()[: DEVICES * expert_shard])
     config = RunConfig(
         train=TrainConfig(batch_size=8),
         data=DataConfig(sequence_length=32),
@@ -226,6 +227,19 @@ def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want
         assert replanner.grow(replanner.first_shape(), replanner.start).bucket_rows == rows
     with pytest.raises(UserError, match=r"PlannerConfig.bucket_limit \(0.5\) must be at least 1"):
         PlannerConfig(bucket_limit=0.5)
+
+
+@pytest.mark.parametrize("expert_shard, model", [(2, 1), (1, 2), (2, 4)])
+def test_planned_buckets_are_of_the_tokens_of_one_mp_group(expert_shard, model):
+    """A member's counts are of its N_ESP devices, a bucket is of N_MP devices: even loads: the mean."""
+    session = session_of(name="hecate", expert_shard=expert_shard, model=model)
+    replanner = Replanner(session.config, session.roles)
+    choices = 2 * 8 * 32 // (DEVICES * EXPERTS)  # top_k, batch and length, by member and expert
+    for _ in range(2):
+        replanner.plans.observe(np.full((LAYERS, DEVICES, EXPERTS), choices))
+    mean = 2 * 8 * 32 * model // (DEVICES * expert_shard) // DEVICES
+    rows = replanner.predicted_rows(replanner.first_shape(), replanner.start)
+    assert rows.own == rows.node == mean  # there is no other node
 
 
 LATE = {"cluster": "configs/cluster/host_devices.gin", "when": "after_gate"}
