@@ -32,7 +32,7 @@ from moe_jax.placement import Placement, PlanShape, build_shape, fill_tables, fi
 from moe_jax.planner import predicted_layer_seconds, worth_a_swap
 from moe_jax.renames import plan_of_today
 from moe_jax.replan import plan_state
-from moe_jax.replan.replanner import Replanner, plan_hash
+from moe_jax.replan.replanner import Replanner, check_planner, plan_hash
 from moe_jax.replan.reshard import reshard
 
 
@@ -341,21 +341,9 @@ def build_engine(session: Session, lag: int) -> RejitEngine | None:
     """Return the engine of a run, None where `PlannerConfig.name` is 'none'.
 
     Raises:
-      UserError: a planner that this mesh or schedule cannot use.
+      UserError: a planner that this mesh, schedule or cluster file cannot serve.
     """
-    config = session.config.planner
-    if config.name == "none":
+    if session.config.planner.name == "none":
         return None
-    devices = session.roles.size(session.roles.expert)
-    if session.config.moe.schedule == "dp" or devices == 1:
-        raise UserError(
-            f"PlannerConfig.name ({config.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
-            f"{session.config.moe.schedule!r} and the expert axis has {devices}; use another schedule and "
-            "MeshConfig.expert > 1, or set PlannerConfig.name = 'none'"
-        )
-    if config.when == "after_gate" and not config.bounded:
-        raise UserError(
-            f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has {config.replica_slots} "
-            "replica slots; set bounded = True and replica_slots to the most that you want"
-        )
+    check_planner(session.config, session.roles)
     return RejitEngine(session, lag)
