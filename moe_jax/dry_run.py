@@ -6,7 +6,6 @@ them, but no data is read, no array is made and no device is needed.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 
 import jax
@@ -14,7 +13,6 @@ import jax
 from moe_jax.cluster import read_named_cluster
 from moe_jax.cluster.layer_seconds import ExpertLoad
 from moe_jax.cluster.pipeline import pairwise_seconds
-from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.compile_ahead import on_target
 from moe_jax.config.run_config import RunConfig, config_text
 from moe_jax.config.train_config import TrainConfig
@@ -31,8 +29,8 @@ from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel
 from moe_jax.moe.layer import layer_sizes, make_schedule, schedule_options
 from moe_jax.placement import PlanShape, build_shape
-from moe_jax.replan.plan_cost import with_replica_slots
-from moe_jax.replan.replanner import check_transfer, initial_placement
+from moe_jax.replan.plan_cost import largest_shape, with_replica_slots
+from moe_jax.replan.replanner import check_planner, check_transfer, initial_placement
 from moe_jax.schedules import schedule_record, schedules
 from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups
@@ -148,6 +146,8 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
         )
     check_sequence_parallel(run.model.sequence_parallel, length, roles)
     check_transfer(run, roles)
+    if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
+        check_planner(run, roles)
     make_schedule(run.moe, roles, rows // shards * length, split_tokens=run.model.sequence_parallel)
     return model
 
@@ -289,12 +289,9 @@ def _plan(run: RunConfig, roles: Roles) -> PlanShape | None:
     if not schedule_record(run.moe.schedule).moves_tokens:
         return None
     start = initial_placement(run, roles)
-    shape = build_shape(start)
-    replicas = 0 if run.planner.name == "none" else with_replica_slots(run, roles, start).planner.replica_slots
-    if not replicas:
-        return shape
-    sizes = {"devices": shape.devices, "devices_per_node": shape.devices_per_node}
-    return dataclasses.replace(shape, ahead=TransferShape(**sizes, offers=shape.home_slots, slots=replicas))
+    if run.planner.name == "none":
+        return build_shape(start)
+    return largest_shape(with_replica_slots(run, roles, start), roles, start)
 
 
 def gibibytes(number: float) -> str:

@@ -101,7 +101,7 @@ def fetch(
 
     def communicate(offered):
         here = levels.swap_inside(offered).reshape(shape.inside * shape.offers, -1)
-        if shape.by_node:
+        if shape.crosses:
             came = levels.swap_across(_take(here, tables.pick))
             here = jnp.concatenate([here, came.reshape(-1, came.shape[-1])])
         return levels.swap_inside(_take(here, tables.want))
@@ -136,7 +136,7 @@ def give_back(
         sums = sum_by_target(came.reshape(-1, came.shape[-1]), tables.want.reshape(-1), shape.places, shape.inside)
         offered = shape.inside * shape.offers
         own = sums[:offered]
-        if shape.by_node:
+        if shape.crosses:
             others = sums[offered:].astype(wire).reshape(shape.nodes, shape.crossing, -1)
             back = levels.swap_across(others).reshape(-1, others.shape[-1])
             own = own + sum_by_target(back, tables.pick.reshape(-1), offered, shape.nodes)

@@ -80,14 +80,19 @@ class TransferShape:
         return self.devices // self.inside
 
     @property
+    def crosses(self) -> bool:
+        """Whether there is an exchange between nodes: none where all replicas are on their homes' nodes."""
+        return self.by_node and self.crossing > 0
+
+    @property
     def places(self) -> int:
         """How many slices a device can hand on: those of its level's offers, then what other nodes sent."""
-        return self.inside * self.offers + (self.nodes * self.crossing if self.by_node else 0)
+        return self.inside * self.offers + (self.nodes * self.crossing if self.crosses else 0)
 
     @property
     def operands(self) -> tuple[float, ...]:
-        """Chunks in the operand of each exchange of one Trans, own blocks included: A, B if by node, and C."""
-        across = (self.nodes * self.crossing / self.inside,) if self.by_node else ()
+        """Chunks in the operand of each exchange of one Trans, own blocks included: A, B if any crosses, and C."""
+        across = (self.nodes * self.crossing / self.inside,) if self.crosses else ()
         return (float(self.offers), *across, float(self.slots))
 
     def halves(self) -> tuple[TransferShape, ...]:

@@ -26,6 +26,16 @@ def in_turn_with_late(x, weight, grad_sink, tables):
     return x, weight, grad_sink
 
 
+def late_after_tokens(tokens, replicas, tables):
+    """Return (tokens, replicas); gradients of late replicas, the last, leave after those of dispatched tokens came back.
+
+    Without it a compiler may put the branch of late gradients ahead of the exchanges that bring the tokens' home (jax
+    0.12 does for `pairwise`).
+    """
+    late, tokens = gradients_in_turn(replicas[-1], tokens, tables.home_row[0])
+    return tokens, (*replicas[:-1], late)
+
+
 def make_decide(roles: Roles, plan: PlanShape | None) -> Callable:
     """Return decide(stats, bank, grad_sink, tables, replicas) -> (tables, replicas) of one layer, after its gate.
 

@@ -22,7 +22,7 @@ from moe_jax.errors import UserError
 from moe_jax.grouped_matmul import GroupedWeights, default_implementation, implementations
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.decide import in_turn_with_late, make_decide
+from moe_jax.moe.decide import in_turn_with_late, late_after_tokens, make_decide
 from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.placement import PlanShape
 from moe_jax.routers import GateStats, choose_experts, share_statistics
@@ -123,6 +123,8 @@ class MoE:
                 gated, ids, w_gate=w_gate, config=self.config, noise_key=noise_key, model=self.roles.model
             )
         tables, replicas = self.decide(stats, bank, grad_sink, tables, replicas)
+        if self.late:
+            tokens, replicas = late_after_tokens(tokens, replicas, tables)
         return schedule.route(tokens, choice, tables), stats, grad_sink, replicas
 
     def experts(self, rows, group_sizes, weights: ExpertWeights):

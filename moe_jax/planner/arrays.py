@@ -1,7 +1,7 @@
 """The array operations that NumPy and jax.numpy write differently, so that a rule is written once for both.
 
 A rule that is decided after the gate runs on the device, and on the host to say what the device did. It takes `xp`:
-NumPy as `NUMPY` here, or jax.numpy as `after_gate/arrays.py` has it. Beside all functions that both modules share, `xp`
+NumPy as `NUMPY` here, or jax.numpy as `after_gate/quotas.py` has it. Beside all functions that both modules share, `xp`
 has `put` and `repeat`.
 """
 

@@ -132,7 +132,7 @@ class HecatePlanner(PlannerBase):
 
     def late_needs(self, shape, cost):
         slots = cost.slots_left(self.config.late_slots) if self.decides_late(self.config) else 0
-        if not slots:
+        if not slots or not cost.overlap(self.config.name):  # none left, or no expert may get replicas
             return None
         offers = min(slots, shape.home_slots)
         return few(offers, slots, offers * shape.devices_per_node)

@@ -131,9 +131,9 @@ class LlepPlanner(PlannerBase):
         return with_quotas(bare, quota, loads)
 
     def late_needs(self, shape, cost):
-        if not self.decides_late(self.config):
+        slots = cost.replica_slots if self.decides_late(self.config) else 0
+        if not slots:
             return None
-        slots = cost.replica_slots
         offers = min(slots, shape.home_slots)
         return few(offers, slots, min(slots, offers) * shape.devices_per_node)
 

@@ -1,7 +1,7 @@
 """What a run's planner compares plans by: the sizes of the layer that runs, and the links as its devices share them.
 
-Inputs: a run's config and mesh, its even homes. Outputs: `Cost`, and the run's config with its replica slots as
-a number. Host side; no arrays on devices.
+Inputs: a run's config and mesh, its even homes. Outputs: `Cost`, the run's config with its replica slots as a number,
+and the shape with all of them. Host side; no arrays on devices.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
 from moe_jax.models.memory import Sizes, device_bytes, itemsize
 from moe_jax.moe.experts import weight_names
-from moe_jax.placement import Placement, build_shape
-from moe_jax.planner import Cost
+from moe_jax.placement import Placement, PlanShape, build_shape
+from moe_jax.planner import Cost, build_planner
+from moe_jax.planner.cost import slots_in
+from moe_jax.planner.late import with_late
 
 USUAL_VOCABULARY = 50304  # where neither the config nor a tokenizer says one yet: GPT-2's, a multiple of 128
 
@@ -75,7 +77,7 @@ def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
 def with_replica_slots(config: RunConfig, roles: Roles, start: Placement) -> RunConfig:
     """Return the config with `PlannerConfig.replica_slots = 'memory'` as the number of replicas that fit (Hecate 4.2).
 
-    That is the most with which a step stays within the device's memory by `device_bytes`, where every home is offered.
+    That is the most with which a step stays within the device's memory by `device_bytes`, in the `largest_shape`.
 
     Raises:
       AbsentFigureError: the cluster has no memory_bytes.
@@ -95,13 +97,28 @@ def with_replica_slots(config: RunConfig, roles: Roles, start: Placement) -> Run
         expert_zero_stage=train.expert_zero_stage,
         ema=train.ema_decay > 0,
     )
-    shape = build_shape(start)
-    group = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": shape.home_slots}
+
+    def holding(slots: int) -> RunConfig:
+        return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))
 
     def fits(slots: int) -> bool:
-        plan = dataclasses.replace(shape, ahead=TransferShape(**group, slots=slots))
-        return device_bytes(sizes, roles, plan).at_most <= memory
+        return device_bytes(sizes, roles, largest_shape(holding(slots), roles, start)).at_most <= memory
 
-    most = range(1, shape.experts - shape.home_slots + 1)
-    slots = bisect.bisect_left(most, True, key=lambda number: not fits(number))
-    return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))
+    none = plan_cost(holding(0), roles, start)
+    most = min(start.experts - build_shape(start).home_slots, slots_in(memory, none.layers_alive, none.expert_bytes))
+    return holding(bisect.bisect_left(range(1, most + 1), True, key=lambda number: not fits(number)))
+
+
+def largest_shape(config: RunConfig, roles: Roles, start: Placement) -> PlanShape:
+    """Return the shape of a plan with as many replicas as the planner may have, ahead and after the gate.
+
+    Every home is offered. `PlannerConfig.replica_slots` must be a number.
+    """
+    planner, shape = build_planner(config.planner), build_shape(start)
+    if planner.decides_late(planner.config):
+        shape = with_late(planner, shape, plan_cost(config, roles, start))
+    slots = config.planner.replica_slots
+    if not slots or (shape.late is not None and config.planner.when == "after_gate"):
+        return shape  # all that there are come late
+    group = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": shape.home_slots}
+    return dataclasses.replace(shape, ahead=TransferShape(**group, slots=slots))

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.mesh.global_arrays import to_devices
@@ -31,9 +32,8 @@ from moe_jax.placement import Placement, PlanShape, build_shape, fill_tables, fi
 from moe_jax.planner import predicted_layer_seconds, worth_a_swap
 from moe_jax.renames import plan_of_today
 from moe_jax.replan import plan_state
-from moe_jax.replan.replanner import Replanner, plan_hash
+from moe_jax.replan.replanner import Replanner, check_planner, plan_hash
 from moe_jax.replan.reshard import reshard
-from moe_jax.schedules import schedule_record
 
 
 class Session(Protocol):
@@ -229,7 +229,8 @@ class RejitEngine:
         self.plans.restore(state["session"])
         self.placement = plan_state.read_placement(state["placement"], self.placement)
         self.bank = plan_state.read_placement(state["bank"], self.bank)
-        self.shape = self.replanner.with_rule(plan_state.read_shape(saved, self.placement))
+        late = self.shape.late  # this planner's own; the saved shape may be of another one
+        self.shape = self._of_today(saved, self.placement, late)
         if not fits(self.shape, self.placement):  # another planner's replicas, and this one decides on the device
             self.placement = self.bank.replace(replicas=None, shares=None, rule="home")
         if (pending := state["pending"]) is not None:
@@ -237,7 +238,7 @@ class RejitEngine:
             self.pending = Pending(
                 number=pending["number"],
                 step=pending["step"],
-                shape=self.replanner.with_rule(plan_state.read_shape(pending["shape"], placement)),
+                shape=self._of_today(pending["shape"], placement, late),
                 placement=placement,
             )
         self.asked, self.plan_id = state["asked"], state["plan_id"]
@@ -245,6 +246,10 @@ class RejitEngine:
         return None
 
     # Internal.
+
+    def _of_today(self, saved: dict, placement: Placement, late: TransferShape | None) -> PlanShape:
+        """Return a saved shape with what this run decides after the gate, in slots of these sizes."""
+        return self.replanner.with_rule(dataclasses.replace(plan_state.read_shape(saved, placement), late=late))
 
     def _take(self, step: int, placement: Placement):
         """Let step `step` run with a new placement if it fits; else request a shape that it fits."""
@@ -336,21 +341,9 @@ def build_engine(session: Session, lag: int) -> RejitEngine | None:
     """Return the engine of a run, None where `PlannerConfig.name` is 'none'.
 
     Raises:
-      UserError: a planner that this mesh or schedule cannot use.
+      UserError: a planner that this mesh, schedule or cluster file cannot serve.
     """
-    config = session.config.planner
-    if config.name == "none":
+    if session.config.planner.name == "none":
         return None
-    devices = session.roles.size(session.roles.expert)
-    if not schedule_record(session.config.moe.schedule).moves_tokens or devices == 1:
-        raise UserError(
-            f"PlannerConfig.name ({config.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
-            f"{session.config.moe.schedule!r} and the expert axis has {devices}; use another schedule and "
-            "MeshConfig.expert > 1, or set PlannerConfig.name = 'none'"
-        )
-    if config.when == "after_gate" and not config.bounded:
-        raise UserError(
-            f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has {config.replica_slots} "
-            "replica slots; set bounded = True and replica_slots to the most that you want"
-        )
+    check_planner(session.config, session.roles)
     return RejitEngine(session, lag)

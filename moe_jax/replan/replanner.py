@@ -17,12 +17,13 @@ from moe_jax.after_gate import RULES, Rule
 from moe_jax.collectives.bucket_rows import BucketRows, round_up
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
+from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import Placement, PlanShape, build_shape, fits, grow, most_homes, needed_transfer, routing
 from moe_jax.placement.buckets import bucket_rows, fullest_pairs
 from moe_jax.placement.transfer_sizes import TransferSizes
-from moe_jax.planner import PlanSession
+from moe_jax.planner import PlanSession, build_planner
 from moe_jax.planner.late import with_late, with_late_prices
 from moe_jax.replan.plan_cost import plan_cost, with_replica_slots
 from moe_jax.replan.transfer_shares import split_shares
@@ -59,6 +60,15 @@ class Replanner:
         """How many exchanges a step's loads are summed over: microbatches times data-parallel groups."""
         return self.config.train.grad_accum_steps * self.roles.size(self.roles.data)
 
+    def check_prices(self) -> None:
+        """Plan once, for even loads: a figure that a price needs and the cluster lacks is named before a step compiles.
+
+        Raises:
+          UserError: it names the planner, the figure and where it stands.
+        """
+        loads = np.ones((self.start.layers, self.devices, self.start.experts))
+        build_planner(self.config.planner).propose(loads, self.start, self.plans.cost)
+
     def step_loads(self, loads: np.ndarray) -> np.ndarray:
         """Return a step's counts [L, sources, E] as a planner takes them: int64, one source per EP group member."""
         loads = np.asarray(loads, np.int64)
@@ -70,9 +80,9 @@ class Replanner:
         return self.with_rule(build_shape(self.start))
 
     def with_rule(self, shape: PlanShape) -> PlanShape:
-        """Return the shape with what is decided after the gate, and the sizes of that; the same where nothing is."""
+        """Return the shape with what is decided after the gate, and the sizes of that; without any where nothing is."""
         if not self.plans.decides_late:
-            return shape
+            return dataclasses.replace(shape, late=None, after_gate=None)
         shape = with_late(self.plans.planner, shape, self.plans.cost)
         return dataclasses.replace(shape, after_gate=self._rule(shape))
 
@@ -101,7 +111,8 @@ class Replanner:
     def predicted_rows(self, shape: PlanShape, placement: Placement) -> BucketRows | None:
         """Return the rows that buckets need by prediction; None where nothing is predicted or capacities rule.
 
-        A step's loads are sums over microbatches and data-parallel groups; a bucket is of one.
+        A step's loads are sums over microbatches and data-parallel groups, and over the N_ESP devices of a member; a
+        bucket is of one microbatch's tokens of one MP group, which are those of N_MP devices.
         """
         plans = self.plans
         if not plans.predictor.seen or not self.config.moe.dropless:
@@ -113,7 +124,8 @@ class Replanner:
         plans.planner.counters.update(counters)
         error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
         fullest, step = fullest_pairs(pairs, placement.devices_per_node), self.roles.size(self.roles.model)
-        rows = fullest.each(lambda pair: bucket_rows(pair / self.exchanges_per_step, error, step))
+        groups = self.exchanges_per_step * self.roles.size(self.roles.expert_shard) / self.roles.size(self.roles.model)
+        rows = fullest.each(lambda pair: bucket_rows(pair / groups, error, step))
         fewest = bucket_rows(FEWEST * self._mean_rows(shape), 0.0, step)
         return rows.each(lambda size: max(size, fewest)).at_most(self._most_rows(shape))
 
@@ -189,6 +201,29 @@ class Replanner:
             self.plans.observe(loads)
         placement = self.plans.propose(self.config.planner.steps_between_plans).placement
         return self.grow(self.first_shape(), placement)
+
+
+def check_planner(config: RunConfig, roles: Roles) -> None:
+    """Refuse a planner that this mesh, schedule or cluster file cannot serve.
+
+    Raises:
+      UserError: experts on one device, slots without a bound after the gate, or a figure that a price needs.
+    """
+    planner, devices = config.planner, roles.size(roles.expert)
+    if not schedule_record(config.moe.schedule).moves_tokens or devices == 1:
+        raise UserError(
+            f"PlannerConfig.name ({planner.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
+            f"{config.moe.schedule!r} and the expert axis has {devices}; use another schedule and "
+            "MeshConfig.expert > 1, or set PlannerConfig.name = 'none'"
+        )
+    if planner.when == "after_gate" and not planner.bounded:
+        raise UserError(
+            f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has {planner.replica_slots} "
+            "replica slots; set bounded = True and replica_slots to the most that you want"
+        )
+    replanner = Replanner(config, roles)
+    replanner.first_shape()
+    replanner.check_prices()
 
 
 def check_transfer(config: RunConfig, roles: Roles) -> None:

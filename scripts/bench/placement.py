@@ -368,8 +368,12 @@ def main(_):
         return worker(_WORKER.value)
     folder = pathlib.Path(_OUT.value)
     folder.mkdir(parents=True, exist_ok=True)
-    per_device = rate_bytes(_RATE.value) / _DEVICES.value
-    cluster = {"name": "lab", "flat": True, "intra_bandwidth": per_device, "flops": 4e9}
+    # what scripts/bench/predicted.py fits here: a start-up, and about 1.5 GB/s between the devices of one process
+    cluster = {
+        "name": "lab", "nodes": _HOSTS.value, "devices_per_node": _DEVICES.value, "flops": 4e9,
+        "inter_bandwidth": rate_bytes(_RATE.value), "inter_latency": 1.2e-3,
+        "intra_bandwidth": 1.5e9, "intra_latency": 1.2e-3,
+    }  # fmt: skip
     (folder / "lab_cluster.gin").write_text("".join(f"Cluster.{name} = {value!r}\n" for name, value in cluster.items()))
     for routing in _ROUTINGS.value:
         if routing != "trace" or _TRACE.value:

@@ -132,6 +132,28 @@ def test_random_plans_equal_the_oracle(per_node, by_node, seed):
         assert not np.any(d_bank[name])
 
 
+def test_by_node_without_a_crossing_equals_the_oracle():
+    """All replicas are on the nodes of their homes: nothing is exchanged between nodes."""
+    placement = random_placement(
+        1, layers=LAYERS, experts=EXPERTS, devices=DEVICES, replica_slots=SLOTS, per_node=4, fewest=2
+    )
+    layer, expert, device = placement.replicas.T
+    placement = placement.replace(replicas=placement.replicas[placement.home[layer, expert] // 4 == device // 4])
+    shape, bank, grad_sink, cotangent = case_of(placement, True)
+    assert shape.ahead.crossing == 0 and len(shape.ahead.operands) == 2
+    tables = fill_tables(shape, placement)
+    with jax.enable_x64(True):
+        gather, gradient, *_ = make_functions(shape)
+        stacked = {n: a.reshape(DEVICES, shape.bank_rows, *a.shape[1:]) for n, a in bank.items()}
+        replicas = gather(stacked, tables, grad_sink)
+        sums = gradient(stacked, tables, grad_sink, cotangent)[1]
+    want, want_sums = oracle(placement, shape, bank, cotangent)
+    for name in SHAPES:
+        np.testing.assert_array_equal(replicas[name], want[name])
+        got = by_bank_row(np.asarray(sums[name]), tables.home_row, shape.bank_rows)
+        np.testing.assert_allclose(got, want_sums[name], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("per_node,by_node", FORMS)
 def test_bytes_of_the_program_equal_the_formula(per_node, by_node):
     placement = random_placement(

@@ -109,6 +109,25 @@ def test_transfers_by_node_need_nodes(devices, bindings, why):
     assert dry_run(flat, devices) and dry_run(bare, devices)
 
 
+@pytest.mark.parametrize(
+    ("name", "bindings", "why"),
+    [
+        ("pro_prophet", ("PlannerConfig.cluster = ''",), "needs Cluster.flops.* configs/cluster/: .*h200"),
+        ("hecate", ("PlannerConfig.cluster = ''",), "PlannerConfig.calibrate = False does without"),
+        (
+            "fastermoe",
+            ("PlannerConfig.cluster = 'configs/cluster/lpwnv.gin'", "ModelConfig.model_dim = 32768"),
+            "exceed Cluster.memory_bytes .* use at most replica_slots = 1",
+        ),
+    ],
+)
+def test_a_planner_without_prices_or_memory_is_refused(name, bindings, why):
+    run, _, _ = parse_run_config([f"configs/run/{name}.gin"], ("ModelConfig.hidden_dim = 16384", *bindings))
+    with pytest.raises(UserError, match=why) as error:
+        dry_run(run, 8)
+    assert "\n" not in str(error.value)
+
+
 def test_dry_run_has_all_sections(capsys):
     run, text, _ = parse_run_config(["configs/run/demo.gin"])
     print_dry_run(run, host_devices=8, bound=bound_in(text))

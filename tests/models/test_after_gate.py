@@ -82,7 +82,9 @@ def test_shares_solved_on_the_device_equal_reference(schedule):
                 cases.assert_equals_reference(routing, got, cases.reference(routing), placement, shape.bank_rows)
 
 
-@pytest.mark.parametrize("schedule", ["deepspeed", "pairwise", pytest.param("s1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedule", ["deepspeed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pairwise", "s1"))]
+)
 def test_replicas_added_by_calibration_equal_reference(schedule):
     """One replica a device comes ahead and up to two late, of experts that may have replicas ahead too."""
     mesh, by_node = MESHES[schedule]

@@ -36,7 +36,12 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("dp8_stage1", "dp8_stage2")  # the other two stages run always
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
 def test_gradients_equal_reference_float64(case):
     (data_size, expert), zero, expert_zero, routing, changes = CASES[case]
     with jax.enable_x64(True):

@@ -48,7 +48,9 @@ def cases_of(by_node, devices):
     return placements, shape
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "flat_data2" else name for name in SHAPES]
+)
 def test_random_placements_equal_reference_without_compiling(name):
     by_node, mesh, schedule, rows = SHAPES[name]
     placements, shape = cases_of(by_node, mesh["expert"])

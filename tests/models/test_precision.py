@@ -178,7 +178,7 @@ def relative(got, want):
 LIMIT = 0.015  # of a leaf's norm; the worst leaf of `deepspeed`, positions, has 0.0107
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "replicas_flat"])
+@pytest.mark.parametrize("name", [pytest.param("deepspeed", marks=pytest.mark.slow), "replicas_flat"])
 def test_every_leaf_in_bfloat16_is_near_float32(name):
     want = gradients(CASES[name], "float32")
     got = gradients(CASES[name], "bfloat16")

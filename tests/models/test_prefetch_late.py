@@ -37,11 +37,10 @@ CASES = {
         "late": calibrated,
     },
 }  # fmt: skip
-ALWAYS = ("hecate", "shadows_pro_prophet_unrolled")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name", [name if name == "hecate" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_equals_reference(name):
     check(**CASES[name])

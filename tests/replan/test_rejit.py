@@ -42,8 +42,9 @@ class Pretended(types.SimpleNamespace):
         return shape, 0.5
 
 
-def session_of(schedule="deepspeed", **planner):
-    roles = build_mesh(MeshConfig(expert=DEVICES), jax.devices()[:DEVICES])
+def session_of(schedule="deepspeed", expert_shard=1, model=1, **planner):
+    mesh = MeshConfig(expert=DEVICES, expert_shard=expert_shard, model=model)
+    roles = build_mesh(mesh, jax.devices()[: DEVICES * expert_shard])
     config = RunConfig(
         train=TrainConfig(batch_size=8),
         data=DataConfig(sequence_length=32),
@@ -228,6 +229,19 @@ def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want
         PlannerConfig(bucket_limit=0.5)
 
 
+@pytest.mark.parametrize("expert_shard, model", [(2, 1), (1, 2), (2, 4)])
+def test_planned_buckets_are_of_the_tokens_of_one_mp_group(expert_shard, model):
+    """A member's counts are of its N_ESP devices, a bucket is of N_MP devices: even loads: the mean."""
+    session = session_of(name="hecate", expert_shard=expert_shard, model=model)
+    replanner = Replanner(session.config, session.roles)
+    choices = 2 * 8 * 32 // (DEVICES * EXPERTS)  # top_k, batch and length, by member and expert
+    for _ in range(2):
+        replanner.plans.observe(np.full((LAYERS, DEVICES, EXPERTS), choices))
+    mean = 2 * 8 * 32 * model // (DEVICES * expert_shard) // DEVICES
+    rows = replanner.predicted_rows(replanner.first_shape(), replanner.start)
+    assert rows.own == rows.node == mean  # there is no other node
+
+
 LATE = {"cluster": "configs/cluster/host_devices.gin", "when": "after_gate"}
 
 
@@ -266,6 +280,41 @@ def test_shares_after_the_gate_come_with_the_first_replicas():
     ahead = routing.device_loads(seen[7][1], loads[7])
     assert (record["device_load_max_over_mean"] <= ahead.max(1) / ahead.mean(1) + 1e-9).all()
     engine.close()
+
+
+def test_what_is_decided_late_is_of_the_planner_that_resumes():
+    """Slots of the run's first planner, which nothing would fill, are not compiled in; those of the new one are."""
+    loads = list(drifting_loads(8))
+    ahead = {**LATE, "when": "ahead"}
+    first = RejitEngine(session_of(name="hecate", calibrate=True, **ahead), 1)
+    first.start()
+    drive(first, loads)
+    state = json.loads(json.dumps(first.state()))
+    assert state["shape"]["late"]["slots"] == 2
+    for settings, slots in (
+        ({"name": "hecate", **ahead}, 0),
+        ({"name": "hecate", "calibrate": True, **ahead, "late_slots": 3}, 3),
+        ({"name": "llep", **LATE}, 2),
+    ):
+        engine = RejitEngine(session_of(**settings), 1)
+        assert engine.restore(state) is None
+        assert engine.shape.late_slots == slots and (engine.shape.after_gate is not None) == (slots > 0)
+        engine.close()
+    first.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "hecate", "calibrate": True, "overlap_degree": 0, "when": "ahead"},
+        {"name": "llep", "replica_slots": 0},
+        {"name": "fastermoe", "replica_slots": 0},
+    ],
+)
+def test_without_a_replica_nothing_is_decided_late(settings):
+    session = session_of(**{**LATE, **settings})
+    shape = Replanner(session.config, session.roles).first_shape()
+    assert shape.late is None and shape.after_gate is None
 
 
 @pytest.mark.parametrize("materialize", [True, False])

@@ -90,9 +90,9 @@ def test_replica_slots_from_free_memory(config, tmp_path):
     roles = build_mesh(config.mesh, jax.devices())
     start = initial_placement(config, roles)
 
-    def slots(memory):
+    def slots(memory, **planner):
         (tmp_path / "m.gin").write_text(f"{CLUSTER}Cluster.memory_bytes = {memory}\n", encoding="utf-8")
-        planner = PlannerConfig(cluster=str(tmp_path / "m.gin"), replica_slots="memory")
+        planner = PlannerConfig(cluster=str(tmp_path / "m.gin"), replica_slots="memory", **planner)
         return with_replica_slots(dataclasses.replace(config, planner=planner), roles, start).planner.replica_slots
 
     assert slots(1e6) == 0 and slots(1e12) == 7  # an eighth expert is at home
@@ -100,6 +100,10 @@ def test_replica_slots_from_free_memory(config, tmp_path):
     step = 32_768 * (config.model.replica_layers + 2 + 2 * 4)
     least = next(memory for memory in np.arange(1e6, 1e9, step / 2) if slots(memory) == 1)
     assert [slots(least + more * step) for more in (1, 2, 3)] == [2, 3, 4]
+    # two slots of hecate's second decision are in memory too; shadows that come after the gate are all there are
+    assert [slots(least + 3 * step, name="hecate", late_slots=late) for late in (1, 2)] == [3, 2]
+    assert slots(least + 3 * step, name="hecate", calibrate=False) == 4
+    assert slots(least + 3 * step, name="fastermoe", when="after_gate") == 4
     with pytest.raises(UserError, match="PlannerConfig.replica_slots = 'memory' needs Cluster.memory_bytes"):
         memory = dataclasses.replace(config.planner, replica_slots="memory")
         with_replica_slots(dataclasses.replace(config, planner=memory), roles, start)

@@ -248,7 +248,12 @@ TRANSFERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRANSFERS)
+SLOW = ("none_flat", "split_again_flat_data2")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in TRANSFERS]
+)
 def test_replicas_move_what_the_transfers_formula_says(name):
     """The all-to-alls of a step with replicas above those of one without: Trans of every layer forward, again backward
     for all but the last where replicas are dropped, and Agg of every layer; however they are cut."""

@@ -53,9 +53,13 @@ def expected(tmp_path_factory):
     [
         (2, ()),
         (4, ("MeshConfig.data = 2", "train.zero_stage = 3")),
-        (8, ("train.zero_stage = 0",)),
+        pytest.param(8, ("train.zero_stage = 0",), marks=pytest.mark.slow),
         (8, ("MoEConfig.schedule = 'dp'", "MeshConfig.data = 8", "train.expert_zero_stage = 3")),
-        (8, ("MoEConfig.schedule = 'parm'", "MeshConfig.model = 2", "MeshConfig.expert_shard = 2")),
+        pytest.param(
+            8,
+            ("MoEConfig.schedule = 'parm'", "MeshConfig.model = 2", "MeshConfig.expert_shard = 2"),
+            marks=pytest.mark.slow,
+        ),
         (8, ("MoEConfig.schedule = 'pairwise'", "MeshConfig.devices_per_node = 4")),
         (2, ("train.grad_accum_steps = 2", "MoEConfig.aux_loss_weight = 0.0", "MoEConfig.z_loss_weight = 0.0")),
     ],
