@@ -27,7 +27,7 @@ def in_turn_with_late(x, weight, grad_sink, tables):
 
 
 def late_after_tokens(tokens, replicas, tables):
-    """Return (tokens, replicas); gradients of late replicas, the last, leave after those of dispatched tokens came back.
+    """Return (tokens, replicas); gradients of the late ones, the last, leave after those of dispatched tokens are home.
 
     Without it a compiler may put the branch of late gradients ahead of the exchanges that bring the tokens' home (jax
     0.12 does for `pairwise`).
