@@ -47,6 +47,7 @@ GROUP_NAMES = {
     "embedding": "embeddings",
     "attention": "attention matrices",
     "feed_forward": "dense FFN matrices",
+    "shared_experts": "shared experts",
     "gate": "gates",
     "norm": "norms",
     "bias": "biases",

@@ -13,8 +13,17 @@ import math
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.config import MoEConfig
 
-GROUPS: tuple[str, ...] = ("embedding", "attention", "feed_forward", "gate", "norm", "bias", "experts")
-PAPER_GROUPS = ("attention", "feed_forward", "experts")
+GROUPS: tuple[str, ...] = (
+    "embedding",
+    "attention",
+    "feed_forward",
+    "shared_experts",
+    "gate",
+    "norm",
+    "bias",
+    "experts",
+)
+PAPER_GROUPS = ("attention", "feed_forward", "shared_experts", "experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +98,18 @@ def _feed_forward(path: tuple[str, ...], config: ModelConfig) -> list[LeafSize]:
     )
 
 
+def _shared_experts(path: tuple[str, ...], config: ModelConfig, moe: MoEConfig) -> list[LeafSize]:
+    layers, dim, hidden = config.moe_layers, config.model_dim, moe.shared_ffn_dim(config.hidden_dim)
+    if not hidden:
+        return []
+    names = ("w_in", "w_gate") if config.activation == "swiglu" else ("w_in",)
+    leaves = [LeafSize((*path, name), (layers, dim, hidden), "shared_experts", model_dim=1) for name in names]
+    leaves.append(LeafSize((*path, "w_out"), (layers, hidden, dim), "shared_experts", model_dim=0))
+    if moe.residual == "learned":
+        leaves.append(LeafSize((*path, "w_mix"), (layers, dim, 2), "gate"))
+    return leaves
+
+
 def leaf_sizes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> list[LeafSize]:
     """Return every leaf of the parameter tree {'dense': ..., 'bank': ...}."""
     layers, dim, units = config.moe_layers, config.model_dim, ("dense", "units")
@@ -99,6 +120,7 @@ def leaf_sizes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> list[Lea
         leaves += _attention((*units, "dense_attention"), config) + _feed_forward((*units, "dense"), config)
     leaves += _attention((*units, "attention"), config) + _norm((*units, "gate"), (layers,), dim)
     leaves.append(LeafSize((*units, "gate", "w_gate"), (layers, dim, moe.num_experts), "gate"))
+    leaves += _shared_experts((*units, "shared"), config, moe)
     leaves += _norm(("dense",), (), dim)
     slots = layers * moe.num_experts
     names = ("w_in", "w_gate") if config.activation == "swiglu" else ("w_in",)
@@ -125,13 +147,14 @@ def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> Pa
 def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> int:
     """Return the forward FLOPs of one token.
 
-    Two per parameter of every matrix that the token is multiplied with (attention, dense FFN, gate, K experts, the
-    output head V M), and 4 M Sq per block for attention's scores and their sum of values, over all Sq positions: the
-    causal half is counted too, as is usual. Norms, activations, softmax and look-ups are not counted.
+    Two per parameter of every matrix that the token is multiplied with (attention, dense FFN, gate, K experts and the
+    shared ones, the output head V M), and 4 M Sq per block for attention's scores and their sum of values, over all Sq
+    positions: the causal half is counted too, as is usual. Norms, activations, softmax and look-ups are not counted.
     """
     groups = parameter_counts(config, moe, vocab_size).by_group
     chosen = groups["experts"] // moe.num_experts * moe.top_k
-    matrices = groups["attention"] + groups["feed_forward"] + groups["gate"] + chosen + vocab_size * config.model_dim
+    always = sum(groups[name] for name in ("attention", "feed_forward", "shared_experts", "gate"))
+    matrices = always + chosen + vocab_size * config.model_dim
     return 2 * matrices + 4 * config.layers * config.model_dim * length
 
 

@@ -114,6 +114,12 @@ class LanguageModel:
                 f"the dense hidden dim ({self.config.ffn_dim}) must be divisible by MeshConfig.model ({parts}); set "
                 f"MeshConfig.model to a divisor of {self.config.ffn_dim}"
             )
+        shared = self.moe.shared_ffn_dim(self.config.hidden_dim)
+        if shared % parts:
+            raise UserError(
+                f"the hidden dim of all shared experts ({shared}) must be divisible by MeshConfig.model ({parts}); set "
+                f"MoEConfig.shared_hidden_dim to a multiple of {parts}"
+            )
         check_hidden_dim("ModelConfig.hidden_dim", self.config.hidden_dim, self.roles)
         layer_sizes(self.moe, self.roles, 1)
 
@@ -125,7 +131,7 @@ class LanguageModel:
         """
         config, moe = self.config, self.moe
         dense_key, expert_key = jax.random.split(key)
-        model = Transformer(config, moe.num_experts, self.vocab_size, nnx.Rngs(dense_key))
+        model = Transformer(config, moe, self.vocab_size, nnx.Rngs(dense_key))
         bank = init_bank(
             expert_key,
             config.moe_layers,
@@ -146,7 +152,7 @@ class LanguageModel:
     def layout(self) -> Layout:
         """Return where every leaf lies."""
         shapes = self.shapes()
-        abstract = nnx.eval_shape(lambda: Transformer(self.config, self.moe.num_experts, self.vocab_size, nnx.Rngs(0)))
+        abstract = nnx.eval_shape(lambda: Transformer(self.config, self.moe, self.vocab_size, nnx.Rngs(0)))
         flat = {path: leaf for path, leaf in nnx.to_flat_state(nnx.state(abstract))}
 
         def of_path(path, leaf, function):

@@ -21,6 +21,7 @@ from moe_jax.errors import UserError
 from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import Constants, Prefetcher
+from moe_jax.models.shared_experts import add_shared
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit
 from moe_jax.moe.layer import make_moe
@@ -47,13 +48,13 @@ def make_layer_loop(
       UserError: a block-wise schedule where it cannot run.
     """
     config, roles = model.config, model.roles
-    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, model.moe.num_experts, nnx.Rngs(0))))[0]
+    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, model.moe, nnx.Rngs(0))))[0]
     parts, gather = roles.size(roles.dense), layout.gather["units"]
     noisy = training and model.moe.gate_noise > 0
 
     if config.prefetch != "none":
         return _make_prefetcher(model, layout, graph, tokens, noisy, plan, group)
-    apply_moe = make_moe(model.moe, roles, tokens, config.activation, plan, group.split)
+    moe = make_moe(model.moe, roles, tokens, config.activation, plan, group.split)
 
     def whole_unit(params):
         return gather_tree(params, gather, roles.dense, parts)
@@ -66,15 +67,15 @@ def make_layer_loop(
                 x, unit_params, whole_unit, bank, layer_grad_sink, layer_tables, plan, roles.expert
             )
             unit = nnx.merge(graph, params)
-
-            def moe(normed, w_gate):
+            x = unit.attend(x, group)
+            with jax.named_scope("moe"):
+                normed, beside = unit.enter_moe(x, group)
                 weights, gathered_grad_sink, here = bank_store(bank, layer_grad_sink, layer_tables)
-                y, stats, passes = apply_moe(
-                    normed, token_ids, w_gate, weights, gathered_grad_sink, here, noise_key, replicas
+                y, stats, passes = moe(
+                    normed, token_ids, unit.gate.w_gate[...], weights, gathered_grad_sink, here, noise_key, replicas
                 )
-                return y, (stats, passes)
-
-            return unit(x, moe, group)
+                y = add_shared(y, *beside)
+            return x + y.reshape(x.shape), (stats, passes)
 
         body = checkpointed(body, config.remat)
         inputs = (units, grad_sink, tables, jnp.arange(config.moe_layers, dtype=jnp.int32))
@@ -125,20 +126,20 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
     schedule = config.block_wise.build(config.moe_layers, recompute=recompute, **shares)
 
     def attend(mix, gate, x):
-        return nnx.merge(graph, {**mix, "gate": gate}).attend(x, group)
+        return nnx.merge(graph, {**mix, **gate}).attend(x, group)
 
-    def norm(mix, gate, x):
-        return nnx.merge(graph, {**mix, "gate": gate}).gate.norm(x).reshape(-1, x.shape[-1])
+    def enter_moe(mix, gate, x):
+        return nnx.merge(graph, {**mix, **gate}).enter_moe(x, group)
 
     def prepare(mix, gate):
-        rest = {name: dim for name, dim in gather.items() if name != "gate"}
-        return gather_tree(mix, rest, roles.dense, parts), gather_tree(gate, gather["gate"], roles.dense, parts)
+        before, inside = of_moe(gather)
+        return gather_tree(mix, before, roles.dense, parts), gather_tree(gate, inside, roles.dense, parts)
 
     prefetcher = Prefetcher(
         schedule=schedule,
         stages=Stages(
             attend=attend,
-            norm=norm,
+            enter_moe=enter_moe,
             moe=make_moe(model.moe, roles, tokens, config.activation, plan, group.split),
             checkpoint=lambda function: checkpointed(function, config.remat),
             # the schedule's window `recompute` runs these stages again, so no checkpoint does
@@ -153,8 +154,14 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
     )
 
     def loop(x, units, bank, grad_sink, tables, token_ids, key):
-        mix = {name: leaf for name, leaf in units.items() if name != "gate"}
+        mix, gate = of_moe(units)
         bank = cast_varying(bank, roles.all)  # as rows vary: a cast inside a stage would be saved for its backward
-        return prefetcher(x, (mix, units["gate"]), grad_sink, Constants(bank, tables, token_ids, key))
+        return prefetcher(x, (mix, gate), grad_sink, Constants(bank, tables, token_ids, key))
 
     return loop
+
+
+def of_moe(units: dict) -> tuple[dict, dict]:
+    """Return a unit's leaves by name: (of what precedes the MoE layer, of the layer: its gate and shared experts)."""
+    inside = {name: leaf for name, leaf in units.items() if name in ("gate", "shared")}
+    return {name: leaf for name, leaf in units.items() if name not in inside}, inside

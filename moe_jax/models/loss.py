@@ -114,9 +114,7 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
     config, moe_config, roles = model.config, model.moe, model.roles
     dtype = jnp.dtype(config.dtype)
     tokens = rows * length
-    transformer = nnx.split(
-        nnx.eval_shape(lambda: Transformer(config, moe_config.num_experts, model.vocab_size, nnx.Rngs(0)))
-    )[0]
+    transformer = nnx.split(nnx.eval_shape(lambda: Transformer(config, moe_config, model.vocab_size, nnx.Rngs(0))))[0]
     parts = roles.size(roles.dense)
     bank_store = _make_bank_store(model, layout)
 

@@ -277,13 +277,16 @@ def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan: PlanSh
         if plan is not None and plan.bucket_rows is not None:
             rows = layout_of(roles, plan.bucket_rows, moe.transport).total / tokens
     experts = compute_itemsize * (2 * own + gathered + rows * (3 * dim + matrices * config.hidden_dim / shard))
+    shared = moe.shared_ffn_dim(config.hidden_dim) / model
+    beside = compute_itemsize * (own + matrices * shared) if shared else 0
 
-    unit = attention + experts + (attention + hidden if config.moe_every == 2 else 0)
+    unit = attention + experts + beside + (attention + hidden if config.moe_every == 2 else 0)
     residual_bytes = {
         "none": unit,
         "block": compute_itemsize * own * (1 if config.prefetch == "none" else 2),
         "dots": compute_itemsize * config.moe_every * (dim + own + 3 * dim / model)
-        + (compute_itemsize * (dim + config.ffn_dim / model) if config.moe_every == 2 else 0),
+        + (compute_itemsize * (dim + config.ffn_dim / model) if config.moe_every == 2 else 0)
+        + (compute_itemsize * (dim + shared) if shared else 0),
     }[LIKE.get(config.remat, config.remat)]
     logits = 2 * max(4, compute_itemsize) * min(config.loss_chunk, tokens) * sizes.vocab_size
     return int(tokens * (config.moe_layers * residual_bytes + unit)) + logits

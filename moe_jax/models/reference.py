@@ -77,7 +77,13 @@ def reference_loss(params, inputs, targets, weights, config: ModelConfig, moe: M
         experts = {name: value[layer] for name, value in params["experts"].items()}
         layer_noise = None if noise is None else noise[layer]
         y, balance, z, counts = reference_moe(
-            h, p["gate"]["w_gate"], experts, moe, noise=layer_noise, drop_groups=drop_groups
+            h,
+            p["gate"]["w_gate"],
+            experts,
+            moe,
+            noise=layer_noise,
+            drop_groups=drop_groups,
+            shared=p.get("shared"),
         )
         x = x + y.reshape(x.shape)
         gate_loss = gate_loss + moe.aux_loss_weight * balance + moe.z_loss_weight * z

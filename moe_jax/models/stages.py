@@ -18,6 +18,7 @@ from jax import lax
 
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.models.residuals import Residuals, residuals_of
+from moe_jax.models.shared_experts import add_shared
 from moe_jax.moe.layer import ExpertWeights, MoE
 
 
@@ -26,7 +27,7 @@ class LayerInputs:
     """All inputs of a layer but activations; the backward has the same arrays again.
 
     Attributes:
-      mix: parameters of the unit but for its gate's, gathered; gate: the gate's.
+      mix: parameters of what precedes the MoE layer, gathered; gate: of its gate and its shared experts.
       bank: {name: [Rb, ...]} in the compute dtype.
       replicas: a tuple with {name: [m, ...]} for each transfer, ahead of the gate and after it.
       grad_sinks: (home {name: [Hs, ...]}, a tuple of grad_sinks beside `replicas`).
@@ -49,13 +50,13 @@ class Stages:
 
     Attributes:
       attend: (mix, gate, x [b, Sq, M]) -> [b, Sq, M], everything before the MoE layer.
-      norm: (mix, gate, x) -> [t, M], the gate's norm.
+      enter_moe: (mix, gate, x) -> ([t, M], what shared experts add), what `Unit.enter_moe` returns.
       moe: the layer, whose schedule is a `StagedSchedule`.
       checkpoint, moe_checkpoint: wrap attention, and the other stages, in an activation checkpointing policy.
     """
 
     attend: Callable
-    norm: Callable
+    enter_moe: Callable
     moe: MoE
     checkpoint: Callable
     moe_checkpoint: Callable
@@ -76,14 +77,21 @@ class Stages:
         """
 
         def run(a, gate, home_sink):
-            tokens = self.norm(inputs.mix, gate, a)
+            tokens, beside = self.enter_moe(inputs.mix, gate, a)
             schedule = self.moe.schedule_of(tokens)
             routed, stats, _, late = self.moe.route(
-                tokens, inputs.token_ids, gate["w_gate"], inputs.bank, home_sink, inputs.tables, inputs.noise_key
+                tokens,
+                inputs.token_ids,
+                gate["gate"]["w_gate"],
+                inputs.bank,
+                home_sink,
+                inputs.tables,
+                inputs.noise_key,
             )
             sent = schedule.dispatch(routed, 0)
             before = lax.stop_gradient(stats) if schedule.most_passes > 1 else None  # later passes wait for them
-            (context, stats), whole = split_floats(((sent.metadata, schedule.after_dispatch(routed), before), stats))
+            context = sent.metadata, schedule.after_dispatch(routed), before, beside
+            (context, stats), whole = split_floats((context, stats))
             values, late_grad_sinks = (tuple(part) for part in zip(*late, strict=True)) if late else ((), ())
             return (sent.rows, context, stats, late_grad_sinks), (sent.group_sizes, whole, routed.passes, values)
 
@@ -102,10 +110,11 @@ class Stages:
         """Return rows to their sources and run the later passes: [t, M]."""
 
         def run(done, context, grad_sinks):
-            metadata, routed, stats = join_floats(context, whole)
+            metadata, routed, stats, beside = join_floats(context, whole)
             y = self.moe.schedule_of(done).combine(done, metadata, routed)
             experts = functools.partial(self.moe.experts, weights=self._weights(inputs, grad_sinks))
-            return self.moe.finish(y, routed, stats, experts)
+            y = self.moe.finish(y, routed, stats, experts)
+            return add_shared(y, *beside)
 
         return self._run(self.moe_checkpoint(run), (done, context, inputs.grad_sinks), inputs, save_residuals)
 

@@ -19,6 +19,8 @@ from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.param_dtype_gradients import add_bias, in_dtype, project
+from moe_jax.models.shared_experts import SharedExperts
+from moe_jax.moe.config import MoEConfig
 
 
 def normal(key, shape, scale, dtype):
@@ -141,32 +143,20 @@ class Gate(nnx.Module):
 
 
 class Unit(nnx.Module):
-    """One turn of the layer loop: an MoE block, or a dense block and an MoE block."""
+    """One turn of the layer loop: an MoE block, or a dense block and an MoE block.
 
-    def __init__(self, config: ModelConfig, num_experts: int, rngs: nnx.Rngs):
+    The loop runs `attend`, `enter_moe`, the layer (`moe/layer.py`), and adds what comes back.
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
         if config.moe_every == 2:
             self.dense_attention = Attention(config, rngs)
             self.dense = FeedForward(config, rngs)
         self.attention = Attention(config, rngs)
-        self.gate = Gate(config, num_experts, rngs)
-        self.has_dense = config.moe_every == 2
-
-    def __call__(self, x, moe, group: ModelGroup):
-        """Run the unit.
-
-        Args:
-          x: as the MP group keeps its residual stream.
-          moe: function ([t, M] or [t / N_MP, M] normed tokens, w_gate [M, E]) -> (the same shape, auxiliary).
-          group: the MP group.
-
-        Returns:
-          (x, what `moe` returned beside the tokens).
-        """
-        x = self.attend(x, group)
-        with jax.named_scope("moe"):
-            tokens = self.gate.norm(x).reshape(-1, x.shape[-1])
-            y, aux = moe(tokens, self.gate.w_gate[...])
-        return x + y.reshape(x.shape), aux
+        self.gate = Gate(config, moe.num_experts, rngs)
+        if moe.shared_experts:
+            self.shared = SharedExperts(config, moe, rngs)
+        self.has_dense, self.has_shared = config.moe_every == 2, moe.shared_experts > 0
 
     def attend(self, x, group: ModelGroup):
         """Run what precedes the MoE layer; x keeps its shape."""
@@ -174,6 +164,12 @@ class Unit(nnx.Module):
             x = x + self.dense_attention(x, group)
             x = x + self.dense(x, group)
         return x + self.attention(x, group)
+
+    def enter_moe(self, x, group: ModelGroup):
+        """Return (normed tokens [t, M] or [t / N_MP, M], what `add_shared` takes beside the routed experts' result)."""
+        normed = self.gate.norm(x)
+        beside = self.shared(normed, group) if self.has_shared else (None, None)
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), (normed, beside))
 
 
 class Embedding(nnx.Module):
@@ -202,11 +198,11 @@ class Embedding(nnx.Module):
 class Transformer(nnx.Module):
     """All parameters of a model but the experts: embedding, stacked units [U, ...], final norm."""
 
-    def __init__(self, config: ModelConfig, num_experts: int, vocab_size: int, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, moe: MoEConfig, vocab_size: int, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=config.moe_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
         def make_units(rngs):
-            return Unit(config, num_experts, rngs)
+            return Unit(config, moe, rngs)
 
         self.embedding = Embedding(config, vocab_size, rngs)
         self.units = make_units(rngs)

@@ -7,6 +7,8 @@ import dataclasses
 from moe_jax.errors import UserError
 from moe_jax.routers.config import RouterConfig
 
+RESIDUALS = ("sum", "learned")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig(RouterConfig):
@@ -25,6 +27,10 @@ class MoEConfig(RouterConfig):
         'parm' compares bytes.
       grouped_matmul: implementation of the grouped matmul; 'auto' takes the device's default.
       bucket_slack: dropless only: rows of one (source, destination) bucket over the mean number of rows.
+      shared_experts: n, experts that every token goes to, beside those it chooses; 0 is none.
+      shared_hidden_dim: hidden dim of each of them; 0 takes that of the routed ones.
+      residual: with shared experts: 'sum' adds them to the routed ones, 'learned' mixes the two by a softmax over each
+        token.
     """
 
     aux_loss_weight: float = 0.01
@@ -36,8 +42,30 @@ class MoEConfig(RouterConfig):
     cluster: str = ""
     grouped_matmul: str = "auto"
     bucket_slack: float = 1.5
+    shared_experts: int = 0
+    shared_hidden_dim: int = 0
+    residual: str = "sum"
 
     def __post_init__(self):
         super().__post_init__()
         if self.bucket_slack <= 0:
             raise UserError(f"MoEConfig.bucket_slack ({self.bucket_slack}) must be positive; 1.5 suits most runs")
+        for name in ("shared_experts", "shared_hidden_dim"):
+            if getattr(self, name) < 0:
+                raise UserError(f"MoEConfig.{name} ({getattr(self, name)}) must be 0 or positive")
+        if self.shared_hidden_dim and not self.shared_experts:
+            raise UserError(
+                f"MoEConfig.shared_hidden_dim ({self.shared_hidden_dim}) needs MoEConfig.shared_experts of at least 1, "
+                "not 0"
+            )
+        if self.residual not in RESIDUALS:
+            raise UserError(f"MoEConfig.residual ({self.residual!r}) must be one of {', '.join(RESIDUALS)}")
+        if self.residual == "learned" and not self.shared_experts:
+            raise UserError(
+                "MoEConfig.residual ('learned') mixes routed experts with shared ones, and MoEConfig.shared_experts is "
+                "0; set it to 1, or MoEConfig.residual = 'sum'"
+            )
+
+    def shared_ffn_dim(self, hidden_dim: int) -> int:
+        """Return the hidden dim of all shared experts together, 0 without any; hidden_dim: of a routed one."""
+        return self.shared_experts * (self.shared_hidden_dim or hidden_dim)

@@ -20,8 +20,8 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.experts import weight_names
-from moe_jax.moe.layer import check_hidden_dim, init_bank, layer_sizes, make_moe
+from moe_jax.moe.experts import apply_activation, weight_names
+from moe_jax.moe.layer import check_hidden_dim, init_bank, init_expert, layer_sizes, make_moe
 from moe_jax.routers import balance_loss, z_loss
 
 
@@ -35,6 +35,8 @@ class MoELayer(nnx.Module):
     Attributes:
       w_gate: [M, E] parameter.
       bank: {name: [E, ...]} parameters, experts in order, sharded over the mesh's expert axis.
+      shared: {name: [M, Fs] or [Fs, M]}, of the shared experts together, and w_mix [M, 2] where their mix is learned;
+        empty without any.
     """
 
     def __init__(
@@ -77,6 +79,11 @@ class MoELayer(nnx.Module):
         self.config, self.roles, self.activation = config, roles, activation
         scale = model_dim**-0.5
         self.w_gate = nnx.Param(scale * jax.random.normal(rngs.params(), (model_dim, config.num_experts), dtype))
+        shared = config.shared_ffn_dim(hidden_dim)
+        values = init_expert(rngs.params(), model_dim, shared, activation, dtype) if shared else {}
+        if config.residual == "learned":
+            values["w_mix"] = scale * jax.random.normal(rngs.params(), (model_dim, 2), dtype)
+        self.shared = nnx.Dict({name: nnx.Param(value) for name, value in values.items()})
         specs = expert_specs({name: value.shape for name, value in bank.items()}, roles, 0, None)[0]
         placed = {name: jax.device_put(value, roles.sharding(*specs[name])) for name, value in bank.items()}
         self.bank = nnx.Dict({name: nnx.Param(value) for name, value in placed.items()})
@@ -105,7 +112,20 @@ class MoELayer(nnx.Module):
         token_ids = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         apply = _make_global_moe(config, roles, tokens.shape[0], self.activation)
         y, loss, loads = apply(tokens, token_ids, self.w_gate[...], bank, grad_sink, noise_key)
+        if self.config.shared_experts:
+            y = self._with_shared(tokens, y)
         return y.reshape(x.shape), loss, loads
+
+    def _with_shared(self, x, y):
+        """Return the layer's output [N, M], from its tokens and the routed experts' result."""
+        weights = {name: self.shared[name][...].astype(x.dtype) for name in self.shared}
+        pre = (x @ weights[name] for name in weight_names(self.activation)[:-1])
+        out = apply_activation(self.activation, *pre) @ weights["w_out"]
+        if "w_mix" in weights:
+            acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+            mix = jax.nn.softmax(x.astype(acc_dtype) @ self.shared["w_mix"][...].astype(acc_dtype), axis=-1)
+            out, y = mix[:, :1].astype(x.dtype) * out, mix[:, 1:].astype(x.dtype) * y
+        return y + out
 
 
 @functools.lru_cache(maxsize=32)

@@ -53,7 +53,7 @@ def reference_weights(probs, config: MoEConfig, drop_groups: int):
     return jnp.where(jnp.concatenate(keep_masks), weights, 0), chosen
 
 
-def reference_moe(x, w_gate, experts: dict, config: MoEConfig, *, noise=None, drop_groups: int = 1):
+def reference_moe(x, w_gate, experts: dict, config: MoEConfig, *, noise=None, drop_groups: int = 1, shared=None):
     """Compute the layer.
 
     Args:
@@ -63,6 +63,8 @@ def reference_moe(x, w_gate, experts: dict, config: MoEConfig, *, noise=None, dr
       config: the layer.
       noise: [N, E] standard normal noise, or None.
       drop_groups: in capacity mode, how many groups of consecutive tokens are gated each on their own.
+      shared: weights of the shared experts as one expert of their hidden dims together, or None; with `w_mix` [M, 2]
+        where config.residual is 'learned'.
 
     Returns:
       y [N, M], load-balancing loss [], z-loss [] (both unweighted), loads int32 [E].
@@ -78,6 +80,12 @@ def reference_moe(x, w_gate, experts: dict, config: MoEConfig, *, noise=None, dr
     for e in range(config.num_experts):
         output = reference_expert(x, {name: value[e].astype(x.dtype) for name, value in experts.items()})
         y = y + weights[:, e : e + 1] * output.astype(dtype)
+    if shared is not None:
+        always = reference_expert(x, {name: value for name, value in shared.items() if name != "w_mix"}).astype(dtype)
+        if config.residual == "learned":
+            mix = jax.nn.softmax(x.astype(dtype) @ shared["w_mix"].astype(dtype), axis=1)
+            always, y = mix[:, :1] * always, mix[:, 1:] * y
+        y = y + always
     loads = jnp.sum(chosen, axis=0, dtype=jnp.int32)
     fraction = loads.astype(dtype) / (config.top_k * x.shape[0])
     balance = config.num_experts * jnp.sum(fraction * jnp.mean(probs, axis=0))

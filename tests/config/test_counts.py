@@ -37,9 +37,13 @@ def tree_shapes(config, moe, roles):
     return {tuple(entry.key for entry in path): tuple(leaf.shape) for path, leaf in leaves}
 
 
-@pytest.mark.parametrize("changes", VARIANTS)
-def test_leaf_sizes_are_those_of_the_model(changes):
-    config, moe = ModelConfig(**{**SIZES, **changes}), MoEConfig(num_experts=8)
+SHARED = {"shared_experts": 2, "shared_hidden_dim": 20, "residual": "learned"}
+LAYERS = [*((changes, {}) for changes in VARIANTS), ({}, {"shared_experts": 1}), ({"activation": "swiglu"}, SHARED)]
+
+
+@pytest.mark.parametrize(("changes", "layer"), LAYERS)
+def test_leaf_sizes_are_those_of_the_model(changes, layer):
+    config, moe = ModelConfig(**{**SIZES, **changes}), MoEConfig(num_experts=8, **layer)
     real = tree_shapes(config, moe, build_mesh(MeshConfig(), jax.devices()[:4]))
     assert {leaf.path: leaf.shape for leaf in leaf_sizes(config, moe, VOCAB)} == real
     total = sum(int(np.prod(shape)) for shape in real.values())
@@ -55,7 +59,8 @@ def test_parameter_counts_by_hand():
     config = ModelConfig(layers=1, model_dim=2, heads=1, hidden_dim=3, max_length=7)
     counts = parameter_counts(config, MoEConfig(num_experts=4, top_k=1), 5)
     assert counts.by_group == {
-        "embedding": 24, "attention": 16, "feed_forward": 0, "gate": 8, "norm": 12, "bias": 8, "experts": 48,
+        "embedding": 24, "attention": 16, "feed_forward": 0, "shared_experts": 0, "gate": 8, "norm": 12, "bias": 8,
+        "experts": 48,
     }  # fmt: skip
     assert (counts.total, counts.active, counts.as_papers) == (116, 80, 64)
 
@@ -73,10 +78,10 @@ def dot_flops(jaxpr) -> int:
     return total
 
 
-@pytest.mark.parametrize("changes", VARIANTS)
-def test_forward_flops_are_the_matrix_products_of_the_reference(changes):
+@pytest.mark.parametrize(("changes", "layer"), LAYERS)
+def test_forward_flops_are_the_matrix_products_of_the_reference(changes, layer):
     """With K = E the reference, which computes every expert for every token, does just what a token needs."""
-    config, moe = ModelConfig(**{**SIZES, **changes}), MoEConfig(num_experts=2, top_k=2)
+    config, moe = ModelConfig(**{**SIZES, **changes}), MoEConfig(num_experts=2, top_k=2, **layer)
     roles = build_mesh(MeshConfig(), jax.devices()[:1])
     shapes = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles).shapes()
     experts = {

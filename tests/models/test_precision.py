@@ -59,6 +59,7 @@ CASES = {
     "deepspeed_mp2_esp2": Case({"expert": 4, "expert_shard": 2, "model": 2}),
     "pairwise_esp2": Case({"expert": 4, "expert_shard": 2}, layer={"schedule": "pairwise"}),
     "ring": Case({"expert": 8}, layer={"schedule": "ring"}),
+    "shared_mp2": Case({"expert": 8, "model": 2}, layer={"schedule": "s1", "shared_experts": 1, "residual": "learned"}),
     "dp_zero3": Case({"data": 8, "expert": 1}, layer={"schedule": "dp"}, zero=3),
     "replicas_flat": Case({"expert": 8}, {"remat": "block"}, by_node=False),
     "replicas_by_node_prefetch": Case({"expert": 8}, {"prefetch": "hecate"}, by_node=True),
@@ -73,6 +74,7 @@ ONE_TERM = "the sum over a group of one shard has one term"
 EXCUSED = {
     ("", "carry", ""): PASSES,
     ("", "psum_invariant", "attention"): PARTIAL,
+    ("", "psum_invariant", "shared_experts"): PARTIAL,
     ("", "reduce_scatter", "attention"): PARTIAL,
     ("", "reduce_scatter", "feed_forward"): PARTIAL,
     ("deepspeed_mp2_esp2", "psum_invariant", "combine"): PARTIAL,
@@ -232,7 +234,7 @@ def test_head_is_summed_over_chunks_in_float32():
 
 def test_embedding_rows_are_summed_in_float32():
     model = build(CASES["deepspeed"], "bfloat16")[0]
-    graph, state = nnx.split(Transformer(model.config, EXPERTS, VOCAB, nnx.Rngs(0)).embedding)
+    graph, state = nnx.split(Transformer(model.config, model.moe, VOCAB, nnx.Rngs(0)).embedding)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 3, (256, LENGTH)), jnp.int32)  # 1,365 times each
     d = jax.random.normal(jax.random.key(1), (256, LENGTH, 16)).astype(jnp.bfloat16)
 

@@ -39,6 +39,7 @@ def layer_of(roles, config, dtype=jnp.float32, activation="gelu"):
 CASES = {
     "one_device": (1, 1, {"gate_noise": 0.5}, "gelu", False),
     "ep4_data2": (8, 2, {"gate_noise": 0.5, "renormalize": False}, "swiglu", False),
+    "ep2_shared": (2, 1, {"shared_experts": 2, "shared_hidden_dim": 5, "residual": "learned"}, "swiglu", False),
     "ep8_all_to_one": (8, 1, {"bucket_slack": 0.5}, "gelu", True),
     "ep8_drop": (8, 1, {"capacity_factor": 1.0, "min_capacity": 1, "drop": "probability"}, "gelu", True),
 }
@@ -67,8 +68,9 @@ def test_layer_equals_reference(name):
         def reference(state, x):
             experts = {name: value[...] for name, value in state["bank"].items()}
             y, balance, z, loads = reference_moe(
-                x.reshape(-1, MODEL_DIM), state["w_gate"][...], experts, config, noise=noise, drop_groups=devices
-            )
+                x.reshape(-1, MODEL_DIM), state["w_gate"][...], experts, config, noise=noise, drop_groups=devices,
+                shared={name: value[...] for name, value in state["shared"].items()} if config.shared_experts else None,
+            )  # fmt: skip
             y, loss = y.reshape(x.shape), 0.3 * balance + 0.2 * z
             return jnp.sum(y * weight) + loss, (y, loss, loads)
 
@@ -81,7 +83,8 @@ def test_layer_equals_reference(name):
         assert mine.dtype == jnp.float64
         np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-12 * np.max(np.abs(wanted)))
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(want_grads)]
-    assert len(names) == (5 if activation == "swiglu" else 4)  # x, the gate, and two or three weights
+    weights = 3 if activation == "swiglu" else 2
+    assert len(names) == 2 + weights + (weights + 1 if config.shared_experts else 0)  # x, the gate, weights, w_mix
     for leaf, mine, wanted in zip(names, jax.tree.leaves(got_grads), jax.tree.leaves(want_grads), strict=True):
         size = np.max(np.abs(wanted))
         assert size > 0, leaf

@@ -13,7 +13,8 @@ SIGNATURES = {
     "MoEConfig": (
         "(*, num_experts=8, top_k=2, router='topk', capacity_factor=None, min_capacity=4, drop='position', "
         "renormalize=True, gate_noise=0.0, aux_loss_weight=0.01, z_loss_weight=0.001, schedule='deepspeed', "
-        "transport='all_to_all', pairwise_groups=0, gather='auto', cluster='', grouped_matmul='auto', bucket_slack=1.5)"
+        "transport='all_to_all', pairwise_groups=0, gather='auto', cluster='', grouped_matmul='auto', bucket_slack=1.5, "
+        "shared_experts=0, shared_hidden_dim=0, residual='sum')"
     ),
     "MoELayer": (
         "(self, config, *, model_dim, hidden_dim, roles, rngs, activation='gelu', dtype=<class 'jax.numpy.float32'>)"
@@ -22,7 +23,7 @@ SIGNATURES = {
     "choose_experts": "(x, w_gate, config, *, noise_key=None, token_ids=None)",
     "grouped_matmul": "(lhs, group_sizes, operands, *, implementation)",
     "make_moe": "(config, roles, tokens, activation, plan=None, split_tokens=False)",
-    "reference_moe": "(x, w_gate, experts, config, *, noise=None, drop_groups=1)",
+    "reference_moe": "(x, w_gate, experts, config, *, noise=None, drop_groups=1, shared=None)",
     "z_loss": "(squared_logsumexp, tokens)",
 }
 
