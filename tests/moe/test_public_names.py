@@ -13,8 +13,8 @@ SIGNATURES = {
     "MoEConfig": (
         "(*, num_experts=8, top_k=2, router='topk', capacity_factor=None, min_capacity=4, drop='position', "
         "renormalize=True, gate_noise=0.0, aux_loss_weight=0.01, z_loss_weight=0.001, schedule='deepspeed', "
-        "transport='all_to_all', pairwise_groups=0, gather='auto', cluster='', grouped_matmul='auto', bucket_slack=1.5, "
-        "shared_experts=0, shared_hidden_dim=0, residual='sum')"
+        "transport='all_to_all', pairwise_groups=0, gather='auto', cluster='', grouped_matmul='auto', "
+        "bucket_slack=1.5, shared_experts=0, shared_hidden_dim=0, residual='sum')"
     ),
     "MoELayer": (
         "(self, config, *, model_dim, hidden_dim, roles, rngs, activation='gelu', dtype=<class 'jax.numpy.float32'>)"
