@@ -7,6 +7,11 @@ Inputs: a `LoadsOrigin` for each sample. Outputs: plain arrays that stand beside
     devices_per_node  int64 [n]   devices of an expert-parallel group that share a node, 0 where not known
     cluster           str [n]     the cluster file that the run named, '' for none
     mesh_index        int64 [Nt]   which of the n each sample was recorded on
+and, since prices need the layer that ran, of the newest start that says them:
+    activation        str []      'gelu' or 'swiglu', '' where not known
+    moe_every         int64 []    blocks for each MoE layer, 0 where not known, as below
+    dense_F           int64 []    hidden dim of a dense FFN
+    sequence_length   int64 []    tokens of a sequence
 """
 
 from __future__ import annotations
@@ -21,6 +26,12 @@ import numpy as np
 from moe_jax.errors import UserError
 
 KEYS = ("M", "F", "K", "dtype", "mesh", "devices_per_node", "cluster", "mesh_index")
+LAYER_KEYS = {
+    "activation": "activation",
+    "moe_every": "moe_every",
+    "dense_hidden_dim": "dense_F",
+    "sequence_length": "sequence_length",
+}  # field -> key; files of older versions have none of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +44,8 @@ class LoadsOrigin:
       mesh: (axis, size) of the device mesh, slowest axis first.
       devices_per_node: devices of an expert-parallel group that share a node.
       cluster: path of the cluster file that the run named, or ''.
+      activation, moe_every, dense_hidden_dim, sequence_length: of the layer and what precedes it; '' and 0 where not
+        known.
     """
 
     model_dim: int
@@ -42,6 +55,10 @@ class LoadsOrigin:
     mesh: tuple[tuple[str, int], ...]
     devices_per_node: int
     cluster: str = ""
+    activation: str = ""
+    moe_every: int = 0
+    dense_hidden_dim: int = 0
+    sequence_length: int = 0
 
     @property
     def model(self) -> tuple[int, int, int, str]:
@@ -52,6 +69,11 @@ class LoadsOrigin:
     def sources(self) -> int:
         """S, members of the expert-parallel group."""
         return math.prod(size for axis, size in self.mesh if axis in ("expert", "expert_mp"))
+
+    @property
+    def expert_shards(self) -> int:
+        """N_ESP, devices that share the hidden dim of an expert; 1 where the mesh is not known."""
+        return math.prod(size for axis, size in self.mesh if axis in ("expert_shard", "expert_shard_mp"))
 
     def describe_mesh(self) -> str:
         """Return the mesh in words, such as 'data 2 x expert 4'."""
@@ -82,7 +104,14 @@ def origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray
         "devices_per_node": np.array([per_node for _, per_node, _ in meshes], np.int64),
         "cluster": np.array([cluster for _, _, cluster in meshes]),
         "mesh_index": np.array(index, np.int64),
+        **_layer_arrays(origins),
     }
+
+
+def _layer_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray]:
+    """Return what the newest origin that knows its layer says of it."""
+    known = next((origin for origin in reversed(origins) if origin is not None and origin.activation), None)
+    return {} if known is None else {key: np.array(getattr(known, field)) for field, key in LAYER_KEYS.items()}
 
 
 def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -> tuple[LoadsOrigin | None, ...]:
@@ -98,6 +127,7 @@ def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -
     if not all(key in arrays for key in KEYS):  # a file of an older version, or of another program
         return (None,) * samples
     try:
+        layer = {field: arrays[key].item() for field, key in LAYER_KEYS.items() if key in arrays}
         known: list[LoadsOrigin | None] = [
             None
             if not str(mesh)
@@ -109,6 +139,7 @@ def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -
                 mesh=tuple((str(axis), int(size)) for axis, size in json.loads(str(mesh)).items()),
                 devices_per_node=int(per_node),
                 cluster=str(cluster),
+                **layer,
             )
             for mesh, per_node, cluster in zip(
                 arrays["mesh"], arrays["devices_per_node"], arrays["cluster"], strict=True

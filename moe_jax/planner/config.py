@@ -35,8 +35,8 @@ class PlannerConfig(*_KNOBS, PlannerOptions):  # pyright: ignore[reportGeneralTy
             )
         if self.split == "even" and self.decides_late:
             raise UserError(
-                "PlannerConfig.split = 'even' splits tokens ahead of the gate, and this planner decides after it (when "
-                "= 'after_gate' or calibrate = True); use split = 'plan'"
+                f"PlannerConfig.split = 'even' splits tokens ahead of the gate, and {self.name!r} decides after it "
+                f"({found.planner.late_by}); use split = 'plan'"
             )
 
     @property

@@ -62,12 +62,14 @@ class PlannerBase:
       reference: whether the balance of all is also given as a ratio to this planner's (Pro-Prophet, figure 16).
       any_holder: whether a token may go to any holder after the gate, so that a step's lists have room for all devices.
       schedule: the block-wise schedule that the system runs with (overlap/blocks.py), by which replay hides transfers.
+      late_by: the settings under which `decides_late` holds, for messages.
       original: what the system that this planner comes from pays, in words; original_costs: in bytes (original.py).
     """
 
     reference: typing.ClassVar[bool] = False
     any_holder: typing.ClassVar[bool] = True
     schedule: typing.ClassVar[str] = "none"
+    late_by: typing.ClassVar[str] = "when = 'after_gate'"
     original: typing.ClassVar[str] = "Trans and Agg to the chosen devices, every step"
     original_costs = staticmethod(for_one_step)
 

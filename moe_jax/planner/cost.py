@@ -41,6 +41,8 @@ class Cost:
       optimizer_bytes: bytes of optimizer state per parameter (two float32 moments by default).
       replica_slots: mu; overlap_degree: tau, or None to derive it.
       attention_seconds: forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that.
+      late_room: replica slots after the gate that fit in memory beside the model and `replica_slots`; None: those that
+        fit in an empty device beside `replica_slots`.
       layers_alive: layers whose replicas are in memory at the same time.
       microbatches: how often a step runs a layer; loads and seconds here are of one time.
       load_error: relative error of the loads that are planned with, by layer; () where they are known.
@@ -65,6 +67,7 @@ class Cost:
     replica_slots: int = 4
     overlap_degree: int | None = None
     attention_seconds: float | None = None
+    late_room: int | None = None
     layers_alive: int = 1
     microbatches: int = 1
     load_error: tuple[float, ...] = ()
@@ -107,6 +110,11 @@ class Cost:
         return self.matrices * self.model_dim * self.hidden_dim // self.shards
 
     @property
+    def row_flops(self) -> float:
+        """FLOPs of one token's forward through one expert on one device; the backward takes twice that."""
+        return 2.0 * self.expert_params
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of one expert's parameters on one device as they travel; its gradients take as much."""
         return self.expert_params * self.dtype_bytes
@@ -123,7 +131,7 @@ class Cost:
 
     def tokens_per_second(self, requested_by: str) -> float:
         """v: tokens per second that one device computes in an expert's forward, P / (4 M F) with two matrices."""
-        return self.cluster.need("flops", f"planner {requested_by!r}") / (2.0 * self.expert_params)
+        return self.cluster.need("flops", f"planner {requested_by!r}") / self.row_flops
 
     def overlap(self, requested_by: str) -> int:
         """tau: given, or the most experts whose transfer takes no longer than attention (Hecate 4.2).
@@ -207,10 +215,12 @@ class Cost:
 
     def slots_left(self, most: int) -> int:
         """Return how many replica slots fit beside those planned ahead, `most` where the memory is not known."""
-        memory = self.cluster.memory_bytes
+        memory, room = self.cluster.memory_bytes, self.late_room
         if memory is None:
             return most
-        return min(most, slots_in(memory, self.layers_alive, self.expert_bytes) - self.replica_slots)
+        if room is None:
+            room = slots_in(memory, self.layers_alive, self.expert_bytes) - self.replica_slots
+        return max(0, min(most, room))
 
     def late_price(self, needed: TransferSizes, each: np.ndarray) -> np.ndarray:
         """Return the seconds of a late transfer and its way back [...]; `each` [...] is the price by the expert."""

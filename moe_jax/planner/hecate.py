@@ -50,6 +50,7 @@ class HecatePlanner(PlannerBase):
     """
 
     schedule = "hecate"
+    late_by = "when = 'after_gate' or calibrate = True"
     original = "sparse all-gather and reduce-scatter every step; state moves at a reshard"
 
     @classmethod

@@ -124,6 +124,11 @@ class PlanSession:
             **{f"predictor_{name}": value for name, value in self.predictor.state().items()},
         }
 
+    def forget_replicas(self) -> None:
+        """Go on with the homes alone, and plan again as soon as asked."""
+        self.placement = self.placement.replace(replicas=None, shares=None, rule="home")
+        self.last_planned = None
+
     def restore(self, state: dict) -> None:
         """Continue from what `state` returned, on the same devices."""
         home = np.asarray(state["home"])

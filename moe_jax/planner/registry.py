@@ -11,6 +11,8 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 
+from moe_jax.planner.options import PlannerOptions
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Balancer:
@@ -44,11 +46,28 @@ def balancer(name: str, *, aliases: tuple[str, ...] = (), **declared) -> typing.
     def declare(planner: Class) -> Class:
         taken = {*BALANCERS, *_ALIASES} & {name, *aliases}
         assert not taken, f"two planners are called {', '.join(sorted(taken))}"
+        _check_knobs(name, declared.get("knobs"))
         BALANCERS[name] = Balancer(name=name, planner=planner, aliases=aliases, **declared)
         _ALIASES.update(dict.fromkeys(aliases, name))
         return planner
 
     return declare
+
+
+def _check_knobs(name: str, knobs: type | None) -> None:
+    """Refuse a knob that another planner has too: all are fields of one `PlannerConfig`, where one would replace it.
+
+    Planners may share a class of knobs.
+    """
+    own = _fields(knobs) - _fields(PlannerOptions)
+    assert len(own) == len(_fields(knobs)), f"planner {name!r} has knobs that are options of all planners"
+    for other in BALANCERS.values():
+        both = own & _fields(other.knobs) if other.knobs is not knobs else set()
+        assert not both, f"planners {other.name!r} and {name!r} both have a knob {', '.join(sorted(both))}; rename one"
+
+
+def _fields(knobs: type | None) -> set[str]:
+    return set() if knobs is None else {field.name for field in dataclasses.fields(knobs)}
 
 
 def knob(default: typing.Any, doc: str) -> typing.Any:

@@ -16,11 +16,11 @@ from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
 from moe_jax.models.memory import Sizes, device_bytes, itemsize
-from moe_jax.moe.experts import weight_names
 from moe_jax.placement import Placement, PlanShape, build_shape
 from moe_jax.planner import Cost, build_planner
 from moe_jax.planner.cost import slots_in
 from moe_jax.planner.late import with_late
+from moe_jax.planner.layer_work import matrices_of, preceding_flops
 
 USUAL_VOCABULARY = 50304  # where neither the config nor a tokenizer says one yet: GPT-2's, a multiple of 128
 
@@ -38,6 +38,29 @@ def plan_cost(config: RunConfig, roles: Roles, start: Placement) -> Cost:
     Args:
       start: homes on one expert-parallel group, whose members have N_ESP devices each.
     """
+    cost, planner = _cost(config, roles, start), build_planner(config.planner)
+    if cost.cluster.memory_bytes is None or not planner.decides_late(planner.config):
+        return cost
+    shape = _largest(config, start, cost)
+    if shape.late is None:
+        return cost
+    return dataclasses.replace(cost, late_room=_late_room(shape, _sizes(config), roles, cost.cluster.memory_bytes))
+
+
+def _late_room(shape: PlanShape, sizes: Sizes, roles: Roles, memory: float) -> int:
+    """Return how many of the late slots of a shape fit in memory, the step's other needs by `device_bytes` included."""
+
+    def exceeds(slots: int) -> bool:
+        offers = min(slots, shape.late.offers)
+        crossing = min(shape.late.crossing, offers * shape.devices_per_node)
+        late = dataclasses.replace(shape.late, slots=slots, offers=offers, crossing=crossing)
+        return device_bytes(sizes, roles, dataclasses.replace(shape, late=late)).at_most > memory
+
+    return bisect.bisect_left(range(1, shape.late.slots + 1), True, key=exceeds)
+
+
+def _cost(config: RunConfig, roles: Roles, start: Placement) -> Cost:
+    """Return the cost model, the memory that the model itself takes not counted."""
     planner, model = config.planner, config.model
     shards = roles.size(roles.expert_shard)
     cluster = run_cluster(config).sized(start.nodes, start.devices_per_node).part_of(shards)
@@ -45,7 +68,7 @@ def plan_cost(config: RunConfig, roles: Roles, start: Placement) -> Cost:
         cluster=cluster,
         model_dim=model.model_dim,
         hidden_dim=model.hidden_dim,
-        matrices=len(weight_names(model.activation)),
+        matrices=matrices_of(model.activation),
         shards=shards,
         dtype_bytes=itemsize(model.dtype),
         param_bytes=np.dtype(model.param_dtype).itemsize,
@@ -62,16 +85,17 @@ def plan_cost(config: RunConfig, roles: Roles, start: Placement) -> Cost:
 
 
 def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
-    """Return the modelled forward time of what precedes an MoE layer, for one device's tokens of one microbatch.
-
-    That is attention (projections, scores, mixing) and, where every second block is MoE, the block before it too, with
-    its dense FFN.
-    """
+    """Return the modelled forward time of what precedes an MoE layer, for one device's tokens of one microbatch."""
     model, length = config.model, config.data.sequence_length
     tokens = config.train.batch_size * length / config.train.grad_accum_steps / roles.num_devices
-    attention = 8 * model.model_dim**2 + 4 * length * model.model_dim
-    dense = 2 * len(weight_names(model.activation)) * model.model_dim * model.ffn_dim
-    return tokens * (model.moe_every * attention + (model.moe_every - 1) * dense) / flops
+    work = preceding_flops(
+        model_dim=model.model_dim,
+        length=length,
+        moe_every=model.moe_every,
+        matrices=matrices_of(model.activation),
+        dense_hidden_dim=model.ffn_dim,
+    )
+    return tokens * work / flops
 
 
 def with_replica_slots(config: RunConfig, roles: Roles, start: Placement) -> RunConfig:
@@ -85,8 +109,23 @@ def with_replica_slots(config: RunConfig, roles: Roles, start: Placement) -> Run
     if config.planner.replica_slots != "memory":
         return config
     memory = run_cluster(config).need("memory_bytes", "PlannerConfig.replica_slots = 'memory'")
+    sizes = _sizes(config)
+
+    def holding(slots: int) -> RunConfig:
+        return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))
+
+    def fits(slots: int) -> bool:
+        held = holding(slots)  # with all late slots that the planner wants
+        return device_bytes(sizes, roles, _largest(held, start, _cost(held, roles, start))).at_most <= memory
+
+    none = _cost(holding(0), roles, start)
+    most = min(start.experts - build_shape(start).home_slots, slots_in(memory, none.layers_alive, none.expert_bytes))
+    return holding(bisect.bisect_left(range(1, most + 1), True, key=lambda number: not fits(number)))
+
+
+def _sizes(config: RunConfig) -> Sizes:
     train = config.train
-    sizes = Sizes(
+    return Sizes(
         config=config.model,
         moe=config.moe,
         vocab_size=config.model.vocab_size or USUAL_VOCABULARY,
@@ -98,25 +137,19 @@ def with_replica_slots(config: RunConfig, roles: Roles, start: Placement) -> Run
         ema=train.ema_decay > 0,
     )
 
-    def holding(slots: int) -> RunConfig:
-        return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))
-
-    def fits(slots: int) -> bool:
-        return device_bytes(sizes, roles, largest_shape(holding(slots), roles, start)).at_most <= memory
-
-    none = plan_cost(holding(0), roles, start)
-    most = min(start.experts - build_shape(start).home_slots, slots_in(memory, none.layers_alive, none.expert_bytes))
-    return holding(bisect.bisect_left(range(1, most + 1), True, key=lambda number: not fits(number)))
-
 
 def largest_shape(config: RunConfig, roles: Roles, start: Placement) -> PlanShape:
     """Return the shape of a plan with as many replicas as the planner may have, ahead and after the gate.
 
     Every home is offered. `PlannerConfig.replica_slots` must be a number.
     """
+    return _largest(config, start, plan_cost(config, roles, start))
+
+
+def _largest(config: RunConfig, start: Placement, cost: Cost) -> PlanShape:
     planner, shape = build_planner(config.planner), build_shape(start)
     if planner.decides_late(planner.config):
-        shape = with_late(planner, shape, plan_cost(config, roles, start))
+        shape = with_late(planner, shape, cost)
     slots = config.planner.replica_slots
     if not slots or (shape.late is not None and config.planner.when == "after_gate"):
         return shape  # all that there are come late

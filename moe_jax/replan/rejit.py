@@ -29,7 +29,7 @@ from moe_jax.errors import UserError
 from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.mesh.roles import Roles
 from moe_jax.placement import Placement, PlanShape, build_shape, fill_tables, fits, routing
-from moe_jax.planner import predicted_layer_seconds, worth_a_swap
+from moe_jax.planner import BALANCERS, predicted_layer_seconds, worth_a_swap
 from moe_jax.renames import plan_of_today
 from moe_jax.replan import plan_state
 from moe_jax.replan.replanner import Replanner, check_planner, plan_hash
@@ -200,6 +200,7 @@ class RejitEngine:
                 "shape": plan_state.shape_data(pending.shape),
                 "placement": plan_state.placement_data(pending.placement),
             },
+            "options": self._options(),
             "asked": self.asked,
             "plan_id": self.plan_id,
             "waiting": {str(step): loads.tolist() for step, loads in sorted(self.waiting.items())},
@@ -207,6 +208,9 @@ class RejitEngine:
 
     def restore(self, state: dict | None) -> str | None:
         """Continue from what `state` returned, if it was on as many devices; else from even homes.
+
+        Under other options of the planner homes and seen loads stay, and replicas start anew: a step has the slots and
+        the form of the planner that runs, not of an earlier one.
 
         Returns:
           a line that says what of the state is left out, and why; None where all of it is used.
@@ -243,9 +247,35 @@ class RejitEngine:
             )
         self.asked, self.plan_id = state["asked"], state["plan_id"]
         self.waiting = {int(step): np.asarray(loads, np.int64) for step, loads in state["waiting"].items()}
-        return None
+        return self._without_other_options(state.get("options"))
 
     # Internal.
+
+    def _options(self) -> dict[str, str]:
+        """Return what decides which replicas there are and how they travel, as text by field of `PlannerConfig`."""
+        config = self.plans.config
+        knobs = BALANCERS[config.name].knobs
+        names = ("when", "replica_slots", "overlap_degree", "bounded", "transfer")
+        names += tuple(field.name for field in dataclasses.fields(knobs)) if knobs else ()
+        return {name: repr(getattr(config, name)) for name in ("name", *names)}
+
+    def _without_other_options(self, saved: dict[str, str] | None) -> str | None:
+        """Leave out replicas and sizes of transfers that were planned under other options; say which these were.
+
+        Older states do not say theirs (`saved` None): then another form of the transfer is all that shows.
+        """
+        now, ahead = self._options(), self.shape.ahead
+        if saved is None:
+            form = "by_node" if ahead is not None and ahead.by_node else "flat"
+            saved = now if ahead is None or self.config.transfer == "auto" else {**now, "transfer": repr(form)}
+        changed = [name for name in now if name in saved and saved[name] != now[name]]
+        if not changed or (ahead is None and self.pending is None):
+            return None
+        self.placement = self.bank.replace(replicas=None, shares=None, rule="home")
+        self.shape, self.pending = self.replanner.with_rule(dataclasses.replace(self.shape, ahead=None)), None
+        self.plans.forget_replicas()
+        listed = ", ".join(f"PlannerConfig.{name} was {saved[name]} and is {now[name]}" for name in changed)
+        return f"plan: {listed}; homes and seen loads stay, and replicas come anew with the next plan"
 
     def _of_today(self, saved: dict, placement: Placement, late: TransferShape | None) -> PlanShape:
         """Return a saved shape with what this run decides after the gate, in slots of these sizes."""

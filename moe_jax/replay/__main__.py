@@ -24,6 +24,7 @@ from absl import flags
 
 from moe_jax import renames
 from moe_jax.cluster import AbsentFigureError
+from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.command_line import parse_flags
 from moe_jax.errors import UserError
 from moe_jax.placement import Placement
@@ -53,7 +54,16 @@ flags.DEFINE_integer(
     "dtype_bytes", None, f"bytes of one number; the trace's when not given, else {inputs.DTYPE_BYTES}, float32"
 )
 flags.DEFINE_float("attention_seconds", None, "forward time of what precedes an MoE layer; modelled when not given")
-flags.DEFINE_integer("sequence_length", 1024, "tokens of a sequence, where attention's time is modelled")
+flags.DEFINE_enum("activation", None, ["gelu", "swiglu"], "of an expert: two matrices or three; the trace's, else gelu")
+flags.DEFINE_integer("expert_shards", None, "N_ESP, devices that share an expert's F; the trace's, else 1")
+flags.DEFINE_integer("moe_every", None, "blocks for each MoE layer; the trace's when not given, else 1")
+flags.DEFINE_integer("dense_hidden_dim", None, "F of the dense FFN of blocks without experts; the trace's, else 4 M")
+flags.DEFINE_integer(
+    "sequence_length",
+    None,
+    "tokens of a sequence, where attention's time is modelled; the trace's when not given, else "
+    f"{inputs.LAYER['sequence_length']}",
+)
 flags.DEFINE_enum("price", "executor", PRICES, "prices: what the program does, or the papers' formulas")
 flags.DEFINE_enum("transfer", "auto", FORMS, "form of the transfer of replicas; auto: the cheaper one")
 flags.DEFINE_integer("interval", None, "plan each so many iterations; the planner's own when not given")
@@ -112,13 +122,14 @@ def _setup() -> tuple[inputs.ReplayInputs, Placement, Cost]:
     if not 0 <= FLAGS.plot_layer < layers:
         raise UserError(f"--plot_layer ({FLAGS.plot_layer}) must lie in 0..{layers - 1}, the trace's layers")
     placement = Placement.even(layers, experts, sources, given.cluster.devices_per_node)
-    attention, note = _attention_seconds(given)
-    given = dataclasses.replace(given, messages=given.messages + note)
+    if FLAGS.transfer == "by_node":  # which nodes of one device, or one node, refuse
+        TransferShape(devices=sources, devices_per_node=placement.devices_per_node, offers=1, slots=1, by_node=True)
+    attention = FLAGS.attention_seconds
+    if attention is None and given.cluster.flops is not None:
+        attention, note = inputs.attention_seconds(given)
+        given = dataclasses.replace(given, messages=(*given.messages, note))
     cost = Cost(
-        cluster=given.cluster,
-        model_dim=given.model_dim,
-        hidden_dim=given.hidden_dim,
-        dtype_bytes=given.dtype_bytes,
+        **inputs.layer_of(given),
         replica_slots=FLAGS.replica_slots,
         overlap_degree=FLAGS.overlap_degree,
         attention_seconds=attention,
@@ -126,26 +137,6 @@ def _setup() -> tuple[inputs.ReplayInputs, Placement, Cost]:
         transfer=FLAGS.transfer,
     )
     return given, placement, cost
-
-
-def _attention_seconds(given: inputs.ReplayInputs) -> tuple[float | None, tuple[str, ...]]:
-    """Return attention's forward seconds and what to say of them.
-
-    They are given, else modelled from a device's tokens; None without FLOP/s.
-    """
-    flops = given.cluster.flops
-    if FLAGS.attention_seconds is not None or flops is None:
-        return FLAGS.attention_seconds, ()
-    top_k = given.top_k or inputs.TOP_K
-    loads = given.trace.loads
-    tokens = loads.sum(axis=(2, 3)).mean() / loads.shape[2] / top_k
-    work = 8 * given.model_dim**2 + 4 * FLAGS.sequence_length * given.model_dim
-    seconds = float(tokens * work / flops)
-    note = (
-        f"attention: {seconds:.4g} s forward, modelled from {tokens:.0f} tokens a device (top-{top_k}), M "
-        f"{given.model_dim} and --sequence_length {FLAGS.sequence_length}; --attention_seconds gives a measured one"
-    )
-    return seconds, (note,)
 
 
 def replay() -> dict:
@@ -158,13 +149,12 @@ def replay() -> dict:
         print(note, flush=True)
     # Plain EP is the base of RB and speed-up, others of the RB ratio: run them even if the flags do not name them.
     references = [name for name, found in BALANCERS.items() if found.planner.reference]
-    bases = ["none"] + (references if cost.cluster.flops is not None else [])
     records = {}
-    for name in dict.fromkeys([*bases, *asked]):
+    for name in dict.fromkeys(["none", *asked, *references]):
         try:
             records[name] = simulate.simulate(name, given.trace, _config(), placement, cost, FLAGS.lag, FLAGS.every)
         except AbsentFigureError as error:
-            if FLAGS.planners != ["all"]:
+            if name == "none" or (name in asked and FLAGS.planners != ["all"]):  # all are compared with 'none'
                 raise
             print(f"{name} is left out: {error}", flush=True)
     asked = [name for name in asked if name in records]
@@ -194,6 +184,9 @@ def _provenance(given: inputs.ReplayInputs) -> dict:
             "hidden_dim": given.hidden_dim,
             "top_k": given.top_k,
             "dtype_bytes": given.dtype_bytes,
+            "activation": given.activation,
+            "expert_shards": given.expert_shards,
+            "moe_every": given.moe_every,
         },
         "cluster": given.cluster.name,
         "lag": FLAGS.lag,

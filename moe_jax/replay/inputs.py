@@ -17,10 +17,13 @@ from moe_jax.errors import UserError
 from moe_jax.observe.load_trace import LoadsTrace, read_loads
 from moe_jax.observe.loads_origin import LoadsOrigin
 from moe_jax.observe.run_folder import RunFolder
+from moe_jax.planner.layer_work import matrices_of, preceding_flops
 from moe_jax.replay.older_runs import origin_of_folder
 
 MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES = 1024, 2048, 4  # of a trace file without its run's sizes
 TOP_K = 2  # of a trace that does not say
+# where neither a flag nor the trace says; a dense FFN has 4 M
+LAYER = {"activation": "gelu", "expert_shards": 1, "moe_every": 1, "sequence_length": 1024}
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # Where no cluster is named; the figures of configs/cluster/flat_3gbs_30tflops.gin, which need not be installed.
 DEFAULT_CLUSTER = Cluster(name="flat_3gbs_30tflops", flat=True, intra_bandwidth=3e9, flops=30e12)
@@ -37,6 +40,11 @@ class GivenFlags:
     model_dim: int | None = None
     hidden_dim: int | None = None
     dtype_bytes: int | None = None
+    activation: str | None = None
+    expert_shards: int | None = None
+    moe_every: int | None = None
+    dense_hidden_dim: int | None = None
+    sequence_length: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +54,10 @@ class ReplayInputs:
     Attributes:
       path: of the trace file.
       trace: samples of one mesh, loads int64 [Nt, L, S, E].
-      cluster: of S devices.
+      cluster: of S devices, which have their part of links that expert shards share.
       model_dim, hidden_dim, dtype_bytes: M, F, and bytes of one number.
+      activation, expert_shards: of an expert, whose F is split over N_ESP devices.
+      moe_every, dense_hidden_dim, sequence_length: of what precedes an MoE layer.
       top_k: K of the run, None where the trace does not say.
       messages: lines for the user.
     """
@@ -58,6 +68,11 @@ class ReplayInputs:
     model_dim: int
     hidden_dim: int
     dtype_bytes: int
+    activation: str
+    expert_shards: int
+    moe_every: int
+    dense_hidden_dim: int
+    sequence_length: int
     top_k: int | None
     messages: tuple[str, ...]
 
@@ -91,15 +106,70 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
             f"{origin.devices_per_node or 'unknown'} devices of an expert-parallel group on a node"
         )
     cluster = find_cluster(given, origin, trace.loads.shape[2], path, messages)
+    model_dim = model_dim if given.model_dim is None else given.model_dim
+    layer = _layer(given, origin, model_dim)
     return ReplayInputs(
         path=path,
         trace=trace,
-        cluster=cluster,
-        model_dim=model_dim if given.model_dim is None else given.model_dim,
+        cluster=cluster.part_of(layer["expert_shards"]),
+        model_dim=model_dim,
         hidden_dim=hidden_dim if given.hidden_dim is None else given.hidden_dim,
         dtype_bytes=dtype_bytes if given.dtype_bytes is None else given.dtype_bytes,
+        **layer,
         top_k=None if origin is None else origin.top_k,
         messages=tuple(messages),
+    )
+
+
+def _layer(given: GivenFlags, origin: LoadsOrigin | None, model_dim: int) -> dict:
+    """Return the sizes of the layer that ran, and of what precedes it, by the names of `ReplayInputs`.
+
+    Raises:
+      UserError: one is below 1.
+    """
+    found = {}
+    for name, default in {**LAYER, "dense_hidden_dim": 4 * model_dim}.items():
+        flag, recorded = getattr(given, name), getattr(origin, name, None)
+        found[name] = flag if flag is not None else recorded or default
+        if name != "activation" and found[name] < 1:
+            raise UserError(f"--{name} ({found[name]}) must be at least 1")
+    return found
+
+
+def layer_of(given: ReplayInputs) -> dict:
+    """Return the fields of `Cost` that say which layer ran, and on which links."""
+    return {
+        "cluster": given.cluster,
+        "model_dim": given.model_dim,
+        "hidden_dim": given.hidden_dim,
+        "matrices": matrices_of(given.activation),
+        "shards": given.expert_shards,
+        "dtype_bytes": given.dtype_bytes,
+        "param_bytes": max(4, given.dtype_bytes),  # parameters at home are float32 at least
+    }
+
+
+def attention_seconds(given: ReplayInputs) -> tuple[float, str]:
+    """Return the modelled forward seconds of what precedes an MoE layer, for one device's tokens, and what to say.
+
+    The cluster must have FLOP/s.
+    """
+    top_k, loads = given.top_k or TOP_K, given.trace.loads
+    tokens = loads.sum(axis=(2, 3)).mean() / loads.shape[2] / top_k / given.expert_shards
+    work = preceding_flops(
+        model_dim=given.model_dim,
+        length=given.sequence_length,
+        moe_every=given.moe_every,
+        matrices=matrices_of(given.activation),
+        dense_hidden_dim=given.dense_hidden_dim,
+    )
+    seconds = float(tokens * work / given.cluster.need("flops", "replay"))
+    blocks = (
+        "" if given.moe_every == 1 else f" of {given.moe_every} blocks and the dense FFN of F {given.dense_hidden_dim}"
+    )
+    return seconds, (
+        f"attention: {seconds:.4g} s forward{blocks}, modelled from {tokens:.0f} tokens a device (top-{top_k}), M "
+        f"{given.model_dim} and --sequence_length {given.sequence_length}; --attention_seconds gives a measured one"
     )
 
 

@@ -41,6 +41,10 @@ def origin_of_folder(folder: Path, sources: int) -> LoadsOrigin | None:
             mesh=tuple(environment.get("mesh", {}).items()),
             devices_per_node=0,
             cluster=values["PlannerConfig.cluster"] or values["MoEConfig.cluster"],
+            activation=values.get("ModelConfig.activation", ""),
+            moe_every=values.get("ModelConfig.moe_every", 0),
+            dense_hidden_dim=values.get("ModelConfig.dense_hidden_dim") or 0,
+            sequence_length=values.get("DataConfig.sequence_length", 0),
         )
         shard, per_node = values["MeshConfig.expert_shard"], values["MeshConfig.devices_per_node"]
     except KeyError as error:

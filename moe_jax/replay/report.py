@@ -78,7 +78,7 @@ def roofline(records: Records, cost: Cost) -> tuple[float, float] | None:
     work = 3 * cost.forward(records.computed, "replay")
     talk = 4 * records.exchange + transfer
     tokens = records.computed.sum(axis=2).mean()
-    flops = 12.0 * cost.model_dim * cost.hidden_dim * tokens / records.computed.shape[2]
+    flops = 3 * cost.row_flops * tokens / records.computed.shape[2]
     mean_work, mean_talk = float(work.mean()), float(talk.mean())
     return mean_work / max(mean_talk, 1e-30), flops / max(mean_work + mean_talk, 1e-30)
 

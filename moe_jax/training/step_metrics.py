@@ -103,4 +103,8 @@ def loads_origin(program: Program) -> LoadsOrigin:
         mesh=tuple(program.roles.mesh.shape.items()),
         devices_per_node=initial_placement(config, program.roles).devices_per_node,
         cluster=config.planner.cluster or config.moe.cluster,
+        activation=config.model.activation,
+        moe_every=config.model.moe_every,
+        dense_hidden_dim=config.model.ffn_dim,
+        sequence_length=config.data.sequence_length,
     )

@@ -34,7 +34,7 @@ import numpy as np
 from absl import app, flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PLANNERS = ("hecate", "pro_prophet", "balanced", "fastermoe", "flexmoe", "eplb", "smartmoe", "topk_all")
+PLANNERS = ("hecate", "pro_prophet", "balanced", "llep", "fastermoe", "flexmoe", "eplb", "smartmoe", "topk_all")
 
 _OUT = flags.DEFINE_string("out", None, "Folder for results.", required=True)
 _TRACE = flags.DEFINE_string("trace", "", "npz of loads to replay; '' leaves that run out.")

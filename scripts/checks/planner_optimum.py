@@ -16,10 +16,8 @@ import numpy as np
 from absl import app, flags
 
 from moe_jax.cluster import Cluster
-from moe_jax.placement import (
-    Placement,
-    routing,
-)
+from moe_jax.placement import Placement, routing
+from moe_jax.placement.transfer_sizes import placement_sizes
 from moe_jax.planner import Cost, PlannerConfig, build_planner
 from moe_jax.planner.contract import replicated_everywhere
 
@@ -28,7 +26,7 @@ E, D, PER_NODE = 8, 4, 2
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("cases", 40, "random cases")
 flags.DEFINE_integer("replica_slots", 2, "mu")
-PLANNERS = ("none", "fastermoe", "pro_prophet", "hecate", "flexmoe", "topk_all", "balanced")
+PLANNERS = ("none", "fastermoe", "pro_prophet", "hecate", "flexmoe", "topk_all", "llep", "balanced")
 
 
 def solve(totals, home, mu):
@@ -86,8 +84,7 @@ def own_seconds(name, loads, start, cost, chosen):
     computed, received = (part[0].astype(float) for part in routing.computed_and_received(placement, loads))
     forward = computed.max() / cost.tokens_per_second(name)
     if name == "pro_prophet":
-        holders = np.array(float(chosen.sum() * D))
-        return float(cost.layer(computed, received, holders, name))
+        return cost.layer(computed, received, placement_sizes(placement), name).item()
     shadow = 2 * chosen.sum() * cost.expert_bytes / cost.bandwidth(name)
     exchange = 4 * cost.token_bytes / cost.bandwidth(name)
     return 3 * forward + exchange * received.max() + shadow
@@ -97,7 +94,7 @@ def main(argv):
     del argv
     cluster = Cluster(name="small", nodes=2, devices_per_node=PER_NODE, flat=True, intra_bandwidth=3e9, flops=3e13)
     cost = Cost(cluster=cluster, model_dim=1024, hidden_dim=2048, replica_slots=FLAGS.replica_slots, overlap_degree=4)
-    free = Cost(cluster=cluster, model_dim=1024, hidden_dim=2048, replica_slots=E, overlap_degree=4)
+    free = Cost(cluster=cluster, model_dim=1024, hidden_dim=2048, replica_slots=E, overlap_degree=4, price="paper")
     start = Placement.even(1, E, D, PER_NODE)
     subsets = [np.array(bits, bool) for bits in itertools.product((0, 1), repeat=E)]
     above, own, replicas, across, floor = {n: [] for n in PLANNERS}, {}, [], [], []

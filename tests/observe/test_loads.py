@@ -129,6 +129,16 @@ def test_older_parts_without_a_run_are_kept_and_read(tmp_path):
     assert read_loads(tmp_path / "old.npz").origins == (None, None)
 
 
+def test_a_run_that_goes_on_says_which_layer_it_is_of(tmp_path):
+    """Parts of an older version do not know the layer; the run has one, and what is written says it of all."""
+    layer = {"activation": "swiglu", "moe_every": 2, "dense_hidden_dim": 20, "sequence_length": 8}
+    record_steps(tmp_path, [10], origin=origin())
+    assert read_loads(next((tmp_path / "loads").iterdir())).origins == (origin(),)
+    recorder = record_steps(tmp_path, [20], resume_step=10, origin=origin(**layer))
+    assert read_loads(recorder.merge()).origins == (origin(**layer),) * 2
+    assert origin(mesh=(("expert", 2), ("expert_shard_mp", 2), ("expert_shard", 3))).expert_shards == 6
+
+
 def test_parts_of_two_models_are_refused(tmp_path):
     record_steps(tmp_path, [10], origin=origin())
     recorder = record_steps(tmp_path, [20], resume_step=10, origin=origin(top_k=1))

@@ -1,12 +1,14 @@
 """What every planner must do, whatever the loads: one class, run for each name and each way of deciding."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
 from moe_jax.placement import Placement, build_shape, routing
-from moe_jax.planner import AFTER_GATE, NAMES, Cost, PlannerConfig, build_planner
+from moe_jax.planner import AFTER_GATE, NAMES, Cost, PlannerConfig, build_planner, registry
 
 L, S, E, D = 4, 8, 16, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
@@ -126,12 +128,23 @@ def test_hecate_without_overlap_degree_or_attention_time_says_so():
         ({"skipped_devices": "all"}, r"PlannerConfig.skipped_devices \('all'\)"),
         ({"name": "eplb", "when": "after_gate"}, r"'after_gate' works with balanced, fastermoe, .*, not with 'eplb'"),
         ({"balance_threshold": 0.0}, r"PlannerConfig.balance_threshold \(0.0\) must be above 0"),
+        ({"name": "hecate", "split": "even"}, r"'hecate' decides after it \(when = 'after_gate' or calibrate = True\)"),
         ({"decay": 1.5}, r"PlannerConfig.decay \(1.5\)"),
     ],
 )
 def test_wrong_choices_are_named(fields, message):
     with pytest.raises(UserError, match=message):
         PlannerConfig(**fields)
+
+
+def test_two_planners_with_one_knob_are_refused_by_name():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Knobs:
+        late_slots: int = registry.knob(1, "as hecate's")
+
+    with pytest.raises(AssertionError, match="planners 'hecate' and 'newest' both have a knob late_slots"):
+        registry.balancer("newest", knobs=Knobs)(type("Newest", (), {}))
+    assert "newest" not in registry.BALANCERS
 
 
 def test_more_replica_slots_than_memory_names_the_most_that_fit():

