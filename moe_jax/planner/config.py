@@ -35,7 +35,7 @@ class PlannerConfig(*_KNOBS, PlannerOptions):  # pyright: ignore[reportGeneralTy
             )
         if self.split == "even" and self.decides_late:
             raise UserError(
-                f"PlannerConfig.split = 'even' splits tokens ahead of the gate, and {self.name!r} decides after it "
+                "PlannerConfig.split = 'even' splits tokens ahead of the gate, and this planner decides after it "
                 f"({found.planner.late_by}); use split = 'plan'"
             )
 

@@ -128,7 +128,7 @@ def test_hecate_without_overlap_degree_or_attention_time_says_so():
         ({"skipped_devices": "all"}, r"PlannerConfig.skipped_devices \('all'\)"),
         ({"name": "eplb", "when": "after_gate"}, r"'after_gate' works with balanced, fastermoe, .*, not with 'eplb'"),
         ({"balance_threshold": 0.0}, r"PlannerConfig.balance_threshold \(0.0\) must be above 0"),
-        ({"name": "hecate", "split": "even"}, r"'hecate' decides after it \(when = 'after_gate' or calibrate = True\)"),
+        ({"name": "hecate", "split": "even"}, r"decides after it \(when = 'after_gate' or calibrate = True\)"),
         ({"decay": 1.5}, r"PlannerConfig.decay \(1.5\)"),
     ],
 )
