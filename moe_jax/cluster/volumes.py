@@ -249,11 +249,11 @@ def _s2_indices(shape: LayerShape) -> list[Transfer]:
 def _deepspeed_indices(shape: LayerShape) -> list[Transfer]:
     """Counts, and the routes that the members of an ESP group share."""
     (counts,) = _counts(shape)
-    if shape.esp_size == shape.mp_size == 1:
+    if shape.esp_size == shape.mp_size == 1:  # s1's
         return [counts]
     routes = (shape.sent_rows, shape.tokens * shape.top_k, shape.ep_size * (shape.experts // shape.ep_size))
     shared = [Transfer("all_gather", "expert_shard", shape.esp_size * size) for size in routes]
-    return [counts, *shared, counts._replace(group="expert")]
+    return [*shared, counts._replace(group="expert")]
 
 
 def _ring_indices(shape: LayerShape) -> list[Transfer]:

@@ -13,8 +13,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 PLAN = (
     "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 1", "PlannerConfig.overlap_degree = 4",
     "PlannerConfig.shard_every = 4", "PlannerConfig.swap_after = 3", "PlannerConfig.calibrate = False",
-    "PlannerConfig.predictor = 'window'", "MeshConfig.expert = 8", "train.steps = 10", "train.checkpoint_every = 0",
-    "train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0",
+    "PlannerConfig.predictor = 'window'", "MeshConfig.expert = 8", "MoEConfig.num_experts = 16", "train.steps = 10",
+    "train.checkpoint_every = 0", "train.learning_rate = 1e-3", "train.final_learning_rate = 1.0",
+    "train.warmup_steps = 0",
 )  # fmt: skip
 
 
