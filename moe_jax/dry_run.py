@@ -6,6 +6,7 @@ them, but no data is read, no array is made and no device is needed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 
 import jax
@@ -36,6 +37,7 @@ from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
+from moe_jax.training.teacher import teacher_model, teacher_step
 
 OPTIMIZER_STATES = {
     "adamw": "AdamW, two moments",
@@ -80,6 +82,7 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
     roles = build_abstract_roles(run.mesh, count)
     vocab_size = padded_vocabulary(build_tokenizer(run.data), run.model)
     check_sizes(run, roles, vocab_size)
+    teacher = teacher_model(run, roles, build_tokenizer(run.data), vocab_size, described)
     schedule = _schedule_lines(run, roles)
     sections = [
         _section("Config", config_text(run, bound).splitlines()),
@@ -87,8 +90,9 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
         _section("Mesh", _mesh_lines(run, roles, given=devices is not None)),
         *([_section("Schedule", schedule)] if schedule else []),
         _section("Parameters", _parameter_lines(run, vocab_size)),
-        _section("Bytes on each device", _byte_lines(run, roles, vocab_size, described)),
-        _section("FLOPs", _flop_lines(run, roles, vocab_size)),
+        *([_section("Teacher", _teacher_lines(run, teacher))] if teacher else []),
+        _section("Bytes on each device", _byte_lines(run, roles, vocab_size, described, teacher)),
+        _section("FLOPs", _flop_lines(run, roles, vocab_size, teacher)),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -236,12 +240,28 @@ def _parameter_lines(run: RunConfig, vocab_size: int) -> list[str]:
     return lines + [f"  {GROUP_NAMES[name]:20}{size:>20,}" for name, size in counts.by_group.items() if size]
 
 
+def _teacher_lines(run: RunConfig, teacher: LanguageModel) -> list[str]:
+    """Say which teacher a student has, and how large it is."""
+    config = run.distillation
+    counts = parameter_counts(teacher.config, teacher.moe, teacher.vocab_size)
+    until = "in all steps" if config.until is None else f"up to step {config.until}, then it leaves the memory"
+    return [
+        f"{config.teacher}, step {teacher_step(config)}, {until}",
+        f"loss of a token CE + {config.alpha:g} KL(teacher || student)",
+        f"{'layers':22}{teacher.config.layers:>20,}  (student {run.model.layers})",
+        f"{'parameters':22}{counts.total:>20,}  {billions(counts.total)}",
+        f"{'active per token':22}{counts.active:>20,}  {billions(counts.active)}",
+    ]
+
+
 def billions(number: float) -> str:
     """Return a count of parameters in billions or millions, to two places."""
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
 
 
-def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int, target: Target | None) -> list[str]:
+def _byte_lines(
+    run: RunConfig, roles: Roles, vocab_size: int, target: Target | None, teacher: LanguageModel | None
+) -> list[str]:
     train = run.train
     model = resolve_attention(run.model, target)
     sizes = Sizes(
@@ -261,7 +281,9 @@ def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int, target: Target | 
         lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda node: isinstance(node, tuple)
     )
     state = state_bytes(train, shapes, specs, dict(roles.mesh.shape))
-    held = device_bytes(sizes, roles, _plan(run, roles), state)
+    held = device_bytes(
+        sizes, roles, _plan(run, roles), state, None if teacher is None else _of_teacher(sizes, teacher)
+    )
     rows = [
         ("parameters", held.parameters, dtype),
         ("optimizer state", held.optimizer, _state_note(train, dtype)),
@@ -271,12 +293,22 @@ def _byte_lines(run: RunConfig, roles: Roles, vocab_size: int, target: Target | 
         ("activations", held.activations, f"estimate, remat {model.remat!r}, attention {model.attention!r}"),
         ("replicas", held.replicas, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
         ("overflow passes", held.overflow, "what later passes hold where buckets may be too small"),
+        *([("teacher", held.teacher, "its parameters and one layer's forward, estimate")] if held.teacher else []),
         ("sum", held.total, "without other temporaries and buffers of collectives"),
     ]
     stages = f"ZeRO {train.zero_stage} of the dense parameters"
     if not schedule_record(run.moe.schedule).moves_tokens:
         stages += f", {train.expert_zero_stage} of the experts"
     return [stages] + [f"{name:22}{size:>20,}  {gibibytes(size)}  ({note})" for name, size, note in rows]
+
+
+def _of_teacher(sizes: Sizes, teacher: LanguageModel) -> Sizes:
+    """Return the sizes of a teacher that reads the batches and chunks of its student, whose sizes are given."""
+    config = dataclasses.replace(teacher.config, loss_chunk=sizes.config.loss_chunk)
+    return dataclasses.replace(
+        sizes, config=config, moe=teacher.moe, zero_stage=teacher.zero_stage,
+        expert_zero_stage=teacher.expert_zero_stage, ema=False,
+    )  # fmt: skip
 
 
 def _state_note(train: TrainConfig, dtype: str) -> str:
@@ -300,15 +332,27 @@ def gibibytes(number: float) -> str:
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.2f} MiB"
 
 
-def _flop_lines(run: RunConfig, roles: Roles, vocab_size: int) -> list[str]:
+def _flop_lines(run: RunConfig, roles: Roles, vocab_size: int, teacher: LanguageModel | None) -> list[str]:
     length = run.data.sequence_length
     arguments = (run.model, run.moe, vocab_size, length)
     forward, training = forward_flops_per_token(*arguments), training_flops_per_token(*arguments)
     tokens = run.train.batch_size * length
+    taught = 0
+    if teacher is not None:
+        taught = forward_flops_per_token(teacher.config, teacher.moe, vocab_size, length)
     rows = [
         ("forward per token", forward, f"2 per active matrix parameter; attention over all {length} positions"),
         ("training per token", training, "3 x forward; what remat repeats is not counted"),
-        ("training per step", training * tokens, f"{run.train.batch_size} sequences x {length} = {tokens:,} tokens"),
-        ("per device and step", training * tokens // roles.num_devices, f"{roles.num_devices} device(s), even load"),
+        *([("teacher per token", taught, "its forward, in the steps that learn from it")] if taught else []),
+        (
+            "training per step",
+            (training + taught) * tokens,
+            f"{run.train.batch_size} sequences x {length} = {tokens:,} tokens",
+        ),
+        (
+            "per device and step",
+            (training + taught) * tokens // roles.num_devices,
+            f"{roles.num_devices} device(s), even load",
+        ),
     ]
     return [f"{name:22}{flops:>24,}  ({note})" for name, flops, note in rows]

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from moe_jax.config.distillation_config import DistillationConfig
     from moe_jax.config.gin_files import parse_run_config
     from moe_jax.config.run_config import (
         ABSENT,
@@ -27,6 +28,7 @@ __all__ = [
     "ABSENT",
     "CONFIG_CLASSES",
     "MAY_DIFFER",
+    "DistillationConfig",
     "RunConfig",
     "TrainConfig",
     "bound_in",
@@ -37,7 +39,11 @@ __all__ = [
     "parse_run_config",
 ]
 
-_DEFINED_IN = {"parse_run_config": "gin_files", "TrainConfig": "train_config"}  # the others: run_config
+_DEFINED_IN = {  # the others: run_config
+    "parse_run_config": "gin_files",
+    "DistillationConfig": "distillation_config",
+    "TrainConfig": "train_config",
+}
 
 
 def __getattr__(name: str):

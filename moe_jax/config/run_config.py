@@ -1,6 +1,6 @@
 """One run's whole configuration as one record, as text, and as a difference between two texts.
 
-Inputs: the six config dataclasses, or two texts. Outputs: `RunConfig`; its canonical text, one line `Name.field =
+Inputs: the seven config dataclasses, or two texts. Outputs: `RunConfig`; its canonical text, one line `Name.field =
 value` for every field, defaults included and what was set marked, so that two configs compare field by field; and the
 rule of what may change when a run goes on. Host side, no gin: runs and notebooks may build a `RunConfig` by hand.
 """
@@ -13,6 +13,7 @@ import fnmatch
 from collections.abc import Collection
 from typing import Any
 
+from moe_jax.config.distillation_config import DistillationConfig
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data.config import DataConfig
 from moe_jax.errors import UserError
@@ -29,6 +30,7 @@ CONFIG_CLASSES: dict[str, type] = {
     "MoEConfig": MoEConfig,
     "MeshConfig": MeshConfig,
     "PlannerConfig": PlannerConfig,
+    "DistillationConfig": DistillationConfig,
 }
 
 # Bindings under which a started run may go on: where and how it computes, how long, and what it writes down.
@@ -51,6 +53,8 @@ MAY_DIFFER = (
     "ModelConfig.stack",
     "ModelConfig.loss_chunk",
     "DataConfig.cache_dir",
+    "DistillationConfig.teacher",  # by its path: that it is the same teacher is checked (`training/teacher.py`)
+    "DistillationConfig.teacher_step",
     "train.steps",
     "train.decay_steps",
     "train.max_skipped_steps",
@@ -77,7 +81,7 @@ class RunConfig:
 
     Attributes:
       train: bound by gin as `train`; the others under their class names.
-      data, model, moe, mesh, planner: see their classes.
+      data, model, moe, mesh, planner, distillation: see their classes.
     """
 
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
@@ -86,9 +90,10 @@ class RunConfig:
     moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     planner: PlannerConfig = dataclasses.field(default_factory=PlannerConfig)
+    distillation: DistillationConfig = dataclasses.field(default_factory=DistillationConfig)
 
     def by_name(self) -> dict[str, Any]:
-        """Return the six configs under the names by which gin binds them."""
+        """Return the seven configs under the names by which gin binds them."""
         parts = (getattr(self, field.name) for field in dataclasses.fields(self))
         return dict(zip(CONFIG_CLASSES, parts, strict=True))
 

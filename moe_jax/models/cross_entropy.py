@@ -31,28 +31,37 @@ def chunked_cross_entropy(x, table, targets, weights, chunk: int):
       targets: int32 [t]; weights: float [t], 0 where a token is no target.
       chunk: tokens per chunk; the last chunk is padded with weight 0.
     """
-    tokens = x.shape[0]
-    chunk = min(chunk, tokens)
-    pieces = -(-tokens // chunk)
-    pad = pieces * chunk - tokens
-    if pad:
-        x = jnp.pad(x, ((0, pad), (0, 0)))
-        targets, weights = jnp.pad(targets, (0, pad)), jnp.pad(weights, (0, pad))
-
     held = in_dtype(table, x.dtype)
     if held.grad_sink is not None:  # else the table's gradient would be summed over devices inside the loop
         x, held = match_varying(x, held)
 
-    @jax.checkpoint
     def piece(x, targets, weights):
         losses = token_losses(x, held, targets)
         return jnp.sum(losses * weights.astype(losses.dtype))
 
-    def body(total, inputs):
-        return total + piece(*inputs), None
-
     acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
     zero = cast_varying(jnp.zeros((), acc_dtype), varying_axes(x, table, targets, weights))
-    shape = (pieces, chunk)
-    inputs = (x.reshape(*shape, -1), targets.reshape(shape), weights.reshape(shape))
-    return lax.scan(body, zero, inputs)[0]
+    return sum_over_chunks(piece, zero, (x, targets, weights), chunk)
+
+
+def sum_over_chunks(piece, zero, rows: tuple, chunk: int):
+    """Return zero + piece(*rows of the first chunk) + piece(*rows of the second) + ...
+
+    Args:
+      piece: returns a pytree like `zero`; its backward computes it again, so that nothing of a chunk is kept.
+      zero: pytree of arrays, typed as varying over all mesh axes over which the pieces vary.
+      rows: arrays [t, ...]; the last chunk is padded with zeros, which must add nothing.
+      chunk: tokens per chunk.
+    """
+    tokens = rows[0].shape[0]
+    chunk = min(chunk, tokens)
+    pieces = -(-tokens // chunk)
+    pad = pieces * chunk - tokens
+    if pad:
+        rows = tuple(jnp.pad(a, ((0, pad), *((0, 0) for _ in a.shape[1:]))) for a in rows)
+    piece = jax.checkpoint(piece)
+
+    def body(total, inputs):
+        return jax.tree.map(jnp.add, total, piece(*inputs)), None
+
+    return lax.scan(body, zero, tuple(a.reshape(pieces, chunk, *a.shape[1:]) for a in rows))[0]

@@ -50,6 +50,7 @@ class StepStats:
       gate_entropy: float [L], mean entropy of the gate's softmax, in nats.
       dropped: int32 [L], choices that a capacity dropped.
       passes: int32 [L], passes that each MoE layer took; 1 without overflow.
+      kl: float [], KL(teacher || student) per target token, in nats; None without a teacher.
     """
 
     cross_entropy: jax.Array
@@ -59,6 +60,7 @@ class StepStats:
     gate_entropy: jax.Array
     dropped: jax.Array
     passes: jax.Array
+    kl: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,11 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.collectives.gather import gather_tree
 from moe_jax.collectives.replicated import own_part
 from moe_jax.collectives.varying import cast_varying
-from moe_jax.dispatch import local
+from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.cross_entropy import chunked_cross_entropy
+from moe_jax.models.distillation import Teacher, chunked_distillation
 from moe_jax.models.language_model import Batch, LanguageModel, Layout, StepStats
 from moe_jax.models.layer_loop import make_layer_loop
 from moe_jax.models.model_group import check_sequence_parallel, make_model_group
@@ -37,7 +38,7 @@ from moe_jax.schedules.contract import MOST_ROWS
 
 def make_loss(
     model: LanguageModel, layout: Layout, batch_size: int, length: int, *, training: bool = True, microbatches: int = 1,
-    plan: PlanShape | None = None,
+    plan: PlanShape | None = None, teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
     """Return the loss of one global microbatch as a function to be jitted and differentiated.
 
@@ -49,18 +50,22 @@ def make_loss(
       training: with gate noise, if the gate has any.
       microbatches: number of them in one step; each one's gate losses are divided by it.
       plan: slots and buckets of the placements whose tables will come; None is an even one without replicas.
+      teacher: what the model learns from beside the text, None for the text alone.
 
     Returns:
       loss(params, batch: Batch, tables: Tables, key, first_row int32 [], normalizer float []) ->
       (float [], StepStats). The first is the sum of the token losses over `normalizer` plus the weighted gate losses;
-      `first_row` is the number of the microbatch's first sequence within the step, which keys the noise.
+      `first_row` is the number of the microbatch's first sequence within the step, which keys the noise. With a teacher
+      its parameters, laid out as `teacher.layout` says, are one more argument, and a token's loss is CE + alpha KL.
 
     Raises:
       UserError: if the batch does not divide over the data-parallel devices, or is longer than the positions.
     """
     roles = model.roles
-    config = resolve_attention(model.config, model.roles.mesh.devices.flat[0])
-    model = dataclasses.replace(model, config=config)
+    model = _resolved(model)
+    config = model.config
+    if teacher is not None:
+        teacher = dataclasses.replace(teacher, model=_resolved(teacher.model))
     shards = roles.size(roles.dense)
     if batch_size % shards:
         raise UserError(
@@ -74,24 +79,32 @@ def make_loss(
         )
     check_sequence_parallel(config.sequence_parallel, length, roles)
     check_token_numbers(batch_size, microbatches, length, model.moe.top_k)
-    stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches, plan)
+    stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches, plan, teacher)
     rows = P(roles.dense)
-    stats_specs = StepStats(P(), P(), P(), P(None, roles.expert), P(), P(), P())
+    frozen_specs = () if teacher is None else _frozen_specs(teacher)
+    stats_specs = StepStats(P(), P(), P(), P(None, roles.expert), P(), P(), P(), None if teacher is None else P())
     sharded = jax.shard_map(
         stack,
         mesh=roles.mesh,
         in_specs=(
             layout.params["dense"], layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows), P(roles.expert),
-            P(), P(), P(),
+            P(), P(), P(), *frozen_specs,
         ),
         out_specs=(P(), stats_specs),
     )  # fmt: skip
 
-    def loss(params, batch, tables, key, first_row, normalizer):
+    def loss(params, batch, tables, key, first_row, normalizer, *teacher_params):
         bank, grad_sink = with_grad_sink(params["bank"])
-        return sharded(params["dense"], bank, grad_sink, batch, tables, key, first_row, normalizer)
+        frozen = () if teacher is None else _frozen(teacher, *teacher_params)
+        return sharded(params["dense"], bank, grad_sink, batch, tables, key, first_row, normalizer, *frozen)
 
     return loss
+
+
+def _resolved(model: LanguageModel) -> LanguageModel:
+    """Return the model with the attention that 'auto' is on its devices."""
+    config = resolve_attention(model.config, model.roles.mesh.devices.flat[0])
+    return dataclasses.replace(model, config=config)
 
 
 def check_token_numbers(batch_size: int, microbatches: int, length: int, top_k: int) -> None:
@@ -109,19 +122,97 @@ def check_token_numbers(batch_size: int, microbatches: int, length: int, top_k: 
         )
 
 
-def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, training: bool, microbatches: int, plan):
+def _frozen_specs(teacher: Teacher):
+    """Return the PartitionSpecs of what `_frozen` returns."""
+    layout = teacher.layout
+    return layout.params["dense"], layout.params["bank"], layout.grad_sink, P(teacher.model.roles.expert)
+
+
+def _frozen(teacher: Teacher, params):
+    """Return the teacher's inputs of the shard_map: parameters, the bank with its grad_sink, tables of even homes."""
+    model = teacher.model
+    tables = even_tables(model.config.moe_layers, model.moe.num_experts, model.roles.size(model.roles.expert))
+    params = lax.stop_gradient(params)
+    return params["dense"], *with_grad_sink(params["bank"]), tables
+
+
+def _make_stack(
+    model: LanguageModel, layout: Layout, rows: int, length: int, training: bool, microbatches: int, plan,
+    teacher: Teacher | None,
+):  # fmt: skip
     """Return the body of the shard_map: all that one device computes on its `rows` sequences."""
     config, moe_config, roles = model.config, model.moe, model.roles
+    tokens = rows * length
+    parts = roles.size(roles.dense)
+    trunk = _make_trunk(model, layout, rows, length, training, plan)
+    if teacher is not None:
+        teacher_trunk = _make_trunk(teacher.model, teacher.layout, rows, length, False, None)
+
+    def stack(dense, bank, grad_sink, batch, tables, key, first_row, normalizer, *frozen):
+        x, table, gate_stats, passes = trunk(dense, bank, grad_sink, batch.inputs, tables, key, first_row)
+        targets, weights = (own_part(array.reshape(-1), roles.model) for array in (batch.targets, batch.weights))
+        rows = targets, weights, config.loss_chunk
+        if teacher is None:
+            with jax.named_scope("loss"):
+                total, total_kl = chunked_cross_entropy(x, table, *rows), None
+        else:
+            teacher_dense, teacher_bank, unused, even = frozen
+            with jax.named_scope("teacher"):
+                teacher_x, teacher_table, *_ = teacher_trunk(
+                    teacher_dense, teacher_bank, unused, batch.inputs, even, key, first_row
+                )
+            with jax.named_scope("loss"):
+                total, total_kl = chunked_distillation(x, table, teacher_x, teacher_table, *rows)
+        cross_entropy = lax.psum(total, roles.all) / normalizer
+        kl = None if teacher is None else lax.psum(total_kl, roles.all) / normalizer
+        return _finish(cross_entropy, kl, gate_stats, passes)
+
+    def _finish(cross_entropy, kl, gate_stats, passes):
+        global_tokens = tokens * parts
+        probability, squared, entropy, dropped = lax.psum(
+            (gate_stats.probability, gate_stats.squared_logsumexp, gate_stats.entropy, gate_stats.dropped), roles.dense
+        )
+        inside = tuple(axis for axis in roles.all if axis not in roles.expert)
+        counts = lax.psum(gate_stats.counts, inside) if inside else gate_stats.counts
+        total = lax.psum(gate_stats.counts, roles.all)
+        aux = balance_loss(total, probability, global_tokens, moe_config.top_k)
+        z = z_loss(squared, global_tokens)
+        gate_loss = jnp.sum(moe_config.aux_loss_weight * aux + moe_config.z_loss_weight * z)
+        token_loss = cross_entropy if teacher is None else cross_entropy + teacher.alpha * kl
+        loss = token_loss + gate_loss / microbatches
+        stats = StepStats(
+            cross_entropy=cross_entropy,
+            aux_loss=jnp.mean(aux),
+            z_loss=jnp.mean(z),
+            loads=counts[:, None],
+            gate_entropy=entropy / global_tokens,
+            dropped=dropped,
+            passes=passes,
+            kl=kl,
+        )
+        return loss, stats
+
+    return stack
+
+
+def _make_trunk(
+    model: LanguageModel, layout: Layout, rows: int, length: int, training: bool, plan: PlanShape | None
+):  # fmt: skip
+    """Return trunk(dense, bank, grad_sink, inputs, tables, key, first_row) -> (x, table, GateStats [L, ...], passes).
+
+    It is all of the model but the loss: x [t, M] are the last norm's results for the tokens of the MP group that this
+    device takes to the loss, t of them, and table [V, M] gives their logits.
+    """
+    config, roles = model.config, model.roles
     dtype = jnp.dtype(config.dtype)
     tokens = rows * length
-    transformer = nnx.split(nnx.eval_shape(lambda: Transformer(config, moe_config, model.vocab_size, nnx.Rngs(0))))[0]
+    transformer = nnx.split(nnx.eval_shape(lambda: Transformer(config, model.moe, model.vocab_size, nnx.Rngs(0))))[0]
     parts = roles.size(roles.dense)
     bank_store = _make_bank_store(model, layout)
-
     group = make_model_group(roles, rows, config.sequence_parallel)
     layer_loop = make_layer_loop(model, layout, tokens, training, plan, bank_store, group)
 
-    def stack(dense, bank, grad_sink, batch, tables, key, first_row, normalizer):
+    def trunk(dense, bank, grad_sink, inputs, tables, key, first_row):
         device = lax.axis_index(roles.dense)
         token_ids = (first_row + device * rows) * length + jnp.arange(tokens, dtype=jnp.int32)
         tables = local(tables)
@@ -134,40 +225,14 @@ def _make_stack(model: LanguageModel, layout: Layout, rows: int, length: int, tr
             outer = cast_varying(outer, roles.model)
 
         units = nnx.merge(transformer, {**outer, "units": dense["units"]})
-        x = units.embedding(batch.inputs, dtype, group)
+        x = units.embedding(inputs, dtype, group)
         x, gate_stats, passes = layer_loop(x, dense["units"], bank, grad_sink, tables, token_ids, key)
         with jax.named_scope("loss"):
             # each device of an MP group takes its part of the group's tokens
             x = x if group.split else own_part(x.reshape(tokens, -1), roles.model)
-            targets, weights = (own_part(array.reshape(-1), roles.model) for array in (batch.targets, batch.weights))
-            table = units.embedding.tokens[...]
-            total = chunked_cross_entropy(units.norm(x), table, targets, weights, config.loss_chunk)
-        cross_entropy = lax.psum(total, roles.all) / normalizer
-        return _finish(cross_entropy, gate_stats, passes, tokens * parts)
+            return units.norm(x), units.embedding.tokens[...], gate_stats, passes
 
-    def _finish(cross_entropy, gate_stats, passes, global_tokens):
-        probability, squared, entropy, dropped = lax.psum(
-            (gate_stats.probability, gate_stats.squared_logsumexp, gate_stats.entropy, gate_stats.dropped), roles.dense
-        )
-        inside = tuple(axis for axis in roles.all if axis not in roles.expert)
-        counts = lax.psum(gate_stats.counts, inside) if inside else gate_stats.counts
-        total = lax.psum(gate_stats.counts, roles.all)
-        aux = balance_loss(total, probability, global_tokens, moe_config.top_k)
-        z = z_loss(squared, global_tokens)
-        gate_loss = jnp.sum(moe_config.aux_loss_weight * aux + moe_config.z_loss_weight * z)
-        loss = cross_entropy + gate_loss / microbatches
-        stats = StepStats(
-            cross_entropy=cross_entropy,
-            aux_loss=jnp.mean(aux),
-            z_loss=jnp.mean(z),
-            loads=counts[:, None],
-            gate_entropy=entropy / global_tokens,
-            dropped=dropped,
-            passes=passes,
-        )
-        return loss, stats
-
-    return stack
+    return trunk
 
 
 def _make_bank_store(model: LanguageModel, layout: Layout):

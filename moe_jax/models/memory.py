@@ -51,6 +51,7 @@ class DeviceBytes:
       activations: the estimate.
       ema: the moving average of the parameters, where one is kept.
       replicas: parameters and gradients of a plan's replicas; overflow: what later passes hold. Both 0 without a plan.
+      teacher: of a student, all that its teacher needs; 0 without one.
     """
 
     parameters: int
@@ -61,6 +62,7 @@ class DeviceBytes:
     ema: int = 0
     replicas: int = 0
     overflow: int = 0
+    teacher: int = 0
 
     @property
     def total(self) -> int:
@@ -146,14 +148,16 @@ def _dp_stage(sizes: Sizes) -> int | None:
 
 
 def device_bytes(
-    sizes: Sizes, roles: Roles, plan: PlanShape | None = None, optimizer: int | None = None
-) -> DeviceBytes:
+    sizes: Sizes, roles: Roles, plan: PlanShape | None = None, optimizer: int | None = None,
+    teacher: Sizes | None = None,
+) -> DeviceBytes:  # fmt: skip
     """Return what one device needs for a training step on this mesh.
 
     Args:
       optimizer: bytes of the optimizer's state on one device; None counts AdamW's two moments.
       plan: slots and buckets that the step is compiled for. Whatever the routing, the step stays within them: a fuller
         bucket takes more passes, not more rows.
+      teacher: of a student; its batch and length are the student's.
     """
     config = sizes.config
     dense, bank = _leaves(sizes)
@@ -179,7 +183,28 @@ def device_bytes(
         ema=param_itemsize * held(state, bank_state) if sizes.ema else 0,
         replicas=0 if plan is None else _replicas(sizes, roles, plan, compute_itemsize),
         overflow=0 if plan is None else _overflow(sizes, roles, plan, compute_itemsize, local_bank),
+        teacher=0 if teacher is None else teacher_bytes(teacher, roles),
     )
+
+
+def teacher_bytes(sizes: Sizes, roles: Roles) -> int:
+    """Return what a student's teacher adds on one device: frozen parameters, and its forward.
+
+    Its dense parameters are in their own dtype and its bank in the compute dtype, as `Teacher.held_params` has them. Of
+    the forward, the estimate counts one unit, the final activations, and the logits of one chunk.
+    """
+    config = dataclasses.replace(
+        sizes.config, layers=sizes.config.moe_every, remat="block", prefetch="none", refetch_replicas=False
+    )
+    dense, bank = _leaves(sizes)
+    params, *_ = _dense_specs(dense, sizes, roles)
+    bank_params, *_ = _expert_specs(bank, sizes, roles)
+    param_itemsize, compute_itemsize = np.dtype(config.param_dtype).itemsize, itemsize(config.dtype)
+    held = param_itemsize * sum(_part(dense[path].shape, spec, roles) for path, spec in params.items())
+    held += compute_itemsize * sum(_part(bank[name].shape, spec, roles) for name, spec in bank_params.items())
+    gathered = _gathered(dense, bank, sizes, _dp_stage(sizes), roles, param_itemsize, compute_itemsize)
+    one_unit = dataclasses.replace(sizes, config=config)
+    return held + gathered + _activations(one_unit, roles, compute_itemsize, None)
 
 
 def itemsize(dtype: str) -> int:

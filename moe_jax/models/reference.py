@@ -49,19 +49,8 @@ def feed_forward(x, p):
     return hidden @ p["w_out"] + p["out_bias"][None, None]
 
 
-def reference_loss(params, inputs, targets, weights, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1):
-    """Return the loss that the real model must reproduce.
-
-    Args:
-      params: {'dense': as in the real model, 'experts': {name: [L, E, ...]}}.
-      inputs, targets: int32 [B, Sq]; weights: float [B, Sq].
-      config, moe: the model.
-      noise: list of L arrays [B Sq, E] of standard normal noise, or None.
-      drop_groups: in capacity mode, groups of consecutive tokens that are gated each on their own.
-
-    Returns:
-      loss [], with (cross-entropy [], loads int32 [L, E]) beside it.
-    """
+def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1):
+    """Return (log probabilities [B, Sq, V], weighted gate losses [], loads int32 [L, E]); arguments as below."""
     dense = params["dense"]
     x = dense["embedding"]["tokens"][inputs]
     if config.positions == "learned":
@@ -89,7 +78,23 @@ def reference_loss(params, inputs, targets, weights, config: ModelConfig, moe: M
         gate_loss = gate_loss + moe.aux_loss_weight * balance + moe.z_loss_weight * z
         loads.append(counts)
     x = layer_norm(x, dense["norm"])
-    log_probs = jax.nn.log_softmax(x @ dense["embedding"]["tokens"].T, -1)
+    return jax.nn.log_softmax(x @ dense["embedding"]["tokens"].T, -1), gate_loss, jnp.stack(loads)
+
+
+def reference_loss(params, inputs, targets, weights, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1):
+    """Return the loss that the real model must reproduce.
+
+    Args:
+      params: {'dense': as in the real model, 'experts': {name: [L, E, ...]}}.
+      inputs, targets: int32 [B, Sq]; weights: float [B, Sq].
+      config, moe: the model.
+      noise: list of L arrays [B Sq, E] of standard normal noise, or None.
+      drop_groups: in capacity mode, groups of consecutive tokens that are gated each on their own.
+
+    Returns:
+      loss [], with (cross-entropy [], loads int32 [L, E]) beside it.
+    """
+    log_probs, gate_loss, loads = reference_log_probs(params, inputs, config, moe, noise=noise, drop_groups=drop_groups)
     picked = jnp.take_along_axis(log_probs, targets[..., None], -1)[..., 0]
     cross_entropy = -jnp.sum(picked * weights) / jnp.sum(weights)
-    return cross_entropy + gate_loss, (cross_entropy, jnp.stack(loads))
+    return cross_entropy + gate_loss, (cross_entropy, loads)

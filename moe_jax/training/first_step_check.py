@@ -220,11 +220,14 @@ def first_line(error: BaseException) -> str:
 
 def with_field(session: Session, field: str, value: str) -> Session:
     """Return the session with a field of its MoEConfig changed; layout and shardings do not depend on those."""
-    config, model = session.config, session.model
-    moe = dataclasses.replace(config.moe, **{field: value})
-    return dataclasses.replace(
-        session, config=dataclasses.replace(config, moe=moe), model=dataclasses.replace(model, moe=moe)
-    )
+    config, teacher = session.config, session.teacher
+
+    def changed(owner):  # the config, or a model
+        return dataclasses.replace(owner, moe=dataclasses.replace(owner.moe, **{field: value}))
+
+    if teacher is not None:
+        teacher = dataclasses.replace(teacher, model=changed(teacher.model))
+    return dataclasses.replace(session, config=changed(config), model=changed(session.model), teacher=teacher)
 
 
 def _say(text: str) -> None:

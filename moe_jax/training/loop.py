@@ -17,7 +17,7 @@ import numpy as np
 
 from moe_jax.data import held_out_entropy, prefetch
 from moe_jax.distributed.hosts import Hosts, StopSignal
-from moe_jax.models.counts import training_flops_per_token
+from moe_jax.models.counts import forward_flops_per_token, training_flops_per_token
 from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
 from moe_jax.replan.rejit import RejitEngine
 from moe_jax.training.checkpoint import Checkpointer
@@ -104,10 +104,11 @@ class Loop:
     def __init__(
         self, session: Session, state: dict, checkpoints: Checkpointer, writers: Writers | None, progress: Progress,
         hosts: Hosts, config_text: str, last_checkpoint: int | None, engine: RejitEngine | None = None,
-        skipped_steps: int = 0,
+        skipped_steps: int = 0, teacher_params: dict | None = None, teacher_identity: dict | None = None,
     ):  # fmt: skip
         self.session, self.checkpoints, self.writers = session, checkpoints, writers
-        self.stepper = Stepper(session, state, engine)
+        self.stepper = Stepper(session, state, engine, teacher_params=teacher_params)
+        self.teacher_identity = teacher_identity  # kept in checkpoints after the teacher has left, too
         self.progress, self.hosts, self.config_text = progress, hosts, config_text
         self.last_checkpoint = last_checkpoint
         self.engine = engine
@@ -148,6 +149,8 @@ class Loop:
                 if stop.should_stop(step):
                     stopped = True
                     break
+                if self.stepper.teacher_leaves():
+                    self.leave_teacher(stop)
                 self.profile(step)
                 running = self.stepper.executable
                 self.stepper.dispatch(feed.to_devices(batch), stop.local_flag())
@@ -169,6 +172,16 @@ class Loop:
         self.checkpoints.wait()
         self.hosts.rest()  # the others may have to wait for process 0's pictures
         return Outcome(step=self.step, stopped=stopped)
+
+    def leave_teacher(self, stop: StopSignal):
+        """Go on without the teacher: the next step is another program, which is compiled now."""
+        self.read_metrics(stop)
+        self.hosts.rest()  # compiling may take long
+        self.compile_seconds = self.stepper.leave_teacher()
+        if self.writers:
+            self.progress.note(f"step {self.step}: the teacher has left; {self.compile_seconds:.1f} s to compile")
+        self.clock = time.monotonic()
+        self.hosts.touch(self.step)
 
     def read_metrics(self, stop: StopSignal, until: int | None = None):
         """Take in the metrics of all steps up to `until` (from 0, as dispatched); None takes all in flight."""
@@ -192,9 +205,7 @@ class Loop:
             seconds=seconds,
             tokens=tokens,
             choices=tokens * moe.top_k * session.config.model.moe_layers,
-            flops=tokens * training_flops_per_token(
-                session.config.model, moe, session.model.vocab_size, session.config.data.sequence_length
-            ),
+            flops=tokens * self.flops_per_token(taught="kl" in metrics),
             peak_device_bytes=self.compiled_peak if peak is None else peak,
             compile_seconds=self.compile_seconds,
             home=session.home,
@@ -217,6 +228,15 @@ class Loop:
                 skipped_steps=self.skipped_steps,
             )
 
+    def flops_per_token(self, taught: bool) -> float:
+        """Return the model FLOPs of one token, forward and backward, and of the teacher's forward if `taught`."""
+        session, length = self.session, self.session.config.data.sequence_length
+        flops = training_flops_per_token(session.config.model, session.config.moe, session.model.vocab_size, length)
+        if taught:
+            teacher = session.teacher.model
+            flops += forward_flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length)
+        return flops
+
     def save(self):
         """Save the state, unless this very step is saved already."""
         if self.last_checkpoint == self.step:
@@ -224,6 +244,8 @@ class Loop:
         host = {"config": self.config_text, "data": self.session.feed.stream.position(self.step)}
         if self.skipped_steps:
             host["skipped_steps"] = self.skipped_steps
+        if self.teacher_identity is not None:
+            host["teacher"] = self.teacher_identity
         if self.engine is not None:
             host["plan"] = self.engine.state()
         home = self.session.home if self.engine is None else self.engine.bank.home

@@ -20,6 +20,7 @@ from moe_jax.inspection import Target
 from moe_jax.mesh import Roles, build_mesh
 from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
+from moe_jax.models.distillation import Teacher
 from moe_jax.placement import PlanShape, table_shapes
 from moe_jax.replan.replanner import check_transfer
 from moe_jax.training.compiler_options import compiler_options
@@ -27,6 +28,7 @@ from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.guided import compile_guided, find_target
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, make_train_step
+from moe_jax.training.teacher import build_teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Program:
     Attributes:
       config: as bound.
       roles, model, layout, optimizer, state_shardings: see their classes.
+      teacher: that the step learns from, None in a step without one.
     """
 
     config: RunConfig
@@ -44,6 +47,7 @@ class Program:
     layout: Layout
     optimizer: optax.GradientTransformation
     state_shardings: StateShardings
+    teacher: Teacher | None
 
     @property
     def devices(self) -> int:
@@ -90,14 +94,17 @@ class Program:
           shape: of the plans whose tables will come; None is even homes for good, without a planner.
         """
         length = self.config.data.sequence_length
-        step = make_train_step(self.model, self.layout, self.config.train, self.state_shardings, length, shape)
+        step = make_train_step(
+            self.model, self.layout, self.config.train, self.state_shardings, length, shape, self.teacher
+        )
         tables = self.even_tables() if shape is None else table_shapes(shape)
         tables = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.state_shardings.tables), tables
         )
         host_signals = (self.roles.num_devices,) if shape is None else (self.roles.num_devices, 3)
         host_signals = jax.ShapeDtypeStruct(host_signals, np.int32, sharding=self.state_shardings.host_signals)
-        return step.lower(self.abstract_state(), self.abstract_batch(), tables, host_signals)
+        frozen = () if self.teacher is None else (self.teacher.held_params(),)
+        return step.lower(self.abstract_state(), self.abstract_batch(), tables, host_signals, *frozen)
 
     def compiler_options(self) -> dict[str, str]:
         """Return the options that the training step is compiled with on these devices."""
@@ -131,7 +138,8 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     """
     roles = build_mesh(config.mesh, devices)
     check_transfer(config, roles)
-    vocab_size = padded_vocabulary(tokenizer or build_tokenizer(config.data), config.model)
+    tokenizer = tokenizer or build_tokenizer(config.data)
+    vocab_size = padded_vocabulary(tokenizer, config.model)
     model = LanguageModel(
         config=resolve_attention(config.model, roles.mesh.devices.flat[0]),
         moe=config.moe,
@@ -143,8 +151,10 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     layout = model.layout()
     optimizer = build_optimizer(config.train)
     state_shardings = build_state_shardings(model, layout, optimizer, ema=config.train.ema_decay > 0)
+    teacher = build_teacher(config, roles, tokenizer, vocab_size)
     # the step is built once here for its checks
-    make_train_step(model, layout, config.train, state_shardings, config.data.sequence_length)
+    make_train_step(model, layout, config.train, state_shardings, config.data.sequence_length, teacher=teacher)
     return Program(
-        config=config, roles=roles, model=model, layout=layout, optimizer=optimizer, state_shardings=state_shardings
-    )
+        config=config, roles=roles, model=model, layout=layout, optimizer=optimizer, state_shardings=state_shardings,
+        teacher=teacher,
+    )  # fmt: skip

@@ -12,6 +12,7 @@ import sys
 
 import jax
 
+from moe_jax.config.distillation_config import DistillationConfig
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.distributed.hosts import Hosts, StopSignal
 from moe_jax.errors import UserError
@@ -23,6 +24,7 @@ from moe_jax.training.loop import Loop, Writers, evaluate
 from moe_jax.training.session import Session, build_session
 from moe_jax.training.step import start_ema
 from moe_jax.training.stepper import lag_of
+from moe_jax.training.teacher import load_teacher, settle_teacher
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         if latest is not None and latest >= config.train.steps and not options.eval_only:
             say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
             return True
+        config, identity = settle_run_teacher(config, checkpoints, latest, options, hosts)
         devices = jax.devices()
         session = build_session(with_node_size(config, devices, hosts), devices)
         check_same_corpus(session, hosts)
@@ -78,7 +81,7 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
             folder.write_config(config_text)
             folder.write_operative_config(operative_text)
             folder.write_environment({**environment(session, hosts), "compared_before_first_step": compared})
-        return train(session, state, checkpoints, latest, folder, config_text, hosts, engine)
+        return train(session, state, checkpoints, latest, folder, config_text, hosts, engine, identity)
     finally:
         checkpoints.close()
 
@@ -134,6 +137,15 @@ def check_folder(folder: RunFolder, checkpoints: Checkpointer, latest: int | Non
         check_resumable(checkpoints.read_host(latest)["config"], config_text, str(folder.path))
     elif (held := folder.held_config(config_text)) is not None:
         check_resumable(held, config_text, str(folder.path))
+
+
+def settle_run_teacher(
+    config: RunConfig, checkpoints: Checkpointer, latest: int | None, options: RunOptions, hosts: Hosts
+) -> tuple[RunConfig, dict | None]:
+    """Return the config to go on with and the teacher's identity; what is only evaluated needs no teacher."""
+    if options.eval_only:
+        return dataclasses.replace(config, distillation=DistillationConfig()), None
+    return settle_teacher(config, latest or 0, None if latest is None else checkpoints.read_host(latest), hosts)
 
 
 def starting_state(
@@ -211,21 +223,37 @@ def environment(session: Session, hosts: Hosts) -> dict:
 
 def train(
     session: Session, state: dict, checkpoints: Checkpointer, latest: int | None, folder: RunFolder, config_text: str,
-    hosts: Hosts, engine: RejitEngine | None = None,
+    hosts: Hosts, engine: RejitEngine | None = None, identity: dict | None = None,
 ) -> bool:  # fmt: skip
-    """Train to the end or to a signal; draw the plots and print the headline."""
+    """Train to the end or to a signal; draw the plots and print the headline; `identity` is the teacher's."""
     steps = session.config.train.steps
     writers = Writers(folder, session, latest) if hosts.is_main else None
     if writers and (older := writers.loads.describe_older()) is not None:
         say(hosts, older)
-    start = latest or 0
+    start, taught = latest or 0, None
+    if session.teacher is not None:
+        taught = load_teacher(session.teacher, session.config.distillation)
+        say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
     skipped = 0 if latest is None else checkpoints.read_host(latest).get("skipped_steps", 0)
     with (
         StopSignal(processes=hosts.process_count, lag=lag_of(session)) as stop,
         Progress(steps, sys.stdout, start_step=start, every=session.config.train.log_every) as progress,
     ):
-        loop = Loop(session, state, checkpoints, writers, progress, hosts, config_text, latest, engine, skipped)
-        del state
+        loop = Loop(
+            session,
+            state,
+            checkpoints,
+            writers,
+            progress,
+            hosts,
+            config_text,
+            latest,
+            engine,
+            skipped,
+            taught,
+            identity,
+        )
+        del state, taught
         try:
             outcome = loop.run(stop)
         finally:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
+from moe_jax.models.distillation import Teacher
 from moe_jax.placement import PlanShape
 from moe_jax.training.learning_rate import build_learning_rate
 from moe_jax.training.optimizer import build_optimizer, finished_updates, state_specs
@@ -122,7 +123,7 @@ def leaf_names(tree) -> list[str]:
 
 def make_train_step(
     model: LanguageModel, layout: Layout, config: TrainConfig, state_shardings: StateShardings, length: int,
-    plan: PlanShape | None = None,
+    plan: PlanShape | None = None, teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
     """Return train_step(state, batch, tables, host_signals) -> (state, metrics), jitted; the state is donated.
 
@@ -134,6 +135,9 @@ def make_train_step(
     of the newest shape ready, hash of the plan; metrics then also have `ready`, the least of all, `plan_hash_least`
     and `plan_hash_most`.
 
+    With a teacher its parameters are one more argument, which is not donated, and metrics have `kl` float [], nats per
+    target token: KL(teacher || student), which is no part of `loss`.
+
     Where `max_skipped_steps` allows it, a step whose loss or gradient norm is not finite in any microbatch leaves the
     state as it was but for `step`: the batch is left out, and neither moments nor schedule move. Metrics then have
     `skipped` bool []. The choice is made on the device, so it does not involve the host and has no limit: the host
@@ -143,30 +147,30 @@ def make_train_step(
     microbatches, may_skip = config.grad_accum_steps, config.max_skipped_steps > 0
     rows = config.batch_size // microbatches
     value_and_grad = jax.value_and_grad(
-        make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan), has_aux=True
+        make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher), has_aux=True
     )
     moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), layout.state)
 
-    def gradients(params, batch, tables, key):
+    def gradients(params, batch, tables, key, *frozen):
         normalizer = jnp.maximum(jnp.sum(batch.weights), 1)
         if microbatches == 1:
             (_, stats), grads = value_and_grad(
-                params, jax.tree.map(lambda a: a[0], batch), tables, key, jnp.int32(0), normalizer
+                params, jax.tree.map(lambda a: a[0], batch), tables, key, jnp.int32(0), normalizer, *frozen
             )
             return grads, jax.tree.map(lambda a: a[None], stats)
 
         def body(total, inputs):
             microbatch, index = inputs
-            (_, stats), grads = value_and_grad(params, microbatch, tables, key, index * rows, normalizer)
+            (_, stats), grads = value_and_grad(params, microbatch, tables, key, index * rows, normalizer, *frozen)
             return jax.tree.map(jnp.add, total, grads), stats
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         return lax.scan(body, zeros, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
 
-    def train_step(state, batch, tables, host_signals):
+    def train_step(state, batch, tables, host_signals, *frozen):
         params = state["params"]
         key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
-        grads, stats = gradients(params, batch, tables, key)
+        grads, stats = gradients(params, batch, tables, key, *frozen)
         grads = lax.with_sharding_constraint(grads, moments)
         square_norms = jnp.stack([jnp.sum(jnp.square(g)).astype(jnp.float32) for g in jax.tree.leaves(grads)])
         updates, opt_state = optimizer.update(grads, state["opt_state"], params)
@@ -190,6 +194,8 @@ def make_train_step(
             "passes": jnp.max(stats.passes, axis=0),
             "stop": jnp.max(host_signals if plan is None else host_signals[:, 0]),
         }
+        if teacher is not None:
+            metrics["kl"] = jnp.sum(stats.kl)
         if may_skip:
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
             kept = {name: leaf for name, leaf in state.items() if name != "step"}
@@ -209,6 +215,7 @@ def make_train_step(
             state_shardings.batch,
             state_shardings.tables,
             state_shardings.host_signals,
+            *(() if teacher is None else (teacher.shardings(),)),
         ),
         out_shardings=(state_shardings.state, state_shardings.replicated),
     )

@@ -87,6 +87,8 @@ def step_record(
         "dead_experts": dead_experts(metrics["loads"]),
         "gate_entropy": metrics["gate_entropy"],
     }
+    if "kl" in metrics:
+        record["kl"] = float(metrics["kl"])
     if compile_seconds is not None:
         record["compile_seconds"] = compile_seconds
     return record

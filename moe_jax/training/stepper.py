@@ -7,6 +7,7 @@ This is what `loop.py` and benchmarks share; files, checkpoints and evaluations 
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.replan.rejit import RejitEngine, build_engine
 from moe_jax.training.session import Session, build_session
+from moe_jax.training.teacher import load_teacher
 
 
 def lag_of(session: Session) -> int:
@@ -30,6 +32,7 @@ class Stepper:
     Attributes:
       state: of the run, donated to each step; step: how many were dispatched, which is the next one's number from 0.
       executable: of the newest step.
+      teacher_params: of the teacher that the next step learns from, None where it has none.
       in_flight: (step, metrics on the devices) of steps that are not read yet.
     """
 
@@ -39,14 +42,17 @@ class Stepper:
         state: dict,
         engine: RejitEngine | None = None,
         change_state: Callable | None = None,
+        teacher_params: dict | None = None,
     ):
         """Start from `state`.
 
         Args:
           engine: plans for the next steps, None without a planner.
           change_state: function (state, step) -> state, called by `run` before each step.
+          teacher_params: on the devices, if the session has a teacher; see `load_teacher`.
         """
         self.session, self.state, self.engine, self.change_state = session, state, engine, change_state
+        self.teacher_params = teacher_params
         self.step = int(state["step"])
         self.lag = lag_of(session)
         self.executable: Any = None
@@ -58,13 +64,29 @@ class Stepper:
         self.executable, seconds = compiled
         return seconds
 
+    def teacher_leaves(self) -> bool:
+        """Say whether the next step is the first without the teacher; then `leave_teacher` comes before it."""
+        return self.teacher_params is not None and not self.session.config.distillation.applies(self.step)
+
+    def leave_teacher(self) -> float:
+        """Compile the step without the teacher and free its memory; return the seconds that this took.
+
+        No step is in flight: each holds the teacher until it is done.
+        """
+        self.teacher_params = None
+        self.session = dataclasses.replace(self.session, teacher=None)
+        if self.engine is not None:
+            self.engine.change_step(self.session)
+        return self.compile()
+
     def dispatch(self, batch, flag: int = 0) -> None:
         """Dispatch the next step on a batch that is on the devices; `flag` is 1 where this process asks to stop."""
         if self.engine is None:
             tables, host_signals = self.session.tables, self.session.host_signals(flag)
         else:
             self.executable, tables, host_signals, self.state = self.engine.before_step(self.step, self.state, flag)
-        self.state, metrics = self.executable(self.state, batch, tables, host_signals)
+        frozen = () if self.teacher_params is None else (self.teacher_params,)
+        self.state, metrics = self.executable(self.state, batch, tables, host_signals, *frozen)
         self.in_flight.append((self.step, metrics))
         self.step += 1
         if self.engine is not None:
@@ -84,6 +106,9 @@ class Stepper:
         records = []
         for _ in range(steps):
             records += map(self._record, self.finished(self.step - self.lag))
+            if self.teacher_leaves():
+                records += map(self._record, self.finished())
+                self.leave_teacher()
             batch = to_devices(self.session.feed.read(self.step), self.session.state_shardings.batch)
             if self.change_state is not None:
                 self.state = self.change_state(self.state, self.step)
@@ -112,6 +137,7 @@ def build_stepper(
     past = list(past)
     if engine is not None and past:
         engine.warm_start(past)
-    stepper = Stepper(session, session.fresh_state(), engine, change_state)
+    taught = None if session.teacher is None else load_teacher(session.teacher, config.distillation)
+    stepper = Stepper(session, session.fresh_state(), engine, change_state, taught)
     stepper.compile()
     return stepper

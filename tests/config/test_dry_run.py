@@ -75,6 +75,9 @@ def test_config_header_states_its_command(path):
     devices = int(re.search(r"--host_devices=(\d+)", header).group(1))
     bindings = re.findall(r"--host_devices=\d+ --gin_bindings='([^']+)'", header)
     run, _, _ = parse_run_config([f"configs/{path}.gin"], bindings)
+    if teacher := run.distillation.teacher:  # a run that the header trains first
+        assert f"--workdir={teacher}" in header
+        run, _, _ = parse_run_config([f"configs/{path}.gin"], [*bindings, "DistillationConfig.teacher = ''"])
     assert re.search(rf"^  {devices} devices = data 1 x expert \d+", dry_run(run, devices), re.MULTILINE)
 
 

@@ -1,0 +1,241 @@
+"""The teacher of a student: found in its run folder, checked against the student, and put on the student's mesh.
+
+Inputs: a `RunConfig` whose `DistillationConfig.teacher` names a run folder. Outputs: a `Teacher` for the step, its
+parameters on the devices, and its identity {'folder', 'step', 'config', 'parameters'}, which the student's checkpoints
+hold instead of its weights. The teacher computes as its own config says (dtype, schedule, ZeRO stages, ...), on the
+student's mesh and with the student's transport and grouped matmul, which are compared before the first step; always
+without a planner, noise, or anything saved for a backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+
+import jax
+
+from moe_jax.config.distillation_config import DistillationConfig
+from moe_jax.config.gin_files import parse_run_config
+from moe_jax.config.run_config import RunConfig, may_differ
+from moe_jax.data import Tokenizer, build_tokenizer
+from moe_jax.distributed.hosts import Hosts
+from moe_jax.errors import UserError
+from moe_jax.mesh import Roles
+from moe_jax.models import LanguageModel
+from moe_jax.models.attention import resolve_attention
+from moe_jax.models.distillation import Teacher
+from moe_jax.models.model_group import check_sequence_parallel
+from moe_jax.moe.layer import make_schedule
+from moe_jax.observe import RunFolder
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.feed import padded_vocabulary
+
+
+@contextlib.contextmanager
+def _named(config: DistillationConfig) -> Iterator[None]:
+    """Let an error say that it is the teacher's."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"DistillationConfig.teacher ({config.teacher!r}): {error}") from error
+
+
+def read_teacher(config: DistillationConfig) -> RunConfig:
+    """Return the config that the teacher was trained with.
+
+    Raises:
+      UserError: there is no such run.
+    """
+    with _named(config):
+        folder = RunFolder(config.teacher, create=False)
+        if not folder.config.exists():
+            raise UserError("it holds no config.gin; give the --workdir of a run that has trained the teacher")
+        return parse_run_config([str(folder.config)])[0]
+
+
+def teacher_step(config: DistillationConfig) -> int:
+    """Return the step of the checkpoint that is the teacher.
+
+    Raises:
+      UserError: there is none.
+    """
+    with _named(config):
+        steps = _checkpoints(config).steps()
+        if not steps:
+            raise UserError("it has no finished checkpoint; train it first, with the same --workdir")
+        if config.teacher_step is not None and config.teacher_step not in steps:
+            raise UserError(
+                f"it has no checkpoint of step {config.teacher_step}, only of {', '.join(map(str, steps))}; set "
+                "DistillationConfig.teacher_step to one of these, or None for the newest"
+            )
+        return steps[-1] if config.teacher_step is None else config.teacher_step
+
+
+def _checkpoints(config: DistillationConfig) -> Checkpointer:
+    return Checkpointer(RunFolder(config.teacher, create=False).checkpoints, keep=1)
+
+
+def build_teacher(config: RunConfig, roles: Roles, tokenizer: Tokenizer, vocab_size: int) -> Teacher | None:
+    """Return the teacher of a step, None where `config` names none; arguments and errors as below."""
+    model = teacher_model(config, roles, tokenizer, vocab_size, roles.mesh.devices.flat[0])
+    return None if model is None else Teacher(model=model, layout=model.layout(), alpha=config.distillation.alpha)
+
+
+def teacher_model(
+    config: RunConfig, roles: Roles, tokenizer: Tokenizer, vocab_size: int, device
+) -> LanguageModel | None:
+    """Return the teacher on the student's mesh, None where `config` names none; no array is made.
+
+    Args:
+      config: of the student.
+      roles: of its mesh, which may be an abstract one.
+      tokenizer, vocab_size: of the student.
+      device: one of the mesh, or of those that a described topology has; None for CPU devices.
+
+    Raises:
+      UserError: no such teacher, or one that this student cannot learn from.
+    """
+    if not config.distillation.teacher:
+        return None
+    run = read_teacher(config.distillation)
+    teacher_step(config.distillation)  # for its errors
+    if config.planner.replica_slots == "memory":
+        raise UserError(
+            f"PlannerConfig.replica_slots ('memory') does not count DistillationConfig.teacher "
+            f"({config.distillation.teacher!r}), which needs memory too; set it to a number"
+        )
+    with _named(config.distillation):
+        check_pair(config, run, tokenizer, vocab_size)
+        model = dataclasses.replace(run.model, remat="none", prefetch="none", refetch_replicas=False)
+        moe = dataclasses.replace(run.moe, transport=config.moe.transport, grouped_matmul=config.moe.grouped_matmul)
+        built = LanguageModel(
+            config=resolve_attention(model, device),
+            moe=moe,
+            vocab_size=vocab_size,
+            roles=roles,
+            zero_stage=run.train.zero_stage,
+            expert_zero_stage=run.train.expert_zero_stage,
+        )
+        rows, length = config.train.batch_size // config.train.grad_accum_steps, config.data.sequence_length
+        check_sequence_parallel(model.sequence_parallel, length, roles)
+        tokens = rows // roles.size(roles.dense) * length
+        make_schedule(moe, roles, tokens, split_tokens=model.sequence_parallel)
+        return built
+
+
+def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise UserError where a student cannot learn from a teacher, whatever the mesh."""
+    other = build_tokenizer(teacher.data)
+    size = padded_vocabulary(other, teacher.model)
+    if (other.name, size) != (tokenizer.name, vocab_size):
+        raise UserError(
+            f"its vocabulary has {size} entries of the tokenizer {other.name!r}, and this run's {vocab_size} of "
+            f"{tokenizer.name!r}; set DataConfig.tokenizer ({config.data.tokenizer!r}) and ModelConfig.vocab_size "
+            f"({config.model.vocab_size}) as the teacher has them"
+        )
+    for field in ("kind", "param_dtype"):
+        mine, its = getattr(config.model, field), getattr(teacher.model, field)
+        if mine != its:
+            binding = "dtype" if field == "param_dtype" else field
+            raise UserError(
+                f"its ModelConfig.{binding} is {getattr(teacher.model, binding)!r}, and this run's "
+                f"{getattr(config.model, binding)!r}, with which it cannot be compared; set them alike"
+            )
+    length = config.data.sequence_length
+    if teacher.model.positions == "learned" and length > teacher.model.max_length:
+        raise UserError(
+            f"it has learned {teacher.model.max_length} positions, and DataConfig.sequence_length is {length}; lower "
+            "that, or train a teacher with ModelConfig.positions = 'rotary'"
+        )
+
+
+def identity_of(config: DistillationConfig) -> dict:
+    """Return which teacher this is, as JSON data: its folder and step, and hashes of what it is and of its parameters.
+
+    The hash of its config is of the bindings of model and layer that are not defaults and that a run may not change
+    when it goes on, so neither a new field nor another mesh makes another teacher of it.
+    """
+    run, step = read_teacher(config), teacher_step(config)
+    defaults = RunConfig().by_name()
+    lines = [f"tokenizer = {build_tokenizer(run.data).name!r}"]
+    for name in ("ModelConfig", "MoEConfig"):
+        bound = run.by_name()[name]
+        for field in dataclasses.fields(bound):
+            value = getattr(bound, field.name)
+            if value != getattr(defaults[name], field.name) and not may_differ(f"{name}.{field.name}"):
+                lines.append(f"{name}.{field.name} = {value!r}")
+    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    with _named(config):
+        parameters = _checkpoints(config).digest(step)
+    return {"folder": config.teacher, "step": step, "config": digest, "parameters": parameters}
+
+
+def settle_teacher(
+    config: RunConfig, step: int, held: dict | None, hosts: Hosts
+) -> tuple[RunConfig, dict | None]:  # fmt: skip
+    """Return the config to train with from `step` on, and the teacher's identity for the checkpoints.
+
+    Past `DistillationConfig.until` the config names no teacher any more, and its folder need not be there.
+
+    Args:
+      step: steps that are finished.
+      held: host data of the checkpoint that the run goes on from, None for a new run.
+
+    Raises:
+      UserError: the run would go on with another teacher, without the one it had, or with one that it did not have.
+    """
+    named = config.distillation
+    bare = dataclasses.replace(config, distillation=DistillationConfig())
+    before = None if held is None else held.get("teacher")
+    if not named.teacher:
+        if before is not None:
+            raise UserError(
+                f"DistillationConfig.teacher ('') was {before['folder']!r} at step {step}; set it back, or start a new "
+                "run from this one's parameters with --init_from"
+            )
+        return config, None
+    if held is not None and before is None:
+        raise UserError(
+            f"DistillationConfig.teacher ({named.teacher!r}) was '' when this run wrote step {step}; set it to '', or "
+            "start a new run from this one's parameters with --init_from"
+        )
+    if before is not None and not named.applies(step) and before["folder"] == named.teacher:
+        return bare, before
+    run, tokenizer = read_teacher(named), build_tokenizer(config.data)
+    with _named(named):  # before its parameters are read, which may take long
+        check_pair(config, run, tokenizer, padded_vocabulary(tokenizer, config.model))
+    identity = identity_of(named)
+    seen = hosts.gather_text("teacher", json.dumps(identity, sort_keys=True))
+    if len(set(seen)) > 1:
+        raise UserError(
+            f"DistillationConfig.teacher ({named.teacher!r}) is not the same run on all processes; name one folder "
+            "that all machines share"
+        )
+    if before is not None and any(before[key] != identity[key] for key in ("step", "config", "parameters")):
+        raise UserError(
+            f"DistillationConfig.teacher ({named.teacher!r}) is not the teacher of this run so far: {_shown(identity)} "
+            f"now, {_shown(before)} of {before['folder']!r} before; set DistillationConfig.teacher and "
+            "DistillationConfig.teacher_step back"
+        )
+    return config if named.applies(step) else bare, identity
+
+
+def _shown(identity: dict) -> str:
+    return f"step {identity['step']}, config {identity['config'][:8]}, parameters {identity['parameters'][:8]}"
+
+
+def load_teacher(teacher: Teacher, config: DistillationConfig) -> dict:
+    """Return the teacher's parameters as `Teacher.held_params` says, on the devices; each holds its own part."""
+    step = teacher_step(config)
+    with _named(config):
+        params = _checkpoints(config).restore_params(step, teacher.stored_params(), teacher.home)
+    for name, wanted in teacher.held_params()["bank"].items():
+        leaf = params["bank"][name]
+        if leaf.dtype != wanted.dtype:
+            cast = jax.jit(lambda leaf, dtype=wanted.dtype: leaf.astype(dtype), out_shardings=wanted.sharding)
+            params["bank"][name] = jax.block_until_ready(cast(leaf))
+            leaf.delete()  # not two banks at once
+    return params

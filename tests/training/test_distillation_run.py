@@ -1,0 +1,161 @@
+"""A student's run: learns from a teacher up to a step, goes on without it, resumes on either side, refuses another."""
+
+import gc
+import shutil
+import weakref
+
+import jax
+import numpy as np
+import pytest
+from support.tiny_run import bindings_of, command, finish, run_here, start
+
+from moe_jax.config import parse_run_config
+from moe_jax.distributed.hosts import Hosts
+from moe_jax.dry_run import dry_run
+from moe_jax.errors import UserError
+from moe_jax.observe import read_metrics
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.session import build_session
+from moe_jax.training.stepper import build_stepper
+from moe_jax.training.teacher import load_teacher, settle_teacher
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
+
+MESH = "MeshConfig.data = 4"
+FLAT = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0")
+STUDENT = ("ModelConfig.layers = 1", "DistillationConfig.until = 4", MESH, *FLAT)
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A folder with a teacher of two layers, in bfloat16 and with noise, and a student of one that ran through."""
+    folder = tmp_path_factory.mktemp("taught")
+    own = ("ModelConfig.dtype = 'bfloat16'", "MoEConfig.gate_noise = 0.1", "MoEConfig.num_experts = 4")
+    assert run_here(folder, folder / "teacher", *own, MESH, "train.steps = 3")
+    assert run_here(folder, folder / "whole", *STUDENT, by(folder / "teacher"))
+    return folder
+
+
+def by(teacher) -> str:
+    return f"DistillationConfig.teacher = {str(teacher)!r}"
+
+
+def arrays(workdir, step=6):
+    return Checkpointer(workdir / "checkpoints", keep=3).read_arrays(step)
+
+
+def test_the_divergence_is_recorded_while_the_teacher_is_there(taught):
+    records = read_metrics(taught / "whole")
+    assert [("kl" in record) for record in records] == [True] * 4 + [False] * 2
+    assert all(np.isfinite(record["kl"]) and record["kl"] > 0 for record in records[:4])
+    assert [("compile_seconds" in record) for record in records] == [True, False, False, False, True, False]
+
+
+def test_resume_on_either_side_equals_a_run_that_never_stopped(taught):
+    """Stopped after step 3, before the boundary, and after step 5, where the teacher's folder may even be gone."""
+    workdir, teacher = taught / "parts", taught / "for_a_while"
+    shutil.copytree(taught / "teacher", teacher)
+    for stop in (3, 5):
+        assert run_here(taught, workdir, *STUDENT, by(teacher), f"train.steps = {stop}")
+    shutil.rmtree(teacher)
+    assert run_here(taught, workdir, *STUDENT, by(teacher))
+    whole, parts = read_metrics(taught / "whole"), read_metrics(workdir)
+    for field in ("step", "loss", "grad_norm", "kl"):
+        assert [r.get(field) for r in whole] == [r.get(field) for r in parts], field
+    wanted, got = arrays(taught / "whole"), arrays(workdir)
+    assert wanted.keys() == got.keys() and not any("teacher" in name for name in got)
+    for name in wanted:
+        np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
+    held = Checkpointer(workdir / "checkpoints", keep=3).read_host(6)["teacher"]
+    assert held["folder"] == str(teacher) and held["step"] == 3
+    assert set(held) == {"folder", "step", "config", "parameters"}
+
+
+def test_after_the_boundary_no_array_of_the_teacher_is_left(taught):
+    config, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "teacher")))
+    stepper = build_stepper(config, jax.devices())
+    with_teacher = stepper.executable.memory_analysis().argument_size_in_bytes
+    assert {leaf.dtype.name for leaf in stepper.teacher_params["bank"].values()} == {"bfloat16"}
+    frozen = [weakref.ref(leaf) for leaf in jax.tree.leaves(stepper.teacher_params)]
+    before = [np.array(leaf()) for leaf in frozen]
+    held = sum(leaf().addressable_shards[0].data.nbytes for leaf in frozen)
+    stepper.run(3)
+    assert all((np.array(leaf()) == old).all() for leaf, old in zip(frozen, before, strict=True))
+    stepper.run(2)
+    gc.collect()
+    assert stepper.teacher_params is None and [leaf for leaf in frozen if leaf() is not None] == []
+    assert with_teacher - stepper.executable.memory_analysis().argument_size_in_bytes == held
+
+
+@pytest.mark.slow
+def test_a_planner_keeps_its_plans_across_the_boundary(taught):
+    planner = ("PlannerConfig.name = 'eplb'", "PlannerConfig.swap_after = 2", "MeshConfig.data = 2")
+    config, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "teacher"), *planner))
+    stepper = build_stepper(config, jax.devices())
+    records = stepper.run(6)
+    assert stepper.session.teacher is None and [int(np.sum(r["loads"])) for r in records] == [8 * 16 * 2] * 6
+    stepper.engine.close()
+
+
+def test_another_teacher_is_refused_in_one_line(taught):
+    other = taught / "other"
+    assert run_here(taught, other, *STUDENT, by(taught / "teacher"), "train.steps = 2")
+    with pytest.raises(UserError, match=r"DistillationConfig.teacher \(''\) was '.*teacher' at step 2"):
+        run_here(taught, other, *STUDENT)
+    with pytest.raises(UserError, match=r"is not the teacher of this run so far: step 6, .* now, step 3, .* before"):
+        run_here(taught, other, *STUDENT, by(taught / "whole"))
+    config, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "teacher")))
+    with pytest.raises(UserError, match=r"was '' when this run wrote step 2"):
+        settle_teacher(config, 2, {}, Hosts())
+    shutil.copytree(taught / "teacher", taught / "moved")  # only its folder is another
+    moved, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "moved")))
+    held = Checkpointer(other / "checkpoints", keep=3).read_host(2)
+    assert settle_teacher(moved, 2, held, Hosts()) == (moved, {**held["teacher"], "folder": str(taught / "moved")})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("DistillationConfig.teacher = '{0}/nowhere'", "run folder .*nowhere does not exist"),
+        ("DistillationConfig.teacher = '{0}/corpus'", "it holds no config.gin"),
+        ("DistillationConfig.teacher = '{0}/empty'", "it has no finished checkpoint; train it first"),
+        ("DistillationConfig.teacher_step = 2", "it has no checkpoint of step 2, only of 3"),
+        ("ModelConfig.vocab_size = 512", "its vocabulary has 384 entries of the tokenizer 'byte', and this run's 512"),
+        ("ModelConfig.kind = 'bert'", "its ModelConfig.kind is 'gpt', and this run's 'bert'"),
+        ("ModelConfig.dtype = 'float64'", "its ModelConfig.dtype is 'bfloat16', and this run's 'float64'"),
+        ("MeshConfig.data = 1", "num_experts|experts"),  # four of them on eight devices
+        ("DataConfig.sequence_length = 32", "it has learned 16 positions"),
+    ],
+)
+def test_a_teacher_that_cannot_be_is_refused_before_anything_compiles(taught, change, says, monkeypatch):
+    (taught / "empty").mkdir(exist_ok=True)
+    shutil.copy(taught / "teacher" / "config.gin", taught / "empty")
+    monkeypatch.setattr("moe_jax.training.program.Program.compile_train_step", lambda *_: pytest.fail("compiled"))
+    changes = (*STUDENT, "ModelConfig.max_length = 64", by(taught / "teacher"), change.format(taught))
+    for refuse in (
+        lambda: run_here(taught, taught / "refused", *changes),
+        lambda: dry_run(parse_run_config((), bindings_of(taught, *changes))[0], 8),
+    ):
+        with pytest.raises(UserError, match=says) as caught:
+            refuse()
+        assert "\n" not in str(caught.value) and str(caught.value).startswith("DistillationConfig.teacher")
+
+
+def test_the_command_ends_with_one_line_and_exit_code_2(taught):
+    changes = (*STUDENT, "ModelConfig.vocab_size = 512", by(taught / "teacher"))
+    code, out, err = finish(start(command(taught, taught / "told", *changes, devices=8)))
+    assert code == 2 and err.splitlines()[-1].startswith("error: DistillationConfig.teacher ("), err
+
+
+def test_dry_run_counts_the_teacher(taught):
+    config, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "teacher")))
+    text = dry_run(config, 8)
+    assert f"{taught / 'teacher'}, step 3, up to step 4, then it leaves the memory" in text
+    assert "teacher per token" in text
+    teacher_bytes = int(
+        next(line for line in text.splitlines() if line.startswith("  teacher   ")).split()[1].replace(",", "")
+    )
+    session = build_session(config, jax.devices())
+    params = load_teacher(session.teacher, config.distillation)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
+    assert held < teacher_bytes < 4 * held + 2**20
