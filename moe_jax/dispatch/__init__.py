@@ -1,5 +1,6 @@
 """How tokens become rows and rows become tokens again, on one device. See README.md."""
 
+from moe_jax.dispatch.by_choice import Lines, from_lines, lines_of_tokens, to_lines, tokens_of_lines
 from moe_jax.dispatch.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
 from moe_jax.dispatch.route import (
     Choice,
@@ -21,12 +22,15 @@ from moe_jax.dispatch.tables import Tables, destinations, even_tables, local
 __all__ = [
     "Choice",
     "Grouping",
+    "Lines",
     "Parcel",
     "Routing",
     "Tables",
     "destinations",
     "even_tables",
+    "from_lines",
     "largest_bucket",
+    "lines_of_tokens",
     "local",
     "members_of",
     "pack",
@@ -38,6 +42,8 @@ __all__ = [
     "route",
     "stack_rows",
     "stacked_row",
+    "to_lines",
+    "tokens_of_lines",
     "unpermute_rows",
     "unpermute_tokens",
 ]

@@ -38,11 +38,14 @@ class Choice:
       expert_ids: int32 [t, K], best first; ties go to the lowest id.
       weights: float [t, K], the factor of each expert's output (at least float32).
       keep_mask: bool [t, K]; False where a capacity dropped the choice. All True when dropless.
+      token_of: None where line i of the others is token i's. Where tokens have different numbers of experts, a line is
+        one choice (K = 1), and this is int32 [A], its token; see `by_choice.py`.
     """
 
     expert_ids: jax.Array
     weights: jax.Array
     keep_mask: jax.Array
+    token_of: jax.Array | None = None
 
 
 @record

@@ -23,8 +23,6 @@ class MoEConfig(RouterConfig):
       gather: how the schedule 's2' returns: 'saa' (all-to-all and all-gather at the same time), 'aas' (in turn), or
         'auto', the one that `cluster` finds shorter; without it 'aas' (a modelled step of 61.9 ms, not 73.7:
         docs/bench/inspect.md). Sums are the same; their last bits may differ.
-      cluster: file written by `python -m moe_jax.calibrate`, by which 'parm' and `gather` 'auto' choose; without one
-        'parm' compares bytes.
       grouped_matmul: implementation of the grouped matmul; 'auto' takes the device's default.
       bucket_slack: dropless only: rows of one (source, destination) bucket over the mean number of rows.
       shared_experts: n, experts that every token goes to, beside those it chooses; 0 is none.
@@ -39,7 +37,6 @@ class MoEConfig(RouterConfig):
     transport: str = "all_to_all"
     pairwise_groups: int = 0
     gather: str = "auto"
-    cluster: str = ""
     grouped_matmul: str = "auto"
     bucket_slack: float = 1.5
     shared_experts: int = 0

@@ -1,15 +1,24 @@
 """Which experts each token goes to, and with what weight: one file per router. See README.md."""
 
-from moe_jax.routers.config import RouterConfig
-from moe_jax.routers.contract import Router, RouterInputs
-from moe_jax.routers.registry import build_router, choose_experts, routers
-from moe_jax.routers.statistics import GateStats, balance_loss, share_statistics, z_loss
+import importlib
+import pkgutil
+
+# Every file is imported, so that one which declares a router is known by being there; `config` collects their knobs.
+for _module in pkgutil.iter_modules(__path__):
+    if _module.name != "config":
+        importlib.import_module(f"{__name__}.{_module.name}")
+
+from moe_jax.routers.config import RouterConfig  # noqa: E402
+from moe_jax.routers.contract import Router, RouterInputs, RouterPlace  # noqa: E402
+from moe_jax.routers.registry import build_router, choose_experts, routers  # noqa: E402
+from moe_jax.routers.statistics import GateStats, balance_loss, share_statistics, z_loss  # noqa: E402
 
 __all__ = [
     "GateStats",
     "Router",
     "RouterConfig",
     "RouterInputs",
+    "RouterPlace",
     "balance_loss",
     "build_router",
     "choose_experts",

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.dispatch.route import rank_within
-from moe_jax.routers.config import RouterConfig
+from moe_jax.routers.options import RouterOptions
 
 
-def keep_within_capacity(expert_ids, probs, config: RouterConfig):
+def keep_within_capacity(expert_ids, probs, config: RouterOptions):
     """Return bool [t, K]: the choices that their expert's capacity admits.
 
     By position, an expert takes its first tokens; by probability its most probable ones, ties to the earlier token.

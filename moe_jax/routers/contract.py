@@ -12,13 +12,35 @@ and in `RouterInputs`. Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+import typing
 
 import jax
+import jax.numpy as jnp
 
 from moe_jax.dispatch.route import Choice
-from moe_jax.routers.config import RouterConfig
+from moe_jax.errors import UserError
+from moe_jax.mesh.roles import Roles
+from moe_jax.routers.options import RouterOptions
 from moe_jax.routers.statistics import GateStats, balance_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterPlace:
+    """Where a router runs.
+
+    Attributes:
+      roles: the mesh.
+      slots: G, experts that one device may compute in a layer, by which `Tables` count.
+      splits_tokens: whether each device of an MP group gates its own part of the group's tokens.
+      decides_late: whether a plan may send tokens elsewhere than the tables say, after the gate.
+      length: Sq, tokens of a sequence; 0 where that is not known.
+    """
+
+    roles: Roles
+    slots: int
+    splits_tokens: bool = True
+    decides_late: bool = False
+    length: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,53 +49,145 @@ class RouterInputs:
 
     Attributes:
       noise_key: PRNG key of this step and layer; None in evaluation, where nothing is drawn.
-      token_ids: int32 [t], global index of each token; needed with a key.
+      token_ids: int32 [t], global index of each token; needed with a key, and by `forced_balance`.
       tables: this device's `Tables` of this layer, or None: where experts are, as planned ahead.
+      replay: int32 [t, K], experts that were chosen before, to be taken again, or None.
     """
 
     noise_key: jax.Array | None = None
     token_ids: jax.Array | None = None
-    tables: Any = None
+    tables: typing.Any = None
+    replay: jax.Array | None = None
 
 
-class Router(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """How many choices a router makes, as a schedule needs to know.
+
+    Attributes:
+      lines: lines of its `Choice`: the tokens, or choices of different numbers per token.
+      top_k: choices of a line.
+      capacity: the most choices of one expert, None where nothing bounds them but the lines.
+    """
+
+    lines: int
+    top_k: int
+    capacity: int | None
+
+
+class Router(typing.Protocol):
     """See the docstring of this file."""
 
-    config: RouterConfig
+    config: typing.Any
+    state: typing.ClassVar[tuple[str, ...]]
+    """Leaves that are no parameters: they have no gradient, and `next_state` says what becomes of them."""
     draws: bool
     """Whether training takes a key."""
+    replays: typing.ClassVar[bool]
+    """Whether it can take choices that were made before."""
+
+    def leaves(self, model_dim: int) -> dict[str, tuple[int, ...]]:
+        """Return {name: shape} of what this router keeps in the model's gate beside w_gate; all start at zero."""
+        ...
 
     def choose(self, x: jax.Array, params: dict, inputs: RouterInputs) -> tuple[Choice, GateStats]:
         """Return what the tokens x [t, M] of one drop group choose, and their statistics.
 
         Args:
-          params: {'w_gate': [M, E]} and what else the router asked for.
+          params: {'w_gate': [M, E]} and the router's leaves.
         """
+        ...
+
+    def choices(self, tokens: int) -> Choices:
+        """Return how many choices `tokens` tokens that are gated together make at most."""
         ...
 
     def balance_loss(self, stats: GateStats, tokens: int) -> jax.Array:
         """Return the load-balancing loss [...] of statistics [..., E] that were summed over all `tokens` tokens."""
         ...
 
+    def next_state(self, state: dict, counts: jax.Array) -> dict:
+        """Return the leaves of `state` after an optimizer step; counts: int32 [..., E] of all its tokens."""
+        ...
+
 
 class RouterBase:
-    """Hold the configuration; balance by the loss of Switch Transformers.
+    """Hold the configuration; balance by the loss of Switch Transformers; keep no state.
 
     Attributes:
-      config: as bound.
+      config: as bound, its knobs among it; place: where it runs, None without a mesh.
+      in_groups: whether the router can choose inside groups of experts (group_limited.py).
+      replays: whether the router can take choices that were made before.
+      by_sequence: whether its balance loss can be formed over sequences.
     """
 
-    def __init__(self, config: RouterConfig):
-        """Keep the configuration.
+    state: typing.ClassVar[tuple[str, ...]] = ()
+    in_groups: typing.ClassVar[bool] = False
+    replays: typing.ClassVar[bool] = False
+    by_sequence: typing.ClassVar[bool] = False
+
+    def __init__(self, config: typing.Any, place: RouterPlace | None = None):
+        """Keep both.
 
         Raises:
-          UserError: a configuration that this router cannot serve.
+          UserError: a place in which this router cannot work.
         """
-        self.config = config
+        self.config, self.place = config, place
+        if config.router_dtype == "float64" and not jax.config.jax_enable_x64:
+            raise UserError(
+                "MoEConfig.router_dtype ('float64') needs ModelConfig.dtype = 'float64', which turns on 64 bits; set "
+                "that, or MoEConfig.router_dtype = 'float32'"
+            )
+
+    @classmethod
+    def check(cls, config: RouterOptions) -> None:
+        """Raise a UserError for a configuration that this router cannot serve."""
+        if config.expert_groups and not cls.in_groups:
+            raise UserError(
+                f"MoEConfig.expert_groups ({config.expert_groups}) works with the routers topk, group_limited and "
+                f"sigmoid_bias, not with {config.router!r}; set it to 0"
+            )
+        if config.balance_over == "sequence" and not cls.by_sequence:
+            raise UserError(
+                f"MoEConfig.balance_over ('sequence') does not go with MoEConfig.router = {config.router!r}, which has "
+                "a balance loss of its own or none; set it to 'batch'"
+            )
+        if config.record_choices and not cls.replays:
+            raise UserError(
+                f"MoEConfig.record_choices (True) needs a router whose choices can be replayed, and {config.router!r} "
+                "is none; set it to False"
+            )
 
     @property
     def draws(self) -> bool:
         return self.config.gate_noise > 0
 
+    def leaves(self, model_dim):
+        return {}
+
+    def choices(self, tokens):
+        config = self.config
+        return Choices(tokens, config.top_k, None if config.dropless else config.capacity(tokens))
+
     def balance_loss(self, stats, tokens):
+        if stats.sequence_balance is not None:
+            return stats.sequence_balance / tokens
         return balance_loss(stats.counts, stats.probability, tokens, self.config.top_k)
+
+    def next_state(self, state, counts):
+        return state
+
+
+class Unbalanced:
+    """For routers that are balanced without a loss: theirs is zero."""
+
+    def balance_loss(self, stats, tokens):
+        return jnp.zeros_like(stats.entropy)
+
+
+def need_top_k(config: RouterOptions, top_k: int, why: str) -> None:
+    """Raise a UserError unless `MoEConfig.top_k` is what the router takes."""
+    if config.top_k != top_k:
+        raise UserError(
+            f"MoEConfig.top_k ({config.top_k}) must be {top_k} with MoEConfig.router = {config.router!r}, {why}"
+        )

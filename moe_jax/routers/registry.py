@@ -1,13 +1,41 @@
-"""The routers by name. A new router is a file with a class, and its line here."""
+"""The routers that there are: each router's file declares its own, and nothing else names them.
+
+Inputs: the decorator `router` over a router's class. Outputs: `ROUTERS`, what was declared by name, and `build_router`.
+The package imports every file in its folder, so a new file is a new router (docs/adding_a_router.md).
+"""
 
 from __future__ import annotations
 
-from moe_jax.errors import UserError
-from moe_jax.routers.config import RouterConfig
-from moe_jax.routers.contract import Router, RouterInputs
-from moe_jax.routers.topk import TopK
+import dataclasses
+import typing
 
-ROUTERS: dict[str, type] = {"topk": TopK}
+from moe_jax.errors import UserError
+from moe_jax.routers.contract import Router, RouterInputs, RouterPlace
+from moe_jax.routers.options import RouterOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """What a router's file says about itself: its class, and the dataclass of the fields of `MoEConfig` it brings."""
+
+    router: type
+    knobs: type | None
+
+
+ROUTERS: dict[str, Declared] = {}
+
+Class = typing.TypeVar("Class", bound=type)
+
+
+def router(name: str, *, knobs: type | None = None) -> typing.Callable[[Class], Class]:
+    """Declare the decorated class as the router `name` of `MoEConfig.router`."""
+
+    def declare(cls: Class) -> Class:
+        assert name not in ROUTERS, f"two routers are called {name}"
+        ROUTERS[name] = Declared(cls, knobs)
+        return cls
+
+    return declare
 
 
 def routers() -> tuple[str, ...]:
@@ -15,19 +43,31 @@ def routers() -> tuple[str, ...]:
     return tuple(sorted(ROUTERS))
 
 
-def build_router(config: RouterConfig) -> Router:
-    """Return the router that `MoEConfig.router` names.
+def find(name: str) -> Declared:
+    """Return what was declared under a name.
 
     Raises:
-      UserError: an unknown name, or a configuration that this router cannot serve.
+      UserError: nothing was.
     """
-    if config.router not in ROUTERS:
-        raise UserError(f"MoEConfig.router ({config.router!r}) is unknown; choose one of {', '.join(routers())}")
-    return ROUTERS[config.router](config)
+    if name not in ROUTERS:
+        raise UserError(f"MoEConfig.router ({name!r}) is unknown; choose one of {', '.join(routers())}")
+    return ROUTERS[name]
 
 
-def choose_experts(x, w_gate, config: RouterConfig, *, noise_key=None, token_ids=None):
-    """Score all experts and choose those of each token, by the router that the config names.
+def build_router(config: RouterOptions, place: RouterPlace | None = None) -> Router:
+    """Return the router that `MoEConfig.router` names.
+
+    Args:
+      place: where it runs; None is one device without a mesh.
+
+    Raises:
+      UserError: a place in which this router cannot work.
+    """
+    return find(config.router).router(config, place)
+
+
+def choose_experts(x, w_gate, config: RouterOptions, *, noise_key=None, token_ids=None):
+    """Score all experts and choose those of each token, by a router that needs no more than a gate weight.
 
     Computed in promote(x.dtype, float32), so a float64 run stays float64.
 

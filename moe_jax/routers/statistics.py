@@ -27,7 +27,12 @@ class GateStats:
       probability: float [E], sum of the tokens' softmax probabilities.
       squared_logsumexp: float [], sum of logsumexp(logits) ** 2.
       entropy: float [], sum of the entropies of the tokens' softmax, in nats.
-      dropped: int32 [], choices dropped by capacity.
+      dropped: int32 [], choices dropped by capacity, or not drawn by `gshard`.
+      first_counts: int32 [E], of first choices alone; None where the router does not need them.
+      completed: int32 [], tokens that `base` placed after its auction had ended; None for every other router.
+      sequence_balance: float [], sum over sequences of their tokens times their load-balancing loss; None unless
+        `MoEConfig.balance_over` is 'sequence'.
+      choices: int32 [t, K], of the tokens that this device owns; None unless they are recorded.
     """
 
     counts: jax.Array
@@ -35,6 +40,31 @@ class GateStats:
     squared_logsumexp: jax.Array
     entropy: jax.Array
     dropped: jax.Array
+    first_counts: jax.Array | None = None
+    completed: jax.Array | None = None
+    sequence_balance: jax.Array | None = None
+    choices: jax.Array | None = None
+
+    @property
+    def sums(self) -> GateStats:
+        """What is summed over the devices of a group: all but what each device owns."""
+        return dataclasses.replace(self, counts=None, choices=None)
+
+
+def statistics_of(choice: Choice, probs, log_probs, log_z) -> GateStats:
+    """Return the statistics of one drop group.
+
+    Args:
+      choice: its choices; probs, log_probs: float [t, E], softmax probabilities and their logarithms; log_z: float [t],
+        logsumexp of the logits.
+    """
+    return GateStats(
+        counts=count_experts(choice.expert_ids, probs.shape[-1]),
+        probability=jnp.sum(probs, axis=0),
+        squared_logsumexp=jnp.sum(jnp.square(log_z)),
+        entropy=-jnp.sum(probs * log_probs),
+        dropped=jnp.sum(~choice.keep_mask, dtype=jnp.int32),
+    )
 
 
 def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]) -> GateStats:
@@ -47,11 +77,10 @@ def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]
     if not model:
         return stats
     if varying_axes(x) & frozenset(model):
-        sums = (stats.probability, stats.squared_logsumexp, stats.entropy, stats.dropped)
-        probability, squared, entropy, dropped = lax.psum(sums, model)
-        return GateStats(stats.counts, probability, squared, entropy, dropped)
+        return dataclasses.replace(lax.psum(stats.sums, model), counts=stats.counts, choices=stats.choices)
     owned = own_part(choice.expert_ids, model)
-    return dataclasses.replace(stats, counts=count_experts(owned, stats.counts.shape[0]))
+    choices = None if stats.choices is None else owned
+    return dataclasses.replace(stats, counts=count_experts(owned, stats.counts.shape[0]), choices=choices)
 
 
 def count_experts(expert_ids, num_experts):
@@ -74,6 +103,19 @@ def balance_loss(counts, probability, tokens, top_k):
     num_experts = counts.shape[-1]
     fraction = counts.astype(probability.dtype) / (top_k * tokens)
     return num_experts * jnp.sum(lax.stop_gradient(fraction) * (probability / tokens), axis=-1)
+
+
+def sequence_balance(expert_ids, probs, length: int):
+    """Return float [], the sum over sequences of `length` times `balance_loss` of each one's tokens alone.
+
+    Args:
+      expert_ids: int32 [t, K] and probs: float [t, E], of whole sequences one after the other.
+    """
+    top_k, num_experts = expert_ids.shape[1], probs.shape[1]
+    ids = expert_ids.reshape(-1, length * top_k, 1)
+    counts = jnp.sum(ids == jnp.arange(num_experts, dtype=ids.dtype)[None, None], axis=1, dtype=jnp.int32)
+    probability = jnp.sum(probs.reshape(-1, length, num_experts), axis=1)
+    return jnp.sum(balance_loss(counts, probability, length, top_k)) * length
 
 
 def z_loss(squared_logsumexp, tokens):

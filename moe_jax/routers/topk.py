@@ -1,44 +1,81 @@
 """`topk`: the K experts with the highest softmax probability.
 
 Inputs: tokens [t, M] and w_gate [M, E]. Outputs: `Choice` and `GateStats`. Ties go to the lowest expert id. Source:
-DeepSpeed-MoE's top-k gate; with K = 1 and weights not renormalised, Switch Transformers'.
+DeepSpeed-MoE's top-k gate. Routers that differ in noise or weights only are subclasses (`switch.py`, `noisy_topk.py`,
+`forced_balance.py`).
 Letters: docs/notation.md.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.dispatch.route import Choice
+from moe_jax.errors import UserError
 from moe_jax.routers.capacity import keep_within_capacity
 from moe_jax.routers.contract import RouterBase, RouterInputs
+from moe_jax.routers.group_limited import best_score, within_groups
+from moe_jax.routers.registry import router
 from moe_jax.routers.scores import gate_logits, gate_noise
-from moe_jax.routers.statistics import GateStats, count_experts
+from moe_jax.routers.statistics import sequence_balance, statistics_of
 
 
+@router("topk")
 class TopK(RouterBase):
-    """Score all experts and choose the K best of each token."""
+    """Score all experts and choose the K best of each token, among all or inside its groups."""
+
+    in_groups = True
+    replays = True
+    by_sequence = True
 
     def choose(self, x, params, inputs: RouterInputs):
         config = self.config
-        logits = gate_logits(x, params["w_gate"])
-        noisy = logits
-        if config.gate_noise > 0 and inputs.noise_key is not None:
-            noise = gate_noise(inputs.noise_key, inputs.token_ids, config.num_experts, logits.dtype)
-            noisy = logits + config.gate_noise * noise
+        logits = gate_logits(x, params["w_gate"], config.router_dtype)
+        noisy = self.with_noise(logits, x, params, inputs)
         log_z = jax.scipy.special.logsumexp(logits, axis=-1)
         probs = jax.nn.softmax(noisy, axis=-1)
-        weights, expert_ids = tuple(lax.top_k(probs, config.top_k))
+        weights, expert_ids = self.pick(probs, inputs)
         keep_mask = keep_within_capacity(expert_ids, weights, config)
-        if config.renormalize:
+        choice = Choice(expert_ids=expert_ids, weights=self.weigh(weights), keep_mask=keep_mask)
+        return choice, self.statistics(choice, probs, jax.nn.log_softmax(noisy, axis=-1), log_z)
+
+    def statistics(self, choice: Choice, probs, log_probs, log_z):
+        """Return what `statistics_of` does, with what a balance loss over sequences needs."""
+        stats = statistics_of(choice, probs, log_probs, log_z)
+        if self.config.balance_over == "batch":
+            return stats
+        tokens, length = probs.shape[0], 0 if self.place is None else self.place.length
+        if not length or tokens % length:
+            raise UserError(
+                f"MoEConfig.balance_over ('sequence') needs whole sequences on a device, and it gates {tokens} tokens "
+                f"of sequences of {length or 'unknown length'}; set it to 'batch', or raise train.batch_size"
+            )
+        return dataclasses.replace(stats, sequence_balance=sequence_balance(choice.expert_ids, probs, length))
+
+    def with_noise(self, logits, x, params, inputs: RouterInputs):
+        """Return the logits [t, E] by which experts are chosen."""
+        if self.config.gate_noise == 0 or inputs.noise_key is None:
+            return logits
+        noise = gate_noise(inputs.noise_key, inputs.token_ids, self.config.num_experts, logits.dtype)
+        return logits + self.config.gate_noise * noise
+
+    def pick(self, probs, inputs: RouterInputs):
+        """Return the probabilities [t, K] of the chosen experts, and their ids int32 [t, K]."""
+        config = self.config
+        if inputs.replay is not None:
+            return jnp.take_along_axis(probs, inputs.replay, axis=-1), inputs.replay
+        if config.expert_groups:
+            open_groups = within_groups(lax.stop_gradient(probs), config, best_score)
+            _, expert_ids = lax.top_k(jnp.where(open_groups, lax.stop_gradient(probs), -jnp.inf), config.top_k)
+            return jnp.take_along_axis(probs, expert_ids, axis=-1), expert_ids
+        return tuple(lax.top_k(probs, config.top_k))
+
+    def weigh(self, weights):
+        """Return the factors [t, K] of the experts' outputs, from the chosen probabilities."""
+        if self.config.renormalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        stats = GateStats(
-            counts=count_experts(expert_ids, config.num_experts),
-            probability=jnp.sum(probs, axis=0),
-            squared_logsumexp=jnp.sum(jnp.square(log_z)),
-            entropy=-jnp.sum(probs * jax.nn.log_softmax(noisy, axis=-1)),
-            dropped=jnp.sum(~keep_mask, dtype=jnp.int32),
-        )
-        return Choice(expert_ids=expert_ids, weights=weights, keep_mask=keep_mask), stats
+        return weights if self.config.routed_scale == 1 else self.config.routed_scale * weights
