@@ -12,6 +12,7 @@ import math
 
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.config import MoEConfig
+from moe_jax.routers import build_router
 
 GROUPS: tuple[str, ...] = (
     "embedding",
@@ -120,6 +121,8 @@ def leaf_sizes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> list[Lea
         leaves += _attention((*units, "dense_attention"), config) + _feed_forward((*units, "dense"), config)
     leaves += _attention((*units, "attention"), config) + _norm((*units, "gate"), (layers,), dim)
     leaves.append(LeafSize((*units, "gate", "w_gate"), (layers, dim, moe.num_experts), "gate"))
+    for name, shape in build_router(moe).leaves(dim).items():
+        leaves.append(LeafSize((*units, "gate", name), (layers, *shape), "gate" if len(shape) > 1 else "bias"))
     leaves += _shared_experts((*units, "shared"), config, moe)
     leaves += _norm(("dense",), (), dim)
     slots = layers * moe.num_experts

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax.dispatch.route import record
@@ -31,11 +32,25 @@ class Batch:
       inputs: int32 [B, Sq] token ids.
       targets: int32 [B, Sq].
       weights: float [B, Sq], 1 on a target token, else 0 (BERT: the masked ones; padding: 0).
+      choices: int32 [B, Sq, L, K], experts that each token takes in each MoE layer instead of choosing (`by_token` of
+        what was recorded); None lets the routers choose.
     """
 
     inputs: jax.Array
     targets: jax.Array
     weights: jax.Array
+    choices: jax.Array | None = None
+
+
+def by_token(choices, batch_size: int):
+    """Return recorded choices [L, N, K] as `Batch.choices` [B, Sq, L, K]."""
+    layers, tokens, top_k = choices.shape
+    return jnp.moveaxis(choices, 0, 1).reshape(batch_size, tokens // batch_size, layers, top_k)
+
+
+def by_layer(choices):
+    """Return `Batch.choices` [b, Sq, L, K] as int32 [L, t, K]."""
+    return jnp.moveaxis(choices.reshape(-1, *choices.shape[2:]), 1, 0)
 
 
 @record
@@ -51,6 +66,8 @@ class StepStats:
       dropped: int32 [L], choices that a capacity dropped.
       passes: int32 [L], passes that each MoE layer took; 1 without overflow.
       kl: float [], KL(teacher || student) per target token, in nats; None without a teacher.
+      completed: int32 [L], tokens that the router `base` placed after its auction; None for every other router.
+      choices: int32 [L, N, K], every token's experts in the order of the batch, by MoEConfig.record_choices; else None.
     """
 
     cross_entropy: jax.Array
@@ -61,6 +78,8 @@ class StepStats:
     dropped: jax.Array
     passes: jax.Array
     kl: jax.Array | None = None
+    completed: jax.Array | None = None
+    choices: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)

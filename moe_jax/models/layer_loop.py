@@ -27,6 +27,7 @@ from moe_jax.models.transformer import Unit
 from moe_jax.moe.layer import make_moe
 from moe_jax.moe.replicas import fetch_in_turn
 from moe_jax.placement import PlanShape
+from moe_jax.routers import build_router
 from moe_jax.schedules import schedule_record, schedules
 
 
@@ -34,7 +35,9 @@ def make_layer_loop(
     model: LanguageModel, layout: Layout, tokens: int, training: bool, plan: PlanShape | None, bank_store: Callable,
     group: ModelGroup,
 ) -> Callable:  # fmt: skip
-    """Return loop(x, units, bank, grad_sink, tables, token_ids, key) -> (x, GateStats [L, ...], passes int32 [L]).
+    """Return loop(x, units, bank, grad_sink, tables, token_ids, key, replay) -> (x, GateStats, passes int32 [L]).
+
+    GateStats are [L, ...]; `replay` is int32 [L, t, K], choices of before to be taken again, or None.
 
     Args:
       model, layout: the model, and the layout of its parameters.
@@ -50,18 +53,18 @@ def make_layer_loop(
     config, roles = model.config, model.roles
     graph = nnx.split(nnx.eval_shape(lambda: Unit(config, model.moe, nnx.Rngs(0))))[0]
     parts, gather = roles.size(roles.dense), layout.gather["units"]
-    noisy = training and model.moe.gate_noise > 0
+    noisy = training and build_router(model.moe).draws
 
     if config.prefetch != "none":
         return _make_prefetcher(model, layout, graph, tokens, noisy, plan, group)
-    moe = make_moe(model.moe, roles, tokens, config.activation, plan, group.split)
+    moe = make_moe(model.moe, roles, tokens, config.activation, plan, group.split, tokens // group.rows)
 
     def whole_unit(params):
         return gather_tree(params, gather, roles.dense, parts)
 
-    def loop(x, units, bank, grad_sink, tables, token_ids, key):
+    def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None):
         def body(x, inputs):
-            unit_params, layer_grad_sink, layer_tables, layer = inputs
+            unit_params, layer_grad_sink, layer_tables, layer, choices = inputs
             noise_key = jax.random.fold_in(key, layer) if noisy else None
             x, params, layer_grad_sink, replicas = fetch_in_turn(
                 x, unit_params, whole_unit, bank, layer_grad_sink, layer_tables, plan, roles.expert
@@ -72,13 +75,14 @@ def make_layer_loop(
                 normed, beside = unit.enter_moe(x, group)
                 weights, gathered_grad_sink, here = bank_store(bank, layer_grad_sink, layer_tables)
                 y, stats, passes = moe(
-                    normed, token_ids, unit.gate.w_gate[...], weights, gathered_grad_sink, here, noise_key, replicas
-                )
+                    normed, token_ids, unit.gate.router_params(), weights, gathered_grad_sink, here, noise_key,
+                    replicas, choices,
+                )  # fmt: skip
                 y = add_shared(y, *beside)
             return x + y.reshape(x.shape), (stats, passes)
 
         body = checkpointed(body, config.remat)
-        inputs = (units, grad_sink, tables, jnp.arange(config.moe_layers, dtype=jnp.int32))
+        inputs = (units, grad_sink, tables, jnp.arange(config.moe_layers, dtype=jnp.int32), replay)
         if config.stack == "scan":
             x, (stats, passes) = lax.scan(body, x, inputs)
             return x, stats, passes
@@ -140,7 +144,7 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
         stages=Stages(
             attend=attend,
             enter_moe=enter_moe,
-            moe=make_moe(model.moe, roles, tokens, config.activation, plan, group.split),
+            moe=make_moe(model.moe, roles, tokens, config.activation, plan, group.split, tokens // group.rows),
             checkpoint=lambda function: checkpointed(function, config.remat),
             # the schedule's window `recompute` runs these stages again, so no checkpoint does
             moe_checkpoint=lambda function: checkpointed(function, "none" if recompute else config.remat),
@@ -153,7 +157,12 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
         noisy=noisy,
     )
 
-    def loop(x, units, bank, grad_sink, tables, token_ids, key):
+    def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None):
+        if replay is not None:
+            raise UserError(
+                f"Batch.choices cannot be replayed with ModelConfig.prefetch = {config.prefetch!r}; set "
+                "ModelConfig.prefetch = 'none'"
+            )
         mix, gate = of_moe(units)
         bank = cast_varying(bank, roles.all)  # as rows vary: a cast inside a stage would be saved for its backward
         return prefetcher(x, (mix, gate), grad_sink, Constants(bank, tables, token_ids, key))

@@ -26,13 +26,13 @@ from moe_jax.errors import UserError
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.distillation import Teacher, chunked_distillation
-from moe_jax.models.language_model import Batch, LanguageModel, Layout, StepStats
+from moe_jax.models.language_model import Batch, LanguageModel, Layout, StepStats, by_layer
 from moe_jax.models.layer_loop import make_layer_loop
 from moe_jax.models.model_group import check_sequence_parallel, make_model_group
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.placement import PlanShape
-from moe_jax.routers import balance_loss, z_loss
+from moe_jax.routers import build_router, z_loss
 from moe_jax.schedules.contract import MOST_ROWS
 
 
@@ -82,13 +82,15 @@ def make_loss(
     stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches, plan, teacher)
     rows = P(roles.dense)
     frozen_specs = () if teacher is None else _frozen_specs(teacher)
-    stats_specs = StepStats(P(), P(), P(), P(None, roles.expert), P(), P(), P(), None if teacher is None else P())
+    stats_specs = StepStats(
+        P(), P(), P(), P(None, roles.expert), P(), P(), P(), P(), P(), P(None, roles.dense + roles.model)
+    )
     sharded = jax.shard_map(
         stack,
         mesh=roles.mesh,
         in_specs=(
-            layout.params["dense"], layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows), P(roles.expert),
-            P(), P(), P(), *frozen_specs,
+            layout.params["dense"], layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows, rows),
+            P(roles.expert), P(), P(), P(), *frozen_specs,
         ),
         out_specs=(P(), stats_specs),
     )  # fmt: skip
@@ -143,13 +145,14 @@ def _make_stack(
     """Return the body of the shard_map: all that one device computes on its `rows` sequences."""
     config, moe_config, roles = model.config, model.moe, model.roles
     tokens = rows * length
-    parts = roles.size(roles.dense)
+    parts, router = roles.size(roles.dense), build_router(moe_config)
     trunk = _make_trunk(model, layout, rows, length, training, plan)
     if teacher is not None:
         teacher_trunk = _make_trunk(teacher.model, teacher.layout, rows, length, False, None)
 
     def stack(dense, bank, grad_sink, batch, tables, key, first_row, normalizer, *frozen):
-        x, table, gate_stats, passes = trunk(dense, bank, grad_sink, batch.inputs, tables, key, first_row)
+        replay = None if batch.choices is None else by_layer(batch.choices)
+        x, table, gate_stats, passes = trunk(dense, bank, grad_sink, batch.inputs, tables, key, first_row, replay)
         targets, weights = (own_part(array.reshape(-1), roles.model) for array in (batch.targets, batch.weights))
         rows = targets, weights, config.loss_chunk
         if teacher is None:
@@ -169,14 +172,12 @@ def _make_stack(
 
     def _finish(cross_entropy, kl, gate_stats, passes):
         global_tokens = tokens * parts
-        probability, squared, entropy, dropped = lax.psum(
-            (gate_stats.probability, gate_stats.squared_logsumexp, gate_stats.entropy, gate_stats.dropped), roles.dense
-        )
+        sums = lax.psum(gate_stats.sums, roles.dense)
         inside = tuple(axis for axis in roles.all if axis not in roles.expert)
         counts = lax.psum(gate_stats.counts, inside) if inside else gate_stats.counts
         total = lax.psum(gate_stats.counts, roles.all)
-        aux = balance_loss(total, probability, global_tokens, moe_config.top_k)
-        z = z_loss(squared, global_tokens)
+        aux = router.balance_loss(dataclasses.replace(sums, counts=total), global_tokens)
+        z = z_loss(sums.squared_logsumexp, global_tokens)
         gate_loss = jnp.sum(moe_config.aux_loss_weight * aux + moe_config.z_loss_weight * z)
         token_loss = cross_entropy if teacher is None else cross_entropy + teacher.alpha * kl
         loss = token_loss + gate_loss / microbatches
@@ -185,10 +186,12 @@ def _make_stack(
             aux_loss=jnp.mean(aux),
             z_loss=jnp.mean(z),
             loads=counts[:, None],
-            gate_entropy=entropy / global_tokens,
-            dropped=dropped,
+            gate_entropy=sums.entropy / global_tokens,
+            dropped=sums.dropped,
             passes=passes,
             kl=kl,
+            completed=sums.completed,
+            choices=gate_stats.choices,
         )
         return loss, stats
 
@@ -198,10 +201,11 @@ def _make_stack(
 def _make_trunk(
     model: LanguageModel, layout: Layout, rows: int, length: int, training: bool, plan: PlanShape | None
 ):  # fmt: skip
-    """Return trunk(dense, bank, grad_sink, inputs, tables, key, first_row) -> (x, table, GateStats [L, ...], passes).
+    """Return trunk(dense, bank, grad_sink, inputs, tables, key, first_row, replay) -> (x, table, GateStats, passes).
 
     It is all of the model but the loss: x [t, M] are the last norm's results for the tokens of the MP group that this
-    device takes to the loss, t of them, and table [V, M] gives their logits.
+    device takes to the loss, t of them, and table [V, M] gives their logits. GateStats are [L, ...]; replay: int32
+    [L, t, K], choices of before to be taken again, or None.
     """
     config, roles = model.config, model.roles
     dtype = jnp.dtype(config.dtype)
@@ -212,7 +216,7 @@ def _make_trunk(
     group = make_model_group(roles, rows, config.sequence_parallel)
     layer_loop = make_layer_loop(model, layout, tokens, training, plan, bank_store, group)
 
-    def trunk(dense, bank, grad_sink, inputs, tables, key, first_row):
+    def trunk(dense, bank, grad_sink, inputs, tables, key, first_row, replay=None):
         device = lax.axis_index(roles.dense)
         token_ids = (first_row + device * rows) * length + jnp.arange(tokens, dtype=jnp.int32)
         tables = local(tables)
@@ -226,7 +230,7 @@ def _make_trunk(
 
         units = nnx.merge(transformer, {**outer, "units": dense["units"]})
         x = units.embedding(inputs, dtype, group)
-        x, gate_stats, passes = layer_loop(x, dense["units"], bank, grad_sink, tables, token_ids, key)
+        x, gate_stats, passes = layer_loop(x, dense["units"], bank, grad_sink, tables, token_ids, key, replay)
         with jax.named_scope("loss"):
             # each device of an MP group takes its part of the group's tokens
             x = x if group.split else own_part(x.reshape(tokens, -1), roles.model)

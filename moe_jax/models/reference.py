@@ -7,6 +7,8 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -49,7 +51,7 @@ def feed_forward(x, p):
     return hidden @ p["w_out"] + p["out_bias"][None, None]
 
 
-def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1):
+def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None):
     """Return (log probabilities [B, Sq, V], weighted gate losses [], loads int32 [L, E]); arguments as below."""
     dense = params["dense"]
     x = dense["embedding"]["tokens"][inputs]
@@ -65,6 +67,7 @@ def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, 
         h = layer_norm(x, p["gate"]["norm"]).reshape(-1, x.shape[-1])
         experts = {name: value[layer] for name, value in params["experts"].items()}
         layer_noise = None if noise is None else noise[layer]
+        here = None if route is None else functools.partial(route, layer, p["gate"])
         y, balance, z, counts = reference_moe(
             h,
             p["gate"]["w_gate"],
@@ -73,6 +76,7 @@ def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, 
             noise=layer_noise,
             drop_groups=drop_groups,
             shared=p.get("shared"),
+            route=here,
         )
         x = x + y.reshape(x.shape)
         gate_loss = gate_loss + moe.aux_loss_weight * balance + moe.z_loss_weight * z
@@ -81,7 +85,9 @@ def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, 
     return jax.nn.log_softmax(x @ dense["embedding"]["tokens"].T, -1), gate_loss, jnp.stack(loads)
 
 
-def reference_loss(params, inputs, targets, weights, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1):
+def reference_loss(
+    params, inputs, targets, weights, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None
+):
     """Return the loss that the real model must reproduce.
 
     Args:
@@ -90,11 +96,15 @@ def reference_loss(params, inputs, targets, weights, config: ModelConfig, moe: M
       config, moe: the model.
       noise: list of L arrays [B Sq, E] of standard normal noise, or None.
       drop_groups: in capacity mode, groups of consecutive tokens that are gated each on their own.
+      route: of another router than `topk`: function (layer, gate's parameters, tokens [N, M]) -> what `reference_moe`
+        takes from its `route`.
 
     Returns:
       loss [], with (cross-entropy [], loads int32 [L, E]) beside it.
     """
-    log_probs, gate_loss, loads = reference_log_probs(params, inputs, config, moe, noise=noise, drop_groups=drop_groups)
+    log_probs, gate_loss, loads = reference_log_probs(
+        params, inputs, config, moe, noise=noise, drop_groups=drop_groups, route=route
+    )
     picked = jnp.take_along_axis(log_probs, targets[..., None], -1)[..., 0]
     cross_entropy = -jnp.sum(picked * weights) / jnp.sum(weights)
     return cross_entropy + gate_loss, (cross_entropy, loads)

@@ -78,11 +78,12 @@ class Stages:
 
         def run(a, gate, home_sink):
             tokens, beside = self.enter_moe(inputs.mix, gate, a)
+            router_params = {name: leaf for name, leaf in gate["gate"].items() if name != "norm"}
             schedule = self.moe.schedule_of(tokens)
             routed, stats, _, late = self.moe.route(
                 tokens,
                 inputs.token_ids,
-                gate["gate"]["w_gate"],
+                router_params,
                 inputs.bank,
                 home_sink,
                 inputs.tables,

@@ -21,6 +21,7 @@ from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.param_dtype_gradients import add_bias, in_dtype, project
 from moe_jax.models.shared_experts import SharedExperts
 from moe_jax.moe.config import MoEConfig
+from moe_jax.routers import build_router
 
 
 def normal(key, shape, scale, dtype):
@@ -134,12 +135,20 @@ def _times_each(h, *weights):
 
 
 class Gate(nnx.Module):
-    """Norm and gate weight of one MoE layer; its experts are in the bank."""
+    """Norm, gate weight and what else its router keeps of one MoE layer; the experts are in the bank."""
 
-    def __init__(self, config: ModelConfig, num_experts: int, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
         self.norm = LayerNorm(config.model_dim, config.param_dtype)
-        shape = (config.model_dim, num_experts)
+        shape = (config.model_dim, moe.num_experts)
         self.w_gate = nnx.Param(normal(rngs.params(), shape, config.model_dim**-0.5, config.param_dtype))
+        leaves = build_router(moe).leaves(config.model_dim)
+        for name, shape in leaves.items():
+            setattr(self, name, nnx.Param(jnp.zeros(shape, config.param_dtype)))
+        self.names = ("w_gate", *leaves)
+
+    def router_params(self) -> dict:
+        """Return what the router reads, {'w_gate': [M, E], ...}."""
+        return {name: getattr(self, name)[...] for name in self.names}
 
 
 class Unit(nnx.Module):
@@ -153,7 +162,7 @@ class Unit(nnx.Module):
             self.dense_attention = Attention(config, rngs)
             self.dense = FeedForward(config, rngs)
         self.attention = Attention(config, rngs)
-        self.gate = Gate(config, moe.num_experts, rngs)
+        self.gate = Gate(config, moe, rngs)
         if moe.shared_experts:
             self.shared = SharedExperts(config, moe, rngs)
         self.has_dense, self.has_shared = config.moe_every == 2, moe.shared_experts > 0

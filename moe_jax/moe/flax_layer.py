@@ -6,6 +6,7 @@ the `shard_map`; inside is `make_moe`. Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -22,7 +23,7 @@ from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.layer import check_hidden_dim, init_bank, init_expert, layer_sizes, make_moe
-from moe_jax.routers import balance_loss, z_loss
+from moe_jax.routers import build_router, z_loss
 
 
 class MoELayer(nnx.Module):
@@ -34,6 +35,7 @@ class MoELayer(nnx.Module):
 
     Attributes:
       w_gate: [M, E] parameter.
+      router_leaves: {name: [...]} parameters that the router keeps beside it; empty for most.
       bank: {name: [E, ...]} parameters, experts in order, sharded over the mesh's expert axis.
       shared: {name: [M, Fs] or [Fs, M]}, of the shared experts together, and w_mix [M, 2] where their mix is learned;
         empty without any.
@@ -79,6 +81,8 @@ class MoELayer(nnx.Module):
         self.config, self.roles, self.activation = config, roles, activation
         scale = model_dim**-0.5
         self.w_gate = nnx.Param(scale * jax.random.normal(rngs.params(), (model_dim, config.num_experts), dtype))
+        leaves = build_router(config).leaves(model_dim)
+        self.router_leaves = nnx.Dict({name: nnx.Param(jnp.zeros(shape, dtype)) for name, shape in leaves.items()})
         shared = config.shared_ffn_dim(hidden_dim)
         values = init_expert(rngs.params(), model_dim, shared, activation, dtype) if shared else {}
         if config.residual == "learned":
@@ -111,7 +115,8 @@ class MoELayer(nnx.Module):
         bank, grad_sink = with_grad_sink({name: self.bank[name][...] for name in self.bank})
         token_ids = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         apply = _make_global_moe(config, roles, tokens.shape[0], self.activation)
-        y, loss, loads = apply(tokens, token_ids, self.w_gate[...], bank, grad_sink, noise_key)
+        gate = {"w_gate": self.w_gate[...], **{name: self.router_leaves[name][...] for name in self.router_leaves}}
+        y, loss, loads = apply(tokens, token_ids, gate, bank, grad_sink, noise_key)
         if self.config.shared_experts:
             y = self._with_shared(tokens, y)
         return y.reshape(x.shape), loss, loads
@@ -135,15 +140,16 @@ def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: s
     tables = even_tables(1, config.num_experts, roles.size(roles.expert))
     inside = tuple(axis for axis in roles.all if axis not in roles.expert)
 
-    def body(x, token_ids, w_gate, bank, grad_sink, noise_key, tables):
+    def body(x, token_ids, gate, bank, grad_sink, noise_key, tables):
         tables = local(tables)  # of one layer
         grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
-        y, stats, _ = apply(x, token_ids, w_gate, bank, grad_sink, layer, noise_key)
-        probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
+        y, stats, _ = apply(x, token_ids, gate, bank, grad_sink, layer, noise_key)
+        sums = lax.psum(stats.sums, roles.dense)
         per_source = lax.psum(stats.counts, inside) if inside else stats.counts
-        balance = balance_loss(lax.psum(stats.counts, roles.all), probability, tokens, config.top_k)
-        loss = config.aux_loss_weight * balance + config.z_loss_weight * z_loss(squared, tokens)
+        sums = dataclasses.replace(sums, counts=lax.psum(stats.counts, roles.all))
+        balance = build_router(config).balance_loss(sums, tokens)
+        loss = config.aux_loss_weight * balance + config.z_loss_weight * z_loss(sums.squared_logsumexp, tokens)
         return y, loss, per_source[None]
 
     rows, by_expert = P(roles.dense), P(roles.expert)

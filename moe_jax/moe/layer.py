@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from moe_jax.collectives.ordering import wait_for
+from moe_jax.dispatch import from_lines, to_lines
 from moe_jax.errors import UserError
 from moe_jax.grouped_matmul import GroupedWeights, default_implementation, implementations
 from moe_jax.mesh.roles import Roles
@@ -25,8 +26,8 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.decide import in_turn_with_late, late_after_tokens, make_decide
 from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.placement import PlanShape
-from moe_jax.routers import GateStats, choose_experts, share_statistics
-from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule
+from moe_jax.routers import GateStats, Router, RouterInputs, RouterPlace, build_router, share_statistics
+from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule, schedule_record
 from moe_jax.schedules.contract import Chooser, Routed, Schedule
 from moe_jax.schedules.passes import add_later_passes
 
@@ -70,6 +71,7 @@ class MoE:
 
     Attributes:
       config, roles, activation: as `make_moe` takes them.
+      router: which experts each token takes.
       chooser: the schedule, or a choice of several by the bytes of a row.
       decide: what `make_decide` returns; late: it may fetch replicas after the gate.
       find_implementation: what `grouped_matmul_finder` returns.
@@ -78,26 +80,29 @@ class MoE:
     config: MoEConfig
     roles: Roles
     activation: str
+    router: Router
     chooser: Chooser
     decide: Callable
     late: bool
     find_implementation: Callable
 
-    def __call__(self, x, token_ids, w_gate, bank, grad_sink, tables, noise_key=None, replicas=()):
+    def __call__(self, x, token_ids, gate, bank, grad_sink, tables, noise_key=None, replicas=(), replay=None):
         """Run the layer on tokens x [t, M].
 
         Args:
-          x: float [t, M]; token_ids: int32 [t]; w_gate: [M, E].
+          x: float [t, M]; token_ids: int32 [t].
+          gate: w_gate [M, E], or {'w_gate': [M, E], ...} for a router that keeps more.
           bank: {name: [Rb, ...]}; grad_sink: {name: [Hs, ...]}; tables: `Tables` of this layer.
           noise_key: PRNG key, or None for no noise.
           replicas: what `fetch_replicas` returned.
+          replay: int32 [t, K], choices of before to be taken again, or None.
 
         Returns:
           (y [t, M], GateStats, passes int32 []).
         """
         schedule = self.schedule_of(x)
         routed, stats, grad_sink, replicas = self.route(
-            x, token_ids, w_gate, bank, grad_sink, tables, noise_key, replicas
+            x, token_ids, gate, bank, grad_sink, tables, noise_key, replicas, replay
         )
         experts = functools.partial(self.experts, weights=ExpertWeights(bank, grad_sink, tables.home_row, replicas))
         y = schedule.run_pass(routed, 0, experts)  # dispatch, experts, combine
@@ -106,7 +111,7 @@ class MoE:
         stats = jax.tree.map(lambda leaf: wait_for(leaf, routed.passes, y), stats)
         return y, stats, wait_for(routed.passes, routed.passes, y)
 
-    def route(self, x, token_ids, w_gate, bank, grad_sink, tables, noise_key=None, replicas=()):
+    def route(self, x, token_ids, gate, bank, grad_sink, tables, noise_key=None, replicas=(), replay=None):
         """Run what precedes the dispatch: enter, gate, decide, route; arguments as in a call.
 
         Returns:
@@ -114,18 +119,35 @@ class MoE:
           their gradients leave through the cotangent of that grad_sink.
         """
         schedule = self.schedule_of(x)
-        tokens, ids = schedule.enter(x, token_ids)
+        tokens, ids, replay = self.enter(schedule, x, token_ids, replay)
         gated = tokens
         if self.late:
-            gated, w_gate, grad_sink = in_turn_with_late(gated, w_gate, grad_sink, tables)
+            gated, gate, grad_sink = in_turn_with_late(gated, gate, grad_sink, tables)
         with jax.named_scope("gate"):
-            choice, stats = run_gate(
-                gated, ids, w_gate=w_gate, config=self.config, noise_key=noise_key, model=self.roles.model
-            )
+            params = gate if isinstance(gate, dict) else {"w_gate": gate}
+            choice, stats = self.router.choose(gated, params, RouterInputs(noise_key, ids, tables, replay))
+            if self.config.record_choices:
+                stats = dataclasses.replace(stats, choices=choice.expert_ids)
+            stats = share_statistics(stats, choice, gated, self.roles.model)
         tables, replicas = self.decide(stats, bank, grad_sink, tables, replicas)
         if self.late:
             tokens, replicas = late_after_tokens(tokens, replicas, tables)
-        return schedule.route(tokens, choice, tables), stats, grad_sink, replicas
+        rows, lines = to_lines(tokens, choice)
+        routed = schedule.route(rows, choice, tables)
+        routed = routed if lines is None else dataclasses.replace(routed, lines=lines)
+        return routed, stats, grad_sink, replicas
+
+    def enter(self, schedule: Schedule, x, token_ids, replay):
+        """Return (tokens, their ids, their choices of before or None) that this device gates."""
+        if replay is None:
+            return *schedule.enter(x, token_ids), None
+        if not self.router.replays:
+            raise UserError(
+                f"Batch.choices cannot be replayed by MoEConfig.router = {self.config.router!r}; leave them out, or "
+                "set MoEConfig.router = 'topk' or 'sigmoid_bias'"
+            )
+        tokens, both = schedule.enter(x, jnp.concatenate([token_ids[:, None], replay], axis=1))
+        return tokens, both[:, 0], both[:, 1:]
 
     def experts(self, rows, group_sizes, weights: ExpertWeights):
         """Apply the experts to rows [R, M] in group order."""
@@ -142,7 +164,7 @@ class MoE:
             return schedule.run_pass(routed, index, experts)
 
         y = add_later_passes(y, one_pass, routed.passes, schedule.most_passes, before=lax.stop_gradient(stats))
-        return schedule.leave(y)
+        return schedule.leave(from_lines(schedule.collect(y), routed.lines))
 
     def schedule_of(self, rows) -> Schedule:
         """Return the schedule for rows [..., M] like these."""
@@ -151,7 +173,7 @@ class MoE:
 
 def make_moe(
     config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: PlanShape | None = None,
-    split_tokens: bool = False,
+    split_tokens: bool = False, length: int = 0,
 ) -> MoE:  # fmt: skip
     """Return the layer as a function of this device's tokens; see `MoE`.
 
@@ -162,6 +184,7 @@ def make_moe(
       activation: 'gelu' or 'swiglu'.
       plan: sizes of the placements to come; None is an even one without replicas.
       split_tokens: x and y are this device's part [t / N_MP, M] of the MP group's tokens, instead of replicated.
+      length: Sq, tokens of a sequence; 0 where that is not known.
 
     Raises:
       UserError: as `make_schedule` does, or an unknown grouped matmul.
@@ -170,17 +193,12 @@ def make_moe(
         config=config,
         roles=roles,
         activation=activation,
+        router=build_router(config, router_place(config, roles, plan, length)),
         chooser=make_schedule(config, roles, tokens, plan, split_tokens),
         decide=make_decide(roles, plan),
         late=plan is not None and plan.late is not None,
         find_implementation=grouped_matmul_finder(config, roles),
     )
-
-
-def run_gate(x, token_ids, *, w_gate, config, noise_key, model):
-    """Return the tokens' choices, and the gate's statistics as `share_statistics` returns them."""
-    choice, stats = choose_experts(x, w_gate, config, noise_key=noise_key, token_ids=token_ids)
-    return choice, share_statistics(stats, choice, x, model)
 
 
 def grouped_matmul_finder(config: MoEConfig, roles: Roles) -> Callable:
@@ -235,15 +253,28 @@ def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | 
             f"MoEConfig.num_experts ({config.num_experts}) must be divisible by the expert axis ({devices}); set "
             f"MeshConfig.expert to a divisor of {config.num_experts}"
         )
+    choices = build_router(config, router_place(config, roles, plan)).choices(tokens)
     return LayerSizes(
-        tokens=tokens,
-        top_k=config.top_k,
+        tokens=choices.lines,
+        top_k=choices.top_k,
         num_experts=config.num_experts,
         groups=config.num_experts // devices if plan is None else plan.slots,
-        capacity=None if config.dropless else config.capacity(tokens),
+        capacity=choices.capacity,
         bucket_slack=config.bucket_slack,
         planned_rows=None if plan is None else plan.bucket_rows,
         min_capacity=config.min_capacity,
+    )
+
+
+def router_place(config: MoEConfig, roles: Roles, plan: PlanShape | None = None, length: int = 0) -> RouterPlace:
+    """Return where the router of a layer runs; length: of a sequence, 0 where that is not known."""
+    schedule = schedule_record(config.schedule).on_mesh(roles.size(roles.model), roles.size(roles.expert_shard))
+    return RouterPlace(
+        roles=roles,
+        slots=config.num_experts // roles.size(roles.expert) if plan is None else plan.slots,
+        splits_tokens=not schedule.may_gate_group(),
+        decides_late=plan is not None and plan.after_gate is not None,
+        length=length,
     )
 
 

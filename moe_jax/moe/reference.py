@@ -53,7 +53,9 @@ def reference_weights(probs, config: MoEConfig, drop_groups: int):
     return jnp.where(jnp.concatenate(keep_masks), weights, 0), chosen
 
 
-def reference_moe(x, w_gate, experts: dict, config: MoEConfig, *, noise=None, drop_groups: int = 1, shared=None):
+def reference_moe(
+    x, w_gate, experts: dict, config: MoEConfig, *, noise=None, drop_groups: int = 1, shared=None, route=None
+):
     """Compute the layer.
 
     Args:
@@ -65,6 +67,8 @@ def reference_moe(x, w_gate, experts: dict, config: MoEConfig, *, noise=None, dr
       drop_groups: in capacity mode, how many groups of consecutive tokens are gated each on their own.
       shared: weights of the shared experts as one expert of their hidden dims together, or None; with `w_mix` [M, 2]
         where config.residual is 'learned'.
+      route: of another router than `topk`: function of x -> (weight of each expert for each token [N, E], loads int32
+        [E], load-balancing loss []).
 
     Returns:
       y [N, M], load-balancing loss [], z-loss [] (both unweighted), loads int32 [E].
@@ -76,6 +80,11 @@ def reference_moe(x, w_gate, experts: dict, config: MoEConfig, *, noise=None, dr
         logits = logits + config.gate_noise * noise
     probs = jax.nn.softmax(logits, axis=1)
     weights, chosen = reference_weights(probs, config, drop_groups)
+    loads = jnp.sum(chosen, axis=0, dtype=jnp.int32)
+    fraction = loads.astype(dtype) / (config.top_k * x.shape[0])
+    balance = config.num_experts * jnp.sum(fraction * jnp.mean(probs, axis=0))
+    if route is not None:
+        weights, loads, balance = route(x)
     y = jnp.zeros(x.shape, dtype)
     for e in range(config.num_experts):
         output = reference_expert(x, {name: value[e].astype(x.dtype) for name, value in experts.items()})
@@ -86,7 +95,4 @@ def reference_moe(x, w_gate, experts: dict, config: MoEConfig, *, noise=None, dr
             mix = jax.nn.softmax(x.astype(dtype) @ shared["w_mix"].astype(dtype), axis=1)
             always, y = mix[:, :1] * always, mix[:, 1:] * y
         y = y + always
-    loads = jnp.sum(chosen, axis=0, dtype=jnp.int32)
-    fraction = loads.astype(dtype) / (config.top_k * x.shape[0])
-    balance = config.num_experts * jnp.sum(fraction * jnp.mean(probs, axis=0))
     return y.astype(x.dtype), balance, z, loads

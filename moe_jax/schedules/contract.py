@@ -10,7 +10,7 @@ record of what it is, and called by the layer (`moe/layer.py`) inside `shard_map
     (the layer: experts on rows [R, M] in compact group order, with this device's part of the hidden dim)
     y           = schedule.combine(done, sent.metadata, routed)
     (the layer: later passes, summed)
-    y           = schedule.leave(y)                            [t, M] again
+    y           = schedule.leave(schedule.collect(y))          [t, M] again
 
 Under MP the t tokens of the group enter and leave replicated; with `split_tokens` x and y are this device's part
 [t / N_MP, M] (see `mp_tokens.py`), and `token_ids` are always all t. A schedule whose experts stand amid its
@@ -30,7 +30,7 @@ import jax
 
 from moe_jax.collectives.bucket_rows import BucketLayout, BucketRows, bucket_layout, round_up
 from moe_jax.collectives.exchange import TRANSPORTS
-from moe_jax.dispatch import Choice, Routing, Tables
+from moe_jax.dispatch import Choice, Lines, Routing, Tables
 from moe_jax.dispatch.route import record
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
@@ -151,12 +151,14 @@ class Routed:
       weights: float [t, K] of their choices; under `ring` [T, K].
       routing: where every choice goes.
       passes: int32 [], passes that are taken, equal on all devices.
+      lines: set by the layer where tokens have different numbers of experts, and rows of `tokens` are lines of choices.
     """
 
     tokens: jax.Array | None
     weights: jax.Array
     routing: Routing | None
     passes: jax.Array
+    lines: Lines | None = None
 
 
 @record
@@ -205,9 +207,13 @@ class Schedule(abc.ABC):
           experts: (rows [R, M] in group order, group_sizes int32 [G]) -> [R, M].
         """
 
+    def collect(self, y):
+        """Return the sum of all passes y for the tokens that `route` was given; y itself where those are its tokens."""
+        return y
+
     @abc.abstractmethod
     def leave(self, y):
-        """Return the sum of all passes as x came."""
+        """Return what `collect` returned as x came."""
 
 
 class StagedSchedule(Schedule):
@@ -286,6 +292,10 @@ class ScheduleRecord:
         sizes = {"model": mp_size, "expert_shard": esp_size}
         alone = self.s1_without and all(sizes[role] == 1 for role in self.s1_without)
         return schedule_record("s1") if alone else self
+
+    def may_gate_group(self) -> bool:
+        """Whether it, or one that it may choose, has each device gate all tokens of its MP group."""
+        return self.gates_group or any(schedule_record(name).gates_group for name in self.chooses_from)
 
     def may_cut_buckets(self) -> bool:
         """Whether it, or one that it may choose, has the devices of an MP group share every bucket."""

@@ -59,9 +59,13 @@ class AllGather(Schedule):
             done = experts(permute_tokens(routed.tokens, parcel), parcel.counts[0])
         return unpermute_tokens(done, routed.weights, parcel)
 
+    def collect(self, y):
+        with jax.named_scope("combine"):
+            return self._scatter(y)
+
     def leave(self, y):
         with jax.named_scope("combine"):
-            return from_parts(self._scatter(y), self.roles, self.options)
+            return from_parts(y, self.roles, self.options)
 
     def _gather(self, array):
         if self.size == 1:

@@ -34,9 +34,7 @@ def finished_updates(opt_state):
 def decays(path: tuple, leaf) -> bool:
     """Say whether weight decay applies to the leaf at this tree path: not to norms, biases and gates."""
     names = [entry.key for entry in path]
-    if names[-1].endswith("bias") or any("norm" in name for name in names):
-        return False
-    return not ("gate" in names and names[-1] == "w_gate")
+    return not (names[-1].endswith("bias") or "gate" in names or any("norm" in name for name in names))
 
 
 def _decay_mask(params):

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
 from moe_jax.models.distillation import Teacher
+from moe_jax.models.router_state import with_router_state, with_same_router_state
 from moe_jax.placement import PlanShape
 from moe_jax.training.learning_rate import build_learning_rate
 from moe_jax.training.optimizer import build_optimizer, finished_updates, state_specs
@@ -129,7 +130,8 @@ def make_train_step(
 
     Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float []; square_norms float [leaves], squared norm of
     each gradient leaf in the order of `leaf_names(params)`; loads int32 [L, sources, E]; gate_entropy float [L];
-    dropped, passes int32 [L]; stop int32 [], 1 if any host asked to stop.
+    dropped, passes int32 [L]; stop int32 [], 1 if any host asked to stop; under the router `base` also completed int32
+    [L], tokens that it placed after its auction.
 
     `host_signals` is int32 [devices], 1 where a host asks to stop. With a plan it is int32 [devices, 3]: stop, number
     of the newest shape ready, hash of the plan; metrics then also have `ready`, the least of all, `plan_hash_least`
@@ -174,13 +176,12 @@ def make_train_step(
         grads = lax.with_sharding_constraint(grads, moments)
         square_norms = jnp.stack([jnp.sum(jnp.square(g)).astype(jnp.float32) for g in jax.tree.leaves(grads)])
         updates, opt_state = optimizer.update(grads, state["opt_state"], params)
-        new_state = {
-            "step": state["step"] + 1,
-            "params": optax.apply_updates(params, updates),
-            "opt_state": opt_state,
-        }
+        loads = jnp.sum(stats.loads, axis=0)
+        new_params = with_router_state(model.moe, params, optax.apply_updates(params, updates), loads)
+        new_state = {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}
         if config.ema_decay:
-            new_state["ema"] = optax.incremental_update(new_state["params"], state["ema"], 1 - config.ema_decay)
+            ema = optax.incremental_update(new_params, state["ema"], 1 - config.ema_decay)
+            new_state["ema"] = with_same_router_state(model.moe, ema, new_params)
         metrics = {
             "loss": jnp.sum(stats.cross_entropy),
             "aux_loss": jnp.mean(stats.aux_loss),
@@ -188,7 +189,7 @@ def make_train_step(
             "grad_norm": jnp.sqrt(jnp.sum(square_norms)),
             "learning_rate": schedule(state["step"]),
             "square_norms": square_norms,
-            "loads": jnp.sum(stats.loads, axis=0),
+            "loads": loads,
             "gate_entropy": jnp.mean(stats.gate_entropy, axis=0),
             "dropped": jnp.sum(stats.dropped, axis=0),
             "passes": jnp.max(stats.passes, axis=0),
@@ -196,6 +197,8 @@ def make_train_step(
         }
         if teacher is not None:
             metrics["kl"] = jnp.sum(stats.kl)
+        if stats.completed is not None:
+            metrics["completed"] = jnp.sum(stats.completed, axis=0)
         if may_skip:
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
             kept = {name: leaf for name, leaf in state.items() if name != "step"}

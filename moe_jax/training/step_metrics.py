@@ -89,6 +89,8 @@ def step_record(
     }
     if "kl" in metrics:
         record["kl"] = float(metrics["kl"])
+    if "completed" in metrics:
+        record["completed"] = metrics["completed"]
     if compile_seconds is not None:
         record["compile_seconds"] = compile_seconds
     return record

@@ -82,12 +82,12 @@ def install_counted_gate(axes: tuple[str, ...]) -> None:
     from jax import lax
 
     from moe_jax.dispatch import Choice
-    from moe_jax.moe import layer
     from moe_jax.routers.statistics import GateStats, count_experts
+    from moe_jax.routers.topk import TopK
 
-    def choose(x, w_gate, config, *, noise_key=None, token_ids=None):
-        tokens, top_k = x.shape[0], config.top_k
-        counts = jnp.rint(w_gate[lax.axis_index(axes)]).astype(jnp.int32)
+    def choose(router, x, params, inputs):
+        config, tokens, top_k = router.config, x.shape[0], router.config.top_k
+        counts = jnp.rint(params["w_gate"][lax.axis_index(axes)]).astype(jnp.int32)
         places = jnp.arange(tokens * top_k, dtype=jnp.int32)
         # no expert has more choices than there are tokens, so the choices of one token are of different experts
         ids = jnp.searchsorted(jnp.cumsum(counts), places, side="right").astype(jnp.int32)
@@ -100,7 +100,7 @@ def install_counted_gate(axes: tuple[str, ...]) -> None:
         )  # fmt: skip
         return Choice(expert_ids=ids, weights=weights, keep_mask=ids >= 0), jax.tree.map(lambda leaf: leaf, stats)
 
-    layer.choose_experts = choose
+    TopK.choose = choose
 
 
 def run_config(transport: str, slack: float, planner: str):

@@ -27,8 +27,8 @@ SIGNATURES = {
     "balance_loss": "(counts, probability, tokens, top_k)",
     "choose_experts": "(x, w_gate, config, *, noise_key=None, token_ids=None)",
     "grouped_matmul": "(lhs, group_sizes, operands, *, implementation)",
-    "make_moe": "(config, roles, tokens, activation, plan=None, split_tokens=False)",
-    "reference_moe": "(x, w_gate, experts, config, *, noise=None, drop_groups=1, shared=None)",
+    "make_moe": "(config, roles, tokens, activation, plan=None, split_tokens=False, length=0)",
+    "reference_moe": "(x, w_gate, experts, config, *, noise=None, drop_groups=1, shared=None, route=None)",
     "z_loss": "(squared_logsumexp, tokens)",
 }
 

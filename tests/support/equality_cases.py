@@ -64,10 +64,10 @@ def noise_of(moe, layers, dtype, key):
     return [gate_noise(jax.random.fold_in(key, layer), ids, EXPERTS, dtype) for layer in range(layers)]
 
 
-def assert_equal(case, config, moe, mesh, zero, expert_zero, routing, weighted=False):
+def assert_equal(case, config, moe, mesh, zero, expert_zero, routing, weighted=False, route=None):
     dtype = jnp.dtype(config.dtype)
     key = jax.random.key(11)
-    devices = int(np.prod([size for name, size in mesh.items() if name != "model"]))
+    devices = int(np.prod([size for name, size in mesh.items() if name not in ("model", "devices_per_node")]))
     roles = build_mesh(MeshConfig(**mesh), jax.devices()[:devices])
     drop_groups = roles.num_devices
     params = reference_params(config, moe, routing)
@@ -76,8 +76,9 @@ def assert_equal(case, config, moe, mesh, zero, expert_zero, routing, weighted=F
 
     def oracle(params):
         return reference_loss(
-            params, batch.inputs, batch.targets, batch.weights, config, moe, noise=noise, drop_groups=drop_groups
-        )
+            params, batch.inputs, batch.targets, batch.weights, config, moe, noise=noise,
+            drop_groups=drop_groups, route=route,
+        )  # fmt: skip
 
     (want, (_, want_loads)), want_grads = jax.jit(jax.value_and_grad(oracle, has_aux=True))(params)
     model = LanguageModel(

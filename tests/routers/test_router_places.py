@@ -1,0 +1,91 @@
+"""Where a router cannot work it says so in one line, before anything compiles; and what it reads of a mesh."""
+
+import jax
+import numpy as np
+import pytest
+
+from moe_jax.config import parse_run_config
+from moe_jax.dispatch import local
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.moe import MoEConfig
+from moe_jax.placement import Placement, build_shape, fill_tables
+from moe_jax.routers import RouterPlace, build_router
+from moe_jax.routers.topology_limited import remote_fraction
+from moe_jax.training.program import build_program
+
+EXPERTS = 8
+
+
+def place(slots=1, late=False, splits=True, **mesh):
+    return RouterPlace(build_mesh(MeshConfig(**mesh), jax.devices()), slots, splits, late)
+
+
+@pytest.mark.parametrize(
+    ("layer", "where", "message"),
+    [
+        ({"router": "topology", "remote_fraction": 0.1, "top_k": 3}, {"expert": 8, "devices_per_node": 2},
+         r"top_k \(3\) must be at most the 2 experts of a node with .* \(8 experts on 4 nodes\)"),
+        ({"router": "topology", "remote_fraction": 0.1}, {"expert": 8, "devices_per_node": 4, "late": True},
+         r"decides that after the gate; set PlannerConfig.when = 'ahead'"),
+        ({"router": "topology", "remote_fraction": 0.1},
+         {"expert": 8, "devices_per_node": 4, "model": 2, "splits": False},
+         r"gates those of a whole model-parallel group; set MoEConfig.schedule = 's1', 'pairwise' or 'ring'"),
+        ({"router_dtype": "float64"}, {"expert": 8}, r"router_dtype \('float64'\) needs ModelConfig.dtype = 'float64'"),
+    ],
+)  # fmt: skip
+def test_a_router_refuses_a_place_in_one_line(layer, where, message):
+    with pytest.raises(UserError, match=message) as raised:
+        build_router(MoEConfig(num_experts=EXPERTS, **layer), place(**where))
+    assert "\n" not in str(raised.value)
+
+
+def test_expert_choice_needs_an_even_number_of_choices():
+    """10 tokens of a group of 2: 2 x 10 / 8 rounds up to 3 per expert, and twice 2 x 5 / 8 to 4."""
+    router = build_router(MoEConfig(num_experts=EXPERTS, router="expert_choice"), place(expert=8, model=2))
+    with pytest.raises(UserError, match=r"must be divisible by MoEConfig.num_experts \(8\) x MeshConfig.model \(2\)"):
+        router.choices(10)
+    assert router.choices(16).lines == 32 and router.choices(16).capacity == 4
+
+
+@pytest.mark.parametrize("name", ["gshard", "base", "topology", "sigmoid_bias"])
+def test_run_files_build_their_program(name):
+    """On 8 devices, with every check that a run makes before it compiles."""
+    config = parse_run_config([f"configs/run/{name}.gin"], [])[0]
+    assert config.moe.router == name
+    build_program(config, jax.devices())
+
+
+def test_local_experts_are_those_whose_tokens_stay_on_the_node():
+    """Two nodes of four devices, an expert on each. A replica of expert 6 on device 1, of 0 on device 5, and of 2 on 7.
+
+    By the rule of the nearest holder all tokens of these stay on their node; by that of the home only those of the
+    devices that hold the replica.
+    """
+    places = place(slots=2, expert=8, devices_per_node=4)
+    router = build_router(MoEConfig(num_experts=EXPERTS, router="topology", remote_fraction=0.2), places)
+    replicas = np.array([[0, 6, 1], [0, 0, 5], [0, 2, 7]])
+    spec = jax.sharding.PartitionSpec(places.roles.expert)
+    for rule in ("nearest", "home"):
+        want = np.zeros((8, EXPERTS), bool)
+        want[:4, :4], want[4:, 4:] = True, True
+        for _, expert, device in replicas:
+            on_node = slice(device // 4 * 4, device // 4 * 4 + 4)
+            want[on_node if rule == "nearest" else device, expert] = True
+        home = Placement.even(1, EXPERTS, 8, 4).home
+        placement = Placement(home, replicas=replicas, devices=8, devices_per_node=4, rule=rule)
+        shape = build_shape(placement)
+        router.place = RouterPlace(places.roles, shape.slots)
+
+        def body(tables):
+            return router.local_experts(jax.tree.map(lambda array: array[0], local(tables)))[None]
+
+        found = jax.jit(jax.shard_map(body, mesh=places.roles.mesh, in_specs=(spec,), out_specs=spec))(
+            fill_tables(shape, placement)
+        )
+        np.testing.assert_array_equal(found, want, rule)
+
+
+def test_remote_fraction_of_a_cluster_file():
+    """johnny: 6.25 GB/s out of a node of 8 devices with links of 15.75 GB/s each; never more than all tokens."""
+    assert remote_fraction("configs/cluster/johnny.gin") == pytest.approx(6.25 / (8 * 15.75))
