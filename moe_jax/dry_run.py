@@ -28,7 +28,7 @@ from moe_jax.models.attention import missing_for_cudnn, resolve_attention
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
 from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel
-from moe_jax.moe.layer import layer_sizes, make_schedule, schedule_options
+from moe_jax.moe.layer import check_router, layer_sizes, make_schedule, schedule_options
 from moe_jax.placement import PlanShape, build_shape
 from moe_jax.replan.plan_cost import largest_shape, with_replica_slots
 from moe_jax.replan.replanner import check_planner, check_transfer, initial_placement
@@ -153,6 +153,7 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
     check_transfer(run, roles)
     if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
         check_planner(run, roles)
+    check_router(run.moe, roles, rows // shards * length, length, run.planner.decides_late)
     make_schedule(run.moe, roles, rows // shards * length, split_tokens=run.model.sequence_parallel)
     return model
 

@@ -187,13 +187,15 @@ def make_moe(
       length: Sq, tokens of a sequence; 0 where that is not known.
 
     Raises:
-      UserError: as `make_schedule` does, or an unknown grouped matmul.
+      UserError: as `make_schedule` and `check_router` do, or an unknown grouped matmul.
     """
+    router = build_router(config, router_place(config, roles, plan, length))
+    router.check_tokens(tokens)
     return MoE(
         config=config,
         roles=roles,
         activation=activation,
-        router=build_router(config, router_place(config, roles, plan, length)),
+        router=router,
         chooser=make_schedule(config, roles, tokens, plan, split_tokens),
         decide=make_decide(roles, plan),
         late=plan is not None and plan.late is not None,
@@ -276,6 +278,19 @@ def router_place(config: MoEConfig, roles: Roles, plan: PlanShape | None = None,
         decides_late=plan is not None and plan.after_gate is not None,
         length=length,
     )
+
+
+def check_router(config: MoEConfig, roles: Roles, tokens: int, length: int, decides_late: bool) -> None:
+    """Refuse a mesh, schedule, planner or number of tokens that the router cannot serve, before there is a plan.
+
+    Args:
+      tokens, length: as in `make_moe`; decides_late: whether the planner sends tokens elsewhere after the gate.
+
+    Raises:
+      UserError: one of them.
+    """
+    place = router_place(config, roles, length=length)
+    build_router(config, dataclasses.replace(place, decides_late=decides_late)).check_tokens(tokens)
 
 
 def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:

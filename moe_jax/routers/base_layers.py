@@ -67,6 +67,23 @@ class Base(Unbalanced, RouterBase):
     def draws(self):
         return True
 
+    def check_tokens(self, tokens):
+        if self.place is not None:
+            roles = self.place.roles
+            self.check_even(
+                self.place.gated(tokens), roles.size(roles.all if self.place.splits_tokens else roles.dense)
+            )
+
+    def check_even(self, tokens: int, devices: int) -> None:
+        """Raise a UserError unless each of so many devices can shuffle its tokens and give experts as many each."""
+        experts = self.config.num_experts
+        if tokens % experts or tokens % devices:
+            raise UserError(
+                f"the {tokens} tokens that a device gates must be divisible by MoEConfig.num_experts ({experts}) and "
+                f"by the {devices} devices that shuffle theirs, with MoEConfig.router = 'base'; change "
+                "train.batch_size or DataConfig.sequence_length"
+            )
+
     def choose(self, x, params, inputs):
         logits = gate_logits(x, params["w_gate"], self.config.router_dtype)
         completed = None
@@ -86,15 +103,9 @@ class Base(Unbalanced, RouterBase):
 
     def assign(self, scores, key):
         """Return (experts int32 [t], tokens placed after the auction int32 []) of scores [t, E]."""
-        tokens, experts = scores.shape
+        tokens = scores.shape[0]
         axes = () if self.place is None else tuple(a for a in self.place.roles.all if a in varying_axes(scores))
-        devices = math.prod(lax.axis_size(axis) for axis in axes)
-        if tokens % experts or tokens % devices:
-            raise UserError(
-                f"the {tokens} tokens that a device gates must be divisible by MoEConfig.num_experts ({experts}) and "
-                f"by the {devices} devices that shuffle theirs, with MoEConfig.router = 'base'; change "
-                "train.batch_size or DataConfig.sequence_length"
-            )
+        self.check_even(tokens, math.prod(lax.axis_size(axis) for axis in axes))
         order = shuffled(key, tokens, axes)
         rows = exchanged(scores[order], axes)
         mine, left = assign_evenly(rows, self.config.auction_eps, self.config.auction_rounds)

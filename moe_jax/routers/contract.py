@@ -42,6 +42,10 @@ class RouterPlace:
     decides_late: bool = False
     length: int = 0
 
+    def gated(self, tokens: int) -> int:
+        """Return how many of an MP group's tokens this device gates."""
+        return tokens // self.roles.size(self.roles.model) if self.splits_tokens else tokens
+
 
 @dataclasses.dataclass(frozen=True)
 class RouterInputs:
@@ -96,6 +100,10 @@ class Router(typing.Protocol):
         Args:
           params: {'w_gate': [M, E]} and the router's leaves.
         """
+        ...
+
+    def check_tokens(self, tokens: int) -> None:
+        """Raise a UserError for a number of tokens of an MP group that this router cannot gate."""
         ...
 
     def choices(self, tokens: int) -> Choices:
@@ -164,6 +172,9 @@ class RouterBase:
 
     def leaves(self, model_dim):
         return {}
+
+    def check_tokens(self, tokens):
+        return None
 
     def choices(self, tokens):
         config = self.config

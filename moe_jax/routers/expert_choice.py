@@ -49,6 +49,9 @@ class ExpertChoice(Unbalanced, TopK):
         factor = 1.0 if config.capacity_factor is None else config.capacity_factor
         return min(tokens, math.ceil(config.top_k * factor * tokens / config.num_experts))
 
+    def check_tokens(self, tokens):
+        self.choices(tokens)
+
     def choices(self, tokens):
         parts = 1 if self.place is None else self.place.roles.size(self.place.roles.model)
         uneven = parts * self.taken(tokens // parts) != self.taken(tokens)

@@ -43,17 +43,30 @@ class TopK(RouterBase):
         choice = Choice(expert_ids=expert_ids, weights=self.weigh(weights), keep_mask=keep_mask)
         return choice, self.statistics(choice, probs, jax.nn.log_softmax(noisy, axis=-1), log_z)
 
-    def statistics(self, choice: Choice, probs, log_probs, log_z):
-        """Return what `statistics_of` does, with what a balance loss over sequences needs."""
-        stats = statistics_of(choice, probs, log_probs, log_z)
-        if self.config.balance_over == "batch":
-            return stats
-        tokens, length = probs.shape[0], 0 if self.place is None else self.place.length
+    def check_tokens(self, tokens):
+        if self.config.balance_over == "sequence" and self.place is not None:
+            self.check_sequences(self.place.gated(tokens))
+
+    def check_sequences(self, tokens: int) -> int:
+        """Return the length of a sequence where a device gates whole ones.
+
+        Raises:
+          UserError: it does not.
+        """
+        length = 0 if self.place is None else self.place.length
         if not length or tokens % length:
             raise UserError(
                 f"MoEConfig.balance_over ('sequence') needs whole sequences on a device, and it gates {tokens} tokens "
                 f"of sequences of {length or 'unknown length'}; set it to 'batch', or raise train.batch_size"
             )
+        return length
+
+    def statistics(self, choice: Choice, probs, log_probs, log_z):
+        """Return what `statistics_of` does, with what a balance loss over sequences needs."""
+        stats = statistics_of(choice, probs, log_probs, log_z)
+        if self.config.balance_over == "batch":
+            return stats
+        length = self.check_sequences(probs.shape[0])
         return dataclasses.replace(stats, sequence_balance=sequence_balance(choice.expert_ids, probs, length))
 
     def with_noise(self, logits, x, params, inputs: RouterInputs):

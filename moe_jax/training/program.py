@@ -21,6 +21,7 @@ from moe_jax.mesh import Roles, build_mesh
 from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.distillation import Teacher
+from moe_jax.moe.layer import check_router
 from moe_jax.placement import PlanShape, table_shapes
 from moe_jax.replan.replanner import check_transfer
 from moe_jax.training.compiler_options import compiler_options
@@ -153,7 +154,10 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     state_shardings = build_state_shardings(model, layout, optimizer, ema=config.train.ema_decay > 0)
     teacher = build_teacher(config, roles, tokenizer, vocab_size)
     # the step is built once here for its checks
-    make_train_step(model, layout, config.train, state_shardings, config.data.sequence_length, teacher=teacher)
+    length = config.data.sequence_length
+    make_train_step(model, layout, config.train, state_shardings, length, teacher=teacher)
+    rows = config.train.batch_size // config.train.grad_accum_steps // roles.size(roles.dense)
+    check_router(config.moe, roles, rows * length, length, config.planner.decides_late)
     return Program(
         config=config, roles=roles, model=model, layout=layout, optimizer=optimizer, state_shardings=state_shardings,
         teacher=teacher,

@@ -137,9 +137,8 @@ def test_layer_errors():
         UserError, match="got 12 tokens, which do not divide over 8 devices; pad the batch to a multiple"
     ):
         layer(jnp.ones((3, 4, MODEL_DIM)))
-    layer = layer_of(roles_of(8), MoEConfig(num_experts=EXPERTS, schedule="teleport"))
     with pytest.raises(UserError, match=r"MoEConfig.schedule \('teleport'\) is unknown; choose one of .*deepspeed"):
-        layer(jnp.ones((8, MODEL_DIM)))
+        layer_of(roles_of(8), MoEConfig(num_experts=EXPERTS, schedule="teleport"))
     with pytest.raises(ValueError, match=r"activation \('relu'\) is unknown; choose one of gelu, swiglu"):
         layer_of(roles_of(1), MoEConfig(num_experts=EXPERTS), activation="relu")
 

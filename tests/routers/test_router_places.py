@@ -1,11 +1,15 @@
 """Where a router cannot work it says so in one line, before anything compiles; and what it reads of a mesh."""
 
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
 
 from moe_jax.config import parse_run_config
 from moe_jax.dispatch import local
+from moe_jax.dry_run import dry_run
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.moe import MoEConfig
@@ -38,6 +42,56 @@ def test_a_router_refuses_a_place_in_one_line(layer, where, message):
     with pytest.raises(UserError, match=message) as raised:
         build_router(MoEConfig(num_experts=EXPERTS, **layer), place(**where))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("bindings", "message"),
+    [
+        (("router = 'base'", "top_k = 1", "num_experts = 8", "train.batch_size = 8", "DataConfig.sequence_length = 12"),
+         r"the 12 tokens that a device gates must be divisible by MoEConfig.num_experts \(8\) and by the 8 devices"),
+        (("router = 'expert_choice'", "schedule = 's1'", "MeshConfig.model = 2", "train.batch_size = 8",
+          "MeshConfig.data = 2", "DataConfig.sequence_length = 10"),
+         r"must be divisible by MoEConfig.num_experts \(8\) x MeshConfig.model \(2\) with .* = 'expert_choice'"),
+        (("router = 'topology'", "remote_fraction = 0.1", "MeshConfig.devices_per_node = 1"),
+         r"top_k \(2\) must be at most the 1 experts of a node .* \(8 experts on 8 nodes\)"),
+        (("router = 'topology'", "remote_fraction = 0.1", "MeshConfig.devices_per_node = 4", "MeshConfig.model = 2",
+          "schedule = 'deepspeed'"),
+         r"set MoEConfig.schedule = 's1', 'pairwise' or 'ring', or MeshConfig.model = 1"),
+        (("router = 'topology'", "remote_fraction = 0.1", "MeshConfig.devices_per_node = 4",
+          "PlannerConfig.name = 'balanced'", "PlannerConfig.when = 'after_gate'", "PlannerConfig.replica_slots = 2",
+          "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'"),
+         r"this plan decides that after the gate; set PlannerConfig.when = 'ahead'"),
+        (("balance_over = 'sequence'", "schedule = 's1'", "MeshConfig.model = 2", "train.batch_size = 4"),
+         r"balance_over \('sequence'\) needs whole sequences on a device, and it gates 16 tokens of sequences of 32"),
+        (("router = 'group_limited'", "expert_groups = 3"), r"expert_groups \(3\) must divide MoEConfig.num_experts"),
+        (("router_dtype = 'float64'",), r"router_dtype \('float64'\) needs ModelConfig.dtype = 'float64'"),
+        (("router = 'topology'", "cluster = 'no_such.gin'"), r"no_such"),
+    ],
+)  # fmt: skip
+def test_a_run_is_refused_before_it_compiles(bindings, message):
+    """By a dry run, without devices, and by the program, before it is lowered."""
+    with pytest.raises(UserError, match=message) as dry:
+        run = config_of(bindings)
+        dry_run(run, 8)
+    with pytest.raises(UserError, match=message) as real:
+        run = config_of(bindings)
+        build_program(run, jax.devices())
+    assert str(dry.value) == str(real.value) and "\n" not in str(real.value)
+
+
+def config_of(bindings):
+    names = [name if name[0].isupper() or name.startswith("train.") else f"MoEConfig.{name}" for name in bindings]
+    sizes = ["ModelConfig.model_dim = 16", "train.batch_size = 8", "DataConfig.sequence_length = 32"]
+    return parse_run_config([], sizes + names)[0]
+
+
+def test_a_refusal_is_one_line_and_exit_code_2():
+    bindings = ("MoEConfig.router = 'topology'", "MoEConfig.remote_fraction = 0.1", "MeshConfig.devices_per_node = 1")
+    flags = ["--dry_run", "--host_devices=8", *(f"--gin_bindings={binding}" for binding in bindings)]
+    done = subprocess.run([sys.executable, "-m", "moe_jax.train", *flags], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: MoEConfig.top_k (2) must be at most the 1 experts of a node"), done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_expert_choice_needs_an_even_number_of_choices():
