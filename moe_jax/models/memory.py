@@ -299,8 +299,9 @@ def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan: PlanSh
         rows = moe.top_k * moe.capacity_factor
     elif roles.size(roles.expert) > 1:
         rows = moe.top_k * moe.bucket_slack
-        if plan is not None and plan.bucket_rows is not None:
-            rows = layout_of(roles, plan.bucket_rows, moe.transport).total / tokens
+        planned = layer_sizes(moe, roles, tokens * model, plan).planned_rows
+        if planned is not None:
+            rows = layout_of(roles, planned, moe.transport).total / tokens
     experts = compute_itemsize * (2 * own + gathered + rows * (3 * dim + matrices * config.hidden_dim / shard))
     shared = moe.shared_ffn_dim(config.hidden_dim) / model
     beside = compute_itemsize * (own + matrices * shared) if shared else 0

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from moe_jax.collectives.bucket_rows import BucketRows, round_up
 from moe_jax.collectives.ordering import wait_for
 from moe_jax.dispatch import from_lines, to_lines
 from moe_jax.errors import UserError
@@ -26,7 +27,7 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.decide import in_turn_with_late, late_after_tokens, make_decide
 from moe_jax.moe.experts import expert_ffn, weight_names
 from moe_jax.placement import PlanShape
-from moe_jax.routers import GateStats, Router, RouterInputs, RouterPlace, build_router, share_statistics
+from moe_jax.routers import Choices, GateStats, Router, RouterInputs, RouterPlace, build_router, share_statistics
 from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule, schedule_record
 from moe_jax.schedules.contract import Chooser, Routed, Schedule
 from moe_jax.schedules.passes import add_later_passes
@@ -256,6 +257,7 @@ def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | 
             f"MeshConfig.expert to a divisor of {config.num_experts}"
         )
     choices = build_router(config, router_place(config, roles, plan)).choices(tokens)
+    planned = None if plan is None else plan.bucket_rows
     return LayerSizes(
         tokens=choices.lines,
         top_k=choices.top_k,
@@ -263,9 +265,22 @@ def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | 
         groups=config.num_experts // devices if plan is None else plan.slots,
         capacity=choices.capacity,
         bucket_slack=config.bucket_slack,
-        planned_rows=None if plan is None else plan.bucket_rows,
+        planned_rows=crossing_rows(choices, config.bucket_slack, roles) if planned is None else planned,
         min_capacity=config.min_capacity,
     )
+
+
+def crossing_rows(choices: Choices, slack: float, roles: Roles) -> BucketRows | None:
+    """Return the rows of buckets where a router bounds how many choices leave the node; None where it does not.
+
+    Args:
+      choices: of an MP group's tokens; slack: ratio of a bucket's rows to their mean, of its own kind.
+    """
+    members, near = roles.size(roles.expert), roles.members_per_node
+    if choices.crossing is None or near == members:
+        return None
+    inside = round_up(slack * (choices.lines * choices.top_k - choices.crossing) / near, 8)
+    return BucketRows(own=inside, node=inside, far=round_up(slack * choices.crossing / (members - near), 8))
 
 
 def router_place(config: MoEConfig, roles: Roles, plan: PlanShape | None = None, length: int = 0) -> RouterPlace:

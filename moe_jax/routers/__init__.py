@@ -9,11 +9,12 @@ for _module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{_module.name}")
 
 from moe_jax.routers.config import RouterConfig  # noqa: E402
-from moe_jax.routers.contract import Router, RouterInputs, RouterPlace  # noqa: E402
+from moe_jax.routers.contract import Choices, Router, RouterInputs, RouterPlace  # noqa: E402
 from moe_jax.routers.registry import build_router, choose_experts, routers  # noqa: E402
 from moe_jax.routers.statistics import GateStats, balance_loss, share_statistics, z_loss  # noqa: E402
 
 __all__ = [
+    "Choices",
     "GateStats",
     "Router",
     "RouterConfig",

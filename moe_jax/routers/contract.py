@@ -72,11 +72,14 @@ class Choices:
       lines: lines of its `Choice`: the tokens, or choices of different numbers per token.
       top_k: choices of a line.
       capacity: the most choices of one expert, None where nothing bounds them but the lines.
+      crossing: the most choices that leave the device's node where homes are even and plans add nothing, None where
+        nothing bounds them but the lines.
     """
 
     lines: int
     top_k: int
     capacity: int | None
+    crossing: int | None = None
 
 
 class Router(typing.Protocol):

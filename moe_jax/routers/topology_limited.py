@@ -4,7 +4,7 @@ Inputs: as in `topk.py`, and this device's tables. Of the tokens whose best expe
 score keep it, ties to the lowest token; all others choose again among the experts that are local. Choices beyond the
 first are local too; with `topology_release` tokens choose freely as long as at most L have a remote best expert.
 Weights are the softmax of the chosen scores. So at most L of the T tokens that a device gates cross nodes, all K
-choices counted, but with `topology_release`.
+choices counted, but with `topology_release`; the buckets of an exchange without a plan are sized by that.
 L = floor(T W_net / (M_w W_local)): W_net of all adapters of a node and W_local of a device's link, from the file that
 MoEConfig.cluster names, M_w the node's devices; or floor(T remote_fraction).
 An expert is local to a device if every destination of its tokens, homes and replicas planned ahead, is on the device's
@@ -93,6 +93,18 @@ class Topology(TopK):
                 "= 1"
             )
 
+    def choices(self, tokens):
+        """Return what those of every router are, and that one choice of at most L tokens a device leaves the node."""
+        choices = super().choices(tokens)
+        if self.config.topology_release or self.place is None:
+            return choices
+        gating = tokens // self.place.gated(tokens)
+        return dataclasses.replace(choices, crossing=gating * self.most_remote(tokens // gating))
+
+    def most_remote(self, tokens: int) -> int:
+        """Return L of so many tokens, gated together."""
+        return math.floor(tokens * self.fraction + 1e-9)
+
     def choose(self, x, params, inputs):
         config = self.config
         logits = gate_logits(x, params["w_gate"], config.router_dtype)
@@ -130,7 +142,7 @@ class Topology(TopK):
 
     def best(self, scores, local):
         """Return the experts int32 [t, K] of scores [t, E] where the experts `local` bool [E] are on the own node."""
-        top_k, most = self.config.top_k, math.floor(scores.shape[0] * self.fraction + 1e-9)
+        top_k, most = self.config.top_k, self.most_remote(scores.shape[0])
         # remote experts come behind all local ones, in order, where a plan leaves fewer than K of these
         _, inside = lax.top_k(jnp.where(local[None], scores, -jnp.inf), top_k)
         value, first = lax.top_k(scores, top_k)

@@ -49,7 +49,7 @@ class LayerSizes:
       groups: G, experts that one device may compute in a layer.
       capacity: the most of `tokens` tokens gated together that an expert takes, or None when dropless.
       bucket_slack: dropless: ratio of a bucket's rows to their mean.
-      planned_rows: dropless: rows of the buckets as a plan predicts them; None takes the slack.
+      planned_rows: dropless: rows of the buckets as a plan predicts or a router bounds them; None takes the slack.
       min_capacity: floor of the capacity.
     """
 

@@ -1,5 +1,6 @@
 """Where a router cannot work it says so in one line, before anything compiles; and what it reads of a mesh."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -7,12 +8,14 @@ import jax
 import numpy as np
 import pytest
 
+from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.config import parse_run_config
 from moe_jax.dispatch import local
 from moe_jax.dry_run import dry_run
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.moe import MoEConfig
+from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import Placement, build_shape, fill_tables
 from moe_jax.routers import RouterPlace, build_router
 from moe_jax.routers.topology_limited import remote_fraction
@@ -138,6 +141,17 @@ def test_local_experts_are_those_whose_tokens_stay_on_the_node():
             fill_tables(shape, placement)
         )
         np.testing.assert_array_equal(found, want, rule)
+
+
+def test_topology_sizes_buckets_by_what_may_leave_the_node():
+    """Of 100 tokens 20 send one choice of two to the other node's four devices, and 180 choices stay with four."""
+    moe = MoEConfig(num_experts=EXPERTS, router="topology", remote_fraction=0.2, bucket_slack=1.5)
+    where = place(expert=8, devices_per_node=4)
+    sizes = layer_sizes(moe, where.roles, 100)
+    assert sizes.bucket_rows(8) == BucketRows(own=72, node=72, far=8)  # 1.5 x 180 / 4 and 1.5 x 20 / 4, in eights
+    assert layer_sizes(moe, place(expert=8).roles, 100).planned_rows is None  # one node
+    free = dataclasses.replace(moe, topology_release=True)
+    assert layer_sizes(free, where.roles, 100).planned_rows is None
 
 
 def test_remote_fraction_of_a_cluster_file():
