@@ -12,14 +12,11 @@ Prints Markdown, and writes losses.json and distillation.png to --out.
 from __future__ import annotations
 
 import json
-import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 from absl import app, flags
+from held_out_curves import Curve, draw_curve, loss_cells, train
 
-from moe_jax.observe import EVALUATIONS, read_metrics
 from moe_jax.observe.figures import BLUE, GREEN, GREY, INK, ORANGE, new_figure, save_figure, style_axes, title_axes
 
 _OUT = flags.DEFINE_string("out", None, "Folder of the runs, the table and the picture.", required=True)
@@ -32,12 +29,12 @@ KINDS = {"alone": GREY, "taught in all steps": ORANGE, "staged": BLUE}
 
 def main(_) -> None:
     out = Path(_OUT.value)
-    teacher = train(out / "teacher", "configs/run/mos_teacher.gin")
+    teacher = run(out / "teacher", "configs/run/mos_teacher.gin")
     curves: dict[str, list] = {kind: [] for kind in KINDS}
     for seed in range(_SEEDS.value):
         for kind in KINDS:
             name = kind.replace(" ", "_")
-            curves[kind].append(train(out / f"{name}_{seed}", "configs/run/mos.gin", *student(kind, seed, out)))
+            curves[kind].append(run(out / f"{name}_{seed}", "configs/run/mos.gin", *student(kind, seed, out)))
     record = {"teacher": teacher, "until": _UNTIL.value, "bindings": _BINDINGS.value, "students": curves}
     (out / "losses.json").write_text(json.dumps(record, indent=1) + "\n")
     print(table(curves, teacher))
@@ -55,14 +52,8 @@ def student(kind: str, seed: int, out: Path) -> list[str]:
     ]
 
 
-def train(folder: Path, gin_file: str, *bindings: str) -> list[tuple[int, float]]:
-    """Carry out one run, unless it is finished; return (step, held-out loss) of its evaluations."""
-    command = [sys.executable, "-m", "moe_jax.train", f"--gin_file={gin_file}", f"--workdir={folder}"]
-    command += [f"--host_devices={_HOST_DEVICES.value}"]
-    command += [f"--gin_bindings={binding}" for binding in (*_BINDINGS.value, *bindings)]
-    print(folder, file=sys.stderr, flush=True)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return [(record["step"], record["held_out_loss"]) for record in read_metrics(folder, file_name=EVALUATIONS)]
+def run(folder: Path, gin_file: str, *bindings: str) -> Curve:
+    return train(folder, gin_file, [*_BINDINGS.value, *bindings], _HOST_DEVICES.value)
 
 
 def table(curves: dict[str, list], teacher: list) -> str:
@@ -71,17 +62,9 @@ def table(curves: dict[str, list], teacher: list) -> str:
         "| student | held-out loss, nats per token | smallest to largest | below the same seed alone |",
         "|---|---|---|---|",
     ]
-    alone = last_losses(curves["alone"])
     for kind, runs in curves.items():
-        last = last_losses(runs)
-        gains = [a - b for a, b in zip(alone, last, strict=True)]
-        below = "" if kind == "alone" else f"{statistics.mean(gains):.4f} ({min(gains):.4f} to {max(gains):.4f})"
-        rows.append(f"| {kind} | {statistics.mean(last):.4f} | {min(last):.4f} to {max(last):.4f} | {below} |")
+        rows.append(f"| {kind} | {loss_cells(runs, None if kind == 'alone' else curves['alone'])} |")
     return "\n".join([*rows, f"| the teacher | {teacher[-1][1]:.4f} | | |"])
-
-
-def last_losses(runs: list) -> list[float]:
-    return [run[-1][1] for run in runs]
 
 
 def picture(curves: dict[str, list], teacher: list):
@@ -91,10 +74,7 @@ def picture(curves: dict[str, list], teacher: list):
     for axes in (left, right):
         style_axes(axes)
     for kind, runs in curves.items():
-        steps = [step for step, _ in runs[0]]
-        losses = list(zip(*([loss for _, loss in run] for run in runs), strict=True))
-        left.plot(steps, [statistics.mean(at) for at in losses], color=KINDS[kind], label=kind, linewidth=1.6)
-        left.fill_between(steps, [min(at) for at in losses], [max(at) for at in losses], color=KINDS[kind], alpha=0.2)
+        draw_curve(left, runs, KINDS[kind], kind)
     left.plot(*zip(*teacher, strict=True), color=GREEN, linewidth=1.0, linestyle=(0, (5, 3)), label="teacher")
     left.axvline(_UNTIL.value, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
     left.set_yscale("log")

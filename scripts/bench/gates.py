@@ -1,0 +1,116 @@
+"""Train the demo with several gates, and with shared experts; compare their held-out losses and steps to one loss.
+
+    python scripts/bench/gates.py --out=runs/gates --seeds=3
+    python scripts/bench/gates.py --out=runs/gates --step_ms=topk=118.0,gshard=118.9,base=80.1,topology=101.5
+
+What it says: held-out cross-entropy of the demo's model after equal steps on equal batches, once for each seed and kind
+(below). A difference is that of two runs of one seed. `steps to topk's loss`: where a kind's held-out loss reaches what
+topk ends with, minus --margin nats so that noise at the end of a curve does not decide, over topk's own steps to there.
+With --step_ms, milliseconds of a step of each kind on some machine (as `python -m moe_jax.inspect` models them, or
+measured), also over that time. Runs are commands of the trainer in folders below --out, so a command that was stopped
+goes on where it was. Prints Markdown, and writes losses.json and gates.png to --out.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+from absl import app, flags
+from held_out_curves import Curve, draw_curve, loss_cells, steps_to, train
+
+from moe_jax.observe.figures import BLUE, GREEN, GREY, INK, ORANGE, new_figure, save_figure, style_axes, title_axes
+
+_OUT = flags.DEFINE_string("out", None, "Folder of the runs, the table and the picture.", required=True)
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each kind.")
+_KINDS = flags.DEFINE_list("kinds", [], "Which kinds to train; all by default.")
+_MARGIN = flags.DEFINE_float("margin", 0.05, "Nats above topk's last loss to which steps are counted.")
+_STEP_MS = flags.DEFINE_list("step_ms", [], "KIND=milliseconds of a step.")
+_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding of all runs; may repeat.")
+_HOST_DEVICES = flags.DEFINE_integer("host_devices", 8, "Devices that the CPU is split into.")
+
+_RESIDUAL = ["MoEConfig.top_k = 1", "MoEConfig.shared_experts = 1", "MoEConfig.renormalize = False"]
+# kind: (colour, line, run file, bindings)
+KINDS = {
+    "topk": (INK, "-", "demo", []),
+    "gshard": (ORANGE, "-", "gshard", []),
+    "base": (GREEN, "-", "base", []),
+    "topology": (BLUE, "-", "topology", []),
+    "sigmoid_bias": (GREY, "-", "sigmoid_bias", []),
+    "top-1": (GREY, ":", "demo", ["MoEConfig.top_k = 1", "MoEConfig.renormalize = False"]),
+    "residual top-1": (BLUE, ":", "demo", _RESIDUAL),
+    "residual top-1, learned mix": (ORANGE, ":", "demo", [*_RESIDUAL, "MoEConfig.residual = 'learned'"]),
+}
+
+
+def main(_) -> None:
+    out = Path(_OUT.value)
+    curves: dict[str, list[Curve]] = {}
+    for seed in range(_SEEDS.value):
+        for kind in _KINDS.value or KINDS:
+            _, _, file, bindings = KINDS[kind]
+            folder = out / f"{kind.replace(',', '').replace(' ', '_')}_{seed}"
+            bindings = [*_BINDINGS.value, *bindings, f"train.seed = {seed}"]
+            run = train(folder, f"configs/run/{file}.gin", bindings, _HOST_DEVICES.value)
+            curves.setdefault(kind, []).append(run)
+    milliseconds = {kind: float(value) for kind, value in (pair.split("=") for pair in _STEP_MS.value)}
+    record = {"bindings": _BINDINGS.value, "step_ms": milliseconds, "curves": curves}
+    (out / "losses.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(table(curves, milliseconds))
+    print(save_figure(picture(curves, milliseconds), out / "gates.png"))
+
+
+def table(curves: dict[str, list[Curve]], milliseconds: dict[str, float]) -> str:
+    """Return Markdown, one row for each kind."""
+    rows = [
+        "| gate | held-out loss, nats per token | smallest to largest | below topk, seed by seed | "
+        "steps to topk's loss, over topk's | time to it, over topk's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind, runs in curves.items():
+        cells = loss_cells(runs, None if kind == "topk" else curves["topk"])
+        ratios = [ratio_of_steps(run, base) for run, base in zip(runs, curves["topk"], strict=True)]
+        reached = [ratio for ratio in ratios if ratio is not None]
+        steps = time = "not reached"
+        if len(reached) == len(ratios):
+            mean = statistics.mean(reached)
+            steps = f"{mean:.2f} ({min(reached):.2f} to {max(reached):.2f})"
+            known = kind in milliseconds and "topk" in milliseconds
+            time = f"{mean * milliseconds[kind] / milliseconds['topk']:.2f}" if known else ""
+        rows.append(f"| {kind} | {cells} | {steps} | {time} |")
+    return "\n".join(rows)
+
+
+def ratio_of_steps(run: Curve, base: Curve) -> float | None:
+    """Return steps of `run` over those of `base` to what `base` ends with, and the margin; None: not reached."""
+    goal = base[-1][1] + _MARGIN.value
+    reached, own = steps_to(run, goal), steps_to(base, goal)
+    return None if reached is None or own is None else reached / own
+
+
+def picture(curves: dict[str, list[Curve]], milliseconds: dict[str, float]):
+    """Draw held-out losses over steps; beside it the second half of the steps, or over the time of --step_ms."""
+    figure = new_figure(10.0, 4.4)
+    left, right = figure.subplots(1, 2)
+    for axes in (left, right):
+        style_axes(axes)
+        axes.set_yscale("log")
+    for kind, runs in curves.items():
+        color, line, _, _ = KINDS[kind]
+        draw_curve(left, runs, color, kind, linestyle=line)
+        if milliseconds and kind in milliseconds:
+            draw_curve(right, runs, color, kind, linestyle=line, scale=milliseconds[kind] / 1e3)
+        elif not milliseconds:
+            late = [[point for point in run if 2 * point[0] >= run[-1][0]] for run in runs]
+            draw_curve(right, late, color, kind, linestyle=line)
+    left.set(xlabel="step", ylabel="held-out loss, nats per token")
+    right.set(xlabel="modelled seconds" if milliseconds else "step", ylabel="held-out loss, nats per token")
+    left.legend(frameon=False, fontsize=8, labelcolor=INK)
+    title_axes(left, "Held-out loss of each gate")
+    title_axes(right, "Over modelled time" if milliseconds else "The second half")
+    return figure
+
+
+if __name__ == "__main__":
+    app.run(main)

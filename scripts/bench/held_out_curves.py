@@ -1,0 +1,58 @@
+"""Held-out losses of runs that the trainer carries out, several seeds of each kind: train, tabulate, draw.
+
+Inputs: run files and bindings. Outputs: for each run its [(step, held-out loss)]; for each kind a list of those, one a
+seed; Markdown cells and curves with the mean and the range over seeds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from moe_jax.observe import EVALUATIONS, read_metrics
+
+Curve = list[tuple[int, float]]
+
+
+def train(folder: Path, gin_file: str, bindings: list[str], host_devices: int) -> Curve:
+    """Carry out one run, unless it is finished; return (step, held-out loss) of its evaluations."""
+    command = [sys.executable, "-m", "moe_jax.train", f"--gin_file={gin_file}", f"--workdir={folder}"]
+    command += [f"--host_devices={host_devices}", *(f"--gin_bindings={binding}" for binding in bindings)]
+    print(folder, file=sys.stderr, flush=True)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return [(record["step"], record["held_out_loss"]) for record in read_metrics(folder, file_name=EVALUATIONS)]
+
+
+def last_losses(runs: list[Curve]) -> list[float]:
+    """Return the last loss of each run."""
+    return [run[-1][1] for run in runs]
+
+
+def loss_cells(runs: list[Curve], base: list[Curve] | None) -> str:
+    """Return Markdown cells: mean of the last losses, their range, and how far they lie below `base`, seed by seed."""
+    last = last_losses(runs)
+    below = ""
+    if base is not None:
+        gains = [b - a for a, b in zip(last, last_losses(base), strict=True)]
+        below = f"{statistics.mean(gains):.4f} ({min(gains):.4f} to {max(gains):.4f})"
+    return f"{statistics.mean(last):.4f} | {min(last):.4f} to {max(last):.4f} | {below}"
+
+
+def draw_curve(axes, runs: list[Curve], color: str, label: str, *, linestyle: str = "-", scale: float = 1.0) -> None:
+    """Draw the mean over seeds as a line and their range as a band; `scale` turns steps into the unit of the x axis."""
+    steps = [step * scale for step, _ in runs[0]]
+    losses = list(zip(*([loss for _, loss in run] for run in runs), strict=True))
+    axes.plot(
+        steps, [statistics.mean(at) for at in losses], color=color, label=label, linestyle=linestyle, linewidth=1.6
+    )
+    axes.fill_between(steps, [min(at) for at in losses], [max(at) for at in losses], color=color, alpha=0.15)
+
+
+def steps_to(run: Curve, loss: float) -> float | None:
+    """Return the step at which a run's held-out loss falls to `loss`, between evaluations on a line; None: never."""
+    for (step, before), (later, after) in zip(run, run[1:], strict=False):
+        if after <= loss:
+            return step + (later - step) * (before - loss) / (before - after)
+    return None
