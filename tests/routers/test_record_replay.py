@@ -14,39 +14,45 @@ from moe_jax.models.language_model import by_token
 KEY = jax.random.key(11)
 
 
-def run(moe, mesh, change, choices=None, **model_changes):
-    """Return (loss, statistics, gradients) of one microbatch; `change` is added to the gates' weights."""
+def runner(moe, mesh, **model_changes):
+    """Return run(change, choices) -> (loss, statistics, gradients) of one microbatch on a mesh, compiled once.
+
+    `change` is added to the gates' weights; choices are those of `Batch.choices`.
+    """
     devices = int(np.prod([mesh.get(name, 1) for name in ("data", "expert", "expert_shard")]))
     roles = build_mesh(MeshConfig(**mesh), jax.devices()[:devices])
     model = LanguageModel(config=model_config(**model_changes), moe=moe, vocab_size=VOCAB, roles=roles)
     layout, batch = model.layout(), data("float64", True)
-    params = model.init(jax.random.key(7))
-    gate = params["dense"]["units"]["gate"]
-    gate["w_gate"] = gate["w_gate"] + change * jax.random.normal(jax.random.key(8), gate["w_gate"].shape)
-    named = lambda spec: jax.sharding.NamedSharding(roles.mesh, spec)  # noqa: E731
-    params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, named(spec)), params, layout.params)
-    batch = batch if choices is None else type(batch)(batch.inputs, batch.targets, batch.weights, choices)
     tables = even_tables(2, EXPERTS, roles.size(roles.expert))
     step = jax.jit(jax.value_and_grad(make_loss(model, layout, BATCH, LENGTH), has_aux=True))
-    (loss, stats), grads = step(params, batch, tables, KEY, np.int32(0), np.sum(batch.weights))
-    return float(loss), stats, jax.device_get(grads["dense"])
+
+    def run(change=0.0, choices=None):
+        params = model.init(jax.random.key(7))
+        gate = params["dense"]["units"]["gate"]
+        gate["w_gate"] = gate["w_gate"] + change * jax.random.normal(jax.random.key(8), gate["w_gate"].shape)
+        named = lambda spec: jax.sharding.NamedSharding(roles.mesh, spec)  # noqa: E731
+        params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, named(spec)), params, layout.params)
+        given = type(batch)(batch.inputs, batch.targets, batch.weights, choices)
+        (loss, stats), grads = step(params, given, tables, KEY, np.int32(0), np.sum(batch.weights))
+        return float(loss), stats, jax.device_get(grads["dense"])
+
+    return run
 
 
 def test_recorded_choices_are_replayed_on_another_mesh():
-    group = {"data": 2, "expert": 2, "model": 2}
     with jax.enable_x64(True):
         moe = moe_config(router="sigmoid_bias", record_choices=True, schedule="deepspeed")
-        loss, stats, grads = run(moe, group, 0.0)
+        loss, stats, grads = runner(moe, {"data": 2, "expert": 2, "model": 2})()
         choices = np.asarray(stats.choices)
         assert choices.shape == (2, BATCH * LENGTH, 2) and choices.dtype == np.int32
         counts = [np.bincount(layer.ravel(), minlength=EXPERTS) for layer in choices]
         np.testing.assert_array_equal(counts, np.sum(stats.loads, axis=1))
         split = moe_config(router="sigmoid_bias", record_choices=True, schedule="s1")
-        mesh = {"expert": 4, "model": 2}
-        again, replayed, same_grads = run(split, mesh, 0.0, np.asarray(by_token(choices, BATCH)))
+        run, replay = runner(split, {"expert": 4, "model": 2}), np.asarray(by_token(choices, BATCH))
+        again, replayed, same_grads = run(choices=replay)
         assert abs(again - loss) <= 1e-12 * loss
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), grads, same_grads)
-        other, moved, _ = run(split, mesh, 3.0, np.asarray(by_token(choices, BATCH)))
+        other, moved, _ = run(3.0, replay)
         for found in (replayed, moved):
             np.testing.assert_array_equal(found.choices, choices)
             np.testing.assert_array_equal(np.sum(found.loads, axis=1), counts)
@@ -59,6 +65,6 @@ def test_what_cannot_be_replayed_is_one_line():
     choices = np.zeros((BATCH, LENGTH, 2, 2), np.int32)
     with jax.enable_x64(True):
         with pytest.raises(UserError, match=r"cannot be replayed by MoEConfig.router = 'gshard'"):
-            run(moe_config(router="gshard"), {"expert": 2}, 0.0, choices)
+            runner(moe_config(router="gshard"), {"expert": 2})(choices=choices)
         with pytest.raises(UserError, match=r"cannot be replayed with ModelConfig.prefetch = 'hecate'"):
-            run(moe_config(schedule="s1"), {"expert": 2}, 0.0, choices, prefetch="hecate")
+            runner(moe_config(schedule="s1"), {"expert": 2}, prefetch="hecate")(choices=choices)

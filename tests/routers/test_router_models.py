@@ -12,28 +12,39 @@ from support.equality_cases import BATCH, EXPERTS, LENGTH, assert_equal, model_c
 TOKENS = BATCH * LENGTH
 CAP = {"capacity_factor": 1.0, "min_capacity": 1}
 
-# router, mesh, drop groups, what else of the layer, of the model
+# router, mesh, what else of the layer, of the model
 CASES = {
     "switch_ep8_capacity": ("switch", {"expert": 8}, {"top_k": 1, **CAP}, {}),
     "noisy_topk_ep4_data2": ("noisy_topk", {"data": 2, "expert": 4}, {"bucket_slack": 0.5}, {}),
-    "noisy_topk_one_device": ("noisy_topk", {"expert": 1}, {"top_k": 3}, {}),
-    "gshard_ep8_capacity": ("gshard", {"expert": 8}, CAP, {}),
-    "gshard_ep2_data2_s1_mp2": ("gshard", {"data": 2, "expert": 2, "model": 2}, {"schedule": "s1"}, {}),
-    "gshard_ep2_one_hot": ("gshard", {"expert": 2}, {"gate_noise": 0.1, "capacity_factor": 1.5}, {}),
-    "sigmoid_bias_ep8_pairwise": ("sigmoid_bias", {"expert": 8}, {"schedule": "pairwise", "pairwise_groups": 4, "top_k": 3, "balance_over": "sequence"}, {}),  # noqa: E501
-    "sigmoid_bias_groups_deepspeed_mp2_esp2": ("sigmoid_bias", {"expert": 4, "expert_shard": 2, "model": 2}, {"schedule": "deepspeed", "expert_groups": 4, "kept_groups": 2, "routed_scale": 2.0}, {}),  # noqa: E501
+    "gshard_ep4_data2_s1_mp2_capacity": ("gshard", {"data": 2, "expert": 4, "model": 2}, {"schedule": "s1", **CAP}, {}),
+    "gshard_ep8_dropless_noise": ("gshard", {"expert": 8}, {"gate_noise": 0.1}, {}),
+    "sigmoid_bias_groups_ep8_pairwise": ("sigmoid_bias", {"expert": 8}, {"schedule": "pairwise", "pairwise_groups": 4, "top_k": 3, "balance_over": "sequence", "expert_groups": 4, "kept_groups": 2, "routed_scale": 2.0}, {}),  # noqa: E501
+    "sigmoid_bias_deepspeed_mp2_esp2": ("sigmoid_bias", {"expert": 4, "expert_shard": 2, "model": 2}, {"schedule": "deepspeed"}, {}),  # noqa: E501
     "group_limited_ep8_s2_mp4": ("group_limited", {"expert": 8, "model": 4}, {"schedule": "s2", "expert_groups": 2, "gate_noise": 0.1}, {}),  # noqa: E501
     "forced_balance_ep8_ring": ("forced_balance", {"expert": 8}, {"schedule": "ring"}, {}),
     "topology_ep8_two_nodes": ("topology", {"expert": 8, "devices_per_node": 4}, {"remote_fraction": 0.3}, {}),
     "topology_ep4_nodes_of_2_capacity": ("topology", {"data": 2, "expert": 4, "devices_per_node": 2}, {"remote_fraction": 0.2, "schedule": "s1", **CAP}, {"remat": "block"}),  # noqa: E501
-    "expert_choice_ep8": ("expert_choice", {"expert": 8}, {}, {}),
-    "expert_choice_ep4_ring": ("expert_choice", {"expert": 4}, {"schedule": "ring", "capacity_factor": 1.5}, {}),
+    "expert_choice_ep8_ring": ("expert_choice", {"expert": 8}, {"schedule": "ring", "capacity_factor": 1.5}, {}),
     "expert_choice_s1_mp2_data2": ("expert_choice", {"data": 2, "expert": 4, "model": 2}, {"schedule": "s1"}, {"remat": "block"}),  # noqa: E501
     "base_ep8": ("base", {"expert": 8}, {"top_k": 1}, {}),
     "base_ep2_data2": ("base", {"data": 2, "expert": 2}, {"top_k": 1, "schedule": "pairwise"}, {"remat": "block"}),
 }  # fmt: skip
-SLOW = ("noisy_topk_one_device", "gshard_ep2_one_hot", "base_ep2_data2", "topology_ep4_nodes_of_2_capacity",
-        "expert_choice_s1_mp2_data2")  # fmt: skip
+SLOW = {
+    "switch_ep8_capacity", "gshard_ep8_dropless_noise", "sigmoid_bias_deepspeed_mp2_esp2", "group_limited_ep8_s2_mp4",
+    "forced_balance_ep8_ring", "topology_ep4_nodes_of_2_capacity", "expert_choice_s1_mp2_data2", "base_ep2_data2",
+}  # fmt: skip
+
+# every router on 1, 2 and 8 devices, each with one way to choose that differs between tokens gated together or not
+PLAIN = {
+    "switch": {"top_k": 1, **CAP}, "noisy_topk": {"top_k": 3}, "gshard": CAP, "sigmoid_bias": {"top_k": 3},
+    "group_limited": {"expert_groups": 4, "kept_groups": 2}, "forced_balance": {}, "topology": {"remote_fraction": 0.3},
+    "expert_choice": {}, "base": {"top_k": 1},
+}  # fmt: skip
+for _router, _layer in PLAIN.items():
+    for _size in (1, 2, 8):
+        _mesh = {"expert": _size, **({"devices_per_node": max(1, _size // 2)} if _router == "topology" else {})}
+        CASES[f"plain_{_router}_{_size}"] = (_router, _mesh, _layer, {})
+        SLOW.add(f"plain_{_router}_{_size}")
 
 
 def local_of(mesh, drop_groups):
