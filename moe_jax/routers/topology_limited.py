@@ -98,7 +98,7 @@ class Topology(TopK):
         choices = super().choices(tokens)
         if self.config.topology_release or self.place is None:
             return choices
-        gating = tokens // self.place.gated(tokens)
+        gating = self.place.roles.size(self.place.roles.model) if self.place.splits_tokens else 1
         return dataclasses.replace(choices, crossing=gating * self.most_remote(tokens // gating))
 
     def most_remote(self, tokens: int) -> int:

@@ -1,7 +1,7 @@
 """Count what crosses nodes under the gate `topology` in a run, step by step, and time its step against topk's.
 
     sudo python scripts/lab/cluster.py --hosts=2 --rate=100mbit --devices_per_host=4 -- \\
-        python scripts/bench/topology.py --out=runs/topology_lab
+        python scripts/bench/topology_gate.py --out=runs/topology_lab
 
 On the hosts of a lab (scripts/lab/cluster.py): each host is a node, and bytes between them take the time of a shaped
 link. First both sides train --steps steps of configs/run/topology.gin and of the demo beside it, and in every step the
