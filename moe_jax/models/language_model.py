@@ -34,12 +34,15 @@ class Batch:
       weights: float [B, Sq], 1 on a target token, else 0 (BERT: the masked ones; padding: 0).
       choices: int32 [B, Sq, L, K], experts that each token takes in each MoE layer instead of choosing (`by_token` of
         what was recorded); None lets the routers choose.
+      counted: int32 [L, E], choices of each expert in the earlier microbatches of the step, for the balance loss; None
+        where it needs none.
     """
 
     inputs: jax.Array
     targets: jax.Array
     weights: jax.Array
     choices: jax.Array | None = None
+    counted: jax.Array | None = None
 
 
 def by_token(choices, batch_size: int):
@@ -67,6 +70,7 @@ class StepStats:
       passes: int32 [L], passes that each MoE layer took; 1 without overflow.
       kl: float [], KL(teacher || student) per target token, in nats; None without a teacher.
       completed: int32 [L], tokens that the router `base` placed after its auction; None for every other router.
+      needed: int32 [L, E, bins], `GateStats.needed` of all tokens; None but for the router `quantile_bias`.
       choices: int32 [L, N, K], every token's experts in the order of the batch, by MoEConfig.record_choices; else None.
     """
 
@@ -79,6 +83,7 @@ class StepStats:
     passes: jax.Array
     kl: jax.Array | None = None
     completed: jax.Array | None = None
+    needed: jax.Array | None = None
     choices: jax.Array | None = None
 
 

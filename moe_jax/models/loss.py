@@ -32,7 +32,7 @@ from moe_jax.models.model_group import check_sequence_parallel, make_model_group
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.placement import PlanShape
-from moe_jax.routers import build_router, z_loss
+from moe_jax.routers import build_router, counts_so_far, z_loss
 from moe_jax.schedules.contract import MOST_ROWS
 
 
@@ -83,13 +83,13 @@ def make_loss(
     rows = P(roles.dense)
     frozen_specs = () if teacher is None else _frozen_specs(teacher)
     stats_specs = StepStats(
-        P(), P(), P(), P(None, roles.expert), P(), P(), P(), P(), P(), P(None, roles.dense + roles.model)
+        P(), P(), P(), P(None, roles.expert), P(), P(), P(), P(), P(), P(), P(None, roles.dense + roles.model)
     )
     sharded = jax.shard_map(
         stack,
         mesh=roles.mesh,
         in_specs=(
-            layout.params["dense"], layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows, rows),
+            layout.params["dense"], layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows, rows, P()),
             P(roles.expert), P(), P(), P(), *frozen_specs,
         ),
         out_specs=(P(), stats_specs),
@@ -168,15 +168,16 @@ def _make_stack(
                 total, total_kl = chunked_distillation(x, table, teacher_x, teacher_table, *rows)
         cross_entropy = lax.psum(total, roles.all) / normalizer
         kl = None if teacher is None else lax.psum(total_kl, roles.all) / normalizer
-        return _finish(cross_entropy, kl, gate_stats, passes)
+        return _finish(cross_entropy, kl, gate_stats, passes, batch.counted)
 
-    def _finish(cross_entropy, kl, gate_stats, passes):
+    def _finish(cross_entropy, kl, gate_stats, passes, counted):
         global_tokens = tokens * parts
         sums = lax.psum(gate_stats.sums, roles.dense)
         inside = tuple(axis for axis in roles.all if axis not in roles.expert)
         counts = lax.psum(gate_stats.counts, inside) if inside else gate_stats.counts
         total = lax.psum(gate_stats.counts, roles.all)
-        aux = router.balance_loss(dataclasses.replace(sums, counts=total), global_tokens)
+        meant = total if counted is None else counts_so_far(total, counted)
+        aux = router.balance_loss(dataclasses.replace(sums, counts=meant), global_tokens)
         z = z_loss(sums.squared_logsumexp, global_tokens)
         gate_loss = jnp.sum(moe_config.aux_loss_weight * aux + moe_config.z_loss_weight * z)
         token_loss = cross_entropy if teacher is None else cross_entropy + teacher.alpha * kl
@@ -191,6 +192,7 @@ def _make_stack(
             passes=passes,
             kl=kl,
             completed=sums.completed,
+            needed=sums.needed,
             choices=gate_stats.choices,
         )
         return loss, stats

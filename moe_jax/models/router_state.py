@@ -13,17 +13,18 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.routers import build_router
 
 
-def with_router_state(moe: MoEConfig, before, after, loads):
+def with_router_state(moe: MoEConfig, before, after, loads, needed=None):
     """Return the parameters `after` an update, with the router's state moved on from `before`; the rest is `after`.
 
     Args:
       loads: int32 [L, sources, E] of the whole step, all its microbatches together.
+      needed: int32 [L, E, bins] likewise, `StepStats.needed`, or None.
     """
     router = build_router(moe)
     if not router.state:
         return after
     gate = before["dense"]["units"]["gate"]
-    moved = router.next_state({name: gate[name] for name in router.state}, jnp.sum(loads, axis=1))
+    moved = router.next_state({name: gate[name] for name in router.state}, jnp.sum(loads, axis=1), needed)
     return _replaced(after, ("dense", "units", "gate"), moved)
 
 

@@ -11,7 +11,7 @@ for _module in pkgutil.iter_modules(__path__):
 from moe_jax.routers.config import RouterConfig  # noqa: E402
 from moe_jax.routers.contract import Choices, Router, RouterInputs, RouterPlace  # noqa: E402
 from moe_jax.routers.registry import build_router, choose_experts, routers  # noqa: E402
-from moe_jax.routers.statistics import GateStats, balance_loss, share_statistics, z_loss  # noqa: E402
+from moe_jax.routers.statistics import GateStats, balance_loss, counts_so_far, share_statistics, z_loss  # noqa: E402
 
 __all__ = [
     "Choices",
@@ -23,6 +23,7 @@ __all__ = [
     "balance_loss",
     "build_router",
     "choose_experts",
+    "counts_so_far",
     "routers",
     "share_statistics",
     "z_loss",

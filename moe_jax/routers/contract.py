@@ -114,11 +114,14 @@ class Router(typing.Protocol):
         ...
 
     def balance_loss(self, stats: GateStats, tokens: int) -> jax.Array:
-        """Return the load-balancing loss [...] of statistics [..., E] that were summed over all `tokens` tokens."""
+        """Return the load-balancing loss [...] of statistics [..., E] that were summed over all `tokens` tokens.
+
+        Under `MoEConfig.balance_over` = 'step' counts are float, of the step's tokens as if they were as many.
+        """
         ...
 
-    def next_state(self, state: dict, counts: jax.Array) -> dict:
-        """Return the leaves of `state` after an optimizer step; counts: int32 [..., E] of all its tokens."""
+    def next_state(self, state: dict, counts: jax.Array, needed: jax.Array | None = None) -> dict:
+        """Return the leaves of `state` after an optimizer step; counts, needed: `GateStats`, of all its tokens."""
         ...
 
 
@@ -129,13 +132,13 @@ class RouterBase:
       config: as bound, its knobs among it; place: where it runs, None without a mesh.
       in_groups: whether the router can choose inside groups of experts (group_limited.py).
       replays: whether the router can take choices that were made before.
-      by_sequence: whether its balance loss can be formed over sequences.
+      balances: the values of `MoEConfig.balance_over` under which its balance loss can be formed.
     """
 
     state: typing.ClassVar[tuple[str, ...]] = ()
     in_groups: typing.ClassVar[bool] = False
     replays: typing.ClassVar[bool] = False
-    by_sequence: typing.ClassVar[bool] = False
+    balances: typing.ClassVar[tuple[str, ...]] = ("batch",)
 
     def __init__(self, config: typing.Any, place: RouterPlace | None = None):
         """Keep both.
@@ -158,10 +161,10 @@ class RouterBase:
                 f"MoEConfig.expert_groups ({config.expert_groups}) works with the routers topk, group_limited and "
                 f"sigmoid_bias, not with {config.router!r}; set it to 0"
             )
-        if config.balance_over == "sequence" and not cls.by_sequence:
+        if config.balance_over not in cls.balances:
             raise UserError(
-                f"MoEConfig.balance_over ('sequence') does not go with MoEConfig.router = {config.router!r}, which has "
-                "a balance loss of its own or none; set it to 'batch'"
+                f"MoEConfig.balance_over ({config.balance_over!r}) does not go with MoEConfig.router = "
+                f"{config.router!r}, which has a balance loss of its own or none; set it to 'batch'"
             )
         if config.record_choices and not cls.replays:
             raise UserError(
@@ -188,7 +191,7 @@ class RouterBase:
             return stats.sequence_balance / tokens
         return balance_loss(stats.counts, stats.probability, tokens, self.config.top_k)
 
-    def next_state(self, state, counts):
+    def next_state(self, state, counts, needed=None):
         return state
 
 

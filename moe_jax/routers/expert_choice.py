@@ -36,7 +36,7 @@ class ExpertChoice(Unbalanced, TopK):
 
     in_groups = False
     replays = False
-    by_sequence = False
+    balances = ("batch",)
 
     def __init__(self, config, place: RouterPlace | None = None):
         super().__init__(config, place)

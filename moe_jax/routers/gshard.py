@@ -32,7 +32,7 @@ class GShard(TopK):
 
     in_groups = False
     replays = False
-    by_sequence = False
+    balances = ("batch",)
 
     @classmethod
     def check(cls, config):

@@ -12,6 +12,7 @@ import math
 from moe_jax.errors import UserError
 
 DROP_POLICIES = ("position", "probability")
+BALANCE_OVER = ("batch", "sequence", "step")
 ROUTER_DTYPES = ("auto", "bfloat16", "float32", "float64")
 
 
@@ -31,8 +32,10 @@ class RouterOptions:
       renormalize: divide the K chosen probabilities by their sum. With K = 1 every weight is then 1 and the gate learns
         from its own losses alone; set False there, as Switch Transformers do.
       gate_noise: standard deviation of normal noise on the gate's logits in training; 0 is none.
-      balance_over: tokens over which the load-balancing loss is formed: 'batch', all those of the global microbatch, or
-        'sequence', each sequence by itself, and the mean of theirs (DeepSeek-V3, equations 17 to 20).
+      balance_over: tokens over which the load-balancing loss is formed: 'batch', all those of the global microbatch;
+        'sequence', each sequence by itself, and the mean of theirs (DeepSeek-V3, equations 17 to 20); or 'step', where
+        each microbatch's probabilities meet the loads of all microbatches of the step up to it, so that with
+        train.grad_accum_steps experts need not be even in each (Qiu et al. 2025, Demons in the Detail).
       cluster: file written by `python -m moe_jax.calibrate`, by which the schedule 'parm' and `gather` 'auto' choose;
         without one 'parm' compares bytes. The router 'topology' takes bandwidths from it, or from a preset's file.
       router_dtype: dtype in which logits are computed: 'float32', 'bfloat16', 'float64', or 'auto', the compute dtype's
@@ -71,8 +74,8 @@ class RouterOptions:
             raise UserError(f"MoEConfig.min_capacity ({self.min_capacity}) must be at least 1")
         if self.gate_noise < 0:
             raise UserError(f"MoEConfig.gate_noise ({self.gate_noise}) must be at least 0; 0 is no noise")
-        if self.balance_over not in ("batch", "sequence"):
-            raise UserError(f"MoEConfig.balance_over ({self.balance_over!r}) must be 'batch' or 'sequence'")
+        if self.balance_over not in BALANCE_OVER:
+            raise UserError(f"MoEConfig.balance_over ({self.balance_over!r}) must be one of {', '.join(BALANCE_OVER)}")
         if self.router_dtype not in ROUTER_DTYPES:
             raise UserError(f"MoEConfig.router_dtype ({self.router_dtype!r}) must be one of {', '.join(ROUTER_DTYPES)}")
 

@@ -70,7 +70,12 @@ class SigmoidBias(TopK):
         log_scores = jax.nn.log_sigmoid(noisy)
         log_probs = log_scores - jax.scipy.special.logsumexp(log_scores, axis=-1, keepdims=True)
         log_z = jax.scipy.special.logsumexp(logits, axis=-1)
-        return choice, self.statistics(choice, jnp.exp(log_probs), log_probs, log_z)
+        stats = self.statistics(choice, jnp.exp(log_probs), log_probs, log_z)
+        return choice, self.measured(stats, *lax.stop_gradient((scores, params["choice_bias"])))
+
+    def measured(self, stats, scores, bias):
+        """Return the statistics with what `next_state` needs beside counts; scores [t, E], bias [E]."""
+        return stats
 
     def best(self, scores, bias):
         """Return int32 [t, K], the experts with the highest score + bias; scores [t, E], bias [E]."""
@@ -79,7 +84,7 @@ class SigmoidBias(TopK):
             biased = jnp.where(within_groups(biased, self.config, two_best_scores), biased, -jnp.inf)
         return lax.top_k(biased, self.config.top_k)[1]
 
-    def next_state(self, state, counts):
+    def next_state(self, state, counts, needed=None):
         bias = state["choice_bias"]
         mean, rest = jnp.divmod(jnp.sum(counts, axis=-1, keepdims=True), counts.shape[-1])
         above, below = counts > mean, (counts < mean) | (counts == mean) & (rest > 0)  # exact for every int32

@@ -32,6 +32,8 @@ class GateStats:
       completed: int32 [], tokens that `base` placed after its auction had ended; None for every other router.
       sequence_balance: float [], sum over sequences of their tokens times their load-balancing loss; None unless
         `MoEConfig.balance_over` is 'sequence'.
+      needed: int32 [E, bins], histogram of the biases that tokens would need to take an expert; None but for
+        `quantile_bias`.
       choices: int32 [t, K], of the tokens that this device owns; None unless they are recorded.
     """
 
@@ -43,6 +45,7 @@ class GateStats:
     first_counts: jax.Array | None = None
     completed: jax.Array | None = None
     sequence_balance: jax.Array | None = None
+    needed: jax.Array | None = None
     choices: jax.Array | None = None
 
     @property
@@ -103,6 +106,17 @@ def balance_loss(counts, probability, tokens, top_k):
     num_experts = counts.shape[-1]
     fraction = counts.astype(probability.dtype) / (top_k * tokens)
     return num_experts * jnp.sum(lax.stop_gradient(fraction) * (probability / tokens), axis=-1)
+
+
+def counts_so_far(counts, before):
+    """Return float32 [..., E]: a microbatch's counts as they would be if its loads were those of the step up to it.
+
+    Args:
+      counts: int32 [..., E], of the microbatch; before: int32 [..., E], of the earlier ones of its step.
+    """
+    total = (counts + before).astype(jnp.float32)
+    own = jnp.sum(counts, axis=-1, keepdims=True).astype(jnp.float32)
+    return total * (own / jnp.sum(total, axis=-1, keepdims=True))
 
 
 def sequence_balance(expert_ids, probs, length: int):

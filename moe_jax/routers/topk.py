@@ -19,6 +19,7 @@ from moe_jax.errors import UserError
 from moe_jax.routers.capacity import keep_within_capacity
 from moe_jax.routers.contract import RouterBase, RouterInputs
 from moe_jax.routers.group_limited import best_score, within_groups
+from moe_jax.routers.options import BALANCE_OVER
 from moe_jax.routers.registry import router
 from moe_jax.routers.scores import gate_logits, gate_noise
 from moe_jax.routers.statistics import sequence_balance, statistics_of
@@ -30,7 +31,7 @@ class TopK(RouterBase):
 
     in_groups = True
     replays = True
-    by_sequence = True
+    balances = BALANCE_OVER
 
     def choose(self, x, params, inputs: RouterInputs):
         config = self.config
@@ -64,7 +65,7 @@ class TopK(RouterBase):
     def statistics(self, choice: Choice, probs, log_probs, log_z):
         """Return what `statistics_of` does, with what a balance loss over sequences needs."""
         stats = statistics_of(choice, probs, log_probs, log_z)
-        if self.config.balance_over == "batch":
+        if self.config.balance_over != "sequence":
             return stats
         length = self.check_sequences(probs.shape[0])
         return dataclasses.replace(stats, sequence_balance=sequence_balance(choice.expert_ids, probs, length))

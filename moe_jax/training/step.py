@@ -161,13 +161,18 @@ def make_train_step(
             )
             return grads, jax.tree.map(lambda a: a[None], stats)
 
-        def body(total, inputs):
-            microbatch, index = inputs
+        def body(carry, inputs):
+            (total, counted), (microbatch, index) = carry, inputs
+            microbatch = dataclasses.replace(microbatch, counted=counted)
             (_, stats), grads = value_and_grad(params, microbatch, tables, key, index * rows, normalizer, *frozen)
-            return jax.tree.map(jnp.add, total, grads), stats
+            counted = None if counted is None else counted + jnp.sum(stats.loads, axis=1)
+            return (jax.tree.map(jnp.add, total, grads), counted), stats
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return lax.scan(body, zeros, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
+        layers, experts = model.config.moe_layers, model.moe.num_experts
+        counted = jnp.zeros((layers, experts), jnp.int32) if model.moe.balance_over == "step" else None
+        start = jax.tree.map(jnp.zeros_like, params), counted
+        (grads, _), stats = lax.scan(body, start, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
+        return grads, stats
 
     def train_step(state, batch, tables, host_signals, *frozen):
         params = state["params"]
@@ -177,7 +182,8 @@ def make_train_step(
         square_norms = jnp.stack([jnp.sum(jnp.square(g)).astype(jnp.float32) for g in jax.tree.leaves(grads)])
         updates, opt_state = optimizer.update(grads, state["opt_state"], params)
         loads = jnp.sum(stats.loads, axis=0)
-        new_params = with_router_state(model.moe, params, optax.apply_updates(params, updates), loads)
+        needed = None if stats.needed is None else jnp.sum(stats.needed, axis=0)
+        new_params = with_router_state(model.moe, params, optax.apply_updates(params, updates), loads, needed)
         new_state = {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}
         if config.ema_decay:
             ema = optax.incremental_update(new_params, state["ema"], 1 - config.ema_decay)

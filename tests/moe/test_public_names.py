@@ -10,16 +10,16 @@ import moe_jax.moe
 SIGNATURES = {
     "GateStats": (
         "(counts, probability, squared_logsumexp, entropy, dropped, first_counts=None, completed=None, "
-        "sequence_balance=None, choices=None)"
+        "sequence_balance=None, needed=None, choices=None)"
     ),
     "GroupedWeights": "(*, bank, slots, grad_sink=None, constant=False)",
     "MoEConfig": (
         "(*, num_experts=8, top_k=2, router='topk', capacity_factor=None, min_capacity=4, drop='position', "
         "renormalize=True, gate_noise=0.0, router_dtype='auto', balance_over='batch', cluster='', "
         "record_choices=False, remote_fraction=None, topology_release=False, expert_groups=0, kept_groups=1, "
-        "routed_scale=1.0, bias_rate=0.001, auction_eps=0.01, auction_rounds=500, aux_loss_weight=0.01, "
-        "z_loss_weight=0.001, schedule='deepspeed', transport='all_to_all', pairwise_groups=0, gather='auto', "
-        "grouped_matmul='auto', bucket_slack=1.5, shared_experts=0, shared_hidden_dim=0, residual='sum')"
+        "routed_scale=1.0, quantile_bins=512, bias_rate=0.001, auction_eps=0.01, auction_rounds=500, "
+        "aux_loss_weight=0.01, z_loss_weight=0.001, schedule='deepspeed', transport='all_to_all', pairwise_groups=0, "
+        "gather='auto', grouped_matmul='auto', bucket_slack=1.5, shared_experts=0, shared_hidden_dim=0, residual='sum')"
     ),
     "MoELayer": (
         "(self, config, *, model_dim, hidden_dim, roles, rngs, activation='gelu', dtype=<class 'jax.numpy.float32'>)"

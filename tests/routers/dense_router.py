@@ -71,7 +71,7 @@ def dense_route(config, key, tokens: int, groups: Groups):
 def weigh(config, noisy, chosen):
     """Return the weights [N, E] of the chosen experts, and the probabilities of the balance loss."""
     probs = jax.nn.softmax(noisy, axis=1)
-    scores = jax.nn.sigmoid(noisy) if config.router in ("sigmoid_bias", "base") else probs
+    scores = jax.nn.sigmoid(noisy) if config.router in ("sigmoid_bias", "quantile_bias", "base") else probs
     weights = jnp.where(chosen, scores, 0)
     if config.renormalize and config.router not in ("switch", "base", "expert_choice"):
         weights = weights / jnp.sum(weights, axis=1, keepdims=True)

@@ -156,6 +156,24 @@ def sigmoid_bias(config, given):
     return joined(ids, weights, served(config, ids, in_order(config, ids, scores)))
 
 
+def needed_biases(config, logits, bias):
+    """Return the bias after a step of `quantile_bias` with these tokens, from a histogram counted one by one."""
+    experts, bins, low, high = len(bias), config.quantile_bins, min(bias) - 1, max(bias) + 1
+    counts = [[0] * bins for _ in range(experts)]
+    for row in logits:
+        scores = [sigmoid(value) for value in row]
+        cutoff = sorted((s + b for s, b in zip(scores, bias, strict=True)), reverse=True)[config.top_k]
+        for e, score in enumerate(scores):
+            counts[e][min(bins - 1, max(0, math.floor((cutoff - score - low) / (high - low) * bins)))] += 1
+    wanted, moved = config.top_k / experts * len(logits), []
+    for row in counts:
+        at, before = 0, 0
+        while before + row[at] < wanted:
+            before, at = before + row[at], at + 1
+        moved.append(low + (at + (wanted - before) / row[at]) / bins * (high - low))
+    return [value - sum(moved) / experts for value in moved]
+
+
 def topology(config, given):
     scores = noisy_logits(config, given)
     most = math.floor(len(scores) * config.remote_fraction + 1e-9)
@@ -237,6 +255,7 @@ ORACLES = {
     "forced_balance": forced_balance,
     "gshard": gshard,
     "sigmoid_bias": sigmoid_bias,
+    "quantile_bias": sigmoid_bias,
     "topology": topology,
     "base": base,
     "expert_choice": expert_choice,

@@ -4,12 +4,13 @@ Logits are fed in as tokens, with the identity as the gate's weight; float64, so
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from routers.oracles import ORACLES, Given
+from routers.oracles import ORACLES, Given, needed_biases
 
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
@@ -31,6 +32,7 @@ CASES = {
     "gshard_capacity": {"capacity_factor": 0.8, "min_capacity": 1},
     "sigmoid_bias": {"top_k": 3, "routed_scale": 2.0},
     "sigmoid_bias_groups": {"expert_groups": 4, "kept_groups": 2, "capacity_factor": 1.0, "drop": "probability"},
+    "quantile_bias": {"top_k": 3},
     "topology": {"remote_fraction": 0.2},
     "topology_release": {"remote_fraction": 0.7, "topology_release": True, "renormalize": False},
     "base": {"top_k": 1},
@@ -130,6 +132,9 @@ def check(config, found, stats, want, message):
     counts = [sum(e == expert for row in want for e, _, _ in row) for expert in range(EXPERTS)]
     np.testing.assert_array_equal(stats.counts, counts, message)
     assert stats.dropped == sum(not stays for row in want for _, _, stays in row), message
+    if config.router == "topology" and not config.topology_release:
+        remote = sum(e >= EXPERTS // 2 for row in found for e, _, _ in row)
+        assert remote <= math.floor(TOKENS * config.remote_fraction), f"{message}: {remote} choices leave the node"
     if not config.dropless and config.router != "expert_choice":
         kept_by = [sum(stays for row in want for e, _, stays in row if e == expert) for expert in range(EXPERTS)]
         assert max(kept_by) <= config.capacity(TOKENS), message
@@ -190,6 +195,29 @@ def test_bias_moves_by_the_sign():
     np.testing.assert_allclose(moved, [[0.01, -0.01, 0.01, -0.01], [0.0, 0.01, 0.01, -0.01]], atol=1e-9)
 
 
+def test_bias_is_the_quantile_of_what_tokens_need():
+    """From halves of the tokens, summed; in a few steps on the same tokens loads are even, one hot expert or not."""
+    config = config_of("quantile_bias", quantile_bins=256)
+    rng = np.random.default_rng(7)
+    logits = rng.normal(size=(240, EXPERTS)) + 2 * (np.arange(EXPERTS) == 3)[None]
+    bias = 0.2 * rng.normal(size=EXPERTS)
+    with jax.enable_x64(True):
+        router = build_router(config)
+
+        @jax.jit
+        def step(bias):
+            params = {"w_gate": jnp.eye(EXPERTS), "choice_bias": bias}
+            stats = [router.choose(part, params, RouterInputs())[1] for part in np.split(logits, 2)]
+            counts, needed = (sum(getattr(one, name) for one in stats) for name in ("counts", "needed"))
+            return router.next_state({"choice_bias": bias}, counts, needed)["choice_bias"], counts
+
+        moved, first = step(jnp.asarray(bias))
+        np.testing.assert_allclose(moved, needed_biases(config, logits, bias.tolist()), rtol=0, atol=1e-12)
+        for _ in range(8):
+            moved, counts = step(moved)
+    assert np.max(first) > 1.5 * np.mean(first) and np.max(counts) < 1.1 * np.mean(counts)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -208,10 +236,13 @@ def test_bias_moves_by_the_sign():
         ({"router": "topology", "remote_fraction": 1.5}, r"remote_fraction \(1.5\) must lie between 0 and 1"),
         ({"router": "noisy_topk", "gate_noise": 0.1}, r"gate_noise \(0.1\) must be 0 with .*'noisy_topk'"),
         ({"router": "sigmoid_bias", "bias_rate": -1.0}, r"bias_rate \(-1.0\) must be at least 0"),
+        ({"router": "quantile_bias", "top_k": 8}, r"top_k \(8\) must be below MoEConfig.num_experts \(8\)"),
+        ({"router": "quantile_bias", "quantile_bins": 1}, r"quantile_bins \(1\) must be at least 2"),
         ({"routed_scale": 0.0}, r"routed_scale \(0.0\) must be positive"),
         ({"gate_noise": -1.0}, r"gate_noise \(-1.0\) must be at least 0"),
-        ({"balance_over": "token"}, r"balance_over \('token'\) must be 'batch' or 'sequence'"),
+        ({"balance_over": "token"}, r"balance_over \('token'\) must be one of batch, sequence, step"),
         ({"router": "gshard", "balance_over": "sequence"}, r"balance_over \('sequence'\) does not go with .*'gshard'"),
+        ({"router": "base", "top_k": 1, "balance_over": "step"}, r"balance_over \('step'\) does not go with .*'base'"),
         ({"router_dtype": "int8"}, r"router_dtype \('int8'\) must be one of auto, bfloat16, float32, float64"),
     ],
 )

@@ -37,6 +37,7 @@ SLOW = {
 # every router on 1, 2 and 8 devices, each with one way to choose that differs between tokens gated together or not
 PLAIN = {
     "switch": {"top_k": 1, **CAP}, "noisy_topk": {"top_k": 3}, "gshard": CAP, "sigmoid_bias": {"top_k": 3},
+    "quantile_bias": {},
     "group_limited": {"expert_groups": 4, "kept_groups": 2}, "forced_balance": {}, "topology": {"remote_fraction": 0.3},
     "expert_choice": {}, "base": {"top_k": 1},
 }  # fmt: skip
