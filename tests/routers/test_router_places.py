@@ -1,6 +1,8 @@
 """Where a router cannot work it says so in one line, before anything compiles; and what it reads of a mesh."""
 
 import dataclasses
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -8,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import moe_jax.routers
 from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.config import parse_run_config
 from moe_jax.dispatch import local
@@ -17,11 +20,12 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import Placement, build_shape, fill_tables
-from moe_jax.routers import RouterPlace, build_router
+from moe_jax.routers import RouterPlace, build_router, routers
 from moe_jax.routers.topology_limited import remote_fraction
 from moe_jax.training.program import build_program
 
 EXPERTS = 8
+PACKAGE = pathlib.Path(moe_jax.routers.__file__).parent
 
 
 def place(slots=1, late=False, splits=True, **mesh):
@@ -113,24 +117,41 @@ def test_run_files_build_their_program(name):
     build_program(config, jax.devices())
 
 
+def test_the_readme_s_bindings_build_a_program():
+    """Every router's row of the package's table, on the demo's model and 8 devices."""
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|", (PACKAGE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for name, _ in rows} == set(routers())
+    for name, rest in rows:
+        needs = re.findall(r"`(\w+ = [^`]*)`", rest)
+        bindings = [f"MoEConfig.{binding}" for binding in (f"router = {name!r}", *needs)]
+        config = parse_run_config(["configs/run/demo.gin"], [*bindings, "MeshConfig.devices_per_node = 4"])[0]
+        assert config.moe.router == name
+        build_program(config, jax.devices())
+
+
 def test_local_experts_are_those_whose_tokens_stay_on_the_node():
-    """Two nodes of four devices, an expert on each. A replica of expert 6 on device 1, of 0 on device 5, and of 2 on 7.
+    """Two nodes of four devices, an expert on each. Replicas: of expert 6 on device 1, 0 on 5, 2 on 7, and 7 on 6.
 
     By the rule of the nearest holder all tokens of these stay on their node; by that of the home only those of the
-    devices that hold the replica.
+    devices that hold the replica. Halves of experts 6 and 7 go to either holder by the rule of shares: those of 6 leave
+    any node.
     """
     places = place(slots=2, expert=8, devices_per_node=4)
     router = build_router(MoEConfig(num_experts=EXPERTS, router="topology", remote_fraction=0.2), places)
-    replicas = np.array([[0, 6, 1], [0, 0, 5], [0, 2, 7]])
+    replicas = np.array([[0, 6, 1], [0, 0, 5], [0, 2, 7], [0, 7, 6]])
+    halves = np.array([[0, expert, device, 2**15] for expert, device in ((6, 1), (6, 6), (7, 6), (7, 7))])
     spec = jax.sharding.PartitionSpec(places.roles.expert)
-    for rule in ("nearest", "home"):
+    for rule in ("nearest", "home", "shares"):
         want = np.zeros((8, EXPERTS), bool)
         want[:4, :4], want[4:, 4:] = True, True
         for _, expert, device in replicas:
             on_node = slice(device // 4 * 4, device // 4 * 4 + 4)
-            want[on_node if rule == "nearest" else device, expert] = True
+            want[device if rule == "home" else on_node, expert] = True
+        if rule == "shares":
+            want[:, 6] = False
         home = Placement.even(1, EXPERTS, 8, 4).home
-        placement = Placement(home, replicas=replicas, devices=8, devices_per_node=4, rule=rule)
+        shares = halves if rule == "shares" else None
+        placement = Placement(home, replicas, shares, rule, devices=8, devices_per_node=4)
         shape = build_shape(placement)
         router.place = RouterPlace(places.roles, shape.slots)
 
@@ -150,6 +171,8 @@ def test_topology_sizes_buckets_by_what_may_leave_the_node():
     sizes = layer_sizes(moe, where.roles, 100)
     assert sizes.bucket_rows(8) == BucketRows(own=72, node=72, far=8)  # 1.5 x 180 / 4 and 1.5 x 20 / 4, in eights
     assert layer_sizes(moe, place(expert=8).roles, 100).planned_rows is None  # one node
+    split = dataclasses.replace(moe, schedule="s1")
+    assert layer_sizes(split, place(expert=8, devices_per_node=4, model=2).roles, 1).planned_rows is not None
     free = dataclasses.replace(moe, topology_release=True)
     assert layer_sizes(free, where.roles, 100).planned_rows is None
 
