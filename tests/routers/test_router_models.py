@@ -26,12 +26,15 @@ CASES = {
     "topology_ep4_nodes_of_2_capacity": ("topology", {"data": 2, "expert": 4, "devices_per_node": 2}, {"remote_fraction": 0.2, "schedule": "s1", **CAP}, {"remat": "block"}),  # noqa: E501
     "expert_choice_ep8_ring": ("expert_choice", {"expert": 8}, {"schedule": "ring", "capacity_factor": 1.5}, {}),
     "expert_choice_s1_mp2_data2": ("expert_choice", {"data": 2, "expert": 4, "model": 2}, {"schedule": "s1"}, {"remat": "block"}),  # noqa: E501
+    "noisy_topk_hecate": ("noisy_topk", {"expert": 8}, {"schedule": "s1"}, {"prefetch": "hecate"}),
+    "expert_choice_pro_prophet": ("expert_choice", {"expert": 8}, {"schedule": "s1"}, {"prefetch": "pro_prophet"}),
     "base_ep8": ("base", {"expert": 8}, {"top_k": 1}, {}),
     "base_ep2_data2": ("base", {"data": 2, "expert": 2}, {"top_k": 1, "schedule": "pairwise"}, {"remat": "block"}),
 }  # fmt: skip
 SLOW = {
     "switch_ep8_capacity", "gshard_ep8_dropless_noise", "sigmoid_bias_deepspeed_mp2_esp2", "group_limited_ep8_s2_mp4",
     "forced_balance_ep8_ring", "topology_ep4_nodes_of_2_capacity", "expert_choice_s1_mp2_data2", "base_ep2_data2",
+    "noisy_topk_hecate", "expert_choice_pro_prophet",
 }  # fmt: skip
 
 # every router on 1, 2 and 8 devices, each with one way to choose that differs between tokens gated together or not
