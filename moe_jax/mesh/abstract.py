@@ -6,35 +6,24 @@ Inputs: a `MeshConfig` and a number of devices. Outputs: `Roles` whose mesh is a
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
-from moe_jax.mesh.roles import MeshConfig, Roles, mesh_axes
+from moe_jax.mesh.roles import MeshConfig, Roles, mesh_axes, roles_of
 
 
-def build_abstract_roles(config: MeshConfig, num_devices: int) -> Roles:
-    """Return the roles of a mesh of `num_devices` devices that need not exist.
+def build_abstract_roles(config: MeshConfig, num_devices: int, experts: Collection[int] = ()) -> Roles:
+    """Return the roles of a mesh of `num_devices` devices that need not exist; `experts` as `build_mesh` takes them.
 
     Raises:
       UserError: where the sizes do not make `num_devices`, as `build_mesh` does.
     """
     config = config.resolve(num_devices)
-    shape, model = mesh_axes(config, num_devices)
+    shape, model = mesh_axes(config, num_devices, experts)
     mesh: Any = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
-
-    def role(name: str) -> tuple[str, ...]:
-        return tuple(axis for axis in shape if axis in (name, f"{name}_mp"))
-
-    return Roles(
-        config=config,
-        mesh=mesh,
-        data=role("data"),
-        expert=role("expert"),
-        expert_shard=role("expert_shard"),
-        model=model,
-        dense=tuple(axis for axis in shape if axis not in model),
-    )
+    return roles_of(config, mesh, tuple(shape), model)
 
 
 def assumed_devices(config: MeshConfig) -> int:

@@ -16,12 +16,18 @@ for each kind of group, the tuple of mesh axes that spans it. Nothing here moves
 A model-parallel (MP) group is the `model` innermost devices, however they cut across the other groups. Where its edge
 falls inside one of the three axes, that axis is split in two, and the inner part is called `<axis>_mp`. So every role
 is a tuple of axes, and N_MP and N_ESP are independent. Dense data parallelism = all devices / model.
+
+Layers may have fewer experts than the expert axis has devices D. Then E divides D, the innermost E devices of the axis
+are those layers' expert-parallel group, and the others hold replicas of it, as `data` does. So that one mesh serves all
+layers the axis is cut where such a group ends, and the part inside is called `expert_of_<E>`; `Roles.for_experts` gives
+the roles of a layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -131,21 +137,61 @@ class Roles:
         inside = max(1, self.config.devices_per_node // self.config.expert_shard)
         return inside if members % inside == 0 else members
 
+    def for_experts(self, experts: int) -> Roles:
+        """Return the roles of a layer with this many experts: the same, or a part of the expert axis counts as data.
+
+        Raises:
+          UserError: experts that do not spread evenly, or a mesh that was built without knowing of them.
+        """
+        members = ep_degree(experts, self.size(self.expert))
+        if members == self.size(self.expert):
+            return self
+        for cut in range(len(self.expert) + 1):
+            outer, inner = self.expert[:cut], self.expert[cut:]
+            if inner and self.size(inner) == members:
+                sizes = {"data": self.config.data * self.size(outer), "expert": members}
+                config = dataclasses.replace(self.config, **sizes)
+                return dataclasses.replace(self, config=config, data=self.data + outer, expert=inner)
+        raise UserError(
+            f"this mesh has no group of {members} expert-parallel devices for layers with {experts} experts; name "
+            f"{experts} among the `experts` that it is built for"
+        )
+
     def sharding(self, *spec) -> NamedSharding:
         """Return the NamedSharding of this mesh for a partition spec given entry by entry."""
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
 
-def mesh_axes(config: MeshConfig, num_devices: int) -> tuple[dict[str, int], tuple[str, ...]]:
+def ep_degree(experts: int, devices: int) -> int:
+    """Return min(E, D), the expert-parallel devices of a layer with E experts on an expert axis of D devices.
+
+    Raises:
+      UserError: E is neither a multiple nor a divisor of D.
+    """
+    if experts % devices and devices % experts:
+        near = sorted({divisor for divisor in range(1, devices + 1) if devices % divisor == 0} | {devices * 2})
+        fitting = min(near, key=lambda number: (abs(number - experts), -number))
+        raise UserError(
+            f"MoEConfig.num_experts ({experts}) must be divisible by the expert axis ({devices}) or divide it; take "
+            f"{fitting} experts, or set MeshConfig.expert to a divisor or a multiple of {experts}"
+        )
+    return min(experts, devices)
+
+
+def mesh_axes(
+    config: MeshConfig, num_devices: int, experts: Collection[int] = ()
+) -> tuple[dict[str, int], tuple[str, ...]]:
     """Return the mesh's axes with their sizes, slowest first, and the axes of the MP group.
 
     Args:
       config: a MeshConfig that `resolve` has filled in.
       num_devices: product of data, expert and expert_shard.
+      experts: E of the layers that are to lie on the mesh; the expert axis is cut where fewer than its devices do.
 
     Raises:
-      UserError: if the MP group does not cut an axis into equal parts.
+      UserError: if the MP group does not cut an axis into equal parts, or experts do not spread evenly.
     """
+    cuts = {"expert": {ep_degree(number, config.expert) for number in experts} - {config.expert}}
     sizes = {"data": config.data, "expert": config.expert, "expert_shard": config.expert_shard}
     axes: list[tuple[str, int]] = []
     inside: list[str] = []
@@ -170,42 +216,75 @@ def mesh_axes(config: MeshConfig, num_devices: int) -> tuple[dict[str, int], tup
                 f"MeshConfig.model ({config.model}) must be a multiple or a divisor of {product} ({outer}); make "
                 "model, expert and expert_shard powers of two"
             )
-        if split > 1:
-            axes.append((f"{name}_mp", split))
-            inside.append(f"{name}_mp")
-        if split == 1 or sizes[name] > split:
-            axes.append((name, sizes[name] // split))
+        pieces = _pieces(name, sizes[name], split, cuts.get(name, set()))
+        axes += [(axis, size) for axis, size, _ in pieces]
+        inside += [axis for axis, _, in_model in pieces if in_model]
         inner = outer
     return dict(reversed(axes)), tuple(reversed(inside))
 
 
-def build_mesh(config: MeshConfig, devices) -> Roles:
+def _pieces(name: str, size: int, split: int, cuts: set[int]) -> list[tuple[str, int, bool]]:
+    """Return (axis, size, whether inside the MP group) of the parts of one axis, innermost first.
+
+    Args:
+      split: devices of the axis inside the MP group, 1 for none; cuts: devices inside each further cut.
+    """
+    pieces, inner = [], 1
+    for outer in sorted({size, *cuts} | ({split} if split > 1 else set())):
+        if outer % inner:
+            raise UserError(
+                f"expert-parallel groups of {inner} and of {outer} devices do not lie inside one another on an expert "
+                f"axis of {size} (groups have min(experts, {size}) devices, and MeshConfig.model cuts the axis too); "
+                "make the numbers of experts divide one another"
+            )
+        in_model = split > 1 and outer <= split
+        whole = outer == split if in_model else outer == size
+        axis = f"{name}_mp" if in_model else name
+        pieces.append((axis if whole else f"{axis}_of_{outer}", outer // inner, in_model))
+        inner = outer
+    return pieces
+
+
+def axes_of_role(axes: Collection[str], name: str) -> tuple[str, ...]:
+    """Return those mesh axes that are parts of the axis `name` of the picture above, in their order."""
+
+    def is_part(axis: str) -> bool:
+        whole, _, number = axis.partition("_of_")
+        return whole in (name, f"{name}_mp") and (number.isdecimal() or not number)
+
+    return tuple(axis for axis in axes if is_part(axis))
+
+
+def build_mesh(config: MeshConfig, devices, experts: Collection[int] = ()) -> Roles:
     """Lay `devices` out as the config says.
 
     Args:
       config: group sizes; `expert` may be -1.
       devices: JAX devices, in the order of the device index (neighbours should share a node).
+      experts: E of each kind of layer that is to lie on the mesh; only those below the expert axis matter.
 
     Returns:
       Roles over one mesh of all the devices.
 
     Raises:
-      UserError: if the sizes do not fit the number of devices.
+      UserError: if the sizes do not fit the number of devices, or the experts do not spread evenly over them.
     """
     config = config.resolve(len(devices))
-    shape, model = mesh_axes(config, len(devices))
+    shape, model = mesh_axes(config, len(devices), experts)
     grid = np.asarray(devices, dtype=object).reshape(tuple(shape.values()))
     mesh = Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
-    def role(name):
-        return tuple(axis for axis in shape if axis == name or axis == f"{name}_mp")
+    return roles_of(config, mesh, tuple(shape), model)
 
+
+def roles_of(config: MeshConfig, mesh, axes: tuple[str, ...], model: tuple[str, ...]) -> Roles:
+    """Return the roles of a mesh with the axes that `mesh_axes` gave; the mesh may be abstract."""
     return Roles(
         config=config,
         mesh=mesh,
-        data=role("data"),
-        expert=role("expert"),
-        expert_shard=role("expert_shard"),
+        data=axes_of_role(axes, "data"),
+        expert=axes_of_role(axes, "expert"),
+        expert_shard=axes_of_role(axes, "expert_shard"),
         model=model,
-        dense=tuple(axis for axis in shape if axis not in model),
+        dense=tuple(axis for axis in axes if axis not in model),
     )
