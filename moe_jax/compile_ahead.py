@@ -87,6 +87,7 @@ def compile_step(
     Raises:
       UserError: what training itself would refuse, or an option that the compiler does not have.
     """
+    from moe_jax.models.segments import joined
     from moe_jax.replan.replanner import Replanner
     from moe_jax.training.guided import compile_guided
     from moe_jax.training.program import build_program
@@ -94,7 +95,11 @@ def compile_step(
     program = build_program(config, devices)
     shape = None
     if config.planner.name != "none":
-        shape = Replanner(config, program.roles).planned_shape(skewed_loads(program, skew))
+        parts = {}
+        for segment in program.model.expert_segments:
+            replanner = Replanner(config, program.roles, segment.name)
+            parts[segment.name] = replanner.planned_shape(skewed_loads(replanner, program.tokens_per_step, skew))
+        shape = joined(parts)
     started = time.monotonic()
     lowered = program.lower_train_step(shape)
     lowered_at = time.monotonic()
@@ -142,16 +147,19 @@ def memory_of(executable) -> dict[str, int]:
     }
 
 
-def skewed_loads(program, skew: float) -> np.ndarray:
-    """Return made-up counts int64 [L, D, E] of one step: the expert of rank r gets a share of (r + 1)^-skew.
+def skewed_loads(replanner, tokens: int, skew: float) -> np.ndarray:
+    """Return made-up counts int64 [L, D, E] of one step's tokens: the expert of rank r gets a share of (r + 1)^-skew.
 
     The order of the experts differs from layer to layer and is the same in every run of the command; all sources are
     alike, and each layer's counts add up to K times the tokens.
+
+    Args:
+      replanner: of the segment whose layers, devices and experts these are.
     """
-    layers, experts = program.config.model.moe_layers, program.config.moe.num_experts
-    sources = program.devices
+    start = replanner.start
+    layers, experts, sources = start.layers, start.experts, start.devices
     share = np.arange(1, experts + 1, dtype=np.float64) ** -skew
-    choices = program.tokens_per_step * program.config.moe.top_k // sources
+    choices = tokens * replanner.config.moe.top_k // sources
     counts = np.floor(choices * share / share.sum()).astype(np.int64)
     counts[: choices - counts.sum()] += 1
     order = np.random.default_rng(0)
@@ -160,7 +168,9 @@ def skewed_loads(program, skew: float) -> np.ndarray:
 
 
 def describe_shape(shape) -> str:
-    """Return in words what a plan's program is compiled for."""
+    """Return in words what a plan's program is compiled for, of several segments one after the other."""
+    if isinstance(shape, dict):
+        return "; ".join(f"{name}: {describe_shape(own)}" for name, own in shape.items())
     parts = [f"{shape.home_slots} home and {shape.replica_slots} replica slots a device and layer"]
     for name, transfer in (("ahead", shape.ahead), ("late", shape.late)):
         if transfer is not None:

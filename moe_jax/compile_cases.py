@@ -105,13 +105,12 @@ def compile_case(case: Case, guided: bool) -> list[Outcome]:
 def ring_replicas(program, replicas: int, by_node: bool):
     """Return the shape of a placement in which each device has replicas of one expert of each next neighbour."""
     from moe_jax.placement import build_shape
-    from moe_jax.replan.replanner import initial_placement
+    from moe_jax.replan.planned_run import initial_placement
 
     even = initial_placement(program.config, program.roles)
     if not replicas:
         return build_shape(even)
-    devices, held = even.devices, program.config.moe.num_experts // even.devices
-    layers = program.config.model.moe_layers
+    devices, held, layers = even.devices, even.experts // even.devices, even.layers
     rows = [
         (layer, (device + shift) % devices * held, device)
         for layer in range(layers)

@@ -28,10 +28,12 @@ from moe_jax.models.attention import missing_for_cudnn, resolve_attention
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
 from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel
+from moe_jax.models.segments import expert_counts, joined, segments_of, with_experts
 from moe_jax.moe.layer import check_router, layer_sizes, make_schedule, schedule_options
 from moe_jax.placement import PlanShape, build_shape
-from moe_jax.replan.plan_cost import largest_shape, with_replica_slots
-from moe_jax.replan.replanner import check_planner, check_transfer, initial_placement
+from moe_jax.replan.plan_cost import largest_shapes, with_replica_slots
+from moe_jax.replan.planned_run import initial_placement, segment_runs
+from moe_jax.replan.replanner import check_planner, check_transfer
 from moe_jax.schedules import schedule_record, schedules
 from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups
@@ -79,15 +81,16 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
             raise UserError(f"--target={target} and --host_devices={devices} both count devices; give one of them")
         run, devices = on_target(run, described), described.devices
     count = assumed_devices(run.mesh) if devices is None else devices
-    roles = build_abstract_roles(run.mesh, count)
+    roles = build_abstract_roles(run.mesh, count, expert_counts(run.model, run.moe))
     vocab_size = padded_vocabulary(build_tokenizer(run.data), run.model)
     check_sizes(run, roles, vocab_size)
     teacher = teacher_model(run, roles, build_tokenizer(run.data), vocab_size, described)
-    schedule = _schedule_lines(run, roles)
+    segments, schedule = _segment_lines(run, roles), _schedule_lines(run, roles)
     sections = [
         _section("Config", config_text(run, bound).splitlines()),
         _section("Choices", [attention_line(run, described)]),
         _section("Mesh", _mesh_lines(run, roles, given=devices is not None)),
+        *([_section("Segments", segments)] if segments else []),
         *([_section("Schedule", schedule)] if schedule else []),
         _section("Parameters", _parameter_lines(run, vocab_size)),
         *([_section("Teacher", _teacher_lines(run, teacher))] if teacher else []),
@@ -153,8 +156,9 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
     check_transfer(run, roles)
     if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
         check_planner(run, roles)
-    check_router(run.moe, roles, rows // shards * length, length, run.planner.decides_late)
-    make_schedule(run.moe, roles, rows // shards * length, split_tokens=run.model.sequence_parallel)
+    for own, own_roles in segment_runs(run, roles).values():
+        check_router(own.moe, own_roles, rows // shards * length, length, run.planner.decides_late)
+        make_schedule(own.moe, own_roles, rows // shards * length, split_tokens=run.model.sequence_parallel)
     return model
 
 
@@ -187,8 +191,32 @@ def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:
     return lines
 
 
+def _segment_lines(run: RunConfig, roles: Roles) -> list[str]:
+    """Say of which runs of equal units a model is made, and how each one's experts lie; nothing of a single one."""
+    segments, lines, first = segments_of(run.model, run.moe), [], 0
+    for segment in segments:
+        config, own = segment.config, segment.roles(roles)
+        line = f"blocks {first} to {first + config.layers - 1}: "
+        if segment.has_experts:
+            line += f"{config.moe_layers} MoE layers, {segment.moe.top_k} of {segment.moe.num_experts} experts, "
+            line += f"hidden dim {config.hidden_dim}; expert parallel {own.size(own.expert)}, "
+            line += f"data parallel {own.size(own.data)}"
+        else:
+            line += f"dense, hidden dim {config.ffn_dim}"
+        lines.append(line)
+        first += config.layers
+    return lines if len(segments) > 1 else []
+
+
 def _schedule_lines(run: RunConfig, roles: Roles) -> list[str]:
     """Say what the schedule chooses for itself, and by what; nothing of those that choose nothing."""
+    runs = segment_runs(run, roles)
+    named = [(name, _schedule_lines_of(*own)) for name, own in runs.items()]
+    return [f"{name}: {line}" if len(runs) > 1 else line for name, lines in named for line in lines]
+
+
+def _schedule_lines_of(run: RunConfig, roles: Roles) -> list[str]:
+    """Say it of one segment."""
     moe, model = run.moe, run.model
     tokens = run.train.batch_size // run.train.grad_accum_steps * run.data.sequence_length // roles.size(roles.dense)
     if moe.schedule == "pairwise":
@@ -230,10 +258,11 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
 
 def _parameter_lines(run: RunConfig, vocab_size: int) -> list[str]:
     counts = parameter_counts(run.model, run.moe, vocab_size)
+    layers = with_experts(segments_of(run.model, run.moe))
+    chosen = ", ".join(dict.fromkeys(f"{layer.moe.top_k} of {layer.moe.num_experts}" for layer in layers))
     lines = [
         f"{'total':22}{counts.total:>20,}  {billions(counts.total)}",
-        f"{'active per token':22}{counts.active:>20,}  {billions(counts.active)}  "
-        f"({run.moe.top_k} of {run.moe.num_experts} experts)",
+        f"{'active per token':22}{counts.active:>20,}  {billions(counts.active)}  ({chosen} experts)",
         f"{'as the papers count':22}{counts.as_papers:>20,}  {billions(counts.as_papers)}  "
         "(without embeddings, biases, gates and norms)",
         "of the total:",
@@ -318,14 +347,17 @@ def _state_note(train: TrainConfig, dtype: str) -> str:
     return f"{OPTIMIZER_STATES[train.optimizer]}, {dtype}{first}"
 
 
-def _plan(run: RunConfig, roles: Roles) -> PlanShape | None:
-    """Return the shape of a plan with as many replicas as the planner may have; None where a bank has no owners."""
+def _plan(run: RunConfig, roles: Roles) -> PlanShape | dict[str, PlanShape] | None:
+    """Return the shape of a plan with as many replicas as the planner may have; None where a bank has no owners.
+
+    Of several segments with experts {segment: that}.
+    """
     if not schedule_record(run.moe.schedule).moves_tokens:
         return None
-    start = initial_placement(run, roles)
-    if run.planner.name == "none":
-        return build_shape(start)
-    return largest_shape(with_replica_slots(run, roles, start), roles, start)
+    if run.planner.name != "none":
+        return joined(largest_shapes(with_replica_slots(run, roles), roles))
+    runs = segment_runs(run, roles)
+    return joined({name: build_shape(initial_placement(*own)) for name, own in runs.items()})
 
 
 def gibibytes(number: float) -> str:

@@ -40,15 +40,17 @@ def record_steps(
     import jax
 
     from moe_jax.mesh.global_arrays import to_devices
-    from moe_jax.placement import table_shapes
+    from moe_jax.training.program import empty_tables
     from moe_jax.training.session import build_session
+    from moe_jax.training.step import of_each_table
 
     session = build_session(config, devices)
     state, tables, host_signals = session.fresh_state(), session.tables, session.host_signals(0)
     if shape is not None:
         import numpy as np
 
-        tables = to_devices(table_shapes(shape), session.state_shardings.tables)
+        tables = empty_tables(shape)
+        tables = to_devices(tables, of_each_table(session.state_shardings.tables, tables))
         host_signals = to_devices(
             np.zeros((session.roles.num_devices, 3), np.int32), session.state_shardings.host_signals
         )

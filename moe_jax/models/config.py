@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from moe_jax.errors import UserError
+from moe_jax.models.segment_text import layer_runs
 from moe_jax.overlap.blocks import CASES, SCHEDULES, Prefetch
 
 CHOICES = {
@@ -30,7 +32,13 @@ class ModelConfig:
     Attributes:
       kind: 'gpt' (causal, next token) or 'bert' (bidirectional, masked tokens).
       layers: Transformer blocks.
-      moe_every: 1, every block is MoE; 2, every second one is.
+      moe_every: 1, every block is MoE; 2, every second one is; 0, none is, for a segment between others.
+      segments: where layers differ, one text for each run of equal units, first layers first, such as ('layers=20
+        moe_every=2 num_experts=32', 'layers=4 moe_every=2 num_experts=64'). A text may say layers, moe_every,
+        hidden_dim, dense_hidden_dim, num_experts, top_k and router; what it does not say is as bound here and in
+        MoEConfig. () is one segment. See `segments.py`.
+      experts_per_layer: the same in short, the number of experts of each MoE layer; () is MoEConfig.num_experts.
+      first_dense: the same in short, this many dense blocks before all others.
       model_dim: M; heads: attention heads, each of model_dim / heads.
       hidden_dim: F, hidden dim of an expert.
       dense_hidden_dim: hidden dim of the dense blocks' FFN (moe_every = 2); 0 means 4 M.
@@ -58,6 +66,9 @@ class ModelConfig:
     kind: str = "gpt"
     layers: int = 4
     moe_every: int = 1
+    segments: tuple[str, ...] = ()
+    experts_per_layer: tuple[int, ...] = ()
+    first_dense: int = 0
     model_dim: int = 128
     heads: int = 4
     hidden_dim: int = 256
@@ -84,14 +95,12 @@ class ModelConfig:
         for name in ("layers", "model_dim", "heads", "hidden_dim", "max_length", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise UserError(f"ModelConfig.{name} ({getattr(self, name)}) must be at least 1")
-        if self.moe_every not in (1, 2):
+        if self.moe_every not in (0, 1, 2):
             raise UserError(
-                f"ModelConfig.moe_every ({self.moe_every}) must be 1 (every block) or 2 (every second block)"
+                f"ModelConfig.moe_every ({self.moe_every}) must be 1 (every block) or 2 (every second block), or 0 in "
+                "a segment without experts"
             )
-        if self.layers % self.moe_every:
-            raise UserError(
-                f"ModelConfig.layers ({self.layers}) must be divisible by ModelConfig.moe_every ({self.moe_every})"
-            )
+        self._check_runs()
         if self.model_dim % self.heads:
             raise UserError(
                 f"ModelConfig.model_dim ({self.model_dim}) must be divisible by ModelConfig.heads ({self.heads})"
@@ -109,10 +118,37 @@ class ModelConfig:
         if not 0 < self.mask_rate < 1:
             raise UserError(f"ModelConfig.mask_rate ({self.mask_rate}) must lie between 0 and 1")
 
+    def _check_runs(self):
+        for index, run in enumerate(self.runs):
+            every = run.get("moe_every", self.moe_every)
+            if every and run["layers"] % every:
+                where = "ModelConfig.layers" if len(self.runs) == 1 else f"the layers of segment {index}"
+                raise UserError(
+                    f"{where} ({run['layers']}) must be divisible by ModelConfig.moe_every ({every}); add a layer, or "
+                    "set moe_every = 1"
+                )
+
+    @property
+    def runs(self) -> tuple[dict[str, Any], ...]:
+        """The runs of equal units: the fields in which each differs from this config, 'layers' always among them."""
+        return layer_runs(
+            layers=self.layers,
+            moe_every=self.moe_every,
+            segments=self.segments,
+            experts_per_layer=self.experts_per_layer,
+            first_dense=self.first_dense,
+        )
+
     @property
     def moe_layers(self) -> int:
-        """L, the number of MoE layers."""
-        return self.layers // self.moe_every
+        """L, the number of MoE layers, of all segments together."""
+        every = [(run["layers"], run.get("moe_every", self.moe_every)) for run in self.runs]
+        return sum(layers // moe_every for layers, moe_every in every if moe_every)
+
+    @property
+    def units(self) -> int:
+        """U, the turns of the loop over layers, where there is one segment."""
+        return self.layers // max(self.moe_every, 1)
 
     @property
     def block_wise(self) -> Prefetch:

@@ -11,6 +11,7 @@ import dataclasses
 import math
 
 from moe_jax.models.config import ModelConfig
+from moe_jax.models.segments import Segment, path_of, segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
 from moe_jax.routers import build_router
 
@@ -33,7 +34,7 @@ class LeafSize:
 
     Attributes:
       path: keys, as in the tree: ('dense', 'units', 'attention', 'qkv').
-      shape: global; leaves of units and bank are stacked over layers or slots in their first dim.
+      shape: global; leaves of units and bank are stacked over units or slots in their first dim.
       group: one of `GROUPS`.
       model_dim: the dim that a model-parallel group splits, not counting the stacked one; -1 for none.
     """
@@ -70,30 +71,30 @@ class ParameterCounts:
     by_group: dict[str, int]
 
 
-def _norm(path: tuple[str, ...], layers: tuple[int, ...], dim: int) -> list[LeafSize]:
-    return [LeafSize((*path, "norm", name), (*layers, dim), "norm") for name in ("scale", "bias")]
+def _norm(path: tuple[str, ...], stack: tuple[int, ...], dim: int) -> list[LeafSize]:
+    return [LeafSize((*path, "norm", name), (*stack, dim), "norm") for name in ("scale", "bias")]
 
 
 def _attention(path: tuple[str, ...], config: ModelConfig) -> list[LeafSize]:
-    layers, dim, heads, head = config.moe_layers, config.model_dim, config.heads, config.head_dim
-    return _norm(path, (layers,), dim) + [
-        LeafSize((*path, "qkv"), (layers, dim, 3, heads, head), "attention", model_dim=2),
-        LeafSize((*path, "qkv_bias"), (layers, 3, heads, head), "bias", model_dim=1),
-        LeafSize((*path, "out"), (layers, heads, head, dim), "attention", model_dim=0),
-        LeafSize((*path, "out_bias"), (layers, dim), "bias"),
+    units, dim, heads, head = config.units, config.model_dim, config.heads, config.head_dim
+    return _norm(path, (units,), dim) + [
+        LeafSize((*path, "qkv"), (units, dim, 3, heads, head), "attention", model_dim=2),
+        LeafSize((*path, "qkv_bias"), (units, 3, heads, head), "bias", model_dim=1),
+        LeafSize((*path, "out"), (units, heads, head, dim), "attention", model_dim=0),
+        LeafSize((*path, "out_bias"), (units, dim), "bias"),
     ]
 
 
 def _feed_forward(path: tuple[str, ...], config: ModelConfig) -> list[LeafSize]:
-    layers, dim, hidden = config.moe_layers, config.model_dim, config.ffn_dim
-    gate = [LeafSize((*path, "w_gate"), (layers, dim, hidden), "feed_forward", model_dim=1)]
+    units, dim, hidden = config.units, config.model_dim, config.ffn_dim
+    gate = [LeafSize((*path, "w_gate"), (units, dim, hidden), "feed_forward", model_dim=1)]
     return (
-        _norm(path, (layers,), dim)
+        _norm(path, (units,), dim)
         + [
-            LeafSize((*path, "w_in"), (layers, dim, hidden), "feed_forward", model_dim=1),
-            LeafSize((*path, "in_bias"), (layers, hidden), "bias", model_dim=0),
-            LeafSize((*path, "w_out"), (layers, hidden, dim), "feed_forward", model_dim=0),
-            LeafSize((*path, "out_bias"), (layers, dim), "bias"),
+            LeafSize((*path, "w_in"), (units, dim, hidden), "feed_forward", model_dim=1),
+            LeafSize((*path, "in_bias"), (units, hidden), "bias", model_dim=0),
+            LeafSize((*path, "w_out"), (units, hidden, dim), "feed_forward", model_dim=0),
+            LeafSize((*path, "out_bias"), (units, dim), "bias"),
         ]
         + (gate if config.activation == "swiglu" else [])
     )
@@ -113,23 +114,40 @@ def _shared_experts(path: tuple[str, ...], config: ModelConfig, moe: MoEConfig) 
 
 def leaf_sizes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> list[LeafSize]:
     """Return every leaf of the parameter tree {'dense': ..., 'bank': ...}."""
-    layers, dim, units = config.moe_layers, config.model_dim, ("dense", "units")
+    segments, dim = segments_of(config, moe), config.model_dim
     leaves = [LeafSize(("dense", "embedding", "tokens"), (vocab_size, dim), "embedding")]
     if config.positions == "learned":
         leaves.append(LeafSize(("dense", "embedding", "positions"), (config.max_length, dim), "embedding"))
-    if config.moe_every == 2:
-        leaves += _attention((*units, "dense_attention"), config) + _feed_forward((*units, "dense"), config)
-    leaves += _attention((*units, "attention"), config) + _norm((*units, "gate"), (layers,), dim)
-    leaves.append(LeafSize((*units, "gate", "w_gate"), (layers, dim, moe.num_experts), "gate"))
-    for name, shape in build_router(moe).leaves(dim).items():
-        leaves.append(LeafSize((*units, "gate", name), (layers, *shape), "gate" if len(shape) > 1 else "bias"))
-    leaves += _shared_experts((*units, "shared"), config, moe)
+    for segment in segments:
+        leaves += _of_units(("dense", "units", *path_of(segment, segments)), segment)
     leaves += _norm(("dense",), (), dim)
-    slots = layers * moe.num_experts
-    names = ("w_in", "w_gate") if config.activation == "swiglu" else ("w_in",)
-    leaves += [LeafSize(("bank", name), (slots, dim, config.hidden_dim), "experts") for name in names]
-    leaves.append(LeafSize(("bank", "w_out"), (slots, config.hidden_dim, dim), "experts"))
+    in_bank = with_experts(segments)
+    for segment in in_bank:
+        leaves += _of_bank(("bank", *path_of(segment, in_bank)), segment)
     return leaves
+
+
+def _of_units(path: tuple[str, ...], segment: Segment) -> list[LeafSize]:
+    config, leaves = segment.config, []
+    if config.moe_every != 1:
+        leaves += _attention((*path, "dense_attention"), config) + _feed_forward((*path, "dense"), config)
+    if segment.has_experts:
+        gate = (segment.units, config.model_dim, segment.moe.num_experts)
+        leaves += _attention((*path, "attention"), config) + _norm((*path, "gate"), gate[:1], config.model_dim)
+        leaves.append(LeafSize((*path, "gate", "w_gate"), gate, "gate"))
+        for name, shape in build_router(segment.moe).leaves(config.model_dim).items():
+            group = "gate" if len(shape) > 1 else "bias"
+            leaves.append(LeafSize((*path, "gate", name), (segment.units, *shape), group))
+        leaves += _shared_experts((*path, "shared"), config, segment.moe)
+    return leaves
+
+
+def _of_bank(path: tuple[str, ...], segment: Segment) -> list[LeafSize]:
+    config = segment.config
+    slots, dim, hidden = config.moe_layers * segment.moe.num_experts, config.model_dim, config.hidden_dim
+    names = ("w_in", "w_gate") if config.activation == "swiglu" else ("w_in",)
+    leaves = [LeafSize((*path, name), (slots, dim, hidden), "experts") for name in names]
+    return [*leaves, LeafSize((*path, "w_out"), (slots, hidden, dim), "experts")]
 
 
 def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> ParameterCounts:
@@ -138,13 +156,27 @@ def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> Pa
     for leaf in leaf_sizes(config, moe, vocab_size):
         by_group[leaf.group] += leaf.size
     total = sum(by_group.values())
-    idle = by_group["experts"] // moe.num_experts * (moe.num_experts - moe.top_k)
+    idle = by_group["experts"] - _chosen(config, moe)
     return ParameterCounts(
         total=total,
         active=total - idle,
         as_papers=sum(by_group[group] for group in PAPER_GROUPS),
         by_group=by_group,
     )
+
+
+def _chosen(config: ModelConfig, moe: MoEConfig) -> int:
+    """Return the parameters of the experts that one token meets, K in each MoE layer."""
+    return sum(
+        leaf.size // segment.moe.num_experts * segment.moe.top_k
+        for segment in with_experts(segments_of(config, moe))
+        for leaf in _of_bank((), segment)
+    )
+
+
+def choices_per_token(config: ModelConfig, moe: MoEConfig) -> int:
+    """Return how many experts one token chooses, all layers together."""
+    return sum(part.moe.top_k * part.config.moe_layers for part in with_experts(segments_of(config, moe)))
 
 
 def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> int:
@@ -155,7 +187,7 @@ def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int
     positions: the causal half is counted too, as is usual. Norms, activations, softmax and look-ups are not counted.
     """
     groups = parameter_counts(config, moe, vocab_size).by_group
-    chosen = groups["experts"] // moe.num_experts * moe.top_k
+    chosen = _chosen(config, moe)
     always = sum(groups[name] for name in ("attention", "feed_forward", "shared_experts", "gate"))
     matrices = always + chosen + vocab_size * config.model_dim
     return 2 * matrices + 4 * config.layers * config.model_dim * length

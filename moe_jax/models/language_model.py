@@ -8,6 +8,7 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import dense_specs, expert_specs
 from moe_jax.models.config import ModelConfig
+from moe_jax.models.segments import Segment, joined, part_of, segments_of, with_experts
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import check_hidden_dim, init_bank, layer_sizes
@@ -34,8 +36,8 @@ class Batch:
       weights: float [B, Sq], 1 on a target token, else 0 (BERT: the masked ones; padding: 0).
       choices: int32 [B, Sq, L, K], experts that each token takes in each MoE layer instead of choosing (`by_token` of
         what was recorded); None lets the routers choose.
-      counted: int32 [L, E], choices of each expert in the earlier microbatches of the step, for the balance loss; None
-        where it needs none.
+      counted: int32 [L, E], choices of each expert in the earlier microbatches of the step, for the balance loss, E as
+        in `StepStats.loads`; None where it needs none.
     """
 
     inputs: jax.Array
@@ -64,13 +66,15 @@ class StepStats:
       cross_entropy: float [], loss per target token, in nats.
       aux_loss: float [], mean over layers of the load-balancing loss, unweighted; the loss holds their weighted sum.
       z_loss: float [], mean over layers of the gate's z-loss, unweighted; the loss holds their weighted sum.
-      loads: int32 [L, sources, E], choices of each source's tokens per expert.
+      loads: int32 [L, sources, E], choices of each source's tokens per expert; where segments differ, as many sources
+        and experts as the largest has, those that a layer lacks with 0 (`own_loads` of `segments.py` cuts them off).
       gate_entropy: float [L], mean entropy of the gate's softmax, in nats.
       dropped: int32 [L], choices that a capacity dropped.
       passes: int32 [L], passes that each MoE layer took; 1 without overflow.
       kl: float [], KL(teacher || student) per target token, in nats; None without a teacher.
-      completed: int32 [L], tokens that the router `base` placed after its auction; None for every other router.
-      needed: int32 [L, E, bins], `GateStats.needed` of all tokens; None but for the router `quantile_bias`.
+      completed: int32 [L], tokens that the router `base` placed after its auction; None where no layer has it.
+      needed: int32 [L, E, bins], `GateStats.needed` of all tokens, E as in `loads`; None where no layer has the router
+        `quantile_bias`.
       choices: int32 [L, N, K], every token's experts in the order of the batch, by MoEConfig.record_choices; else None.
     """
 
@@ -93,7 +97,7 @@ class Layout:
 
     Attributes:
       params, state: pytrees of PartitionSpec for parameters and for optimizer moments.
-      grad_sink: {name: PartitionSpec} of the bank's gradients.
+      grad_sink: {name: PartitionSpec} of the bank's gradients; of several segments {segment: that}.
       gather: pytree of int for the dense leaves: dim to gather inside the model, -1 for none.
       dp_stage: ZeRO stage of the experts under the `dp` schedule, else None.
     """
@@ -110,7 +114,7 @@ class LanguageModel:
     """Names, shapes and layout of a model; its arrays are in the training state.
 
     Attributes:
-      config, moe: what the model is.
+      config, moe: what the model is; where layers differ, what `segments` makes of them.
       vocab_size: V.
       roles: the mesh.
       zero_stage: 0, 1 or 3, of the dense parameters.
@@ -135,41 +139,66 @@ class LanguageModel:
                 f"ModelConfig.heads ({heads}) must be divisible by MeshConfig.model ({parts}); set MeshConfig.model to "
                 f"a divisor of {heads}"
             )
-        if self.config.moe_every == 2 and self.config.ffn_dim % parts:
-            raise UserError(
-                f"the dense hidden dim ({self.config.ffn_dim}) must be divisible by MeshConfig.model ({parts}); set "
-                f"MeshConfig.model to a divisor of {self.config.ffn_dim}"
-            )
-        shared = self.moe.shared_ffn_dim(self.config.hidden_dim)
-        if shared % parts:
-            raise UserError(
-                f"the hidden dim of all shared experts ({shared}) must be divisible by MeshConfig.model ({parts}); set "
-                f"MoEConfig.shared_hidden_dim to a multiple of {parts}"
-            )
-        check_hidden_dim("ModelConfig.hidden_dim", self.config.hidden_dim, self.roles)
-        layer_sizes(self.moe, self.roles, 1)
+        for segment in self.segments:
+            ffn_dim = segment.config.ffn_dim
+            if segment.config.moe_every != 1 and ffn_dim % parts:
+                raise UserError(
+                    f"the dense hidden dim ({ffn_dim}) must be divisible by MeshConfig.model ({parts}); set "
+                    f"MeshConfig.model to a divisor of {ffn_dim}"
+                )
+        for segment in self.expert_segments:
+            shared = segment.moe.shared_ffn_dim(segment.config.hidden_dim)
+            if shared % parts:
+                raise UserError(
+                    f"the hidden dim of all shared experts ({shared}) must be divisible by MeshConfig.model ({parts}); "
+                    f"set MoEConfig.shared_hidden_dim to a multiple of {parts}"
+                )
+            check_hidden_dim("ModelConfig.hidden_dim", segment.config.hidden_dim, self.roles)
+            layer_sizes(segment.moe, self.roles_of(segment), 1)
+
+    @functools.cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """The runs of equal units, first layers first."""
+        return segments_of(self.config, self.moe)
+
+    @functools.cached_property
+    def expert_segments(self) -> tuple[Segment, ...]:
+        """The segments with MoE layers: those that the bank, tables, homes and plans have parts for."""
+        return with_experts(self.segments)
+
+    def roles_of(self, segment: Segment) -> Roles:
+        """Return the roles of a segment on this model's mesh."""
+        return segment.roles(self.roles)
+
+    def own_part(self, tree, segment: Segment):
+        """Return a segment's part of what stands once for each segment with experts: bank, tables, plans, homes."""
+        return part_of(tree, segment, self.expert_segments)
 
     def init(self, key) -> dict:
         """Return fresh parameters {'dense': nested dict, 'bank': {name: [D Rb, ...]}} with an even placement.
 
-        Values depend on the key and the model only, never on the mesh; call it under `jax.jit` with the layout's
-        shardings as `out_shardings` and each device makes its own part.
+        Of several segments with experts the bank is {segment: {name: [D Rb, ...]}}, D of the segment's expert-parallel
+        group. Values depend on the key and the model only, never on the mesh; call it under `jax.jit` with the
+        layout's shardings as `out_shardings` and each device makes its own part.
         """
-        config, moe = self.config, self.moe
         dense_key, expert_key = jax.random.split(key)
-        model = Transformer(config, moe, self.vocab_size, nnx.Rngs(dense_key))
-        bank = init_bank(
-            expert_key,
+        model = Transformer(self.config, self.moe, self.vocab_size, nnx.Rngs(dense_key))
+        banks = {segment.name: self._init_bank(segment, expert_key) for segment in self.expert_segments}
+        return {"dense": nnx.to_pure_dict(nnx.state(model)), "bank": joined(banks)}
+
+    def _init_bank(self, segment: Segment, key) -> dict:
+        config, roles = segment.config, self.roles_of(segment)
+        return init_bank(
+            jax.random.fold_in(key, segment.first_layer) if segment.first_layer else key,
             config.moe_layers,
-            moe.num_experts,
-            self.roles.size(self.roles.expert),
+            segment.moe.num_experts,
+            roles.size(roles.expert),
             model_dim=config.model_dim,
             hidden_dim=config.hidden_dim,
             activation=config.activation,
             dtype=config.param_dtype,
-            output_scale=(2 * config.layers) ** -0.5,
+            output_scale=(2 * segment.depth) ** -0.5,
         )
-        return {"dense": nnx.to_pure_dict(nnx.state(model)), "bank": bank}
 
     def shapes(self) -> dict:
         """Return the parameters as a pytree of ShapeDtypeStruct; nothing is computed."""
@@ -195,12 +224,32 @@ class LanguageModel:
             jax.tree.map(lambda leaf: tuple(leaf.shape), dense), model_dims, stacked, self.roles, self.zero_stage
         )
         dp_stage = None if schedule_record(self.moe.schedule).moves_tokens else self.expert_zero_stage
-        bank = {name: tuple(leaf.shape) for name, leaf in shapes["bank"].items()}
-        bank_params, grad_sink, bank_state = expert_specs(bank, self.roles, self.zero_stage, dp_stage)
+        banks = {}
+        for segment in self.expert_segments:
+            bank = {name: tuple(leaf.shape) for name, leaf in self.own_part(shapes["bank"], segment).items()}
+            banks[segment.name] = expert_specs(bank, self.roles_of(segment), self.zero_stage, dp_stage)
+        bank_params, grad_sink, bank_state = (
+            joined({name: specs[index] for name, specs in banks.items()}) for index in range(3)
+        )
         return Layout(
             params={"dense": params, "bank": bank_params},
             state={"dense": state, "bank": bank_state},
             grad_sink=grad_sink,
             gather=gather,
             dp_stage=dp_stage,
+        )
+
+    def layout_of(self, layout: Layout, segment: Segment) -> Layout:
+        """Return the layout of one segment: its own units and bank; what lies outside the layers is as it was."""
+        own = {name: tree for name, tree in layout.gather.items() if name != "units"}
+        parts = (layout.params["bank"], layout.state["bank"], layout.grad_sink)
+        if segment.has_experts:
+            parts = tuple(self.own_part(tree, segment) for tree in parts)
+        bank_params, bank_state, grad_sink = parts
+        return Layout(
+            params={**layout.params, "bank": bank_params},
+            state={**layout.state, "bank": bank_state},
+            grad_sink=grad_sink,
+            gather={**own, "units": part_of(layout.gather["units"], segment, self.segments)},
+            dp_stage=layout.dp_stage,
         )

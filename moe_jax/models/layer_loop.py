@@ -1,7 +1,8 @@
 """The layers of a model one after the other: a loop that JAX differentiates, or the program of a block-wise schedule.
 
 Inputs: x as the MP group keeps its residual stream, the units' parameters, this device's part of the bank, grad_sinks
-and tables. Outputs: x, the gates' statistics and the passes of every layer. Inside `shard_map`.
+and tables. Outputs: x, the gates' statistics and the passes of every layer. Inside `shard_map`. Each segment of the
+model is a loop of its own, on the roles that its experts have.
 Letters: docs/notation.md.
 """
 
@@ -18,9 +19,11 @@ from moe_jax.collectives.gather import gather_tree
 from moe_jax.collectives.sparse_all_gather import Transfer
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.errors import UserError
+from moe_jax.mesh.roles import Roles
 from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import Constants, Prefetcher
+from moe_jax.models.segments import Segment, part_of
 from moe_jax.models.shared_experts import add_shared
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit
@@ -31,33 +34,97 @@ from moe_jax.routers import build_router
 from moe_jax.schedules import schedule_record, schedules
 
 
-def make_layer_loop(
-    model: LanguageModel, layout: Layout, tokens: int, training: bool, plan: PlanShape | None, bank_store: Callable,
+def make_layers(
+    model: LanguageModel, layout: Layout, tokens: int, training: bool, plan, make_bank_store: Callable,
     group: ModelGroup,
 ) -> Callable:  # fmt: skip
-    """Return loop(x, units, bank, grad_sink, tables, token_ids, key, replay) -> (x, GateStats, passes int32 [L]).
+    """Return layers(x, units, bank, grad_sink, tables, token_ids, key, replay) -> (x, {segment: (GateStats, passes)}).
 
-    GateStats are [L, ...]; `replay` is int32 [L, t, K], choices of before to be taken again, or None.
+    GateStats are [L, ...] and passes int32 [L] of each segment that has experts. Where the model has several segments,
+    units, bank, grad_sink, tables and `plan` are dictionaries with each one's, see `segments.py`. `replay` is int32
+    [L, t, K], choices of before of all MoE layers to be taken again, or None.
 
     Args:
       model, layout: the model, and the layout of its parameters.
       tokens: t of this device's MP group.
       training: with gate noise, if the gate has any.
       plan: sizes of the placements to come; None is an even placement without replicas.
-      bank_store: what one MoE layer computes with, see `loss.py`.
+      make_bank_store: function (layout, roles) of a segment -> what one MoE layer computes with, see `loss.py`.
       group: the MP group, which decides whether x is whole or split over tokens.
 
     Raises:
       UserError: a block-wise schedule where it cannot run.
     """
-    config, roles = model.config, model.roles
-    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, model.moe, nnx.Rngs(0))))[0]
+    loops = {}
+    for segment in model.segments:
+        own, roles = model.layout_of(layout, segment), model.roles_of(segment)
+        if segment.has_experts:
+            own_plan, bank_store = model.own_part(plan, segment), make_bank_store(own, roles)
+            loops[segment] = _make_moe_loop(segment, roles, own, tokens, training, own_plan, bank_store, group)
+        else:
+            loops[segment] = _make_dense_loop(segment, roles, own, group)
+
+    def layers(x, units, bank, grad_sink, tables, token_ids, key, replay=None):
+        found = {}
+        for segment, loop in loops.items():
+            own_units = part_of(units, segment, model.segments)
+            if segment.has_experts:
+                parts = (model.own_part(tree, segment) for tree in (bank, grad_sink, tables))
+                x, *found[segment] = loop(x, own_units, *parts, token_ids, key, _own_choices(replay, segment))
+            else:
+                x = loop(x, own_units)
+        return x, found
+
+    return layers
+
+
+def _own_choices(replay, segment: Segment):
+    """Return the choices of a segment's layers, of those [L, t, K] of all."""
+    if replay is None:
+        return None
+    if replay.shape[-1] != segment.moe.top_k:
+        raise UserError(
+            f"Batch.choices have {replay.shape[-1]} experts for each token, but layers of the model take top_k = "
+            f"{segment.moe.top_k}; replay what was recorded of this model"
+        )
+    return replay[segment.first_layer : segment.first_layer + segment.config.moe_layers]
+
+
+def _make_dense_loop(segment: Segment, roles: Roles, layout: Layout, group: ModelGroup) -> Callable:
+    """Return loop(x, units) -> x over units without experts."""
+    config = segment.config
+    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
     parts, gather = roles.size(roles.dense), layout.gather["units"]
-    noisy = training and build_router(model.moe).draws
+
+    def body(x, unit_params):
+        return nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts)).attend(x, group), None
+
+    body = checkpointed(body, config.remat)
+
+    def loop(x, units):
+        if config.stack == "scan":
+            return lax.scan(body, x, units)[0]
+        for layer in range(segment.units):
+            x, _ = body(x, jax.tree.map(lambda leaf, at=layer: leaf[at], units))
+        return x
+
+    return loop
+
+
+def _make_moe_loop(
+    segment: Segment, roles: Roles, layout: Layout, tokens: int, training: bool, plan: PlanShape | None,
+    bank_store: Callable, group: ModelGroup,
+) -> Callable:  # fmt: skip
+    """Return loop(x, units, bank, grad_sink, tables, token_ids, key, replay) -> (x, GateStats [L, ...], passes [L])."""
+    config = segment.config
+    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
+    parts, gather = roles.size(roles.dense), layout.gather["units"]
+    noisy = training and build_router(segment.moe).draws
 
     if config.prefetch != "none":
-        return _make_prefetcher(model, layout, graph, tokens, noisy, plan, group)
-    moe = make_moe(model.moe, roles, tokens, config.activation, plan, group.split, tokens // group.rows)
+        return _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group)
+    moe = make_moe(segment.moe, roles, tokens, config.activation, plan, group.split, tokens // group.rows)
+    first, last = segment.first_layer, segment.first_layer + config.moe_layers
 
     def whole_unit(params):
         return gather_tree(params, gather, roles.dense, parts)
@@ -82,7 +149,7 @@ def make_layer_loop(
             return x + y.reshape(x.shape), (stats, passes)
 
         body = checkpointed(body, config.remat)
-        inputs = (units, grad_sink, tables, jnp.arange(config.moe_layers, dtype=jnp.int32), replay)
+        inputs = (units, grad_sink, tables, jnp.arange(first, last, dtype=jnp.int32), replay)
         if config.stack == "scan":
             x, (stats, passes) = lax.scan(body, x, inputs)
             return x, stats, passes
@@ -109,20 +176,20 @@ def checkpointed(function, remat: str):
     return jax.checkpoint(function, policy=policy_of(remat), prevent_cse=False)
 
 
-def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
-    config, roles = model.config, model.roles
+def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
+    config = segment.config
     if layout.dp_stage is not None:
         raise UserError(
             f"ModelConfig.prefetch ({config.prefetch!r}) has nothing to move under MoEConfig.schedule = "
-            f"{model.moe.schedule!r}; set ModelConfig.prefetch = 'none'"
+            f"{segment.moe.schedule!r}; set ModelConfig.prefetch = 'none'"
         )
-    if not schedule_record(model.moe.schedule).one_piece:
+    if not schedule_record(segment.moe.schedule).one_piece:
         records = map(schedule_record, schedules())
         possible = [record.name for record in records if record.one_piece and record.moves_tokens]
         raise UserError(
             f"ModelConfig.prefetch needs a MoEConfig.schedule whose experts run in one piece, not "
-            f"{model.moe.schedule!r}; set MoEConfig.schedule to one of {', '.join(possible)}, or ModelConfig.prefetch "
-            "= 'none'"
+            f"{segment.moe.schedule!r}; set MoEConfig.schedule to one of {', '.join(possible)}, or "
+            "ModelConfig.prefetch = 'none'"
         )
     gather, parts = layout.gather["units"], roles.size(roles.dense)
     recompute = config.remat in ("block", "nothing_saveable")
@@ -144,7 +211,7 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
         stages=Stages(
             attend=attend,
             enter_moe=enter_moe,
-            moe=make_moe(model.moe, roles, tokens, config.activation, plan, group.split, tokens // group.rows),
+            moe=make_moe(segment.moe, roles, tokens, config.activation, plan, group.split, tokens // group.rows),
             checkpoint=lambda function: checkpointed(function, config.remat),
             # the schedule's window `recompute` runs these stages again, so no checkpoint does
             moe_checkpoint=lambda function: checkpointed(function, "none" if recompute else config.remat),
@@ -155,6 +222,7 @@ def _make_prefetcher(model, layout, graph, tokens, noisy, plan, group):
         scan=config.stack == "scan",
         recompute=recompute,
         noisy=noisy,
+        first_layer=segment.first_layer,
     )
 
     def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 BANK = "bank"
+SEGMENT = "segment_"  # the names of a model's segments begin so (`segments.py`)
 
 
 def flatten(tree, prefix: str = "") -> dict[str, Any]:
@@ -25,6 +26,12 @@ def flatten(tree, prefix: str = "") -> dict[str, Any]:
 def is_bank(name: str) -> bool:
     """Say whether a leaf is part of the expert bank (or of a moment of it)."""
     return BANK in name.split("/")
+
+
+def segment_of(name: str) -> str | None:
+    """Return the segment that a leaf of the bank is of, None in a model whose bank is one segment's."""
+    after = name.split("/")[name.split("/").index(BANK) + 1]
+    return after if after.startswith(SEGMENT) else None
 
 
 def _text(entry) -> str:

@@ -10,7 +10,8 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +24,24 @@ from moe_jax.collectives.replicated import own_part
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
+from moe_jax.mesh.roles import Roles
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.distillation import Teacher, chunked_distillation
 from moe_jax.models.language_model import Batch, LanguageModel, Layout, StepStats, by_layer
-from moe_jax.models.layer_loop import make_layer_loop
+from moe_jax.models.layer_loop import make_layers
 from moe_jax.models.model_group import check_sequence_parallel, make_model_group
+from moe_jax.models.segments import Segment, joined, own_layers
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.placement import PlanShape
-from moe_jax.routers import build_router, counts_so_far, z_loss
+from moe_jax.routers import GateStats, build_router, counts_so_far, z_loss
 from moe_jax.schedules.contract import MOST_ROWS
 
 
 def make_loss(
     model: LanguageModel, layout: Layout, batch_size: int, length: int, *, training: bool = True, microbatches: int = 1,
-    plan: PlanShape | None = None, teacher: Teacher | None = None,
+    plan: PlanShape | dict[str, PlanShape] | None = None, teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
     """Return the loss of one global microbatch as a function to be jitted and differentiated.
 
@@ -49,7 +52,8 @@ def make_loss(
       length: Sq.
       training: with gate noise, if the gate has any.
       microbatches: number of them in one step; each one's gate losses are divided by it.
-      plan: slots and buckets of the placements whose tables will come; None is an even one without replicas.
+      plan: slots and buckets of the placements whose tables will come; None is an even one without replicas. Of several
+        segments with experts {segment: that}, and so are the tables.
       teacher: what the model learns from beside the text, None for the text alone.
 
     Returns:
@@ -78,19 +82,20 @@ def make_loss(
             "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
     check_sequence_parallel(config.sequence_parallel, length, roles)
-    check_token_numbers(batch_size, microbatches, length, model.moe.top_k)
+    check_token_numbers(batch_size, microbatches, length, max(part.moe.top_k for part in model.expert_segments))
     stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches, plan, teacher)
     rows = P(roles.dense)
     frozen_specs = () if teacher is None else _frozen_specs(teacher)
+    loads_specs = tuple(P(None, model.roles_of(segment).expert) for segment in model.expert_segments)
     stats_specs = StepStats(
-        P(), P(), P(), P(None, roles.expert), P(), P(), P(), P(), P(), P(), P(None, roles.dense + roles.model)
+        P(), P(), P(), loads_specs, P(), P(), P(), P(), P(), P(), P(None, roles.dense + roles.model)
     )
     sharded = jax.shard_map(
         stack,
         mesh=roles.mesh,
         in_specs=(
             layout.params["dense"], layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows, rows, P()),
-            P(roles.expert), P(), P(), P(), *frozen_specs,
+            _tables_specs(model), P(), P(), P(), *frozen_specs,
         ),
         out_specs=(P(), stats_specs),
     )  # fmt: skip
@@ -98,7 +103,8 @@ def make_loss(
     def loss(params, batch, tables, key, first_row, normalizer, *teacher_params):
         bank, grad_sink = with_grad_sink(params["bank"])
         frozen = () if teacher is None else _frozen(teacher, *teacher_params)
-        return sharded(params["dense"], bank, grad_sink, batch, tables, key, first_row, normalizer, *frozen)
+        total, stats = sharded(params["dense"], bank, grad_sink, batch, tables, key, first_row, normalizer, *frozen)
+        return total, dataclasses.replace(stats, loads=_stacked_loads(stats.loads))
 
     return loss
 
@@ -107,6 +113,20 @@ def _resolved(model: LanguageModel) -> LanguageModel:
     """Return the model with the attention that 'auto' is on its devices."""
     config = resolve_attention(model.config, model.roles.mesh.devices.flat[0])
     return dataclasses.replace(model, config=config)
+
+
+def _stacked_loads(loads: tuple):
+    """Return the counts [L, sources, E] of all layers from each segment's; sources and experts that one lacks are 0."""
+    if len(loads) == 1:
+        return loads[0]
+    sources, experts = (max(part.shape[dim] for part in loads) for dim in (1, 2))
+    padded = (jnp.pad(part, ((0, 0), (0, sources - part.shape[1]), (0, experts - part.shape[2]))) for part in loads)
+    return jnp.concatenate(list(padded))
+
+
+def _tables_specs(model: LanguageModel):
+    """Return the PartitionSpec of a model's tables, of several segments with experts {segment: that}."""
+    return joined({segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments})
 
 
 def check_token_numbers(batch_size: int, microbatches: int, length: int, top_k: int) -> None:
@@ -127,13 +147,18 @@ def check_token_numbers(batch_size: int, microbatches: int, length: int, top_k: 
 def _frozen_specs(teacher: Teacher):
     """Return the PartitionSpecs of what `_frozen` returns."""
     layout = teacher.layout
-    return layout.params["dense"], layout.params["bank"], layout.grad_sink, P(teacher.model.roles.expert)
+    return layout.params["dense"], layout.params["bank"], layout.grad_sink, _tables_specs(teacher.model)
 
 
 def _frozen(teacher: Teacher, params):
     """Return the teacher's inputs of the shard_map: parameters, the bank with its grad_sink, tables of even homes."""
     model = teacher.model
-    tables = even_tables(model.config.moe_layers, model.moe.num_experts, model.roles.size(model.roles.expert))
+    parts = {}
+    for segment in model.expert_segments:
+        roles = model.roles_of(segment)
+        devices = roles.size(roles.expert)
+        parts[segment.name] = even_tables(segment.config.moe_layers, segment.moe.num_experts, devices)
+    tables = joined(parts)
     params = lax.stop_gradient(params)
     return params["dense"], *with_grad_sink(params["bank"]), tables
 
@@ -143,16 +168,16 @@ def _make_stack(
     teacher: Teacher | None,
 ):  # fmt: skip
     """Return the body of the shard_map: all that one device computes on its `rows` sequences."""
-    config, moe_config, roles = model.config, model.moe, model.roles
+    config, roles = model.config, model.roles
     tokens = rows * length
-    parts, router = roles.size(roles.dense), build_router(moe_config)
+    parts = roles.size(roles.dense)
     trunk = _make_trunk(model, layout, rows, length, training, plan)
     if teacher is not None:
         teacher_trunk = _make_trunk(teacher.model, teacher.layout, rows, length, False, None)
 
     def stack(dense, bank, grad_sink, batch, tables, key, first_row, normalizer, *frozen):
         replay = None if batch.choices is None else by_layer(batch.choices)
-        x, table, gate_stats, passes = trunk(dense, bank, grad_sink, batch.inputs, tables, key, first_row, replay)
+        x, table, found = trunk(dense, bank, grad_sink, batch.inputs, tables, key, first_row, replay)
         targets, weights = (own_part(array.reshape(-1), roles.model) for array in (batch.targets, batch.weights))
         rows = targets, weights, config.loss_chunk
         if teacher is None:
@@ -168,62 +193,126 @@ def _make_stack(
                 total, total_kl = chunked_distillation(x, table, teacher_x, teacher_table, *rows)
         cross_entropy = lax.psum(total, roles.all) / normalizer
         kl = None if teacher is None else lax.psum(total_kl, roles.all) / normalizer
-        return _finish(cross_entropy, kl, gate_stats, passes, batch.counted)
+        return finish(cross_entropy, kl, found, batch.counted)
 
-    def _finish(cross_entropy, kl, gate_stats, passes, counted):
+    def finish(cross_entropy, kl, found, counted):
         global_tokens = tokens * parts
-        sums = lax.psum(gate_stats.sums, roles.dense)
-        inside = tuple(axis for axis in roles.all if axis not in roles.expert)
-        counts = lax.psum(gate_stats.counts, inside) if inside else gate_stats.counts
-        total = lax.psum(gate_stats.counts, roles.all)
-        meant = total if counted is None else counts_so_far(total, counted)
-        aux = router.balance_loss(dataclasses.replace(sums, counts=meant), global_tokens)
-        z = z_loss(sums.squared_logsumexp, global_tokens)
-        gate_loss = jnp.sum(moe_config.aux_loss_weight * aux + moe_config.z_loss_weight * z)
+        sums = [_sums_of_layers(segment, roles, stats, counted, global_tokens) for segment, (stats, _) in found.items()]
+        weighted = [
+            jnp.sum(segment.moe.aux_loss_weight * part.aux + segment.moe.z_loss_weight * part.z)
+            for segment, part in zip(found, sums, strict=True)
+        ]
+        gate_loss = functools.reduce(jnp.add, weighted)
         token_loss = cross_entropy if teacher is None else cross_entropy + teacher.alpha * kl
         loss = token_loss + gate_loss / microbatches
         stats = StepStats(
             cross_entropy=cross_entropy,
-            aux_loss=jnp.mean(aux),
-            z_loss=jnp.mean(z),
-            loads=counts[:, None],
-            gate_entropy=sums.entropy / global_tokens,
-            dropped=sums.dropped,
-            passes=passes,
+            aux_loss=jnp.mean(_all_layers(part.aux for part in sums)),
+            z_loss=jnp.mean(_all_layers(part.z for part in sums)),
+            loads=tuple(part.counts[:, None] for part in sums),
+            gate_entropy=_all_layers(part.entropy for part in sums) / global_tokens,
+            dropped=_all_layers(part.dropped for part in sums),
+            passes=_all_layers(passes for _, passes in found.values()),
             kl=kl,
-            completed=sums.completed,
-            needed=sums.needed,
-            choices=gate_stats.choices,
+            completed=_completed(sums),
+            needed=_needed(sums),
+            choices=_all_layers(stats.choices for stats, _ in found.values()),
         )
         return loss, stats
 
     return stack
 
 
+@dataclasses.dataclass(frozen=True)
+class _LayerSums:
+    """Of one segment's layers over all devices: losses [L], counts [L, E] of this source, sums [L] of the gates."""
+
+    aux: jax.Array
+    z: jax.Array
+    counts: jax.Array
+    entropy: jax.Array
+    dropped: jax.Array
+    completed: jax.Array | None
+    needed: jax.Array | None
+
+
+def _sums_of_layers(segment: Segment, roles: Roles, stats: GateStats, counted, global_tokens: int) -> _LayerSums:
+    """Return what a segment's gates say of all tokens; roles: of the whole model; counted: `Batch.counted`."""
+    expert = segment.roles(roles).expert
+    sums = lax.psum(stats.sums, roles.dense)
+    inside = tuple(axis for axis in roles.all if axis not in expert)
+    counts = lax.psum(stats.counts, inside) if inside else stats.counts
+    total = lax.psum(stats.counts, roles.all)
+    meant = total if counted is None else counts_so_far(total, own_layers(counted, segment))
+    aux = build_router(segment.moe).balance_loss(dataclasses.replace(sums, counts=meant), global_tokens)
+    z = z_loss(sums.squared_logsumexp, global_tokens)
+    return _LayerSums(
+        aux=aux, z=z, counts=counts, entropy=sums.entropy, dropped=sums.dropped, completed=sums.completed,
+        needed=sums.needed,
+    )  # fmt: skip
+
+
+def _all_layers(parts: Iterable[jax.Array | None]) -> jax.Array | None:
+    """Return [L, ...] of all MoE layers from that of each segment; None where there is none."""
+    arrays = list(parts)
+    if arrays[0] is None:
+        return None
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+
+
+def _completed(sums: list[_LayerSums]) -> jax.Array | None:
+    """Return the tokens [L] that `base` placed after its auctions, 0 in layers of another router; None without it."""
+    if all(part.completed is None for part in sums):
+        return None
+    return _all_layers(jnp.zeros_like(part.dropped) if part.completed is None else part.completed for part in sums)
+
+
+def _needed(sums: list[_LayerSums]) -> jax.Array | None:
+    """Return `StepStats.needed`, 0 where a layer has no such expert or router; None where no layer has the router."""
+    found = [part.needed for part in sums if part.needed is not None]
+    if not found:
+        return None
+    experts, bins = max(part.counts.shape[1] for part in sums), found[0].shape[2]
+    parts = []
+    for part in sums:
+        layers, own = part.counts.shape
+        needed = jnp.zeros((layers, own, bins), found[0].dtype) if part.needed is None else part.needed
+        parts.append(needed if own == experts else jnp.pad(needed, ((0, 0), (0, experts - own), (0, 0))))
+    return _all_layers(parts)
+
+
+def _opened(grad_sink: dict, tables) -> dict:
+    """Return a segment's grad_sink by layer, {name: [L, Hs, ...]}."""
+    return {name: open_grad_sink(leaf, tables.home_row) for name, leaf in grad_sink.items()}
+
+
 def _make_trunk(
-    model: LanguageModel, layout: Layout, rows: int, length: int, training: bool, plan: PlanShape | None
+    model: LanguageModel, layout: Layout, rows: int, length: int, training: bool,
+    plan: PlanShape | dict[str, PlanShape] | None,
 ):  # fmt: skip
-    """Return trunk(dense, bank, grad_sink, inputs, tables, key, first_row, replay) -> (x, table, GateStats, passes).
+    """Return trunk(dense, bank, grad_sink, inputs, tables, key, first_row, replay) -> (x, table, what is found).
 
     It is all of the model but the loss: x [t, M] are the last norm's results for the tokens of the MP group that this
-    device takes to the loss, t of them, and table [V, M] gives their logits. GateStats are [L, ...]; replay: int32
-    [L, t, K], choices of before to be taken again, or None.
+    device takes to the loss, t of them, and table [V, M] gives their logits; the rest is what `make_layers` finds.
+    replay: int32 [L, t, K], choices of before to be taken again, or None.
     """
     config, roles = model.config, model.roles
     dtype = jnp.dtype(config.dtype)
     tokens = rows * length
     transformer = nnx.split(nnx.eval_shape(lambda: Transformer(config, model.moe, model.vocab_size, nnx.Rngs(0))))[0]
     parts = roles.size(roles.dense)
-    bank_store = _make_bank_store(model, layout)
     group = make_model_group(roles, rows, config.sequence_parallel)
-    layer_loop = make_layer_loop(model, layout, tokens, training, plan, bank_store, group)
+    layers = make_layers(model, layout, tokens, training, plan, _make_bank_store, group)
 
     def trunk(dense, bank, grad_sink, inputs, tables, key, first_row, replay=None):
         device = lax.axis_index(roles.dense)
         token_ids = (first_row + device * rows) * length + jnp.arange(tokens, dtype=jnp.int32)
         tables = local(tables)
         bank = jax.tree.map(lambda leaf: lax.stop_gradient(leaf).astype(dtype), bank)
-        grad_sink = {name: open_grad_sink(leaf, tables.home_row) for name, leaf in grad_sink.items()}
+        opened = {
+            segment.name: _opened(model.own_part(grad_sink, segment), model.own_part(tables, segment))
+            for segment in model.expert_segments
+        }
         outer = {name: leaf for name, leaf in dense.items() if name != "units"}
         outer = gather_tree(outer, {name: layout.gather[name] for name in outer}, roles.dense, parts)
 
@@ -232,22 +321,24 @@ def _make_trunk(
 
         units = nnx.merge(transformer, {**outer, "units": dense["units"]})
         x = units.embedding(inputs, dtype, group)
-        x, gate_stats, passes = layer_loop(x, dense["units"], bank, grad_sink, tables, token_ids, key, replay)
+        x, found = layers(x, dense["units"], bank, joined(opened), tables, token_ids, key, replay)
         with jax.named_scope("loss"):
             # each device of an MP group takes its part of the group's tokens
             x = x if group.split else own_part(x.reshape(tokens, -1), roles.model)
-            return units.norm(x), units.embedding.tokens[...], gate_stats, passes
+            return units.norm(x), units.embedding.tokens[...], found
 
     return trunk
 
 
-def _make_bank_store(model: LanguageModel, layout: Layout):
-    """Return store(bank, layer_grad_sink, tables) -> the three as one MoE layer computes with them.
+def _make_bank_store(layout: Layout, roles: Roles):
+    """Return store(bank, layer_grad_sink, tables) -> the three as one MoE layer of a segment computes with them.
 
     Under every schedule but `dp` the bank is used as it is stored. Under `dp`, stage 2 scatters each layer's gradient
     as soon as it is computed, and stage 3 gathers each layer's parameters too; both along the hidden dim.
+
+    Args:
+      layout, roles: of the segment.
     """
-    roles = model.roles
 
     def hidden_dim(name):
         return 1 if name == "w_out" else 2

@@ -24,6 +24,7 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import dense_specs, expert_specs
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.counts import LeafSize, leaf_sizes
+from moe_jax.models.segments import Segment, part_of, path_of, segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import PlanShape
@@ -103,16 +104,16 @@ class Sizes:
 def moment_layout(sizes: Sizes, roles: Roles) -> tuple[dict, dict]:
     """Return two trees like the parameters: shapes (tuples), and PartitionSpecs of moments."""
     shapes: dict = {}
-    dense, bank = _leaves(sizes)
-    _, state, _ = _dense_specs(dense, sizes, roles)
-    *_, bank_state = _expert_specs(bank, sizes, roles)
     specs: dict = {}
+    dense = _dense_leaves(sizes)
+    _, state, _ = _dense_specs(dense, sizes, roles)
     for path, leaf in dense.items():
         _put(shapes, path, leaf.shape)
         _put(specs, path, state[path])
-    for name, leaf in bank.items():
-        _put(shapes, ("bank", name), leaf.shape)
-        _put(specs, ("bank", name), bank_state[name])
+    for bank in _banks(sizes, roles):
+        for name, leaf in bank.leaves.items():
+            _put(shapes, leaf.path, leaf.shape)
+            _put(specs, leaf.path, bank.state[name])
     return shapes, specs
 
 
@@ -122,11 +123,53 @@ def _put(tree: dict, path: tuple[str, ...], value) -> None:
     tree[path[-1]] = value
 
 
-def _leaves(sizes: Sizes) -> tuple[dict[tuple, LeafSize], dict[str, LeafSize]]:
-    """Return the dense leaves by path and those of the bank by name."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Bank:
+    """The bank of one segment: its leaves by name, and the PartitionSpecs of parameters, gradients and moments.
+
+    Attributes:
+      sizes, roles: as of a model of this segment alone.
+    """
+
+    segment: Segment
+    sizes: Sizes
+    roles: Roles
+    leaves: dict[str, LeafSize]
+    params: dict
+    grad_sink: dict
+    state: dict
+
+    def held(self, specs: dict) -> int:
+        """Return the values of the bank that one device holds under these specs."""
+        return sum(_part(self.leaves[name].shape, spec, self.roles) for name, spec in specs.items())
+
+
+def _dense_leaves(sizes: Sizes) -> dict[tuple, LeafSize]:
     leaves = leaf_sizes(sizes.config, sizes.moe, sizes.vocab_size)
-    dense = {leaf.path: leaf for leaf in leaves if leaf.path[0] == "dense"}
-    return dense, {leaf.path[1]: leaf for leaf in leaves if leaf.path[0] == "bank"}
+    return {leaf.path: leaf for leaf in leaves if leaf.path[0] == "dense"}
+
+
+def _banks(sizes: Sizes, roles: Roles) -> list[_Bank]:
+    """Return the bank of each segment with experts."""
+    segments = with_experts(segments_of(sizes.config, sizes.moe))
+    found = []
+    for segment in segments:
+        own = segment.roles(roles)
+        path = ("bank", *path_of(segment, segments))
+        leaves = {
+            leaf.path[-1]: leaf
+            for leaf in leaf_sizes(sizes.config, sizes.moe, sizes.vocab_size)
+            if leaf.path[:-1] == path
+        }
+        shapes = {name: leaf.shape for name, leaf in leaves.items()}
+        params, grad_sink, state = expert_specs(shapes, own, sizes.zero_stage, _dp_stage(sizes))
+        part = dataclasses.replace(sizes, config=segment.config, moe=segment.moe)
+        found.append(
+            _Bank(
+                segment=segment, sizes=part, roles=own, leaves=leaves, params=params, grad_sink=grad_sink, state=state
+            )
+        )
+    return found
 
 
 def _dense_specs(dense: dict[tuple, LeafSize], sizes: Sizes, roles: Roles):
@@ -139,50 +182,51 @@ def _dense_specs(dense: dict[tuple, LeafSize], sizes: Sizes, roles: Roles):
     )
 
 
-def _expert_specs(bank: dict[str, LeafSize], sizes: Sizes, roles: Roles):
-    return expert_specs({name: leaf.shape for name, leaf in bank.items()}, roles, sizes.zero_stage, _dp_stage(sizes))
-
-
 def _dp_stage(sizes: Sizes) -> int | None:
     return None if schedule_record(sizes.moe.schedule).moves_tokens else sizes.expert_zero_stage
 
 
 def device_bytes(
-    sizes: Sizes, roles: Roles, plan: PlanShape | None = None, optimizer: int | None = None,
-    teacher: Sizes | None = None,
+    sizes: Sizes, roles: Roles, plan: PlanShape | dict[str, PlanShape] | None = None,
+    optimizer: int | None = None, teacher: Sizes | None = None,
 ) -> DeviceBytes:  # fmt: skip
     """Return what one device needs for a training step on this mesh.
 
     Args:
       optimizer: bytes of the optimizer's state on one device; None counts AdamW's two moments.
-      plan: slots and buckets that the step is compiled for. Whatever the routing, the step stays within them: a fuller
-        bucket takes more passes, not more rows.
+      plan: slots and buckets that the step is compiled for, of several segments with experts {segment: that}. Whatever
+        the routing, the step stays within them: a fuller bucket takes more passes, not more rows.
       teacher: of a student; its batch and length are the student's.
     """
     config = sizes.config
-    dense, bank = _leaves(sizes)
+    dense, banks = _dense_leaves(sizes), _banks(sizes, roles)
     params, state, _ = _dense_specs(dense, sizes, roles)
-    dp_stage = _dp_stage(sizes)
-    bank_params, grad_sink, bank_state = _expert_specs(bank, sizes, roles)
     param_itemsize, compute_itemsize = np.dtype(config.param_dtype).itemsize, itemsize(config.dtype)
 
-    def held(specs, bank_specs) -> int:
-        parts = [_part(dense[path].shape, spec, roles) for path, spec in specs.items()]
-        return sum(parts) + sum(_part(bank[name].shape, spec, roles) for name, spec in bank_specs.items())
+    def held(specs, bank_specs: str) -> int:
+        parts = sum(_part(dense[path].shape, spec, roles) for path, spec in specs.items())
+        return parts + sum(bank.held(getattr(bank, bank_specs)) for bank in banks)
 
     sums = 1 if sizes.grad_accum_steps == 1 else 2
-    local_bank = sum(_part(bank[name].shape, spec, roles) for name, spec in bank_params.items())
+    local_bank = sum(bank.held(bank.params) for bank in banks)
     compute_weights = local_bank * compute_itemsize if compute_itemsize != param_itemsize else 0
+    planned = [(bank, part_of(plan, bank.segment, tuple(b.segment for b in banks))) for bank in banks]
     return DeviceBytes(
-        parameters=param_itemsize * held(params, bank_params),
-        optimizer=param_itemsize * MOMENTS * held(state, bank_state) if optimizer is None else optimizer,
-        gradients=param_itemsize * sums * held(params, grad_sink),
-        compute_weights=compute_weights
-        + _gathered(dense, bank, sizes, dp_stage, roles, param_itemsize, compute_itemsize),
+        parameters=param_itemsize * held(params, "params"),
+        optimizer=param_itemsize * MOMENTS * held(state, "state") if optimizer is None else optimizer,
+        gradients=param_itemsize * sums * held(params, "grad_sink"),
+        compute_weights=compute_weights + _gathered(dense, banks, sizes, roles, param_itemsize, compute_itemsize),
         activations=_activations(sizes, roles, compute_itemsize, plan),
-        ema=param_itemsize * held(state, bank_state) if sizes.ema else 0,
-        replicas=0 if plan is None else _replicas(sizes, roles, plan, compute_itemsize),
-        overflow=0 if plan is None else _overflow(sizes, roles, plan, compute_itemsize, local_bank),
+        ema=param_itemsize * held(state, "state") if sizes.ema else 0,
+        replicas=sum(_replicas(b.sizes, b.roles, own, compute_itemsize) for b, own in planned if own is not None),
+        overflow=max(
+            (
+                _overflow(b.sizes, b.roles, own, compute_itemsize, b.held(b.params))
+                for b, own in planned
+                if own is not None
+            ),
+            default=0,
+        ),
         teacher=0 if teacher is None else teacher_bytes(teacher, roles),
     )
 
@@ -193,17 +237,16 @@ def teacher_bytes(sizes: Sizes, roles: Roles) -> int:
     Its dense parameters are in their own dtype and its bank in the compute dtype, as `Teacher.held_params` has them. Of
     the forward, the estimate counts one unit, the final activations, and the logits of one chunk.
     """
-    config = dataclasses.replace(
-        sizes.config, layers=sizes.config.moe_every, remat="block", prefetch="none", refetch_replicas=False
-    )
-    dense, bank = _leaves(sizes)
+    dense, banks = _dense_leaves(sizes), _banks(sizes, roles)
     params, *_ = _dense_specs(dense, sizes, roles)
-    bank_params, *_ = _expert_specs(bank, sizes, roles)
-    param_itemsize, compute_itemsize = np.dtype(config.param_dtype).itemsize, itemsize(config.dtype)
+    param_itemsize = np.dtype(sizes.config.param_dtype).itemsize
+    compute_itemsize = itemsize(sizes.config.dtype)
     held = param_itemsize * sum(_part(dense[path].shape, spec, roles) for path, spec in params.items())
-    held += compute_itemsize * sum(_part(bank[name].shape, spec, roles) for name, spec in bank_params.items())
-    gathered = _gathered(dense, bank, sizes, _dp_stage(sizes), roles, param_itemsize, compute_itemsize)
-    one_unit = dataclasses.replace(sizes, config=config)
+    held += compute_itemsize * sum(bank.held(bank.params) for bank in banks)
+    gathered = _gathered(dense, banks, sizes, roles, param_itemsize, compute_itemsize)
+    segment = max((bank.segment for bank in banks), key=lambda own: own.config.hidden_dim)
+    unit = {"layers": segment.config.moe_every, "remat": "block", "prefetch": "none", "refetch_replicas": False}
+    one_unit = dataclasses.replace(sizes, config=dataclasses.replace(segment.config, **unit), moe=segment.moe)
     return held + gathered + _activations(one_unit, roles, compute_itemsize, None)
 
 
@@ -219,21 +262,31 @@ def _part(shape: tuple[int, ...], spec: PartitionSpec, roles: Roles) -> int:
 
 
 def _gathered(
-    dense: dict[tuple, LeafSize], bank: dict[str, LeafSize], sizes: Sizes, dp_stage: int | None, roles: Roles,
-    param_itemsize: int, compute_itemsize: int,
+    dense: dict[tuple, LeafSize], banks: list[_Bank], sizes: Sizes, roles: Roles, param_itemsize: int,
+    compute_itemsize: int,
 ) -> int:  # fmt: skip
     """Return the bytes of whole leaves that stage 3 holds at once: all outer ones, one unit, one layer's experts."""
-    units, count = sizes.config.moe_layers, 0
+    count = 0
     if sizes.zero_stage == 3 and roles.size(roles.dense) > 1:
-        whole = sum(leaf.size // (units if leaf.stacked else 1) for leaf in dense.values())
-        count += param_itemsize * whole // roles.size(roles.model)
-    if dp_stage == 3 and roles.size(roles.data) > 1:
-        count += compute_itemsize * sum(leaf.size for leaf in bank.values()) // units
+        outer = sum(leaf.size for leaf in dense.values() if not leaf.stacked)
+        count += param_itemsize * (outer + _largest_unit(dense, sizes)) // roles.size(roles.model)
+    if _dp_stage(sizes) == 3 and roles.size(roles.data) > 1:
+        layers = [sum(leaf.size for leaf in b.leaves.values()) // b.segment.config.moe_layers for b in banks]
+        count += compute_itemsize * max(layers)
     return count
 
 
+def _largest_unit(dense: dict[tuple, LeafSize], sizes: Sizes) -> int:
+    """Return the dense parameters of the largest unit of any segment."""
+    segments, found = segments_of(sizes.config, sizes.moe), []
+    for segment in segments:
+        path = ("dense", "units", *path_of(segment, segments))
+        found.append(sum(leaf.size // segment.units for leaf in dense.values() if leaf.path[: len(path)] == path))
+    return max(found)
+
+
 def _replicas(sizes: Sizes, roles: Roles, plan: PlanShape, compute_itemsize: int) -> int:
-    """Return the bytes of replicas: parameters of the layers in memory, and what one layer needs to get and return.
+    """Return the bytes of a segment's replicas: parameters of layers in memory, and what one layer gets and returns.
 
     That is their gradients twice, for Agg, or what Trans exchanges, whichever is more: both are not there at once.
     Parameters and what travels are in the compute dtype, gradients in that of the parameters.
@@ -281,10 +334,29 @@ def _overflow(sizes: Sizes, roles: Roles, plan: PlanShape, compute_itemsize: int
     return 2 * compute_itemsize * copied + 2 * compute_itemsize * layout.total * row
 
 
-def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan: PlanShape | None) -> int:
-    """Return the estimated bytes of activations of one microbatch on one device."""
-    config, moe = sizes.config, sizes.moe
+def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan) -> int:
+    """Return the estimated bytes of activations of one microbatch on one device.
+
+    They are what each unit saves, once more all of the unit whose backward runs, and the logits of one chunk.
+    """
+    segments = segments_of(sizes.config, sizes.moe)
+    in_plan = with_experts(segments)
     tokens = sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense)
+    saved, running = 0.0, 0.0
+    for segment in segments:
+        part = dataclasses.replace(sizes, config=segment.config, moe=segment.moe)
+        own_plan = part_of(plan, segment, in_plan) if segment.has_experts else None
+        residual, unit = _unit_bytes(part, segment.roles(roles), compute_itemsize, own_plan, tokens)
+        saved, running = saved + segment.units * residual, max(running, unit)
+    logits = 2 * max(4, compute_itemsize) * min(sizes.config.loss_chunk, tokens) * sizes.vocab_size
+    return int(tokens * (saved + running)) + logits
+
+
+def _unit_bytes(
+    sizes: Sizes, roles: Roles, compute_itemsize: int, plan: PlanShape | None, tokens: int
+) -> tuple[float, float]:
+    """Return the bytes per token that a unit of one segment saves for its backward, and all that it computes."""
+    config, moe = sizes.config, sizes.moe
     model, shard, dim = roles.size(roles.model), roles.size(roles.expert_shard), config.model_dim
     matrices = 2 if config.activation == "swiglu" else 1
 
@@ -306,13 +378,13 @@ def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan: PlanSh
     shared = moe.shared_ffn_dim(config.hidden_dim) / model
     beside = compute_itemsize * (own + matrices * shared) if shared else 0
 
-    unit = attention + experts + beside + (attention + hidden if config.moe_every == 2 else 0)
-    residual_bytes = {
+    dense, has_experts = config.moe_every != 1, config.moe_every > 0
+    unit = (attention + experts + beside if has_experts else 0) + (attention + hidden if dense else 0)
+    residual = {
         "none": unit,
         "block": compute_itemsize * own * (1 if config.prefetch == "none" else 2),
-        "dots": compute_itemsize * config.moe_every * (dim + own + 3 * dim / model)
-        + (compute_itemsize * (dim + config.ffn_dim / model) if config.moe_every == 2 else 0)
-        + (compute_itemsize * (dim + shared) if shared else 0),
+        "dots": compute_itemsize * (dense + has_experts) * (dim + own + 3 * dim / model)
+        + (compute_itemsize * (dim + config.ffn_dim / model) if dense else 0)
+        + (compute_itemsize * (dim + shared) if shared and has_experts else 0),
     }[LIKE.get(config.remat, config.remat)]
-    logits = 2 * max(4, compute_itemsize) * min(config.loss_chunk, tokens) * sizes.vocab_size
-    return int(tokens * (config.moe_layers * residual_bytes + unit)) + logits
+    return residual, unit

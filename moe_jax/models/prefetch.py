@@ -57,6 +57,7 @@ class Prefetcher:
       scan: loop over turns, else write all layers out.
       recompute: save the inputs of the two halves of a layer only.
       noisy: the gate takes a key.
+      first_layer: MoE layers before this stack, by which the gates' noise is keyed.
     """
 
     schedule: BlockSchedule
@@ -67,6 +68,7 @@ class Prefetcher:
     scan: bool
     recompute: bool
     noisy: bool
+    first_layer: int = 0
 
     def __call__(self, x, params, grad_sink, constants: Constants):
         """Run the stack.
@@ -136,7 +138,10 @@ class _Direction:
 
     def inputs(self, layer: int, replicas) -> LayerInputs:
         mix, gate = self.how.prepare(*self.of_layer(self.params, layer))
-        key = jax.random.fold_in(self.constants.key, self.index(layer)) if self.how.noisy else None
+        key = None
+        if self.how.noisy:
+            first = self.how.first_layer
+            key = jax.random.fold_in(self.constants.key, first + self.index(layer) if first else self.index(layer))
         return LayerInputs(
             mix=mix,
             gate=gate,

@@ -1,7 +1,7 @@
 """The whole model on one device, layer after layer, in plain JAX: the oracle for loss and every gradient.
 
 Inputs: the same parameters as the real model, with experts as [L, E, ...] instead of a bank, and a batch. Outputs: the
-loss. No mesh, no scan, no module: formulas on dictionaries.
+loss. No mesh, no scan, no module: formulas on dictionaries, layer after layer and segment after segment.
 Letters: docs/notation.md.
 """
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.models.config import ModelConfig
+from moe_jax.models.segments import part_of, segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.reference import reference_moe
 
@@ -53,34 +54,39 @@ def feed_forward(x, p):
 
 def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None):
     """Return (log probabilities [B, Sq, V], weighted gate losses [], loads int32 [L, E]); arguments as below."""
-    dense = params["dense"]
+    dense, segments = params["dense"], segments_of(config, moe)
+    experts_in = with_experts(segments)
+    most = max(segment.moe.num_experts for segment in experts_in)
     x = dense["embedding"]["tokens"][inputs]
     if config.positions == "learned":
         x = x + dense["embedding"]["positions"][None, : inputs.shape[1]]
     gate_loss, loads = 0.0, []
-    for layer in range(config.moe_layers):
-        p = jax.tree.map(lambda leaf: leaf[layer], dense["units"])  # noqa: B023
-        if config.moe_every == 2:
-            x = x + attention(x, p["dense_attention"], config)
-            x = x + feed_forward(x, p["dense"])
-        x = x + attention(x, p["attention"], config)
-        h = layer_norm(x, p["gate"]["norm"]).reshape(-1, x.shape[-1])
-        experts = {name: value[layer] for name, value in params["experts"].items()}
-        layer_noise = None if noise is None else noise[layer]
-        here = None if route is None else functools.partial(route, layer, p["gate"])
-        y, balance, z, counts = reference_moe(
-            h,
-            p["gate"]["w_gate"],
-            experts,
-            moe,
-            noise=layer_noise,
-            drop_groups=drop_groups,
-            shared=p.get("shared"),
-            route=here,
-        )
-        x = x + y.reshape(x.shape)
-        gate_loss = gate_loss + moe.aux_loss_weight * balance + moe.z_loss_weight * z
-        loads.append(counts)
+    for segment in segments:
+        units = part_of(dense["units"], segment, segments)
+        for index in range(segment.units):
+            p = jax.tree.map(lambda leaf: leaf[index], units)  # noqa: B023
+            if segment.config.moe_every != 1:
+                x = x + attention(x, p["dense_attention"], config)
+                x = x + feed_forward(x, p["dense"])
+            if not segment.has_experts:
+                continue
+            x = x + attention(x, p["attention"], config)
+            h = layer_norm(x, p["gate"]["norm"]).reshape(-1, x.shape[-1])
+            own = part_of(params["experts"], segment, experts_in)
+            here = None if route is None else functools.partial(route, len(loads), p["gate"])
+            y, balance, z, counts = reference_moe(
+                h,
+                p["gate"]["w_gate"],
+                {name: value[index] for name, value in own.items()},
+                segment.moe,
+                noise=None if noise is None else noise[len(loads)],
+                drop_groups=drop_groups,
+                shared=p.get("shared"),
+                route=here,
+            )
+            x = x + y.reshape(x.shape)
+            gate_loss = gate_loss + moe.aux_loss_weight * balance + moe.z_loss_weight * z
+            loads.append(jnp.pad(counts, (0, most - segment.moe.num_experts)))
     x = layer_norm(x, dense["norm"])
     return jax.nn.log_softmax(x @ dense["embedding"]["tokens"].T, -1), gate_loss, jnp.stack(loads)
 
@@ -91,16 +97,18 @@ def reference_loss(
     """Return the loss that the real model must reproduce.
 
     Args:
-      params: {'dense': as in the real model, 'experts': {name: [L, E, ...]}}.
+      params: {'dense': as in the real model, 'experts': {name: [L, E, ...]}}; of several segments with experts
+        {segment: {name: [L, E, ...]}}.
       inputs, targets: int32 [B, Sq]; weights: float [B, Sq].
       config, moe: the model.
-      noise: list of L arrays [B Sq, E] of standard normal noise, or None.
+      noise: list of L arrays [B Sq, E] of standard normal noise, E of that layer, or None.
       drop_groups: in capacity mode, groups of consecutive tokens that are gated each on their own.
       route: of another router than `topk`: function (layer, gate's parameters, tokens [N, M]) -> what `reference_moe`
         takes from its `route`.
 
     Returns:
-      loss [], with (cross-entropy [], loads int32 [L, E]) beside it.
+      loss [], with (cross-entropy [], loads int32 [L, E]) beside it; E is the largest of all layers, and experts that a
+      layer does not have count 0.
     """
     log_probs, gate_loss, loads = reference_log_probs(
         params, inputs, config, moe, noise=noise, drop_groups=drop_groups, route=route

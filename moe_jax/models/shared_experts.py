@@ -34,7 +34,7 @@ from moe_jax.moe.experts import apply_activation, weight_names
 class SharedExperts(nnx.Module):
     """The FFN, and w_mix where the mix is learned."""
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs, depth: int | None = None):
         dim, hidden, dtype = config.model_dim, moe.shared_ffn_dim(config.hidden_dim), config.param_dtype
 
         def normal(shape, scale):
@@ -43,7 +43,7 @@ class SharedExperts(nnx.Module):
         self.activation, self.learned = config.activation, moe.residual == "learned"
         for name in weight_names(config.activation)[:-1]:
             setattr(self, name, nnx.Param(normal((dim, hidden), dim**-0.5), model_dim=1))
-        self.w_out = nnx.Param(normal((hidden, dim), (2 * config.layers * hidden) ** -0.5), model_dim=0)
+        self.w_out = nnx.Param(normal((hidden, dim), (2 * (depth or config.layers) * hidden) ** -0.5), model_dim=0)
         if self.learned:
             self.w_mix = nnx.Param(normal((dim, 2), dim**-0.5))
 

@@ -2,8 +2,8 @@
 
 Inputs: activations x as the MP group keeps its residual stream: [b, Sq, M], or [t / N_MP, M] where tokens are split
 (see `model_group.py`). Outputs: the same shape. Modules give structure, names and initial values; they are called
-inside `shard_map` on merged parameters, one unit at a time. A unit is what the layer loop scans: an MoE block, or a
-dense block followed by an MoE block.
+inside `shard_map` on merged parameters, one unit at a time. A unit is what the layer loop scans: an MoE block, a dense
+block followed by an MoE block, or, in a segment without experts, a dense block.
 Letters: docs/notation.md.
 """
 
@@ -19,6 +19,7 @@ from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.param_dtype_gradients import add_bias, in_dtype, project
+from moe_jax.models.segments import Segment, joined, segments_of
 from moe_jax.models.shared_experts import SharedExperts
 from moe_jax.moe.config import MoEConfig
 from moe_jax.routers import build_router
@@ -69,13 +70,13 @@ def rotate(x, positions):
 class Attention(nnx.Module):
     """Pre-norm multi-head self-attention. Under MP each device holds some of the heads."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int | None = None):
         dim, heads, head_dim, dtype = config.model_dim, config.heads, config.head_dim, config.param_dtype
         self.config = config
         self.norm = LayerNorm(dim, dtype)
         self.qkv = nnx.Param(normal(rngs.params(), (dim, 3, heads, head_dim), dim**-0.5, dtype), model_dim=2)
         self.qkv_bias = nnx.Param(jnp.zeros((3, heads, head_dim), dtype), model_dim=1)
-        scale = (2 * config.layers * dim) ** -0.5
+        scale = (2 * (depth or config.layers) * dim) ** -0.5
         self.out = nnx.Param(normal(rngs.params(), (heads, head_dim, dim), scale, dtype), model_dim=0)
         self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
 
@@ -102,14 +103,14 @@ def _to_heads(h, w):
 class FeedForward(nnx.Module):
     """Pre-norm dense FFN. Under MP each device holds a part of the hidden dim."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int | None = None):
         dim, hidden, dtype = config.model_dim, config.ffn_dim, config.param_dtype
         self.norm = LayerNorm(dim, dtype)
         self.w_in = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1)
         self.in_bias = nnx.Param(jnp.zeros((hidden,), dtype), model_dim=0)
         if config.activation == "swiglu":
             self.w_gate = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1)
-        scale = (2 * config.layers * hidden) ** -0.5
+        scale = (2 * (depth or config.layers) * hidden) ** -0.5
         self.w_out = nnx.Param(normal(rngs.params(), (hidden, dim), scale, dtype), model_dim=0)
         self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
         self.swiglu = config.activation == "swiglu"
@@ -152,27 +153,30 @@ class Gate(nnx.Module):
 
 
 class Unit(nnx.Module):
-    """One turn of the layer loop: an MoE block, or a dense block and an MoE block.
+    """One turn of the layer loop: an MoE block, a dense block and an MoE block, or a dense block (moe_every 1, 2, 0).
 
-    The loop runs `attend`, `enter_moe`, the layer (`moe/layer.py`), and adds what comes back.
+    The loop runs `attend`, `enter_moe`, the layer (`moe/layer.py`), and adds what comes back. `depth` is the number of
+    Transformer blocks of the whole model, by which initial values are scaled; None takes those of the config.
     """
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
-        if config.moe_every == 2:
-            self.dense_attention = Attention(config, rngs)
-            self.dense = FeedForward(config, rngs)
-        self.attention = Attention(config, rngs)
-        self.gate = Gate(config, moe, rngs)
-        if moe.shared_experts:
-            self.shared = SharedExperts(config, moe, rngs)
-        self.has_dense, self.has_shared = config.moe_every == 2, moe.shared_experts > 0
+    def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs, depth: int | None = None):
+        self.has_dense, self.has_experts = config.moe_every != 1, config.moe_every != 0
+        self.has_shared = self.has_experts and moe.shared_experts > 0
+        if self.has_dense:
+            self.dense_attention = Attention(config, rngs, depth)
+            self.dense = FeedForward(config, rngs, depth)
+        if self.has_experts:
+            self.attention = Attention(config, rngs, depth)
+            self.gate = Gate(config, moe, rngs)
+        if self.has_shared:
+            self.shared = SharedExperts(config, moe, rngs, depth)
 
     def attend(self, x, group: ModelGroup):
-        """Run what precedes the MoE layer; x keeps its shape."""
+        """Run what precedes the MoE layer, or the whole unit where it has none; x keeps its shape."""
         if self.has_dense:
             x = x + self.dense_attention(x, group)
             x = x + self.dense(x, group)
-        return x + self.attention(x, group)
+        return x + self.attention(x, group) if self.has_experts else x
 
     def enter_moe(self, x, group: ModelGroup):
         """Return (normed tokens [t, M] or [t / N_MP, M], what `add_shared` takes beside the routed experts' result)."""
@@ -205,14 +209,21 @@ class Embedding(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """All parameters of a model but the experts: embedding, stacked units [U, ...], final norm."""
+    """All parameters of a model but the experts: embedding, stacked units [U, ...], final norm.
+
+    Where the model has several segments, units are those of each by name.
+    """
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, vocab_size: int, rngs: nnx.Rngs):
-        @nnx.split_rngs(splits=config.moe_layers)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def make_units(rngs):
-            return Unit(config, moe, rngs)
+        def make_units(segment: Segment):
+            @nnx.split_rngs(splits=segment.units)
+            @nnx.vmap(in_axes=0, out_axes=0)
+            def make(rngs):
+                return Unit(segment.config, segment.moe, rngs, segment.depth)
+
+            return make(rngs)
 
         self.embedding = Embedding(config, vocab_size, rngs)
-        self.units = make_units(rngs)
+        units = {segment.name: make_units(segment) for segment in segments_of(config, moe)}
+        self.units = joined(units) if len(units) == 1 else nnx.Dict(units)
         self.norm = LayerNorm(config.model_dim, config.param_dtype)

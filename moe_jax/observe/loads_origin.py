@@ -12,6 +12,9 @@ and, since prices need the layer that ran, of the newest start that says them:
     moe_every         int64 []    blocks for each MoE layer, 0 where not known, as below
     dense_F           int64 []    hidden dim of a dense FFN
     sequence_length   int64 []    tokens of a sequence
+and, where layers differ or have fewer experts than the mesh has expert-parallel devices,
+    segments          int64 [s, 4]  MoE layers, E, F and K of each run of equal layers, first layers first; layer l has
+                                    the first E experts of the loads and the first min(E, devices) sources
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ LAYER_KEYS = {
     "dense_hidden_dim": "dense_F",
     "sequence_length": "sequence_length",
 }  # field -> key; files of older versions have none of them
+SEGMENTS = "segments"  # where there are any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,8 @@ class LoadsOrigin:
       cluster: path of the cluster file that the run named, or ''.
       activation, moe_every, dense_hidden_dim, sequence_length: of the layer and what precedes it; '' and 0 where not
         known.
+      segments: (MoE layers, E, F, K) of each run of equal layers, where they differ or do not fill the mesh; then F and
+        K above are those of the first.
     """
 
     model_dim: int
@@ -59,16 +65,18 @@ class LoadsOrigin:
     moe_every: int = 0
     dense_hidden_dim: int = 0
     sequence_length: int = 0
+    segments: tuple[tuple[int, int, int, int], ...] = ()
 
     @property
-    def model(self) -> tuple[int, int, int, str]:
-        """M, F, K and dtype, which do not change within a run."""
-        return self.model_dim, self.hidden_dim, self.top_k, self.dtype
+    def model(self) -> tuple[int, int, int, str, tuple]:
+        """M, F, K, dtype and segments, which do not change within a run."""
+        return self.model_dim, self.hidden_dim, self.top_k, self.dtype, self.segments
 
     @property
     def sources(self) -> int:
-        """S, members of the expert-parallel group."""
-        return math.prod(size for axis, size in self.mesh if axis in ("expert", "expert_mp"))
+        """S, members of the largest expert-parallel group."""
+        devices = math.prod(size for axis, size in self.mesh if axis.partition("_of_")[0] in ("expert", "expert_mp"))
+        return min(devices, max((experts for _, experts, _, _ in self.segments), default=devices))
 
     @property
     def expert_shards(self) -> int:
@@ -90,10 +98,12 @@ def origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray
     if not models:
         return {}
     if len(models) > 1:
-        raise UserError(f"samples have (M, F, K, dtype) {models}: they are not of one model; use one folder for each")
+        raise UserError(
+            f"samples have (M, F, K, dtype, segments) {models}: they are not of one model; use one folder for each"
+        )
     meshes = list(dict.fromkeys((o.mesh, o.devices_per_node, o.cluster) if o else ((), 0, "") for o in origins))
     places = {mesh: index for index, mesh in enumerate(meshes)}
-    M, F, K, dtype = models[0]
+    M, F, K, dtype, segments = models[0]
     index = [places[(o.mesh, o.devices_per_node, o.cluster) if o else ((), 0, "")] for o in origins]
     return {
         "M": np.int64(M),
@@ -104,6 +114,7 @@ def origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray
         "devices_per_node": np.array([per_node for _, per_node, _ in meshes], np.int64),
         "cluster": np.array([cluster for _, _, cluster in meshes]),
         "mesh_index": np.array(index, np.int64),
+        **({SEGMENTS: np.array(segments, np.int64)} if segments else {}),
         **_layer_arrays(origins),
     }
 
@@ -112,6 +123,13 @@ def _layer_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray
     """Return what the newest origin that knows its layer says of it."""
     known = next((origin for origin in reversed(origins) if origin is not None and origin.activation), None)
     return {} if known is None else {key: np.array(getattr(known, field)) for field, key in LAYER_KEYS.items()}
+
+
+def _read_segments(arrays: Mapping[str, np.ndarray]) -> tuple[tuple[int, int, int, int], ...]:
+    found = []
+    for layers, experts, hidden_dim, top_k in arrays.get(SEGMENTS, np.zeros((0, 4), np.int64)).tolist():
+        found.append((int(layers), int(experts), int(hidden_dim), int(top_k)))
+    return tuple(found)
 
 
 def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -> tuple[LoadsOrigin | None, ...]:
@@ -139,6 +157,7 @@ def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -
                 mesh=tuple((str(axis), int(size)) for axis, size in json.loads(str(mesh)).items()),
                 devices_per_node=int(per_node),
                 cluster=str(cluster),
+                segments=_read_segments(arrays),
                 **layer,
             )
             for mesh, per_node, cluster in zip(

@@ -1,7 +1,7 @@
 """What a run's planner compares plans by: the sizes of the layer that runs, and the links as its devices share them.
 
-Inputs: a run's config and mesh, its even homes. Outputs: `Cost`, the run's config with its replica slots as a number,
-and the shape with all of them. Host side; no arrays on devices.
+Inputs: a run's config and mesh. Outputs: `Cost`, the run's config with its replica slots as a number, and the shapes
+with all of them; each for one segment with experts of the model. Host side; no arrays on devices.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
 from moe_jax.models.memory import Sizes, device_bytes, itemsize
-from moe_jax.placement import Placement, PlanShape, build_shape
+from moe_jax.models.segments import joined
+from moe_jax.placement import PlanShape, build_shape
 from moe_jax.planner import Cost, build_planner
 from moe_jax.planner.cost import slots_in
 from moe_jax.planner.late import with_late
 from moe_jax.planner.layer_work import matrices_of, preceding_flops
+from moe_jax.replan.planned_run import initial_placement, planned_run, segment_runs
 
 USUAL_VOCABULARY = 50304  # where neither the config nor a tokenizer says one yet: GPT-2's, a multiple of 128
 
@@ -32,36 +34,44 @@ def run_cluster(config: RunConfig) -> Cluster:
     return Cluster(name="of this run; name one in PlannerConfig.cluster")
 
 
-def plan_cost(config: RunConfig, roles: Roles, start: Placement) -> Cost:
+def plan_cost(config: RunConfig, roles: Roles, segment: str | None = None) -> Cost:
     """Return the planner's cost model; figures that the cluster file lacks stay absent.
 
     Args:
-      start: homes on one expert-parallel group, whose members have N_ESP devices each.
+      segment: that is planned for; None is the only one with experts.
     """
-    cost, planner = _cost(config, roles, start), build_planner(config.planner)
+    own, own_roles = planned_run(config, roles) if segment is None else segment_runs(config, roles)[segment]
+    cost, planner = _cost(own, own_roles), build_planner(config.planner)
     if cost.cluster.memory_bytes is None or not planner.decides_late(planner.config):
         return cost
-    shape = _largest(config, start, cost)
-    if shape.late is None:
+    shapes = _most_slots(config, roles)
+    if all(shape.late is None for shape in shapes.values()):
         return cost
-    return dataclasses.replace(cost, late_room=_late_room(shape, _sizes(config), roles, cost.cluster.memory_bytes))
+    return dataclasses.replace(cost, late_room=_late_room(shapes, _sizes(config), roles, cost.cluster.memory_bytes))
 
 
-def _late_room(shape: PlanShape, sizes: Sizes, roles: Roles, memory: float) -> int:
-    """Return how many of the late slots of a shape fit in memory, the step's other needs by `device_bytes` included."""
+def _late_room(shapes: dict[str, PlanShape], sizes: Sizes, roles: Roles, memory: float) -> int:
+    """Return how many late slots of each segment fit in memory, the step's other needs by `device_bytes` included."""
 
-    def exceeds(slots: int) -> bool:
+    def cut(shape: PlanShape, slots: int) -> PlanShape:
+        if shape.late is None or shape.late.slots <= slots:
+            return shape
         offers = min(slots, shape.late.offers)
         crossing = min(shape.late.crossing, offers * shape.devices_per_node)
         late = dataclasses.replace(shape.late, slots=slots, offers=offers, crossing=crossing)
-        return device_bytes(sizes, roles, dataclasses.replace(shape, late=late)).at_most > memory
+        return dataclasses.replace(shape, late=late)
 
-    return bisect.bisect_left(range(1, shape.late.slots + 1), True, key=exceeds)
+    def exceeds(slots: int) -> bool:
+        plan = joined({name: cut(shape, slots) for name, shape in shapes.items()})
+        return device_bytes(sizes, roles, plan).at_most > memory
+
+    most = max(shape.late.slots for shape in shapes.values() if shape.late is not None)
+    return bisect.bisect_left(range(1, most + 1), True, key=exceeds)
 
 
-def _cost(config: RunConfig, roles: Roles, start: Placement) -> Cost:
-    """Return the cost model, the memory that the model itself takes not counted."""
-    planner, model = config.planner, config.model
+def _cost(config: RunConfig, roles: Roles) -> Cost:
+    """Return the cost model of a run of one segment, the memory that the model itself takes not counted."""
+    planner, model, start = config.planner, config.model, initial_placement(config, roles)
     shards = roles.size(roles.expert_shard)
     cluster = run_cluster(config).sized(start.nodes, start.devices_per_node).part_of(shards)
     return Cost(
@@ -98,10 +108,11 @@ def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
     return tokens * work / flops
 
 
-def with_replica_slots(config: RunConfig, roles: Roles, start: Placement) -> RunConfig:
+def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
     """Return the config with `PlannerConfig.replica_slots = 'memory'` as the number of replicas that fit (Hecate 4.2).
 
-    That is the most with which a step stays within the device's memory by `device_bytes`, in the `largest_shape`.
+    That is the most with which a step stays within the device's memory by `device_bytes`, in the `largest_shapes`; of
+    several segments each one's layers have as many, or all that there are.
 
     Raises:
       AbsentFigureError: the cluster has no memory_bytes.
@@ -114,12 +125,14 @@ def with_replica_slots(config: RunConfig, roles: Roles, start: Placement) -> Run
     def holding(slots: int) -> RunConfig:
         return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))
 
-    def fits(slots: int) -> bool:
-        held = holding(slots)  # with all late slots that the planner wants
-        return device_bytes(sizes, roles, _largest(held, start, _cost(held, roles, start))).at_most <= memory
+    def fits(slots: int) -> bool:  # with all late slots that the planner wants
+        return device_bytes(sizes, roles, joined(_most_slots(holding(slots), roles))).at_most <= memory
 
-    none = _cost(holding(0), roles, start)
-    most = min(start.experts - build_shape(start).home_slots, slots_in(memory, none.layers_alive, none.expert_bytes))
+    most = 0
+    for own, own_roles in segment_runs(holding(0), roles).values():
+        none, start = _cost(own, own_roles), initial_placement(own, own_roles)
+        room = slots_in(memory, none.layers_alive, none.expert_bytes)
+        most = max(most, min(start.experts - build_shape(start).home_slots, room))
     return holding(bisect.bisect_left(range(1, most + 1), True, key=lambda number: not fits(number)))
 
 
@@ -138,19 +151,26 @@ def _sizes(config: RunConfig) -> Sizes:
     )
 
 
-def largest_shape(config: RunConfig, roles: Roles, start: Placement) -> PlanShape:
-    """Return the shape of a plan with as many replicas as the planner may have, ahead and after the gate.
+def largest_shapes(config: RunConfig, roles: Roles) -> dict[str, PlanShape]:
+    """Return {segment: shape of a plan with as many replicas as the planner may have, ahead and after the gate}.
 
     Every home is offered. `PlannerConfig.replica_slots` must be a number.
     """
-    return _largest(config, start, plan_cost(config, roles, start))
+    runs = segment_runs(config, roles)
+    return {name: _largest(*own, plan_cost(config, roles, name)) for name, own in runs.items()}
 
 
-def _largest(config: RunConfig, start: Placement, cost: Cost) -> PlanShape:
-    planner, shape = build_planner(config.planner), build_shape(start)
+def _most_slots(config: RunConfig, roles: Roles) -> dict[str, PlanShape]:
+    """Return the same with all late slots that the planner wants, whatever the memory."""
+    return {name: _largest(*own, _cost(*own)) for name, own in segment_runs(config, roles).items()}
+
+
+def _largest(config: RunConfig, roles: Roles, cost: Cost) -> PlanShape:
+    """Return it of a run of one segment."""
+    planner, shape = build_planner(config.planner), build_shape(initial_placement(config, roles))
     if planner.decides_late(planner.config):
         shape = with_late(planner, shape, cost)
-    slots = config.planner.replica_slots
+    slots = min(config.planner.replica_slots, shape.experts - shape.home_slots)
     if not slots or (shape.late is not None and config.planner.when == "after_gate"):
         return shape  # all that there are come late
     group = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": shape.home_slots}

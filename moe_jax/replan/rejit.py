@@ -11,6 +11,9 @@ disagree the run ends with an error instead of hanging.
 
 What step j runs with depends on the loads of steps up to j - 1 - lag, and on time only through the swap (with
 `PlannerConfig.swap_after` not at all), so a resumed run continues bit for bit.
+
+Where a model has several segments with experts, each has a planner of its own, and placements, shapes and loads are
+tuples with each one's (`each_segment.py`); an executable is for the shapes of all.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from moe_jax.placement import Placement, PlanShape, build_shape, fill_tables, fi
 from moe_jax.planner import BALANCERS, predicted_layer_seconds, worth_a_swap
 from moe_jax.renames import plan_of_today
 from moe_jax.replan import plan_state
+from moe_jax.replan.each_segment import by_name, each, homes_differ, listed, own_loads
+from moe_jax.replan.planned_run import segment_runs
 from moe_jax.replan.replanner import Replanner, check_planner, plan_hash
 from moe_jax.replan.reshard import reshard
 
@@ -49,11 +54,15 @@ class Session(Protocol):
     def state_shardings(self) -> Any:
         """Shardings of a step's inputs, `tables` and `host_signals` among them."""
 
-    def compile_train_step(self, shape: PlanShape | None = None) -> tuple[Any, float]:
-        """Return (executable, seconds) of the training step for plans of this shape."""
+    def compile_train_step(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> tuple[Any, float]:
+        """Return (executable, seconds) of the training step for plans of this shape; of several {segment: shape}."""
 
-    def evaluation_step(self, shape: PlanShape | None = None) -> Any:
+    def evaluation_step(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> Any:
         """Return the evaluation step."""
+
+
+Placements = Placement | tuple[Placement, ...]
+Shapes = PlanShape | tuple[PlanShape, ...]
 
 
 @dataclasses.dataclass
@@ -67,8 +76,8 @@ class Pending:
 
     number: int
     step: int
-    shape: PlanShape
-    placement: Placement
+    shape: Shapes
+    placement: Placements
 
 
 class RejitEngine:
@@ -77,20 +86,22 @@ class RejitEngine:
     def __init__(self, session: Session, lag: int):
         config = session.config.planner
         self.session, self.config, self.lag = session, config, lag
-        self.replanner = Replanner(session.config, session.roles)
-        self.plans = self.replanner.plans
+        self.names = tuple(segment_runs(session.config, session.roles))  # of the segments with experts
+        replanners = tuple(Replanner(session.config, session.roles, name) for name in self.names)
+        self.replanner = replanners[0] if len(replanners) == 1 else replanners
+        self.plans = each(lambda replanner: replanner.plans, self.replanner)
         # placement: what the next step runs with; bank: where the state's experts are now
-        self.placement = self.bank = self.replanner.start
-        self.shape = self.replanner.first_shape()
+        self.placement = self.bank = each(lambda replanner: replanner.start, self.replanner)
+        self.shape = each(Replanner.first_shape, self.replanner)
         self.pending: Pending | None = None
         self.asked = 0  # shapes requested so far
         self.agreed = 0  # the newest that every process had compiled, as far as metrics were read
-        self.waiting: dict[int, np.ndarray] = {}  # loads by step: read, and not yet given to the planner
+        self.waiting: dict[int, Any] = {}  # loads by step: read, and not yet given to the planner
         self.plan_id = 0
         self.next_planner_seconds = 0.0
-        self.records: dict[int, tuple[Placement, dict, PlanShape]] = {}
-        self.executables: collections.OrderedDict[PlanShape, concurrent.futures.Future] = collections.OrderedDict()
-        self.evaluations: dict[int, object] = {}
+        self.records: dict[int, tuple[Placements, dict, Shapes]] = {}
+        self.executables: collections.OrderedDict[Shapes, concurrent.futures.Future] = collections.OrderedDict()
+        self.evaluations: dict[tuple[int, ...], object] = {}
         self.thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="rejit")
         self.tables, self.hash = None, 0
 
@@ -114,9 +125,9 @@ class RejitEngine:
     def warm_start(self, past: list[np.ndarray]):
         """Plan the first step from loads [L, S, E] seen elsewhere, oldest first; to be called before `start`."""
         for loads in past:
-            self.plans.observe(self.replanner.step_loads(loads))
-        placement = self.plans.propose(0).placement
-        self.shape = self.replanner.grow(self.shape, placement)
+            self._show(own_loads(loads, self.bank))
+        placement = self._proposed(0)
+        self.shape = each(Replanner.grow, self.replanner, self.shape, placement)
         self._adopt(placement)
 
     def before_step(self, step: int, state: dict, flag: int):
@@ -130,12 +141,11 @@ class RejitEngine:
         if self.pending is not None and self._swap_is_due(step):
             self._swap(record)
         began = time.perf_counter()
-        if (self.placement.home != self.bank.home).any():
-            state = reshard(state, self.bank, self.placement, self.shape.bank_rows)
+        if homes_differ(self.placement, self.bank):
+            state = self._reshard(state)
             self.bank, record["reshard_seconds"] = self.placement, time.perf_counter() - began
         if self.tables is None:
-            tables = fill_tables(self.shape, self.placement)
-            self.tables = to_devices(tables, self.session.state_shardings.tables)
+            self.tables = self._on_devices(self.shape, self.placement)
             self.hash = plan_hash(self.shape, self.placement)
         record["plan_id"] = self.plan_id
         self.records[step] = (self.placement, record, self.shape)
@@ -146,9 +156,9 @@ class RejitEngine:
         """Plan for step `step` + 1 while the devices work on `step`."""
         began = time.perf_counter()
         for ready in sorted(at for at in self.waiting if at <= step - self.lag):
-            self.plans.observe(self.waiting.pop(ready))
-        if self.plans.predictor.seen:
-            self._take(step + 1, self.plans.propose(step + 1).placement)
+            self._show(self.waiting.pop(ready))
+        if listed(self.plans)[0].predictor.seen:
+            self._take(step + 1, self._proposed(step + 1))
         self.next_planner_seconds = time.perf_counter() - began
 
     def observe(self, step: int, metrics: dict):
@@ -159,33 +169,35 @@ class RejitEngine:
                 "loads"
             )
         if not metrics.get("skipped", False):  # where a step is not finite, its loads have no meaning
-            self.waiting[step] = self.replanner.step_loads(metrics["loads"])
+            self.waiting[step] = own_loads(metrics["loads"], self.bank)
         self.agreed = max(self.agreed, int(metrics["ready"]))
 
     def record(self, step: int, loads: np.ndarray) -> dict:
         """Return the plan's part of a finished step's record in metrics.jsonl (from 0)."""
         planned, record, shape = self.records.pop(step)
-        loads = self.replanner.step_loads(loads)
-        placement = self.replanner.refined(shape, planned, loads)
-        record["replicas"] = len(placement.replicas)
-        computed = routing.device_loads(placement, loads)
-        record["device_load_max_over_mean"] = computed.max(axis=1) / np.maximum(computed.mean(axis=1), 1e-9)
-        seconds = self._predicted(placement, loads, shape, planned)
-        if seconds is not None:
-            record["predicted_layer_seconds"] = seconds
+        loads = own_loads(loads, planned)
+        placement = each(Replanner.refined, self.replanner, shape, planned, loads)
+        record["replicas"] = sum(len(own.replicas) for own in listed(placement))
+        computed = listed(each(routing.device_loads, placement, loads))
+        balance = [own.max(axis=1) / np.maximum(own.mean(axis=1), 1e-9) for own in computed]
+        record["device_load_max_over_mean"] = np.concatenate(balance)
+        seconds = listed(each(self._predicted, self.replanner, placement, loads, shape, planned))
+        if all(own is not None for own in seconds):
+            record["predicted_layer_seconds"] = np.concatenate(seconds)
         for name in ("shadow_cut", "late_cut"):
-            if name in self.plans.planner.counters:
-                record[name] = self.plans.planner.counters[name]
+            counted = [own.planner.counters[name] for own in listed(self.plans) if name in own.planner.counters]
+            if counted:
+                record[name] = sum(counted)
         return record
 
     def evaluation(self):
         """Return (evaluation step, tables) for the experts' current homes, without replicas."""
-        bare = self.bank.replace(replicas=None, shares=None, rule="nearest")
-        shape = build_shape(bare)
-        if shape.home_slots not in self.evaluations:
-            self.evaluations[shape.home_slots] = self.session.evaluation_step(shape)
-        tables = to_devices(fill_tables(shape, bare), self.session.state_shardings.tables)
-        return self.evaluations[shape.home_slots], tables
+        bare = each(lambda bank: bank.replace(replicas=None, shares=None, rule="nearest"), self.bank)
+        shape = each(build_shape, bare)
+        slots = tuple(own.home_slots for own in listed(shape))
+        if slots not in self.evaluations:
+            self.evaluations[slots] = self.session.evaluation_step(by_name(self.names, shape))
+        return self.evaluations[slots], self._on_devices(shape, bare)
 
     def close(self):
         """End the thread; a running compilation cannot be stopped, so this waits for it."""
@@ -193,26 +205,31 @@ class RejitEngine:
 
     # Checkpoints.
 
+    @property
+    def home(self):
+        """int32 [L, E], home device of every expert of the state; of several segments {segment: that}."""
+        return by_name(self.names, each(lambda bank: bank.home, self.bank))
+
     def state(self) -> dict:
-        """Return what a checkpoint holds of the plan, as JSON data."""
+        """Return what a checkpoint holds of the plan, as JSON data; what each of several segments has is a list."""
         pending = self.pending
         return {
-            "session": plan_state.to_lists(self.plans.state()),
-            "placement": plan_state.placement_data(self.placement),
-            "bank": plan_state.placement_data(self.bank),
-            "shape": plan_state.shape_data(self.shape),
+            "session": each(lambda plans: plan_state.to_lists(plans.state()), self.plans),
+            "placement": each(plan_state.placement_data, self.placement),
+            "bank": each(plan_state.placement_data, self.bank),
+            "shape": each(plan_state.shape_data, self.shape),
             "pending": None
             if pending is None
             else {
                 "number": pending.number,
                 "step": pending.step,
-                "shape": plan_state.shape_data(pending.shape),
-                "placement": plan_state.placement_data(pending.placement),
+                "shape": each(plan_state.shape_data, pending.shape),
+                "placement": each(plan_state.placement_data, pending.placement),
             },
             "options": self._options(),
             "asked": self.asked,
             "plan_id": self.plan_id,
-            "waiting": {str(step): loads.tolist() for step, loads in sorted(self.waiting.items())},
+            "waiting": {str(step): each(np.ndarray.tolist, loads) for step, loads in sorted(self.waiting.items())},
         }
 
     def restore(self, state: dict | None) -> str | None:
@@ -227,42 +244,48 @@ class RejitEngine:
         if state is None:
             return None
         state = plan_of_today(state)
-        saved = state["shape"]
+        saved = self._parts(state["shape"])
         sizes = ("layers", "experts", "devices", "devices_per_node", "bank_rows")
         changed = [
-            f"{name} was {saved[name]} and is {getattr(self.shape, name)}"
+            f"{name} was {then[name]} and is {getattr(now, name)}"
+            for then, now in zip(listed(saved), listed(self.shape), strict=True)
             for name in sizes
-            if saved[name] != getattr(self.shape, name)
+            if then[name] != getattr(now, name)
         ]
         if changed:
             return (
                 f"plan: the checkpoint's is of another mesh or planner ({', '.join(changed)}); experts start at even "
                 "homes, and the planner sees new loads only"
             )
-        self.plans.restore(state["session"])
-        self.placement = plan_state.read_placement(state["placement"], self.placement)
-        self.bank = plan_state.read_placement(state["bank"], self.bank)
-        late = self.shape.late  # this planner's own; the saved shape may be of another one
-        self.shape = self._of_today(saved, self.placement, late)
-        if not fits(self.shape, self.placement):  # another planner's replicas, and this one decides on the device
-            self.placement = self.bank.replace(replicas=None, shares=None, rule="home")
+        each(lambda plans, own: plans.restore(own), self.plans, self._parts(state["session"]))
+        self.placement = each(plan_state.read_placement, self._parts(state["placement"]), self.placement)
+        self.bank = each(plan_state.read_placement, self._parts(state["bank"]), self.bank)
+        late = each(lambda shape: shape.late, self.shape)  # this planner's own; the saved shape may be of another one
+        self.shape = each(self._of_today, self.replanner, saved, self.placement, late)
+        if not self._fits(self.shape, self.placement):  # another planner's replicas, this one decides on the device
+            self.placement = each(lambda bank: bank.replace(replicas=None, shares=None, rule="home"), self.bank)
         if (pending := state["pending"]) is not None:
-            placement = plan_state.read_placement(pending["placement"], self.placement)
+            placement = each(plan_state.read_placement, self._parts(pending["placement"]), self.placement)
             self.pending = Pending(
                 number=pending["number"],
                 step=pending["step"],
-                shape=self._of_today(pending["shape"], placement, late),
+                shape=each(self._of_today, self.replanner, self._parts(pending["shape"]), placement, late),
                 placement=placement,
             )
         self.asked, self.plan_id = state["asked"], state["plan_id"]
-        self.waiting = {int(step): np.asarray(loads, np.int64) for step, loads in state["waiting"].items()}
+        waiting = {int(step): self._parts(loads) for step, loads in state["waiting"].items()}
+        self.waiting = {step: each(lambda own: np.asarray(own, np.int64), loads) for step, loads in waiting.items()}
         return self._without_other_options(state.get("options"))
+
+    def _parts(self, data):
+        """Return what `state` wrote down of each segment, a tuple where there are several."""
+        return tuple(data) if len(self.names) > 1 else data
 
     # Internal.
 
     def _options(self) -> dict[str, str]:
         """Return what decides which replicas there are and how they travel, as text by field of `PlannerConfig`."""
-        config = self.plans.config
+        config = listed(self.plans)[0].config
         knobs = BALANCERS[config.name].knobs
         names = ("when", "replica_slots", "overlap_degree", "bounded", "transfer")
         names += tuple(field.name for field in dataclasses.fields(knobs)) if knobs else ()
@@ -273,66 +296,102 @@ class RejitEngine:
 
         Older states do not say theirs (`saved` None): then another form of the transfer is all that shows.
         """
-        now, ahead = self._options(), self.shape.ahead
+        now, aheads = self._options(), [own.ahead for own in listed(self.shape) if own.ahead is not None]
         if saved is None:
-            form = "by_node" if ahead is not None and ahead.by_node else "flat"
-            saved = now if ahead is None or self.config.transfer == "auto" else {**now, "transfer": repr(form)}
+            form = "by_node" if any(ahead.by_node for ahead in aheads) else "flat"
+            saved = now if not aheads or self.config.transfer == "auto" else {**now, "transfer": repr(form)}
         changed = [name for name in now if name in saved and saved[name] != now[name]]
-        if not changed or (ahead is None and self.pending is None):
+        if not changed or (not aheads and self.pending is None):
             return None
-        self.placement = self.bank.replace(replicas=None, shares=None, rule="home")
-        self.shape, self.pending = self.replanner.with_rule(dataclasses.replace(self.shape, ahead=None)), None
-        self.plans.forget_replicas()
-        listed = ", ".join(f"PlannerConfig.{name} was {saved[name]} and is {now[name]}" for name in changed)
-        return f"plan: {listed}; homes and seen loads stay, and replicas come anew with the next plan"
+        self.placement = each(lambda bank: bank.replace(replicas=None, shares=None, rule="home"), self.bank)
+        bare = each(lambda own: dataclasses.replace(own, ahead=None), self.shape)
+        self.shape, self.pending = each(Replanner.with_rule, self.replanner, bare), None
+        each(lambda plans: plans.forget_replicas(), self.plans)
+        words = ", ".join(f"PlannerConfig.{name} was {saved[name]} and is {now[name]}" for name in changed)
+        return f"plan: {words}; homes and seen loads stay, and replicas come anew with the next plan"
 
-    def _of_today(self, saved: dict, placement: Placement, late: TransferShape | None) -> PlanShape:
+    @staticmethod
+    def _of_today(replanner: Replanner, saved: dict, placement: Placement, late: TransferShape | None) -> PlanShape:
         """Return a saved shape with what this run decides after the gate, in slots of these sizes."""
-        return self.replanner.with_rule(dataclasses.replace(plan_state.read_shape(saved, placement), late=late))
+        return replanner.with_rule(dataclasses.replace(plan_state.read_shape(saved, placement), late=late))
 
-    def _take(self, step: int, placement: Placement):
+    def _show(self, loads):
+        """Let the planners see the loads of a step."""
+        each(lambda plans, own: plans.observe(own), self.plans, loads)
+
+    def _proposed(self, step: int) -> Placements:
+        return each(lambda plans: plans.propose(step).placement, self.plans)
+
+    def _reshard(self, state: dict) -> dict:
+        """Return the state with each segment's experts at the placement's homes."""
+        several = len(self.names) > 1
+        for name, old, new, shape in zip(
+            self.names, listed(self.bank), listed(self.placement), listed(self.shape), strict=True
+        ):
+            if (old.home != new.home).any():
+                state = reshard(state, old, new, shape.bank_rows, *([name] if several else []))
+        return state
+
+    def _on_devices(self, shape: Shapes, placement: Placements):
+        """Return the tables of a placement as the step takes them."""
+        tables = by_name(self.names, each(fill_tables, shape, placement))
+        shardings = self.session.state_shardings.tables
+        if not isinstance(shardings, dict):
+            return to_devices(tables, shardings)
+        return {name: to_devices(own, shardings[name]) for name, own in tables.items()}
+
+    def _fits(self, shape: Shapes, placement: Placements) -> bool:
+        return all(listed(each(fits, shape, placement)))
+
+    def _take(self, step: int, placement: Placements):
         """Let step `step` run with a new placement if it fits; else request a shape that it fits."""
-        if self.pending is not None and fits(self.pending.shape, placement):
+        if self.pending is not None and self._fits(self.pending.shape, placement):
             self.pending.placement = placement
-        fitting = fits(self.shape, placement)
+        fitting = self._fits(self.shape, placement)
         if fitting:
             self._adopt(placement)
-        rows = self.replanner.predicted_rows(self.shape, placement)
-        crowded = rows is not None and not rows.within(self.replanner.rows_of(self.shape))
+        crowded = any(listed(each(Replanner.is_crowded, self.replanner, self.shape, placement)))
         if self.pending is None and (crowded if fitting else self._pays(placement)):
-            shape = self.replanner.grow(self.shape, placement)
+            shape = each(Replanner.grow, self.replanner, self.shape, placement)
             if shape == self.shape:  # no bucket can be larger
                 return
             self.asked += 1
             self.pending = Pending(number=self.asked, step=step, shape=shape, placement=placement)
             self._compile(shape)
 
-    def _adopt(self, placement: Placement):
+    def _adopt(self, placement: Placements):
         if placement != self.placement:
             self.placement, self.tables = placement, None
             self.plan_id += 1
 
-    def _pays(self, placement: Placement) -> bool:
+    def _pays(self, placement: Placements) -> bool:
         """Hysteresis: say whether the predicted gain over the horizon exceeds what a new shape costs."""
-        loads = self.plans.predictor.predict()
-        now = self._predicted(self.placement, loads, self.shape)
-        then = self._predicted(placement, loads, self.replanner.grow(self.shape, placement))
-        if now is None or then is None or (placement.home != self.placement.home).any():
+        loads = each(lambda plans: plans.predictor.predict(), self.plans)
+        larger = each(Replanner.grow, self.replanner, self.shape, placement)
+        now = listed(each(self._predicted, self.replanner, self.placement, loads, self.shape))
+        then = listed(each(self._predicted, self.replanner, placement, loads, larger))
+        if any(seconds is None for seconds in (*now, *then)) or homes_differ(placement, self.placement):
             return True  # nothing to compare, or a move of homes, whose gain the planner has compared with its cost
-        horizon = self.config.horizon * self.plans.cost.microbatches
-        return worth_a_swap(now.sum(), then.sum(), horizon, self.config.swap_seconds)
+        horizon = self.config.horizon * listed(self.plans)[0].cost.microbatches
+        gains = (sum(float(seconds.sum()) for seconds in layers) for layers in (now, then))
+        return worth_a_swap(*gains, horizon, self.config.swap_seconds)
 
+    @staticmethod
     def _predicted(
-        self, placement: Placement, loads: np.ndarray, shape: PlanShape, planned: Placement | None = None
+        replanner: Replanner,
+        placement: Placement,
+        loads: np.ndarray,
+        shape: PlanShape,
+        planned: Placement | None = None,
     ) -> np.ndarray | None:
         """Return predicted seconds [L] of each layer in one microbatch, None where the cluster file lacks a figure.
 
         Args:
           placement: what the step makes of `planned`; loads: of a step; shape: what it is compiled for.
         """
-        loads = loads / self.replanner.exchanges_per_step
+        loads = loads / replanner.exchanges_per_step
         try:
-            return predicted_layer_seconds(placement, loads, self.plans.cost, shape, planned)
+            return predicted_layer_seconds(placement, loads, replanner.plans.cost, shape, planned)
         except UserError:
             return None
 
@@ -355,14 +414,14 @@ class RejitEngine:
         while len(self.executables) > self.config.executables:
             self.executables.popitem(last=False)
 
-    def _compile(self, shape: PlanShape, now: bool = False) -> concurrent.futures.Future:
+    def _compile(self, shape: Shapes, now: bool = False) -> concurrent.futures.Future:
         """Have a shape compiled, unless it is in the cache: in the thread, or `now` by the caller's thread."""
         if shape not in self.executables:
             if now:
                 future: concurrent.futures.Future = concurrent.futures.Future()
-                future.set_result(self.session.compile_train_step(shape))
+                future.set_result(self.session.compile_train_step(by_name(self.names, shape)))
             else:
-                future = self.thread.submit(self.session.compile_train_step, shape)
+                future = self.thread.submit(self.session.compile_train_step, by_name(self.names, shape))
             self.executables[shape] = future
         return self.executables[shape]
 

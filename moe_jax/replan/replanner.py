@@ -25,7 +25,9 @@ from moe_jax.placement.buckets import bucket_rows, fullest_pairs
 from moe_jax.placement.transfer_sizes import TransferSizes
 from moe_jax.planner import PlanSession, build_planner
 from moe_jax.planner.late import with_late, with_late_prices
+from moe_jax.replan.each_segment import listed
 from moe_jax.replan.plan_cost import plan_cost, with_replica_slots
+from moe_jax.replan.planned_run import initial_placement, planned_run, segment_runs
 from moe_jax.replan.transfer_shares import split_shares
 from moe_jax.schedules.contract import LayerSizes, schedule_record
 
@@ -37,22 +39,28 @@ class Replanner:
     """One run's planner, and the shapes that the run compiles for what it proposes.
 
     Attributes:
-      config: of the run; roles: its mesh; devices: D, of one expert-parallel group.
+      config, roles: of the run, as of its segment with experts (`planned_run`); devices: D, of one expert-parallel
+        group.
       start: the even homes that the run starts with.
       plans: the planner with its predictor, which decides where experts are.
     """
 
-    def __init__(self, config: RunConfig, roles: Roles):
+    def __init__(self, config: RunConfig, roles: Roles, segment: str | None = None):
         """Build the planner.
+
+        Args:
+          segment: that is planned for; None is the only one with experts.
 
         Raises:
           UserError: a cluster file that is not there, or more replica slots than its memory holds.
         """
         check_transfer(config, roles)
-        self.start = initial_placement(config, roles)
-        self.config, self.roles = with_replica_slots(config, roles, self.start), roles
-        self.devices = roles.size(roles.expert)
-        cost = plan_cost(self.config, roles, self.start)
+        config = with_replica_slots(config, roles)
+        own = planned_run(config, roles) if segment is None else segment_runs(config, roles)[segment]
+        self.config, self.roles = own
+        self.start = initial_placement(self.config, self.roles)
+        cost = plan_cost(config, roles, segment)
+        self.devices = self.roles.size(self.roles.expert)
         self.plans = PlanSession(self.config.planner, self.start, cost, self.exchanges_per_step)
 
     @property
@@ -68,12 +76,6 @@ class Replanner:
         """
         loads = np.ones((self.start.layers, self.devices, self.start.experts))
         build_planner(self.config.planner).propose(loads, self.start, self.plans.cost)
-
-    def step_loads(self, loads: np.ndarray) -> np.ndarray:
-        """Return a step's counts [L, sources, E] as a planner takes them: int64, one source per EP group member."""
-        loads = np.asarray(loads, np.int64)
-        assert loads.shape[1] == self.devices, loads.shape
-        return loads
 
     def first_shape(self) -> PlanShape:
         """Return what the first step is compiled for: even homes, and slots for what is decided after the gate."""
@@ -149,6 +151,11 @@ class Replanner:
         sizes = self._sizes(shape)
         return sizes.top_k * sizes.tokens / self.devices
 
+    def is_crowded(self, shape: PlanShape, placement: Placement) -> bool:
+        """Say whether buckets are predicted to need more rows than they have."""
+        rows = self.predicted_rows(shape, placement)
+        return rows is not None and not rows.within(self.rows_of(shape))
+
     def rows_of(self, shape: PlanShape) -> BucketRows:
         """Return the rows of the buckets under this shape."""
         return self._sizes(shape).bucket_rows(self.devices)
@@ -209,7 +216,8 @@ def check_planner(config: RunConfig, roles: Roles) -> None:
     Raises:
       UserError: experts on one device, slots without a bound after the gate, or a figure that a price needs.
     """
-    planner, devices = config.planner, roles.size(roles.expert)
+    runs = segment_runs(config, roles)
+    planner, devices = config.planner, max(own.size(own.expert) for _, own in runs.values())
     if not schedule_record(config.moe.schedule).moves_tokens or devices == 1:
         raise UserError(
             f"PlannerConfig.name ({planner.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
@@ -221,31 +229,27 @@ def check_planner(config: RunConfig, roles: Roles) -> None:
             f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has {planner.replica_slots} "
             "replica slots; set bounded = True and replica_slots to the most that you want"
         )
-    replanner = Replanner(config, roles)
-    replanner.first_shape()
-    replanner.check_prices()
+    for name in runs:
+        replanner = Replanner(config, roles, name)
+        replanner.first_shape()
+        replanner.check_prices()
 
 
 def check_transfer(config: RunConfig, roles: Roles) -> None:
-    """Refuse a form of transfers that the nodes of the expert-parallel group cannot have.
+    """Refuse a form of transfers that the nodes of an expert-parallel group cannot have.
 
     Raises:
       UserError: by node with nodes of unequal size, one node, or one device on a node.
     """
     if config.planner.name == "none" or config.planner.transfer != "by_node":
         return
-    members = roles.size(roles.expert)
-    inside = max(1, roles.config.devices_per_node // roles.config.expert_shard)
-    TransferShape(devices=members, devices_per_node=min(inside, members), offers=1, slots=1, by_node=True)
+    for _, own in segment_runs(config, roles).values():
+        members = own.size(own.expert)
+        inside = max(1, own.config.devices_per_node // own.config.expert_shard)
+        TransferShape(devices=members, devices_per_node=min(inside, members), offers=1, slots=1, by_node=True)
 
 
-def initial_placement(config: RunConfig, roles: Roles) -> Placement:
-    """Return even homes on the mesh's expert-parallel group, with its node boundary."""
-    devices = roles.size(roles.expert)
-    return Placement.even(config.model.moe_layers, config.moe.num_experts, devices, roles.members_per_node)
-
-
-def plan_hash(shape: PlanShape, placement: Placement) -> int:
+def plan_hash(shape: PlanShape | tuple[PlanShape, ...], placement: Placement | tuple[Placement, ...]) -> int:
     """Return 31 bits of what a step runs with, for processes to compare."""
-    text = placement.fingerprint() + repr(shape)
+    text = "".join(own.fingerprint() for own in listed(placement)) + repr(shape)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF

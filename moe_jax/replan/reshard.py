@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.collectives.varying import cast_varying, varying_axes
-from moe_jax.models.leaf_names import flatten, is_bank
+from moe_jax.models.leaf_names import flatten, is_bank, segment_of
 from moe_jax.placement import Placement, reshard_permutation
 
 
@@ -56,9 +56,14 @@ def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:
     }
 
 
-def reshard(state: dict, old: Placement, new: Placement, rows: int) -> dict:
-    """Return the state with the experts where `new` homes them; `rows` is Rb. The given state is donated."""
-    names = [name for name in flatten(state) if is_bank(name)]
+def reshard(state: dict, old: Placement, new: Placement, rows: int, segment: str | None = None) -> dict:
+    """Return the state with the experts where `new` homes them. The given state is donated.
+
+    Args:
+      rows: Rb.
+      segment: whose bank moves, None where the bank is one segment's.
+    """
+    names = [name for name in flatten(state) if is_bank(name) and segment_of(name) == segment]
     leaves, tree = jax.tree.flatten(state)
     at = [index for index, name in enumerate(flatten(state)) if name in set(names)]
     shardings = tuple(leaves[index].sharding for index in at)

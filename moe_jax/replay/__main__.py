@@ -38,6 +38,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string(
     "trace", None, "run folder, or npz with loads [steps, layers, sources, experts] and iterations [steps]"
 )
+flags.DEFINE_integer("segment", None, "number of the segment, from 0, where the model's layers differ")
 flags.DEFINE_string("cluster", None, "cluster preset (.gin) or calibrate's file (.json); the run's when not given")
 flags.DEFINE_list(
     "planners", ["all"], "planner names, NAME to plan ahead, NAME_after_gate to see the step itself; or all"

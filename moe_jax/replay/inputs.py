@@ -34,6 +34,7 @@ class GivenFlags:
     """The flags that decide the inputs; None where a flag was not given."""
 
     trace: str | None
+    segment: int | None = None
     cluster: str | None = None
     nodes: int | None = None
     devices_per_node: int | None = None
@@ -91,6 +92,7 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
         raise UserError(f"{path}: loads {list(recorded.loads.shape)} is empty; give a trace with samples")
     trace, messages = one_mesh(recorded, given)
     origin = _origin_of(trace, recorded)
+    trace, origin = one_segment(trace, origin, given.segment, path)
     if origin is None and path.parent == Path(given.trace).expanduser():
         origin = origin_of_folder(path.parent, trace.loads.shape[2])
     if origin is None:
@@ -218,6 +220,37 @@ def one_mesh(recorded: LoadsTrace, given: GivenFlags) -> tuple[LoadsTrace, list[
         tuple(origins[index] for index in taken) if origins else (),
     )
     return trace, messages
+
+
+def one_segment(
+    trace: LoadsTrace, origin: LoadsOrigin | None, wanted: int | None, path: Path
+) -> tuple[LoadsTrace, LoadsOrigin | None]:
+    """Return the samples of one segment of the model, and the run as if its layers were all those of the segment.
+
+    Args:
+      wanted: its number, from 0; None where the trace has one.
+
+    Raises:
+      UserError: a trace of several segments of which none was named, or one that is not there.
+    """
+    segments = origin.segments if origin is not None else ()
+    if wanted is not None and not 0 <= wanted < max(len(segments), 1):
+        raise UserError(f"--segment ({wanted}) must lie in 0..{max(len(segments), 1) - 1}, the segments of {path}")
+    if origin is None or not segments:
+        return trace, origin
+    if wanted is None and len(segments) > 1:
+        listed = "; ".join(f"{index}: {own[0]} MoE layers of {own[1]} experts" for index, own in enumerate(segments))
+        raise UserError(f"{path} is of a model with {len(segments)} segments ({listed}); name one by --segment=0")
+    index = wanted or 0
+    layers, experts, hidden_dim, top_k = segments[index]
+    first = sum(own[0] for own in segments[:index])
+    own_origin = dataclasses.replace(origin, segments=(segments[index],), hidden_dim=hidden_dim, top_k=top_k)
+    sources = min(own_origin.sources, trace.loads.shape[2])
+    per_node = origin.devices_per_node
+    if per_node and sources % per_node:
+        own_origin = dataclasses.replace(own_origin, devices_per_node=sources)
+    loads = trace.loads[:, first : first + layers, :sources, :experts]
+    return trace._replace(loads=loads), own_origin
 
 
 def _origin_of(trace: LoadsTrace, recorded: LoadsTrace) -> LoadsOrigin | None:

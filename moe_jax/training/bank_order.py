@@ -1,9 +1,10 @@
 """The expert bank in the order of a file: by (layer, expert), independent of mesh and placement.
 
-Inputs: one leaf of the bank, [D Rb, ...] over the expert axis, and the home of every expert. Outputs: the same numbers
-as [L, E, ...], the expert dim over that axis; and the way back. Both run on the devices, layer by layer, so that no
-device ever holds more than one layer's experts beside its own part. Where every expert's home is the device that stores
-it in the file (plain expert parallelism), nothing moves between devices. Values are copied, never computed with.
+Inputs: one leaf of a segment's bank, [D Rb, ...] over the expert axis, and the home of every expert. Outputs: the same
+numbers as [L, E, ...], the expert dim over that axis; and the way back. Both run on the devices, layer by layer, so
+that no device ever holds more than one layer's experts beside its own part. Where every expert's home is the device
+that stores it in the file (plain expert parallelism), nothing moves between devices. Values are copied, never computed
+with.
 Letters: docs/notation.md; e experts of a layer on one device in the file.
 """
 
@@ -21,7 +22,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.models.leaf_names import is_bank, segment_of
 from moe_jax.placement import Placement, bank_rows
+
+Homes = np.ndarray | dict[str, np.ndarray]  # int [L, E]; of several segments with experts {segment: that}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,18 @@ class FileOrder:
         assert experts % devices == 0 and leaf.shape[0] % devices == 0, (self.home.shape, leaf.shape, devices)
         assert self.home.max() < devices and self.rows.max() < leaf.shape[0] // devices, "homes of another mesh"
         return not np.all(self.home == np.arange(experts) // (experts // devices))
+
+
+class FileOrders:
+    """The order of every leaf of a state, from the homes of all experts."""
+
+    def __init__(self, home: Homes):
+        named = home if isinstance(home, dict) else {None: home}
+        self._orders = {name: FileOrder.of(one) for name, one in named.items()}
+
+    def of_leaf(self, name: str) -> FileOrder | None:
+        """Return the order of the leaf of this name, None where it is not of the bank."""
+        return self._orders[segment_of(name)] if is_bank(name) else None
 
 
 def bank_axes(sharding: NamedSharding) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 Inputs: the training state {'step', 'params', 'opt_state'} of global arrays, the homes of its experts, and a dictionary
 of host data (position in the data, config text, ...). Outputs: one folder a checkpoint, named by its step; and the
-state again, on whatever mesh, split and homes the reader has. Leaves of the expert bank are stored as [L, E, ...], so a
-file does not depend on mesh, schedule, placement or process count.
+state again, on whatever mesh, split and homes the reader has. Leaves of the expert bank are stored as [L, E, ...], of
+each segment of the model for itself, so a file does not depend on mesh, schedule, placement or process count.
 
     checkpoints/00000120/                          finished: a name of digits alone
     checkpoints/00000130.orbax-checkpoint-tmp/     being written; renamed by process 0 when all is written
@@ -38,8 +38,8 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.models.leaf_names import flatten, is_bank
-from moe_jax.training.bank_order import FileOrder, file_sharding
+from moe_jax.models.leaf_names import flatten
+from moe_jax.training.bank_order import FileOrder, FileOrders, Homes, file_sharding
 from moe_jax.training.checkpoint_format import FORMAT, agreed_part, check_same_leaves
 
 _UNFINISHED = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
@@ -101,14 +101,14 @@ class Checkpointer:
             )
         return custom["host"]
 
-    def restore(self, step: int, abstract_state, home: np.ndarray) -> tuple[Any, dict]:
+    def restore(self, step: int, abstract_state, home: Homes) -> tuple[Any, dict]:
         """Return (state, host data) of a checkpoint; without 'ema' where the file or `abstract_state` has none.
 
         Args:
           step: of a finished checkpoint.
           abstract_state: ShapeDtypeStructs with NamedShardings of this run's mesh; any mesh.
           home: int [L, E], where the experts are to be stored, bank rows numbered as `moe_jax.placement.bank_rows`
-            does.
+            does; of several segments with experts {segment: that}.
 
         Raises:
           UserError: the checkpoint is of another model (names the first leaf that differs), or cannot be read.
@@ -117,7 +117,7 @@ class Checkpointer:
         stored, abstract_state = agreed_part(self._stored(step), abstract_state)
         return self._read(step, stored, flatten(abstract_state), abstract_state, home), host
 
-    def restore_params(self, step: int, abstract_params, home: np.ndarray, part: str = "params"):
+    def restore_params(self, step: int, abstract_params, home: Homes, part: str = "params"):
         """Return the parameters {'dense', 'bank'} alone; arguments and errors as in `restore`.
 
         Args:
@@ -159,7 +159,7 @@ class Checkpointer:
 
     # Writing.
 
-    def save(self, step: int, state, home: np.ndarray, host: dict) -> None:
+    def save(self, step: int, state, home: Homes, host: dict) -> None:
         """Start to save a state; when this returns, the state may be donated or changed.
 
         A save that is still writing is waited for first.
@@ -167,7 +167,7 @@ class Checkpointer:
         Args:
           step: number of finished steps; names the checkpoint.
           state: pytree of global jax.Arrays with NamedShardings; leaves under a key 'bank' are [D Rb, ...].
-          home: int [L, E], home device of each expert in that bank.
+          home: int [L, E], home device of each expert in that bank; of several segments with experts {segment: that}.
           host: JSON data; tuples come back as lists, keys as text.
 
         Raises:
@@ -179,8 +179,8 @@ class Checkpointer:
         self._sweep_unfinished()
         self._check_space(step, state)
         host = json.loads(json.dumps(host))  # what it is now, whatever the caller does with it while files are written
-        order = FileOrder.of(home)
-        arrays = {name: _own_copy(name, leaf, order) for name, leaf in flatten(state).items()}
+        orders = FileOrders(home)
+        arrays = {name: _own_copy(leaf, orders.of_leaf(name)) for name, leaf in flatten(state).items()}
         self._pending = step
         with self._writing_errors_named(step):
             self._writer.save(
@@ -236,10 +236,10 @@ class Checkpointer:
         with self._reading_errors_named(step):
             return flatten(_handler().metadata(epath.Path(self._path(step))).tree)
 
-    def _read(self, step: int, stored: dict[str, Any], needed: dict[str, Any], tree, home: np.ndarray):
+    def _read(self, step: int, stored: dict[str, Any], needed: dict[str, Any], tree, home: Homes):
         """Read the leaves `needed` and return them in the structure of `tree`."""
-        order = FileOrder.of(home)
-        wanted = {name: _as_stored(name, leaf, order) for name, leaf in needed.items()}
+        orders = FileOrders(home)
+        wanted = {name: _as_stored(name, leaf, orders.of_leaf(name)) for name, leaf in needed.items()}
         check_same_leaves(self._path(step), stored, wanted)
         with self._reading_errors_named(step):
             arrays = _handler().restore(
@@ -256,7 +256,7 @@ class Checkpointer:
         leaves = []
         for name, leaf in needed.items():
             array = arrays.pop(name)
-            if is_bank(name):
+            if (order := orders.of_leaf(name)) is not None:
                 array, in_file_order = order.from_file(array, leaf), array
                 jax.block_until_ready(array)
                 in_file_order.delete()  # not two banks at once
@@ -350,9 +350,9 @@ def _all_processes() -> set[int] | None:
     return set(range(jax.process_count())) if jax.process_count() > 1 else None
 
 
-def _own_copy(name: str, leaf: jax.Array, order: FileOrder) -> jax.Array:
-    """Return a leaf as it is stored, in host buffers of its own."""
-    ordered = order.to_file(leaf) if is_bank(name) else leaf
+def _own_copy(leaf: jax.Array, order: FileOrder | None) -> jax.Array:
+    """Return a leaf as it is stored, in host buffers of its own; order: of a leaf of the bank."""
+    ordered = leaf if order is None else order.to_file(leaf)
     copied = jax.device_put(ordered, ordered.sharding.with_memory_kind("pinned_host"))
     jax.block_until_ready(copied)
     if ordered is not leaf:
@@ -360,10 +360,10 @@ def _own_copy(name: str, leaf: jax.Array, order: FileOrder) -> jax.Array:
     return copied
 
 
-def _as_stored(name: str, leaf: jax.ShapeDtypeStruct, order: FileOrder) -> jax.ShapeDtypeStruct:
+def _as_stored(name: str, leaf: jax.ShapeDtypeStruct, order: FileOrder | None) -> jax.ShapeDtypeStruct:
     """Return what the file holds for a leaf of the state, with the sharding that it is read with."""
     assert isinstance(leaf.sharding, NamedSharding), f"{name} has no NamedSharding"
-    if not is_bank(name):
+    if order is None:
         return leaf
     return jax.ShapeDtypeStruct(order.file_shape(leaf), leaf.dtype, sharding=file_sharding(leaf.sharding))
 

@@ -92,27 +92,43 @@ def unproven(session: Session) -> dict[str, tuple[str, Callable[[], Verdict], di
             per_node=roles.config.devices_per_node, processes=jax.process_count(), options=options,
         )  # fmt: skip
         found["transport"] = "ragged", lambda: check_exchange(session, "ragged", options), key
-    shape = ExpertShape(
-        model_dim=config.model.model_dim,
-        hidden_dim=config.model.hidden_dim // roles.size(roles.expert_shard),
-        dtype=config.model.dtype,
-        param_dtype=config.model.param_dtype,
-        activation=config.model.activation,
-    )
-    matmul = matmul_in_use(session)
-    if matmul == "hopper" or (matmul == "ragged" and device.platform in ("gpu", "cuda")):
-        key = verdict_key(device, check="expert", implementation=matmul, options=options, **dataclasses.asdict(shape))
-        found["grouped_matmul"] = matmul, lambda: check_expert(matmul, shape, device, options), key
+    matmuls = [(matmul_in_use(session, shape), shape) for shape in expert_shapes(session)]
+    doubted = [(name, shape) for name, shape in matmuls if name == "hopper" or (name == "ragged" and on_gpu(device))]
+    if doubted:
+        (matmul, shape), *others = doubted
+        rest = {"others": [(name, dataclasses.asdict(other)) for name, other in others]} if others else {}
+        key = verdict_key(
+            device, check="expert", implementation=matmul, options=options, **dataclasses.asdict(shape), **rest
+        )
+        found["grouped_matmul"] = matmul, lambda: check_experts(doubted, device, options), key
     return found
 
 
-def matmul_in_use(session: Session) -> str:
-    """Return the grouped matmul that the session's layers use, 'auto' resolved."""
-    config, roles = session.config, session.roles
-    dims = config.model.model_dim, config.model.hidden_dim // roles.size(roles.expert_shard)
-    return choose_implementation(
-        config.moe.grouped_matmul, roles.mesh.devices.flat[0], jnp.dtype(config.model.dtype), dims
-    )
+def on_gpu(device: jax.Device) -> bool:
+    """Say whether a device is a GPU."""
+    return device.platform in ("gpu", "cuda")
+
+
+def expert_shapes(session: Session) -> list[ExpertShape]:
+    """Return the shapes of the experts' FFN, one for each hidden dim that a segment of the model has."""
+    config, shards = session.config.model, session.roles.size(session.roles.expert_shard)
+    hidden_dims = dict.fromkeys(segment.config.hidden_dim for segment in session.model.expert_segments)
+    return [
+        ExpertShape(
+            model_dim=config.model_dim,
+            hidden_dim=hidden_dim // shards,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            activation=config.activation,
+        )
+        for hidden_dim in hidden_dims
+    ]
+
+
+def matmul_in_use(session: Session, shape: ExpertShape) -> str:
+    """Return the grouped matmul that layers with experts of this shape use, 'auto' resolved."""
+    device, dims = session.roles.mesh.devices.flat[0], (shape.model_dim, shape.hidden_dim)
+    return choose_implementation(session.config.moe.grouped_matmul, device, jnp.dtype(shape.dtype), dims)
 
 
 def local_device(session: Session) -> jax.Device:
@@ -152,6 +168,12 @@ def check_expert(implementation: str, shape: ExpertShape, device, options: dict 
     """Compare a grouped matmul with plain matmuls on one expert FFN of these dims."""
     worst = compare_expert(implementation, shape, device, options)
     return Verdict(outcome=PASSES) if worst.explained else Verdict(outcome=DIFFERS, detail=str(worst))
+
+
+def check_experts(used: list[tuple[str, ExpertShape]], device, options: dict | None = None) -> Verdict:
+    """Compare each of these grouped matmuls on its FFN; the first verdict that is not good counts."""
+    verdicts = [check_expert(implementation, shape, device, options) for implementation, shape in used]
+    return next((verdict for verdict in verdicts if verdict.outcome != PASSES), verdicts[0])
 
 
 def check_exchange(session: Session, transport: str, options: dict | None = None) -> Verdict:

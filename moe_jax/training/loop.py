@@ -17,7 +17,7 @@ import numpy as np
 
 from moe_jax.data import held_out_entropy, prefetch
 from moe_jax.distributed.hosts import Hosts, StopSignal
-from moe_jax.models.counts import forward_flops_per_token, training_flops_per_token
+from moe_jax.models.counts import choices_per_token, forward_flops_per_token, training_flops_per_token
 from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
 from moe_jax.replan.rejit import RejitEngine
 from moe_jax.training.checkpoint import Checkpointer
@@ -204,12 +204,11 @@ class Loop:
             metrics,
             seconds=seconds,
             tokens=tokens,
-            choices=tokens * moe.top_k * session.config.model.moe_layers,
+            choices=tokens * choices_per_token(session.config.model, moe),
             flops=tokens * self.flops_per_token(taught="kl" in metrics),
             peak_device_bytes=self.compiled_peak if peak is None else peak,
             compile_seconds=self.compile_seconds,
-            home=session.home,
-            devices=session.devices,
+            homes=session.homes,
         )  # fmt: skip
         self.compile_seconds = None
         if allowed:
@@ -248,7 +247,7 @@ class Loop:
             host["teacher"] = self.teacher_identity
         if self.engine is not None:
             host["plan"] = self.engine.state()
-        home = self.session.home if self.engine is None else self.engine.bank.home
+        home = self.session.home if self.engine is None else self.engine.home
         self.checkpoints.save(self.step, self.state, home, host)
         self.last_checkpoint = self.step
         self.hosts.touch(self.step)

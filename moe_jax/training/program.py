@@ -21,6 +21,7 @@ from moe_jax.mesh import Roles, build_mesh
 from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.distillation import Teacher
+from moe_jax.models.segments import expert_counts, joined
 from moe_jax.moe.layer import check_router
 from moe_jax.placement import PlanShape, table_shapes
 from moe_jax.replan.replanner import check_transfer
@@ -28,7 +29,13 @@ from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.guided import compile_guided, find_target
 from moe_jax.training.optimizer import build_optimizer
-from moe_jax.training.step import StateShardings, abstract_state, build_state_shardings, make_train_step
+from moe_jax.training.step import (
+    StateShardings,
+    abstract_state,
+    build_state_shardings,
+    make_train_step,
+    of_each_table,
+)
 from moe_jax.training.teacher import build_teacher
 
 
@@ -52,7 +59,7 @@ class Program:
 
     @property
     def devices(self) -> int:
-        """D, devices of one expert-parallel group."""
+        """D, devices of the mesh's expert axis; a segment with fewer experts has as many as these in its group."""
         return self.roles.size(self.roles.expert)
 
     @property
@@ -60,18 +67,46 @@ class Program:
         return self.config.train.batch_size * self.config.data.sequence_length
 
     @property
-    def home(self) -> np.ndarray:
-        """int32 [L, E], home device of every expert when a run starts."""
-        layers, experts = self.config.model.moe_layers, self.config.moe.num_experts
-        return np.repeat(np.arange(self.devices, dtype=np.int32), experts // self.devices)[None].repeat(layers, axis=0)
+    def group_sizes(self) -> dict[str, int]:
+        """{segment: D of its expert-parallel group}, of the segments with experts, first layers first."""
+        roles = {segment.name: self.model.roles_of(segment) for segment in self.model.expert_segments}
+        return {name: own.size(own.expert) for name, own in roles.items()}
+
+    @property
+    def home(self) -> np.ndarray | dict[str, np.ndarray]:
+        """int32 [L, E], home device of every expert when a run starts; of several segments {segment: that}."""
+        return joined(dict(zip(self.group_sizes, (home for home, _ in self.homes), strict=True)))
+
+    @property
+    def homes(self) -> list[tuple[np.ndarray, int]]:
+        """(int32 [L, E], D) of each segment with experts, first layers first."""
+        found = []
+        for segment, devices in zip(self.model.expert_segments, self.group_sizes.values(), strict=True):
+            layers, experts = segment.config.moe_layers, segment.moe.num_experts
+            own = np.repeat(np.arange(devices, dtype=np.int32), experts // devices)
+            found.append((own[None].repeat(layers, axis=0), devices))
+        return found
 
     def resolved(self) -> dict[str, str]:
         """Return what 'auto' is on these devices, under the names of the bindings."""
         return {"ModelConfig.attention": self.model.config.attention}
 
-    def even_tables(self) -> Tables:
-        """Return the tables of even homes without a planner, as NumPy arrays."""
-        return even_tables(self.config.model.moe_layers, self.config.moe.num_experts, self.devices)
+    def even_tables(self) -> Tables | dict[str, Tables]:
+        """Return the tables of even homes without a planner, as NumPy arrays; of several segments {segment: that}."""
+        return joined(
+            {
+                segment.name: even_tables(segment.config.moe_layers, segment.moe.num_experts, devices)
+                for segment, devices in zip(self.model.expert_segments, self.group_sizes.values(), strict=True)
+            }
+        )
+
+    def abstract_tables(self, tables) -> Tables | dict[str, Tables]:
+        """Return the shapes of tables with their places on the mesh, as ShapeDtypeStructs."""
+
+        def one(array, sharding):
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+        return jax.tree.map(one, tables, of_each_table(self.state_shardings.tables, tables))
 
     def abstract_state(self) -> dict:
         """Return the training state as ShapeDtypeStructs with shardings."""
@@ -88,20 +123,18 @@ class Program:
             self.state_shardings.batch,
         )
 
-    def lower_train_step(self, shape: PlanShape | None = None) -> jax.stages.Lowered:
+    def lower_train_step(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> jax.stages.Lowered:
         """Return the training step for exactly these shapes and shardings, not compiled yet.
 
         Args:
-          shape: of the plans whose tables will come; None is even homes for good, without a planner.
+          shape: of the plans whose tables will come, of several segments with experts {segment: that}; None is even
+            homes for good, without a planner.
         """
         length = self.config.data.sequence_length
         step = make_train_step(
             self.model, self.layout, self.config.train, self.state_shardings, length, shape, self.teacher
         )
-        tables = self.even_tables() if shape is None else table_shapes(shape)
-        tables = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self.state_shardings.tables), tables
-        )
+        tables = self.abstract_tables(self.even_tables() if shape is None else empty_tables(shape))
         host_signals = (self.roles.num_devices,) if shape is None else (self.roles.num_devices, 3)
         host_signals = jax.ShapeDtypeStruct(host_signals, np.int32, sharding=self.state_shardings.host_signals)
         frozen = () if self.teacher is None else (self.teacher.held_params(),)
@@ -113,7 +146,7 @@ class Program:
             self.roles.mesh.devices.flat[0].platform, jax.process_count(), self.config.train.deterministic
         )
 
-    def compile_train_step(self, shape: PlanShape | None = None):
+    def compile_train_step(self, shape: PlanShape | dict[str, PlanShape] | None = None):
         """Return (executable, seconds) of what `lower_train_step` returns."""
         started = time.monotonic()
         lowered = self.lower_train_step(shape)
@@ -128,6 +161,11 @@ class Program:
         return find_target(list(self.roles.mesh.devices.flat), self.roles.config.devices_per_node)
 
 
+def empty_tables(shape: PlanShape | dict[str, PlanShape]) -> Tables | dict[str, Tables]:
+    """Return tables of this shape that mean nothing, as NumPy arrays; of several segments {segment: that}."""
+    return {name: table_shapes(own) for name, own in shape.items()} if isinstance(shape, dict) else table_shapes(shape)
+
+
 def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None) -> Program:
     """Build a run's program for the given devices.
 
@@ -137,7 +175,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     Raises:
       UserError: whatever in the config does not fit together, or fit the devices.
     """
-    roles = build_mesh(config.mesh, devices)
+    roles = build_mesh(config.mesh, devices, expert_counts(config.model, config.moe))
     check_transfer(config, roles)
     tokenizer = tokenizer or build_tokenizer(config.data)
     vocab_size = padded_vocabulary(tokenizer, config.model)
@@ -157,7 +195,8 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     length = config.data.sequence_length
     make_train_step(model, layout, config.train, state_shardings, length, teacher=teacher)
     rows = config.train.batch_size // config.train.grad_accum_steps // roles.size(roles.dense)
-    check_router(config.moe, roles, rows * length, length, config.planner.decides_late)
+    for segment in model.expert_segments:
+        check_router(segment.moe, model.roles_of(segment), rows * length, length, config.planner.decides_late)
     return Program(
         config=config, roles=roles, model=model, layout=layout, optimizer=optimizer, state_shardings=state_shardings,
         teacher=teacher,

@@ -159,7 +159,7 @@ def starting_state(
             left_out = engine.restore(checkpoints.read_host(latest).get("plan"))
             if left_out is not None:
                 say(hosts, left_out)
-            home = engine.bank.home
+            home = engine.home
         state, host = checkpoints.restore(latest, session.abstract_state(), home)
         session.feed.stream.check_position(host["data"])
         _keep_or_drop_ema(session, checkpoints, latest, state, hosts)

@@ -18,7 +18,7 @@ from moe_jax.placement import PlanShape
 from moe_jax.training.feed import Feed
 from moe_jax.training.program import Program, build_program
 from moe_jax.training.shared_program import SharedFunction
-from moe_jax.training.step import init_state, make_evaluation_step, state_of_params
+from moe_jax.training.step import init_state, make_evaluation_step, of_each_table, state_of_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Session(Program):
 
     Attributes:
       feed: batches.
-      tables: the plan's tables, on the devices.
+      tables: the plan's tables, on the devices; of several segments with experts {segment: that}.
     """
 
     feed: Feed
-    tables: Tables
+    tables: Tables | dict[str, Tables]
 
     def fresh_state(self) -> dict:
         """Return the state of step 0."""
@@ -41,7 +41,7 @@ class Session(Program):
         """Return the state of step 0 that starts from given parameters."""
         return state_of_params(params, self.optimizer, self.state_shardings)
 
-    def evaluation_step(self, shape: PlanShape | None = None):
+    def evaluation_step(self, shape: PlanShape | dict[str, PlanShape] | None = None):
         """Return the evaluation step; it compiles when first called."""
         step = make_evaluation_step(
             self.model, self.layout, self.config.train, self.state_shardings, self.config.data.sequence_length,
@@ -63,6 +63,7 @@ def build_session(config: RunConfig, devices) -> Session:
     """
     tokenizer = build_tokenizer(config.data)
     program = build_program(config, devices, tokenizer)
+    tables = program.even_tables()
     cache = build_cache(config.data, tokenizer, vocab_size=program.model.vocab_size)
     parts = {field.name: getattr(program, field.name) for field in dataclasses.fields(program)}
     return Session(
@@ -70,5 +71,5 @@ def build_session(config: RunConfig, devices) -> Session:
         feed=Feed(
             cache, tokenizer, config.train, config.model, config.data.sequence_length, program.state_shardings.batch
         ),
-        tables=to_devices(program.even_tables(), program.state_shardings.tables),
+        tables=to_devices(tables, of_each_table(program.state_shardings.tables, tables)),
     )

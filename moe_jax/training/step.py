@@ -23,6 +23,7 @@ from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
 from moe_jax.models.distillation import Teacher
 from moe_jax.models.router_state import with_router_state, with_same_router_state
+from moe_jax.models.segments import joined
 from moe_jax.placement import PlanShape
 from moe_jax.training.learning_rate import build_learning_rate
 from moe_jax.training.optimizer import build_optimizer, finished_updates, state_specs
@@ -35,14 +36,14 @@ class StateShardings:
     Attributes:
       state: of the training state.
       batch: of a `Batch` [Nm, B / Nm, Sq].
-      tables: of every array of the plan's `Tables`.
+      tables: of every array of the plan's `Tables`; of several segments with experts {segment: that}.
       host_signals: of int32 [devices] or [devices, 3], what each host sends to the step.
       replicated: of everything else.
     """
 
     state: dict
     batch: Batch
-    tables: NamedSharding
+    tables: NamedSharding | dict[str, NamedSharding]
     host_signals: NamedSharding
     replicated: NamedSharding
 
@@ -64,10 +65,17 @@ def build_state_shardings(
     return StateShardings(
         state={**state, "ema": named(layout.state)} if ema else state,
         batch=Batch(rows, rows, rows),
-        tables=NamedSharding(mesh, P(roles.expert)),
+        tables=joined({s.name: NamedSharding(mesh, P(model.roles_of(s).expert)) for s in model.expert_segments}),
         host_signals=NamedSharding(mesh, P(roles.all)),
         replicated=replicated,
     )
+
+
+def of_each_table(shardings: NamedSharding | dict[str, NamedSharding], tables):
+    """Return the shardings of a plan's tables as a tree like the tables."""
+    if isinstance(shardings, dict):
+        return {name: of_each_table(sharding, tables[name]) for name, sharding in shardings.items()}
+    return jax.tree.map(lambda _: shardings, tables)
 
 
 def abstract_state(
@@ -129,9 +137,9 @@ def make_train_step(
     """Return train_step(state, batch, tables, host_signals) -> (state, metrics), jitted; the state is donated.
 
     Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float []; square_norms float [leaves], squared norm of
-    each gradient leaf in the order of `leaf_names(params)`; loads int32 [L, sources, E]; gate_entropy float [L];
-    dropped, passes int32 [L]; stop int32 [], 1 if any host asked to stop; under the router `base` also completed int32
-    [L], tokens that it placed after its auction.
+    each gradient leaf in the order of `leaf_names(params)`; loads int32 [L, sources, E], as in `StepStats`;
+    gate_entropy float [L]; dropped, passes int32 [L]; stop int32 [], 1 if any host asked to stop; under the router
+    `base` also completed int32 [L], tokens that it placed after its auction.
 
     `host_signals` is int32 [devices], 1 where a host asks to stop. With a plan it is int32 [devices, 3]: stop, number
     of the newest shape ready, hash of the plan; metrics then also have `ready`, the least of all, `plan_hash_least`
@@ -168,7 +176,7 @@ def make_train_step(
             counted = None if counted is None else counted + jnp.sum(stats.loads, axis=1)
             return (jax.tree.map(jnp.add, total, grads), counted), stats
 
-        layers, experts = model.config.moe_layers, model.moe.num_experts
+        layers, experts = model.config.moe_layers, max(part.moe.num_experts for part in model.expert_segments)
         counted = jnp.zeros((layers, experts), jnp.int32) if model.moe.balance_over == "step" else None
         start = jax.tree.map(jnp.zeros_like, params), counted
         (grads, _), stats = lax.scan(body, start, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
@@ -183,11 +191,12 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state["opt_state"], params)
         loads = jnp.sum(stats.loads, axis=0)
         needed = None if stats.needed is None else jnp.sum(stats.needed, axis=0)
-        new_params = with_router_state(model.moe, params, optax.apply_updates(params, updates), loads, needed)
+        updated = optax.apply_updates(params, updates)
+        new_params = with_router_state(model.segments, params, updated, loads, needed)
         new_state = {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}
         if config.ema_decay:
             ema = optax.incremental_update(new_params, state["ema"], 1 - config.ema_decay)
-            new_state["ema"] = with_same_router_state(model.moe, ema, new_params)
+            new_state["ema"] = with_same_router_state(model.segments, ema, new_params)
         metrics = {
             "loss": jnp.sum(stats.cross_entropy),
             "aux_loss": jnp.mean(stats.aux_loss),

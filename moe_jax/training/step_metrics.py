@@ -6,11 +6,12 @@ Where a planner runs, `replan/rejit.py` adds the plan's metrics and counts repli
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from moe_jax.errors import NonFiniteError
 from moe_jax.observe import LoadsOrigin, dead_experts, device_load_max_over_mean
-from moe_jax.replan.replanner import initial_placement
 from moe_jax.training.program import Program
 
 
@@ -55,21 +56,26 @@ def step_record(
     flops: float,
     peak_device_bytes: int | None,
     compile_seconds: float | None,
-    home: np.ndarray,
-    devices: int,
+    homes: Sequence[tuple[np.ndarray, int]],
 ) -> dict:
     """Return one object of metrics.jsonl.
 
     Args:
       metrics: of the step, as NumPy; see `make_train_step`.
       seconds: wall-clock seconds since the step before.
-      tokens: tokens of the step; choices: tokens times top_k times MoE layers.
+      tokens: tokens of the step; choices: of experts, by all tokens in all MoE layers.
       flops: model FLOPs of the step, forward and backward.
       peak_device_bytes: most bytes in use on one device so far, or None where unknown.
       compile_seconds: where a compilation preceded the step.
-      home: int [L, E], the device that computes each expert.
-      devices: of one expert-parallel group.
+      homes: of each segment with experts, first layers first: int [L, E], the device that computes each expert, and
+        D, devices of its expert-parallel group.
     """
+    balance, dead, first = [], [], 0
+    for home, devices in homes:
+        own = metrics["loads"][first : first + len(home), :devices, : home.shape[1]]  # the rest is of larger segments
+        balance.append(device_load_max_over_mean(own, home, devices))
+        dead.append(dead_experts(own))
+        first += len(home)
     record = {
         "loss": float(metrics["loss"]),
         "aux_loss": float(metrics["aux_loss"]),
@@ -83,8 +89,8 @@ def step_record(
         "dropped_fraction": float(metrics["dropped"].sum() / choices),
         "overflow_steps": int(metrics["passes"].max() > 1),
         "passes": metrics["passes"],
-        "device_load_max_over_mean": device_load_max_over_mean(metrics["loads"], home, devices),
-        "dead_experts": dead_experts(metrics["loads"]),
+        "device_load_max_over_mean": np.concatenate(balance),
+        "dead_experts": np.concatenate(dead),
         "gate_entropy": metrics["gate_entropy"],
     }
     if "kl" in metrics:
@@ -98,17 +104,20 @@ def step_record(
 
 def loads_origin(program: Program) -> LoadsOrigin:
     """Return the sizes and the mesh that are stored with the recorded loads of a run, for a replay."""
-    config = program.config
+    config, layers = program.config, program.model.expert_segments
+    sizes = [(s.config.moe_layers, s.moe.num_experts, s.config.hidden_dim, s.moe.top_k) for s in layers]
+    fills = sizes[0][1] >= program.devices
     return LoadsOrigin(
         model_dim=config.model.model_dim,
-        hidden_dim=config.model.hidden_dim,
-        top_k=config.moe.top_k,
+        hidden_dim=sizes[0][2],
+        top_k=sizes[0][3],
         dtype=config.model.dtype,
         mesh=tuple(program.roles.mesh.shape.items()),
-        devices_per_node=initial_placement(config, program.roles).devices_per_node,
+        devices_per_node=program.roles.members_per_node,
         cluster=config.planner.cluster or config.moe.cluster,
         activation=config.model.activation,
         moe_every=config.model.moe_every,
         dense_hidden_dim=config.model.ffn_dim,
         sequence_length=config.data.sequence_length,
+        segments=() if len(sizes) == 1 and fills else tuple(sizes),
     )

@@ -119,11 +119,22 @@ def teacher_model(
             zero_stage=run.train.zero_stage,
             expert_zero_stage=run.train.expert_zero_stage,
         )
+        _check_alike(built)
         rows, length = config.train.batch_size // config.train.grad_accum_steps, config.data.sequence_length
         check_sequence_parallel(model.sequence_parallel, length, roles)
         tokens = rows // roles.size(roles.dense) * length
         make_schedule(moe, roles, tokens, split_tokens=model.sequence_parallel)
         return built
+
+
+def _check_alike(teacher: LanguageModel) -> None:
+    """Raise UserError for a teacher whose layers differ, or have fewer experts than the expert axis has devices."""
+    (first, *others), devices = teacher.segments, teacher.roles.size(teacher.roles.expert)
+    if others or first.moe.num_experts % devices:
+        raise UserError(
+            f"its layers differ, or its {first.moe.num_experts} experts do not fill the expert axis ({devices}); a "
+            "teacher has one segment, with a multiple of that number of experts"
+        )
 
 
 def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> None:

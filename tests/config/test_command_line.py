@@ -44,3 +44,20 @@ def test_stall_seconds_of_the_command_line_are_checked(tmp_path):
     done = run("moe_jax.train", f"--workdir={tmp_path / 'run'}", "--stall_after_seconds=-1")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "error: stall_after_seconds (-1.0) must be 0 (never) or positive"
+
+
+SEGMENTS = {  # two layers, 8 devices: what they say, and the one line
+    "('layers=2', 'layers=1')": "ModelConfig.segments have 2 + 1 = 3 layers, but ModelConfig.layers is 2",
+    "('layers=1 num_experts=6', 'layers=1')": "MoEConfig.num_experts (6) must be divisible by the expert axis (8) or",
+}
+
+
+@pytest.mark.parametrize("segments", SEGMENTS)
+def test_segments_that_do_not_fit_are_one_line(segments, tmp_path):
+    """By a run, before anything compiles; the work directory is not made."""
+    sizes = ("ModelConfig.layers = 2", f"ModelConfig.segments = {segments}", "MoEConfig.num_experts = 8")
+    bindings = (f"--gin_bindings={binding}" for binding in (*sizes, "DataConfig.path = 'moe_jax'"))
+    done = run("moe_jax.train", f"--workdir={tmp_path / 'run'}", "--host_devices=8", *bindings)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert SEGMENTS[segments] in line and "Traceback" not in done.stderr

@@ -46,8 +46,33 @@ PAPERS = {
 }
 
 
+# DeepSpeed-MoE, every second layer MoE: M, experts of all MoE layers together, the paper's count
+DEEPSPEED = {
+    "deepspeed_350m_moe_128": (1024, 12 * 128, "13 B"),
+    "deepspeed_1b3_moe_128": (2048, 12 * 128, "52 B"),
+    "pr_moe_350m_32_64": (1024, 10 * 32 + 2 * 64, "4 B"),
+    "pr_moe_1b3_64_128": (2048, 10 * 64 + 2 * 128, "31 B"),
+}
+
+
 def test_every_model_file_has_its_paper():
-    assert set(MODELS) == {*PAPERS, "demo"}
+    assert set(MODELS) == {*PAPERS, *DEEPSPEED, "demo"}
+
+
+@pytest.mark.parametrize("name", sorted(DEEPSPEED))
+def test_deepspeed_models_count_as_their_paper(name):
+    dim, experts, printed = DEEPSPEED[name]
+    run, _, _ = parse_run_config([f"configs/model/{name}.gin"])
+    text = dry_run(run, 128)
+    beside = 12 if "pr_moe" in name else 0  # the residual FFNs
+    count = 24 * 4 * dim**2 + (12 + beside + experts) * 2 * dim * 4 * dim  # attention, dense FFNs and experts
+    line = re.search(r"as the papers count +([\d,]+)", text)
+    assert int(line.group(1).replace(",", "")) == count and f"{count / 1e9:.0f} B" == printed
+    header = (ROOT / "configs" / "model" / f"{name}.gin").read_text()
+    assert f"{count / 1e9:.2f} B" in header and printed in header
+    if "pr_moe" in name:
+        few = 32 if dim == 1024 else 64
+        assert f"1 of {few} experts, hidden dim {4 * dim}; expert parallel {few}, data parallel {128 // few}" in text
 
 
 @pytest.mark.parametrize("name", sorted(PAPERS))

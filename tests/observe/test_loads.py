@@ -142,7 +142,7 @@ def test_a_run_that_goes_on_says_which_layer_it_is_of(tmp_path):
 def test_parts_of_two_models_are_refused(tmp_path):
     record_steps(tmp_path, [10], origin=origin())
     recorder = record_steps(tmp_path, [20], resume_step=10, origin=origin(top_k=1))
-    with pytest.raises(UserError, match=r"samples have \(M, F, K, dtype\) .* they are not of one model"):
+    with pytest.raises(UserError, match=r"samples have \(M, F, K, dtype, segments\) .* they are not of one model"):
         recorder.merge()
 
 

@@ -27,6 +27,8 @@ from moe_jax.moe import MoEConfig
 from moe_jax.placement import fits, routing
 from moe_jax.planner import PlannerConfig
 from moe_jax.replan import rejit
+from moe_jax.replan.each_segment import by_name, listed
+from moe_jax.replan.planned_run import segment_runs
 from moe_jax.replan.rejit import RejitEngine, build_engine
 from moe_jax.replan.replanner import Replanner
 
@@ -43,20 +45,28 @@ class Pretended(types.SimpleNamespace):
         return shape, 0.5
 
 
-def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0, **planner):
+SEGMENTS = ("layers=1 num_experts=2", "layers=2")
+
+
+def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0, segments=(), **planner):
     mesh = MeshConfig(expert=DEVICES, expert_shard=expert_shard, model=model, devices_per_node=devices_per_node)
-    roles = build_mesh(mesh, jax.devices()[: DEVICES * expert_shard])
+    counts = (2, EXPERTS) if segments else (EXPERTS,)
+    roles = build_mesh(mesh, jax.devices()[: DEVICES * expert_shard], experts=counts)
     config = RunConfig(
         train=TrainConfig(batch_size=8),
         data=DataConfig(sequence_length=32),
-        model=ModelConfig(layers=LAYERS, model_dim=32, heads=2, hidden_dim=32, max_length=32),
+        model=ModelConfig(
+            layers=3 if segments else LAYERS, segments=segments, model_dim=32, heads=2, hidden_dim=32, max_length=32
+        ),
         moe=MoEConfig(num_experts=EXPERTS, schedule=schedule),
         planner=PlannerConfig(
             **{"replica_slots": 2, "overlap_degree": 4, "interval": 1, "calibrate": False, **planner}
         ),
     )
+    tables = {name: NamedSharding(roles.mesh, P(own.expert)) for name, (_, own) in segment_runs(config, roles).items()}
     state_shardings = types.SimpleNamespace(
-        tables=NamedSharding(roles.mesh, P(roles.expert)), host_signals=NamedSharding(roles.mesh, P(roles.all))
+        tables=tables if segments else NamedSharding(roles.mesh, P(roles.expert)),
+        host_signals=NamedSharding(roles.mesh, P(roles.all)),
     )
     home = np.repeat(np.arange(DEVICES), EXPERTS // DEVICES)[None].repeat(LAYERS, 0)
     gate = threading.Event()
@@ -75,7 +85,7 @@ def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0
 
 @pytest.fixture(autouse=True)
 def no_state(monkeypatch):
-    monkeypatch.setattr(rejit, "reshard", lambda state, old, new, rows: {**state, "moves": state.get("moves", 0) + 1})
+    monkeypatch.setattr(rejit, "reshard", lambda state, *_: {**state, "moves": state.get("moves", 0) + 1})
 
 
 def drifting_loads(steps, seed=0):
@@ -86,6 +96,12 @@ def drifting_loads(steps, seed=0):
         p = np.clip(p + rng.normal(0, 0.02, p.shape), 1e-3, None)
         p /= p.sum(axis=1, keepdims=True)
         yield np.stack([[rng.multinomial(512 // DEVICES, q) for _ in range(DEVICES)] for q in p])
+
+
+def segment_loads(steps):
+    """The same of `SEGMENTS`, with zeros where the first layer has no expert or source."""
+    for loads in drifting_loads(steps):
+        yield np.concatenate([np.pad(loads[:1, :2, :2], ((0, 0), (0, 2), (0, 6))), loads])
 
 
 def metrics_of(host_signals, loads):
@@ -106,11 +122,14 @@ def drive(engine, all_loads, first=0):
         if flight is not None:
             engine.observe(*flight)
         executable, tables, host_signals, state = engine.before_step(step, state, 0)
-        assert fits(executable, engine.placement) and executable == engine.shape
-        np.testing.assert_array_equal(engine.bank.home, engine.placement.home)
+        assert executable == by_name(engine.names, engine.shape)
+        parts = (listed(value) for value in (engine.shape, engine.placement, engine.bank))
+        for shape, placement, bank in zip(*parts, strict=True):
+            assert fits(shape, placement)
+            np.testing.assert_array_equal(bank.home, placement.home)
         engine.after_dispatch(step)
         flight = step, metrics_of(host_signals, loads)
-        seen.append((executable, engine.records[step][0], engine.records[step][1]))
+        seen.append((engine.shape, engine.records[step][0], engine.records[step][1]))
     engine.observe(*flight)
     return seen
 
@@ -154,10 +173,10 @@ def test_swap_after_is_exact(after):
     engine.close()
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 6, 9])
-def test_resume_continues_with_the_same_plans(cut):
-    loads = list(drifting_loads(16))
-    settings = {"name": "hecate", "shard_every": 4, "swap_after": 3}
+@pytest.mark.parametrize("segments, cut", [*(((), cut) for cut in (1, 2, 3, 6, 9)), (SEGMENTS, 2), (SEGMENTS, 9)])
+def test_resume_continues_with_the_same_plans(segments, cut):
+    loads = list(segment_loads(16) if segments else drifting_loads(16))
+    settings = {"name": "hecate", "shard_every": 4, "swap_after": 3, "segments": segments}
     whole = RejitEngine(session_of(**settings), 1)
     whole.start()
     want = drive(whole, loads)
@@ -171,6 +190,8 @@ def test_resume_continues_with_the_same_plans(cut):
     got = drive(second, loads[cut:], first=cut)
     for (shape, placement, record), (shape_, placement_, record_) in zip(want[cut:], got, strict=True):
         assert shape == shape_ and placement == placement_ and record["plan_id"] == record_["plan_id"]
+    assert all(len(own.replicas) for own in listed(want[-1][1]))
+    assert len(listed(want[-1][1])) == max(len(segments), 1)
     for engine in (whole, first, second):
         engine.close()
 
@@ -300,6 +321,20 @@ def test_shadowing_after_the_gate_needs_no_new_slots():
     np.testing.assert_allclose(
         got, routing.device_loads(want, loads[3]).max(1) / routing.device_loads(want, loads[3]).mean(1)
     )
+    engine.close()
+
+
+def test_each_segment_decides_after_the_gate():
+    """Each has slots for what it decides, and what it decided counts in the records of its own layers."""
+    session = session_of(name="fastermoe", segments=SEGMENTS, **LATE)
+    engine = RejitEngine(session, 1)
+    engine.start()
+    loads = list(segment_loads(6))
+    drive(engine, loads)
+    assert [shape.late.slots for shape in session.compiled[0].values()] == [2, 2]
+    records = [engine.record(step, step_loads) for step, step_loads in enumerate(loads)]
+    assert all(len(record["device_load_max_over_mean"]) == 3 for record in records)
+    assert max(record["replicas"] for record in records) >= DEVICES - 1
     engine.close()
 
 

@@ -1,5 +1,6 @@
 """The share of a transfer that runs beside attention follows the calibrated times of the run's cluster file."""
 
+import bisect
 import dataclasses
 
 import jax
@@ -15,8 +16,7 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.planner import PlannerConfig
-from moe_jax.replan.plan_cost import attention_seconds, largest_shape, plan_cost, with_replica_slots
-from moe_jax.replan.replanner import initial_placement
+from moe_jax.replan.plan_cost import attention_seconds, largest_shapes, plan_cost, with_replica_slots
 from moe_jax.replan.transfer_shares import split_shares
 
 # 2 x 4 devices, one link of 1e9 B/s, 1e9 FLOP/s: 64 tokens a device, M = 8 and Sq = 16 make
@@ -46,7 +46,7 @@ def shares(config, number=2):
     """The shares of a transfer of so many offers and slots, all devices on one level."""
     roles = build_mesh(config.mesh, jax.devices())
     transfer = TransferShape(devices=8, devices_per_node=4, offers=number, slots=number)
-    return split_shares(config, plan_cost(config, roles, initial_placement(config, roles)), transfer)
+    return split_shares(config, plan_cost(config, roles), transfer)
 
 
 def with_model(config, **changes):
@@ -79,7 +79,7 @@ def test_a_plan_is_priced_by_the_layer_that_runs(config):
     run = dataclasses.replace(with_model(config, activation="swiglu", dtype="bfloat16"), mesh=mesh)
     run = dataclasses.replace(run, train=TrainConfig(batch_size=32, grad_accum_steps=2))
     roles = build_mesh(mesh, jax.devices())
-    cost = plan_cost(run, roles, initial_placement(run, roles))
+    cost = plan_cost(run, roles)
     assert (cost.token_bytes, cost.expert_bytes, cost.state_bytes) == (8 * 2, 3 * 8 * 256 * 2, 3 * 8 * 256 * (4 + 8))
     assert (cost.cluster.devices_per_node, cost.cluster.inter_bandwidth) == (2, 1e9)
     assert cost.tokens_per_second("t") == 1e9 / (6 * 8 * 256)
@@ -88,12 +88,11 @@ def test_a_plan_is_priced_by_the_layer_that_runs(config):
 
 def test_replica_slots_from_free_memory(config, tmp_path):
     roles = build_mesh(config.mesh, jax.devices())
-    start = initial_placement(config, roles)
 
     def slots(memory, **planner):
         (tmp_path / "m.gin").write_text(f"{CLUSTER}Cluster.memory_bytes = {memory}\n", encoding="utf-8")
         planner = PlannerConfig(cluster=str(tmp_path / "m.gin"), replica_slots="memory", **planner)
-        return with_replica_slots(dataclasses.replace(config, planner=planner), roles, start).planner.replica_slots
+        return with_replica_slots(dataclasses.replace(config, planner=planner), roles).planner.replica_slots
 
     assert slots(1e6) == 0 and slots(1e12) == 7  # an eighth expert is at home
     # its parameters, its gradient twice, and two copies of both for later passes, an estimate that is taken twice
@@ -110,12 +109,38 @@ def test_replica_slots_from_free_memory(config, tmp_path):
     for ahead, late in ((2, 2), (3, 1), (4, 0), (5, 0)):
         planner = PlannerConfig(cluster=str(tmp_path / "m.gin"), name="hecate", replica_slots=ahead)
         run = dataclasses.replace(config, planner=planner)
-        assert plan_cost(run, roles, start).slots_left(2) == late
-        shape = largest_shape(run, roles, start)
+        assert plan_cost(run, roles).slots_left(2) == late
+        (shape,) = largest_shapes(run, roles).values()
         assert (shape.ahead_slots, shape.late_slots) == (ahead, late)
     with pytest.raises(UserError, match="PlannerConfig.replica_slots = 'memory' needs Cluster.memory_bytes"):
         memory = dataclasses.replace(config.planner, replica_slots="memory")
-        with_replica_slots(dataclasses.replace(config, planner=memory), roles, start)
+        with_replica_slots(dataclasses.replace(config, planner=memory), roles)
+
+
+def test_segments_share_the_memory_of_a_device(config, tmp_path):
+    """Each segment's layers have as many replicas, or all that there are; late slots count those of all segments."""
+    model = dataclasses.replace(config.model, layers=2, segments=("layers=1 num_experts=2", "layers=1 num_experts=8"))
+    roles = build_mesh(config.mesh, jax.devices(), experts=(2, 8))
+
+    def planned(memory, **planner):
+        (tmp_path / "m.gin").write_text(f"{CLUSTER}Cluster.memory_bytes = {memory}\n", encoding="utf-8")
+        planner = PlannerConfig(cluster=str(tmp_path / "m.gin"), **planner)
+        return with_replica_slots(dataclasses.replace(config, model=model, planner=planner), roles)
+
+    def slots(memory):
+        return planned(memory, replica_slots="memory").planner.replica_slots
+
+    assert slots(1e6) == 0 and slots(1e12) == 7
+    shapes = largest_shapes(planned(1e12, replica_slots="memory"), roles)
+    assert {name: (shape.devices, shape.ahead_slots) for name, shape in shapes.items()} == {
+        "segment_0": (2, 1),
+        "segment_1": (8, 7),
+    }
+    sizes = range(10**6, 10**9, 10**5)
+    least = sizes[bisect.bisect_left(sizes, 1, key=slots)]
+    for memory, room in ((least, 0), (1e12, 2)):
+        run = planned(memory, name="hecate", replica_slots=1)
+        assert [plan_cost(run, roles, name).late_room for name in shapes] == [room, room]
 
 
 def test_only_a_split_has_shares(config):

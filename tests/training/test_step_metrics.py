@@ -62,8 +62,7 @@ def test_step_record():
         "choices": 32,  # 8 tokens, 2 each, 2 layers
         "flops": 100.0,
         "peak_device_bytes": None,
-        "home": np.array([[0, 0, 1, 1], [0, 1, 0, 1]]),
-        "devices": 2,
+        "homes": [(np.array([[0, 0, 1, 1]]), 2), (np.array([[0, 1, 0, 1]]), 2)],  # two segments of a layer each
     }
     record = step_record(metrics, compile_seconds=None, **arguments)
     assert record.pop("passes") is metrics["passes"] and record.pop("gate_entropy") is metrics["gate_entropy"]

@@ -1,0 +1,109 @@
+"""Models whose layers differ: what a config may say, the mesh they lie on, and equality with the reference."""
+
+import jax
+import numpy as np
+import pytest
+from support.equality_cases import LENGTH
+from support.segment_cases import PYRAMID, assert_equal, build, model_config, moe_config, tables_of
+
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models import Batch, ModelConfig, make_loss
+from moe_jax.models.segments import segments_of
+from moe_jax.moe import MoEConfig
+
+# segments, mesh, ZeRO stage, further changes of model and layer
+CASES = {
+    # EP 2, 4 and 8, replicated 4, 2 and 1 times; buckets that hold all, which compiles faster
+    "pyramid": (PYRAMID, {"expert": 8}, 1, {}, {"bucket_slack": 16.0}),
+    # two data-parallel groups, MP; a dense first layer; replicas of EP 2 within and across the groups; stages one by
+    # one; two routers, one with a state; buckets that overflow
+    "dense_first_data2_mp2_zero3": (
+        ("layers=2 moe_every=0", "layers=1 num_experts=2", "layers=1 num_experts=8 router=sigmoid_bias"),
+        {"data": 2, "expert": 4, "model": 2}, 3, {"prefetch": "hecate", "dense_hidden_dim": 20}, {"bucket_slack": 0.5},
+    ),
+}  # fmt: skip
+SLOW = {
+    # the MP group of 4 is larger than the EP group of 2, and as large as that of 4
+    "mp4": (("layers=1 num_experts=2", "layers=1 num_experts=4"), {"expert": 8, "model": 4}, 1, {}, {"schedule": "s1"}),
+    "pyramid_unrolled": (PYRAMID, {"expert": 8}, 1, {"remat": "block", "stack": "unrolled"}, {}),
+    "esp2_mp2_capacity": (
+        ("layers=1 num_experts=2", "layers=1 num_experts=4"), {"expert": 4, "expert_shard": 2, "model": 2}, 1, {},
+        {"schedule": "s2", "capacity_factor": 4.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_segments_equal_the_reference_float64(case):
+    segments, mesh, zero, changes, layer = {**CASES, **SLOW}[case]
+    with jax.enable_x64(True):
+        stats = assert_equal(case, model_config(segments, **changes), moe_config(**layer), mesh, zero)
+    if case == "dense_first_data2_mp2_zero3":
+        assert int(np.max(stats.passes)) > 1, "this case is here to overflow"
+
+
+def test_one_segment_lowers_to_the_same_program():
+    """A model of one segment, said in any way, is the program of a model without segments."""
+
+    def program(**changes):
+        config = model_config(**{"segments": (), "dtype": "float32", "layers": 2, **changes})
+        moe = moe_config(num_experts=4)
+        model = build(config, moe, {"expert": 4})
+        layout = model.layout()
+        loss = make_loss(model, layout, 8, LENGTH)
+        batch = Batch(*(jax.ShapeDtypeStruct((8, LENGTH), dtype) for dtype in (np.int32, np.int32, np.float32)))
+        arguments = (model.shapes(), batch, tables_of(model), jax.random.key(0), np.int32(0), np.float32(1))
+        return jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(*arguments).as_text()
+
+    assert program() == program(segments=("layers=2",)) == program(experts_per_layer=(4, 4))
+
+
+def test_short_forms():
+    def runs(**changes):
+        config = ModelConfig(layers=9, first_dense=1, moe_every=2, experts_per_layer=(4, 4, 4, 8), **changes)
+        return [
+            (s.config.layers, s.config.moe_every, s.moe.num_experts, s.first_layer, s.depth)
+            for s in segments_of(config, MoEConfig(num_experts=16))
+        ]
+
+    assert runs() == [(1, 0, 16, 0, 9), (6, 2, 4, 0, 9), (2, 2, 8, 3, 9)]
+
+
+BAD = {
+    "sum": ({"segments": ("layers=2", "layers=3")}, r"segments have 2 \+ 3 = 5 layers, but ModelConfig.layers is 4"),
+    "word": ({"segments": ("layers=2 expert=3", "layers=2")}, r"segments\[0\] .*'expert=3' is none of layers=N"),
+    "twice": ({"segments": ("layers=2 layers=2", "layers=2")}, "says layers twice"),
+    "no layers": ({"segments": ("num_experts=2",)}, "must say how many layers"),
+    "odd": ({"segments": ("layers=1 moe_every=2", "layers=3")}, r"layers of segment 0 \(1\) must be divisible by"),
+    "router": ({"segments": ("layers=1 router=topks", "layers=3")}, r"segment 0 .*topks"),
+    "nameless": ({"segments": ("layers=1 router=", "layers=3")}, r"'router=' is none of layers=N.* router=NAME"),
+    "both": ({"segments": ("layers=4",), "first_dense": 1}, "leave out the one or the others"),
+    "dense": ({"first_dense": 4}, r"first_dense \(4\) must be at least 0 and below ModelConfig.layers \(4\)"),
+    "short": ({"experts_per_layer": (2, 4)}, r"has 2 numbers for ModelConfig.layers \(4\) .*; give 4, one for each"),
+    "none": ({"moe_every": 0}, "leaves no layer with experts"),
+    "top_k": ({"experts_per_layer": (2, 1, 1, 1)}, r"segment 1 of the model .*top_k \(2\) must lie between 1 and"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_segments_are_one_line(name):
+    changes, message = BAD[name]
+    with pytest.raises(UserError, match=message) as caught:
+        segments_of(ModelConfig(**{"layers": 4, **changes}), MoEConfig(num_experts=8, top_k=2))
+    assert "\n" not in str(caught.value)
+
+
+def test_expert_axis_is_cut_for_few_experts():
+    roles = build_mesh(MeshConfig(expert=8, devices_per_node=4), jax.devices(), experts=(2, 4, 16))
+    assert dict(roles.mesh.shape) == {"data": 1, "expert": 2, "expert_of_4": 2, "expert_of_2": 2, "expert_shard": 1}
+    assert roles.expert == ("expert", "expert_of_4", "expert_of_2")
+    four = roles.for_experts(4)
+    assert (four.data, four.expert) == (("data", "expert"), ("expert_of_4", "expert_of_2"))
+    assert (four.config.data, four.config.expert, four.members_per_node) == (2, 4, 4)
+    assert four.dense == roles.dense and four.all == roles.all
+    assert roles.for_experts(16) is roles and roles.for_experts(2).size(roles.for_experts(2).expert) == 2
+    with pytest.raises(UserError, match=r"num_experts \(6\) must be divisible by the expert axis \(8\) or divide"):
+        roles.for_experts(6)
+    with pytest.raises(UserError, match="expert-parallel groups of 4 and of 6 devices do not lie inside one another"):
+        build_mesh(MeshConfig(expert=12), [jax.devices()[0]] * 12, experts=(4, 6))

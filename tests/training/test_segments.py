@@ -1,0 +1,142 @@
+"""A run whose layers differ: steps, metrics, recorded loads, and checkpoints that any number of devices reads."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from support.tiny_run import bindings_of, run_here
+
+from moe_jax.config import parse_run_config
+from moe_jax.dry_run import dry_run
+from moe_jax.errors import UserError
+from moe_jax.mesh.global_arrays import to_devices
+from moe_jax.observe import read_metrics
+from moe_jax.observe.load_trace import read_loads
+from moe_jax.replay.inputs import GivenFlags, build_inputs
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.session import build_session
+
+PYRAMID = (
+    "ModelConfig.layers = 3",
+    "ModelConfig.segments = ('layers=1 num_experts=2 top_k=1', 'layers=2 num_experts=8 hidden_dim=8')",
+    "MoEConfig.router = 'sigmoid_bias'",
+    "MoEConfig.bias_rate = 0.125",  # exact in float32
+    "train.optimizer = 'adafactor'",
+    "train.min_dim_size_to_factor = 8",
+    "train.loads_every = 1",
+    "MoEConfig.bucket_slack = 16.0",  # holds all: compiles faster, and stays as it is
+    "train.final_learning_rate = 1.0",  # so that runs of several lengths compare at one rate
+)
+PLANNER = ("PlannerConfig.name = 'balanced'", "PlannerConfig.replica_slots = 2", "PlannerConfig.swap_after = 1")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a run's data, in which `run` is a finished run of 4 steps on 8 devices, with a planner."""
+    folder = tmp_path_factory.mktemp("segments")
+    assert run_here(folder, folder / "run", *PYRAMID, *PLANNER, "train.steps = 4")
+    return folder
+
+
+def test_a_checkpoint_of_eight_devices_is_read_on_any_number(folder):
+    """Read on 2 devices and on 1 and written again, every leaf has the same bits; and the next step has the same loss.
+
+    The router has a state, which each segment moves by its own loads.
+    """
+    written = Checkpointer(folder / "run" / "checkpoints", keep=3)
+    want = written.read_arrays(3)
+    assert want["params/bank/segment_0/w_in"].shape == (1, 2, 16, 16)
+    assert want["params/bank/segment_1/w_in"].shape == (2, 8, 16, 8)
+    counts = read_loads(folder / "run" / "loads.npz").loads[:3].sum(axis=2)
+    for name, own in (("segment_0", counts[:, :1, :2]), ("segment_1", counts[:, 1:])):
+        moved = 0.125 * np.sign(own.mean(axis=2, keepdims=True) - own).sum(axis=0)
+        np.testing.assert_array_equal(want[f"params/dense/units/{name}/gate/choice_bias"], moved)
+        assert moved.any()
+    config, _, _ = parse_run_config((), bindings_of(folder, *PYRAMID))
+    for devices in (2, 1):
+        session = build_session(config, jax.devices()[:devices])
+        state, _ = written.restore(3, session.abstract_state(), session.home)
+        again = Checkpointer(folder / f"on_{devices}", keep=1)
+        again.save(3, state, session.home, {})
+        again.wait()
+        got = again.read_arrays(3)
+        assert got.keys() == want.keys()
+        for name, array in want.items():
+            assert np.asarray(got[name]).tobytes() == np.asarray(array).tobytes(), name
+        again.close()
+    executable, _ = session.compile_train_step()
+    batch = to_devices(session.feed.read(3), session.state_shardings.batch)
+    _, metrics = executable(state, batch, session.tables, session.host_signals(0))
+    planned = read_metrics(folder / "run")[3]["loss"]
+    assert float(metrics["loss"]) == pytest.approx(planned, rel=1e-5)  # float32, sums in another order
+    written.close()
+
+
+def test_a_run_records_each_segment(folder):
+    """Loads of a layer are those of its own experts and sources; replay takes one segment, metrics have all layers."""
+    records = read_metrics(folder / "run")
+    assert all(len(record["device_load_max_over_mean"]) == len(record["passes"]) == 3 for record in records)
+    assert records[-1]["dropped_fraction"] == 0 and max(records[-1]["dead_experts"]) <= 8
+    assert records[3]["replicas"] > 0
+    trace = read_loads(folder / "run" / "loads.npz")
+    assert trace.loads.shape == (4, 3, 8, 8) and trace.origins[0].segments == ((1, 2, 16, 1), (2, 8, 8, 2))
+    assert trace.loads.sum(axis=(2, 3)).tolist() == [[8 * 16, 8 * 16 * 2, 8 * 16 * 2]] * 4
+    assert not trace.loads[:, 0, 2:].any() and not trace.loads[:, 0, :, 2:].any()
+    given = GivenFlags(trace=str(folder / "run"), segment=0)
+    inputs = build_inputs(given)
+    assert inputs.trace.loads.shape == (4, 1, 2, 2) and (inputs.hidden_dim, inputs.top_k) == (16, 1)
+    assert (inputs.cluster.nodes, inputs.cluster.devices_per_node) == (1, 2)
+    with pytest.raises(UserError, match=r"2 segments \(0: 1 MoE layers of 2 experts; 1: .*name one by --segment=0"):
+        build_inputs(GivenFlags(trace=str(folder / "run")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "planner",
+    [
+        PLANNER,
+        # homes move
+        ("PlannerConfig.name = 'smartmoe'", "PlannerConfig.interval = 1", "PlannerConfig.swap_after = 1",
+         "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "MeshConfig.devices_per_node = 4"),
+        # decided after the gate, beside transfers window by window
+        ("PlannerConfig.name = 'balanced'", "PlannerConfig.when = 'after_gate'", "PlannerConfig.replica_slots = 2",
+         "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'", "ModelConfig.prefetch = 'hecate'"),
+    ],
+    ids=["balanced", "smartmoe", "after_gate_prefetch"],
+)  # fmt: skip
+def test_each_segment_has_a_plan(folder, tmp_path, planner):
+    """With a planner the losses are those without one, also where the run goes on from a checkpoint of its plans."""
+    assert run_here(folder, tmp_path / "plain", *PYRAMID)
+    for steps in (3, 6):
+        assert run_here(folder, tmp_path / "planned", *PYRAMID, *planner, f"train.steps = {steps}")
+    want, got = read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "planned")
+    losses = ([record["loss"] for record in records] for records in (got, want))
+    np.testing.assert_allclose(*losses, rtol=1e-4)  # float32, sums in another order
+    balance = [np.mean(records[-1]["device_load_max_over_mean"]) for records in (got, want)]
+    assert balance[0] < balance[1]
+    if "smartmoe" in planner[0]:
+        assert any("reshard_seconds" in record for record in got)
+
+
+def test_a_dry_run_has_the_replicas_of_each_segment(tmp_path):
+    """Those of all segments are in memory; dense layers beside one segment with experts do not matter."""
+
+    def text(slots, *layers):
+        planner = ("PlannerConfig.name = 'balanced'", f"PlannerConfig.replica_slots = {slots}")
+        bindings = bindings_of(
+            tmp_path, *layers, *planner, "ModelConfig.vocab_size = 64", "ModelConfig.model_dim = 256"
+        )
+        return dry_run(parse_run_config((), bindings)[0], 8)
+
+    def replicas(slots, *layers):
+        return int(re.search(r"replicas +([\d,]+) ", text(slots, *layers)).group(1).replace(",", ""))
+
+    few, most = (replicas(slots, *PYRAMID) for slots in (1, 7))
+    # the first segment has one expert that is not at home, twice as large as the second's
+    one = 2 * 256 * 16 * 4
+    assert few == one * (1 + 2) + one // 2 * (2 + 2)  # parameters by layer, and gradients twice
+    assert most - few == one // 2 * 6 * (2 + 2)
+    assert "2 MoE layers, 2 of 8 experts" in text(2, "ModelConfig.layers = 3", "ModelConfig.first_dense = 1")
