@@ -75,9 +75,8 @@ def picture(curves: dict[str, list], teacher: list):
         style_axes(axes)
     for kind, runs in curves.items():
         draw_curve(left, runs, KINDS[kind], kind)
-    left.plot(*zip(*teacher, strict=True), color=GREEN, linewidth=1.0, linestyle=(0, (5, 3)), label="teacher")
+    left.plot(*zip(*teacher[1:], strict=True), color=GREEN, linewidth=1.0, linestyle=(0, (5, 3)), label="teacher")
     left.axvline(_UNTIL.value, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
-    left.set_yscale("log")
     left.set(xlabel="step", ylabel="held-out loss, nats per token")
     left.legend(frameon=False, fontsize=8.5, labelcolor=INK)
     title_axes(left, "Held-out loss of the student")

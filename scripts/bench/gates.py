@@ -1,14 +1,16 @@
-"""Train the demo with several gates, and with shared experts; compare their held-out losses and steps to one loss.
+"""Train the demo with several gates, shared experts and other models' layers; compare losses and steps to one loss.
 
     python scripts/bench/gates.py --out=runs/gates --seeds=3
     python scripts/bench/gates.py --out=runs/gates --step_ms=topk=118.0,gshard=118.9,base=80.1,topology=101.5
 
 What it says: held-out cross-entropy of the demo's model after equal steps on equal batches, once for each seed and kind
 (below). A difference is that of two runs of one seed. `steps to topk's loss`: where a kind's held-out loss reaches what
-topk ends with, minus --margin nats so that noise at the end of a curve does not decide, over topk's own steps to there.
-With --step_ms, milliseconds of a step of each kind on some machine (as `python -m moe_jax.inspect` models them, or
-measured), also over that time. Runs are commands of the trainer in folders below --out, so a command that was stopped
-goes on where it was. Prints Markdown, and writes losses.json and gates.png to --out.
+topk ends with, plus --margin nats so that noise at the end of a curve does not decide, over topk's own steps to there.
+`fullest expert`: largest over mean count of an expert, mean over layers and seeds, of the recorded steps of the last
+third: of each by itself, and of their sum. With --step_ms, milliseconds of a step of each kind on some machine (as
+`python -m moe_jax.inspect` models them, or measured), also over that time. Runs are commands of the trainer in folders
+below --out, so a command that was stopped goes on where it was. Prints Markdown, and writes losses.json and gates.png
+to --out.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 from absl import app, flags
 from held_out_curves import Curve, draw_curve, loss_cells, steps_to, train
 
+from moe_jax.observe import read_loads
 from moe_jax.observe.figures import BLUE, GREEN, GREY, INK, ORANGE, new_figure, save_figure, style_axes, title_axes
 
 _OUT = flags.DEFINE_string("out", None, "Folder of the runs, the table and the picture.", required=True)
@@ -38,15 +41,17 @@ KINDS = {
     "base": (GREEN, "-", "base", []),
     "topology": (BLUE, "-", "topology", []),
     "sigmoid_bias": (GREY, "-", "sigmoid_bias", []),
-    "top-1": (GREY, ":", "demo", ["MoEConfig.top_k = 1", "MoEConfig.renormalize = False"]),
     "residual top-1": (BLUE, ":", "demo", _RESIDUAL),
     "residual top-1, learned mix": (ORANGE, ":", "demo", [*_RESIDUAL, "MoEConfig.residual = 'learned'"]),
+    "pr_moe": (GREEN, ":", "pr_moe", []),
+    "deepseek_moe": (GREY, ":", "deepseek_moe", []),
 }
 
 
 def main(_) -> None:
     out = Path(_OUT.value)
     curves: dict[str, list[Curve]] = {}
+    fullest: dict[str, list[tuple[float, float]]] = {}
     for seed in range(_SEEDS.value):
         for kind in _KINDS.value or KINDS:
             _, _, file, bindings = KINDS[kind]
@@ -54,19 +59,20 @@ def main(_) -> None:
             bindings = [*_BINDINGS.value, *bindings, f"train.seed = {seed}"]
             run = train(folder, f"configs/run/{file}.gin", bindings, _HOST_DEVICES.value)
             curves.setdefault(kind, []).append(run)
+            fullest.setdefault(kind, []).append(fullest_expert(folder))
     milliseconds = {kind: float(value) for kind, value in (pair.split("=") for pair in _STEP_MS.value)}
-    record = {"bindings": _BINDINGS.value, "step_ms": milliseconds, "curves": curves}
+    record = {"bindings": _BINDINGS.value, "step_ms": milliseconds, "fullest": fullest, "curves": curves}
     (out / "losses.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(table(curves, milliseconds))
+    print(table(curves, fullest, milliseconds))
     print(save_figure(picture(curves, milliseconds), out / "gates.png"))
 
 
-def table(curves: dict[str, list[Curve]], milliseconds: dict[str, float]) -> str:
+def table(curves: dict[str, list[Curve]], fullest: dict, milliseconds: dict[str, float]) -> str:
     """Return Markdown, one row for each kind."""
     rows = [
         "| gate | held-out loss, nats per token | smallest to largest | below topk, seed by seed | "
-        "steps to topk's loss, over topk's | time to it, over topk's |",
-        "|---|---|---|---|---|---|",
+        "steps to topk's loss, over topk's | time to it, over topk's | fullest expert of a step, of all |",
+        "|---|---|---|---|---|---|---|",
     ]
     for kind, runs in curves.items():
         cells = loss_cells(runs, None if kind == "topk" else curves["topk"])
@@ -78,8 +84,16 @@ def table(curves: dict[str, list[Curve]], milliseconds: dict[str, float]) -> str
             steps = f"{mean:.2f} ({min(reached):.2f} to {max(reached):.2f})"
             known = kind in milliseconds and "topk" in milliseconds
             time = f"{mean * milliseconds[kind] / milliseconds['topk']:.2f}" if known else ""
-        rows.append(f"| {kind} | {cells} | {steps} | {time} |")
+        each, whole = (statistics.mean(seed[at] for seed in fullest[kind]) for at in (0, 1))
+        rows.append(f"| {kind} | {cells} | {steps} | {time} | {each:.2f}, {whole:.2f} |")
     return "\n".join(rows)
+
+
+def fullest_expert(folder: Path) -> tuple[float, float]:
+    """Return largest over mean count of an expert in the last third of a run: of each recorded step, of their sum."""
+    counts = read_loads(folder / "loads.npz").loads.sum(axis=2)
+    counts = counts[-(len(counts) // 3) :]
+    return tuple(float((some.max(-1) / some.mean(-1)).mean()) for some in (counts, counts.sum(axis=0)))
 
 
 def ratio_of_steps(run: Curve, base: Curve) -> float | None:
@@ -95,7 +109,6 @@ def picture(curves: dict[str, list[Curve]], milliseconds: dict[str, float]):
     left, right = figure.subplots(1, 2)
     for axes in (left, right):
         style_axes(axes)
-        axes.set_yscale("log")
     for kind, runs in curves.items():
         color, line, _, _ = KINDS[kind]
         draw_curve(left, runs, color, kind, linestyle=line)

@@ -41,7 +41,11 @@ def loss_cells(runs: list[Curve], base: list[Curve] | None) -> str:
 
 
 def draw_curve(axes, runs: list[Curve], color: str, label: str, *, linestyle: str = "-", scale: float = 1.0) -> None:
-    """Draw the mean over seeds as a line and their range as a band; `scale` turns steps into the unit of the x axis."""
+    """Draw the mean over seeds as a line and their range as a band, without step 0, which is before all learning.
+
+    scale turns steps into the unit of the x axis.
+    """
+    runs = [[point for point in run if point[0]] for run in runs]
     steps = [step * scale for step, _ in runs[0]]
     losses = list(zip(*([loss for _, loss in run] for run in runs), strict=True))
     axes.plot(
