@@ -51,11 +51,16 @@ def layer_runs(
     dense = ({"layers": first_dense, "moe_every": 0},) if first_dense else ()
     if not experts_per_layer:
         return (*dense, {"layers": rest})
+    if not moe_every:
+        raise UserError(
+            "ModelConfig.experts_per_layer gives experts to layers, and ModelConfig.moe_every (0) says that none has "
+            "any; set moe_every to 1 or 2"
+        )
     if len(experts_per_layer) * moe_every != rest:
         counted = f" - first_dense ({first_dense})" if first_dense else ""
         raise UserError(
             f"ModelConfig.experts_per_layer has {len(experts_per_layer)} numbers for ModelConfig.layers ({layers})"
-            f"{counted} with moe_every = {moe_every}; give {rest // max(moe_every, 1)}, one for each MoE layer"
+            f"{counted} with moe_every = {moe_every}; give {rest // moe_every}, one for each MoE layer"
         )
     runs = []
     for experts in experts_per_layer:

@@ -27,6 +27,7 @@ from moe_jax.models.config import ModelConfig
 from moe_jax.models.leaf_names import SEGMENT
 from moe_jax.models.segment_text import MODEL_FIELDS, MOE_FIELDS
 from moe_jax.moe.config import MoEConfig
+from moe_jax.routers import check_knobs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,7 @@ def segments_of(config: ModelConfig, moe: MoEConfig) -> tuple[Segment, ...]:
             "segment of ModelConfig.segments say moe_every=1"
         )
     _check_recorded(with_experts(found))
+    check_knobs(moe, {segment.moe.router for segment in with_experts(found)})
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ for _module in pkgutil.iter_modules(__path__):
 
 from moe_jax.routers.config import RouterConfig  # noqa: E402
 from moe_jax.routers.contract import Choices, Router, RouterInputs, RouterPlace  # noqa: E402
-from moe_jax.routers.registry import build_router, choose_experts, routers  # noqa: E402
+from moe_jax.routers.registry import build_router, check_knobs, choose_experts, routers  # noqa: E402
 from moe_jax.routers.statistics import GateStats, balance_loss, counts_so_far, share_statistics, z_loss  # noqa: E402
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "RouterPlace",
     "balance_loss",
     "build_router",
+    "check_knobs",
     "choose_experts",
     "counts_so_far",
     "routers",

@@ -51,6 +51,8 @@ class BaseKnobs:
 class Base(Unbalanced, RouterBase):
     """Assign tokens evenly."""
 
+    ignores = ("routed_scale", "drop")
+
     @classmethod
     def check(cls, config):
         super().check(config)

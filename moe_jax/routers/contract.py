@@ -131,12 +131,14 @@ class RouterBase:
     Attributes:
       config: as bound, its knobs among it; place: where it runs, None without a mesh.
       in_groups: whether the router can choose inside groups of experts (group_limited.py).
+      ignores: options that routers have in common and this one does not read.
       replays: whether the router can take choices that were made before.
       balances: the values of `MoEConfig.balance_over` under which its balance loss can be formed.
     """
 
     state: typing.ClassVar[tuple[str, ...]] = ()
     in_groups: typing.ClassVar[bool] = False
+    ignores: typing.ClassVar[tuple[str, ...]] = ()
     replays: typing.ClassVar[bool] = False
     balances: typing.ClassVar[tuple[str, ...]] = ("batch",)
 
@@ -156,6 +158,13 @@ class RouterBase:
     @classmethod
     def check(cls, config: RouterOptions) -> None:
         """Raise a UserError for a configuration that this router cannot serve."""
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if field.name in cls.ignores and value != field.default:
+                raise UserError(
+                    f"MoEConfig.{field.name} ({value!r}) is not read by MoEConfig.router = {config.router!r}; leave it "
+                    f"at {field.default!r}, or choose another router"
+                )
         if config.expert_groups and not cls.in_groups:
             raise UserError(
                 f"MoEConfig.expert_groups ({config.expert_groups}) works with the routers topk, group_limited and "

@@ -35,6 +35,7 @@ class ExpertChoice(Unbalanced, TopK):
     """Let experts choose tokens."""
 
     in_groups = False
+    ignores = ("routed_scale", "drop", "min_capacity")
     replays = False
     balances = ("batch",)
 

@@ -31,6 +31,7 @@ class GShard(TopK):
     """Two experts per token, the second one by a draw."""
 
     in_groups = False
+    ignores = ("routed_scale",)
     replays = False
     balances = ("batch",)
 

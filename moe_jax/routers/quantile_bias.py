@@ -44,6 +44,7 @@ class QuantileBias(SigmoidBias):
     """Choose by biased sigmoid scores; the bias is a quantile of what tokens need."""
 
     in_groups = False
+    ignores = ("bias_rate",)
 
     @classmethod
     def check(cls, config):

@@ -54,6 +54,26 @@ def find(name: str) -> Declared:
     return ROUTERS[name]
 
 
+def check_knobs(config: RouterOptions, used: set[str]) -> None:
+    """Raise a UserError for a knob that is bound and that none of the routers `used` reads.
+
+    Args:
+      config: of the model's layers; used: names of their routers, which may differ from layer to layer.
+    """
+    classes = [find(name).router for name in used]
+    grouped = any(cls.in_groups for cls in classes)
+    for name in routers():
+        owner = find(name)
+        read = any(issubclass(cls, owner.router) for cls in classes) or name == "group_limited" and grouped
+        for field in () if owner.knobs is None or read else dataclasses.fields(owner.knobs):
+            value = getattr(config, field.name)
+            if value != field.default and field.name != "routed_scale":  # which several read: see `ignores`
+                raise UserError(
+                    f"MoEConfig.{field.name} ({value!r}) is a knob of MoEConfig.router = {name!r}, and the router is "
+                    f"{' or '.join(map(repr, sorted(used)))}; leave it at {field.default!r}, or set MoEConfig.router"
+                )
+
+
 def build_router(config: RouterOptions, place: RouterPlace | None = None) -> Router:
     """Return the router that `MoEConfig.router` names.
 

@@ -17,6 +17,7 @@ class Switch(TopK):
     """One expert per token, with its probability for a weight."""
 
     in_groups = False
+    ignores = ("routed_scale",)
 
     @classmethod
     def check(cls, config):

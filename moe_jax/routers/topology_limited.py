@@ -24,6 +24,7 @@ from jax import lax
 from moe_jax.cluster import read_named_cluster
 from moe_jax.dispatch.route import Choice
 from moe_jax.errors import UserError
+from moe_jax.mesh.roles import Roles
 from moe_jax.routers.capacity import keep_within_capacity
 from moe_jax.routers.contract import RouterPlace
 from moe_jax.routers.registry import router
@@ -54,6 +55,7 @@ class Topology(TopK):
     """Top-K, most of it on the own node."""
 
     in_groups = False
+    ignores = ("routed_scale",)
     replays = False
 
     @classmethod
@@ -73,6 +75,7 @@ class Topology(TopK):
         if place is None:
             return
         roles = place.roles
+        check_whole_nodes(roles)
         nodes = roles.size(roles.expert) // roles.members_per_node
         inside = config.num_experts // nodes
         if config.top_k > inside:
@@ -154,6 +157,18 @@ class Topology(TopK):
         if self.config.topology_release:
             chosen = jnp.where(jnp.sum(remote) <= most, first, chosen)
         return chosen
+
+
+def check_whole_nodes(roles: Roles) -> None:
+    """Raise a UserError where nodes cut an expert, or the expert-parallel group into unequal parts: L means nothing."""
+    per_node, shards, members = roles.config.devices_per_node, roles.config.expert_shard, roles.size(roles.expert)
+    inside = per_node // shards
+    if per_node and (per_node % shards or (members % inside if inside < members else inside % members)):
+        raise UserError(
+            f"MeshConfig.devices_per_node ({per_node}) must cut {members} expert-parallel members of "
+            f"MeshConfig.expert_shard ({shards}) devices into whole members and equal nodes with MoEConfig.router = "
+            "'topology'; change MeshConfig.expert, expert_shard or data"
+        )
 
 
 def places(values):

@@ -73,6 +73,11 @@ def test_a_router_refuses_a_place_in_one_line(layer, where, message):
         (("router = 'group_limited'", "expert_groups = 3"), r"expert_groups \(3\) must divide MoEConfig.num_experts"),
         (("router_dtype = 'float64'",), r"router_dtype \('float64'\) needs ModelConfig.dtype = 'float64'"),
         (("router = 'topology'", "cluster = 'no_such.gin'"), r"no_such"),
+        (("router = 'topology'", "remote_fraction = 0.1", "MeshConfig.expert = 4", "MeshConfig.expert_shard = 2",
+          "MeshConfig.devices_per_node = 1"),
+         r"devices_per_node \(1\) must cut 4 expert-parallel members of MeshConfig.expert_shard \(2\) devices"),
+        (("bias_rate = 0.01",), r"bias_rate \(0.01\) is a knob of .* 'sigmoid_bias', and the router is 'topk'"),
+        (("router = 'gshard'", "routed_scale = 2.5"), r"routed_scale \(2.5\) is not read by .* 'gshard'"),
     ],
 )  # fmt: skip
 def test_a_run_is_refused_before_it_compiles(bindings, message):
