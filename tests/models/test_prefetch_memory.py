@@ -49,7 +49,10 @@ def temporary_bytes(prefetch, case, refetch_replicas):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize(("prefetch", "case", "alive"), [("hecate", "split", 2), ("pro_prophet", "expert", 3)])
+@pytest.mark.parametrize(
+    ("prefetch", "case", "alive"),
+    [("hecate", "split", 2), pytest.param("pro_prophet", "expert", 3, marks=pytest.mark.slow)],
+)
 def test_refetch_replicas_keeps_a_layer_or_two_of_replicas(prefetch, case, alive):
     """One layer of replicas, or two, and one more while a transfer is in flight."""
     kept, again = (temporary_bytes(prefetch, case, refetch_replicas) for refetch_replicas in (False, True))

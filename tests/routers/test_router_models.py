@@ -34,7 +34,7 @@ CASES = {
 SLOW = {
     "switch_ep8_capacity", "gshard_ep8_dropless_noise", "sigmoid_bias_deepspeed_mp2_esp2", "group_limited_ep8_s2_mp4",
     "forced_balance_ep8_ring", "topology_ep4_nodes_of_2_capacity", "expert_choice_s1_mp2_data2", "base_ep2_data2",
-    "noisy_topk_hecate", "expert_choice_pro_prophet",
+    "noisy_topk_ep4_data2", "noisy_topk_hecate", "expert_choice_pro_prophet",
 }  # fmt: skip
 
 # every router on 1, 2 and 8 devices, each with one way to choose that differs between tokens gated together or not
