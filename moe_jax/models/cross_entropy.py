@@ -2,9 +2,16 @@
 
 Inputs: final activations [t, M], the output table [V, M], targets and weights [t]. Outputs: the weighted sum of the
 token losses, in at least float32. The caller divides by the global number of target tokens.
+
+Where the loss is differentiated its gradients are formed in the same pass, while the logits of a chunk are there: no
+logits are kept, and none are computed twice. Their derivatives are rounded to the compute dtype, like every operand of
+a matmul; sums over tokens and vocabulary are in at least float32. The backward multiplies by the loss's cotangent.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,21 +34,72 @@ def chunked_cross_entropy(x, table, targets, weights, chunk: int):
     """Return sum_i weights_i * loss_i, with at most `chunk` rows of logits in memory.
 
     Args:
-      x: [t, M]; table: [V, M], read in the dtype of x; its gradient is summed over the chunks in the table's dtype.
+      x: [t, M]; table: [V, M], read in the dtype of x; its gradient is summed over the chunks in at least float32.
       targets: int32 [t]; weights: float [t], 0 where a token is no target.
       chunk: tokens per chunk; the last chunk is padded with weight 0.
     """
-    held = in_dtype(table, x.dtype)
-    if held.grad_sink is not None:  # else the table's gradient would be summed over devices inside the loop
-        x, held = match_varying(x, held)
+    held = lax.stop_gradient(table).astype(x.dtype)
+    return _loss(min(chunk, x.shape[0]), table.dtype, *match_varying(x, held, table, targets, weights))
 
-    def piece(x, targets, weights):
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss(chunk, table_dtype, x, held, table, targets, weights):
+    del table_dtype, table
+
+    def piece(total, rows):
+        x, targets, weights = rows
         losses = token_losses(x, held, targets)
-        return jnp.sum(losses * weights.astype(losses.dtype))
+        return total + jnp.sum(losses * weights.astype(losses.dtype)), None
 
-    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-    zero = cast_varying(jnp.zeros((), acc_dtype), varying_axes(x, table, targets, weights))
-    return sum_over_chunks(piece, zero, (x, targets, weights), chunk)
+    zero = cast_varying(jnp.zeros((), _sum_dtype(x)), varying_axes(x))
+    return lax.scan(piece, zero, _in_chunks(chunk, x, targets, weights))[0]
+
+
+def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
+    """Return the loss and (its gradients by x [t, M] and by the table [V, M], and the token losses [t])."""
+    sum_dtype, tokens = _sum_dtype(x), x.shape[0]
+
+    def piece(carry, rows):
+        total, dtable = carry
+        x, targets, weights = rows
+        logits = jnp.einsum("tm,vm->tv", x, held, preferred_element_type=sum_dtype)
+        log_z = jax.scipy.special.logsumexp(logits, axis=-1)
+        losses = log_z - jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+        counted = weights.astype(sum_dtype)
+        is_target = targets[:, None] == jnp.arange(held.shape[0], dtype=targets.dtype)[None]
+        dlogits = ((jnp.exp(logits - log_z[:, None]) - is_target) * counted[:, None]).astype(x.dtype)
+        dx = jnp.einsum("tv,vm->tm", dlogits, held, preferred_element_type=sum_dtype).astype(x.dtype)
+        dtable += jnp.einsum("tv,tm->vm", dlogits, x, preferred_element_type=dtable.dtype)
+        return (total + jnp.sum(losses * counted), dtable), (dx, losses)
+
+    start = jnp.zeros((), sum_dtype), jnp.zeros(held.shape, jnp.promote_types(table_dtype, sum_dtype))
+    start = cast_varying(start, varying_axes(x))
+    (total, dtable), (dx, losses) = lax.scan(piece, start, _in_chunks(chunk, x, targets, weights))
+    dx, losses = dx.reshape(-1, x.shape[1])[:tokens], losses.reshape(-1)[:tokens]
+    return total, (dx, dtable, losses.astype(weights.dtype))
+
+
+def _loss_bwd(chunk, table_dtype, residuals, d):
+    del chunk
+    dx, dtable, losses = residuals
+    return (dx * d).astype(dx.dtype), None, (dtable * d).astype(table_dtype), None, (losses * d).astype(losses.dtype)
+
+
+_loss.defvjp(_loss_fwd, _loss_bwd)
+
+
+def _sum_dtype(x):
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _in_chunks(chunk: int, *rows):
+    """Return arrays [t, ...] as [t / chunk, chunk, ...], padded with zeros where t is no multiple."""
+    tokens = rows[0].shape[0]
+    pieces = -(-tokens // chunk)
+    pad = pieces * chunk - tokens
+    if pad:
+        rows = tuple(jnp.pad(a, ((0, pad), *((0, 0) for _ in a.shape[1:]))) for a in rows)
+    return tuple(a.reshape(pieces, chunk, *a.shape[1:]) for a in rows)
 
 
 def sum_over_chunks(piece, zero, rows: tuple, chunk: int):
@@ -53,15 +111,9 @@ def sum_over_chunks(piece, zero, rows: tuple, chunk: int):
       rows: arrays [t, ...]; the last chunk is padded with zeros, which must add nothing.
       chunk: tokens per chunk.
     """
-    tokens = rows[0].shape[0]
-    chunk = min(chunk, tokens)
-    pieces = -(-tokens // chunk)
-    pad = pieces * chunk - tokens
-    if pad:
-        rows = tuple(jnp.pad(a, ((0, pad), *((0, 0) for _ in a.shape[1:]))) for a in rows)
     piece = jax.checkpoint(piece)
 
     def body(total, inputs):
         return jax.tree.map(jnp.add, total, piece(*inputs)), None
 
-    return lax.scan(body, zero, tuple(a.reshape(pieces, chunk, *a.shape[1:]) for a in rows))[0]
+    return lax.scan(body, zero, _in_chunks(min(chunk, rows[0].shape[0]), *rows))[0]

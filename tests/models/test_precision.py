@@ -229,7 +229,9 @@ def test_head_is_summed_over_chunks_in_float32():
     for chunk in (2048, 128, 32):
         got = by_table(x, table, targets, weights, chunk)
         assert got.dtype == jnp.float32
-        assert relative(got, want) < 2e-4, chunk  # 54b32df: 0.16% at 1 chunk, 0.42% at 16, 0.80% at 64
+        # derivatives of logits are rounded once, as operands; 54b32df: 0.16% at 1 chunk, 0.42% at 16, 0.80% at 64
+        assert relative(got, want) < 5e-4, chunk
+        assert relative(got, by_table(x, table, targets, weights, 64)) < 1e-5, chunk
 
 
 def test_embedding_rows_are_summed_in_float32():
