@@ -28,7 +28,7 @@ from moe_jax.observe.figures import BLUE, GREEN, GREY, INK, ORANGE, new_figure, 
 _OUT = flags.DEFINE_string("out", None, "Folder of the runs, the table and the picture.", required=True)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each kind.")
 _KINDS = flags.DEFINE_list("kinds", [], "Which kinds to train; all by default.")
-_MARGIN = flags.DEFINE_float("margin", 0.05, "Nats above topk's last loss to which steps are counted.")
+_MARGIN = flags.DEFINE_float("margin", 0.1, "Nats above topk's last loss to which steps are counted.")
 _STEP_MS = flags.DEFINE_list("step_ms", [], "KIND=milliseconds of a step.")
 _BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding of all runs; may repeat.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", 8, "Devices that the CPU is split into.")
