@@ -18,16 +18,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.varying import cast_varying, match_varying, varying_axes
-from moe_jax.models.param_dtype_gradients import Weight, in_dtype, project
 
 
-def token_losses(x, table, targets):
-    """Return -log p(target) [n] for x [n, M], targets int32 [n], and the table [V, M], an array or a `Weight`."""
-    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-    table = table if isinstance(table, Weight) else in_dtype(table, x.dtype)
-    logits = project("tm,vm->tv", x, table, out=acc_dtype)
-    picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-    return jax.scipy.special.logsumexp(logits, axis=-1) - picked
+def token_losses(logits, targets):
+    """Return -log p(target) [n] and log sum_v exp(logits) [n], in the dtype of logits [n, V]; targets: int32 [n]."""
+    log_z = jax.scipy.special.logsumexp(logits, axis=-1)
+    return log_z - jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0], log_z
+
+
+def in_chunks(chunk: int, *rows):
+    """Return arrays [t, ...] as [t / chunk, chunk, ...], padded with zeros where t is no multiple of min(chunk, t)."""
+    tokens = rows[0].shape[0]
+    chunk = min(chunk, tokens)
+    pieces = -(-tokens // chunk)
+    pad = pieces * chunk - tokens
+    if pad:
+        rows = tuple(jnp.pad(a, ((0, pad), *((0, 0) for _ in a.shape[1:]))) for a in rows)
+    return tuple(a.reshape(pieces, chunk, *a.shape[1:]) for a in rows)
 
 
 def chunked_cross_entropy(x, table, targets, weights, chunk: int):
@@ -39,7 +46,7 @@ def chunked_cross_entropy(x, table, targets, weights, chunk: int):
       chunk: tokens per chunk; the last chunk is padded with weight 0.
     """
     held = lax.stop_gradient(table).astype(x.dtype)
-    return _loss(min(chunk, x.shape[0]), table.dtype, *match_varying(x, held, table, targets, weights))
+    return _loss(chunk, table.dtype, *match_varying(x, held, table, targets, weights))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -48,11 +55,11 @@ def _loss(chunk, table_dtype, x, held, table, targets, weights):
 
     def piece(total, rows):
         x, targets, weights = rows
-        losses = token_losses(x, held, targets)
+        losses, _ = token_losses(_logits(x, held), targets)
         return total + jnp.sum(losses * weights.astype(losses.dtype)), None
 
     zero = cast_varying(jnp.zeros((), _sum_dtype(x)), varying_axes(x))
-    return lax.scan(piece, zero, _in_chunks(chunk, x, targets, weights))[0]
+    return lax.scan(piece, zero, in_chunks(chunk, x, targets, weights))[0]
 
 
 def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
@@ -62,9 +69,8 @@ def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
     def piece(carry, rows):
         total, dtable = carry
         x, targets, weights = rows
-        logits = jnp.einsum("tm,vm->tv", x, held, preferred_element_type=sum_dtype)
-        log_z = jax.scipy.special.logsumexp(logits, axis=-1)
-        losses = log_z - jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+        logits = _logits(x, held)
+        losses, log_z = token_losses(logits, targets)
         counted = weights.astype(sum_dtype)
         is_target = targets[:, None] == jnp.arange(held.shape[0], dtype=targets.dtype)[None]
         dlogits = ((jnp.exp(logits - log_z[:, None]) - is_target) * counted[:, None]).astype(x.dtype)
@@ -74,7 +80,7 @@ def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
 
     start = jnp.zeros((), sum_dtype), jnp.zeros(held.shape, jnp.promote_types(table_dtype, sum_dtype))
     start = cast_varying(start, varying_axes(x))
-    (total, dtable), (dx, losses) = lax.scan(piece, start, _in_chunks(chunk, x, targets, weights))
+    (total, dtable), (dx, losses) = lax.scan(piece, start, in_chunks(chunk, x, targets, weights))
     dx, losses = dx.reshape(-1, x.shape[1])[:tokens], losses.reshape(-1)[:tokens]
     return total, (dx, dtable, losses.astype(weights.dtype))
 
@@ -88,32 +94,9 @@ def _loss_bwd(chunk, table_dtype, residuals, d):
 _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
+def _logits(x, held):
+    return jnp.einsum("tm,vm->tv", x, held, preferred_element_type=_sum_dtype(x))
+
+
 def _sum_dtype(x):
     return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def _in_chunks(chunk: int, *rows):
-    """Return arrays [t, ...] as [t / chunk, chunk, ...], padded with zeros where t is no multiple."""
-    tokens = rows[0].shape[0]
-    pieces = -(-tokens // chunk)
-    pad = pieces * chunk - tokens
-    if pad:
-        rows = tuple(jnp.pad(a, ((0, pad), *((0, 0) for _ in a.shape[1:]))) for a in rows)
-    return tuple(a.reshape(pieces, chunk, *a.shape[1:]) for a in rows)
-
-
-def sum_over_chunks(piece, zero, rows: tuple, chunk: int):
-    """Return zero + piece(*rows of the first chunk) + piece(*rows of the second) + ...
-
-    Args:
-      piece: returns a pytree like `zero`; its backward computes it again, so that nothing of a chunk is kept.
-      zero: pytree of arrays, typed as varying over all mesh axes over which the pieces vary.
-      rows: arrays [t, ...]; the last chunk is padded with zeros, which must add nothing.
-      chunk: tokens per chunk.
-    """
-    piece = jax.checkpoint(piece)
-
-    def body(total, inputs):
-        return jax.tree.map(jnp.add, total, piece(*inputs)), None
-
-    return lax.scan(body, zero, _in_chunks(min(chunk, rows[0].shape[0]), *rows))[0]

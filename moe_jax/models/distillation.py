@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax.collectives.varying import cast_varying, match_varying, varying_axes
-from moe_jax.models.cross_entropy import sum_over_chunks
+from moe_jax.models.cross_entropy import in_chunks, token_losses
 from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.param_dtype_gradients import in_dtype, project
 
@@ -91,14 +91,16 @@ def chunked_distillation(x, table, teacher_x, teacher_table, targets, weights, c
     if held.grad_sink is not None:  # else the table's gradient would be summed over devices inside the loop
         x, held = match_varying(x, held)
 
-    def piece(x, teacher_x, targets, weights):
+    @jax.checkpoint  # the backward computes a chunk's logits again, so that none are kept
+    def piece(totals, rows):
+        x, teacher_x, targets, weights = rows
         logits = project("tm,vm->tv", x, held, out=acc_dtype)
-        picked = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-        losses = jax.scipy.special.logsumexp(logits, axis=-1) - picked
+        losses, _ = token_losses(logits, targets)
         teacher_logits = jnp.einsum("tm,vm->tv", teacher_x, teacher_held, preferred_element_type=acc_dtype)
         counted = weights.astype(acc_dtype)
-        return jnp.sum(losses * counted), jnp.sum(divergence(teacher_logits, logits) * counted)
+        by_token = losses, divergence(teacher_logits, logits)
+        return tuple(total + jnp.sum(each * counted) for total, each in zip(totals, by_token, strict=True)), None
 
     axes = varying_axes(x, table, teacher_x, teacher_table, targets, weights)
     zero = cast_varying(jnp.zeros((), acc_dtype), axes)
-    return sum_over_chunks(piece, (zero, zero), (x, teacher_x, targets, weights), chunk)
+    return lax.scan(piece, (zero, zero), in_chunks(chunk, x, teacher_x, targets, weights))[0]

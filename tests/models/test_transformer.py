@@ -177,8 +177,9 @@ def entropy_case():
 
 def test_token_losses_by_hand():
     # logits 0 and log 3: probabilities 1/4 and 3/4
-    losses = token_losses(jnp.ones((2, 1)), jnp.float32([[0], [np.log(3)]]), jnp.int32([0, 1]))
+    losses, log_z = token_losses(jnp.log(jnp.float32([[1, 3], [1, 3]])), jnp.int32([0, 1]))
     np.testing.assert_allclose(losses, [np.log(4), np.log(4 / 3)], rtol=1e-6)
+    np.testing.assert_allclose(log_z, [np.log(4), np.log(4)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
