@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.observe.loads_origin import KEYS, LAYER_KEYS, SEGMENTS, LoadsOrigin, read_origins
+from moe_jax.observe.loads_origin import KEYS, LAYER_KEYS, PRECEDING, SEGMENTS, LoadsOrigin, read_origins
 
 
 class LoadsTrace(NamedTuple):
@@ -97,7 +97,7 @@ def _arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             if "loads" not in archive:
                 raise UserError(f"{path} has no loads; it has {sorted(archive)}")
             loads = archive["loads"]
-            names = ("iterations", "sources", *KEYS, SEGMENTS, *LAYER_KEYS.values())
+            names = ("iterations", "sources", *KEYS, SEGMENTS, PRECEDING, *LAYER_KEYS.values())
             known = (name for name in names if name in archive)
             return {"loads": loads, "iterations": np.arange(len(loads)), **{name: archive[name] for name in known}}
     except UserError:

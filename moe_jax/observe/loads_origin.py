@@ -15,6 +15,7 @@ and, since prices need the layer that ran, of the newest start that says them:
 and, where layers differ or have fewer experts than the mesh has expert-parallel devices,
     segments          int64 [s, 4]  MoE layers, E, F and K of each run of equal layers, first layers first; layer l has
                                     the first E experts of the loads and the first min(E, devices) sources
+    preceding         int64 [s, 2]  moe_every and dense_F of each of them; files of older versions have none
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LAYER_KEYS = {
     "dense_hidden_dim": "dense_F",
     "sequence_length": "sequence_length",
 }  # field -> key; files of older versions have none of them
-SEGMENTS = "segments"  # where there are any
+SEGMENTS, PRECEDING = "segments", "preceding"  # where there are any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,9 @@ class LoadsOrigin:
       cluster: path of the cluster file that the run named, or ''.
       activation, moe_every, dense_hidden_dim, sequence_length: of the layer and what precedes it; '' and 0 where not
         known.
-      segments: (MoE layers, E, F, K) of each run of equal layers, where they differ or do not fill the mesh; then F and
-        K above are those of the first.
+      segments: (MoE layers, E, F, K) of each run of equal layers, where they differ or do not fill the mesh; then F, K,
+        moe_every and dense_hidden_dim above are those of the first.
+      preceding: (moe_every, dense_hidden_dim) of each of them; () where not known.
     """
 
     model_dim: int
@@ -66,6 +68,7 @@ class LoadsOrigin:
     dense_hidden_dim: int = 0
     sequence_length: int = 0
     segments: tuple[tuple[int, int, int, int], ...] = ()
+    preceding: tuple[tuple[int, int], ...] = ()
 
     @property
     def model(self) -> tuple[int, int, int, str, tuple]:
@@ -122,13 +125,25 @@ def origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray
 def _layer_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray]:
     """Return what the newest origin that knows its layer says of it."""
     known = next((origin for origin in reversed(origins) if origin is not None and origin.activation), None)
-    return {} if known is None else {key: np.array(getattr(known, field)) for field, key in LAYER_KEYS.items()}
+    if known is None:
+        return {}
+    preceding = {PRECEDING: np.array(known.preceding, np.int64)} if known.preceding else {}
+    return {**{key: np.array(getattr(known, field)) for field, key in LAYER_KEYS.items()}, **preceding}
 
 
 def _read_segments(arrays: Mapping[str, np.ndarray]) -> tuple[tuple[int, int, int, int], ...]:
     found = []
     for layers, experts, hidden_dim, top_k in arrays.get(SEGMENTS, np.zeros((0, 4), np.int64)).tolist():
         found.append((int(layers), int(experts), int(hidden_dim), int(top_k)))
+    return tuple(found)
+
+
+def _read_preceding(arrays: Mapping[str, np.ndarray]) -> tuple[tuple[int, int], ...]:
+    found = []
+    for moe_every, dense_hidden_dim in arrays.get(PRECEDING, np.zeros((0, 2), np.int64)).tolist():
+        found.append((int(moe_every), int(dense_hidden_dim)))
+    if found and len(found) != len(arrays.get(SEGMENTS, ())):
+        raise ValueError(f"{PRECEDING} must have a row for each of the {SEGMENTS}")
     return tuple(found)
 
 
@@ -158,6 +173,7 @@ def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -
                 devices_per_node=int(per_node),
                 cluster=str(cluster),
                 segments=_read_segments(arrays),
+                preceding=_read_preceding(arrays),
                 **layer,
             )
             for mesh, per_node, cluster in zip(

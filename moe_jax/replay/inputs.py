@@ -244,7 +244,10 @@ def one_segment(
     index = wanted or 0
     layers, experts, hidden_dim, top_k = segments[index]
     first = sum(own[0] for own in segments[:index])
-    own_origin = dataclasses.replace(origin, segments=(segments[index],), hidden_dim=hidden_dim, top_k=top_k)
+    own = {"hidden_dim": hidden_dim, "top_k": top_k}
+    if origin.preceding:
+        own["moe_every"], own["dense_hidden_dim"] = origin.preceding[index]
+    own_origin = dataclasses.replace(origin, segments=(segments[index],), preceding=(), **own)
     sources = min(own_origin.sources, trace.loads.shape[2])
     per_node = origin.devices_per_node
     if per_node and sources % per_node:

@@ -52,7 +52,7 @@ def step_record(
     *,
     seconds: float,
     tokens: int,
-    choices: int,
+    choices: float,
     flops: float,
     peak_device_bytes: int | None,
     compile_seconds: float | None,
@@ -106,7 +106,8 @@ def loads_origin(program: Program) -> LoadsOrigin:
     """Return the sizes and the mesh that are stored with the recorded loads of a run, for a replay."""
     config, layers = program.config, program.model.expert_segments
     sizes = [(s.config.moe_layers, s.moe.num_experts, s.config.hidden_dim, s.moe.top_k) for s in layers]
-    fills = sizes[0][1] >= program.devices
+    preceding = [(segment.config.moe_every, segment.config.ffn_dim) for segment in layers]
+    alike = len(sizes) == 1 and sizes[0][1] >= program.devices
     return LoadsOrigin(
         model_dim=config.model.model_dim,
         hidden_dim=sizes[0][2],
@@ -116,8 +117,9 @@ def loads_origin(program: Program) -> LoadsOrigin:
         devices_per_node=program.roles.members_per_node,
         cluster=config.planner.cluster or config.moe.cluster,
         activation=config.model.activation,
-        moe_every=config.model.moe_every,
-        dense_hidden_dim=config.model.ffn_dim,
+        moe_every=preceding[0][0],
+        dense_hidden_dim=preceding[0][1],
         sequence_length=config.data.sequence_length,
-        segments=() if len(sizes) == 1 and fills else tuple(sizes),
+        segments=() if alike else tuple(sizes),
+        preceding=() if alike else tuple(preceding),
     )

@@ -95,6 +95,20 @@ def test_the_layer_that_ran_is_priced(tmp_path):
         inputs_of(tmp_path / "run", moe_every=0)
 
 
+def test_what_precedes_a_layer_is_that_of_its_segment(tmp_path):
+    layer = {"activation": "gelu", "moe_every": 1, "dense_hidden_dim": 64, "sequence_length": 8}
+    layer["segments"] = ((1, EXPERTS, 32, 2), (1, EXPERTS, 16, 1))
+    known = origin(4, **layer, preceding=((1, 64), (2, 24)))
+    write_run(tmp_path / "run", origin=known)
+    write_run(tmp_path / "older", origin=origin(4, **layer))  # whose segments do not say it
+    write_run(tmp_path / "older", steps=[6], resume_step=5, origin=known)
+    for name in ("run", "older"):
+        sizes = [inputs_of(tmp_path / name, segment=segment) for segment in (0, 1)]
+        assert [(of.moe_every, of.dense_hidden_dim, of.hidden_dim) for of in sizes] == [(1, 64, 32), (2, 24, 16)]
+    write_run(tmp_path / "oldest", origin=origin(4, **layer))
+    assert inputs_of(tmp_path / "oldest", segment=1).moe_every == 1
+
+
 def test_default_cluster_is_the_file_of_its_name():
     assert read_cluster(ROOT / "configs/cluster/flat_3gbs_30tflops.gin") == DEFAULT_CLUSTER
 

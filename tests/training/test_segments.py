@@ -19,7 +19,8 @@ from moe_jax.training.session import build_session
 
 PYRAMID = (
     "ModelConfig.layers = 3",
-    "ModelConfig.segments = ('layers=1 num_experts=2 top_k=1', 'layers=2 num_experts=8 hidden_dim=8')",
+    "ModelConfig.segments = ('layers=1 num_experts=2 top_k=1', "
+    "'layers=2 num_experts=8 hidden_dim=8 dense_hidden_dim=24')",
     "MoEConfig.router = 'sigmoid_bias'",
     "MoEConfig.bias_rate = 0.125",  # exact in float32
     "train.optimizer = 'adafactor'",
@@ -83,6 +84,7 @@ def test_a_run_records_each_segment(folder):
     assert records[3]["replicas"] > 0
     trace = read_loads(folder / "run" / "loads.npz")
     assert trace.loads.shape == (4, 3, 8, 8) and trace.origins[0].segments == ((1, 2, 16, 1), (2, 8, 8, 2))
+    assert trace.origins[0].preceding == ((1, 64), (1, 24))
     assert trace.loads.sum(axis=(2, 3)).tolist() == [[8 * 16, 8 * 16 * 2, 8 * 16 * 2]] * 4
     assert not trace.loads[:, 0, 2:].any() and not trace.loads[:, 0, :, 2:].any()
     given = GivenFlags(trace=str(folder / "run"), segment=0)
