@@ -60,7 +60,8 @@ class ParameterCounts:
 
     Attributes:
       total: all parameters.
-      active: those that one token uses: all, but of each MoE layer K experts only.
+      active: those that one token uses: all, but of each MoE layer K experts only; under `expert_choice` the mean over
+        tokens, K f, where f is MoEConfig.capacity_factor.
       as_papers: without embeddings, biases, gates and norms, which is how Hecate's table 1 counts.
       by_group: group -> parameters, over `GROUPS`.
     """
@@ -166,17 +167,18 @@ def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> Pa
 
 
 def _chosen(config: ModelConfig, moe: MoEConfig) -> int:
-    """Return the parameters of the experts that one token meets, K in each MoE layer."""
+    """Return the parameters of the experts that one token meets in all MoE layers, the mean over tokens."""
     return sum(
-        leaf.size // segment.moe.num_experts * segment.moe.top_k
+        round(leaf.size // segment.moe.num_experts * build_router(segment.moe).experts_per_token)
         for segment in with_experts(segments_of(config, moe))
         for leaf in _of_bank((), segment)
     )
 
 
-def choices_per_token(config: ModelConfig, moe: MoEConfig) -> int:
-    """Return how many experts one token chooses, all layers together."""
-    return sum(part.moe.top_k * part.config.moe_layers for part in with_experts(segments_of(config, moe)))
+def choices_per_token(config: ModelConfig, moe: MoEConfig) -> float:
+    """Return how many experts one token chooses, all layers together, the mean over tokens."""
+    parts = with_experts(segments_of(config, moe))
+    return sum(build_router(part.moe).experts_per_token * part.config.moe_layers for part in parts)
 
 
 def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> int:

@@ -51,7 +51,7 @@ class BaseKnobs:
 class Base(Unbalanced, RouterBase):
     """Assign tokens evenly."""
 
-    ignores = ("routed_scale", "drop")
+    ignores = ("routed_scale", "renormalize", "drop")
 
     @classmethod
     def check(cls, config):

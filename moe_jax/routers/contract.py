@@ -113,6 +113,11 @@ class Router(typing.Protocol):
         """Return how many choices `tokens` tokens that are gated together make at most."""
         ...
 
+    @property
+    def experts_per_token(self) -> float:
+        """Experts that a token meets, the mean over tokens, before any capacity drops a choice."""
+        ...
+
     def balance_loss(self, stats: GateStats, tokens: int) -> jax.Array:
         """Return the load-balancing loss [...] of statistics [..., E] that were summed over all `tokens` tokens.
 
@@ -131,7 +136,8 @@ class RouterBase:
     Attributes:
       config: as bound, its knobs among it; place: where it runs, None without a mesh.
       in_groups: whether the router can choose inside groups of experts (group_limited.py).
-      ignores: options that routers have in common and this one does not read.
+      ignores: options that routers have in common and this one does not read; a model none of whose routers reads one
+        that is bound is refused (`check_knobs`).
       replays: whether the router can take choices that were made before.
       balances: the values of `MoEConfig.balance_over` under which its balance loss can be formed.
     """
@@ -158,13 +164,6 @@ class RouterBase:
     @classmethod
     def check(cls, config: RouterOptions) -> None:
         """Raise a UserError for a configuration that this router cannot serve."""
-        for field in dataclasses.fields(config):
-            value = getattr(config, field.name)
-            if field.name in cls.ignores and value != field.default:
-                raise UserError(
-                    f"MoEConfig.{field.name} ({value!r}) is not read by MoEConfig.router = {config.router!r}; leave it "
-                    f"at {field.default!r}, or choose another router"
-                )
         if config.expert_groups and not cls.in_groups:
             raise UserError(
                 f"MoEConfig.expert_groups ({config.expert_groups}) works with the routers topk, group_limited and "
@@ -194,6 +193,10 @@ class RouterBase:
     def choices(self, tokens):
         config = self.config
         return Choices(tokens, config.top_k, None if config.dropless else config.capacity(tokens))
+
+    @property
+    def experts_per_token(self) -> float:
+        return self.config.top_k
 
     def balance_loss(self, stats, tokens):
         if stats.sequence_balance is not None:

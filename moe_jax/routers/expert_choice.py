@@ -35,7 +35,7 @@ class ExpertChoice(Unbalanced, TopK):
     """Let experts choose tokens."""
 
     in_groups = False
-    ignores = ("routed_scale", "drop", "min_capacity")
+    ignores = ("routed_scale", "renormalize", "drop", "min_capacity")
     replays = False
     balances = ("batch",)
 
@@ -46,9 +46,17 @@ class ExpertChoice(Unbalanced, TopK):
 
     def taken(self, tokens: int) -> int:
         """Return C, how many of so many tokens each expert takes."""
-        config = self.config
-        factor = 1.0 if config.capacity_factor is None else config.capacity_factor
-        return min(tokens, math.ceil(config.top_k * factor * tokens / config.num_experts))
+        return min(tokens, math.ceil(self.wanted * tokens / self.config.num_experts))
+
+    @property
+    def wanted(self) -> float:
+        """K f, experts per token as they are asked for."""
+        factor = self.config.capacity_factor
+        return self.config.top_k * (1.0 if factor is None else factor)
+
+    @property
+    def experts_per_token(self) -> float:
+        return min(self.wanted, self.config.num_experts)
 
     def check_tokens(self, tokens):
         self.choices(tokens)

@@ -31,7 +31,7 @@ class GShard(TopK):
     """Two experts per token, the second one by a draw."""
 
     in_groups = False
-    ignores = ("routed_scale",)
+    ignores = ("routed_scale", "renormalize")
     replays = False
     balances = ("batch",)
 

@@ -55,12 +55,19 @@ def find(name: str) -> Declared:
 
 
 def check_knobs(config: RouterOptions, used: set[str]) -> None:
-    """Raise a UserError for a knob that is bound and that none of the routers `used` reads.
+    """Raise a UserError for an option of routing that is bound and that none of the routers `used` reads.
 
     Args:
       config: of the model's layers; used: names of their routers, which may differ from layer to layer.
     """
     classes = [find(name).router for name in used]
+    routers_used = " or ".join(map(repr, sorted(used)))
+    for field in dataclasses.fields(config):
+        if all(field.name in cls.ignores for cls in classes) and getattr(config, field.name) != field.default:
+            raise UserError(
+                f"MoEConfig.{field.name} ({getattr(config, field.name)!r}) is not read by MoEConfig.router = "
+                f"{routers_used}; leave it at {field.default!r}, or choose another router"
+            )
     grouped = any(cls.in_groups for cls in classes)
     for name in routers():
         owner = find(name)
@@ -70,7 +77,7 @@ def check_knobs(config: RouterOptions, used: set[str]) -> None:
             if value != field.default and field.name != "routed_scale":  # which several read: see `ignores`
                 raise UserError(
                     f"MoEConfig.{field.name} ({value!r}) is a knob of MoEConfig.router = {name!r}, and the router is "
-                    f"{' or '.join(map(repr, sorted(used)))}; leave it at {field.default!r}, or set MoEConfig.router"
+                    f"{routers_used}; leave it at {field.default!r}, or set MoEConfig.router"
                 )
 
 

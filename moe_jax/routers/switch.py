@@ -1,6 +1,6 @@
 """`switch`: each token takes its most probable expert, weighted by that probability.
 
-Inputs, outputs and ties as in `topk.py`. The weight is never divided by itself, whatever `MoEConfig.renormalize` says:
+Inputs, outputs and ties as in `topk.py`. The weight is never divided by itself (`MoEConfig.renormalize` is not read),
 so the gate learns from the model's loss. With `capacity_factor` an expert takes its first tokens, as published; None is
 dropless. Source: Switch Transformers (Fedus et al. 2022), section 2.1 and 2.2.
 """
@@ -17,7 +17,7 @@ class Switch(TopK):
     """One expert per token, with its probability for a weight."""
 
     in_groups = False
-    ignores = ("routed_scale",)
+    ignores = ("routed_scale", "renormalize")
 
     @classmethod
     def check(cls, config):

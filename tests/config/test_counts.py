@@ -12,6 +12,7 @@ from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.mesh.abstract import assumed_devices, build_abstract_roles
 from moe_jax.models import Batch, LanguageModel, ModelConfig
 from moe_jax.models.counts import (
+    choices_per_token,
     forward_flops_per_token,
     leaf_sizes,
     parameter_counts,
@@ -63,6 +64,19 @@ def test_parameter_counts_by_hand():
         "experts": 48,
     }  # fmt: skip
     assert (counts.total, counts.active, counts.as_papers) == (116, 80, 64)
+
+
+@pytest.mark.parametrize(("factor", "met"), [(None, 1), (1.0, 1), (2.5, 2.5), (9.0, 4)])
+def test_expert_choice_counts_what_a_token_meets_on_average(factor, met):
+    """K f of the four experts of 12 parameters above, and two FLOPs for each of them."""
+    config = ModelConfig(layers=1, model_dim=2, heads=1, hidden_dim=3, max_length=7)
+    one = MoEConfig(num_experts=4, top_k=1)
+    moe = MoEConfig(num_experts=4, top_k=1, router="expert_choice", capacity_factor=factor)
+    assert parameter_counts(config, moe, 5).active == 80 + 12 * (met - 1)
+    more = forward_flops_per_token(config, moe, 5, 7) - forward_flops_per_token(config, one, 5, 7)
+    assert more == 2 * 12 * (met - 1) and choices_per_token(config, moe) == met
+    dropping = MoEConfig(num_experts=4, top_k=1, capacity_factor=2.0)  # of another router: what may be dropped
+    assert parameter_counts(config, dropping, 5).active == 80
 
 
 def dot_flops(jaxpr) -> int:

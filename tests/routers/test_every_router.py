@@ -14,7 +14,8 @@ from routers.oracles import ORACLES, Given, needed_biases
 
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
-from moe_jax.routers import RouterInputs, build_router, routers
+from moe_jax.routers import RouterInputs, build_router, check_knobs, routers
+from moe_jax.routers.registry import ROUTERS
 from moe_jax.routers.scores import gate_noise, token_draws
 
 TOKENS, EXPERTS = 24, 8
@@ -250,6 +251,24 @@ def test_router_config_errors(fields, message):
     with pytest.raises(UserError, match=message) as raised:
         MoEConfig(**fields)
     assert "\n" not in str(raised.value)
+
+
+OTHER = {"routed_scale": 2.0, "renormalize": False, "drop": "probability", "min_capacity": 2, "bias_rate": 0.5}
+
+
+def test_what_none_of_a_models_routers_reads_is_refused():
+    """By one router alone; beside one that reads it, it is bound for that one."""
+    assert {"switch", "gshard", "base", "expert_choice"} == {n for n in ROUTERS if "renormalize" in ignored(n)}
+    for name in routers():
+        for field in ignored(name):
+            config = MoEConfig(**{field: OTHER[field]})
+            with pytest.raises(UserError, match=rf"MoEConfig.{field} \(.*\) is not read by .*{name!r}; leave it at"):
+                check_knobs(config, {name})
+            check_knobs(config, {name, "sigmoid_bias"})
+
+
+def ignored(name):
+    return ROUTERS[name].router.ignores
 
 
 def test_knobs_are_fields_of_one_config():

@@ -78,6 +78,7 @@ def test_a_router_refuses_a_place_in_one_line(layer, where, message):
          r"devices_per_node \(1\) must cut 4 expert-parallel members of MeshConfig.expert_shard \(2\) devices"),
         (("bias_rate = 0.01",), r"bias_rate \(0.01\) is a knob of .* 'sigmoid_bias', and the router is 'topk'"),
         (("router = 'gshard'", "routed_scale = 2.5"), r"routed_scale \(2.5\) is not read by .* 'gshard'"),
+        (("router = 'switch'", "top_k = 1", "renormalize = False"), r"renormalize \(False\) is not read by .*'switch'"),
     ],
 )  # fmt: skip
 def test_a_run_is_refused_before_it_compiles(bindings, message):
