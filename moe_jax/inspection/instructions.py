@@ -21,7 +21,6 @@ from moe_jax.inspection.targets import Target
 from moe_jax.inspection.timeline import Model, collective_kind, instruction_seconds, launched_computations, play
 
 MATMUL, FUSION, KERNEL, COPY, COLLECTIVE, LOOP = "matmul", "fusion", "kernel", "copy", "collective", "loop overhead"
-UNKNOWN = "not in the program"
 WORST = 20
 COPIES = ("copy", "copy-start", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad")
 

@@ -78,19 +78,6 @@ def check_home(home: np.ndarray, devices: int) -> None:
         )
 
 
-def home_from_rows(layers: int, experts: int, homes: np.ndarray) -> np.ndarray:
-    """Turn rows (layer, expert, device) into home [L, E]; each expert must appear exactly once."""
-    _check_ids("homes", homes, layers, experts)
-    count = np.bincount(homes[:, 0] * experts + homes[:, 1], minlength=layers * experts).reshape(layers, experts)
-    for layer, expert in np.argwhere(count != 1)[:1]:
-        devices = homes[(homes[:, 0] == layer) & (homes[:, 1] == expert), 2].tolist()
-        what = "has no home" if not devices else f"is homed on devices {devices}"
-        raise UserError(f"layer {layer}, expert {expert}: {what} (rule: exactly one home); list it once")
-    home = np.zeros((layers, experts), np.int32)
-    home[homes[:, 0], homes[:, 1]] = homes[:, 2]
-    return home
-
-
 def check_replicas(home: np.ndarray, replicas: np.ndarray, devices: int, replica_slots: int | None) -> None:
     """Check ids, repeated rows, replicas on the home itself, and the replica slots."""
     if not len(replicas):

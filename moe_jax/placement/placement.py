@@ -88,12 +88,6 @@ class Placement:
         per_node = devices if devices_per_node is None else devices_per_node
         return cls(home.copy(), devices=devices, devices_per_node=per_node, **fields)
 
-    @classmethod
-    def from_rows(cls, layers: int, experts: int, homes, **fields) -> Placement:
-        """Build from rows (layer, expert, device), one for each expert; a lost or doubly homed expert is an error."""
-        homes = checks.rows("homes", homes, 3)
-        return cls(checks.home_from_rows(layers, experts, homes), **fields)
-
     @property
     def layers(self) -> int:
         """L."""

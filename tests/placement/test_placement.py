@@ -150,18 +150,6 @@ def test_wrong_placements_name_the_place_and_the_rule(fields, message):
 
 
 @pytest.mark.parametrize(
-    ("homes", "message"),
-    [
-        ([(0, 0, 0)], r"layer 0, expert 1: has no home"),
-        ([(0, 0, 0), (0, 1, 1), (0, 1, 0)], r"layer 0, expert 1: is homed on devices \[1, 0\]"),
-    ],
-)
-def test_home_rows_lose_or_repeat_an_expert(homes, message):
-    with pytest.raises(UserError, match=message):
-        Placement.from_rows(1, 2, homes)
-
-
-@pytest.mark.parametrize(
     ("loads", "message"),
     [
         (np.array([[[1, 2], [-3, 4]]]), r"layer 0, source 1, expert 0: load -3"),
