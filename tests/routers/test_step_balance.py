@@ -1,4 +1,7 @@
-"""The balance loss over the microbatches of a step: probabilities of each meet the loads of all up to it."""
+"""The balance loss over the microbatches of a step: probabilities of each meet the loads of all up to it.
+
+The model has two segments of different numbers of experts, of which one has a router with a statistic of its own.
+"""
 
 import dataclasses
 
@@ -10,13 +13,13 @@ from support.tiny_run import bindings_of
 from moe_jax.config import parse_run_config
 from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.models import make_loss
-from moe_jax.routers import counts_so_far
+from moe_jax.routers import build_router, counts_so_far
 from moe_jax.training.session import build_session
 
-EXPERTS, MICROBATCHES = 8, 2
+EXPERTS, MICROBATCHES = (8, 4), 2  # E of each layer
 CHANGES = (
-    "ModelConfig.layers = 1", "MoEConfig.balance_over = 'step'", f"train.grad_accum_steps = {MICROBATCHES}",
-    "MeshConfig.data = 2",
+    "ModelConfig.segments = ('layers=1 num_experts=8', 'layers=1 num_experts=4 router=quantile_bias')",
+    "MoEConfig.balance_over = 'step'", f"train.grad_accum_steps = {MICROBATCHES}", "MeshConfig.data = 2",
 )  # fmt: skip
 
 
@@ -36,25 +39,46 @@ def test_a_step_balances_over_its_microbatches(tmp_path):
     state = session.fresh_state()
     key = jax.random.fold_in(jax.random.key(config.train.seed + 1), 0)
 
-    def losses(index, counted):
-        """Return (balance loss, choices int [1, E]) of a microbatch after earlier choices int [E]."""
+    def look(index, counted):
+        """Return (balance loss, choices int [L, E], `needed`) of a microbatch after earlier choices int [L, E]."""
         microbatch = jax.tree.map(lambda leaf: leaf[index], batch)
-        microbatch = dataclasses.replace(microbatch, counted=np.asarray(counted, np.int32)[None])
+        microbatch = dataclasses.replace(microbatch, counted=np.asarray(counted, np.int32))
         _, stats = evaluate(
             state["params"], microbatch, session.tables, key, np.int32(index * rows), np.float32(rows * length)
         )
-        return float(stats.aux_loss), np.asarray(stats.loads).sum(axis=1)[0]
+        return float(stats.aux_loss), np.asarray(stats.loads).sum(axis=1), np.asarray(stats.needed)
 
-    first, counts = losses(0, np.zeros(EXPERTS))
-    second, other = losses(1, counts)
-    # a load of one expert alone, and a huge one, shows E times the mean probability of that expert
-    shown = [losses(1, np.where(np.arange(EXPERTS) == e, 2**30, 0))[0] for e in range(EXPERTS)]
+    none = np.zeros((2, max(EXPERTS)), int)
+    first, counts, needed = look(0, none)
+    second, other, needed_later = look(1, counts)
+    assert abs(look(1, none)[0] - second) > 1e-4, "the microbatches differ"
     total = counts + other
-    np.testing.assert_allclose(second, np.sum(total * np.array(shown)) / np.sum(total), rtol=1e-5)
-    alone, _ = losses(1, np.zeros(EXPERTS))
-    assert abs(alone - second) > 1e-4, "the microbatches differ"
+    assert not counts[1, EXPERTS[1] :].any()
+    want = 0.0
+    for layer, experts in enumerate(EXPERTS):
+        # a load of one expert alone, and a huge one, shows E times the mean probability of that expert, and the loss of
+        # the other layer, which knows of no earlier choices; the mean over the two layers halves both
+        shown = []
+        for expert in range(experts):
+            one = none.copy()
+            one[layer, expert] = 2**30
+            shown.append(2 * look(1, one)[0])
+        beside = (np.sum(shown) - experts) / experts  # the other layer's, for the probabilities have a sum of 1
+        own = total[layer, :experts]
+        want += np.sum(own * (np.array(shown) - beside)) / np.sum(own) / 2
+    np.testing.assert_allclose(second, want, rtol=1e-5)
 
     step, _ = session.compile_train_step()
-    _, metrics = step(state, batch, session.tables, session.host_signals(0))
+    new_state, metrics = step(state, batch, session.tables, session.host_signals(0))
     np.testing.assert_allclose(metrics["aux_loss"], (first + second) / 2, rtol=1e-5)
-    np.testing.assert_array_equal(np.sum(metrics["loads"], axis=1)[0], counts + other)
+    np.testing.assert_array_equal(np.sum(metrics["loads"], axis=1), total)
+
+    # every token says what it needs of each expert of the one layer that asks, and of no other
+    np.testing.assert_array_equal(needed.sum(axis=2), [[0] * 8, [rows * length] * 4 + [0] * 4])
+    segment = session.model.segments[1]
+    moved = build_router(segment.moe).next_state(
+        {"choice_bias": np.zeros((1, 4), np.float32)}, total[1:], (needed + needed_later)[1:, :4]
+    )["choice_bias"]
+    gates = new_state["params"]["dense"]["units"]
+    np.testing.assert_allclose(gates[segment.name]["gate"]["choice_bias"], moved, atol=1e-6)
+    assert np.any(moved) and "choice_bias" not in gates["segment_0"]["gate"]
