@@ -34,6 +34,7 @@ from moe_jax.placement import PlanShape, build_shape
 from moe_jax.replan.plan_cost import largest_shapes, with_replica_slots
 from moe_jax.replan.planned_run import initial_placement, segment_runs
 from moe_jax.replan.replanner import check_planner, check_transfer
+from moe_jax.routers import build_router
 from moe_jax.schedules import schedule_record, schedules
 from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups
@@ -81,7 +82,7 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
             raise UserError(f"--target={target} and --host_devices={devices} both count devices; give one of them")
         run, devices = on_target(run, described), described.devices
     count = assumed_devices(run.mesh) if devices is None else devices
-    roles = build_abstract_roles(run.mesh, count, expert_counts(run.model, run.moe))
+    roles = build_abstract_roles(run.mesh, count, expert_counts(run.model, run.moe, run.mesh, count))
     vocab_size = padded_vocabulary(build_tokenizer(run.data), run.model)
     check_sizes(run, roles, vocab_size)
     teacher = teacher_model(run, roles, build_tokenizer(run.data), vocab_size, described)
@@ -259,7 +260,8 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
 def _parameter_lines(run: RunConfig, vocab_size: int) -> list[str]:
     counts = parameter_counts(run.model, run.moe, vocab_size)
     layers = with_experts(segments_of(run.model, run.moe))
-    chosen = ", ".join(dict.fromkeys(f"{layer.moe.top_k} of {layer.moe.num_experts}" for layer in layers))
+    shares = [(build_router(layer.moe).experts_per_token, layer.moe.num_experts) for layer in layers]
+    chosen = ", ".join(dict.fromkeys(f"{mean:g} of {experts}" for mean, experts in shares))
     lines = [
         f"{'total':22}{counts.total:>20,}  {billions(counts.total)}",
         f"{'active per token':22}{counts.active:>20,}  {billions(counts.active)}  ({chosen} experts)",

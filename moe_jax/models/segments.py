@@ -17,12 +17,13 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from moe_jax.errors import UserError
-from moe_jax.mesh.roles import Roles
+from moe_jax.mesh.roles import MeshConfig, Roles, ep_degree
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.leaf_names import SEGMENT
 from moe_jax.models.segment_text import MODEL_FIELDS, MOE_FIELDS
@@ -76,11 +77,9 @@ def segments_of(config: ModelConfig, moe: MoEConfig) -> tuple[Segment, ...]:
     whole = dict.fromkeys(("segments", "experts_per_layer"), ()) | {"first_dense": 0}
     found: list[Segment] = []
     for index, run in enumerate(runs):
-        try:
+        with _named(index, run):
             part = dataclasses.replace(config, **whole, **{name: run[name] for name in MODEL_FIELDS if name in run})
             layer = dataclasses.replace(moe, **{name: run[name] for name in MOE_FIELDS if name in run})
-        except UserError as error:
-            raise UserError(f"segment {index} of the model ({_words(run)}): {error}") from error
         first = sum(segment.config.moe_layers for segment in found)
         name = f"{SEGMENT}{index}"
         found.append(Segment(name=name, config=part, moe=layer, first_layer=first, depth=config.layers))
@@ -104,8 +103,14 @@ def _check_recorded(segments: tuple[Segment, ...]) -> None:
         )
 
 
-def _words(run: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in run.items())
+@contextlib.contextmanager
+def _named(index: int, run: dict[str, Any]) -> Iterator[None]:
+    """Say in a UserError which segment it is of; run: what `ModelConfig.runs` has of it."""
+    try:
+        yield
+    except UserError as error:
+        words = " ".join(f"{name}={value}" for name, value in run.items())
+        raise UserError(f"segment {index} of the model ({words}): {error}") from error
 
 
 def with_experts(segments: Iterable[Segment]) -> tuple[Segment, ...]:
@@ -113,9 +118,19 @@ def with_experts(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     return tuple(segment for segment in segments if segment.has_experts)
 
 
-def expert_counts(config: ModelConfig, moe: MoEConfig) -> tuple[int, ...]:
-    """Return E of each segment with experts, for the mesh that is to hold them."""
-    return tuple(segment.moe.num_experts for segment in with_experts(segments_of(config, moe)))
+def expert_counts(config: ModelConfig, moe: MoEConfig, mesh: MeshConfig, devices: int) -> tuple[int, ...]:
+    """Return E of each segment with experts, for the mesh of so many devices that is to hold them.
+
+    Raises:
+      UserError: E that does not spread evenly over the expert axis, or a mesh of another size.
+    """
+    axis, counts = mesh.resolve(devices).expert, []
+    for index, (segment, run) in enumerate(zip(segments_of(config, moe), config.runs, strict=True)):
+        if segment.has_experts:
+            counts.append(segment.moe.num_experts)
+            with _named(index, run) if len(config.runs) > 1 else contextlib.nullcontext():
+                ep_degree(segment.moe.num_experts, axis)
+    return tuple(counts)
 
 
 def joined(parts: dict[str, Any]) -> Any:

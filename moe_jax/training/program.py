@@ -175,7 +175,8 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     Raises:
       UserError: whatever in the config does not fit together, or fit the devices.
     """
-    roles = build_mesh(config.mesh, devices, expert_counts(config.model, config.moe))
+    counts = expert_counts(config.model, config.moe, config.mesh, len(devices))
+    roles = build_mesh(config.mesh, devices, counts)
     check_transfer(config, roles)
     tokenizer = tokenizer or build_tokenizer(config.data)
     vocab_size = padded_vocabulary(tokenizer, config.model)

@@ -48,7 +48,8 @@ def test_stall_seconds_of_the_command_line_are_checked(tmp_path):
 
 SEGMENTS = {  # two layers, 8 devices: what they say, and the one line
     "('layers=2', 'layers=1')": "ModelConfig.segments have 2 + 1 = 3 layers, but ModelConfig.layers is 2",
-    "('layers=1 num_experts=6', 'layers=1')": "MoEConfig.num_experts (6) must be divisible by the expert axis (8) or",
+    "('layers=1', 'layers=1 num_experts=6')": "segment 1 of the model (layers=1 num_experts=6): MoEConfig.num_experts "
+    "(6) must be divisible by the expert axis (8) or",
 }
 
 

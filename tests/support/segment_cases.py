@@ -34,7 +34,8 @@ def moe_config(**changes):
 def build(config, moe, mesh, **stages):
     """Return the model on devices x ... of a mesh {name: size}, cut for the model's experts."""
     devices = int(np.prod([size for name, size in mesh.items() if name not in ("model", "devices_per_node")]))
-    roles = build_mesh(MeshConfig(**mesh), jax.devices()[:devices], expert_counts(config, moe))
+    sizes = MeshConfig(**mesh)
+    roles = build_mesh(sizes, jax.devices()[:devices], expert_counts(config, moe, sizes, devices))
     return LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles, **stages)
 
 
