@@ -15,7 +15,8 @@ class DistillationConfig:
     2022), on its mixture of students, where a teacher that stays for a part of the steps is called staged.
 
     Attributes:
-      teacher: run folder of the teacher, with its config.gin and a finished checkpoint; '' learns from the text alone.
+      teacher: run folder of the teacher, with its config.gin and a finished checkpoint; '' learns from the text alone,
+        and the other fields must then be left as they are.
       teacher_step: step of the teacher's checkpoint; None takes the newest.
       alpha: weight of the divergence.
       until: steps that learn from the teacher; later ones have the cross-entropy alone, in a program without the
@@ -37,8 +38,15 @@ class DistillationConfig:
         if self.until is not None and self.until < 1:
             raise UserError(
                 f"DistillationConfig.until ({self.until}) must be at least 1, or None for all steps; for a run without "
-                "a teacher set DistillationConfig.teacher = ''"
+                "a teacher leave it out, and set DistillationConfig.teacher = ''"
             )
+        for field in () if self.teacher else dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                raise UserError(
+                    f"DistillationConfig.{field.name} ({value!r}) is not read without DistillationConfig.teacher, the "
+                    f"run folder to learn from; name one, or leave {field.name} at {field.default!r}"
+                )
 
     def applies(self, step: int) -> bool:
         """Say whether step number `step` (from 0) learns from a teacher."""

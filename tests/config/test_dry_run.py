@@ -92,6 +92,9 @@ def test_named_size_counts_as_its_paper(name):
     assert f"{count / 1e9:.2f} B" in header
 
 
+ALONE = ("DistillationConfig.teacher = ''", "DistillationConfig.until = None")
+
+
 @pytest.mark.parametrize("path", [f"model/{name}" for name in MODELS] + [f"run/{name}" for name in RUNS])
 def test_config_header_states_its_command(path):
     """The command in the header names the file, and its dry run works on the number of devices that it gives."""
@@ -102,7 +105,7 @@ def test_config_header_states_its_command(path):
     run, _, _ = parse_run_config([f"configs/{path}.gin"], bindings)
     if teacher := run.distillation.teacher:  # a run that the header trains first
         assert f"--workdir={teacher}" in header
-        run, _, _ = parse_run_config([f"configs/{path}.gin"], [*bindings, "DistillationConfig.teacher = ''"])
+        run, _, _ = parse_run_config([f"configs/{path}.gin"], [*bindings, *ALONE])
     assert re.search(rf"^  {devices} devices = data 1 x expert \d+", dry_run(run, devices), re.MULTILINE)
 
 

@@ -109,6 +109,8 @@ def test_parse_finds_files_by_search_path_and_beside_the_package(tmp_path, monke
         ("train.steps = {[1]: 2}", ["unhashable"]),
         ("train.steps = 3\n\0", ["NUL"]),
         ("train.steps = 0", ["train.steps (0) must be at least 1"]),
+        ("DistillationConfig.alpha = 2.0", ["DistillationConfig.alpha (2.0) is not read without", ".teacher"]),
+        ("DistillationConfig.until = 3", ["DistillationConfig.until (3) is not read without", "leave until at None"]),
         ("import no_such_module_of_mine", ["'import no_such_module_of_mine' would run the code", "take the line out"]),
         ("from __gin__ import dynamic_registration", ["dynamic_registration' would run the code of a module"]),
     ],

@@ -100,8 +100,10 @@ def test_a_planner_keeps_its_plans_across_the_boundary(taught):
 def test_another_teacher_is_refused_in_one_line(taught):
     other = taught / "other"
     assert run_here(taught, other, *STUDENT, by(taught / "teacher"), "train.steps = 2")
+    held = Checkpointer(other / "checkpoints", keep=3).read_host(2)
+    alone, *_ = parse_run_config((), bindings_of(taught))
     with pytest.raises(UserError, match=r"DistillationConfig.teacher \(''\) was '.*teacher' at step 2"):
-        run_here(taught, other, *STUDENT)
+        settle_teacher(alone, 2, held, Hosts())
     with pytest.raises(UserError, match=r"is not the teacher of this run so far: step 6, .* now, step 3, .* before"):
         run_here(taught, other, *STUDENT, by(taught / "whole"))
     config, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "teacher")))
@@ -109,7 +111,6 @@ def test_another_teacher_is_refused_in_one_line(taught):
         settle_teacher(config, 2, {}, Hosts())
     shutil.copytree(taught / "teacher", taught / "moved")  # only its folder is another
     moved, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "moved")))
-    held = Checkpointer(other / "checkpoints", keep=3).read_host(2)
     assert settle_teacher(moved, 2, held, Hosts()) == (moved, {**held["teacher"], "folder": str(taught / "moved")})
 
 
