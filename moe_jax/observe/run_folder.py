@@ -12,6 +12,7 @@ folder that holds another config is an error is decided by the caller.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -39,6 +40,7 @@ class RunFolder:
           UserError: the folder cannot be made or written to, or (create=False) does not exist.
         """
         self.path = Path(path).expanduser()
+        self._made = [folder for folder in (self.path, *self.path.parents) if create and not folder.exists()]
         if create:
             with disk_errors_named(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -47,6 +49,12 @@ class RunFolder:
                 probe.unlink(missing_ok=True)
         elif not self.path.is_dir():
             raise UserError(f"run folder {self.path} does not exist; give the --workdir of a run")
+
+    def remove_if_unused(self) -> None:
+        """Remove the folder, and those above it, that this object made and that are still empty."""
+        with contextlib.suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)

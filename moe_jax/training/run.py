@@ -7,8 +7,10 @@ lines that state the result. What may differ between a checkpoint and the comman
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Iterator
 
 import jax
 
@@ -60,9 +62,10 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
       UserError: a folder of another config, a checkpoint of another model, data that cannot be read, and the like.
       NonFiniteError: a step whose loss or gradient is not finite.
     """
-    folder = open_folder(options, config_text, hosts)
-    checkpoints = Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)
-    try:
+    with (
+        run_folder(options, config_text, hosts) as folder,
+        contextlib.closing(Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)) as checkpoints,
+    ):
         latest = checkpoints.latest()
         check_folder(folder, checkpoints, latest, config_text)
         if latest is not None and latest >= config.train.steps and not options.eval_only:
@@ -82,19 +85,26 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
             folder.write_operative_config(operative_text)
             folder.write_environment({**environment(session, hosts), "compared_before_first_step": compared})
         return train(session, state, checkpoints, latest, folder, config_text, hosts, engine, identity)
-    finally:
-        checkpoints.close()
 
 
-def open_folder(options: RunOptions, config_text: str, hosts: Hosts) -> RunFolder:
-    """Return the run folder, made by process 0 before any other looks for it.
+@contextlib.contextmanager
+def run_folder(options: RunOptions, config_text: str, hosts: Hosts) -> Iterator[RunFolder]:
+    """Open the run folder, made by process 0 before any other looks for it; at the end an empty one that it made goes.
 
     Raises:
       UserError: the folder cannot be opened, or the processes of the job were started with different configs.
     """
-    create = not options.eval_only
-    if hosts.is_main:
-        RunFolder(options.workdir, create=create)
+    made = RunFolder(options.workdir, create=not options.eval_only) if hosts.is_main else None
+    try:
+        check_same_config(config_text, hosts)
+        yield made or RunFolder(options.workdir, create=False)
+    finally:
+        if made is not None:
+            made.remove_if_unused()
+
+
+def check_same_config(config_text: str, hosts: Hosts):
+    """Raise UserError if the processes of the job were started with different configs; all of them call this."""
     texts = hosts.gather_text("config", config_text)
     for index, text in enumerate(texts):
         for binding, first, other in config_differences(texts[0], text):
@@ -102,7 +112,6 @@ def open_folder(options: RunOptions, config_text: str, hosts: Hosts) -> RunFolde
                 f"{binding} is {first} on process 0 and {other} on process {index}; start all processes with the same "
                 "flags"
             )
-    return RunFolder(options.workdir, create=create and hosts.is_main)
 
 
 def with_node_size(config: RunConfig, devices, hosts: Hosts) -> RunConfig:

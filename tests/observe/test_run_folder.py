@@ -22,6 +22,18 @@ def test_run_folder_creates_parents_and_names_files(tmp_path):
     }
 
 
+def test_an_unused_run_folder_goes_with_what_was_made_for_it_alone(tmp_path):
+    folder, found = RunFolder(tmp_path / "runs" / "one"), RunFolder(tmp_path / "runs")
+    folder.write_config("train.steps = 3")
+    folder.remove_if_unused()
+    assert folder.config.exists()
+    folder.config.unlink()
+    found.remove_if_unused()
+    assert folder.path.is_dir()
+    folder.remove_if_unused()
+    assert not (tmp_path / "runs").exists() and tmp_path.is_dir()
+
+
 def test_run_folder_that_is_a_file_is_a_user_error(tmp_path):
     (tmp_path / "try").write_text("")
     with pytest.raises(UserError, match="a file stands where a folder is needed"):

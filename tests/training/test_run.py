@@ -167,5 +167,6 @@ def test_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(finished):
 )
 def test_bad_input_is_one_clear_line(finished, change, text):
     with pytest.raises(UserError, match=text) as caught:
-        run_here(finished, finished / "bad", change)
+        run_here(finished, finished / "bad" / "run", change)
     assert "\n" not in str(caught.value)
+    assert not (finished / "bad").exists(), "what a refused run made is empty, and goes"
