@@ -40,6 +40,9 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
             "matmul_seconds": timeline.matmul_seconds,
             "exposed_seconds": sum(flight.exposed for flight in flights),
             "flops": dict(sorted(timeline.flops.items())),
+            "kernels": timeline.kernels,
+            "shortest_kernels": timeline.shortest,
+            "conditionals": sum(branch["executions"] for branch in timeline.skipped.values()),
         },
         "pipeline": _pipeline(timeline, flights),
         "totals": {
@@ -168,6 +171,13 @@ def report_text(report: dict) -> str:
         f"{_ms(step['matmul_seconds'])}, {flops / 1e12:.2f} TFLOP), exposed communication "
         f"{_ms(step['exposed_seconds'])}"
     )
+    lines.append(
+        f"{step['kernels']:,} kernels, {step['shortest_kernels']:,} of them at the floor of "
+        f"{report['model']['launch'] * 1e6:g} us; {step['conditionals']:,} conditionals"
+    )
+    parts = [f"{part['part']} {part['scope']}".strip() or "(unnamed)" for part in report["compute_by_scope"]]
+    seconds = [part["seconds"] for part in report["compute_by_scope"]]
+    lines.append("compute: " + ", ".join(f"{name} {_ms(own)}" for name, own in zip(parts, seconds, strict=True)))
     pipeline = report["pipeline"]
     if pipeline["exchange_seconds"] > 0:
         lines.append(

@@ -108,6 +108,7 @@ class Timeline:
       events: in order of their begin on each row.
       seconds: of the whole program; compute_seconds: of all kernels.
       flops: by arithmetic; matmul_seconds: of kernels with matmuls.
+      kernels: launched, each turn of a loop counted; shortest: those of them that last no longer than a launch.
       by_scope: (part, scope) -> compute seconds.
       skipped: of each conditional, by name: scope, part, executions, seconds of the branch taken and of the others, and
         collectives in those.
@@ -120,6 +121,8 @@ class Timeline:
     seconds: float = 0.0
     compute_seconds: float = 0.0
     matmul_seconds: float = 0.0
+    kernels: int = 0
+    shortest: int = 0
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
     by_scope: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     skipped: dict[str, dict] = dataclasses.field(default_factory=dict)
@@ -309,6 +312,8 @@ class _Player:
         line = self.timeline
         line.events.append(Event("compute", instruction.name, scope or "other compute", begin, self.now))
         line.compute_seconds += seconds
+        line.kernels += 1
+        line.shortest += seconds <= self.model.launch
         key = (pass_of(instruction.op_name), scope)
         line.by_scope[key] = line.by_scope.get(key, 0.0) + seconds
         for kind, count in cost.flops:

@@ -158,6 +158,9 @@ def test_report_sums_and_prints(tmp_path):
     assert of_scope["scope"] == "forward moe/dispatch" and of_scope["seconds"] == total["seconds"]
     assert total["bytes"] == total["bytes_beside_matmuls"] == 480 and total["executions"] == 3
     assert total["seconds"] == pytest.approx(60.0) and total["exposed_seconds"] == pytest.approx(12.0)
+    step = report["step"]  # a matmul in each of three turns
+    assert (step["kernels"], step["shortest_kernels"], step["conditionals"]) == (3, 0, 0)
+    assert "3 kernels, 0 of them at the floor" in report_text(report)
     assert report["step"]["modelled_seconds"] == pytest.approx(60.0)
     # one after the other 60 + 48 s of experts; at most the longer of the two is left, and here 48 + 12 are
     alone = {"exchange_seconds": 60.0, "experts_seconds": 48.0, "exposed_seconds": 12.0}
