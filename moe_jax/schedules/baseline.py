@@ -37,15 +37,15 @@ from moe_jax.dispatch import (
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.contract import (
     LayerSizes,
+    Packed,
     Routed,
     ScheduleOptions,
-    Sent,
     StagedSchedule,
     group_bucket_rows,
     layout_of,
     register,
 )
-from moe_jax.schedules.expert_group import cut, from_groups, join, member, to_groups
+from moe_jax.schedules.expert_group import cut, from_groups, grouping_of, join, member, to_groups
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated
 from moe_jax.schedules.passes import passes_needed
 
@@ -84,27 +84,42 @@ class Baseline(StagedSchedule):
             weights = replicated_to_varying(choice.weights, roles.model)
         return Routed(everyone, weights, routing, needed)
 
-    def dispatch(self, routed, index):
+    def pack(self, routed, index):
         roles, sizes, layout, me = self.roles, self.sizes, self.layout, member(self.roles)
         with jax.named_scope("dispatch"):
             parcel = pack(routed.routing, index, layout, sizes.top_k, sizes.groups, me)
             joint = _join(jax.tree.map(self._gather, parcel), layout)
             arriving = exchange_counts(joint.counts, roles.expert, self.ep_size)  # [D, Ns, G]
             sent, received = jnp.sum(joint.counts, (1, 2)), jnp.sum(arriving, (1, 2))
-            rows = self._send(permute_tokens(routed.tokens, joint), sent, received)
-            arrived = scale_gradient(rows, float(self.mp_size))
-            sorted_rows, group_sizes, grouping = to_groups(arrived, arriving.reshape(-1, sizes.groups), layout, me)
-        return Sent(sorted_rows, group_sizes, (parcel, sent, received, grouping))
+            grouping = grouping_of(arriving.reshape(-1, sizes.groups), layout, me)
+            return Packed(permute_tokens(routed.tokens, joint), (parcel, sent, received, grouping))
 
-    def combine(self, done, metadata, routed):
-        parcel, sent, received, grouping = metadata
+    def send(self, rows, metadata):
+        _, sent, received, _ = metadata
+        with jax.named_scope("dispatch"):
+            return self._send(rows, sent, received)
+
+    def arrive(self, received, metadata):
+        group_sizes, grouping = metadata[-1]
+        with jax.named_scope("dispatch"):
+            return to_groups(scale_gradient(received, float(self.mp_size)), grouping), group_sizes
+
+    def depart(self, done, metadata):
+        with jax.named_scope("combine"):
+            return from_groups(done, metadata[-1][1])
+
+    def send_back(self, rows, metadata):
+        _, sent, received, _ = metadata
+        with jax.named_scope("combine"):
+            return self._send(self._counted_once(rows), received, sent)
+
+    def unpack(self, returned, metadata, routed):
         layout, esp_size = self.layout, self.esp_size
         with jax.named_scope("combine"):
-            home = self._send(self._counted_once(from_groups(done, grouping)), received, sent)
             shards = self.roles.expert_shard if esp_size > 1 else ()
-            parts = (blocks.reshape((-1, esp_size) + blocks.shape[1:]) for _, blocks in cut(home, layout, esp_size))
-            home = join(own_part(blocks, shards, dim=1)[:, 0] for blocks in parts)
-            return unpermute_tokens(home, routed.weights, parcel)
+            parts = (blocks.reshape((-1, esp_size) + blocks.shape[1:]) for _, blocks in cut(returned, layout, esp_size))
+            own = join(own_part(blocks, shards, dim=1)[:, 0] for blocks in parts)
+            return unpermute_tokens(own, routed.weights, metadata[0])
 
     def leave(self, y):
         return from_replicated(varying_to_replicated(y, self.roles.model), self.roles, self.options)
@@ -122,7 +137,7 @@ class Baseline(StagedSchedule):
         return join(self.exchanges[kind](part, sent, received).reshape(-1, 1, array.shape[-1]) for kind, part in blocks)
 
     def _counted_once(self, done):
-        """Undo the scaling of `dispatch` and sum the shards' partial outputs: each expert's gradient counts once."""
+        """Undo the scaling of `arrive` and sum the shards' partial outputs: each expert's gradient counts once."""
         done = scale_gradient(done, 1.0 / self.mp_size)
         return lax.psum(done, self.roles.expert_shard) if self.esp_size > 1 else done
 

@@ -12,6 +12,16 @@ record of what it is, and called by the layer (`moe/layer.py`) inside `shard_map
     (the layer: later passes, summed)
     y           = schedule.leave(schedule.collect(y))          [t, M] again
 
+A `StagedSchedule` says in six methods what dispatch and combine are, so that each exchange stands alone and something
+else can run beside it:
+
+    packed      = schedule.pack(routed, index)                 rows in the order in which they leave; all index work
+    received    = schedule.send(packed.rows, packed.metadata)  the exchange
+    rows, sizes = schedule.arrive(received, metadata)          in group order
+    back        = schedule.depart(done, metadata)              computed rows in the order in which they came
+    returned    = schedule.send_back(back, metadata)           the exchange back
+    y           = schedule.unpack(returned, metadata, routed)
+
 Under MP the t tokens of the group enter and leave replicated; with `split_tokens` x and y are this device's part
 [t / N_MP, M] (see `mp_tokens.py`), and `token_ids` are always all t. A schedule whose experts stand amid its
 communication has no dispatch and combine: it is a `Schedule` with a `run_pass` of its own; all others are a
@@ -162,6 +172,19 @@ class Routed:
 
 
 @record
+class Packed:
+    """What leaves a device in one pass.
+
+    Attributes:
+      rows: float [R, M] in the order of the exchange, or what `send` takes them from.
+      metadata: pytree of integer arrays, what every later step of this pass needs.
+    """
+
+    rows: jax.Array
+    metadata: Any
+
+
+@record
 class Sent:
     """The rows of one pass, on the device of their experts.
 
@@ -217,15 +240,41 @@ class Schedule(abc.ABC):
 
 
 class StagedSchedule(Schedule):
-    """A schedule whose experts run in one piece, so that a caller may place something beside them."""
+    """A schedule whose experts run in one piece, so that a caller may place something beside them or its exchanges."""
 
     @abc.abstractmethod
+    def pack(self, routed: Routed, index) -> Packed:
+        """Return the rows of pass `index` as they leave, and all that is known of where they go."""
+
+    @abc.abstractmethod
+    def send(self, rows, metadata):
+        """Exchange rows; of the metadata only sizes are read."""
+
+    @abc.abstractmethod
+    def arrive(self, received, metadata):
+        """Return (received rows in group order [R, M], group_sizes int32 [G])."""
+
+    @abc.abstractmethod
+    def depart(self, done, metadata):
+        """Return computed rows [R, M], in group order, in the order in which they came."""
+
+    @abc.abstractmethod
+    def send_back(self, rows, metadata):
+        """Exchange computed rows the other way."""
+
+    @abc.abstractmethod
+    def unpack(self, returned, metadata, routed: Routed):
+        """Return the sum of each token's rows, weighted; of `routed` only the weights are read."""
+
     def dispatch(self, routed: Routed, index) -> Sent:
         """Send the rows of pass `index` to their experts."""
+        packed = self.pack(routed, index)
+        rows, group_sizes = self.arrive(self.send(packed.rows, packed.metadata), packed.metadata)
+        return Sent(rows, group_sizes, packed.metadata)
 
-    @abc.abstractmethod
     def combine(self, done, metadata, routed: Routed):
-        """Return computed rows [R, M] to their tokens, weighted; of `routed` only the weights are read."""
+        """Return computed rows [R, M] to their tokens, weighted."""
+        return self.unpack(self.send_back(self.depart(done, metadata), metadata), metadata, routed)
 
     def run_pass(self, routed: Routed, index, experts: Callable):
         sent = self.dispatch(routed, index)

@@ -136,17 +136,21 @@ def _sum_repeats(esp_size, _, d):
 _repeat.defvjp(lambda esp_size, array: (_repeat(esp_size, array), None), _sum_repeats)
 
 
-def to_groups(received, counts, layout: BucketLayout, me):
-    """Bring rows that arrived into group order: (rows [R, M], group_sizes int32 [G], how to go back).
+def grouping_of(counts, layout: BucketLayout, me):
+    """Return (group_sizes int32 [G], how arriving rows form groups: a `Grouping`, None where they do already).
 
     Args:
-      received: rows as `ExpertGroup.send` returns them; counts: int32 [P, G], of each source; layout: that they were
-        packed by; me: int32 [], this device's EP member.
+      counts: int32 [P, G], of each source; layout: that rows are packed by; me: int32 [], this device's EP member.
     """
-    if counts.shape[0] == 1:  # one bucket, already in group order
-        return received, counts[0], None
+    if counts.shape[0] == 1:  # one bucket
+        return counts[0], None
     grouping = regroup(counts, layout, me)
-    return permute_rows(received, grouping), grouping.group_sizes, grouping
+    return grouping.group_sizes, grouping
+
+
+def to_groups(received, grouping):
+    """Bring rows as `ExpertGroup.send` returns them into group order."""
+    return received if grouping is None else permute_rows(received, grouping)
 
 
 def from_groups(done, grouping):

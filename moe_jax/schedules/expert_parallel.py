@@ -15,15 +15,15 @@ from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.contract import (
     LayerSizes,
+    Packed,
     Routed,
     ScheduleOptions,
-    Sent,
     StagedSchedule,
     layout_of,
     own_bucket_rows,
     register,
 )
-from moe_jax.schedules.expert_group import build_expert_group, from_groups, member, to_groups
+from moe_jax.schedules.expert_group import build_expert_group, from_groups, grouping_of, member, to_groups
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed
 
@@ -51,20 +51,35 @@ class ExpertParallel(StagedSchedule):
             needed = passes_needed(mine, self.most_passes, roles.all)
         return Routed(tokens, choice.weights, routing, needed)
 
-    def dispatch(self, routed, index):
-        sizes, group, layout, me = self.sizes, self.group, self.layout, member(self.roles)
+    def pack(self, routed, index):
+        sizes, layout, me = self.sizes, self.layout, member(self.roles)
         with jax.named_scope("dispatch"):
             parcel = pack(routed.routing, index, layout, sizes.top_k, sizes.groups, me)
-            arriving = group.send_counts(parcel.counts)
-            received = group.send(permute_tokens(routed.tokens, parcel), parcel.counts, arriving, layout)
-            sorted_rows, group_sizes, grouping = to_groups(received, arriving, layout, me)
-        return Sent(sorted_rows, group_sizes, (parcel, arriving, grouping))
+            arriving = self.group.send_counts(parcel.counts)
+            return Packed(permute_tokens(routed.tokens, parcel), (parcel, arriving, grouping_of(arriving, layout, me)))
 
-    def combine(self, done, metadata, routed):
-        parcel, arriving, grouping = metadata
+    def send(self, rows, metadata):
+        parcel, arriving, _ = metadata
+        with jax.named_scope("dispatch"):
+            return self.group.send(rows, parcel.counts, arriving, self.layout)
+
+    def arrive(self, received, metadata):
+        group_sizes, grouping = metadata[-1]
+        with jax.named_scope("dispatch"):
+            return to_groups(received, grouping), group_sizes
+
+    def depart(self, done, metadata):
         with jax.named_scope("combine"):
-            home = self.group.send_back(from_groups(done, grouping), parcel.counts, arriving, self.layout)
-            return unpermute_tokens(home, routed.weights, parcel)
+            return from_groups(done, metadata[-1][1])
+
+    def send_back(self, rows, metadata):
+        parcel, arriving, _ = metadata
+        with jax.named_scope("combine"):
+            return self.group.send_back(rows, parcel.counts, arriving, self.layout)
+
+    def unpack(self, returned, metadata, routed):
+        with jax.named_scope("combine"):
+            return unpermute_tokens(returned, routed.weights, metadata[0])
 
     def leave(self, y):
         with jax.named_scope("combine"):

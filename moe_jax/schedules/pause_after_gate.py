@@ -42,14 +42,23 @@ from moe_jax.dispatch import (
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.contract import (
     LayerSizes,
+    Packed,
     Routed,
     ScheduleOptions,
-    Sent,
     StagedSchedule,
     layout_of,
     register,
 )
-from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, cut, from_groups, join, member, to_groups
+from moe_jax.schedules.expert_group import (
+    ExpertGroup,
+    build_expert_group,
+    cut,
+    from_groups,
+    grouping_of,
+    join,
+    member,
+    to_groups,
+)
 from moe_jax.schedules.gather_choice import choose_gather
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated
 from moe_jax.schedules.passes import passes_needed
@@ -144,7 +153,7 @@ class PauseAfterGate(StagedSchedule):
             needed = passes_needed(mine, self.most_passes, roles.all)
         return Routed(tokens, choice.weights, routing, needed)
 
-    def dispatch(self, routed, index):
+    def pack(self, routed, index):
         roles, sizes, layout, move = self.roles, self.sizes, self.layout, self.move
         with jax.named_scope("dispatch"):
             me = _lead_member(roles)
@@ -158,15 +167,30 @@ class PauseAfterGate(StagedSchedule):
             else:
                 whole = _whole([cut_part(index * self.mp_size + part) for part in range(self.mp_size)], move.part)
             arriving = self.group.send_counts(mine.counts)
-            received = _send_tokens(move, routed.tokens, mine, whole, arriving)
-            sorted_rows, group_sizes, grouping = to_groups(received, arriving, move.part, member(roles))
-        return Sent(sorted_rows, group_sizes, (whole, mine.counts, arriving, grouping))
+            return Packed(routed.tokens, (whole, mine, arriving, grouping_of(arriving, move.part, member(roles))))
 
-    def combine(self, done, metadata, routed):
-        whole, counts, arriving, grouping = metadata
+    def send(self, rows, metadata):
+        whole, mine, arriving, _ = metadata
+        with jax.named_scope("dispatch"):  # `rows` are the tokens: the way back takes other rows of them
+            return _send_tokens(self.move, rows, mine, whole, arriving)
+
+    def arrive(self, received, metadata):
+        group_sizes, grouping = metadata[-1]
+        with jax.named_scope("dispatch"):
+            return to_groups(received, grouping), group_sizes
+
+    def depart(self, done, metadata):
         with jax.named_scope("combine"):
-            home = _collect_rows(self.move, from_groups(done, grouping), counts, arriving)
-            return unpermute_tokens(home, routed.weights, whole)
+            return from_groups(done, metadata[-1][1])
+
+    def send_back(self, rows, metadata):
+        _, mine, arriving, _ = metadata
+        with jax.named_scope("combine"):
+            return _collect_rows(self.move, rows, mine.counts, arriving)
+
+    def unpack(self, returned, metadata, routed):
+        with jax.named_scope("combine"):
+            return unpermute_tokens(returned, routed.weights, metadata[0])
 
     def leave(self, y):
         return from_replicated(y, self.roles, self.options)
