@@ -46,6 +46,7 @@ MAY_DIFFER = (
     "MoEConfig.bucket_slack",
     "ModelConfig.attention",
     "ModelConfig.remat",
+    "ModelConfig.overlap",
     "ModelConfig.prefetch",
     "ModelConfig.prefetch_case",
     "ModelConfig.refetch_replicas",

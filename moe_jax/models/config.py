@@ -21,6 +21,7 @@ CHOICES = {
     ),
     "prefetch": SCHEDULES,
     "prefetch_case": CASES,
+    "overlap": ("auto", "none", "halves"),
     "stack": ("scan", "unrolled"),
 }  # fmt: skip
 
@@ -50,11 +51,14 @@ class ModelConfig:
         have it for this dtype and head size, else 'xla' (`models/attention.py`).
       dtype: compute dtype; parameters are float32 (float64 where this is float64).
       remat: what the backward recomputes per block: 'none', 'dots' (all but matmul results), 'block' (everything), or
-        the name of a policy in `jax.checkpoint_policies`. With a `prefetch` it is applied to each stage of a block:
+        the name of a policy in `jax.checkpoint_policies`. With a `prefetch` or `overlap` it is applied to each stage:
         'block' saves the inputs of attention and of the MoE layer.
       prefetch: when replicas travel: 'none' (before attention, in the compiler's order), or a block-wise schedule,
         'hecate' or 'pro_prophet', with a backward of its own.
       prefetch_case: of 'pro_prophet', what transfers run beside: 'attention', 'expert' or 'split' over both.
+      overlap: 'halves' cuts each device's sequences into two halves, of which one computes while the other's tokens
+        travel; tokens of a half are gated together. 'none' leaves them in one piece. 'auto' is what is modelled to be
+        faster on several nodes of GPUs (`training/overlap_choice.py`), and 'none' elsewhere.
       sequence_parallel: keep norms and residuals split over the tokens within an MP group (MeshConfig.model), with an
         all-gather before and a reduce-scatter after the matmuls of attention and dense FFN, instead of an all-reduce.
       refetch_replicas: with a prefetch, drop replicas after the forward, fetch them again in the backward (Hecate-RM).
@@ -82,6 +86,7 @@ class ModelConfig:
     remat: str = "none"
     prefetch: str = "none"
     prefetch_case: str = "split"
+    overlap: str = "auto"
     sequence_parallel: bool = False
     refetch_replicas: bool = False
     stack: str = "scan"
@@ -152,13 +157,18 @@ class ModelConfig:
 
     @property
     def block_wise(self) -> Prefetch:
-        """When replicas travel, as `moe_jax.overlap` takes it."""
-        return Prefetch(schedule=self.prefetch, case=self.prefetch_case, refetch_replicas=self.refetch_replicas)
+        """What runs beside what, as `moe_jax.overlap` takes it."""
+        return Prefetch(
+            schedule=self.prefetch,
+            case=self.prefetch_case,
+            refetch_replicas=self.refetch_replicas,
+            halves=self.overlap == "halves",
+        )
 
     @property
     def replica_layers(self) -> int:
         """Layers whose replicas are in memory at a time."""
-        if self.prefetch != "none":
+        if self.block_wise.is_block_wise:
             return self.block_wise.build(self.moe_layers).layers_alive()
         return 1 if self.remat in ("block", "nothing_saveable") else self.moe_layers
 

@@ -8,6 +8,7 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from moe_jax.collectives.bucket_rows import round_up
 from moe_jax.collectives.gather import gather_tree
 from moe_jax.collectives.sparse_all_gather import Transfer
 from moe_jax.collectives.varying import cast_varying
@@ -97,7 +99,10 @@ def _make_dense_loop(segment: Segment, roles: Roles, layout: Layout, group: Mode
     parts, gather = roles.size(roles.dense), layout.gather["units"]
 
     def body(x, unit_params):
-        return nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts)).attend(x, group), None
+        unit = nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts))
+        if group.parts == 1:
+            return unit.attend(x, group), None
+        return jnp.concatenate([unit.attend(half, group.part()) for half in jnp.split(x, group.parts)]), None
 
     body = checkpointed(body, config.remat)
 
@@ -121,7 +126,7 @@ def _make_moe_loop(
     parts, gather = roles.size(roles.dense), layout.gather["units"]
     noisy = training and build_router(segment.moe).draws
 
-    if config.prefetch != "none":
+    if config.block_wise.is_block_wise:
         return _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group)
     moe = make_moe(segment.moe, roles, tokens, config.activation, plan, group.split, tokens // group.rows)
     first, last = segment.first_layer, segment.first_layer + config.moe_layers
@@ -178,21 +183,30 @@ def checkpointed(function, remat: str):
 
 def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
     config = segment.config
+    name, value = ("overlap", config.overlap) if config.overlap != "none" else ("prefetch", config.prefetch)
     if layout.dp_stage is not None:
         raise UserError(
-            f"ModelConfig.prefetch ({config.prefetch!r}) has nothing to move under MoEConfig.schedule = "
-            f"{segment.moe.schedule!r}; set ModelConfig.prefetch = 'none'"
+            f"ModelConfig.{name} ({value!r}) has nothing to move under MoEConfig.schedule = "
+            f"{segment.moe.schedule!r}; set ModelConfig.{name} = 'none'"
         )
     if not schedule_record(segment.moe.schedule).one_piece:
         records = map(schedule_record, schedules())
         possible = [record.name for record in records if record.one_piece and record.moves_tokens]
         raise UserError(
-            f"ModelConfig.prefetch needs a MoEConfig.schedule whose experts run in one piece, not "
+            f"ModelConfig.{name} needs a MoEConfig.schedule whose experts run in one piece, not "
             f"{segment.moe.schedule!r}; set MoEConfig.schedule to one of {', '.join(possible)}, or "
-            "ModelConfig.prefetch = 'none'"
+            f"ModelConfig.{name} = 'none'"
         )
+    if segment.moe.record_choices and config.block_wise.halves and roles.model:
+        raise UserError(
+            "MoEConfig.record_choices (True) cannot say whose choices they are with ModelConfig.overlap = 'halves' and "
+            f"MeshConfig.model = {roles.size(roles.model)}; set ModelConfig.overlap = 'none'"
+        )
+    group = group.part()
+    tokens //= 2 if config.block_wise.halves else 1
     gather, parts = layout.gather["units"], roles.size(roles.dense)
     recompute = config.remat in ("block", "nothing_saveable")
+    own_plan = _half_of(plan) if config.block_wise.halves else plan
     shares = {} if plan is None else {"trans_share": plan.trans_share, "agg_share": plan.agg_share}
     schedule = config.block_wise.build(config.moe_layers, recompute=recompute, **shares)
 
@@ -211,7 +225,7 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
         stages=Stages(
             attend=attend,
             enter_moe=enter_moe,
-            moe=make_moe(segment.moe, roles, tokens, config.activation, plan, group.split, tokens // group.rows),
+            moe=make_moe(segment.moe, roles, tokens, config.activation, own_plan, group.split, tokens // group.rows),
             checkpoint=lambda function: checkpointed(function, config.remat),
             # the schedule's window `recompute` runs these stages again, so no checkpoint does
             moe_checkpoint=lambda function: checkpointed(function, "none" if recompute else config.remat),
@@ -228,14 +242,20 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
     def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None):
         if replay is not None:
             raise UserError(
-                f"Batch.choices cannot be replayed with ModelConfig.prefetch = {config.prefetch!r}; set "
-                "ModelConfig.prefetch = 'none'"
+                f"Batch.choices cannot be replayed with ModelConfig.{name} = {value!r}; set ModelConfig.{name} = 'none'"
             )
         mix, gate = of_moe(units)
         bank = cast_varying(bank, roles.all)  # as rows vary: a cast inside a stage would be saved for its backward
         return prefetcher(x, (mix, gate), grad_sink, Constants(bank, tables, token_ids, key))
 
     return loop
+
+
+def _half_of(plan: PlanShape | None) -> PlanShape | None:
+    """Return the plan as half of a device's sequences meet it: buckets half as long."""
+    if plan is None or plan.bucket_rows is None:
+        return plan
+    return dataclasses.replace(plan, bucket_rows=plan.bucket_rows.each(lambda rows: round_up(rows / 2, 8)))
 
 
 def of_moe(units: dict) -> tuple[dict, dict]:

@@ -30,7 +30,7 @@ from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.distillation import Teacher, chunked_distillation
 from moe_jax.models.language_model import Batch, LanguageModel, Layout, StepStats, by_layer
 from moe_jax.models.layer_loop import make_layers
-from moe_jax.models.model_group import check_sequence_parallel, make_model_group
+from moe_jax.models.model_group import ModelGroup, check_sequence_parallel, make_model_group
 from moe_jax.models.segments import Segment, joined, own_layers
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
@@ -171,6 +171,12 @@ def _make_stack(
     config, roles = model.config, model.roles
     tokens = rows * length
     parts = roles.size(roles.dense)
+    group = _group_of(model, rows)
+    if teacher is not None and group.split and group.parts > 1:
+        raise UserError(
+            "ModelConfig.overlap ('halves') with ModelConfig.sequence_parallel orders tokens as the teacher does not; "
+            "set ModelConfig.overlap = 'none'"
+        )
     trunk = _make_trunk(model, layout, rows, length, training, plan)
     if teacher is not None:
         teacher_trunk = _make_trunk(teacher.model, teacher.layout, rows, length, False, None)
@@ -178,7 +184,7 @@ def _make_stack(
     def stack(dense, bank, grad_sink, batch, tables, key, first_row, normalizer, *frozen):
         replay = None if batch.choices is None else by_layer(batch.choices)
         x, table, found = trunk(dense, bank, grad_sink, batch.inputs, tables, key, first_row, replay)
-        targets, weights = (own_part(array.reshape(-1), roles.model) for array in (batch.targets, batch.weights))
+        targets, weights = group.own_flat(batch.targets), group.own_flat(batch.weights)
         rows = targets, weights, config.loss_chunk
         if teacher is None:
             with jax.named_scope("loss"):
@@ -281,6 +287,12 @@ def _needed(sums: list[_LayerSums]) -> jax.Array | None:
     return _all_layers(parts)
 
 
+def _group_of(model: LanguageModel, rows: int) -> ModelGroup:
+    """Return how a model's MP groups keep their tokens."""
+    config = model.config
+    return make_model_group(model.roles, rows, config.sequence_parallel, config.block_wise.halves)
+
+
 def _opened(grad_sink: dict, tables) -> dict:
     """Return a segment's grad_sink by layer, {name: [L, Hs, ...]}."""
     return {name: open_grad_sink(leaf, tables.home_row) for name, leaf in grad_sink.items()}
@@ -301,7 +313,7 @@ def _make_trunk(
     tokens = rows * length
     transformer = nnx.split(nnx.eval_shape(lambda: Transformer(config, model.moe, model.vocab_size, nnx.Rngs(0))))[0]
     parts = roles.size(roles.dense)
-    group = make_model_group(roles, rows, config.sequence_parallel)
+    group = _group_of(model, rows)
     layers = make_layers(model, layout, tokens, training, plan, _make_bank_store, group)
 
     def trunk(dense, bank, grad_sink, inputs, tables, key, first_row, replay=None):

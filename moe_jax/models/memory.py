@@ -382,7 +382,7 @@ def _unit_bytes(
     unit = (attention + experts + beside if has_experts else 0) + (attention + hidden if dense else 0)
     residual = {
         "none": unit,
-        "block": compute_itemsize * own * (1 if config.prefetch == "none" else 2),
+        "block": compute_itemsize * own * (2 if config.block_wise.is_block_wise else 1),
         "dots": compute_itemsize * (dense + has_experts) * (dim + own + 3 * dim / model)
         + (compute_itemsize * (dim + config.ffn_dim / model) if dense else 0)
         + (compute_itemsize * (dim + shared) if shared and has_experts else 0),

@@ -34,11 +34,17 @@ class ModelGroup:
       axes: mesh axes of the group, () for a group of one.
       rows: b.
       split: whether the residual stream is split over tokens.
+      parts: 2 where the sequences are cut into halves; a split residual stream then holds a part of each of them.
     """
 
     axes: tuple[str, ...] = ()
     rows: int = 1
     split: bool = False
+    parts: int = 1
+
+    def part(self) -> ModelGroup:
+        """Return the group as it holds one of the parts."""
+        return dataclasses.replace(self, rows=self.rows // self.parts, parts=1)
 
     def project(self, h, function: Callable, *weights):
         """Return function(tokens [b, Sq, M], *weights), the first matmul of attention or FFN.
@@ -69,7 +75,13 @@ class ModelGroup:
 
     def own_tokens(self, tokens):
         """Return the part of [b, Sq] that this device keeps: [t / N_MP] of split tokens, else all of it."""
-        return own_part(tokens.reshape(-1), self.axes) if self.split else tokens
+        return self.own_flat(tokens) if self.split else tokens
+
+    def own_flat(self, tokens):
+        """Return [t / N_MP, ...] of [b, Sq, ...], the tokens that this device takes to the loss, in their order."""
+        flat = tokens.reshape(self.parts if self.split else 1, -1, *tokens.shape[2:])
+        own = own_part(flat, self.axes, dim=1)
+        return own.reshape(-1, *own.shape[2:])
 
     def positions(self, length: int):
         """Return int32, the position of every token that `own_tokens` keeps, within its sequence of `length`."""
@@ -77,9 +89,19 @@ class ModelGroup:
         return self.own_tokens(index.reshape(self.rows, length))
 
 
-def make_model_group(roles: Roles, rows: int, sequence_parallel: bool) -> ModelGroup:
-    """Return the MP group of a mesh whose groups hold `rows` sequences each; a group of one has nothing to split."""
-    return ModelGroup(roles.model, rows, sequence_parallel and bool(roles.model))
+def make_model_group(roles: Roles, rows: int, sequence_parallel: bool, halves: bool = False) -> ModelGroup:
+    """Return the MP group of a mesh whose groups hold `rows` sequences each; a group of one has nothing to split.
+
+    Raises:
+      UserError: halves of an odd number of sequences.
+    """
+    if halves and rows % 2:
+        raise UserError(
+            f"ModelConfig.overlap ('halves') cuts the {rows} sequences of a device into two halves; make "
+            "train.batch_size an even multiple of the data-parallel devices times train.grad_accum_steps, or set "
+            "ModelConfig.overlap = 'none'"
+        )
+    return ModelGroup(roles.model, rows, sequence_parallel and bool(roles.model), 2 if halves else 1)
 
 
 def check_sequence_parallel(sequence_parallel: bool, length: int, roles: Roles) -> None:

@@ -1,4 +1,4 @@
-"""One layer as four functions, and the residuals that each of them saves for its backward.
+"""One layer as six functions, and the residuals that each of them saves for its backward.
 
 Inputs: this device's activations, one layer's parameters and tables, its part of the bank, its replicas. Outputs: the
 results of each stage, and `Residuals`. `prefetch.py` has the order of the stages and the transfers beside them.
@@ -48,6 +48,8 @@ class LayerInputs:
 class Stages:
     """The functions of one layer. Each stage returns its result and, with `save_residuals`, `Residuals`, else None.
 
+    The exchanges stand alone (`send`, `send_back`), with all computation in the stages around them.
+
     Attributes:
       attend: (mix, gate, x [b, Sq, M]) -> [b, Sq, M], everything before the MoE layer.
       enter_moe: (mix, gate, x) -> ([t, M], what shared experts add), what `Unit.enter_moe` returns.
@@ -69,10 +71,10 @@ class Stages:
 
         return self._run(self.checkpoint(run), (x, inputs.mix), inputs, save_residuals)
 
-    def dispatch(self, a, inputs: LayerInputs, save_residuals: bool):
-        """Gate and send: returns ((rows, context's floats, stats' floats, late grad_sinks), what has no gradient).
+    def route(self, a, inputs: LayerInputs, save_residuals: bool):
+        """Gate and pack: returns ((rows, context's floats, stats' floats, late grad_sinks), what has no gradient).
 
-        The latter are (group sizes, integers beside the floats, passes, late replicas): replicas that come after the
+        The latter are (metadata, the rest of context and stats, passes, late replicas): replicas that come after the
         gate, a tuple of {name: [m, ...]}, and the grad_sinks through which their gradients enter.
         """
 
@@ -89,35 +91,47 @@ class Stages:
                 inputs.tables,
                 inputs.noise_key,
             )
-            sent = schedule.dispatch(routed, 0)
+            packed = schedule.pack(routed, 0)
             before = lax.stop_gradient(stats) if schedule.most_passes > 1 else None  # later passes wait for them
-            context = sent.metadata, schedule.after_dispatch(routed), before, beside
+            context = schedule.after_dispatch(routed), before, beside
             (context, stats), whole = split_floats((context, stats))
             values, late_grad_sinks = (tuple(part) for part in zip(*late, strict=True)) if late else ((), ())
-            return (sent.rows, context, stats, late_grad_sinks), (sent.group_sizes, whole, routed.passes, values)
+            return (packed.rows, context, stats, late_grad_sinks), (packed.metadata, whole, routed.passes, values)
 
         arguments = (a, inputs.gate, inputs.grad_sinks[0] if self.moe.late else {})
         return self._run(self.moe_checkpoint(run), arguments, inputs, save_residuals, has_aux=True)
 
-    def experts(self, rows, group_sizes, inputs: LayerInputs, save_residuals: bool):
-        """Compute rows [R, M]."""
+    def send(self, rows, metadata, inputs: LayerInputs, save_residuals: bool):
+        """Exchange the packed rows."""
+        schedule = self.moe.schedule_of(rows)
+        return self._run(lambda rows: schedule.send(rows, metadata), (rows,), inputs, save_residuals)
 
-        def run(rows, grad_sinks):
-            return self.moe.experts(rows, group_sizes, self._weights(inputs, grad_sinks))
+    def experts(self, received, metadata, inputs: LayerInputs, save_residuals: bool):
+        """Compute received rows, which leave in the order in which they came."""
+        schedule = self.moe.schedule_of(received)
 
-        return self._run(self.moe_checkpoint(run), (rows, inputs.grad_sinks), inputs, save_residuals)
+        def run(received, grad_sinks):
+            rows, group_sizes = schedule.arrive(received, metadata)
+            return schedule.depart(self.moe.experts(rows, group_sizes, self._weights(inputs, grad_sinks)), metadata)
 
-    def combine(self, done, context, whole, inputs: LayerInputs, save_residuals: bool):
-        """Return rows to their sources and run the later passes: [t, M]."""
+        return self._run(self.moe_checkpoint(run), (received, inputs.grad_sinks), inputs, save_residuals)
 
-        def run(done, context, grad_sinks):
-            metadata, routed, stats, beside = join_floats(context, whole)
-            y = self.moe.schedule_of(done).combine(done, metadata, routed)
+    def send_back(self, rows, metadata, inputs: LayerInputs, save_residuals: bool):
+        """Exchange the computed rows the other way."""
+        schedule = self.moe.schedule_of(rows)
+        return self._run(lambda rows: schedule.send_back(rows, metadata), (rows,), inputs, save_residuals)
+
+    def unpack(self, returned, metadata, context, whole, inputs: LayerInputs, save_residuals: bool):
+        """Bring returned rows to their tokens and run the later passes: [t, M]."""
+
+        def run(returned, context, grad_sinks):
+            routed, stats, beside = join_floats(context, whole)
+            y = self.moe.schedule_of(returned).unpack(returned, metadata, routed)
             experts = functools.partial(self.moe.experts, weights=self._weights(inputs, grad_sinks))
             y = self.moe.finish(y, routed, stats, experts)
             return add_shared(y, *beside)
 
-        return self._run(self.moe_checkpoint(run), (done, context, inputs.grad_sinks), inputs, save_residuals)
+        return self._run(self.moe_checkpoint(run), (returned, context, inputs.grad_sinks), inputs, save_residuals)
 
     def _weights(self, inputs: LayerInputs, grad_sinks) -> ExpertWeights:
         home, of_replicas = grad_sinks

@@ -4,11 +4,16 @@ Inputs: a schedule's name, the number of layers, and how transfers are cut. Outp
 in the order of the program. The model builds its step from it, the cost model its overlap, and `gantt` its picture.
 Nothing here runs or takes time.
 
-A layer is four stages: attention (everything before the gate), dispatch, experts, combine. *Trans* brings parameters to
+A layer is four stages: attention (everything before the gate), dispatch, experts, combine. Dispatch is route (gate and
+pack) and send, the exchange; combine is send_back, the other exchange, and unpack. *Trans* brings parameters to
 the replicas, *Agg* sums the replicas' gradients at home. Trans runs once per layer, with `refetch_replicas` (Hecate's
 re-materialisation) a second time in the backward.
+
+A device's sequences may be cut into two halves, a and b, that do not depend on each other: while one waits for its
+exchange the other computes. A window then names its half, and an exchange the windows of the other half beside it.
 Letters: docs/notation.md; i a turn of a loop.
-Source: Hecate, section 3.2; Pro-Prophet, section V-B, algorithm 2 and figure 9.
+Source: Hecate, section 3.2; Pro-Prophet, section V-B, algorithm 2 and figure 9; halves: design, after DualPipe
+(DeepSeek-V3, section 3.2.1), within one device and one step.
 """
 
 from __future__ import annotations
@@ -19,7 +24,6 @@ from moe_jax.errors import UserError
 
 SCHEDULES = ("none", "hecate", "pro_prophet")
 CASES = ("split", "attention", "expert")  # figure 9 c, b, a
-STAGES = ("attention", "dispatch", "experts", "combine", "recompute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +44,25 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One stage of one layer, and the moves that are in flight while it computes."""
+    """One stage of one layer, and what is in flight while it computes.
+
+    Attributes:
+      beside: the moves.
+      half: 0 (a) or 1 (b) of a device's sequences, None for all of them.
+      others: of an exchange, the windows of the other half that run at the same time, one after the other; both sides
+        start when what both read is there.
+    """
 
     stage: str
     layer: int
     beside: tuple[Move, ...] = ()
+    half: int | None = None
+    others: tuple[Window, ...] = ()
+
+    @property
+    def pair(self) -> tuple[Window, ...]:
+        """The window and its `others`."""
+        return (self, *self.others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +96,10 @@ class BlockSchedule:
     refetch_replicas: bool
     forward: Loop
     backward: Loop
+    halves: bool = False
 
     def windows(self) -> tuple[tuple[str, Window], ...]:
-        """Return ('forward' or 'backward', window) of the whole step, in order."""
+        """Return ('forward' or 'backward', window) of the whole step, in order; `others` are inside theirs."""
         return tuple(
             (name, window) for name in ("forward", "backward") for window in getattr(self, name).windows(self.layers)
         )
@@ -88,12 +107,14 @@ class BlockSchedule:
     def layers_alive(self) -> int:
         """Return the most layers whose replicas are in memory at the end of any window, those in flight included."""
         alive, most = set(), 0
-        for direction, window in self.windows():
-            alive |= {move.layer for move in window.beside if move.kind == "trans"}
+        for direction, both in self.windows():
+            alive |= {move.layer for window in both.pair for move in window.beside if move.kind == "trans"}
             most = max(most, len(alive))
-            last = window.stage == ("combine" if direction == "forward" else "experts")
-            if last and not (direction == "forward" and (not self.refetch_replicas or window.layer == self.layers - 1)):
-                alive.discard(window.layer)
+            ends, half = (("combine", "unpack"), 1) if direction == "forward" else (("experts",), 0)
+            for window in both.pair:
+                keeps = direction == "forward" and (not self.refetch_replicas or window.layer == self.layers - 1)
+                if window.stage in ends and window.half in (None, half) and not keeps:
+                    alive.discard(window.layer)
         return most
 
 
@@ -105,11 +126,14 @@ class Prefetch:
       schedule: 'none', 'hecate' or 'pro_prophet'.
       case: of `pro_prophet`, where Trans and Agg go: 'attention', 'expert', or 'split' over both (its figure 9).
       refetch_replicas: drop replicas after the forward, fetch them again in the backward (Hecate-RM).
+      halves: two halves of a device's sequences, one computing while the other's rows travel; replicas that no schedule
+        places travel as under 'hecate'.
     """
 
     schedule: str = "none"
     case: str = "split"
     refetch_replicas: bool = False
+    halves: bool = False
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
@@ -130,22 +154,31 @@ class Prefetch:
         Raises:
           ValueError: for 'none', which is no schedule, or a share outside 0 .. 1.
         """
-        if self.schedule == "none" or layers < 1:
+        if not self.is_block_wise or layers < 1:
             raise ValueError(f"no block-wise schedule {self.schedule!r} of {layers} layers can be built")
-        if self.schedule == "hecate":
+        if self.schedule == "hecate" and not self.halves:
             forward, backward = _hecate(layers, self.refetch_replicas, recompute)
         else:
             shares = {"attention": (1.0, 1.0), "expert": (0.0, 0.0), "split": (trans_share, agg_share)}[self.case]
             if not all(0 <= share <= 1 for share in shares):
                 raise ValueError(f"shares of Trans and Agg beside attention {shares} must lie between 0 and 1")
-            forward, backward = _pro_prophet(layers, *shares, self.refetch_replicas, recompute)
+            if self.schedule != "pro_prophet":
+                shares = (1.0, 1.0)
+            build = (_halves_again if recompute else _halves) if self.halves else _pro_prophet
+            forward, backward = build(layers, *shares, self.refetch_replicas, recompute)
         return BlockSchedule(
             name=self.schedule,
             layers=layers,
             refetch_replicas=self.refetch_replicas,
             forward=forward,
             backward=backward,
+            halves=self.halves,
         )
+
+    @property
+    def is_block_wise(self) -> bool:
+        """Whether there is a schedule to build."""
+        return self.schedule != "none" or self.halves
 
 
 def _hecate(layers: int, refetch_replicas: bool, recompute: bool) -> tuple[Loop, Loop]:
@@ -184,6 +217,117 @@ def _pro_prophet(
     return forward, backward
 
 
+def _halves(
+    layers: int, trans_share: float, agg_share: float, refetch_replicas: bool, recompute: bool
+) -> tuple[Loop, Loop]:
+    """Two halves, a and b: while the rows of one travel, the other computes.
+
+    In the forward turn i begins when b's rows of layer i leave beside a's experts, and ends when a's rows of layer
+    i + 1 leave beside b's attention. In the backward it begins with the way back of the latter.
+    """
+    del recompute
+    last = layers - 1
+    share = 1 - trans_share
+    early, late = (
+        (lambda layer: _part("trans", layer, 0.0, share)),
+        (lambda layer: _part("trans", layer, share, 1.0)),
+    )
+    first_a = Window("attention", 0, (Move("trans", 0),), 0), Window("route", 0, (), 0)
+    forward = Loop(
+        before=(*first_a, _beside("send", 0, 0, Window("attention", 0, (), 1), Window("route", 0, (), 1))),
+        body=(
+            *_halves_experts(0, early(1)),
+            _beside("send_back", 0, 1, Window("unpack", 0, (), 0), *_to_route(1, 0, late(1))),
+            _beside("send", 1, 0, Window("unpack", 0, (), 1), *_to_route(1, 1)),
+        ),
+        turns=range(last),
+        after=(
+            *_halves_experts(last),
+            _beside("send_back", last, 1, Window("unpack", last, (), 0)),
+            Window("unpack", last, (), 1),
+        ),
+    )
+    again = (early, late) if refetch_replicas else (lambda layer: (), lambda layer: ())
+    first, second = _part("agg", 1, 0.0, agg_share), _part("agg", 1, agg_share, 1.0)
+    leave_b = Window("route", 1, (), 1), Window("attention", 1, again[1](0), 1)
+    leave_a = Window("route", 1, (), 0), Window("attention", 1, first, 0)
+    backward = Loop(
+        before=(
+            Window("unpack", last, (), 1),
+            _beside("send_back", last, 1, Window("unpack", last, (), 0)),
+            *_halves_back(last, again[0](last - 1) if last else ()),
+        ),
+        body=(
+            _beside("send", 1, 0, *leave_b, Window("unpack", 0, (), 1)),
+            _beside("send_back", 0, 1, *leave_a, Window("unpack", 0, (), 0)),
+            *_halves_back(0, (*second, *again[0](-1))),
+        ),
+        turns=range(last - 1, -1, -1),
+        after=(
+            _beside("send", 0, 0, Window("route", 0, (), 1), Window("attention", 0, (), 1)),
+            Window("route", 0, (), 0),
+            Window("attention", 0, (Move("agg", 0),), 0),
+        ),
+    )
+    return forward, backward
+
+
+def _halves_again(
+    layers: int, trans_share: float, agg_share: float, refetch_replicas: bool, recompute: bool
+) -> tuple[Loop, Loop]:
+    """Two halves where the backward computes each layer again: a turn is one layer, and nothing stands across two.
+
+    What a stage keeps for its backward cannot leave the turn of a loop that computed it.
+    """
+    del trans_share, agg_share, recompute
+    forward = (
+        *_to_route(0, 0, (Move("trans", 0),)),
+        _beside("send", 0, 0, *_to_route(0, 1)),
+        *_halves_experts(0),
+        _beside("send_back", 0, 1, Window("unpack", 0, (), 0)),
+        Window("unpack", 0, (), 1),
+    )
+    again = (Move("trans", -1),) if refetch_replicas else ()
+    backward = (
+        Window("route_again", 0, (), 1),
+        _beside("send_again", 0, 1, Window("route_again", 0, (), 0)),
+        _beside("send_again", 0, 0, Window("experts_again", 0, (), 1)),
+        _beside("send_back_again", 0, 1, Window("experts_again", 0, (), 0)),
+        _beside("send_back_again", 0, 0, Window("unpack_again", 0, (), 1), Window("unpack", 0, (), 1)),
+        _beside("send_back", 0, 1, Window("unpack_again", 0, (), 0), Window("unpack", 0, (), 0)),
+        *_halves_back(0, ()),
+        _beside("send", 0, 0, Window("route", 0, (), 1), Window("attention", 0, again, 1)),
+        Window("route", 0, (), 0),
+        Window("attention", 0, (Move("agg", 0),), 0),
+    )
+    return Loop((), forward, range(layers), ()), Loop((), backward, range(layers - 1, -1, -1), ())
+
+
+def _beside(stage: str, layer: int, half: int, *others: Window) -> Window:
+    """Return the exchange of one half and the windows of the other half beside it."""
+    return Window(stage, layer, (), half, others)
+
+
+def _to_route(layer: int, half: int, beside: tuple[Move, ...] = ()) -> tuple[Window, ...]:
+    return Window("attention", layer, beside, half), Window("route", layer, (), half)
+
+
+def _halves_experts(layer: int, beside: tuple[Move, ...] = ()) -> tuple[Window, ...]:
+    """Return the windows of the forward in which experts compute."""
+    return (
+        _beside("send", layer, 1, Window("experts", layer, (), 0)),
+        _beside("send_back", layer, 0, Window("experts", layer, beside, 1)),
+    )
+
+
+def _halves_back(layer: int, beside: tuple[Move, ...]) -> tuple[Window, ...]:
+    """Return the windows of the backward in which experts compute."""
+    return (
+        _beside("send_back", layer, 0, Window("experts", layer, beside, 1)),
+        _beside("send", layer, 1, Window("experts", layer, (), 0)),
+    )
+
+
 def _part(kind: str, layer: int, start: float, stop: float) -> tuple[Move, ...]:
     return (Move(kind, layer, start, stop),) if stop > start else ()
 
@@ -199,8 +343,11 @@ def _moe_back(layer: int, recompute: bool, beside: tuple[Move, ...] = ()) -> tup
 
 def _shift(window: Window, turn: int) -> Window:
     moves = tuple(dataclasses.replace(move, layer=move.layer + turn) for move in window.beside)
-    return dataclasses.replace(window, layer=window.layer + turn, beside=moves)
+    others = tuple(_shift(other, turn) for other in window.others)
+    return dataclasses.replace(window, layer=window.layer + turn, beside=moves, others=others)
 
 
 def _inside(window: Window, layers: int) -> Window:
-    return dataclasses.replace(window, beside=tuple(move for move in window.beside if 0 <= move.layer < layers))
+    others = tuple(_inside(other, layers) for other in window.others)
+    beside = tuple(move for move in window.beside if 0 <= move.layer < layers)
+    return dataclasses.replace(window, beside=beside, others=others)

@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 
 from moe_jax.overlap.blocks import BlockSchedule, Move, Window
-from moe_jax.overlap.times import Times
+from moe_jax.overlap.times import EXCHANGES, Times
 
 STREAMS = ("compute", "exchange", "transfer")
 COLOURS = {
@@ -19,6 +19,8 @@ COLOURS = {
     "recompute": "#CC79A7",
     "dispatch": "#d8dee4",
     "combine": "#d8dee4",
+    "send": "#d8dee4",
+    "send_back": "#d8dee4",
     "trans": "#009E73",
     "agg": "#D55E00",
 }
@@ -44,19 +46,31 @@ class Bar:
 def timeline(schedule: BlockSchedule, times: Times) -> list[Bar]:
     """Return the bars of one step, window after window."""
     bars, now = [], 0.0
-    for direction, window in schedule.windows():
+    for direction, pair in schedule.windows():
         backward = direction == "backward"
-        length = float(times.stage(window.stage, backward))
-        stream = "exchange" if window.stage in ("dispatch", "combine") else "compute"
-        bars.append(Bar(stream, window.stage, window.layer, backward, now, now + length))
-        end = now
-        for move in window.beside:
-            end = _add_move(bars, window, move, float(times.move(move)), end, now + length, backward)
-        now = max(now + length, end)
+        own, beside = float(times.window(pair, backward)), float(times.beside(pair, backward))
+        _add_window(bars, pair, now, times, backward)
+        start = now
+        for window in pair.others:
+            start = _add_window(bars, window, start, times, backward)
+        end = now + own if pair.others else now  # moves follow the exchange of the other half
+        hidden_until = now + max(own, beside)
+        for move in [move for window in pair.pair for move in window.beside]:
+            end = _add_move(bars, move, float(times.move(move)), end, hidden_until, backward)
+        now = max(hidden_until, end)
     return bars
 
 
-def _add_move(bars: list, window: Window, move: Move, seconds: float, start: float, hidden_until: float, backward):
+def _add_window(bars: list, window: Window, start: float, times: Times, backward: bool) -> float:
+    """Add the bar of a window's stage, where it takes time, and return its end."""
+    stop, stage = start + float(times.window(window, backward)), window.stage.removesuffix("_again")
+    if stop > start:
+        stream = "exchange" if stage in EXCHANGES else "compute"
+        bars.append(Bar(stream, stage, window.layer, backward, start, stop))
+    return stop
+
+
+def _add_move(bars: list, move: Move, seconds: float, start: float, hidden_until: float, backward):
     stop = start + seconds
     late = max(0.0, stop - max(start, hidden_until))
     bars.append(Bar("transfer", move.kind, move.layer, backward, start, stop, late))

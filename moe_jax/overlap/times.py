@@ -2,7 +2,9 @@
 
 Inputs: the schedule as data, and seconds of stages and transfers, numbers or arrays of one shape [...]. Outputs:
 seconds of the same shape. A window lasts as long as its stage or its moves together, whichever is longer; its moves run
-one after the other, in their order in `Window.beside`.
+one after the other, in their order in `Window.beside`. Of two halves each stage takes half as long; a pair
+of an exchange and what computes beside it lasts as long as the longer, and its moves follow the exchange on the links.
+Gating, packing and unpacking count as nothing.
 Source: Pro-Prophet, equations 7 and 8; Hecate, section 3.2.
 """
 
@@ -13,6 +15,8 @@ import dataclasses
 import numpy as np
 
 from moe_jax.overlap.blocks import Move, Prefetch, Window
+
+EXCHANGES = ("dispatch", "combine", "send", "send_back")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,12 +37,23 @@ class Times:
     agg: float | np.ndarray = 0.0
 
     def stage(self, name: str, backward: bool):
-        """Return the seconds of a stage."""
+        """Return the seconds of a stage, of all sequences of the device."""
         if name == "recompute":
             return 2 * self.exchange + self.experts
-        if name in ("dispatch", "combine"):
+        name, again, _ = name.partition("_again")
+        if name in EXCHANGES:
             return self.exchange
-        return (2 if backward else 1) * getattr(self, name)
+        if name in ("route", "unpack"):
+            return 0.0
+        return (1 if again or not backward else 2) * getattr(self, name)
+
+    def window(self, window: Window, backward: bool):
+        """Return the seconds of a window's own stage, of its half where it has one."""
+        return self.stage(window.stage, backward) * (1.0 if window.half is None else 0.5)
+
+    def beside(self, window: Window, backward: bool):
+        """Return the seconds of what computes beside a window's exchange."""
+        return sum(self.window(other, backward) for other in window.others)
 
     def move(self, move: Move):
         """Return the seconds of a part of a transfer."""
@@ -59,24 +74,37 @@ def shares(times: Times, refetch_replicas: bool = False) -> tuple[float, float]:
 
 
 def window_exposes(window: Window, times: Times, backward: bool) -> dict[str, np.ndarray | float]:
-    """Return {'trans', 'agg'}: seconds by which the window's moves outlast its stage."""
-    left, out = times.stage(window.stage, backward), {"trans": 0.0, "agg": 0.0}
-    for move in window.beside:
+    """Return {'trans', 'agg'}: seconds by which the moves of a window and its `others` outlast their stages."""
+    left, out = times.window(window, backward), {"trans": 0.0, "agg": 0.0}
+    if window.others:  # the links are free from the end of the exchange to that of the computation
+        left = np.maximum(0.0, times.beside(window, backward) - left)
+    for move in [move for one in window.pair for move in one.beside]:
         seconds = times.move(move)
         out[move.kind] = out[move.kind] + np.maximum(0.0, seconds - left)
         left = np.maximum(0.0, left - seconds)
     return out
 
 
+def stage_seconds(prefetch: Prefetch, times: Times) -> np.ndarray | float:
+    """Return the seconds of all stages of one layer in the middle of the model, forward and backward, without moves."""
+    if not prefetch.halves:
+        return 4 * times.exchange + 3 * (times.attention + times.experts)
+    total, schedule = 0.0, prefetch.build(layers=3)
+    for loop, backward in ((schedule.forward, False), (schedule.backward, True)):
+        for window in loop.body:
+            total = total + np.maximum(times.window(window, backward), times.beside(window, backward))
+    return total
+
+
 def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.ndarray | float]:
     """Return the seconds of Trans and of Agg that one layer in the middle of the model waits for.
 
-    'none' hides nothing. Pro-Prophet's split follows the times, element by element, which gives
+    'none' hides nothing. Without halves Pro-Prophet's split follows the times, element by element, which gives
     max(0, T_Trans - T_FEC - T_FNEC) and max(0, T_Agg - T_BEC - T_BNEC).
     """
-    if prefetch.schedule == "none":
+    if not prefetch.is_block_wise:
         return times.trans, times.agg
-    if prefetch.schedule == "pro_prophet" and prefetch.case == "split":
+    if prefetch.schedule == "pro_prophet" and prefetch.case == "split" and not prefetch.halves:
         return _split_exposes(times, prefetch.refetch_replicas)
     schedule = prefetch.build(layers=3)
     trans, agg = 0.0, 0.0

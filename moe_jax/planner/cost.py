@@ -16,7 +16,7 @@ import numpy as np
 from moe_jax.cluster import AbsentFigureError, Cluster, all_reduce_bytes, received_seconds
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.errors import UserError
-from moe_jax.overlap import Prefetch, Times, exposed
+from moe_jax.overlap import Prefetch, Times, exposed, stage_seconds
 from moe_jax.placement.late_sizes import late_size
 from moe_jax.placement.transfer_seconds import FORMS, cheapest_form, trans_seconds
 from moe_jax.placement.transfer_sizes import TransferSizes
@@ -273,22 +273,26 @@ class Cost:
         forward = self.forward(computed, requested_by)
         if trans is None:
             trans = self.trans(sizes, computed.shape[-1], requested_by)
-        place, reduce = self.exposed(forward, trans, requested_by)
         moved = self.exchange(received, requested_by) if exchange is None else exchange
-        return {"place": place, "reduce": reduce, "others": 4 * moved + 3 * forward}
+        times = self.times(forward, moved, trans, requested_by)
+        place, reduce = exposed(self.prefetch, times)
+        others = 4 * moved + 3 * forward
+        if self.prefetch.halves:  # less what hides: the two halves' exchanges and computations beside each other
+            others = stage_seconds(self.prefetch, times) - 3 * times.attention
+        return {"place": place, "reduce": reduce, "others": others}
 
-    def exposed(self, forward: np.ndarray, trans: np.ndarray, requested_by: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of Trans and Agg that the block-wise schedule does not hide: T_FEC, T_Trans [...]."""
+    def times(self, forward: np.ndarray, exchange: np.ndarray, trans: np.ndarray, requested_by: str) -> Times:
+        """Return a layer's times as its block-wise schedule meets them: T_FEC, T_A2A and T_Trans [...]."""
         attention = self.attention_seconds
         if attention is None:
-            if self.price == "executor" and self.prefetch.schedule != "none":
+            if self.price == "executor" and self.prefetch.is_block_wise:
                 raise UserError(
-                    f"planner {requested_by!r} hides transfers beside attention (prefetch = "
-                    f"{self.prefetch.schedule!r}), whose seconds are not known; give attention_seconds, or "
+                    f"planner {requested_by!r} hides transfers beside attention (ModelConfig.prefetch = "
+                    f"{self.prefetch.schedule!r}, overlap), whose seconds are not known; give attention_seconds, or "
                     "Cluster.flops to model them"
                 )
             attention = 0.0
-        return exposed(self.prefetch, Times(attention=attention, experts=forward, trans=trans, agg=trans))
+        return Times(attention=attention, experts=forward, exchange=exchange, trans=trans, agg=trans)
 
 
 def slots_in(free_bytes: float, layers_alive: int, expert_bytes: float) -> int:

@@ -11,7 +11,14 @@ for _module in pkgutil.iter_modules(__path__):
 from moe_jax.routers.config import RouterConfig  # noqa: E402
 from moe_jax.routers.contract import Choices, Router, RouterInputs, RouterPlace  # noqa: E402
 from moe_jax.routers.registry import build_router, check_knobs, choose_experts, routers  # noqa: E402
-from moe_jax.routers.statistics import GateStats, balance_loss, counts_so_far, share_statistics, z_loss  # noqa: E402
+from moe_jax.routers.statistics import (  # noqa: E402
+    GateStats,
+    balance_loss,
+    counts_so_far,
+    join_statistics,
+    share_statistics,
+    z_loss,
+)
 
 __all__ = [
     "Choices",
@@ -25,6 +32,7 @@ __all__ = [
     "check_knobs",
     "choose_experts",
     "counts_so_far",
+    "join_statistics",
     "routers",
     "share_statistics",
     "z_loss",

@@ -70,6 +70,14 @@ def statistics_of(choice: Choice, probs, log_probs, log_z) -> GateStats:
     )
 
 
+def join_statistics(first: GateStats, second: GateStats) -> GateStats:
+    """Return the statistics [L, ...] of layers whose tokens were gated in two halves, first tokens first."""
+    sums = jax.tree.map(jnp.add, *(dataclasses.replace(part, choices=None) for part in (first, second)))
+    if first.choices is None:
+        return sums
+    return dataclasses.replace(sums, choices=jnp.concatenate([first.choices, second.choices], axis=1))
+
+
 def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]) -> GateStats:
     """Return the statistics as an MP group reports them, whether its devices gated all tokens or a part each.
 

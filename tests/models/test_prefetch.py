@@ -25,13 +25,17 @@ CASES = {
     "hecate_again_overflow": {
         "prefetch": "hecate", "refetch_replicas": True, "rows": FEW, "mesh": {"expert": 8, "devices_per_node": 4},
     },
-    "split_again_block_data2": {
-        "prefetch": "pro_prophet", "refetch_replicas": True, "remat": "block", "mesh": {"expert": 4, "data": 2},
-        "zero": 3, "by_node": True, "shares": {"trans_share": 0.375, "agg_share": 0.75},
+    "split_again_block_data2_halves": {
+        "prefetch": "pro_prophet", "refetch_replicas": True, "remat": "block", "mesh": {"expert": 2, "data": 2},
+        "zero": 3, "shares": {"trans_share": 0.375, "agg_share": 0.75}, "overlap": "halves",
     },
     "expert_dots_s1_mp2_esp2_one_hot": {
         "prefetch": "pro_prophet", "prefetch_case": "expert", "remat": "dots", "schedule": "s1", "routing": "one_hot",
         "mesh": {"expert": 4, "expert_shard": 2, "model": 2}, "by_node": True,
+    },
+    "halves_s2_sequence_parallel_overflow": {
+        "prefetch": "none", "schedule": "s2", "sequence_parallel": True, "rows": FEW, "overlap": "halves",
+        "mesh": {"expert": 2, "expert_shard": 2, "model": 2},
     },
     "attention_unrolled_again": {
         "prefetch": "pro_prophet", "prefetch_case": "attention", "refetch_replicas": True, "stack": "unrolled",
@@ -79,11 +83,12 @@ FACTORS = {
     "rows": (None, FEW),
     "moe_every": (1, 2),
     "routing": ("general", "one_hot", "zero"),
+    "overlap": ("none", "halves"),
 }  # fmt: skip
 
 
 def is_valid(case):
-    """Without a block-wise schedule nothing is fetched again."""
+    """Without a schedule of transfers nothing is fetched again."""
     return case["how"][0] != "none" or not case["refetch_replicas"]
 
 
@@ -110,10 +115,14 @@ def covering_cases():
 @pytest.mark.parametrize("case", covering_cases(), ids=lambda case: "-".join(str(v) for v in case.values()))
 def test_covering_set_equals_reference(case):
     (prefetch, part), (schedule, mesh) = case["how"], case["layout"]
-    names = ("refetch_replicas", "remat", "stack", "by_node", "rows", "moe_every", "routing")
+    names = ("refetch_replicas", "remat", "stack", "by_node", "rows", "moe_every", "routing", "overlap")
     rest = {name: case[name] for name in names}
     layers = 3 * case["moe_every"]
-    check(prefetch=prefetch, prefetch_case=part, schedule=schedule, mesh=dict(mesh), layers=layers, **rest)
+    mesh = dict(mesh)
+    if case["overlap"] == "halves":  # two sequences on each device
+        mesh["expert"] //= 2
+        rest["by_node"] &= mesh["expert"] > 2
+    check(prefetch=prefetch, prefetch_case=part, schedule=schedule, mesh=mesh, layers=layers, **rest)
 
 
 @pytest.mark.parametrize("by_node", [False, True])

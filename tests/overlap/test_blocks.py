@@ -6,26 +6,36 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.overlap import CASES, Prefetch, Times, exposed, shares
+from moe_jax.overlap import CASES, Prefetch, Times, exposed, shares, stage_seconds
 from moe_jax.overlap.gantt import draw, timeline
 
 EVERY = [
-    Prefetch(schedule=name, case=case, refetch_replicas=again)
-    for name, case, again in itertools.product(("hecate", "pro_prophet"), CASES, (False, True))
-    if name == "pro_prophet" or case == "split"
+    Prefetch(schedule=name, case=case, refetch_replicas=again, halves=halves)
+    for name, case, again, halves in itertools.product(
+        ("none", "hecate", "pro_prophet"), CASES, (False, True), (False, True)
+    )
+    if (name == "pro_prophet" or case == "split") and (name != "none" or (halves and not again))
 ]
 
 
 def written(schedule):
     """Return the step as words: 'A0|T0' is attention of layer 0 beside Trans of layer 0; a prime marks the way back."""
-    letters = {"attention": "A", "dispatch": "D", "experts": "E", "combine": "C", "recompute": "R"}
+    letters = {
+        "attention": "A", "dispatch": "D", "experts": "E", "combine": "C", "recompute": "R", "route": "G", "send": "S",
+        "send_back": "B", "unpack": "U",
+    }  # fmt: skip
     words = []
-    for direction, window in schedule.windows():
-        word = letters[window.stage] + ("'" if direction == "backward" else "") + str(window.layer)
-        for move in window.beside:
-            part = "" if (move.start, move.stop) == (0, 1) else f"[{move.start:g},{move.stop:g}]"
-            word += f"|{'T' if move.kind == 'trans' else 'G'}{move.layer}{part}"
-        words.append(word)
+    for direction, pair in schedule.windows():
+        sides = []
+        for window in pair.pair:
+            name, again, _ = window.stage.partition("_again")
+            word = letters[name] + ("'" if direction == "backward" and not again else "")
+            word += ("" if window.half is None else "ab"[window.half]) + str(window.layer)
+            for move in window.beside:
+                part = "" if (move.start, move.stop) == (0, 1) else f"[{move.start:g},{move.stop:g}]"
+                word += f"|{'T' if move.kind == 'trans' else 'G'}{move.layer}{part}"
+            sides.append(word)
+        words.append(sides[0] + ("+" if sides[1:] else "") + ",".join(sides[1:]))
     return " ".join(words)
 
 
@@ -51,6 +61,28 @@ def test_pro_prophet_by_hand():
     )
 
 
+def test_halves_by_hand():
+    """What travels of one half stands before what computes of the other."""
+    schedule = Prefetch(halves=True, schedule="hecate", refetch_replicas=True).build(2)
+    assert written(schedule) == (
+        "Aa0|T0 Ga0 Sa0+Ab0,Gb0 Sb0+Ea0 Ba0+Eb0 Bb0+Ua0,Aa1|T1,Ga1 Sa1+Ub0,Ab1,Gb1 Sb1+Ea1 Ba1+Eb1 Bb1+Ua1 Ub1 "
+        "U'b1 B'b1+U'a1 B'a1+E'b1 S'b1+E'a1 S'a1+G'b1,A'b1|T0,U'b0 B'b0+G'a1,A'a1|G1,U'a0 B'a0+E'b0 S'b0+E'a0 "
+        "S'a0+G'b0,A'b0 G'a0 A'a0|G0"
+    )
+    split = Prefetch(halves=True, schedule="pro_prophet").build(2, trans_share=0.25, agg_share=0.5)
+    assert written(split) == (
+        "Aa0|T0 Ga0 Sa0+Ab0,Gb0 Sb0+Ea0 Ba0+Eb0|T1[0,0.75] Bb0+Ua0,Aa1|T1[0.75,1],Ga1 Sa1+Ub0,Ab1,Gb1 Sb1+Ea1 Ba1+Eb1 "
+        "Bb1+Ua1 Ub1 U'b1 B'b1+U'a1 B'a1+E'b1 S'b1+E'a1 S'a1+G'b1,A'b1,U'b0 B'b0+G'a1,A'a1|G1[0,0.5],U'a0 "
+        "B'a0+E'b0|G1[0.5,1] S'b0+E'a0 S'a0+G'b0,A'b0 G'a0 A'a0|G0"
+    )
+    again = Prefetch(halves=True, schedule="hecate", refetch_replicas=True).build(2, recompute=True)
+    assert written(again) == (
+        "Aa0|T0 Ga0 Sa0+Ab0,Gb0 Sb0+Ea0 Ba0+Eb0 Bb0+Ua0 Ub0 Aa1|T1 Ga1 Sa1+Ab1,Gb1 Sb1+Ea1 Ba1+Eb1 Bb1+Ua1 Ub1 "
+        "Gb1 Sb1+Ga1 Sa1+Eb1 Bb1+Ea1 Ba1+Ub1,U'b1 B'b1+Ua1,U'a1 B'a1+E'b1 S'b1+E'a1 S'a1+G'b1,A'b1|T0 G'a1 A'a1|G1 "
+        "Gb0 Sb0+Ga0 Sa0+Eb0 Bb0+Ea0 Ba0+Ub0,U'b0 B'b0+Ua0,U'a0 B'a0+E'b0 S'b0+E'a0 S'a0+G'b0,A'b0 G'a0 A'a0|G0"
+    )
+
+
 def test_figure_9_has_three_cases():
     expert, attention = (
         written(Prefetch(schedule="pro_prophet", case=case).build(3)) for case in ("expert", "attention")
@@ -67,20 +99,22 @@ def test_every_schedule_keeps_the_order_of_data(prefetch, layers, recompute):
     should."""
     schedule = prefetch.build(layers, trans_share=0.3, agg_share=0.6, recompute=recompute)
     come, gone, computed, differentiated = {}, {}, set(), set()
-    for direction, window in schedule.windows():
+    halves = (0, 1) if prefetch.halves else (None,)
+    for direction, pair in schedule.windows():
         back = direction == "backward"
-        if window.stage in ("experts", "recompute"):
-            if not back or (prefetch.refetch_replicas and window.layer < layers - 1):
-                np.testing.assert_allclose(come[back, window.layer], 1)
-            if window.stage == "experts":
-                assert not back or window.layer in computed
-                (differentiated if back else computed).add(window.layer)
-        for move in window.beside:
+        for window in pair.pair:
+            if window.stage in ("experts", "experts_again", "recompute"):
+                if not back or (prefetch.refetch_replicas and window.layer < layers - 1):
+                    np.testing.assert_allclose(come[back, window.layer], 1)
+                if window.stage == "experts":
+                    assert not back or (window.layer, window.half) in computed
+                    (differentiated if back else computed).add((window.layer, window.half))
+        for move in [move for window in pair.pair for move in window.beside]:
             whole = come if move.kind == "trans" else gone
             key = (back, move.layer) if move.kind == "trans" else move.layer
             np.testing.assert_allclose(whole.get(key, 0), move.start)  # parts in order
             whole[key] = move.stop
-            assert move.kind == "trans" or (back and move.layer in differentiated)
+            assert move.kind == "trans" or (back and all((move.layer, half) in differentiated for half in halves))
     assert gone == dict.fromkeys(range(layers), 1)
     again = [(True, layer) for layer in range(layers - 1)] if prefetch.refetch_replicas else []
     assert come == dict.fromkeys([*((False, layer) for layer in range(layers)), *again], 1)
@@ -111,6 +145,22 @@ def test_exposed_time_is_that_of_the_papers():
         both, np.maximum(0, trans - attention) + np.maximum(0, agg + trans - 2 * attention), atol=1e-12
     )
     np.testing.assert_array_equal(exposed(Prefetch(), times), [trans, agg])
+
+
+def test_what_two_halves_hide_by_hand():
+    """Windows of 1 for either half's attention, 2 in its backward, experts the same, and exchanges of 1.5."""
+    times = Times(attention=2.0, experts=2.0, exchange=3.0, trans=1.0, agg=1.0)
+    halves = Prefetch(halves=True)
+    # forward: four pairs that last 1.5 each; backward: four that last 2
+    np.testing.assert_allclose(stage_seconds(halves, times), 4 * 1.5 + 4 * 2.0)
+    np.testing.assert_allclose(stage_seconds(Prefetch(), times), 4 * 3.0 + 3 * 4.0)
+    # Trans beside combine b and attention a, where the links have no time left; 0.5 are left for Agg in the backward
+    np.testing.assert_allclose(exposed(halves, times), [1.0, 0.5])  # in windows of 1 and of 2
+    bars = timeline(halves.build(4), times)
+    # 3 turns each way; the first and the last layer have ends that stand alone, and their transfers
+    turns = 3 * (4 * 1.5 + 1.0) + 3 * (4 * 2.0 + 0.5)
+    ends = 1.0 + 3 * 1.5 + 1.5 + 1.5 + 3 * 2.0 + 2.0
+    np.testing.assert_allclose(max(bar.stop for bar in bars), turns + ends)
 
 
 def middle_layer_exposes(prefetch, times):

@@ -79,13 +79,14 @@ def reference(config, routing="general"):
 def what(config):
     """Return the config without everything that says how to compute."""
     plain = ModelConfig()
-    how = ("remat", "prefetch", "prefetch_case", "refetch_replicas", "stack")
+    how = ("remat", "prefetch", "prefetch_case", "refetch_replicas", "stack", "overlap", "sequence_parallel")
     return dataclasses.replace(config, **{name: getattr(plain, name) for name in how})
 
 
 def gradient_step(config, schedule, mesh, shape, zero=1, shares=None, routing="general"):
     """Return (jitted step, arguments(placement))."""
-    roles = build_mesh(MeshConfig(**mesh), jax.devices())
+    number = mesh["expert"] * mesh.get("expert_shard", 1) * mesh.get("data", 1)
+    roles = build_mesh(MeshConfig(**mesh), jax.devices()[:number])
     model = LanguageModel(config=config, moe=moe_config(schedule), vocab_size=VOCAB, roles=roles, zero_stage=zero)
     layout = model.layout()
     loss = make_loss(model, layout, BATCH, LENGTH, plan=dataclasses.replace(shape, **(shares or {})))
