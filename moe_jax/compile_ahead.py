@@ -97,7 +97,7 @@ def compile_step(
     if config.planner.name != "none":
         parts = {}
         for segment in program.model.expert_segments:
-            replanner = Replanner(config, program.roles, segment.name)
+            replanner = Replanner(program.config, program.roles, segment.name)
             parts[segment.name] = replanner.planned_shape(skewed_loads(replanner, program.tokens_per_step, skew))
         shape = joined(parts)
     started = time.monotonic()

@@ -40,6 +40,7 @@ from moe_jax.schedules.automatic import layer_shape
 from moe_jax.schedules.pairwise import choose_groups
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
+from moe_jax.training.overlap_choice import layer_seconds, settle_overlap, why_not_halves
 from moe_jax.training.teacher import teacher_model, teacher_step
 
 OPTIMIZER_STATES = {
@@ -89,7 +90,7 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
     segments, schedule = _segment_lines(run, roles), _schedule_lines(run, roles)
     sections = [
         _section("Config", config_text(run, bound).splitlines()),
-        _section("Choices", [attention_line(run, described)]),
+        _section("Choices", [attention_line(run, described), *overlap_lines(run, roles, described)]),
         _section("Mesh", _mesh_lines(run, roles, given=devices is not None)),
         *([_section("Segments", segments)] if segments else []),
         *([_section("Schedule", schedule)] if schedule else []),
@@ -123,6 +124,23 @@ def attention_line(run: RunConfig, target: Target | None) -> str:
     reason = missing_for_cudnn(run.model)
     on_gpus = f"'xla' on GPUs too: {reason}" if reason else "'cudnn' on GPUs that have it, see --target"
     return f"ModelConfig.attention 'auto' is 'xla' on CPU devices, {on_gpus}"
+
+
+def overlap_lines(run: RunConfig, roles: Roles, target: Target | None) -> list[str]:
+    """Say what ModelConfig.overlap is on the target, and by which seconds of a layer."""
+    wanted, settled = run.model.overlap, settle_overlap(run, roles, target).model.overlap
+    first = f"ModelConfig.overlap {wanted!r}" + (f" is {settled!r} here" if wanted == "auto" else "")
+    why = why_not_halves(run, roles)
+    if target is None or why:
+        return [first + (f": {why or 'CPU devices, or GPUs that --target would name'}" if wanted == "auto" else "")]
+    lines = [first]
+    for name in segment_runs(run, roles):
+        seconds = layer_seconds(run, roles, target, name)
+        lines.append(
+            f"modelled at peak rates, even loads, an MoE block of {name}, forward and backward: "
+            f"{1e3 * seconds.none:.3g} ms in one piece, {1e3 * seconds.halves:.3g} ms in two halves"
+        )
+    return lines
 
 
 def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:

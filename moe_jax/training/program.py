@@ -29,6 +29,7 @@ from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.guided import compile_guided, find_target
 from moe_jax.training.optimizer import build_optimizer
+from moe_jax.training.overlap_choice import settle_overlap
 from moe_jax.training.step import (
     StateShardings,
     abstract_state,
@@ -44,7 +45,7 @@ class Program:
     """The parts of a run that its compiled step depends on.
 
     Attributes:
-      config: as bound.
+      config: as bound, but for an overlap of 'auto'.
       roles, model, layout, optimizer, state_shardings: see their classes.
       teacher: that the step learns from, None in a step without one.
     """
@@ -89,7 +90,7 @@ class Program:
 
     def resolved(self) -> dict[str, str]:
         """Return what 'auto' is on these devices, under the names of the bindings."""
-        return {"ModelConfig.attention": self.model.config.attention}
+        return {"ModelConfig.attention": self.model.config.attention, "ModelConfig.overlap": self.model.config.overlap}
 
     def even_tables(self) -> Tables | dict[str, Tables]:
         """Return the tables of even homes without a planner, as NumPy arrays; of several segments {segment: that}."""
@@ -177,6 +178,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     """
     counts = expert_counts(config.model, config.moe, config.mesh, len(devices))
     roles = build_mesh(config.mesh, devices, counts)
+    config = settle_overlap(config, roles, find_target(list(roles.mesh.devices.flat), roles.config.devices_per_node))
     check_transfer(config, roles)
     tokenizer = tokenizer or build_tokenizer(config.data)
     vocab_size = padded_vocabulary(tokenizer, config.model)
