@@ -60,6 +60,7 @@ MAY_DIFFER = (
     "train.max_skipped_steps",
     "train.ema_decay",
     "train.guide_scheduler",
+    "train.optimistic",
     "train.deterministic",
     "train.zero_stage",
     "train.expert_zero_stage",

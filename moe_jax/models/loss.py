@@ -37,6 +37,7 @@ from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.placement import PlanShape
 from moe_jax.routers import GateStats, build_router, counts_so_far, z_loss
 from moe_jax.schedules.contract import MOST_ROWS
+from moe_jax.schedules.passes import most_of_all
 
 
 def make_loss(
@@ -88,7 +89,7 @@ def make_loss(
     frozen_specs = () if teacher is None else _frozen_specs(teacher)
     loads_specs = tuple(P(None, model.roles_of(segment).expert) for segment in model.expert_segments)
     stats_specs = StepStats(
-        P(), P(), P(), loads_specs, P(), P(), P(), P(), P(), P(), P(None, roles.dense + roles.model)
+        P(), P(), P(), loads_specs, P(), P(), P(), P(), P(), P(), P(None, roles.dense + roles.model), P()
     )
     sharded = jax.shard_map(
         stack,
@@ -186,16 +187,19 @@ def _make_stack(
         else:
             teacher_dense, teacher_bank, unused, even = frozen
             with jax.named_scope("teacher"):
-                teacher_x, teacher_table, *_ = teacher_trunk(
+                teacher_x, teacher_table, of_teacher = teacher_trunk(
                     teacher_dense, teacher_bank, unused, batch.inputs, even, key, first_row
                 )
             with jax.named_scope("loss"):
                 total, total_kl = chunked_distillation(x, table, teacher_x, teacher_table, *rows)
         cross_entropy = lax.psum(total, roles.all) / normalizer
         kl = None if teacher is None else lax.psum(total_kl, roles.all) / normalizer
-        return finish(cross_entropy, kl, found, batch.counted)
+        return finish(cross_entropy, kl, found, None if teacher is None else of_teacher, batch.counted)
 
-    def finish(cross_entropy, kl, found, counted):
+    def passes_of(found):
+        return most_of_all(_all_layers(passes for _, passes in found.values()), roles.all)
+
+    def finish(cross_entropy, kl, found, of_teacher, counted):
         global_tokens = tokens * parts
         sums = [_sums_of_layers(segment, roles, stats, counted, global_tokens) for segment, (stats, _) in found.items()]
         weighted = [
@@ -212,11 +216,12 @@ def _make_stack(
             loads=tuple(part.counts[:, None] for part in sums),
             gate_entropy=_all_layers(part.entropy for part in sums) / global_tokens,
             dropped=_all_layers(part.dropped for part in sums),
-            passes=_all_layers(passes for _, passes in found.values()),
+            passes=passes_of(found),
             kl=kl,
             completed=_completed(sums),
             needed=_needed(sums),
             choices=_all_layers(stats.choices for stats, _ in found.values()),
+            teacher_passes=None if of_teacher is None else passes_of(of_teacher),
         )
         return loss, stats
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 
 from moe_jax.errors import UserError
 from moe_jax.routers.config import RouterConfig
@@ -30,6 +31,8 @@ class MoEConfig(RouterConfig):
       residual: with shared experts: 'sum' adds them to the routed ones, 'learned' mixes the two by a softmax over each
         token.
     """
+
+    later_passes: typing.ClassVar[bool] = True  # whether the program has those that follow an overflow
 
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
@@ -66,3 +69,17 @@ class MoEConfig(RouterConfig):
     def shared_ffn_dim(self, hidden_dim: int) -> int:
         """Return the hidden dim of all shared experts together, 0 without any; hidden_dim: of a routed one."""
         return self.shared_experts * (self.shared_hidden_dim or hidden_dim)
+
+
+class FirstPassConfig(MoEConfig):
+    """A layer that runs pass 0 alone and says how many passes it should have taken; made by `first_pass_of`.
+
+    Whoever runs it must throw its results away where that is more than one. It is no user's choice: no field names it.
+    """
+
+    later_passes: typing.ClassVar[bool] = False
+
+
+def first_pass_of(config: MoEConfig) -> FirstPassConfig:
+    """Return the same layer without its later passes."""
+    return FirstPassConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})

@@ -267,6 +267,7 @@ def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | 
         bucket_slack=config.bucket_slack,
         planned_rows=crossing_rows(choices, config.bucket_slack, roles) if planned is None else planned,
         min_capacity=config.min_capacity,
+        later_passes=config.later_passes,
     )
 
 

@@ -24,7 +24,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -36,6 +36,17 @@ from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 
 MOST_ROWS = (1 << 31) - 1  # rows, choices and token ids are int32
+
+
+class Passes(NamedTuple):
+    """Static bounds of one layer.
+
+    Attributes:
+      most: passes that a routing may need. run: that the program has; `most`, or only the first.
+    """
+
+    most: int
+    run: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +62,7 @@ class LayerSizes:
       bucket_slack: dropless: ratio of a bucket's rows to their mean.
       planned_rows: dropless: rows of the buckets as a plan predicts or a router bounds them; None takes the slack.
       min_capacity: floor of the capacity.
+      later_passes: whether the program has the passes after the first, for buckets that overflow.
     """
 
     tokens: int
@@ -61,6 +73,7 @@ class LayerSizes:
     bucket_slack: float
     planned_rows: BucketRows | None = None
     min_capacity: int = 1
+    later_passes: bool = True
 
     def bucket_rows(self, destinations: int) -> BucketRows:
         """Return the rows of one (source, destination) bucket: to the own member, within the node, to other nodes.
@@ -94,6 +107,11 @@ class LayerSizes:
         """Return how many passes may be taken: one with a capacity, which bounds all; rows: of the shortest."""
         worst = self.worst_rows()
         return math.ceil((worst if self.capacity is None else min(worst, self.groups * self.capacity)) / rows)
+
+    def passes(self, rows: int) -> Passes:
+        """Return the bounds on a layer's passes; rows: of the shortest bucket."""
+        most = self.most_passes(rows)
+        return Passes(most, most if self.later_passes else 1)
 
     def split(self, parts: int) -> LayerSizes:
         """Return the sizes where each device of an MP group of `parts` gates its own part of the tokens."""
@@ -150,7 +168,8 @@ class Routed:
       tokens: float [T, M], from which the rows of all passes are taken: those gated here, or more after a gather.
       weights: float [t, K] of their choices; under `ring` [T, K].
       routing: where every choice goes.
-      passes: int32 [], passes that are taken, equal on all devices.
+      passes: int32 [], passes that are needed: those taken, equal on all devices; of a program that has the first alone
+        what this device needs.
       lines: set by the layer where tokens have different numbers of experts, and rows of `tokens` are lines of choices.
     """
 
@@ -180,10 +199,15 @@ class Schedule(abc.ABC):
     """The order in which one layer moves its bytes; see the head of this file.
 
     Attributes:
-      most_passes: static bound on the passes; 1 leaves no branch in the program.
+      passes: static bounds on the passes.
     """
 
-    most_passes: int
+    passes: Passes
+
+    @property
+    def most_passes(self) -> int:
+        """Passes that the program has; 1 leaves no branch in it."""
+        return self.passes.run
 
     def for_rows(self, row_bytes: int) -> Schedule:
         """Return the schedule for rows of so many bytes: itself."""
