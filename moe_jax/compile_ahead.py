@@ -101,7 +101,8 @@ def compile_step(
         parts = {}
         for segment in program.model.expert_segments:
             replanner = Replanner(config, program.roles, segment.name)
-            parts[segment.name] = replanner.planned_shape(skewed_loads(replanner, program.tokens_per_step, skew))
+            loads = skewed_loads(replanner, program.tokens_per_step, skew)
+            parts[segment.name], _ = replanner.planned(loads)
         shape = joined(parts)
     started = time.monotonic()
     common = not complete and program.is_optimistic(shape)

@@ -44,6 +44,7 @@ MAY_DIFFER = (
     "MoEConfig.cluster",
     "MoEConfig.grouped_matmul",
     "MoEConfig.bucket_slack",
+    "MoEConfig.overflow_chance",
     "ModelConfig.attention",
     "ModelConfig.remat",
     "ModelConfig.prefetch",

@@ -26,6 +26,10 @@ class MoEConfig(RouterConfig):
         docs/bench/inspect.md). Sums are the same; their last bits may differ.
       grouped_matmul: implementation of the grouped matmul; 'auto' takes the device's default.
       bucket_slack: dropless only: rows of one (source, destination) bucket over the mean number of rows.
+      overflow_chance: dropless only: instead of a slack, as many rows as even loads need when drawn at random: the
+        chance that one exchange (a layer's in a microbatch, all pairs of devices) overflows; 0 takes the slack. With a
+        planner the loads are those that it predicts. A router that is more skewed than that overflows more often, and
+        steps are run again, or straight by the complete program: for routers that are kept even, or planned for.
       shared_experts: n, experts that every token goes to, beside those it chooses; 0 is none.
       shared_hidden_dim: hidden dim of each of them; 0 takes that of the routed ones.
       residual: with shared experts: 'sum' adds them to the routed ones, 'learned' mixes the two by a softmax over each
@@ -42,6 +46,7 @@ class MoEConfig(RouterConfig):
     gather: str = "auto"
     grouped_matmul: str = "auto"
     bucket_slack: float = 1.5
+    overflow_chance: float = 0.0
     shared_experts: int = 0
     shared_hidden_dim: int = 0
     residual: str = "sum"
@@ -50,6 +55,11 @@ class MoEConfig(RouterConfig):
         super().__post_init__()
         if self.bucket_slack <= 0:
             raise UserError(f"MoEConfig.bucket_slack ({self.bucket_slack}) must be positive; 1.5 suits most runs")
+        if not 0 <= self.overflow_chance < 1:
+            raise UserError(
+                f"MoEConfig.overflow_chance ({self.overflow_chance}) must be at least 0 and below 1; 0.001 suits "
+                "optimistic steps of about ten layers, 0 takes MoEConfig.bucket_slack"
+            )
         for name in ("shared_experts", "shared_hidden_dim"):
             if getattr(self, name) < 0:
                 raise UserError(f"MoEConfig.{name} ({getattr(self, name)}) must be 0 or positive")

@@ -34,6 +34,7 @@ from moe_jax.dispatch import Choice, Lines, Routing, Tables
 from moe_jax.dispatch.route import record
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
+from moe_jax.placement.expected_rows import expected_rows
 
 MOST_ROWS = (1 << 31) - 1  # rows, choices and token ids are int32
 
@@ -60,6 +61,8 @@ class LayerSizes:
       groups: G, experts that one device may compute in a layer.
       capacity: the most of `tokens` tokens gated together that an expert takes, or None when dropless.
       bucket_slack: dropless: ratio of a bucket's rows to their mean.
+      overflow_chance: dropless: chance that some pair of devices needs more rows, instead of the ratio; 0 takes that.
+      sources: devices whose pairs the chance is of.
       planned_rows: dropless: rows of the buckets as a plan predicts or a router bounds them; None takes the slack.
       min_capacity: floor of the capacity.
       later_passes: whether the program has the passes after the first, for buckets that overflow.
@@ -72,6 +75,8 @@ class LayerSizes:
     capacity: int | None
     bucket_slack: float
     planned_rows: BucketRows | None = None
+    overflow_chance: float = 0.0
+    sources: int = 1
     min_capacity: int = 1
     later_passes: bool = True
 
@@ -89,15 +94,21 @@ class LayerSizes:
     def even_rows(self, destinations: int) -> int:
         """Return C, rows of every bucket without a plan.
 
-        Dropless: ceil(slack K t / D), rounded up to 8, and never more than the worst case. With a capacity: what the
-        destination's experts can take at most.
+        Dropless: ceil(slack K t / D) or what even loads need at random, rounded up to 8, and never more than the worst
+        case. With a capacity: what the destination's experts can take at most.
         """
         worst = self.worst_rows()
         if destinations == 1:
             return worst
         if self.capacity is not None:
             return min(worst, self.groups * self.capacity)
-        return min(worst, round_up(math.ceil(self.bucket_slack * self.top_k * self.tokens / destinations), 8))
+        return min(worst, self.rows_of(self.top_k * self.tokens / destinations, self.sources * destinations))
+
+    def rows_of(self, mean: float, pairs: int) -> int:
+        """Return the rows of buckets whose mean rows are `mean`, in multiples of 8; pairs: of them in an exchange."""
+        if not self.overflow_chance:
+            return round_up(math.ceil(self.bucket_slack * mean), 8)
+        return expected_rows([mean], self.top_k * self.tokens, self.overflow_chance / pairs)
 
     def worst_rows(self) -> int:
         """Return the most rows that this device can have for one destination: all its tokens, min(K, G) times."""
