@@ -37,7 +37,7 @@ class Compiled:
     options: dict[str, str]
     guided: bool
     mesh: dict[str, int]
-    resolved: dict[str, str]
+    resolved: dict[str, str | bool]
     plan: object
     plan_shape: str
     executable: object

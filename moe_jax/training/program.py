@@ -90,9 +90,9 @@ class Program:
             found.append((own[None].repeat(layers, axis=0), devices))
         return found
 
-    def resolved(self) -> dict[str, str]:
-        """Return what 'auto' is on these devices, under the names of the bindings."""
-        return {"ModelConfig.attention": self.model.config.attention}
+    def resolved(self) -> dict[str, str | bool]:
+        """Return what 'auto' and None are on these devices, under the names of the bindings."""
+        return {"ModelConfig.attention": self.model.config.attention, "train.optimistic": self.is_optimistic()}
 
     def even_tables(self) -> Tables | dict[str, Tables]:
         """Return the tables of even homes without a planner, as NumPy arrays; of several segments {segment: that}."""
