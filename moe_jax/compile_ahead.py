@@ -27,7 +27,7 @@ class Compiled:
       options: that the compiler was given; guided: whether its scheduler was given modelled seconds.
       mesh: axis -> size; resolved: what 'auto' is on these devices, by binding.
       plan: shape of the plans that the step takes, None without a planner; plan_shape: the same in words.
-      executable: to run, where the devices are real.
+      executable: to run, where the devices are real; common: whether it is the common program of optimistic steps.
     """
 
     text: str
@@ -37,10 +37,11 @@ class Compiled:
     options: dict[str, str]
     guided: bool
     mesh: dict[str, int]
-    resolved: dict[str, str]
+    resolved: dict[str, str | bool]
     plan: object
     plan_shape: str
     executable: object
+    common: bool
 
 
 def prepare_process() -> None:
@@ -72,9 +73,10 @@ def on_target(config: RunConfig, target: Target) -> RunConfig:
 
 
 def compile_step(
-    config: RunConfig, devices: list, *, skew: float, options: dict[str, str], real: bool, bare: bool = False
-) -> Compiled:
-    """Compile the training step.
+    config: RunConfig, devices: list, *, skew: float, options: dict[str, str], real: bool, bare: bool = False,
+    complete: bool = False,
+) -> Compiled:  # fmt: skip
+    """Compile the training step; of optimistic steps the common program.
 
     Args:
       config: of the run, with its mesh on these devices.
@@ -83,6 +85,7 @@ def compile_step(
       options: compiler options beside those that training sets.
       real: whether the devices can run the program; if not, kernels are not tuned.
       bare: leave out those that training sets, and its guidance of the scheduler.
+      complete: of optimistic steps the complete program.
 
     Raises:
       UserError: what training itself would refuse, or an option that the compiler does not have.
@@ -98,10 +101,12 @@ def compile_step(
         parts = {}
         for segment in program.model.expert_segments:
             replanner = Replanner(program.config, program.roles, segment.name)
-            parts[segment.name] = replanner.planned_shape(skewed_loads(replanner, program.tokens_per_step, skew))
+            loads = skewed_loads(replanner, program.tokens_per_step, skew)
+            parts[segment.name], _ = replanner.planned(loads)
         shape = joined(parts)
     started = time.monotonic()
-    lowered = program.lower_train_step(shape)
+    common = not complete and program.is_optimistic(shape)
+    lowered = program.lower_common_step(shape) if common else program.lower_train_step(shape)
     lowered_at = time.monotonic()
     untuned = {} if real else {"xla_gpu_autotune_level": "0"}
     options = {**untuned, **({} if bare else program.compiler_options()), **options}
@@ -128,6 +133,7 @@ def compile_step(
         plan=shape,
         plan_shape="" if shape is None else describe_shape(shape),
         executable=executable if real else None,
+        common=common,
     )
 
 

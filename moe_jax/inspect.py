@@ -48,6 +48,10 @@ _CONSTANTS = flags.DEFINE_string(
 )
 _RATES = flags.DEFINE_string("rates", "", "Without --target: DEVICE whose rates the model takes, if it cannot tell.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Without --target: the CPU, split into so many devices.")
+_PROGRAM = flags.DEFINE_enum(
+    "program", "step", ["step", "complete"],
+    "'step', what a step runs, or 'complete', which optimistic steps take after an overflow.",
+)  # fmt: skip
 _SKEW = flags.DEFINE_float("skew", 1.0, "With a planner: it is shown loads that fall as rank to the power -skew.")
 
 
@@ -99,8 +103,9 @@ def inspect_target(argv: list[str], options: dict[str, str]) -> int:
     compile_ahead.prepare_process()
     devices = compile_ahead.described_devices(target)
     compiled = compile_ahead.compile_step(
-        config, devices, skew=_SKEW.value, options=options, real=False, bare=_BARE.value
-    )
+        config, devices, skew=_SKEW.value, options=options, real=False, bare=_BARE.value,
+        complete=_PROGRAM.value == "complete",
+    )  # fmt: skip
     write_all(compiled.text, target, model, facts_of(compiled))
     return 0
 
@@ -126,14 +131,13 @@ def inspect_here(options: dict[str, str]) -> int:
     target = inspection.parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
     config = compile_ahead.on_target(read_config(), target)
     compiled = compile_ahead.compile_step(
-        config, devices, skew=_SKEW.value, options=options, real=True, bare=_BARE.value
-    )
+        config, devices, skew=_SKEW.value, options=options, real=True, bare=_BARE.value,
+        complete=_PROGRAM.value == "complete",
+    )  # fmt: skip
     report, module = write_all(compiled.text, target, model, facts_of(compiled), print_it=not _PROFILE.value)
     if _PROFILE.value:
         folder = Path(_OUT.value) / "profile"
-        seconds = recorded_trace.record_steps(
-            config, devices, compiled.executable, compiled.plan, folder, PROFILED_STEPS, PLAIN_STEPS
-        )
+        seconds = recorded_trace.record_steps(config, devices, compiled, folder, PROFILED_STEPS, PLAIN_STEPS)
         spans = recorded_trace.read_spans(folder, module.name)
         measured = inspection.compare_instructions(module, target, model, spans, PROFILED_STEPS, seconds)
         report = inspection.add_measured(report, spans, PROFILED_STEPS)
@@ -170,6 +174,7 @@ def facts_of(compiled) -> dict:
         "compiler_options": compiled.options,
         "guided_scheduler": compiled.guided,
         "plan_shape": compiled.plan_shape,
+        "program": "common" if compiled.common else "complete",
         "resolved": compiled.resolved,
         "memory": compiled.memory,
     }

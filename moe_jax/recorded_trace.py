@@ -14,6 +14,7 @@ import statistics
 import time
 from pathlib import Path
 
+from moe_jax.compile_ahead import Compiled
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.inspection.measured import Span
@@ -22,13 +23,12 @@ WARM_UP = 2
 
 
 def record_steps(
-    config: RunConfig, devices: list, executable, shape, folder: Path, steps: int, plain_steps: int = 0
+    config: RunConfig, devices: list, compiled: Compiled, folder: Path, steps: int, plain_steps: int = 0
 ) -> float | None:
     """Run the compiled step on real data: to warm up, then without the profiler, then under it.
 
     Args:
-      executable: of the training step, for this config on these devices.
-      shape: that it was compiled for, or None.
+      compiled: the training step, for this config on these devices.
       folder: the trace goes there.
       steps: under the profiler.
       plain_steps: without it, each waited for.
@@ -38,6 +38,7 @@ def record_steps(
       kernel by itself, where it would launch command buffers of many, so a step takes longer there.
     """
     import jax
+    import numpy as np
 
     from moe_jax.mesh.global_arrays import to_devices
     from moe_jax.training.program import empty_tables
@@ -46,9 +47,8 @@ def record_steps(
 
     session = build_session(config, devices)
     state, tables, host_signals = session.fresh_state(), session.tables, session.host_signals(0)
+    shape = compiled.plan
     if shape is not None:
-        import numpy as np
-
         tables = empty_tables(shape)
         tables = to_devices(tables, of_each_table(session.state_shardings.tables, tables))
         host_signals = to_devices(
@@ -56,10 +56,17 @@ def record_steps(
         )
     total = WARM_UP + plain_steps + steps
     batches = [to_devices(session.feed.read(step), session.state_shardings.batch) for step in range(total)]
+    step = compiled.executable
+    if compiled.common:  # what a bucket that overflows costs here is the same: the step computes, and keeps nothing
+        halted = to_devices(np.zeros((), np.bool_), session.state_shardings.replicated)
+
+        def step(state, *inputs):
+            return compiled.executable(state, halted, *inputs)
+
     seconds = []
     for place, batch in enumerate(batches[: WARM_UP + plain_steps]):
         started = time.perf_counter()
-        state, metrics = executable(state, batch, tables, host_signals)
+        state, metrics = step(state, batch, tables, host_signals)
         jax.block_until_ready((state, metrics))
         if place >= WARM_UP:
             seconds.append(time.perf_counter() - started)
@@ -67,7 +74,7 @@ def record_steps(
     options.python_tracer_level = 0  # its events would fill the trace, which holds a million
     with jax.profiler.trace(str(folder), profiler_options=options):
         for batch in batches[WARM_UP + plain_steps :]:
-            state, metrics = executable(state, batch, tables, host_signals)
+            state, metrics = step(state, batch, tables, host_signals)
         jax.block_until_ready((state, metrics))
     return statistics.median(seconds) if seconds else None
 

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.collectives.sorted_search import first_places
 from moe_jax.collectives.transfer_shape import TransferShape, TransferTables
 from moe_jax.collectives.varying import cast_varying, varying_axes
 
@@ -189,7 +190,7 @@ def sum_by_target(values: Array, target: Array, targets: int, most: int) -> Arra
         total = total + jnp.where(same[:, None], ahead, 0)
         step *= 2
     wanted = jnp.arange(targets, dtype=ranked.dtype)
-    first = jnp.searchsorted(ranked, wanted, side="left").astype(jnp.int32)
+    first = first_places(ranked, wanted)
     found = ranked[jnp.minimum(first, rows - 1)] == wanted
     return _take(total, jnp.where(found, first, rows))
 

@@ -49,6 +49,9 @@ class TrainConfig:
       log_every: steps between lines of progress where there is no terminal.
       guide_scheduler: on GPUs, compile twice, the second time with modelled seconds of the first program's instructions
         for the compiler's scheduler (`training/guided.py`). Where that is not possible it is left out, logged once.
+      optimistic: run a program without later passes, which has no conditionals, and run a step again by the complete
+        one where a bucket of its dropless layers overflowed (`training/optimistic.py`); results are the same, and both
+        programs are compiled. None: on GPUs, where each conditional waits for the host to read a flag.
       deterministic: on GPUs, compile every program of the model with kernels that give the same bits every time
         (`xla_gpu_deterministic_ops`), which is slower; docs/determinism.md says what holds where. CPUs always do.
       profile_steps: (first, last) steps whose trace is recorded, or None.
@@ -83,6 +86,7 @@ class TrainConfig:
     loads_every: int = 10
     log_every: int = 10
     guide_scheduler: bool = True
+    optimistic: bool | None = None
     deterministic: bool = False
     profile_steps: tuple[int, int] | None = None
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.collectives.sorted_search import first_places
 from moe_jax.collectives.varying import match_varying
 from moe_jax.dispatch.permute import take_rows
 from moe_jax.dispatch.route import Choice, record
@@ -57,7 +58,7 @@ def _sum_lines(lines, token_of, tokens: int):
     """Sum in at least float32, in the order of the lines."""
     acc_dtype = jnp.promote_types(lines.dtype, jnp.float32)
     order = jnp.argsort(token_of, stable=True).astype(jnp.int32)
-    edges = jnp.searchsorted(token_of[order], jnp.arange(tokens + 1, dtype=token_of.dtype)).astype(jnp.int32)
+    edges = first_places(token_of[order], jnp.arange(tokens + 1, dtype=token_of.dtype))
     start, count = edges[:-1], edges[1:] - edges[:-1]
 
     def turn(carry):

@@ -11,7 +11,6 @@ here. Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 
 import jax
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.bucket_rows import BucketLayout, Piece, bucket_layout
+from moe_jax.collectives.sorted_search import first_places
 
 
 @typing.dataclass_transform(frozen_default=True)
@@ -126,12 +126,12 @@ def route(choice: Choice, destination, group, num_destinations: int, num_groups:
     key = key.astype(jnp.int32)
     index = lax.iota(jnp.int32, key.shape[0])
     sorted_key, choice_at = lax.sort_key_val(key, index)
-    start = jnp.searchsorted(sorted_key, jnp.arange(num_destinations * num_groups + 1, dtype=jnp.int32), side="left")
+    start = first_places(sorted_key, lax.iota(jnp.int32, num_destinations * num_groups + 1))
     return Routing(
         choice_at=choice_at,
         place_of=jnp.zeros_like(index).at[choice_at].set(index, unique_indices=True),
         destination=key // num_groups,
-        start=start.astype(jnp.int32),
+        start=start,
     )
 
 
@@ -287,7 +287,7 @@ def regroup_pieces(counts, pieces) -> Grouping:
     def places(who, begin, end):
         of = [array if who is None else array[who] for array in (base, starts, ends)]
         slot = lax.iota(jnp.int32, end - begin) + begin if begin else lax.iota(jnp.int32, end)
-        group = jax.vmap(functools.partial(jnp.searchsorted, side="right"), in_axes=(0, None))(of[2], slot)
+        group = first_places(of[2], slot, side="right")
         safe = jnp.minimum(group, num_groups - 1)
         within = slot[None] - jnp.take_along_axis(of[1], safe, axis=1)
         return jnp.where(group < num_groups, jnp.take_along_axis(of[0], safe, axis=1) + within, total).reshape(-1)

@@ -152,6 +152,11 @@ def report_text(report: dict) -> str:
         lines.append(
             f"compiled {guided}in {report['compile_seconds']:.1f} s (lowering {report['lower_seconds']:.1f} s)"
         )
+    if report.get("program") == "common":
+        lines.append(
+            "program  the common one of optimistic steps; a step that overflows costs it and the complete one "
+            "(--program=complete)"
+        )
     if report.get("resolved"):
         lines.append("resolved: " + ", ".join(f"{name} = {value!r}" for name, value in report["resolved"].items()))
     assumed = [

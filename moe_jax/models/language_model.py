@@ -21,8 +21,9 @@ from moe_jax.mesh.sharding import dense_specs, expert_specs
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.segments import Segment, joined, part_of, segments_of, with_experts
 from moe_jax.models.transformer import Transformer
-from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.layer import check_hidden_dim, init_bank, layer_sizes
+from moe_jax.moe.config import MoEConfig, first_pass_of
+from moe_jax.moe.layer import check_hidden_dim, init_bank, layer_sizes, make_schedule
+from moe_jax.placement import PlanShape
 from moe_jax.schedules import schedule_record
 
 
@@ -70,12 +71,14 @@ class StepStats:
         and experts as the largest has, those that a layer lacks with 0 (`own_loads` of `segments.py` cuts them off).
       gate_entropy: float [L], mean entropy of the gate's softmax, in nats.
       dropped: int32 [L], choices that a capacity dropped.
-      passes: int32 [L], passes that each MoE layer took; 1 without overflow.
+      passes: int32 [L], passes that each MoE layer took, or in a `first_pass_model` should have taken; 1 without
+        overflow.
       kl: float [], KL(teacher || student) per target token, in nats; None without a teacher.
       completed: int32 [L], tokens that the router `base` placed after its auction; None where no layer has it.
       needed: int32 [L, E, bins], `GateStats.needed` of all tokens, E as in `loads`; None where no layer has the router
         `quantile_bias`.
       choices: int32 [L, N, K], every token's experts in the order of the batch, by MoEConfig.record_choices; else None.
+      teacher_passes: `passes` of the teacher's layers; None without one.
     """
 
     cross_entropy: jax.Array
@@ -89,6 +92,7 @@ class StepStats:
     completed: jax.Array | None = None
     needed: jax.Array | None = None
     choices: jax.Array | None = None
+    teacher_passes: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,3 +257,25 @@ class LanguageModel:
             gather={**own, "units": part_of(layout.gather["units"], segment, self.segments)},
             dp_stage=layout.dp_stage,
         )
+
+
+def first_pass_model(model: LanguageModel) -> LanguageModel:
+    """Return the model whose MoE layers run pass 0 alone: `StepStats.passes` says whether that was enough."""
+    return dataclasses.replace(model, moe=first_pass_of(model.moe))
+
+
+def has_later_passes(model: LanguageModel, tokens: int, plan: PlanShape | dict[str, PlanShape] | None = None) -> bool:
+    """Say whether some bucket of some layer can overflow, so that the program has conditionals.
+
+    Args:
+      tokens: of one MP group in one microbatch.
+      plan: as `make_loss` takes it.
+    """
+    row_bytes = model.config.model_dim * jnp.dtype(model.config.dtype).itemsize
+    choosers = (
+        make_schedule(
+            segment.moe, model.roles_of(segment), tokens, None if plan is None else model.own_part(plan, segment)
+        )
+        for segment in model.expert_segments
+    )
+    return any(chooser.for_rows(row_bytes).passes.most > 1 for chooser in choosers)

@@ -31,17 +31,19 @@ from moe_jax.models.distillation import Teacher, chunked_distillation
 from moe_jax.models.language_model import Batch, LanguageModel, Layout, StepStats, by_layer
 from moe_jax.models.layer_loop import make_layers
 from moe_jax.models.model_group import ModelGroup, check_sequence_parallel, make_model_group
+from moe_jax.models.own_gradients import own_leaves, own_specs
 from moe_jax.models.segments import Segment, joined, own_layers
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.placement import PlanShape
 from moe_jax.routers import GateStats, build_router, counts_so_far, z_loss
 from moe_jax.schedules.contract import MOST_ROWS
+from moe_jax.schedules.passes import most_of_all
 
 
 def make_loss(
     model: LanguageModel, layout: Layout, batch_size: int, length: int, *, training: bool = True, microbatches: int = 1,
-    plan: PlanShape | dict[str, PlanShape] | None = None, teacher: Teacher | None = None,
+    plan: PlanShape | dict[str, PlanShape] | None = None, teacher: Teacher | None = None, apart: bool = False,
 ) -> Callable:  # fmt: skip
     """Return the loss of one global microbatch as a function to be jitted and differentiated.
 
@@ -55,6 +57,7 @@ def make_loss(
       plan: slots and buckets of the placements whose tables will come; None is an even one without replicas. Of several
         segments with experts {segment: that}, and so are the tables.
       teacher: what the model learns from beside the text, None for the text alone.
+      apart: `params` come as `own_gradients.with_own_leaves` returns them: no sum of their gradients over devices.
 
     Returns:
       loss(params, batch: Batch, tables: Tables, key, first_row int32 [], normalizer float []) ->
@@ -84,17 +87,22 @@ def make_loss(
     check_sequence_parallel(config.sequence_parallel, length, roles)
     check_token_numbers(batch_size, microbatches, length, max(part.moe.top_k for part in model.expert_segments))
     stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches, plan, teacher)
+    dense_in = own_specs(layout, roles) if apart else layout.params["dense"]
     rows = P(roles.dense)
     frozen_specs = () if teacher is None else _frozen_specs(teacher)
     loads_specs = tuple(P(None, model.roles_of(segment).expert) for segment in model.expert_segments)
     stats_specs = StepStats(
-        P(), P(), P(), loads_specs, P(), P(), P(), P(), P(), P(), P(None, roles.dense + roles.model)
+        P(), P(), P(), loads_specs, P(), P(), P(), P(), P(), P(), P(None, roles.dense + roles.model), P()
     )
+
+    def on_own_leaves(dense, *inputs):
+        return stack(own_leaves(dense, layout), *inputs)
+
     sharded = jax.shard_map(
-        stack,
+        on_own_leaves if apart else stack,
         mesh=roles.mesh,
         in_specs=(
-            layout.params["dense"], layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows, rows, P()),
+            dense_in, layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows, rows, P()),
             _tables_specs(model), P(), P(), P(), *frozen_specs,
         ),
         out_specs=(P(), stats_specs),
@@ -192,16 +200,19 @@ def _make_stack(
         else:
             teacher_dense, teacher_bank, unused, even = frozen
             with jax.named_scope("teacher"):
-                teacher_x, teacher_table, *_ = teacher_trunk(
+                teacher_x, teacher_table, of_teacher = teacher_trunk(
                     teacher_dense, teacher_bank, unused, batch.inputs, even, key, first_row
                 )
             with jax.named_scope("loss"):
                 total, total_kl = chunked_distillation(x, table, teacher_x, teacher_table, *rows)
         cross_entropy = lax.psum(total, roles.all) / normalizer
         kl = None if teacher is None else lax.psum(total_kl, roles.all) / normalizer
-        return finish(cross_entropy, kl, found, batch.counted)
+        return finish(cross_entropy, kl, found, None if teacher is None else of_teacher, batch.counted)
 
-    def finish(cross_entropy, kl, found, counted):
+    def passes_of(found):
+        return most_of_all(_all_layers(passes for _, passes in found.values()), roles.all)
+
+    def finish(cross_entropy, kl, found, of_teacher, counted):
         global_tokens = tokens * parts
         sums = [_sums_of_layers(segment, roles, stats, counted, global_tokens) for segment, (stats, _) in found.items()]
         weighted = [
@@ -218,11 +229,12 @@ def _make_stack(
             loads=tuple(part.counts[:, None] for part in sums),
             gate_entropy=_all_layers(part.entropy for part in sums) / global_tokens,
             dropped=_all_layers(part.dropped for part in sums),
-            passes=_all_layers(passes for _, passes in found.values()),
+            passes=passes_of(found),
             kl=kl,
             completed=_completed(sums),
             needed=_needed(sums),
             choices=_all_layers(stats.choices for stats, _ in found.values()),
+            teacher_passes=None if of_teacher is None else passes_of(of_teacher),
         )
         return loss, stats
 

@@ -370,10 +370,12 @@ def _unit_bytes(
     if moe.capacity_factor is not None:
         rows = moe.top_k * moe.capacity_factor
     elif roles.size(roles.expert) > 1:
+        layer = layer_sizes(moe, roles, tokens * model, plan)
         rows = moe.top_k * moe.bucket_slack
-        planned = layer_sizes(moe, roles, tokens * model, plan).planned_rows
-        if planned is not None:
-            rows = layout_of(roles, planned, moe.transport).total / tokens
+        if layer.planned_rows is not None:
+            rows = layout_of(roles, layer.planned_rows, moe.transport).total / tokens
+        elif moe.overflow_chance:
+            rows = layout_of(roles, layer.bucket_rows(roles.size(roles.expert)), moe.transport).total / tokens
     experts = compute_itemsize * (2 * own + gathered + rows * (3 * dim + matrices * config.hidden_dim / shard))
     shared = moe.shared_ffn_dim(config.hidden_dim) / model
     beside = compute_itemsize * (own + matrices * shared) if shared else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 
 from moe_jax.errors import UserError
 from moe_jax.routers.config import RouterConfig
@@ -25,11 +26,17 @@ class MoEConfig(RouterConfig):
         docs/bench/inspect.md). Sums are the same; their last bits may differ.
       grouped_matmul: implementation of the grouped matmul; 'auto' takes the device's default.
       bucket_slack: dropless only: rows of one (source, destination) bucket over the mean number of rows.
+      overflow_chance: dropless only: instead of a slack, as many rows as even loads need when drawn at random: the
+        chance that one exchange (a layer's in a microbatch, all pairs of devices) overflows; 0 takes the slack. With a
+        planner the loads are those that it predicts. A router that is more skewed than that overflows more often, and
+        steps are run again, or straight by the complete program: for routers that are kept even, or planned for.
       shared_experts: n, experts that every token goes to, beside those it chooses; 0 is none.
       shared_hidden_dim: hidden dim of each of them; 0 takes that of the routed ones.
       residual: with shared experts: 'sum' adds them to the routed ones, 'learned' mixes the two by a softmax over each
         token.
     """
+
+    later_passes: typing.ClassVar[bool] = True  # whether the program has those that follow an overflow
 
     aux_loss_weight: float = 0.01
     z_loss_weight: float = 0.001
@@ -39,6 +46,7 @@ class MoEConfig(RouterConfig):
     gather: str = "auto"
     grouped_matmul: str = "auto"
     bucket_slack: float = 1.5
+    overflow_chance: float = 0.0
     shared_experts: int = 0
     shared_hidden_dim: int = 0
     residual: str = "sum"
@@ -47,6 +55,11 @@ class MoEConfig(RouterConfig):
         super().__post_init__()
         if self.bucket_slack <= 0:
             raise UserError(f"MoEConfig.bucket_slack ({self.bucket_slack}) must be positive; 1.5 suits most runs")
+        if not 0 <= self.overflow_chance < 1:
+            raise UserError(
+                f"MoEConfig.overflow_chance ({self.overflow_chance}) must be at least 0 and below 1; 0.001 suits "
+                "optimistic steps of about ten layers, 0 takes MoEConfig.bucket_slack"
+            )
         for name in ("shared_experts", "shared_hidden_dim"):
             if getattr(self, name) < 0:
                 raise UserError(f"MoEConfig.{name} ({getattr(self, name)}) must be 0 or positive")
@@ -66,3 +79,17 @@ class MoEConfig(RouterConfig):
     def shared_ffn_dim(self, hidden_dim: int) -> int:
         """Return the hidden dim of all shared experts together, 0 without any; hidden_dim: of a routed one."""
         return self.shared_experts * (self.shared_hidden_dim or hidden_dim)
+
+
+class FirstPassConfig(MoEConfig):
+    """A layer that runs pass 0 alone and says how many passes it should have taken; made by `first_pass_of`.
+
+    Whoever runs it must throw its results away where that is more than one. It is no user's choice: no field names it.
+    """
+
+    later_passes: typing.ClassVar[bool] = False
+
+
+def first_pass_of(config: MoEConfig) -> FirstPassConfig:
+    """Return the same layer without its later passes."""
+    return FirstPassConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moe_jax.collectives.bucket_rows import BucketRows, round_up
+from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.collectives.ordering import wait_for
 from moe_jax.dispatch import from_lines, to_lines
 from moe_jax.errors import UserError
@@ -257,30 +257,35 @@ def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | 
             f"MeshConfig.expert to a divisor of {config.num_experts}"
         )
     choices = build_router(config, router_place(config, roles, plan)).choices(tokens)
-    planned = None if plan is None else plan.bucket_rows
-    return LayerSizes(
+    sizes = LayerSizes(
         tokens=choices.lines,
         top_k=choices.top_k,
         num_experts=config.num_experts,
         groups=config.num_experts // devices if plan is None else plan.slots,
         capacity=choices.capacity,
         bucket_slack=config.bucket_slack,
-        planned_rows=crossing_rows(choices, config.bucket_slack, roles) if planned is None else planned,
+        overflow_chance=config.overflow_chance,
+        sources=roles.num_devices,
         min_capacity=config.min_capacity,
+        later_passes=config.later_passes,
     )
+    planned = None if plan is None else plan.bucket_rows
+    planned = crossing_rows(choices, sizes, roles) if planned is None else planned
+    return dataclasses.replace(sizes, planned_rows=planned)
 
 
-def crossing_rows(choices: Choices, slack: float, roles: Roles) -> BucketRows | None:
+def crossing_rows(choices: Choices, sizes: LayerSizes, roles: Roles) -> BucketRows | None:
     """Return the rows of buckets where a router bounds how many choices leave the node; None where it does not.
 
     Args:
-      choices: of an MP group's tokens; slack: ratio of a bucket's rows to their mean, of its own kind.
+      choices: of an MP group's tokens; sizes: of the layer, which say how rows follow from their mean.
     """
     members, near = roles.size(roles.expert), roles.members_per_node
     if choices.crossing is None or near == members:
         return None
-    inside = round_up(slack * (choices.lines * choices.top_k - choices.crossing) / near, 8)
-    return BucketRows(own=inside, node=inside, far=round_up(slack * choices.crossing / (members - near), 8))
+    pairs = roles.num_devices * members
+    inside = sizes.rows_of((choices.lines * choices.top_k - choices.crossing) / near, pairs)
+    return BucketRows(own=inside, node=inside, far=sizes.rows_of(choices.crossing / (members - near), pairs))
 
 
 def router_place(config: MoEConfig, roles: Roles, plan: PlanShape | None = None, length: int = 0) -> RouterPlace:

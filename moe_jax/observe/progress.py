@@ -18,6 +18,7 @@ _PLAIN_BAR = ("=", ">", ".")
 _WIDTH_WITHOUT_ANSWER = 80
 _SHORTEST_BAR, _LONGEST_BAR = 8, 32
 _SECONDS_BETWEEN_DRAWS = 0.1
+_SHOWN = ("loss", "skipped", "again", "speed", "load", "left")  # in this order, as far as they fit
 _log = logging.getLogger(__name__)
 
 
@@ -58,6 +59,7 @@ class Progress:
         tokens_per_second: float | None = None,
         device_load: float | None = None,
         skipped_steps: int = 0,
+        steps_run_again: int = 0,
     ) -> None:
         """Show a finished step.
 
@@ -67,6 +69,7 @@ class Progress:
           tokens_per_second: of this step.
           device_load: max over mean of tokens per device, over all layers (1 is balanced).
           skipped_steps: left out so far because they were not finite; shown where there are any.
+          steps_run_again: so far, because a bucket overflowed; shown where there are any.
         """
         now = self._clock()
         self._step = step
@@ -74,6 +77,7 @@ class Progress:
         numbers = {
             "loss": None if loss is None else f"loss {loss:.4f}",
             "skipped": f"skipped {skipped_steps}" if skipped_steps else None,
+            "again": f"run again {steps_run_again}" if steps_run_again else None,
             "left": self._time_left(now),
             "speed": None if tokens_per_second is None else f"{with_prefix(tokens_per_second)} tokens/s",
             "load": None if device_load is None else f"load {device_load:.2f}x",
@@ -89,6 +93,7 @@ class Progress:
                 f"step {step}/{self._total}",
                 numbers["loss"],
                 numbers["skipped"],
+                numbers["again"],
                 numbers["speed"],
                 load,
                 numbers["left"],
@@ -135,7 +140,7 @@ class Progress:
             if text and len(text) + 2 <= room:
                 kept[name] = text
                 room -= len(text) + 2
-        tail = "".join("  " + kept[name] for name in ("loss", "skipped", "speed", "load", "left") if name in kept)
+        tail = "".join("  " + kept[name] for name in _SHOWN if name in kept)
         length = min(room - 2, _LONGEST_BAR)
         bar = "  " + self._drawn_bar(length) if length >= _SHORTEST_BAR else ""
         return (head + bar + tail)[: max(width, 0)]

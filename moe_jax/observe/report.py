@@ -115,6 +115,7 @@ def headline_numbers(summary: RunSummary) -> list[tuple[str, str, str]]:
         ("dropped tokens", s.dropped_fraction, ".3%", "mean over steps"),
         ("overflow steps", s.overflow_steps, ",.0f", "took more than one pass"),
         ("skipped steps", s.skipped_steps or None, ",.0f", "loss or gradient not finite"),
+        ("steps run again", s.steps_run_again or None, ",.0f", "a bucket overflowed in the common program"),
         ("compilations", s.compilations or None, ",.0f", f"{s.compile_seconds:.1f} s in all"),
         ("re-jit stall", s.rejit_stall_seconds, ".1f", "seconds waited"),
     ]

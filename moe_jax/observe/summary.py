@@ -37,6 +37,7 @@ class RunSummary:
     dropped_fraction: float | None
     overflow_steps: int | None
     skipped_steps: int | None = None
+    steps_run_again: int | None = None
     held_out_loss_ema: float | None = None
     compilations: int
     compile_seconds: float
@@ -56,7 +57,7 @@ def summarize(metrics: Records, evaluations: Records) -> RunSummary:
     Args:
       metrics: as `read_metrics` returns them, with the fields that the training loop writes; any may be absent.
         `overflow_steps` and `rejit_stall_seconds` count what happened in that record's step, and are summed;
-        `skipped_steps` counts from the start of the run.
+        `skipped_steps` and `steps_run_again` count from the start of the run.
       evaluations: records with `held_out_loss` and, in at least one, `unigram_entropy`.
     """
     steady = [record for record in metrics if not record.get("compile_seconds")] or metrics
@@ -78,6 +79,7 @@ def summarize(metrics: Records, evaluations: Records) -> RunSummary:
         dropped_fraction=_reduced(column(metrics, "dropped_fraction")[1], np.mean),
         overflow_steps=_whole(_reduced(column(metrics, "overflow_steps")[1], np.sum)),
         skipped_steps=_whole(_reduced(column(metrics, "skipped_steps")[1], np.max)),
+        steps_run_again=_whole(_reduced(column(metrics, "steps_run_again")[1], np.max)),
         compilations=int(np.count_nonzero(compilations)),
         compile_seconds=float(np.nansum(compilations)),
         rejit_stall_seconds=_reduced(column(metrics, "rejit_stall_seconds")[1], np.sum),

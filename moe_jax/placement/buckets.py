@@ -20,12 +20,16 @@ def fullest_pairs(pair_loads: np.ndarray, devices_per_node: int) -> BucketRows:
       pair_loads: int [..., D, D], as `routing.pair_loads` counts.
       devices_per_node: Dn, which divides D.
     """
-    devices = pair_loads.shape[-1]
-    index = np.arange(devices)
+    kinds = pairs_by_kind(pair_loads, devices_per_node)
+    return BucketRows(**{kind: int(loads.max(initial=0)) for kind, loads in kinds.items()})
+
+
+def pairs_by_kind(pair_loads: np.ndarray, devices_per_node: int) -> dict[str, np.ndarray]:
+    """Return {'own', 'node', 'far'}: the loads [..., n] of the pairs of each kind of bucket, as in `fullest_pairs`."""
+    index = np.arange(pair_loads.shape[-1])
     own = index[:, None] == index[None]
     near = (index[:, None] // devices_per_node == index[None] // devices_per_node) & ~own
-    own, node, far = (int(pair_loads[..., mask].max(initial=0)) for mask in (own, near, ~near & ~own))
-    return BucketRows(own=own, node=node, far=far)
+    return {"own": pair_loads[..., own], "node": pair_loads[..., near], "far": pair_loads[..., ~near & ~own]}
 
 
 def bucket_rows(largest_pair: float, error: float = 0.0, multiple: int = 1) -> int:

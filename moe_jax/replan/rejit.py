@@ -22,6 +22,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,8 +55,8 @@ class Session(Protocol):
     def state_shardings(self) -> Any:
         """Shardings of a step's inputs, `tables` and `host_signals` among them."""
 
-    def compile_train_step(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> tuple[Any, float]:
-        """Return (executable, seconds) of the training step for plans of this shape; of several {segment: shape}."""
+    def compile_programs(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> tuple[Any, float]:
+        """Return (programs, seconds) of the training step for plans of this shape; of several {segment: shape}."""
 
     def evaluation_step(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> Any:
         """Return the evaluation step."""
@@ -108,7 +109,7 @@ class RejitEngine:
     # Around a step.
 
     def start(self):
-        """Compile what the first step runs with; return (executable, seconds)."""
+        """Compile what the first step runs with; return (programs, seconds)."""
         if self.pending is not None:
             self._compile(self.pending.shape)
         return self._compile(self.shape, now=True).result()
@@ -130,27 +131,29 @@ class RejitEngine:
         self.shape = each(Replanner.grow, self.replanner, self.shape, placement)
         self._adopt(placement)
 
-    def before_step(self, step: int, state: dict, flag: int):
-        """Return (executable, tables, host_signals, state) for step `step` (from 0).
+    def before_step(self, step: int, state: dict, flag: int, settle: Callable[[], dict] | None = None):
+        """Return (programs, tables, host_signals, state) for step `step` (from 0).
 
         Args:
           state: donated if experts change their homes.
           flag: 1 where this process asks to stop, else 0.
+          settle: () -> state once all steps before this one are done for good; called before experts change their
+            homes, because a step that has to run again needs them where they were. None: `state` is that.
         """
         record = {"rejit_stall_seconds": 0.0, "planner_seconds": self.next_planner_seconds}
         if self.pending is not None and self._swap_is_due(step):
             self._swap(record)
         began = time.perf_counter()
         if homes_differ(self.placement, self.bank):
-            state = self._reshard(state)
+            state = self._reshard(state if settle is None else settle())
             self.bank, record["reshard_seconds"] = self.placement, time.perf_counter() - began
         if self.tables is None:
             self.tables = self._on_devices(self.shape, self.placement)
             self.hash = plan_hash(self.shape, self.placement)
         record["plan_id"] = self.plan_id
         self.records[step] = (self.placement, record, self.shape)
-        executable = self.executables[self.shape].result()[0]
-        return executable, self.tables, self._host_signals(flag), state
+        programs = self.executables[self.shape].result()[0]
+        return programs, self.tables, self._host_signals(flag), state
 
     def after_dispatch(self, step: int):
         """Plan for step `step` + 1 while the devices work on `step`."""
@@ -419,9 +422,9 @@ class RejitEngine:
         if shape not in self.executables:
             if now:
                 future: concurrent.futures.Future = concurrent.futures.Future()
-                future.set_result(self.session.compile_train_step(by_name(self.names, shape)))
+                future.set_result(self.session.compile_programs(by_name(self.names, shape)))
             else:
-                future = self.thread.submit(self.session.compile_train_step, by_name(self.names, shape))
+                future = self.thread.submit(self.session.compile_programs, by_name(self.names, shape))
             self.executables[shape] = future
         return self.executables[shape]
 

@@ -21,7 +21,8 @@ from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.layer import layer_sizes
 from moe_jax.placement import Placement, PlanShape, build_shape, fits, grow, most_homes, needed_transfer, routing
-from moe_jax.placement.buckets import bucket_rows, fullest_pairs
+from moe_jax.placement.buckets import bucket_rows, fullest_pairs, pairs_by_kind
+from moe_jax.placement.expected_rows import expected_rows
 from moe_jax.placement.transfer_sizes import TransferSizes
 from moe_jax.planner import PlanSession, build_planner
 from moe_jax.planner.late import with_late, with_late_prices
@@ -33,6 +34,7 @@ from moe_jax.schedules.contract import LayerSizes, schedule_record
 
 FEWEST = 0.25  # rows of a planned bucket over the mean: fewer would make an overflow, where it comes, take many passes
 HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
+TOO_OFTEN = 10.0  # times MoEConfig.overflow_chance: buckets grow when they overflow more often, for the same reason
 
 
 class Replanner:
@@ -110,11 +112,14 @@ class Replanner:
             return placement
         return self.plans.refine(loads / self.exchanges_per_step, placement, shape.late)
 
-    def predicted_rows(self, shape: PlanShape, placement: Placement) -> BucketRows | None:
+    def predicted_rows(self, shape: PlanShape, placement: Placement, more_often: float = 1.0) -> BucketRows | None:
         """Return the rows that buckets need by prediction; None where nothing is predicted or capacities rule.
 
         A step's loads are sums over microbatches and data-parallel groups, and over the N_ESP devices of a member; a
         bucket is of one microbatch's tokens of one MP group, which are those of N_MP devices.
+
+        Args:
+          more_often: with MoEConfig.overflow_chance, how many times as often as that buckets may overflow.
         """
         plans = self.plans
         if not plans.predictor.seen or not self.config.moe.dropless:
@@ -125,11 +130,31 @@ class Replanner:
         plans.planner.counters.clear()
         plans.planner.counters.update(counters)
         error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
-        fullest, step = fullest_pairs(pairs, placement.devices_per_node), self.roles.size(self.roles.model)
+        step = self.roles.size(self.roles.model)
         groups = self.exchanges_per_step * self.roles.size(self.roles.expert_shard) / self.roles.size(self.roles.model)
-        rows = fullest.each(lambda pair: bucket_rows(pair / groups, error, step))
+        if self.config.moe.overflow_chance:
+            rows = self._expected_rows(pairs * ((1 + error) / groups), shape, more_often)
+        else:
+            fullest = fullest_pairs(pairs, placement.devices_per_node)
+            rows = fullest.each(lambda pair: bucket_rows(pair / groups, error, step))
         fewest = bucket_rows(FEWEST * self._mean_rows(shape), 0.0, step)
         return rows.each(lambda size: max(size, fewest)).at_most(self._most_rows(shape))
+
+    def _expected_rows(self, means: np.ndarray, shape: PlanShape, more_often: float) -> BucketRows:
+        """Return the rows that counts around these means [L, D, D] need, by MoEConfig.overflow_chance.
+
+        Each kind of bucket has a third of the chance; data-parallel groups draw for themselves.
+        """
+        sizes, roles = self._sizes(shape), self.roles
+        chance = more_often * self.config.moe.overflow_chance * len(means) / 3 / roles.size(roles.data)
+        step = math.lcm(8, roles.size(roles.model))
+        kinds = pairs_by_kind(means, self.start.devices_per_node)
+        return BucketRows(
+            **{
+                kind: expected_rows(own, sizes.top_k * sizes.tokens, chance, step) if own.size else 0
+                for kind, own in kinds.items()
+            }
+        )
 
     def _most_rows(self, shape: PlanShape) -> BucketRows:
         """Return the rows that planned buckets may have: the worst case, or what `PlannerConfig.bucket_limit` allows.
@@ -152,8 +177,8 @@ class Replanner:
         return sizes.top_k * sizes.tokens / self.devices
 
     def is_crowded(self, shape: PlanShape, placement: Placement) -> bool:
-        """Say whether buckets are predicted to need more rows than they have."""
-        rows = self.predicted_rows(shape, placement)
+        """Say whether buckets are predicted to need more rows than they have, or to overflow much too often."""
+        rows = self.predicted_rows(shape, placement, TOO_OFTEN)
         return rows is not None and not rows.within(self.rows_of(shape))
 
     def rows_of(self, shape: PlanShape) -> BucketRows:
@@ -182,8 +207,9 @@ class Replanner:
         The first planned buckets are all by prediction: one that was larger without a plan gets smaller.
         """
         step, most = math.lcm(8, self.roles.size(self.roles.model)), self._most_rows(shape)
+        headroom = 1.0 if self.config.moe.overflow_chance else HEADROOM
         larger = (
-            rows.each(lambda size: math.ceil(HEADROOM * size)).at_most(most).each(lambda size: round_up(size, step))
+            rows.each(lambda size: math.ceil(headroom * size)).at_most(most).each(lambda size: round_up(size, step))
         )
         there = shape.bucket_rows
         return larger if there is None else there.where_smaller(rows, larger)
@@ -199,15 +225,15 @@ class Replanner:
             shape = dataclasses.replace(shape, **split_shares(self.config, self.plans.cost, shape.ahead))
         return self.with_rule(shape)
 
-    def planned_shape(self, loads: np.ndarray) -> PlanShape:
-        """Return what a run would compile after steps with these loads, int64 [L, D, E] each.
+    def planned(self, loads: np.ndarray) -> tuple[PlanShape, Placement]:
+        """Return what a run would compile after steps with these loads, int64 [L, D, E] each, and its placement.
 
         The planner sees the same loads as often as its predictor looks back.
         """
         for _ in range(self.config.planner.window):
             self.plans.observe(loads)
         placement = self.plans.propose(self.config.planner.steps_between_plans).placement
-        return self.grow(self.first_shape(), placement)
+        return self.grow(self.first_shape(), placement), placement
 
 
 def check_planner(config: RunConfig, roles: Roles) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.collectives.sorted_search import first_places
 from moe_jax.collectives.varying import cast_varying, varying_axes
 
 FREE = -1  # of a token without an expert
@@ -83,7 +84,7 @@ def highest(owner, bids, experts: int, each: int):
     tokens = owner.shape[0]
     order = jnp.lexsort((-bids, owner))  # stable: ties to the lowest token; FREE, -1, comes first
     by_owner = owner[order]
-    start = jnp.searchsorted(by_owner, jnp.arange(experts, dtype=owner.dtype)).astype(jnp.int32)
+    start = first_places(by_owner, jnp.arange(experts, dtype=owner.dtype))
     place = jnp.arange(tokens, dtype=jnp.int32) - start[jnp.maximum(by_owner, 0)]
     owner = jnp.where(place < each, by_owner, FREE)
     return jnp.zeros((tokens,), owner.dtype).at[order].set(owner, unique_indices=True)

@@ -60,7 +60,7 @@ class Baseline(StagedSchedule):
             roles.size(axes) for axes in (roles.expert, roles.expert_shard, roles.model)
         )
         self.layout = layout_of(roles, group_bucket_rows(sizes, roles), options.transport)
-        self.most_passes = sizes.most_passes(self.layout.rows.far)
+        self.passes = sizes.passes(self.layout.rows.far)
         local = max(1, min(self.ep_size, roles.config.devices_per_node // self.esp_size))
         make = functools.partial(make_exchange, roles.expert, self.ep_size, options.transport, local)
         self.exchanges = {"far": make(), "own": lambda blocks, sent, received: blocks}
@@ -76,7 +76,7 @@ class Baseline(StagedSchedule):
             device, expert = destinations(tables, choice, groups)
             routing = route(choice, device, expert, self.ep_size, groups)
             mine = passes_of(routing, self.layout, groups, member(roles))
-            needed = passes_needed(mine, self.most_passes, roles.all)
+            needed = passes_needed(mine, self.passes, roles.all)
         with jax.named_scope("dispatch"):
             ready = wait_for(tokens, needed, device)  # replicas may come in a branch, before `device` is known
             everyone = self._gather(replicated_to_varying(ready, roles.model))

@@ -34,7 +34,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -44,8 +44,20 @@ from moe_jax.dispatch import Choice, Lines, Routing, Tables
 from moe_jax.dispatch.route import record
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
+from moe_jax.placement.expected_rows import expected_rows
 
 MOST_ROWS = (1 << 31) - 1  # rows, choices and token ids are int32
+
+
+class Passes(NamedTuple):
+    """Static bounds of one layer.
+
+    Attributes:
+      most: passes that a routing may need. run: that the program has; `most`, or only the first.
+    """
+
+    most: int
+    run: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +71,11 @@ class LayerSizes:
       groups: G, experts that one device may compute in a layer.
       capacity: the most of `tokens` tokens gated together that an expert takes, or None when dropless.
       bucket_slack: dropless: ratio of a bucket's rows to their mean.
+      overflow_chance: dropless: chance that some pair of devices needs more rows, instead of the ratio; 0 takes that.
+      sources: devices whose pairs the chance is of.
       planned_rows: dropless: rows of the buckets as a plan predicts or a router bounds them; None takes the slack.
       min_capacity: floor of the capacity.
+      later_passes: whether the program has the passes after the first, for buckets that overflow.
     """
 
     tokens: int
@@ -70,7 +85,10 @@ class LayerSizes:
     capacity: int | None
     bucket_slack: float
     planned_rows: BucketRows | None = None
+    overflow_chance: float = 0.0
+    sources: int = 1
     min_capacity: int = 1
+    later_passes: bool = True
 
     def bucket_rows(self, destinations: int) -> BucketRows:
         """Return the rows of one (source, destination) bucket: to the own member, within the node, to other nodes.
@@ -86,15 +104,21 @@ class LayerSizes:
     def even_rows(self, destinations: int) -> int:
         """Return C, rows of every bucket without a plan.
 
-        Dropless: ceil(slack K t / D), rounded up to 8, and never more than the worst case. With a capacity: what the
-        destination's experts can take at most.
+        Dropless: ceil(slack K t / D) or what even loads need at random, rounded up to 8, and never more than the worst
+        case. With a capacity: what the destination's experts can take at most.
         """
         worst = self.worst_rows()
         if destinations == 1:
             return worst
         if self.capacity is not None:
             return min(worst, self.groups * self.capacity)
-        return min(worst, round_up(math.ceil(self.bucket_slack * self.top_k * self.tokens / destinations), 8))
+        return min(worst, self.rows_of(self.top_k * self.tokens / destinations, self.sources * destinations))
+
+    def rows_of(self, mean: float, pairs: int) -> int:
+        """Return the rows of buckets whose mean rows are `mean`, in multiples of 8; pairs: of them in an exchange."""
+        if not self.overflow_chance:
+            return round_up(math.ceil(self.bucket_slack * mean), 8)
+        return expected_rows([mean], self.top_k * self.tokens, self.overflow_chance / pairs)
 
     def worst_rows(self) -> int:
         """Return the most rows that this device can have for one destination: all its tokens, min(K, G) times."""
@@ -104,6 +128,11 @@ class LayerSizes:
         """Return how many passes may be taken: one with a capacity, which bounds all; rows: of the shortest."""
         worst = self.worst_rows()
         return math.ceil((worst if self.capacity is None else min(worst, self.groups * self.capacity)) / rows)
+
+    def passes(self, rows: int) -> Passes:
+        """Return the bounds on a layer's passes; rows: of the shortest bucket."""
+        most = self.most_passes(rows)
+        return Passes(most, most if self.later_passes else 1)
 
     def split(self, parts: int) -> LayerSizes:
         """Return the sizes where each device of an MP group of `parts` gates its own part of the tokens."""
@@ -160,7 +189,8 @@ class Routed:
       tokens: float [T, M], from which the rows of all passes are taken: those gated here, or more after a gather.
       weights: float [t, K] of their choices; under `ring` [T, K].
       routing: where every choice goes.
-      passes: int32 [], passes that are taken, equal on all devices.
+      passes: int32 [], passes that are needed: those taken, equal on all devices; of a program that has the first alone
+        what this device needs.
       lines: set by the layer where tokens have different numbers of experts, and rows of `tokens` are lines of choices.
     """
 
@@ -203,10 +233,15 @@ class Schedule(abc.ABC):
     """The order in which one layer moves its bytes; see the head of this file.
 
     Attributes:
-      most_passes: static bound on the passes; 1 leaves no branch in the program.
+      passes: static bounds on the passes.
     """
 
-    most_passes: int
+    passes: Passes
+
+    @property
+    def most_passes(self) -> int:
+        """Passes that the program has; 1 leaves no branch in it."""
+        return self.passes.run
 
     def for_rows(self, row_bytes: int) -> Schedule:
         """Return the schedule for rows of so many bytes: itself."""

@@ -37,7 +37,7 @@ class ExpertParallel(StagedSchedule):
         self.sizes = sizes.split(roles.size(roles.model))
         self.group = build_expert_group(roles, options.transport)
         self.layout = layout_of(roles, own_bucket_rows(sizes, roles), options.transport)
-        self.most_passes = self.sizes.most_passes(self.layout.rows.far)
+        self.passes = self.sizes.passes(self.layout.rows.far)
 
     def enter(self, x, token_ids):
         return to_parts(x, self.roles, self.options), own_part(token_ids, self.roles.model)
@@ -48,7 +48,7 @@ class ExpertParallel(StagedSchedule):
             device, expert = destinations(tables, choice, groups)
             routing = route(choice, device, expert, self.group.ep_size, groups)
             mine = passes_of(routing, self.layout, groups, member(roles))
-            needed = passes_needed(mine, self.most_passes, roles.all)
+            needed = passes_needed(mine, self.passes, roles.all)
         return Routed(tokens, choice.weights, routing, needed)
 
     def pack(self, routed, index):

@@ -88,7 +88,7 @@ class Pairwise(Schedule):
         self.sizes = sizes.split(roles.size(roles.model))
         self.group = build_expert_group(roles)
         self.layout = layout_of(roles, own_bucket_rows(sizes, roles))
-        self.most_passes = self.sizes.most_passes(self.layout.rows.far)
+        self.passes = self.sizes.passes(self.layout.rows.far)
         self.ring = Ring(self.group, groups)
 
     def enter(self, x, token_ids):
@@ -100,7 +100,7 @@ class Pairwise(Schedule):
             device, expert = destinations(tables, choice, groups)
             routing = route(choice, device, expert, self.group.ep_size, groups)
             mine = passes_of(routing, self.layout, groups, member(roles))
-            needed = passes_needed(mine, self.most_passes, roles.all)
+            needed = passes_needed(mine, self.passes, roles.all)
         return Routed(tokens, choice.weights, routing, needed)
 
     def run_pass(self, routed, index, experts):

@@ -19,19 +19,28 @@ from jax import lax
 
 from moe_jax.collectives.ordering import gradients_in_turn, wait_for
 from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.schedules.contract import Passes
 
 
-def passes_needed(mine, most: int, axes: tuple[str, ...]):
+def passes_needed(mine, passes: Passes, axes: tuple[str, ...]):
     """Return int32 [], the most passes that any device's buckets take, at least one; equal on all devices.
+
+    Of a program that has the first pass alone, it is what this device needs: no branch waits for the others, and a
+    step compares all its layers at once (`most_of_all`).
 
     Args:
       mine: int32 [], passes that this device's buckets take.
-      most: static bound on the passes; 1 needs nothing from the other devices.
+      passes: static bounds; where one pass is enough, nothing is needed from the other devices.
       axes: all mesh axes: every device must take the same branch, because the branches hold collectives.
     """
-    if most == 1:
+    if passes.most == 1:
         return jnp.ones((), jnp.int32)
     needed = jnp.maximum(mine, 1)
+    return needed if passes.run == 1 else most_of_all(needed, axes)
+
+
+def most_of_all(needed, axes: tuple[str, ...]):
+    """Return the largest of all devices' arrays, element by element, equal on all; itself where it is so already."""
     axes = tuple(axis for axis in axes if axis in varying_axes(needed))
     return lax.pmax(needed, axes) if axes else needed
 

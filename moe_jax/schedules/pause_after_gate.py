@@ -138,7 +138,7 @@ class PauseAfterGate(StagedSchedule):
         self.mp_size = roles.size(roles.model)
         self.group = build_expert_group(roles, options.transport)
         self.layout = layout_of(roles, whole_bucket_rows(sizes, roles), options.transport)
-        self.most_passes = sizes.most_passes(self.layout.rows.far)
+        self.passes = sizes.passes(self.layout.rows.far)
         self.move = _Move(self.group, roles, self.layout, _gather_finder(roles, self.layout, options))
 
     def enter(self, x, token_ids):
@@ -150,7 +150,7 @@ class PauseAfterGate(StagedSchedule):
             device, expert = destinations(_lead_tables(tables, roles), choice, groups)
             routing = route(choice, device, expert, self.group.ep_size, groups)
             mine = passes_of(routing, self.layout, groups, _lead_member(roles))
-            needed = passes_needed(mine, self.most_passes, roles.all)
+            needed = passes_needed(mine, self.passes, roles.all)
         return Routed(tokens, choice.weights, routing, needed)
 
     def pack(self, routed, index):

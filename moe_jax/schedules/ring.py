@@ -34,7 +34,7 @@ class AllGather(Schedule):
         self.axes = roles.expert + roles.expert_shard
         self.size = roles.size(self.axes)
         self.rows = computed_rows(self.sizes, roles.size(roles.expert), self.size)
-        self.most_passes = gathered_sizes(self.sizes, self.size).most_passes(self.rows)
+        self.passes = gathered_sizes(self.sizes, self.size).passes(self.rows)
 
     def enter(self, x, token_ids):
         return to_parts(x, self.roles, self.options), own_part(token_ids, self.roles.model)
@@ -50,7 +50,7 @@ class AllGather(Schedule):
             here = (place >= 0) & (place // groups == lax.axis_index(self.roles.expert))
             chosen = Choice(expert_ids=place, weights=weights, keep_mask=here)
             routing = route(chosen, jnp.zeros_like(place), place % groups, 1, groups)
-            needed = passes_needed(passes_of(routing, self.rows, groups), self.most_passes, self.roles.all)
+            needed = passes_needed(passes_of(routing, self.rows, groups), self.passes, self.roles.all)
         return Routed(tokens, weights, routing, needed)
 
     def run_pass(self, routed, index, experts):

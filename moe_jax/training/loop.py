@@ -21,6 +21,7 @@ from moe_jax.models.counts import choices_per_token, forward_flops_per_token, tr
 from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
 from moe_jax.replan.rejit import RejitEngine
 from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.optimistic import Overflows
 from moe_jax.training.session import Session
 from moe_jax.training.step import ema_params, leaf_names
 from moe_jax.training.step_metrics import check_finite, loads_origin, step_record
@@ -105,9 +106,12 @@ class Loop:
         self, session: Session, state: dict, checkpoints: Checkpointer, writers: Writers | None, progress: Progress,
         hosts: Hosts, config_text: str, last_checkpoint: int | None, engine: RejitEngine | None = None,
         skipped_steps: int = 0, teacher_params: dict | None = None, teacher_identity: dict | None = None,
+        overflows: Overflows | None = None,
     ):  # fmt: skip
         self.session, self.checkpoints, self.writers = session, checkpoints, writers
-        self.stepper = Stepper(session, state, engine, teacher_params=teacher_params)
+        self.stepper = Stepper(
+            session, state, engine, teacher_params=teacher_params, overflows=overflows, before_wait=self.before_wait
+        )
         self.teacher_identity = teacher_identity  # kept in checkpoints after the teacher has left, too
         self.progress, self.hosts, self.config_text = progress, hosts, config_text
         self.last_checkpoint = last_checkpoint
@@ -173,6 +177,12 @@ class Loop:
         self.hosts.rest()  # the others may have to wait for process 0's pictures
         return Outcome(step=self.step, stopped=stopped)
 
+    def before_wait(self):
+        """Say that the first overflow has come before the program for it is compiled."""
+        self.hosts.rest()
+        if self.writers:
+            self.progress.note(f"step {self.step}: a bucket overflowed, and the complete program is still compiling")
+
     def leave_teacher(self, stop: StopSignal):
         """Go on without the teacher: the next step is another program, which is compiled now."""
         self.read_metrics(stop)
@@ -213,6 +223,8 @@ class Loop:
         self.compile_seconds = None
         if allowed:
             record["skipped"], record["skipped_steps"] = int(metrics["skipped"]), self.skipped_steps
+        if "run_again" in metrics:
+            record["run_again"], record["steps_run_again"] = metrics["run_again"], self.stepper.overflows.run_again
         if self.engine is not None:
             record.update(self.engine.record(step - 1, metrics["loads"]))
         if self.writers:
@@ -225,6 +237,7 @@ class Loop:
                 tokens_per_second=record["tokens_per_second"],
                 device_load=float(np.mean(record["device_load_max_over_mean"])),
                 skipped_steps=self.skipped_steps,
+                steps_run_again=record.get("steps_run_again", 0),
             )
 
     def flops_per_token(self, taught: bool) -> float:
@@ -243,6 +256,8 @@ class Loop:
         host = {"config": self.config_text, "data": self.session.feed.stream.position(self.step)}
         if self.skipped_steps:
             host["skipped_steps"] = self.skipped_steps
+        if self.stepper.overflows.steps:
+            host["overflows"] = self.stepper.overflows.state()
         if self.teacher_identity is not None:
             host["teacher"] = self.teacher_identity
         if self.engine is not None:

@@ -21,6 +21,7 @@ from moe_jax.mesh import Roles, build_mesh
 from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.distillation import Teacher
+from moe_jax.models.language_model import has_later_passes
 from moe_jax.models.segments import expert_counts, joined
 from moe_jax.moe.layer import check_router
 from moe_jax.placement import PlanShape, table_shapes
@@ -28,12 +29,14 @@ from moe_jax.replan.replanner import check_transfer
 from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.guided import compile_guided, find_target
+from moe_jax.training.optimistic import Programs
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.overlap_choice import settle_overlap
 from moe_jax.training.step import (
     StateShardings,
     abstract_state,
     build_state_shardings,
+    make_common_step,
     make_train_step,
     of_each_table,
 )
@@ -88,9 +91,14 @@ class Program:
             found.append((own[None].repeat(layers, axis=0), devices))
         return found
 
-    def resolved(self) -> dict[str, str]:
-        """Return what 'auto' is on these devices, under the names of the bindings."""
-        return {"ModelConfig.attention": self.model.config.attention, "ModelConfig.overlap": self.model.config.overlap}
+    def resolved(self) -> dict[str, str | bool]:
+        """Return what 'auto' and None are on these devices, under the names of the bindings."""
+        model = self.model.config
+        return {
+            "ModelConfig.attention": model.attention,
+            "ModelConfig.overlap": model.overlap,
+            "train.optimistic": self.is_optimistic(),
+        }
 
     def even_tables(self) -> Tables | dict[str, Tables]:
         """Return the tables of even homes without a planner, as NumPy arrays; of several segments {segment: that}."""
@@ -124,22 +132,44 @@ class Program:
             self.state_shardings.batch,
         )
 
+    def is_optimistic(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> bool:
+        """Say whether steps with plans of this shape run the common program, and the complete one after an overflow."""
+        wanted = self.config.train.optimistic
+        if wanted is None:
+            wanted = self.roles.mesh.devices.flat[0].platform != "cpu"
+        if not wanted:
+            return False
+        taught = self.teacher is not None and has_later_passes(self.teacher.model, self._tokens)
+        return taught or has_later_passes(self.model, self._tokens, shape)
+
+    @property
+    def _tokens(self) -> int:
+        """t, tokens of an MP group in a microbatch."""
+        rows = self.config.train.batch_size // self.config.train.grad_accum_steps // self.roles.size(self.roles.dense)
+        return rows * self.config.data.sequence_length
+
     def lower_train_step(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> jax.stages.Lowered:
-        """Return the training step for exactly these shapes and shardings, not compiled yet.
+        """Return the training step, the complete program, for exactly these shapes and shardings, not compiled yet.
 
         Args:
           shape: of the plans whose tables will come, of several segments with experts {segment: that}; None is even
             homes for good, without a planner.
         """
+        return self._lower(make_train_step, shape)
+
+    def lower_common_step(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> jax.stages.Lowered:
+        """Return the common program of optimistic steps, not compiled yet; shape: as in `lower_train_step`."""
+        halted = jax.ShapeDtypeStruct((), np.bool_, sharding=self.state_shardings.replicated)
+        return self._lower(make_common_step, shape, halted)
+
+    def _lower(self, make, shape, *after_state) -> jax.stages.Lowered:
         length = self.config.data.sequence_length
-        step = make_train_step(
-            self.model, self.layout, self.config.train, self.state_shardings, length, shape, self.teacher
-        )
+        step = make(self.model, self.layout, self.config.train, self.state_shardings, length, shape, self.teacher)
         tables = self.abstract_tables(self.even_tables() if shape is None else empty_tables(shape))
         host_signals = (self.roles.num_devices,) if shape is None else (self.roles.num_devices, 3)
         host_signals = jax.ShapeDtypeStruct(host_signals, np.int32, sharding=self.state_shardings.host_signals)
         frozen = () if self.teacher is None else (self.teacher.held_params(),)
-        return step.lower(self.abstract_state(), self.abstract_batch(), tables, host_signals, *frozen)
+        return step.lower(self.abstract_state(), *after_state, self.abstract_batch(), tables, host_signals, *frozen)
 
     def compiler_options(self) -> dict[str, str]:
         """Return the options that the training step is compiled with on these devices."""
@@ -149,8 +179,26 @@ class Program:
 
     def compile_train_step(self, shape: PlanShape | dict[str, PlanShape] | None = None):
         """Return (executable, seconds) of what `lower_train_step` returns."""
+        return self._compile(self.lower_train_step, shape)
+
+    def compile_common_step(self, shape: PlanShape | dict[str, PlanShape] | None = None):
+        """Return (executable, seconds) of what `lower_common_step` returns."""
+        return self._compile(self.lower_common_step, shape)
+
+    def compile_programs(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> tuple[Programs, float]:
+        """Compile what a step with plans of this shape starts with; return it, and the seconds that it took.
+
+        Of an optimistic step the complete program is compiled behind it, in a thread.
+        """
+        if not self.is_optimistic(shape):
+            complete, seconds = self.compile_train_step(shape)
+            return Programs.of_complete(complete), seconds
+        common, seconds = self.compile_common_step(shape)
+        return Programs.of_common(common, lambda: self.compile_train_step(shape)[0]), seconds
+
+    def _compile(self, lower, shape):
         started = time.monotonic()
-        lowered = self.lower_train_step(shape)
+        lowered = lower(shape)
         devices = list(self.roles.mesh.devices.flat)
         executable = compile_guided(lowered, self.compiler_options(), self.guiding_target(), devices)
         return executable, time.monotonic() - started

@@ -23,6 +23,7 @@ from moe_jax.replan.rejit import RejitEngine, build_engine
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.first_step_check import settle_unproven
 from moe_jax.training.loop import Loop, Writers, evaluate
+from moe_jax.training.optimistic import Overflows
 from moe_jax.training.session import Session, build_session
 from moe_jax.training.step import start_ema
 from moe_jax.training.stepper import lag_of
@@ -243,7 +244,7 @@ def train(
     if session.teacher is not None:
         taught = load_teacher(session.teacher, session.config.distillation)
         say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
-    skipped = 0 if latest is None else checkpoints.read_host(latest).get("skipped_steps", 0)
+    past = {} if latest is None else checkpoints.read_host(latest)
     with (
         StopSignal(processes=hosts.process_count, lag=lag_of(session)) as stop,
         Progress(steps, sys.stdout, start_step=start, every=session.config.train.log_every) as progress,
@@ -258,9 +259,10 @@ def train(
             config_text,
             latest,
             engine,
-            skipped,
+            past.get("skipped_steps", 0),
             taught,
             identity,
+            Overflows(**past.get("overflows", {})),
         )
         del state, taught
         try:
@@ -295,6 +297,8 @@ def report(folder: RunFolder):
         print(f"unigram entropy   {summary.unigram_entropy:.4f} of the held-out text{share}")
     if summary.skipped_steps:
         print(f"skipped steps     {summary.skipped_steps}, whose loss or gradient was not finite")
+    if summary.steps_run_again:
+        print(f"steps run again   {summary.steps_run_again}, because a bucket overflowed")
     for picture in pictures:
         print(f"plot              {picture}")
     print(f"report            {page}")

@@ -22,9 +22,11 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
 from moe_jax.models.distillation import Teacher
+from moe_jax.models.language_model import StepStats, first_pass_model
 from moe_jax.models.router_state import with_router_state, with_same_router_state
 from moe_jax.models.segments import joined
 from moe_jax.placement import PlanShape
+from moe_jax.training.gradients import make_gradients
 from moe_jax.training.learning_rate import build_learning_rate
 from moe_jax.training.optimizer import build_optimizer, finished_updates, state_specs
 
@@ -136,10 +138,64 @@ def make_train_step(
 ) -> Callable:  # fmt: skip
     """Return train_step(state, batch, tables, host_signals) -> (state, metrics), jitted; the state is donated.
 
+    It is the complete program: all passes that an overflow may need. See `Update` for metrics and further arguments.
+    """
+    update = Update(model, layout, config, length, plan, teacher)
+
+    def train_step(state, *inputs):
+        return update(state, *inputs)
+
+    inputs, outputs = _shardings(state_shardings, teacher)
+    return jax.jit(train_step, donate_argnums=0, in_shardings=(state_shardings.state, *inputs), out_shardings=outputs)
+
+
+def make_common_step(
+    model: LanguageModel, layout: Layout, config: TrainConfig, state_shardings: StateShardings, length: int,
+    plan: PlanShape | None = None, teacher: Teacher | None = None,
+) -> Callable:  # fmt: skip
+    """Return common_step(state, halted, batch, tables, host_signals) -> (state, metrics), jitted; the state is donated.
+
+    It is `make_train_step` for a step without overflow: pass 0 alone, so it has no conditional. `halted` is bool [],
+    and so is `metrics['halted']`: where some bucket of some layer overflows, or `halted` holds already, the state
+    leaves bit for bit as it came, and the other metrics mean nothing. A step is given what the step before it
+    returned, so that nothing happens after an overflow until the host has read it (`training/stepper.py`).
+    """
+    first = None if teacher is None else dataclasses.replace(teacher, model=first_pass_model(teacher.model))
+    update = Update(first_pass_model(model), layout, config, length, plan, first)
+
+    def common_step(state, halted, *inputs):
+        new_state, metrics = update(state, *inputs)
+        halted = halted | (metrics["most_passes"] > 1)
+        return _select(halted, state, new_state), {**metrics, "halted": halted}
+
+    inputs, outputs = _shardings(state_shardings, teacher)
+    return jax.jit(
+        common_step,
+        donate_argnums=0,
+        in_shardings=(state_shardings.state, state_shardings.replicated, *inputs),
+        out_shardings=outputs,
+    )
+
+
+def _shardings(state_shardings: StateShardings, teacher: Teacher | None):
+    """Return the shardings of a step's inputs after the state, and of (state, metrics)."""
+    inputs = (
+        state_shardings.batch,
+        state_shardings.tables,
+        state_shardings.host_signals,
+        *(() if teacher is None else (teacher.shardings(),)),
+    )
+    return inputs, (state_shardings.state, state_shardings.replicated)
+
+
+class Update:
+    """One optimizer step as a pure function of global arrays, to be jitted.
+
     Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float []; square_norms float [leaves], squared norm of
     each gradient leaf in the order of `leaf_names(params)`; loads int32 [L, sources, E], as in `StepStats`;
-    gate_entropy float [L]; dropped, passes int32 [L]; stop int32 [], 1 if any host asked to stop; under the router
-    `base` also completed int32 [L], tokens that it placed after its auction.
+    gate_entropy float [L]; dropped, passes int32 [L]; most_passes int32 [], of all layers, a teacher's among them; stop
+    int32 [], 1 if any host asked to stop; under the router `base` also completed int32 [L], tokens that it placed after
+    its auction.
 
     `host_signals` is int32 [devices], 1 where a host asks to stop. With a plan it is int32 [devices, 3]: stop, number
     of the newest shape ready, hash of the plan; metrics then also have `ready`, the least of all, `plan_hash_least`
@@ -153,90 +209,76 @@ def make_train_step(
     `skipped` bool []. The choice is made on the device, so it does not involve the host and has no limit: the host
     counts. (`optax.apply_if_finite` looks at the gradients only, and at its limit lets them through.)
     """
-    optimizer, schedule = build_optimizer(config), build_learning_rate(config)
-    microbatches, may_skip = config.grad_accum_steps, config.max_skipped_steps > 0
-    rows = config.batch_size // microbatches
-    value_and_grad = jax.value_and_grad(
-        make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher), has_aux=True
-    )
-    moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), layout.state)
 
-    def gradients(params, batch, tables, key, *frozen):
-        normalizer = jnp.maximum(jnp.sum(batch.weights), 1)
-        if microbatches == 1:
-            (_, stats), grads = value_and_grad(
-                params, jax.tree.map(lambda a: a[0], batch), tables, key, jnp.int32(0), normalizer, *frozen
-            )
-            return grads, jax.tree.map(lambda a: a[None], stats)
+    def __init__(
+        self, model: LanguageModel, layout: Layout, config: TrainConfig, length: int, plan: PlanShape | None = None,
+        teacher: Teacher | None = None,
+    ):  # fmt: skip
+        self.model, self.config, self.plan, self.taught = model, config, plan, teacher is not None
+        self.optimizer, self.schedule = build_optimizer(config), build_learning_rate(config)
+        self.gradients = make_gradients(model, layout, config, length, plan, teacher)
+        self.moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), layout.state)
 
-        def body(carry, inputs):
-            (total, counted), (microbatch, index) = carry, inputs
-            microbatch = dataclasses.replace(microbatch, counted=counted)
-            (_, stats), grads = value_and_grad(params, microbatch, tables, key, index * rows, normalizer, *frozen)
-            counted = None if counted is None else counted + jnp.sum(stats.loads, axis=1)
-            return (jax.tree.map(jnp.add, total, grads), counted), stats
+    def __call__(self, state, batch, tables, host_signals, *frozen):
+        """Return (state, metrics)."""
+        key = jax.random.fold_in(jax.random.key(self.config.seed + 1), state["step"])
+        grads, stats = self.gradients(state["params"], batch, tables, key, *frozen)
+        grads = lax.with_sharding_constraint(grads, self.moments)
+        new_state = self._updated(state, grads, stats)
+        metrics = {**self._metrics(state, grads, stats), **self._of_hosts(host_signals)}
+        if self.config.max_skipped_steps > 0:
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            kept = {name: leaf for name, leaf in state.items() if name != "step"}
+            new_state |= _select(finite, {name: new_state[name] for name in kept}, kept)
+            metrics |= {"skipped": ~finite, "learning_rate": self.schedule(finished_updates(state["opt_state"]))}
+        return new_state, metrics
 
-        layers, experts = model.config.moe_layers, max(part.moe.num_experts for part in model.expert_segments)
-        counted = jnp.zeros((layers, experts), jnp.int32) if model.moe.balance_over == "step" else None
-        start = jax.tree.map(jnp.zeros_like, params), counted
-        (grads, _), stats = lax.scan(body, start, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
-        return grads, stats
-
-    def train_step(state, batch, tables, host_signals, *frozen):
-        params = state["params"]
-        key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
-        grads, stats = gradients(params, batch, tables, key, *frozen)
-        grads = lax.with_sharding_constraint(grads, moments)
-        square_norms = jnp.stack([jnp.sum(jnp.square(g)).astype(jnp.float32) for g in jax.tree.leaves(grads)])
-        updates, opt_state = optimizer.update(grads, state["opt_state"], params)
-        loads = jnp.sum(stats.loads, axis=0)
+    def _updated(self, state, grads, stats: StepStats) -> dict:
+        """Return the state after the optimizer, the routers and the moving average."""
+        params, segments = state["params"], self.model.segments
+        updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
         needed = None if stats.needed is None else jnp.sum(stats.needed, axis=0)
         updated = optax.apply_updates(params, updates)
-        new_params = with_router_state(model.segments, params, updated, loads, needed)
+        new_params = with_router_state(segments, params, updated, jnp.sum(stats.loads, axis=0), needed)
         new_state = {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}
-        if config.ema_decay:
-            ema = optax.incremental_update(new_params, state["ema"], 1 - config.ema_decay)
-            new_state["ema"] = with_same_router_state(model.segments, ema, new_params)
+        if self.config.ema_decay:
+            ema = optax.incremental_update(new_params, state["ema"], 1 - self.config.ema_decay)
+            new_state["ema"] = with_same_router_state(segments, ema, new_params)
+        return new_state
+
+    def _metrics(self, state, grads, stats: StepStats) -> dict:
+        """Return what the microbatches' statistics [Nm, ...] and the gradients say of the step."""
+        square_norms = jnp.stack([jnp.sum(jnp.square(g)).astype(jnp.float32) for g in jax.tree.leaves(grads)])
         metrics = {
             "loss": jnp.sum(stats.cross_entropy),
             "aux_loss": jnp.mean(stats.aux_loss),
             "z_loss": jnp.mean(stats.z_loss),
             "grad_norm": jnp.sqrt(jnp.sum(square_norms)),
-            "learning_rate": schedule(state["step"]),
+            "learning_rate": self.schedule(state["step"]),
             "square_norms": square_norms,
-            "loads": loads,
+            "loads": jnp.sum(stats.loads, axis=0),
             "gate_entropy": jnp.mean(stats.gate_entropy, axis=0),
             "dropped": jnp.sum(stats.dropped, axis=0),
             "passes": jnp.max(stats.passes, axis=0),
-            "stop": jnp.max(host_signals if plan is None else host_signals[:, 0]),
         }
-        if teacher is not None:
+        metrics["most_passes"] = jnp.max(metrics["passes"])
+        if self.taught:
+            metrics["most_passes"] = jnp.maximum(metrics["most_passes"], jnp.max(stats.teacher_passes))
             metrics["kl"] = jnp.sum(stats.kl)
         if stats.completed is not None:
             metrics["completed"] = jnp.sum(stats.completed, axis=0)
-        if may_skip:
-            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-            kept = {name: leaf for name, leaf in state.items() if name != "step"}
-            new_state |= _select(finite, {name: new_state[name] for name in kept}, kept)
-            metrics |= {"skipped": ~finite, "learning_rate": schedule(finished_updates(state["opt_state"]))}
-        if plan is not None:
-            metrics["ready"] = jnp.min(host_signals[:, 1])
-            metrics["plan_hash_least"] = jnp.min(host_signals[:, 2])
-            metrics["plan_hash_most"] = jnp.max(host_signals[:, 2])
-        return new_state, metrics
+        return metrics
 
-    return jax.jit(
-        train_step,
-        donate_argnums=0,
-        in_shardings=(
-            state_shardings.state,
-            state_shardings.batch,
-            state_shardings.tables,
-            state_shardings.host_signals,
-            *(() if teacher is None else (teacher.shardings(),)),
-        ),
-        out_shardings=(state_shardings.state, state_shardings.replicated),
-    )
+    def _of_hosts(self, host_signals) -> dict:
+        """Return what the hosts told each other."""
+        if self.plan is None:
+            return {"stop": jnp.max(host_signals)}
+        return {
+            "stop": jnp.max(host_signals[:, 0]),
+            "ready": jnp.min(host_signals[:, 1]),
+            "plan_hash_least": jnp.min(host_signals[:, 2]),
+            "plan_hash_most": jnp.max(host_signals[:, 2]),
+        }
 
 
 def _select(condition, new, old):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.replan.rejit import RejitEngine, build_engine
+from moe_jax.training.optimistic import Overflows, Programs
 from moe_jax.training.session import Session, build_session
 from moe_jax.training.teacher import load_teacher
 
@@ -26,14 +28,32 @@ def lag_of(session: Session) -> int:
     return 1 if session.roles.mesh.devices.flat[0].platform == "cpu" else 2
 
 
+@dataclasses.dataclass
+class Sent:
+    """A step in flight.
+
+    Attributes:
+      step: from 0; programs: that it may run; inputs: (batch, tables, host signals, and the teacher's parameters).
+      metrics: on the devices, as NumPy once `is_read`; again: whether the complete program followed the common one.
+    """
+
+    step: int
+    programs: Programs
+    inputs: tuple
+    metrics: dict = dataclasses.field(default_factory=dict)
+    again: bool = False
+    is_read: bool = False
+
+
 class Stepper:
     """One run that goes on step by step.
 
     Attributes:
       state: of the run, donated to each step; step: how many were dispatched, which is the next one's number from 0.
-      executable: of the newest step.
+      programs: of the newest step; executable: the one of them that ran last.
+      overflows: which steps overflowed, where they are optimistic.
       teacher_params: of the teacher that the next step learns from, None where it has none.
-      in_flight: (step, metrics on the devices) of steps that are not read yet.
+      in_flight: steps whose metrics nobody has asked for yet.
     """
 
     def __init__(
@@ -43,6 +63,8 @@ class Stepper:
         engine: RejitEngine | None = None,
         change_state: Callable | None = None,
         teacher_params: dict | None = None,
+        overflows: Overflows | None = None,
+        before_wait: Callable[[], None] = lambda: None,
     ):
         """Start from `state`.
 
@@ -50,18 +72,25 @@ class Stepper:
           engine: plans for the next steps, None without a planner.
           change_state: function (state, step) -> state, called by `run` before each step.
           teacher_params: on the devices, if the session has a teacher; see `load_teacher`.
+          overflows: of the steps before, None where nothing is known of them.
+          before_wait: called when a step has to wait until the complete program is compiled.
         """
         self.session, self.state, self.engine, self.change_state = session, state, engine, change_state
         self.teacher_params = teacher_params
         self.step = int(state["step"])
-        self.lag = lag_of(session)
+        self.lag, self.before_wait = lag_of(session), before_wait
+        self.programs: Any = None
         self.executable: Any = None
-        self.in_flight: collections.deque = collections.deque()
+        self.overflows = overflows or Overflows()
+        self.not_halted = to_devices(np.zeros((), np.bool_), session.state_shardings.replicated)
+        self.halted = self.not_halted
+        self.in_flight: collections.deque[Sent] = collections.deque()
 
     def compile(self) -> float:
         """Compile what the next step runs with; return the seconds that it took."""
-        compiled = self.session.compile_train_step() if self.engine is None else self.engine.start()
-        self.executable, seconds = compiled
+        compiled = self.session.compile_programs() if self.engine is None else self.engine.start()
+        self.programs, seconds = compiled
+        self.executable = self.programs.first
         return seconds
 
     def teacher_leaves(self) -> bool:
@@ -84,25 +113,76 @@ class Stepper:
         if self.engine is None:
             tables, host_signals = self.session.tables, self.session.host_signals(flag)
         else:
-            self.executable, tables, host_signals, self.state = self.engine.before_step(self.step, self.state, flag)
+            self.programs, tables, host_signals, self.state = self.engine.before_step(
+                self.step, self.state, flag, self._settle
+            )
         frozen = () if self.teacher_params is None else (self.teacher_params,)
-        self.state, metrics = self.executable(self.state, batch, tables, host_signals, *frozen)
-        self.in_flight.append((self.step, metrics))
+        sent = Sent(self.step, self.programs, (batch, tables, host_signals, *frozen))
+        if self.programs.common is not None and self.overflows.are_rare(self.step - self.lag):
+            self._run_common(sent)
+        else:
+            self._settle()
+            self._run_complete(sent)
+        self.in_flight.append(sent)
         self.step += 1
         if self.engine is not None:
             self.engine.after_dispatch(self.step - 1)
 
     def finished(self, until: int | None = None) -> Iterator[tuple[int, dict]]:
-        """Yield (step, metrics as NumPy) of the steps up to `until` (from 0), waiting for each; None: all in flight."""
-        while self.in_flight and (until is None or self.in_flight[0][0] <= until):
-            step, arrays = self.in_flight.popleft()
-            metrics = jax.device_get(arrays)
+        """Yield (step, metrics as NumPy) of the steps up to `until` (from 0), waiting for each; None: all in flight.
+
+        Where steps are optimistic, metrics have `run_again`, 1 of a step that overflowed and took the complete program
+        after the common one.
+        """
+        while self.in_flight and (until is None or self.in_flight[0].step <= until):
+            self._read(0)
+            sent = self.in_flight.popleft()
+            step, metrics = sent.step, sent.metrics
+            if sent.programs.common is not None:
+                metrics = {**metrics, "run_again": int(sent.again)}
+                self.overflows.observe(step, int(metrics["most_passes"]) > 1, sent.again)
             if self.engine is not None:
                 self.engine.observe(step, metrics)
             yield step, metrics
 
+    # Optimistic steps; see optimistic.py.
+
+    def _run_common(self, sent: Sent) -> None:
+        self.executable = sent.programs.common
+        self.state, sent.metrics = self.executable(self.state, self.halted, *sent.inputs)
+        self.halted = sent.metrics["halted"]
+
+    def _run_complete(self, sent: Sent) -> None:
+        if not sent.programs.future.done():
+            self.before_wait()
+        self.executable = sent.programs.complete()
+        self.state, sent.metrics = self.executable(self.state, *sent.inputs)
+
+    def _read(self, index: int) -> None:
+        """Wait for a step in flight before which none is unread; where it overflowed, run it and what follows again."""
+        sent = self.in_flight[index]
+        if sent.is_read:
+            return
+        sent.metrics = jax.device_get(sent.metrics)
+        if sent.metrics.get("halted", False):
+            sent.again, self.halted = True, self.not_halted
+            self._run_complete(sent)
+            for later in itertools.islice(self.in_flight, index + 1, None):  # they changed nothing
+                self._run_common(later)
+            sent.metrics = jax.device_get(sent.metrics)
+        sent.is_read = True
+
+    def _settle(self) -> dict:
+        """Return the state after all steps in flight; none of them can overflow any more."""
+        if any("halted" in sent.metrics for sent in self.in_flight):
+            for index in range(len(self.in_flight)):
+                self._read(index)
+        return self.state
+
     def run(self, steps: int) -> list[dict]:
-        """Run the next steps to their end; return a record of each: loss, loads, passes, dropped, and the engine's."""
+        """Run the next steps to their end; return a record of each: loss, loads, passes, dropped, run_again where
+        steps are optimistic, and the engine's.
+        """
         records = []
         for _ in range(steps):
             records += map(self._record, self.finished(self.step - self.lag))
@@ -111,13 +191,15 @@ class Stepper:
                 self.leave_teacher()
             batch = to_devices(self.session.feed.read(self.step), self.session.state_shardings.batch)
             if self.change_state is not None:
-                self.state = self.change_state(self.state, self.step)
+                self.state = self.change_state(self._settle(), self.step)
             self.dispatch(batch)
         return records + [self._record(done) for done in self.finished()]
 
     def _record(self, done: tuple[int, dict]) -> dict:
         step, metrics = done
-        record = {name: metrics[name] for name in ("loss", "loads", "passes", "dropped")}
+        record = {
+            name: metrics[name] for name in ("loss", "loads", "passes", "dropped", "run_again") if name in metrics
+        }
         if self.engine is not None:
             record.update(self.engine.record(step, metrics["loads"]))
         return record

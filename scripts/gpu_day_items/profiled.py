@@ -26,7 +26,7 @@ def measure(context):
     model, module = inspection.Model(), inspection.parse_module(compiled.text)
     report = inspection.build_report(inspection.play(module, target, model), target, model, memory=compiled.memory)
     folder, steps = context.scratch / "profile", context.of_size(3, 2)
-    seconds = recorded_trace.record_steps(config, devices, compiled.executable, compiled.plan, folder, steps, 2 * steps)
+    seconds = recorded_trace.record_steps(config, devices, compiled, folder, steps, 2 * steps)
     spans = recorded_trace.read_spans(folder, module.name)
     measured = inspection.compare_instructions(module, target, model, spans, steps, seconds)
     report = {**inspection.add_measured(report, spans, steps), "instructions": measured}

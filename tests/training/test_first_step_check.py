@@ -200,7 +200,11 @@ def test_a_run_records_what_was_compared(tmp_path, monkeypatch):
     assert run_here(tmp_path, tmp_path / "run", "ModelConfig.layers = 1", "MeshConfig.expert = 8")
     assert trained[0].grouped_matmul == "fused"
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert environment["resolved"] == {"MeshConfig.devices_per_node": 8, "ModelConfig.attention": "xla"}
+    assert environment["resolved"] == {
+        "MeshConfig.devices_per_node": 8,
+        "ModelConfig.attention": "xla",
+        "train.optimistic": False,
+    }
     assert environment["compared_before_first_step"]["grouped_matmul"] == {
         "wanted": "auto", "compared": "blocked", "used": "fused", "outcome": DIFFERS, "detail": "all of it"
     }  # fmt: skip

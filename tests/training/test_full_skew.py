@@ -66,8 +66,8 @@ def test_ten_steps_on_one_expert(tmp_path):
         if step == 1:
             state, other = tilt(state), tilt(other)
         batch = to_devices(session.feed.read(step), session.state_shardings.batch)
-        executable, tables, host_signals, state = engine.before_step(step, state, 0)
-        used[engine.shape] = executable
+        programs, tables, host_signals, state = engine.before_step(step, state, 0)
+        executable = used[engine.shape] = programs.complete()
         replicas.append(len(engine.placement.replicas))
         state, metrics = executable(state, batch, tables, host_signals)
         engine.after_dispatch(step)

@@ -1,0 +1,77 @@
+"""Several microbatches: the devices' gradients are summed once a step, and are those of one device."""
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from support.tiny_run import bindings_of
+
+from moe_jax.config import parse_run_config
+from moe_jax.mesh.global_arrays import to_devices
+from moe_jax.training.gradients import make_gradients
+from moe_jax.training.session import build_session
+
+SIZES = (
+    "ModelConfig.layers = 1",  # so that the bank of any mesh is in the order of one device's
+    "train.batch_size = 16",
+    "MoEConfig.schedule = 's1'",
+    "MoEConfig.aux_loss_weight = 0.0",  # the balance losses are of each microbatch, and these differ
+    "MoEConfig.z_loss_weight = 0.0",
+)
+
+
+def session_of(folder, devices, *changes):
+    config, _, _ = parse_run_config((), bindings_of(folder, *SIZES, *changes))
+    return build_session(config, jax.devices()[:devices])
+
+
+def gradients_of(session, params):
+    """Return the gradient of step 0, as NumPy."""
+    train, length = session.config.train, session.config.data.sequence_length
+    gradients = jax.jit(make_gradients(session.model, session.layout, train, length))
+    params = to_devices(params, session.state_shardings.state["params"])
+    batch = to_devices(session.feed.read(0), session.state_shardings.batch)
+    return jax.device_get(gradients(params, batch, session.tables, jax.random.key(0))[0])
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_gradients_are_those_of_one_device(zero, tmp_path):
+    with jax.enable_x64(True):
+        one = session_of(tmp_path, 1, "ModelConfig.dtype = 'float64'")
+        params = jax.device_get(one.fresh_state()["params"])
+        mesh = ("MeshConfig.data = 2", "MeshConfig.model = 2", f"train.zero_stage = {zero}")
+        several = session_of(tmp_path, 4, "ModelConfig.dtype = 'float64'", "train.grad_accum_steps = 4", *mesh)
+        want, got = gradients_of(one, params), gradients_of(several, params)
+    for name, leaf in jax.tree.leaves_with_path(want):
+        other = dict(jax.tree.leaves_with_path(got))[name]
+        np.testing.assert_allclose(other, leaf, rtol=1e-10, atol=1e-12, err_msg=str(name))
+
+
+def summed_elements(text: str) -> int:
+    """Return how many floats the all-reduces of several devices in a lowered program sum, one turn of each loop."""
+    elements = 0
+    for part in text.split("stablehlo.all_reduce")[1:]:
+        devices = int(re.search(r"replica_groups = dense<.*?> : tensor<\d+x(\d+)xi64>", part).group(1))
+        operands = re.search(r"\}\) : \((.*?)\) ->", part).group(1)
+        for shape in re.findall(r"tensor<((?:\d+x)*)f32>", operands):
+            elements += (devices > 1) * math.prod(int(size) for size in shape.split("x") if size)
+    return elements
+
+
+def test_no_microbatch_sums_gradients_over_devices(tmp_path):
+    """In one microbatch the model sums the gradient of the embedding and of all layers; of two, statistics alone.
+
+    Then the embedding's is scattered while it is summed: ZeRO-1 needs a part on each device.
+    """
+    found = []
+    for microbatches in (1, 2):
+        session = session_of(tmp_path, 4, f"train.grad_accum_steps = {microbatches}")
+        text = session.lower_train_step().as_text()
+        table = session.model.vocab_size, session.config.model.model_dim
+        found.append(summed_elements(text))
+        parts = text.split("stablehlo.reduce_scatter")[1:]
+        scattered = [re.search(r"\}\) : \(tensor<(\S+)xf32>\) ->", part).group(1) for part in parts]
+        assert ("x".join(map(str, table)) in scattered) == (microbatches == 2)
+    assert found[0] > math.prod(table) and found[1] < math.prod(table) / 100, found

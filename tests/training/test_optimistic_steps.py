@@ -1,0 +1,214 @@
+"""Steps without later passes, and those that overflow run again: the same curves and states as complete steps give."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from support.ports import free_port
+from support.tiny_run import bindings_of, command, finish, run_here, start
+
+from moe_jax.config import parse_run_config
+from moe_jax.observe import read_metrics, summarize_run
+from moe_jax.training import stepper as stepper_module
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.feed import Feed
+from moe_jax.training.optimistic import MOST, WINDOW, Overflows, Programs
+from moe_jax.training.stepper import Stepper, build_stepper
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
+
+# with one expert a token, buckets of 0.94 t rows for t tokens: only a batch of equal tokens overflows
+SIZES = (
+    "train.optimistic = True",
+    "ModelConfig.dtype = 'float64'",
+    "ModelConfig.positions = 'rotary'",
+    "MoEConfig.top_k = 1",
+    "MoEConfig.bucket_slack = 1.85",
+    "ModelConfig.max_length = 64",
+    "DataConfig.sequence_length = 64",
+    "train.warmup_steps = 0",
+)
+EVERY = ("MoEConfig.bucket_slack = 0.4",)
+CASES = {
+    # name: (steps whose tokens are all alike, step with a NaN, bindings)
+    "now_and_then": (
+        (3, 4),
+        7,
+        (
+            "train.grad_accum_steps = 2",
+            "train.zero_stage = 3",
+            "train.ema_decay = 0.9",
+            "train.max_skipped_steps = 1",
+            "MoEConfig.router = 'sigmoid_bias'",
+        ),
+    ),
+    "every": (range(12), None, EVERY),
+    "none": ((), None, ()),
+}
+
+
+@pytest.fixture
+def three_in_flight(monkeypatch):
+    """Metrics are read three steps late, so that two steps behind an overflow are in flight."""
+    monkeypatch.setattr(stepper_module, "lag_of", lambda session: 3)
+    monkeypatch.setattr("moe_jax.training.run.lag_of", lambda session: 3)
+
+
+@pytest.fixture
+def float64():
+    """For all threads: one compiles in the background."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def fed(monkeypatch, alike=(), poisoned=None):
+    """Let some batches be of one token only, and one weigh a token by NaN."""
+    read = Feed.read
+
+    def changed(self, step, *arguments):
+        batch = read(self, step, *arguments)
+        if step in alike:
+            batch.inputs[:] = 7
+        if step == poisoned:
+            batch.weights[-1, -1, -1] = np.nan
+        return batch
+
+    monkeypatch.setattr(Feed, "read", changed)
+
+
+def losses_of(records):
+    return np.array([record["loss"] for record in records])
+
+
+def agree(stepper: Stepper, other: Stepper, records, wanted, tolerance: float):
+    """Losses and states to `tolerance`: where no common step took effect to the bit, else but for the last bits."""
+    np.testing.assert_allclose(losses_of(records), losses_of(wanted), rtol=tolerance)
+    for name in ("loads", "passes", "dropped"):
+        np.testing.assert_array_equal([r[name] for r in records], [r[name] for r in wanted], err_msg=name)
+    for ours, theirs in zip(*map(jax.tree.leaves, (stepper.state, other.state)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "case", ["now_and_then", *(pytest.param(n, marks=pytest.mark.slow) for n in ("every", "none"))]
+)
+def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_in_flight, float64):
+    alike, poisoned, changes = CASES[case]
+    fed(monkeypatch, alike if case != "every" else (), poisoned)
+    config, _, _ = parse_run_config((), bindings_of(tmp_path, *SIZES, *changes))
+    stepper = build_stepper(config, jax.devices()[:2])
+    assert " conditional(" not in stepper.executable.as_text()
+    complete = stepper.programs.complete()
+    assert " conditional(" in complete.as_text()
+    plain = Stepper(stepper.session, stepper.session.fresh_state())
+    plain.programs = Programs.of_complete(complete)
+    records, wanted = stepper.run(12), plain.run(12)
+    agree(stepper, plain, records, wanted, 0.0 if case == "every" else 1e-10)
+    overflowed = [int(record["passes"].max()) > 1 for record in records]
+    assert overflowed == [step in alike for step in range(12)]
+    again = [record["run_again"] for record in records]
+    if case == "every":  # two known overflows are enough: those of steps 0 and 1, when step 4 is dispatched
+        assert again == [1] * 4 + [0] * 8
+    else:
+        assert again == [int(step in alike) for step in range(12)]
+    assert stepper.overflows.run_again == sum(again) and "run_again" not in wanted[0]
+
+
+# what the steps in flight must not disturb: homes that move, several segments' router states, a teacher that leaves
+TOGETHER = {
+    "homes_move": (
+        "MoEConfig.top_k = 2",
+        "MoEConfig.bucket_slack = 1.1",
+        "MeshConfig.data = 2",
+        "PlannerConfig.name = 'eplb'",
+        "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'",
+        "PlannerConfig.interval = 2",
+        "PlannerConfig.swap_after = 2",
+    ),
+    "segments": (
+        "ModelConfig.layers = 3",
+        "ModelConfig.segments = ('layers=1 num_experts=2', 'layers=2 num_experts=8 hidden_dim=8')",
+        "MoEConfig.router = 'sigmoid_bias'",
+        "PlannerConfig.name = 'balanced'",
+        "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'",
+        "PlannerConfig.replica_slots = 2",
+        "PlannerConfig.swap_after = 1",
+    ),
+    "teacher": ("DistillationConfig.until = 6", "MoEConfig.bucket_slack = 1.1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TOGETHER)
+def test_curves_with_planners_segments_and_teachers(case, tmp_path, monkeypatch, three_in_flight, float64):
+    changes = [*SIZES, "train.zero_stage = 0", *TOGETHER[case]]
+    if case == "teacher":
+        assert run_here(tmp_path, tmp_path / "teacher", *SIZES[1:], "MeshConfig.expert = 8", "train.steps = 3")
+        changes += [f"DistillationConfig.teacher = {str(tmp_path / 'teacher')!r}"]
+    fed(monkeypatch, alike=(3, 6))
+    ran = []
+    for optimistic in (True, False):
+        config, _, _ = parse_run_config((), bindings_of(tmp_path, *changes, f"train.optimistic = {optimistic}"))
+        stepper = build_stepper(config, jax.devices()[:4])
+        ran += [stepper, stepper.run(10)]
+        if stepper.engine is not None:
+            stepper.engine.close()
+    stepper, records, other, wanted = ran
+    agree(stepper, other, records, wanted, 1e-10)
+    again = [record.get("run_again", 0) for record in records]
+    assert sum(again) >= 2
+    if case == "homes_move":
+        moves = [step for step, record in enumerate(records) if "reshard_seconds" in record]
+        assert any(again[step - behind] for step in moves for behind in (1, 2)), "no move behind an overflow"
+
+
+@pytest.mark.slow
+def test_two_processes_run_the_same_steps_again(tmp_path):
+    port = free_port()
+    changes = ("train.optimistic = True", "MoEConfig.bucket_slack = 1.1", "MoEConfig.top_k = 1")
+    processes = []
+    for index in range(2):
+        flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={index}"]
+        processes.append(start(command(tmp_path, tmp_path / "two", *changes, devices=2, flags=flags)))
+    for process in processes:
+        code, out, err = finish(process)
+        assert code == 0, out[-2000:] + err[-4000:]
+    code, _, err = finish(start(command(tmp_path, tmp_path / "one", *changes[1:], devices=4)))
+    assert code == 0, err
+    two, one = read_metrics(tmp_path / "two"), read_metrics(tmp_path / "one")
+    np.testing.assert_allclose(losses_of(two), losses_of(one), rtol=1e-5)
+    assert sum(record["run_again"] for record in two) > 0
+
+
+def test_overflow_is_rare_or_not_by_the_last_steps_that_are_known():
+    overflows = Overflows()
+    for step in range(40):
+        overflows.observe(step, step in (3, 9, 20), again=False)
+        rare = [overflows.are_rare(last) for last in range(step + 1)]
+        wanted = [sum(last - WINDOW < known <= last for known in (3, 9, 20)) <= MOST for last in range(step + 1)]
+        assert rare[-WINDOW:] == wanted[-WINDOW:]
+    assert Overflows(**overflows.state()).are_rare(22) and len(overflows.steps) <= 2 * WINDOW
+
+
+def test_a_run_that_overflows_goes_on_where_it_stopped(tmp_path, monkeypatch, three_in_flight, capsys):
+    """Six steps at once, and four then two: the same bits, whatever was in flight at the stop."""
+    fed(monkeypatch, alike=(1, 2, 5))
+    mesh = ("MeshConfig.data = 4", "MeshConfig.expert = 2", "MoEConfig.bucket_slack = 1.7")
+    flat = ("train.learning_rate = 1e-3", "train.final_learning_rate = 1.0")  # the cosine ends at train.steps
+    changes = (SIZES[0], *SIZES[2:], *mesh, *flat, "train.checkpoint_every = 0", "ModelConfig.layers = 1")
+    assert run_here(tmp_path, tmp_path / "whole", *changes)
+    out = capsys.readouterr().out
+    again = "steps run again   2, because a bucket overflowed"
+    assert again in out and re.search(r"step 6/6 \| loss \S+ \| run again 2", out)
+    for steps in (4, 6):
+        assert run_here(tmp_path, tmp_path / "parts", *changes, f"train.steps = {steps}")
+    whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
+    for name in ("loss", "grad_norm", "run_again", "steps_run_again", "overflow_steps"):
+        assert [record[name] for record in whole] == [record[name] for record in parts], name
+    assert [record["overflow_steps"] for record in whole] == [0, 1, 1, 0, 0, 1]
+    assert summarize_run(tmp_path / "whole").steps_run_again == whole[-1]["steps_run_again"]
+    ends = [Checkpointer(tmp_path / name / "checkpoints", keep=1).read_arrays(6) for name in ("whole", "parts")]
+    for name, leaf in ends[0].items():
+        np.testing.assert_array_equal(leaf, ends[1][name], err_msg=name)
