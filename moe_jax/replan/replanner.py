@@ -143,15 +143,19 @@ class Replanner:
     def _expected_rows(self, means: np.ndarray, shape: PlanShape, more_often: float) -> BucketRows:
         """Return the rows that counts around these means [L, D, D] need, by MoEConfig.overflow_chance.
 
-        Each kind of bucket has a third of the chance; data-parallel groups draw for themselves.
+        Each kind of bucket has a third of the chance; data-parallel groups draw for themselves. Where a microbatch
+        travels in two halves, buckets are twice as long as those of a half (`models/layer_loop.py` halves them).
         """
+        parts = 2 if self.config.model.block_wise.halves else 1
         sizes, roles = self._sizes(shape), self.roles
         chance = more_often * self.config.moe.overflow_chance * len(means) / 3 / roles.size(roles.data)
         step = math.lcm(8, roles.size(roles.model))
         kinds = pairs_by_kind(means, self.start.devices_per_node)
         return BucketRows(
             **{
-                kind: expected_rows(own, sizes.top_k * sizes.tokens, chance, step) if own.size else 0
+                kind: parts * expected_rows(own / parts, sizes.top_k * sizes.tokens // parts, chance, step)
+                if own.size
+                else 0
                 for kind, own in kinds.items()
             }
         )
