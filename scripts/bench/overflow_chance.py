@@ -1,12 +1,12 @@
 """Draw a step's counts at random, many times, and say how often some bucket of some layer overflows.
 
     python scripts/bench/overflow_chance.py --gin_file=configs/run/gpt_moe_s_h200.gin --devices=32 --per_node=8 \\
-        [--skew=1] [--parts=2] [--draws=1000]
+        [--skew=1] [--draws=1000]
 
 The loads are stated: each choice of every source takes an expert independently, by even shares, or with a planner by
 shares that fall as rank to the power -skew in an order that differs from layer to layer, as `python -m moe_jax.inspect`
 shows them to the planner. (A token's K experts differ, which a draw here leaves out: counts vary a little less in
-truth.) Each exchange is drawn for itself: all layers, microbatches, data-parallel groups, parts of a microbatch. With a
+truth.) Each exchange is drawn for itself: all layers, microbatches, data-parallel groups, halves of a batch. With a
 planner its plan is made from the stated loads, and what it decides after the gate from the drawn ones. Printed are the
 rows of the buckets, the share of steps in which some bucket overflows, and the mean of the fullest pair of a step over
 the mean pair. No bytes move here, and no device is needed.
@@ -37,7 +37,6 @@ flags.DEFINE_multi_string("gin_bindings", [], "Binding; may repeat.")
 flags.DEFINE_integer("devices", 32, "Devices of the mesh.")
 flags.DEFINE_integer("per_node", 8, "Of one node.")
 flags.DEFINE_float("skew", 1.0, "With a planner: loads fall as rank to the power -skew.")
-flags.DEFINE_integer("parts", 1, "Exchanges that a microbatch is cut into, such as its two halves.")
 flags.DEFINE_integer("draws", 1000, "Steps drawn.")
 flags.DEFINE_integer("seed", 0, "Of the draws.")
 
@@ -62,12 +61,13 @@ class Case:
     placed: object
 
 
-def case_of(config: RunConfig, roles: Roles, skew: float, parts: int) -> Case:
-    """Return what a run draws from; a microbatch's tokens are cut into `parts` exchanges.
+def case_of(config: RunConfig, roles: Roles, skew: float) -> Case:
+    """Return what a run draws from, in as many exchanges as `ModelConfig.overlap` makes.
 
     Raises:
       SystemExit: a mesh with model-parallel or sharded experts, which this script does not draw.
     """
+    parts = 2 if config.model.block_wise.halves else 1
     members, near = roles.size(roles.expert), roles.members_per_node
     if roles.size(roles.model) > 1 or roles.size(roles.expert_shard) > 1:
         raise SystemExit("MeshConfig.model and MeshConfig.expert_shard must be 1 here")
@@ -119,7 +119,7 @@ def overflow_rate(case: Case, draws: int, seed: int) -> tuple[float, float]:
 def main(_):
     config, *_ = parse_run_config(FLAGS.gin_file, FLAGS.gin_bindings)
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=FLAGS.per_node))
-    case = case_of(config, build_abstract_roles(config.mesh, FLAGS.devices), FLAGS.skew, FLAGS.parts)
+    case = case_of(config, build_abstract_roles(config.mesh, FLAGS.devices), FLAGS.skew)
     rate, fullest = overflow_rate(case, FLAGS.draws, FLAGS.seed)
     print(f"rows of a bucket  {case.rows.own} (own), {case.rows.node} (same node), {case.rows.far} (other nodes)")
     print(f"mean rows         {case.choices / case.members:.0f}, the fullest pair of a step {fullest:.3f} times that")
