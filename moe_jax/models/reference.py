@@ -84,6 +84,14 @@ def feed_forward(x, p, config: ModelConfig):
 
 def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None):
     """Return (log probabilities [B, Sq, V], weighted gate losses [], loads int32 [L, E]); arguments as below."""
+    logits, gate_loss, loads = reference_logits(
+        params, inputs, config, moe, noise=noise, drop_groups=drop_groups, route=route
+    )
+    return jax.nn.log_softmax(logits, -1), gate_loss, loads
+
+
+def reference_logits(params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None):
+    """Return (logits [B, Sq, V], weighted gate losses [], loads int32 [L, E]); arguments as below."""
     dense, segments = params["dense"], segments_of(config, moe)
     experts_in = with_experts(segments)
     most = max(segment.moe.num_experts for segment in experts_in)
@@ -119,7 +127,7 @@ def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, 
             loads.append(jnp.pad(counts, (0, most - segment.moe.num_experts)))
     x = normalize(x, dense["norm"], config)
     table = dense["embedding"]["tokens" if config.tied_head else "head"]
-    return jax.nn.log_softmax(x @ table.T, -1), gate_loss, jnp.stack(loads)
+    return x @ table.T, gate_loss, jnp.stack(loads)
 
 
 def reference_loss(
