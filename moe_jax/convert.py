@@ -2,11 +2,12 @@
 
     python -m moe_jax.convert --from_hf=DIR --workdir=RUN
     python -m moe_jax.convert --to_hf=DIR --workdir=RUN
+    python -m moe_jax.convert --from_hf=DENSE --workdir=RUN --upcycle=8
 
 DIR holds config.json and safetensors files, in one piece or sharded, of Mixtral, OLMoE, Qwen3-MoE, DeepSeek-MoE or
 dots1; tokenizer.json and generation_config.json are carried along. The folder that is written must not be there yet. No
 torch is needed, and no more memory than for the largest tensor and one file. A user's mistake is one line, exit code 2.
-See docs/huggingface.md.
+With --upcycle a dense checkpoint (Llama, Mistral, Qwen3) becomes a mixture of experts. See docs/huggingface.md.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder, made with --from_hf a
 _DTYPE = flags.DEFINE_string("dtype", "", "With --to_hf: float32 or bfloat16; '' takes ModelConfig.dtype.")
 
 
+_UPCYCLE = flags.DEFINE_integer("upcycle", 0, "With --from_hf of a dense checkpoint: experts that each FFN becomes.")
+_UPCYCLE_TOP_K = flags.DEFINE_integer("upcycle_top_k", 2, "Experts of a token then.")
+_UPCYCLE_NOISE = flags.DEFINE_float("upcycle_noise", 0.0, "Noise on each copy, over the spread of its matrix.")
+_UPCYCLE_SEED = flags.DEFINE_integer("upcycle_seed", 0, "Of the fresh routers and the noise.")
+
+
 def command(argv: list[str]) -> None:
     """Carry out the command line."""
     parse_flags(argv, "moe_jax.convert", "from_hf")
@@ -35,16 +42,23 @@ def command(argv: list[str]) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # files to files: no GPU is taken
-    from moe_jax.huggingface import export_folder, import_folder
+    from moe_jax.huggingface import Upcycling, export_folder, import_folder
     from moe_jax.models.counts import parameter_counts
 
     if _TO_HF.value:
+        if _UPCYCLE.value:
+            raise UserError(f"--upcycle={_UPCYCLE.value} needs --from_hf, a dense checkpoint")
         family = export_folder(_WORKDIR.value, _TO_HF.value, _DTYPE.value)
         print(f"{_TO_HF.value}: {family.architecture}")
         return
     if _DTYPE.value:
         raise UserError(f"--dtype={_DTYPE.value} needs --to_hf; parameters are float32 in a run folder")
-    run = import_folder(_FROM_HF.value, _WORKDIR.value)
+    upcycling = None
+    if _UPCYCLE.value:
+        upcycling = Upcycling(
+            experts=_UPCYCLE.value, top_k=_UPCYCLE_TOP_K.value, noise=_UPCYCLE_NOISE.value, seed=_UPCYCLE_SEED.value
+        )
+    run = import_folder(_FROM_HF.value, _WORKDIR.value, upcycling)
     count = parameter_counts(run.model, run.moe, run.model.vocab_size).total
     print(f"{_WORKDIR.value}: {count:,} parameters, step 0")
     print(f"train on: python -m moe_jax.train --gin_file={_WORKDIR.value}/config.gin --init_from={_WORKDIR.value} ...")

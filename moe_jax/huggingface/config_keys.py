@@ -15,6 +15,7 @@ from typing import Any
 
 from moe_jax.errors import UserError
 from moe_jax.huggingface.families import (
+    DENSE,
     EXPERT_KEYS,
     FAMILIES,
     HARMLESS,
@@ -59,6 +60,10 @@ def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
     own = {key: default if keys.get(key) is None else keys[key] for key, default in family.own_keys.items()}
     model = {**FIXED, "attention_bias": False, "tied_head": False, "norm_epsilon": family.epsilon}
     model |= {field: keys[key] for key, field in MODEL_KEYS.items() if keys.get(key) is not None}
+    if model.get("kv_heads") == model["heads"]:
+        del model["kv_heads"]
+    if model.get("head_dim", 0) * model["heads"] == model["model_dim"]:
+        del model["head_dim"]
     hidden = "moe_intermediate_size" if family.dense_blocks else "intermediate_size"
     model |= {"hidden_dim": _needed(keys, hidden), "dtype": _dtype(keys), **_rotary(family, keys)}
     flags = moe_flags(own, model["layers"])
@@ -79,6 +84,22 @@ def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
     return family, ModelConfig(**model), MoEConfig(**moe)
 
 
+def upcycled_keys(keys: dict[str, Any], experts: int, top_k: int) -> dict[str, Any]:
+    """Return the config.json of the mixture of experts that a dense checkpoint becomes.
+
+    Raises:
+      UserError: it is of a kind that cannot be upcycled.
+    """
+    name = keys.get("model_type")
+    if name not in DENSE:
+        raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join(DENSE)} to be upcycled")
+    family, hidden = DENSE[name], _needed(keys, "intermediate_size")
+    made = {**keys, "model_type": family.model_type, family.experts_key: experts, "num_experts_per_tok": top_k}
+    if family.dense_blocks:
+        made["moe_intermediate_size"] = hidden
+    return {**made, "norm_topk_prob": True} if "norm_topk_prob" in family.own_keys else made
+
+
 def _check_keys(family: Family, keys: dict[str, Any]) -> None:
     """Raise a UserError for keys that are missing, unknown, or not neutral."""
     for key in REQUIRED:
@@ -87,7 +108,12 @@ def _check_keys(family: Family, keys: dict[str, Any]) -> None:
     neutral = {**NEUTRAL, **family.neutral}
     sliding = keys.get("use_sliding_window", True)
     for key, value in keys.items():
-        if key in known or key == "layer_types" and set(value or ()) <= {"full_attention"}:
+        if (
+            key not in family.neutral
+            and key in known
+            or key == "layer_types"
+            and set(value or ()) <= {"full_attention"}
+        ):
             continue
         if key == "sliding_window" and not sliding or key == "max_window_layers":
             continue  # it says nothing where no layer has a window
@@ -176,7 +202,7 @@ def write_config(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str
     if model.rotary_factor != 1:
         rope |= {"rope_type": "linear", "factor": model.rotary_factor}
     keys |= {"rope_parameters": rope, "dtype": model.dtype}
-    coefficient = moe.aux_loss_weight * sum(flags) / first.moe.top_k
+    coefficient = float(f"{moe.aux_loss_weight * sum(flags) / first.moe.top_k:.12g}")  # as it was before it was divided
     keys["aux_loss_alpha" if family.model_type == "deepseek" else "router_aux_loss_coef"] = coefficient
     meant = {
         "norm_topk_prob": moe.renormalize,

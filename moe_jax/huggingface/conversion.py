@@ -26,10 +26,10 @@ import numpy as np
 from moe_jax.config import RunConfig, config_text, parse_run_config
 from moe_jax.data import DataConfig, build_tokenizer
 from moe_jax.errors import UserError
-from moe_jax.huggingface.config_keys import find_export_family, read_config, write_config
+from moe_jax.huggingface.config_keys import find_export_family, read_config, upcycled_keys, write_config
 from moe_jax.huggingface.families import HARMLESS, Family
 from moe_jax.huggingface.files import TensorFolder, TensorWriter, read_json
-from moe_jax.huggingface.tensors import TensorPlace, tensor_places
+from moe_jax.huggingface.tensors import BACK, TensorPlace, tensor_places
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.counts import leaf_sizes
 from moe_jax.models.leaf_names import BANK, is_bank
@@ -51,18 +51,26 @@ NOT_NEEDED = (".rotary_emb.inv_freq",)
 NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def import_folder(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> RunConfig:
+def import_folder(
+    source: str | os.PathLike[str], workdir: str | os.PathLike[str], upcycling: Upcycling | None = None
+) -> RunConfig:
     """Write the run folder `workdir` from a checkpoint of transformers; return its config.
+
+    Args:
+      upcycling: of a dense checkpoint, how it becomes a mixture of experts.
 
     Raises:
       UserError: another architecture, keys or tensors that are missing, unknown or of a wrong shape, damaged files, a
         folder that is there already, or one that cannot be written. Nothing is left behind then.
     """
     source = Path(source).expanduser()
-    family, model, moe = read_config(read_json(source / "config.json"))
+    keys = read_json(source / "config.json")
+    if upcycling is not None:
+        keys = upcycled_keys(keys, upcycling.experts, upcycling.top_k)
+    family, model, moe = read_config(keys)
     tensors = TensorFolder(source)
     places = tensor_places(family, model, moe)
-    readers = _readers(tensors, family, model, places)
+    readers = _readers(tensors, family, model, places, upcycling)
     run = RunConfig(model=model, moe=moe, data=_data_config(source, workdir))
     text = config_text(run, bound=_bound(run))
     with new_folder(workdir) as folder:
@@ -72,6 +80,43 @@ def import_folder(source: str | os.PathLike[str], workdir: str | os.PathLike[str
         RunFolder(folder, create=False).write_config(text)
         _carry(source, folder)
     return run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Upcycling:
+    """How a dense checkpoint becomes a mixture of experts (Komatsuzaki et al. 2023, "Sparse Upcycling").
+
+    The FFN of every block is copied to all experts of that block, and routers are drawn anew. The weights of a token's
+    experts add up to 1, so without noise the new model computes what the dense one did.
+
+    Attributes:
+      experts: E; top_k: K.
+      noise: standard deviation of what is added to each expert's matrices, over that of the matrix.
+      seed: of routers and noise.
+    """
+
+    experts: int
+    top_k: int = 2
+    noise: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.experts < 2 or not 1 <= self.top_k <= self.experts:
+            raise UserError(
+                f"--upcycle ({self.experts}) must be at least 2 experts, and --upcycle_top_k ({self.top_k}) between 1 "
+                "and that"
+            )
+        if self.noise < 0:
+            raise UserError(f"--upcycle_noise ({self.noise}) must be at least 0")
+
+    def drawn(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return standard normal numbers that the seed and a tensor's name decide."""
+        return np.random.default_rng([self.seed, *name.encode()]).standard_normal(shape, np.float32)
+
+    def expert(self, name: str, matrix: np.ndarray) -> np.ndarray:
+        """Return the matrix of one expert, float32, from the dense one's."""
+        copied = matrix.astype(np.float32)
+        return copied + self.noise * np.std(copied) * self.drawn(name, copied.shape) if self.noise else copied
 
 
 def export_folder(
@@ -137,12 +182,25 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _readers(
-    tensors: TensorFolder, family: Family, model: ModelConfig, places: list[TensorPlace]
+    tensors: TensorFolder,
+    family: Family,
+    model: ModelConfig,
+    places: list[TensorPlace],
+    upcycling: Upcycling | None,
 ) -> dict[str, Callable[[], np.ndarray]]:
     """Return {name: function that reads the tensor}, for names as in `places`, after all of them are checked."""
     left, readers = tensors.names, {}
     for place in places:
-        name, read, shape = _find(tensors, place)
+        if upcycling is not None and place.leaf.endswith("gate/w_gate"):
+            scale = place.shape[1] ** -0.5
+            readers[place.name] = lambda place=place, scale=scale: scale * upcycling.drawn(place.name, place.shape)
+            continue
+        if upcycling is not None and place.fused:
+            name, read, shape = _find(tensors, dataclasses.replace(place, name=_dense_name(place), fused=None))
+            readers[place.name] = lambda place=place, read=read: upcycling.expert(place.name, read())
+        else:
+            name, read, shape = _find(tensors, place)
+            readers[place.name] = read
         left.discard(name)
         found = tensors.shape(name)
         if found != shape:
@@ -150,12 +208,18 @@ def _readers(
                 f"{tensors.path}: {name} is {list(found)}, but {list(shape)} by config.json; one of the two is of "
                 "another model"
             )
-        readers[place.name] = read
     if model.tied_head:
         left.discard("lm_head.weight")
     for name in sorted(name for name in left if not name.endswith(NOT_NEEDED)):
         raise UserError(f"{tensors.path}: the tensor {name} is unknown to moe_jax for {family.model_type!r} models")
     return readers
+
+
+def _dense_name(place: TensorPlace) -> str:
+    """Return the name of the dense FFN's matrix that an expert's is copied from."""
+    _, _, half = place.fused
+    name = ("gate_proj", "up_proj", "down_proj")[BACK if half is None else half]
+    return f"{'.'.join(place.name.split('.')[:3])}.mlp.{name}.weight"
 
 
 def _find(tensors: TensorFolder, place: TensorPlace) -> tuple[str, Callable[[], np.ndarray], tuple[int, ...]]:

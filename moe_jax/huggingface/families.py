@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-# key -> field of ModelConfig or MoEConfig; True: without the key a config.json says nothing
 MODEL_KEYS = {
     "vocab_size": "vocab_size",
     "hidden_size": "model_dim",
@@ -99,13 +98,14 @@ MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     experts_key="num_local_experts",
-    fixed={"renormalize": True},
+    fixed={"renormalize": True, "attention_bias": False},
     epsilon=1e-5,
     rotary_base=1e6,
     dense_blocks=False,
     gate="block_sparse_moe.gate.weight",
     experts="block_sparse_moe.experts.{j}",
     matrices=("w1", "w3", "w2"),
+    neutral={"attention_bias": (False, None)},
 )
 OLMOE = Family(
     model_type="olmoe",
@@ -122,7 +122,6 @@ QWEN3 = Family(
     experts_key="num_experts",
     own_keys={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     fixed={"qk_norm": "head"},
-    neutral={"max_window_layers": ()},
 )
 DEEPSEEK = Family(
     model_type="deepseek",
@@ -144,6 +143,8 @@ DOTS1 = Family(
     shared="mlp.shared_experts",
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in (MIXTRAL, OLMOE, QWEN3, DEEPSEEK, DOTS1)}
+# dense checkpoints, which can be upcycled, and the family of what they become
+DENSE = {"llama": MIXTRAL, "mistral": MIXTRAL, "qwen3": QWEN3}
 # families that people ask for and that have attention of another kind
 REFUSED = {
     name: "its attention is multi-head latent attention (MLA), which moe_jax does not have"

@@ -25,7 +25,7 @@ from etils import epath
 from moe_jax.errors import UserError
 from moe_jax.training.checkpoint_format import FORMAT
 
-_BATCH_BYTES = 256 * 2**20
+_BATCH_BYTES = 64 * 2**20
 _CACHE_BYTES = 4 * 2**30
 Index = tuple[int | slice, ...]  # of a part: a number keeps one row of that dim, slice(None) all of it
 
