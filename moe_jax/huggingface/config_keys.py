@@ -94,7 +94,8 @@ def upcycled_keys(keys: dict[str, Any], experts: int, top_k: int) -> dict[str, A
     if name not in DENSE:
         raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join(DENSE)} to be upcycled")
     family, hidden = DENSE[name], _needed(keys, "intermediate_size")
-    made = {**keys, "model_type": family.model_type, family.experts_key: experts, "num_experts_per_tok": top_k}
+    given = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **keys}  # what a dense config.json means without these keys
+    made = {**given, "model_type": family.model_type, family.experts_key: experts, "num_experts_per_tok": top_k}
     if family.dense_blocks:
         made["moe_intermediate_size"] = hidden
     return {**made, "norm_topk_prob": True} if "norm_topk_prob" in family.own_keys else made
@@ -123,7 +124,9 @@ def _check_keys(family: Family, keys: dict[str, Any]) -> None:
             raise UserError(f"config.json: {key} ({value!r}) is unknown to moe_jax for {family.model_type!r} models")
         if value not in neutral[key]:
             wanted = " or ".join(repr(one) for one in neutral[key])
-            raise UserError(f"config.json: {key} ({value!r}) cannot be read: moe_jax has {key} = {wanted} alone")
+            raise UserError(
+                f"config.json: {key} ({value!r}) must be {wanted}; moe_jax has nothing else for {family.model_type!r}"
+            )
 
 
 def _needed(keys: dict[str, Any], key: str) -> Any:

@@ -141,6 +141,7 @@ DOTS1 = Family(
     },
     fixed={"qk_norm": "head", "router": "sigmoid_bias"},
     shared="mlp.shared_experts",
+    neutral={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc", None)},
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in (MIXTRAL, OLMOE, QWEN3, DEEPSEEK, DOTS1)}
 # dense checkpoints, which can be upcycled, and the family of what they become

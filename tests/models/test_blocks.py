@@ -53,7 +53,7 @@ CASES = {
 }  # fmt: skip
 
 
-SLOW = ("mixtral_one_device",)  # the others have its parts too, on several devices
+SLOW = ("mixtral_one_device", "width_mp2_split_biases")  # the others meet most of their parts
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])

@@ -192,7 +192,11 @@ LIMIT_QK_NORM = 0.02  # scales of queries' and keys' norms: few numbers, each a 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("deepspeed", marks=pytest.mark.slow), "parts_of_published_models_mp2", "replicas_flat"]
+    "name",
+    [
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepspeed", "parts_of_published_models_mp2")),
+        "replicas_flat",
+    ],
 )
 def test_every_leaf_in_bfloat16_is_near_float32(name):
     want = gradients(CASES[name], "float32")
