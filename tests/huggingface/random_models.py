@@ -25,7 +25,10 @@ SIZES = {
 }  # fmt: skip
 OWN = {
     "mixtral": {"intermediate_size": 8, "num_local_experts": 4},
-    "olmoe": {"intermediate_size": 8, "num_experts": 4, "num_key_value_heads": 4},
+    # a padding id, which this family has by default, would keep the gradient of its row of the token table at 0
+    "olmoe": {
+        "intermediate_size": 8, "num_experts": 4, "num_key_value_heads": 4, "pad_token_id": None, "eos_token_id": 2,
+    },
     "qwen3_moe": {"intermediate_size": 12, "moe_intermediate_size": 8, "num_experts": 4, "head_dim": 6},
     "deepseek": {
         "intermediate_size": 12, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_shared_experts": 2,
