@@ -43,6 +43,8 @@ NOT_RUN = {
     "pip ": "installs",
     "sbatch ": "needs Slurm",
     "kubectl ": "needs Kubernetes",
+    "python -m moe_jax.convert": "needs a checkpoint of transformers; tests/huggingface converts small ones",
+    "python -m moe_jax.train --gin_file=runs/olmoe": "needs what the conversion before it has made",
     "python -m moe_jax.train ... --coordinator": "one of several processes; tests/distributed starts such jobs",
     "python -m moe_jax.inspect": "needs the CUDA wheels, 2 GB; pytest -m gpu_compile compiles for GPUs",
     "python scripts/gpu_day": "needs a GPU; tests/gpu_day tries its items in tiny sizes",

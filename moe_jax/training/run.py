@@ -170,6 +170,11 @@ def starting_state(
             if left_out is not None:
                 say(hosts, left_out)
             home = engine.home
+        if checkpoints.read_host(latest).get("parameters_only"):
+            raise UserError(
+                f"{options.workdir} holds parameters alone, as moe_jax.convert makes it; start a run of its own from "
+                f"them, with --init_from={options.workdir} and another --workdir"
+            )
         state, host = checkpoints.restore(latest, session.abstract_state(), home)
         session.feed.stream.check_position(host["data"])
         _keep_or_drop_ema(session, checkpoints, latest, state, hosts)

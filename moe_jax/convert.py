@@ -1,0 +1,77 @@
+"""Turn a checkpoint of Hugging Face transformers into a run folder, or a run into such a checkpoint.
+
+    python -m moe_jax.convert --from_hf=DIR --workdir=RUN
+    python -m moe_jax.convert --to_hf=DIR --workdir=RUN
+    python -m moe_jax.convert --from_hf=DENSE --workdir=RUN --upcycle=8
+
+DIR holds config.json and safetensors files, in one piece or sharded, of Mixtral, OLMoE, Qwen3-MoE, DeepSeek-MoE or
+dots1; tokenizer.json and generation_config.json are carried along. The folder that is written must not be there yet. No
+torch is needed, and no more memory than for the largest tensor and one file. A user's mistake is one line, exit code 2.
+With --upcycle a dense checkpoint (Llama, Mistral, Qwen3) becomes a mixture of experts. See docs/huggingface.md.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from absl import flags, logging
+
+from moe_jax.config.command_line import parse_flags
+from moe_jax.errors import UserError
+
+_FROM_HF = flags.DEFINE_string("from_hf", "", "Folder of a checkpoint of transformers, from which --workdir is made.")
+_TO_HF = flags.DEFINE_string("to_hf", "", "Folder to be made from the last checkpoint of --workdir.")
+_WORKDIR = flags.DEFINE_string("workdir", "", "Run folder, made with --from_hf and read with --to_hf.")
+_DTYPE = flags.DEFINE_string("dtype", "", "With --to_hf: float32 or bfloat16; '' takes ModelConfig.dtype.")
+
+
+_UPCYCLE = flags.DEFINE_integer("upcycle", 0, "With --from_hf of a dense checkpoint: experts that each FFN becomes.")
+_UPCYCLE_TOP_K = flags.DEFINE_integer("upcycle_top_k", 2, "Experts of a token then.")
+_UPCYCLE_NOISE = flags.DEFINE_float("upcycle_noise", 0.0, "Noise on each copy, over the spread of its matrix.")
+_UPCYCLE_SEED = flags.DEFINE_integer("upcycle_seed", 0, "Of the fresh routers and the noise.")
+
+
+def command(argv: list[str]) -> None:
+    """Carry out the command line."""
+    parse_flags(argv, "moe_jax.convert", "from_hf")
+    logging.set_verbosity(logging.WARNING)  # orbax says much at INFO
+    if bool(_FROM_HF.value) == bool(_TO_HF.value):
+        raise UserError("give either --from_hf=DIR or --to_hf=DIR, the folder of a checkpoint of transformers")
+    if not _WORKDIR.value:
+        raise UserError("--workdir is needed: the run folder, such as --workdir=runs/mixtral")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # files to files: no GPU is taken
+    from moe_jax.huggingface import Upcycling, export_folder, import_folder
+    from moe_jax.models.counts import parameter_counts
+
+    if _TO_HF.value:
+        if _UPCYCLE.value:
+            raise UserError(f"--upcycle={_UPCYCLE.value} needs --from_hf, a dense checkpoint")
+        family = export_folder(_WORKDIR.value, _TO_HF.value, _DTYPE.value)
+        print(f"{_TO_HF.value}: {family.architecture}")
+        return
+    if _DTYPE.value:
+        raise UserError(f"--dtype={_DTYPE.value} needs --to_hf; parameters are float32 in a run folder")
+    upcycling = None
+    if _UPCYCLE.value:
+        upcycling = Upcycling(
+            experts=_UPCYCLE.value, top_k=_UPCYCLE_TOP_K.value, noise=_UPCYCLE_NOISE.value, seed=_UPCYCLE_SEED.value
+        )
+    run = import_folder(_FROM_HF.value, _WORKDIR.value, upcycling)
+    count = parameter_counts(run.model, run.moe, run.model.vocab_size).total
+    print(f"{_WORKDIR.value}: {count:,} parameters, step 0")
+    print(f"train on: python -m moe_jax.train --gin_file={_WORKDIR.value}/config.gin --init_from={_WORKDIR.value} ...")
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and no traceback."""
+    try:
+        command(sys.argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Small transformers models with random weights, their files, and their numbers; and the golden files of the suite.
+
+    python tests/huggingface/random_models.py      writes tests/huggingface/golden/ (needs torch and transformers)
+
+Inputs: names of `GOLDEN`, or a family and sizes. Outputs: folders as `save_pretrained` writes them, with golden.npz:
+tokens, logits, loss and the gradient of every tensor, computed by transformers in float32.
+
+DeepSeek-MoE is not in transformers. DeepseekOcr2TextModel is the same mathematics; a linear head is added, and its
+tensors, which hold all experts of a layer in one, are written one by one as DeepSeek's files have them.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from moe_jax.huggingface.config_keys import read_config
+from moe_jax.huggingface.tensors import tensor_places
+
+HERE = Path(__file__).parent
+SIZES = {
+    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "num_experts_per_tok": 2, "rope_theta": 500.0,
+}  # fmt: skip
+OWN = {
+    "mixtral": {"intermediate_size": 8, "num_local_experts": 4},
+    # a padding id, which this family has by default, would keep the gradient of its row of the token table at 0
+    "olmoe": {
+        "intermediate_size": 8, "num_experts": 4, "num_key_value_heads": 4, "pad_token_id": None, "eos_token_id": 2,
+    },
+    "qwen3_moe": {"intermediate_size": 12, "moe_intermediate_size": 8, "num_experts": 4, "head_dim": 6},
+    "deepseek": {
+        "intermediate_size": 12, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    },
+    "dots1": {
+        "intermediate_size": 12, "moe_intermediate_size": 8, "n_routed_experts": 8, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+    },
+}  # fmt: skip
+# name -> (family, changes, dtype of the files, bytes of one file)
+GOLDEN = {
+    "mixtral_one_key_head_sharded": ("mixtral", {"num_key_value_heads": 1}, "bfloat16", "8KB"),
+    "olmoe": ("olmoe", {}, "float32", "1GB"),
+    "qwen3_moe_tied": ("qwen3_moe", {"tie_word_embeddings": True, "mlp_only_layers": [0]}, "bfloat16", "1GB"),
+    "deepseek": ("deepseek", {}, "bfloat16", "1GB"),
+    "dots1": ("dots1", {}, "float32", "1GB"),
+}
+TOKENS = np.random.default_rng(5).integers(0, 40, (2, 9))
+
+
+def build(family, changes, seed=0):
+    """Return (config.json as a dictionary or None for the model's own, model in float32)."""
+    import torch
+    import transformers
+
+    sizes = {**SIZES, **OWN[family], **changes}
+    rope = {"rope_type": "default", "rope_theta": sizes.pop("rope_theta"), **sizes.pop("rope_extra", {})}
+    torch.manual_seed(seed)
+    keys = None
+    if family == "deepseek":
+        keys = {"model_type": "deepseek", "hidden_act": "silu", "rms_norm_eps": 1e-6, "dtype": "float32", **sizes}
+        keys |= {"rope_theta": rope["rope_theta"], "rope_scaling": None, "norm_topk_prob": False}
+        model = _deepseek(keys, rope)
+    else:
+        name = {"mixtral": "Mixtral", "olmoe": "Olmoe", "qwen3_moe": "Qwen3Moe", "dots1": "Dots1"}[family]
+        config = getattr(transformers, f"{name}Config")(rope_parameters=rope, **sizes)
+        config._attn_implementation = config._experts_implementation = "eager"
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, leaf in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in name:
+                continue
+            normal = torch.randn(leaf.shape)
+            leaf.copy_(0.2 * normal if leaf.ndim > 1 else 0.1 * normal if "bias" in name else 1 + 0.2 * normal)
+    return keys, model.eval()
+
+
+def _deepseek(keys, rope):
+    import torch
+    from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2TextConfig
+    from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2TextModel
+
+    names = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "max_position_embeddings", "num_experts_per_tok", "intermediate_size", "moe_intermediate_size",
+        "n_routed_experts", "n_shared_experts",
+    )  # fmt: skip
+    dense = keys["first_k_dense_replace"]
+    kinds = ["dense"] * dense + ["sparse"] * (keys["num_hidden_layers"] - dense)
+    config = DeepseekOcr2TextConfig(
+        **{name: keys[name] for name in names}, rope_parameters=rope, mlp_layer_types=kinds, rms_norm_eps=1e-6
+    )
+    config._attn_implementation = config._experts_implementation = "eager"
+
+    class WithHead(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = DeepseekOcr2TextModel(config)
+            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        def forward(self, ids):
+            hidden = self.model(ids).last_hidden_state
+            return type("Output", (), {"logits": self.lm_head(hidden)})
+
+    return WithHead()
+
+
+def places_of(keys):
+    return tensor_places(*read_config(keys))
+
+
+def by_place(places, arrays):
+    """Return {name in the files: array} from {name in memory: array}, where experts of a layer are one tensor."""
+    found = {}
+    for place in places:
+        alone = place.name.replace(".block_sparse_moe.", ".mlp.")
+        if alone in arrays:
+            found[place.name] = arrays[alone]
+            continue
+        name, expert, half = place.fused
+        rows = place.shape[0]
+        found[place.name] = arrays[name][expert][slice(None) if half is None else slice(half * rows, (half + 1) * rows)]
+    return found
+
+
+def save(keys, model, folder, dtype, shard):
+    """Write the folder of a model, whose weights are rounded to `dtype` before."""
+    import torch
+
+    frequencies = {name: leaf.clone() for name, leaf in model.named_buffers() if "inv_freq" in name}
+    model.to(getattr(torch, dtype))
+    if keys is None:
+        model.save_pretrained(folder, max_shard_size=shard)
+    else:
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        keys = {**keys, "dtype": dtype}
+        (folder / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
+        tensors = {name: leaf.contiguous().clone() for name, leaf in by_place(places_of(keys), state(model)).items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model.float()
+    for name, leaf in model.named_buffers():  # transformers never rounds these
+        if name in frequencies:
+            leaf.copy_(frequencies[name])
+
+
+def state(model):
+    return {name: leaf.detach() for name, leaf in model.state_dict().items()}
+
+
+def numbers(model, keys, tokens=TOKENS):
+    """Return {'logits', 'loss', 'gradient NAME'} of a model in float32, NAME as in the files."""
+    import torch
+
+    model.zero_grad()
+    ids = torch.tensor(tokens)
+    logits = model(ids).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+    loss.backward()
+    grads = {name: leaf.grad for name, leaf in model.named_parameters() if leaf.grad is not None}
+    # a buffer has no gradient, and an expert that no token takes has none either
+    for name, leaf in state(model).items():
+        grads.setdefault(name, torch.zeros_like(leaf))
+    found = {f"gradient {name}": leaf.numpy() for name, leaf in by_place(places_of(keys), grads).items()}
+    return {"logits": logits.detach().numpy(), "loss": loss.detach().numpy(), **found}
+
+
+def main():
+    for name, (family, changes, dtype, shard) in GOLDEN.items():
+        folder = HERE / "golden" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        keys, model = build(family, changes)
+        save(keys, model, folder, dtype, shard)
+        found = numbers(model, json.loads((folder / "config.json").read_text()))
+        np.savez_compressed(folder / "golden.npz", tokens=TOKENS, **found)
+        print(name, sum(file.stat().st_size for file in folder.iterdir()), "bytes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

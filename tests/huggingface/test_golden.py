@@ -1,0 +1,208 @@
+"""Checkpoints of transformers, read without it: golden files hold its numbers (`random_models.py` wrote them).
+
+The real model, in float32, on one device. Logits within 1e-5; of each tensor's gradient the norm of the difference
+within 1e-5 of its norm.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+
+from huggingface.random_models import GOLDEN, places_of  # noqa: E402
+from huggingface.real_model import RealModel  # noqa: E402
+
+from moe_jax.config import parse_run_config  # noqa: E402
+from moe_jax.convert import command  # noqa: E402
+from moe_jax.errors import UserError  # noqa: E402
+from moe_jax.huggingface import export_folder, import_folder  # noqa: E402
+from moe_jax.huggingface.config_keys import read_config  # noqa: E402
+from moe_jax.huggingface.files import TensorFolder  # noqa: E402
+from moe_jax.models.counts import parameter_counts  # noqa: E402
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+def some(*always):
+    """Return the names of all golden folders; others than these are slow ones."""
+    return [name if name in always else pytest.param(name, marks=pytest.mark.slow) for name in GOLDEN]
+
+
+@pytest.mark.parametrize("name", some("mixtral_one_key_head_sharded", "qwen3_moe_tied", "dots1"))
+def test_logits_are_those_of_transformers(name, tmp_path):
+    run = import_folder(FOLDER / name, tmp_path / "run")
+    golden = np.load(FOLDER / name / "golden.npz")
+    assert np.max(np.abs(RealModel(run, tmp_path / "run").logits(golden["tokens"]) - golden["logits"])) < 1e-5
+
+
+@pytest.mark.parametrize("name", some("olmoe"))
+def test_loss_and_gradients_are_those_of_transformers(name, tmp_path):
+    run = import_folder(FOLDER / name, tmp_path / "run")
+    compare_gradients(RealModel(run, tmp_path / "run"), FOLDER / name, np.load(FOLDER / name / "golden.npz"))
+
+
+def compare_gradients(real, folder, golden):
+    loss, grads = real.loss_and_gradients(golden["tokens"])
+    assert abs(loss - golden["loss"]) < 1e-6
+    worst = 0.0
+    for place in places_of(json.loads((folder / "config.json").read_text())):
+        got, want = place.to_tensor(grads[place.leaf][place.index]), golden[f"gradient {place.name}"]
+        norm = np.linalg.norm(want)
+        if norm == 0:
+            assert not np.any(got), place.name
+            continue
+        error = np.linalg.norm(got - want) / norm
+        worst = max(worst, error)
+        assert error < 1e-5, (place.name, error)
+    return worst
+
+
+@pytest.mark.parametrize("name", some("mixtral_one_key_head_sharded", "dots1"))
+def test_an_export_has_the_same_bits(name, tmp_path):
+    """In one file and in many; imported again, it is the same run."""
+    first = import_folder(FOLDER / name, tmp_path / "run")
+    family = export_folder(tmp_path / "run", tmp_path / "back", shard_bytes=10_000)
+    before, after = TensorFolder(FOLDER / name), TensorFolder(tmp_path / "back")
+    assert family.model_type == GOLDEN[name][0] and (tmp_path / "back" / "model.safetensors.index.json").exists()
+    assert before.names == after.names
+    for tensor in before.names:
+        a, b = before.read(tensor), after.read(tensor)
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), tensor
+    second = import_folder(tmp_path / "back", tmp_path / "again")
+    assert (first.model, first.moe) == (second.model, second.moe)
+    assert parse_run_config([str(tmp_path / "run" / "config.gin")])[0] == first
+    assert parameter_counts(first.model, first.moe, 40).total == sum(before.read(t).size for t in before.names)
+
+
+def test_files_that_hold_all_experts_in_one_tensor(tmp_path):
+    """As transformers writes with save_original_format=False; Mixtral's modules have other names then."""
+    name = "mixtral_one_key_head_sharded"
+    source = TensorFolder(FOLDER / name)
+    (tmp_path / "fused").mkdir()
+    shutil.copy(FOLDER / name / "config.json", tmp_path / "fused")
+    fused, tensors = {}, {}
+    for place in places_of(json.loads((FOLDER / name / "config.json").read_text())):
+        if place.fused:
+            fused.setdefault(place.fused[0], {}).setdefault(place.fused[1], {})[place.fused[2] or 0] = place.name
+        else:
+            tensors[place.name.replace(".block_sparse_moe.", ".mlp.")] = source.read(place.name)
+    for tensor, experts in fused.items():
+        parts = [
+            np.concatenate([source.read(experts[j][half]) for half in sorted(experts[j])]) for j in sorted(experts)
+        ]
+        tensors[tensor] = np.stack(parts)
+    from safetensors.numpy import save_file
+
+    save_file(tensors, str(tmp_path / "fused" / "model.safetensors"))
+    import_folder(tmp_path / "fused", tmp_path / "run")
+    export_folder(tmp_path / "run", tmp_path / "back")
+    back = TensorFolder(tmp_path / "back")
+    assert all(source.read(t).tobytes() == back.read(t).tobytes() for t in source.names)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    keys = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in keys.items() if value != "absent"}))
+
+
+def rewrite(folder, change):
+    from safetensors.numpy import save_file
+
+    path = folder / "model.safetensors"
+    opened = TensorFolder(folder)
+    tensors = {name: np.array(opened.read(name)) for name in opened.names}
+    change(tensors)
+    save_file(tensors, str(path))
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def transpose_expert(tensors):
+    name = "model.layers.0.mlp.experts.2.up_proj.weight"
+    tensors[name] = np.ascontiguousarray(tensors[name].T)
+
+
+Q, GATE = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.gate.weight"
+WRONG = {
+    "no folder": (lambda f: shutil.rmtree(f), "config.json does not exist"),
+    "no json": (lambda f: (f / "config.json").write_text("{"), "cannot read .*config.json"),
+    "architecture": (lambda f: change_config(f, model_type="llama"), "model_type .'llama'. must be one of mixtral"),
+    "mla": (lambda f: change_config(f, model_type="deepseek_v3"), "multi-head latent attention"),
+    "unknown key": (lambda f: change_config(f, twist=3), "config.json: twist .3. is unknown"),
+    "not neutral": (lambda f: change_config(f, clip_qkv=8.0), "config.json: clip_qkv .8.0. must be None"),
+    "sliding window": (lambda f: change_config(f, sliding_window=64), "config.json: sliding_window .64."),
+    "quantized": (lambda f: change_config(f, quantization_config={"bits": 4}), "config.json: quantization_config"),
+    "missing key": (lambda f: change_config(f, hidden_size="absent"), "config.json has no 'hidden_size'"),
+    "no experts": (lambda f: change_config(f, num_experts="absent"), "it is no mixture of experts"),
+    "positions": (
+        lambda f: change_config(f, rope_parameters={"rope_type": "yarn", "factor": 2.0}),
+        "rope_parameters.rope_type .'yarn'. must be",
+    ),
+    "dtype": (lambda f: change_config(f, dtype="float16"), "config.json: dtype .'float16'."),
+    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(Q)), f"the tensor {re.escape(Q)} is missing"),
+    "unknown tensor": (lambda f: rewrite(f, lambda t: t.update(more=t[Q])), "the tensor more is unknown"),
+    "transposed expert": (lambda f: rewrite(f, transpose_expert), "experts.2.up_proj.weight is .16, 8., but .8, 16."),
+    "integers": (lambda f: rewrite(f, lambda t: t.update({GATE: t[GATE].astype(np.int32)})), f"{GATE} is I32"),
+    "truncated": (truncate, "cannot read .*model.safetensors"),
+    "only torch": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_one_line_and_leaves_nothing(name, tmp_path):
+    change, message = WRONG[name]
+    source = tmp_path / "source"
+    shutil.copytree(FOLDER / "olmoe", source)
+    change(source)
+    with pytest.raises(UserError, match=message) as error:
+        command(["convert", f"--from_hf={source}", f"--workdir={tmp_path / 'run'}"])
+    assert "\n" not in str(error.value)
+    assert {path.name for path in tmp_path.iterdir()} <= {"source"}
+
+
+def test_a_shard_that_is_missing_or_in_the_way(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(FOLDER / "mixtral_one_key_head_sharded", source)
+    shards = sorted(source.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    shards[1].unlink()
+    with pytest.raises(UserError, match=rf"{shards[1].name} does not exist, and model.safetensors.index.json names it"):
+        import_folder(source, tmp_path / "run")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "kept").write_text("mine")
+    with pytest.raises(UserError, match="full exists already; name another folder"):
+        import_folder(FOLDER / "olmoe", tmp_path / "full")
+    assert (tmp_path / "full" / "kept").read_text() == "mine"
+
+
+def test_what_no_checkpoint_can_hold_is_refused(tmp_path):
+    import_folder(FOLDER / "olmoe", tmp_path / "run")
+    config = tmp_path / "run" / "config.gin"
+    text = config.read_text()
+    for old, new, message in (
+        ("norm = 'rms'", "norm = 'layer'", r"ModelConfig.norm \('layer'\) has no place in a checkpoint"),
+        ("capacity_factor = None", "capacity_factor = 1.0", "MoEConfig.capacity_factor"),
+    ):
+        config.write_text(text.replace(old, new) if old in text else text + f"MoEConfig.{new}\n")
+        with pytest.raises(UserError, match=message):
+            export_folder(tmp_path / "run", tmp_path / "back")
+        assert not (tmp_path / "back").exists()
+
+
+def test_older_keys_mean_the_same():
+    """rope_theta and rope_scaling at the top, torch_dtype, and each name of the number of experts."""
+    keys = json.loads((FOLDER / "olmoe" / "config.json").read_text())
+    new = keys | {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}
+    old = {key: value for key, value in new.items() if key not in ("rope_parameters", "dtype", "num_experts")}
+    old |= {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}, "torch_dtype": new["dtype"]}
+    assert read_config(new) == read_config(old | {"num_local_experts": 4}) == read_config(old | {"n_routed_experts": 4})
+    assert read_config(new)[1].rotary_factor == 4.0

@@ -1,0 +1,114 @@
+"""The real thing: models of transformers with random weights, converted and back. Needs torch and transformers.
+
+Slow: bash scripts/test.sh -m slow runs it where both are installed.
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("safetensors")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from huggingface.random_models import TOKENS, build, numbers, save  # noqa: E402
+from huggingface.real_model import RealModel  # noqa: E402
+from huggingface.test_golden import compare_gradients  # noqa: E402
+
+from moe_jax.huggingface import Upcycling, export_folder, import_folder  # noqa: E402
+from moe_jax.huggingface.files import TensorFolder  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+# family, what differs, dtype of the files, bytes of one file
+CASES = {
+    "mixtral_1": ("mixtral", {"num_key_value_heads": 1, "tie_word_embeddings": True}, "float32", "20KB"),
+    "mixtral_2": ("mixtral", {"head_dim": 8, "rope_theta": 1e6}, "bfloat16", "1GB"),
+    "mixtral_all": ("mixtral", {"num_key_value_heads": 4}, "float32", "1GB"),
+    "olmoe_1": ("olmoe", {"num_key_value_heads": 1, "norm_topk_prob": True}, "bfloat16", "8KB"),
+    "olmoe_2": ("olmoe", {"num_key_value_heads": 2, "tie_word_embeddings": True}, "float32", "1GB"),
+    "olmoe_all": ("olmoe", {"attention_bias": True}, "float32", "20KB"),
+    "qwen3_1": ("qwen3_moe", {"num_key_value_heads": 1, "norm_topk_prob": True}, "bfloat16", "1GB"),
+    "qwen3_2": ("qwen3_moe", {"tie_word_embeddings": True, "decoder_sparse_step": 2}, "float32", "20KB"),
+    "qwen3_all": (
+        "qwen3_moe",
+        {"num_key_value_heads": 4, "num_hidden_layers": 4, "mlp_only_layers": [0, 2, 3], "attention_bias": True},
+        "float32",
+        "1GB",
+    ),
+    "dots1_2": ("dots1", {}, "bfloat16", "8KB"),
+    "dots1_all": ("dots1", {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}, "float32", "1GB"),  # noqa: E501
+    "deepseek": ("deepseek", {}, "bfloat16", "1GB"),
+    "linear_positions": ("mixtral", {"rope_extra": {"rope_type": "linear", "factor": 2.0}}, "float32", "1GB"),
+}  # fmt: skip
+NEW = 32
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_of_transformers(name, tmp_path):
+    family, changes, dtype, shard = CASES[name]
+    keys, model = build(family, changes)
+    source, back = tmp_path / "source", tmp_path / "back"
+    save(keys, model, source, dtype, shard)
+    run = import_folder(source, tmp_path / "run")
+    real = RealModel(run, tmp_path / "run")
+    theirs = numbers(model, json.loads((source / "config.json").read_text()))
+    apart = np.max(np.abs(real.logits(TOKENS) - theirs["logits"]))
+    assert apart < 1e-5
+    worst = compare_gradients(real, source, {"tokens": TOKENS, **theirs})
+    print(f"{name}: logits {apart:.1e} apart, gradients {worst:.1e} of their norm")
+    np.testing.assert_array_equal(ours_greedy(real), theirs_greedy(model))
+
+    export_folder(tmp_path / "run", back)
+    before, after = TensorFolder(source), TensorFolder(back)
+    assert before.names == after.names
+    assert all(before.read(t).tobytes() == after.read(t).tobytes() for t in before.names)
+    again = import_folder(back, tmp_path / "again")
+    assert (again.model, again.moe) == (run.model, run.moe)
+    if family == "deepseek":  # transformers has no class that reads it
+        return
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        back, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        np.testing.assert_array_equal(read(torch.tensor(TOKENS)).logits.numpy(), theirs["logits"])
+
+
+def test_an_upcycled_model_starts_where_the_dense_one_stood(tmp_path):
+    for name, extra in (("Llama", {}), ("Qwen3", {"head_dim": 6})):
+        config = getattr(transformers, f"{name}Config")(
+            vocab_size=40, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, **extra,
+        )  # fmt: skip
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for leaf in model.parameters():
+                leaf.copy_(0.2 * torch.randn(leaf.shape) + (leaf.ndim == 1))
+            want = model(torch.tensor(TOKENS)).logits.numpy()
+        model.save_pretrained(tmp_path / name)
+        run = import_folder(tmp_path / name, tmp_path / f"{name}_run", Upcycling(experts=4))
+        got = RealModel(run, tmp_path / f"{name}_run").logits(TOKENS)
+        assert np.max(np.abs(got - want)) < 1e-5
+        export_folder(tmp_path / f"{name}_run", tmp_path / f"{name}_back")
+        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}_back", dtype=torch.float32)
+        with torch.no_grad():
+            assert np.max(np.abs(read(torch.tensor(TOKENS)).logits.numpy() - want)) < 1e-5
+
+
+def ours_greedy(real):
+    """Return the most likely continuation, without a cache: everything is computed again for each token."""
+    tokens = np.zeros((2, TOKENS.shape[1] + NEW), int)
+    tokens[:, : TOKENS.shape[1]] = TOKENS
+    step = real.logits_function(*tokens.shape)
+    for end in range(TOKENS.shape[1], tokens.shape[1]):
+        tokens[:, end] = np.argmax(step(tokens)[:, end - 1], axis=-1)
+    return tokens
+
+
+def theirs_greedy(model):
+    tokens = torch.tensor(TOKENS)
+    with torch.no_grad():
+        for _ in range(NEW):
+            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], 1)
+    return tokens.numpy()
