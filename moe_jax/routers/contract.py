@@ -92,6 +92,8 @@ class Router(typing.Protocol):
     """Whether training takes a key."""
     replays: typing.ClassVar[bool]
     """Whether it can take choices that were made before."""
+    by_token: typing.ClassVar[bool]
+    """Whether a token's choices depend on that token alone, where no capacity drops them."""
 
     def leaves(self, model_dim: int) -> dict[str, tuple[int, ...]]:
         """Return {name: shape} of what this router keeps in the model's gate beside w_gate; all start at zero."""
@@ -133,6 +135,7 @@ class RouterBase:
       in_groups: whether the router can choose inside groups of experts (group_limited.py).
       ignores: options that routers have in common and this one does not read.
       replays: whether the router can take choices that were made before.
+      by_token: whether a token's choices depend on that token alone, where no capacity drops them; generation needs it.
       balances: the values of `MoEConfig.balance_over` under which its balance loss can be formed.
     """
 
@@ -140,6 +143,7 @@ class RouterBase:
     in_groups: typing.ClassVar[bool] = False
     ignores: typing.ClassVar[tuple[str, ...]] = ()
     replays: typing.ClassVar[bool] = False
+    by_token: typing.ClassVar[bool] = True
     balances: typing.ClassVar[tuple[str, ...]] = ("batch",)
 
     def __init__(self, config: typing.Any, place: RouterPlace | None = None):

@@ -1,0 +1,139 @@
+"""A model's forward over a cache: prompts from position 0, or one more token of each sequence.
+
+Inputs: the parameters of the training model, tables, a cache, token ids [b, Sq] with positions and whether they are
+real. Outputs: activations [b, Sq, M] after the last norm, the cache, and the experts that every token took. Inside
+`shard_map`. The modules, the MoE layer with its schedules and the loop over units are those of training; only attention
+looks at a cache, and padding goes to no expert.
+Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from moe_jax.collectives.replicated import join_parts, own_part
+from moe_jax.collectives.varying import cast_varying
+from moe_jax.dispatch import local
+from moe_jax.inference.cache import attend_cached, attend_prompt
+from moe_jax.inference.real_tokens import RealTokens
+from moe_jax.models import LanguageModel
+from moe_jax.models.model_group import ModelGroup
+from moe_jax.models.param_dtype_gradients import in_dtype, project
+from moe_jax.models.segments import Segment, part_of
+from moe_jax.models.shared_experts import add_shared
+from moe_jax.models.transformer import Transformer, Unit
+from moe_jax.moe import MoEConfig
+from moe_jax.moe.layer import MoE, make_moe
+
+
+def whole_tokens(tokens: int, parts: int) -> int:
+    """Return `tokens`, rounded up so that an MP group of `parts` devices can share them evenly."""
+    return -(-tokens // parts) * parts
+
+
+def make_forward(model: LanguageModel, rows: int, length: int, fresh: bool) -> Callable:
+    """Return forward(dense, bank, tables, cache, ids, positions, real) -> (x, table, cache, {segment: choices}).
+
+    ids, positions int32 [b, Sq], real bool [b, Sq]; x [b, Sq, M]; table [V, M] gives logits; choices int32 [L, t', K]
+    of the tokens that this device owns, -1 for padding, t' as `whole_tokens` says over the MP group.
+
+    Args:
+      model: of `inference_configs`, its parameters whole on every device but for experts and MP parts (ZeRO stage 0).
+      rows: b; length: Sq.
+      fresh: the tokens are whole prompts; else one token for each sequence, at its position.
+    """
+    config = model.config
+    graph = nnx.split(nnx.eval_shape(lambda: Transformer(config, model.moe, model.vocab_size, nnx.Rngs(0))))[0]
+    group = ModelGroup(model.roles.model, rows, False)
+    loops = {segment: _make_loop(model, segment, rows * length, group, fresh) for segment in model.segments}
+
+    def forward(dense, bank, tables, cache, ids, positions, real):
+        tables = local(tables)
+        whole = nnx.merge(graph, dense)
+        x = whole.embedding(ids, jnp.dtype(config.dtype), group, positions)
+        found, kept = {}, {}
+        for segment, loop in loops.items():
+            units = part_of(dense["units"], segment, model.segments)
+            own = [model.own_part(tree, segment) if segment.has_experts else None for tree in (bank, tables)]
+            x, kept[segment.name], choices = loop(x, units, *own, cache[segment.name], positions, real)
+            if choices is not None:
+                found[segment.name] = cast_varying(choices, model.roles.all)
+        with jax.named_scope("logits"):
+            return whole.norm(x), whole.embedding.tokens[...], kept, found
+
+    return forward
+
+
+def _make_loop(model: LanguageModel, segment: Segment, tokens: int, group: ModelGroup, fresh: bool) -> Callable:
+    """Return loop(x, units, bank, tables, cache, positions, real) -> (x, cache, choices [L, t', K] or None)."""
+    config, roles = segment.config, model.roles_of(segment)
+    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
+    layer = _make_layer(segment.moe, roles, tokens, config.activation) if segment.has_experts else None
+
+    def loop(x, units, bank, tables, cache, positions, real):
+        def body(carry, inputs):
+            x, kept = carry[0], dict(carry[1])
+            params, here, index = inputs
+            unit = nnx.merge(graph, params)
+
+            def run(name, x):
+                def mix(q, k, v):
+                    if fresh:
+                        mixed, kept[name] = attend_prompt(kept[name], index, q, k, v, config.attention)
+                    else:
+                        mixed, kept[name] = attend_cached(kept[name], index, q, k, v, positions[:, 0])
+                    return mixed
+
+                return getattr(unit, name)(x, group, positions, mix)
+
+            x = unit.attend(x, group, run)
+            if layer is None:
+                return (x, kept), None
+            with jax.named_scope("moe"):
+                normed, beside = unit.enter_moe(x, group)
+                y, choices = layer(normed, real.reshape(-1), unit.gate.router_params(), bank, here)
+                y = add_shared(y, *beside)
+            return (x + y.reshape(x.shape), kept), choices
+
+        inputs = units, tables, jnp.arange(segment.units, dtype=jnp.int32)
+        (x, cache), choices = lax.scan(body, (x, cache), inputs)
+        return x, cache, choices
+
+    return loop
+
+
+def _make_layer(config: MoEConfig, roles, tokens: int, activation: str) -> Callable:
+    """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here)."""
+    whole = whole_tokens(tokens, roles.size(roles.model))
+    moe: MoE = make_moe(config, roles, whole, activation)
+    moe = dataclasses.replace(moe, router=RealTokens(moe.router))
+
+    def layer(x, real, gate, bank, tables):
+        index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), -1)
+        x = jnp.pad(x, ((0, whole - tokens), (0, 0)))
+        index = jnp.pad(index, (0, whole - tokens), constant_values=-1)
+        y, stats, _ = moe(x, index, gate, bank, {}, tables)
+        return y[:tokens], stats.choices
+
+    return layer
+
+
+def logits_of(x, table, axes: tuple[str, ...]):
+    """Return logits [b, V] of x [b, M], in at least float32; each device of an MP group has a part of the table.
+
+    Args:
+      table: [V, M]; axes: of the MP group.
+    """
+    parts = 1
+    for axis in axes:
+        parts *= lax.axis_size(axis)
+    split = axes if table.shape[0] % parts == 0 else ()
+    own = in_dtype(own_part(table, split), x.dtype)
+    acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return join_parts(project("bm,vm->bv", x, own, out=acc_dtype), split, dim=1)

@@ -1,0 +1,253 @@
+"""A loaded model: prompts in, continuations out.
+
+Inputs: prompts as text or token ids. Outputs: `Generated`. The host only counts and hands out tokens; a token's id
+goes into the next call without leaving the devices, and is read while that call runs.
+Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.data import Tokenizer
+from moe_jax.inference.placements import even_tables
+from moe_jax.inference.programs import (
+    LEAST_LENGTH,
+    Chosen,
+    Knobs,
+    bucket,
+    by_sequence,
+    make_decode,
+    make_prefill,
+    tables_specs,
+)
+from moe_jax.inference.prompts import check_prompts, to_ids
+from moe_jax.inference.sampling import Sampling, prompt_keys
+from moe_jax.mesh.global_arrays import to_devices
+from moe_jax.models import LanguageModel
+
+END_SLOTS = 8  # ids that end a text; more of them compile another program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What became of some prompts; lists have an entry for each, in their order.
+
+    Attributes:
+      prompt_ids: the ids that went in.
+      token_ids: the new ones, an end of text included.
+      text: the new ones as text, without the end; None without a tokenizer.
+      stopped: why it ended: 'end' of text, 'max_new_tokens', or 'max_length' where the model has no more positions.
+      experts: int32 [tokens, L, K], which experts each token took that went into the model (all but the last new one),
+        best first; -1 where a layer takes fewer. None unless they were asked for.
+      seconds: float [steps], when each round of new tokens was on the host, since the prompts went in.
+    """
+
+    prompt_ids: list[list[int]]
+    token_ids: list[list[int]]
+    text: list[str] | None
+    stopped: list[str]
+    experts: list[np.ndarray] | None
+    seconds: np.ndarray
+
+    def as_json(self) -> dict:
+        """Return the record of `--out`."""
+        return {name: getattr(self, name) for name in ("prompt_ids", "token_ids", "text", "stopped")}
+
+
+class Generator:
+    """A model with its parameters on the devices.
+
+    Args:
+      model: as `build_model` makes it; params: of its layout.
+      tokenizer: between text and ids, None for ids alone.
+      end_ids: that end a text.
+      vocabulary: ids below it may be chosen; a model's own may be rounded up.
+    """
+
+    def __init__(
+        self, model: LanguageModel, params: dict, *, tokenizer: Tokenizer | None = None, end_ids: Sequence[int] = (),
+        vocabulary: int | None = None,
+    ):  # fmt: skip
+        self.model, self.params, self.tokenizer = model, params, tokenizer
+        self.end_ids, self.vocabulary = tuple(end_ids), vocabulary or model.vocab_size
+        self.specs = model.layout().params
+        mesh = model.roles.mesh
+        shardings = jax.tree.map(
+            lambda spec: jax.sharding.NamedSharding(mesh, spec), tables_specs(model), is_leaf=lambda x: isinstance(x, P)
+        )
+        tables = even_tables(model)
+        if isinstance(shardings, dict):
+            self.tables = {name: to_devices(tables[name], sharding) for name, sharding in shardings.items()}
+        else:
+            self.tables = to_devices(tables, shardings)
+        self._programs: dict[tuple, Callable] = {}
+
+    @property
+    def longest(self) -> int | None:
+        """Positions of the model, None where they have no end."""
+        config = self.model.config
+        return config.max_length if config.positions == "learned" else None
+
+    def generate(
+        self, prompts: str | Sequence, max_new_tokens: int, sampling: Sampling | None = None, *,
+        ignore_eos: bool = False, experts: bool = False, on_token: Callable[[int, int], None] | None = None,
+    ) -> Generated:  # fmt: skip
+        """Continue prompts.
+
+        Args:
+          prompts: a text, or a list of texts or of id lists, of any lengths.
+          max_new_tokens: new tokens for each prompt at most.
+          sampling: how tokens are chosen; None draws by the model's own probabilities.
+          ignore_eos: go on past the end of a text.
+          experts: report the experts of every token.
+          on_token: called with (prompt's index, id) as tokens come.
+
+        Raises:
+          UserError: prompts that the model cannot continue.
+        """
+        ids = to_ids([prompts] if isinstance(prompts, str) else prompts, self.tokenizer)
+        check_prompts(ids, max_new_tokens, self.vocabulary, self.longest)
+        request = _Request(self, ids, max_new_tokens, sampling or Sampling(), () if ignore_eos else self.end_ids)
+        said, choices, seconds = request.run(on_token, experts)
+        ends = set(request.end_ids)
+        return Generated(
+            prompt_ids=ids,
+            token_ids=said,
+            text=None if self.tokenizer is None else [self.text_of(new, ends) for new in said],
+            stopped=[request.reason(index, new) for index, new in enumerate(said)],
+            experts=choices,
+            seconds=seconds,
+        )
+
+    def experts(self, prompts: str | Sequence) -> list[np.ndarray]:
+        """Return the experts that each token of each prompt takes, int32 [tokens, L, K] for each prompt."""
+        return self.generate(prompts, 1, Sampling(temperature=0), experts=True).experts or []
+
+    def text_of(self, ids: Sequence[int], ends=()) -> str:
+        """Return the text of ids, without an end of text at their end."""
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer; read token_ids")
+        ids = list(ids)
+        return self.tokenizer.decode(np.asarray(ids[:-1] if ids and ids[-1] in ends else ids, np.int32))
+
+    def program(self, kind: str, *sizes) -> Callable:
+        """Return a compiled-on-first-call program: 'prefill' (rows, length, held, compiled), 'decode' (rows, compiled).
+
+        One program serves all requests whose rounded sizes are equal.
+        """
+        key = (kind, *sizes)
+        if key not in self._programs:
+            make = make_prefill if kind == "prefill" else make_decode
+            self._programs[key] = make(self.model, self.specs, self.vocabulary, *sizes)
+        return self._programs[key]
+
+
+class _Request:
+    """One batch of prompts on its way through the programs."""
+
+    def __init__(self, owner: Generator, prompts: list[list[int]], max_new: int, sampling: Sampling, end_ids):
+        self.owner, self.prompts, self.sampling, self.end_ids = owner, prompts, sampling, tuple(end_ids)
+        roles = owner.model.roles
+        self.parts = roles.size(roles.dense)
+        self.rows = bucket(-(-len(prompts) // self.parts))
+        longest = max(map(len, prompts))
+        self.left = [self._most(prompt, max_new) for prompt in prompts]
+        self.length, self.held = self._fit(longest), self._fit(longest + max(self.left) - 1)
+
+    def _most(self, prompt: list[int], max_new: int) -> int:
+        """Return how many tokens may follow: the last one needs no position of its own."""
+        limit = self.owner.longest
+        return max_new if limit is None else min(max_new, limit - len(prompt) + 1)
+
+    def _fit(self, tokens: int) -> int:
+        limit = self.owner.longest
+        size = bucket(tokens, LEAST_LENGTH)
+        return size if limit is None else max(min(size, limit), tokens)
+
+    def reason(self, index: int, new: list[int]) -> str:
+        """Return why a continuation ended."""
+        if new and new[-1] in self.end_ids:
+            return "end"
+        limit = self.owner.longest
+        full = limit is not None and len(self.prompts[index]) + len(new) > limit
+        return "max_length" if full else "max_new_tokens"
+
+    def inputs(self):
+        """Return (prompts [B, Sq], lengths, left, keys, Knobs) on the devices; rows that fill the batch are empty."""
+        total, roles = self.parts * self.rows, self.owner.model.roles
+        tokens = np.zeros((total, self.length), np.int32)
+        lengths, left, keys = np.zeros(total, np.int32), np.zeros(total, np.int32), np.zeros((total, 3), np.uint32)
+        for row, prompt in enumerate(self.prompts):
+            tokens[row, : len(prompt)] = prompt
+            lengths[row], left[row] = len(prompt), self.left[row]
+        keys[: len(self.prompts)] = prompt_keys(self.prompts, self.sampling.seed)
+        by_row = roles.sharding(roles.dense)
+        ends = np.full(bucket(len(self.end_ids), END_SLOTS), -1, np.int32)
+        ends[: len(self.end_ids)] = self.end_ids
+        knobs = Knobs(np.float32(self.sampling.temperature), np.float32(self.sampling.top_p), ends)
+        return *to_devices((tokens, lengths, left, keys), by_row), to_devices(knobs, roles.sharding())
+
+    def run(self, on_token, want_experts: bool):
+        """Return (new ids of each prompt, experts of each or None, seconds [steps])."""
+        owner, compiled = self.owner, self.sampling.compiled
+        prefill = owner.program("prefill", self.rows, self.length, self.held, compiled)
+        decode = owner.program("decode", self.rows, compiled)
+        *arrays, knobs = self.inputs()
+        started, seconds = time.perf_counter(), []
+        said: list[list[int]] = [[] for _ in self.prompts]
+        taken = _Experts(self, want_experts)
+        state, chosen = prefill(owner.params, owner.tables, *arrays, knobs)
+        for step in range(max(self.left)):
+            following = None
+            if step + 1 < max(self.left):
+                state, following = decode(owner.params, owner.tables, state, knobs)
+            ids = np.asarray(chosen.ids)[: len(self.prompts)]
+            seconds.append(time.perf_counter() - started)
+            for row in np.flatnonzero(ids >= 0):
+                said[row].append(int(ids[row]))
+                if on_token is not None:
+                    on_token(int(row), int(ids[row]))
+            taken.add(chosen)
+            if following is None or (ids < 0).all() or all(map(self._ended, range(len(said)), said)):
+                break
+            chosen = following
+        return said, taken.of_prompts(), np.asarray(seconds)
+
+    def _ended(self, index: int, new: list[int]) -> bool:
+        return len(new) >= self.left[index] or bool(new) and new[-1] in self.end_ids
+
+
+class _Experts:
+    """The experts of every token, gathered call by call."""
+
+    def __init__(self, request: _Request, wanted: bool):
+        self.request, self.wanted = request, wanted
+        self.tokens: list[list[np.ndarray]] = [[] for _ in request.prompts]  # of each prompt [tokens, L, K]
+        self.calls = 0
+
+    def add(self, chosen: Chosen) -> None:
+        """Take up what one program call found."""
+        if not self.wanted:
+            return
+        request, model = self.request, self.request.owner.model
+        length = 1 if self.calls else request.length
+        self.calls += 1
+        most = max(segment.moe.top_k for segment in model.expert_segments)
+        layers = []
+        for segment in model.expert_segments:
+            own = by_sequence(np.asarray(chosen.choices[segment.name]), request.parts, request.rows, length)
+            layers.append(np.pad(own, ((0, 0), (0, 0), (0, 0), (0, most - own.shape[-1])), constant_values=-1))
+        found = np.concatenate(layers).transpose(1, 2, 0, 3)  # [B, Sq, L, K]
+        for row, tokens in enumerate(self.tokens):
+            real = found[row, :, 0, 0] >= 0
+            tokens.append(found[row][real])
+
+    def of_prompts(self) -> list[np.ndarray] | None:
+        return [np.concatenate(tokens) for tokens in self.tokens] if self.wanted else None

@@ -1,0 +1,188 @@
+"""The two compiled programs of generation: prompts in one pass, then one token of every sequence at a time.
+
+Inputs: parameters, tables, prompts or a `State`. Outputs: the next `State`, and of the token that was chosen its id,
+its logits and the experts that the tokens before it took. One `shard_map` encloses a program, collectives and choice of
+the token included. A program is compiled for sizes that are rounded up, so that few of them serve all requests.
+Letters: docs/notation.md; B sequences of all data-parallel devices, rows that only fill a batch included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.collectives.replicated import join_parts
+from moe_jax.dispatch.route import record
+from moe_jax.inference.cache import cache_specs, empty_cache
+from moe_jax.inference.forward import logits_of, make_forward
+from moe_jax.inference.sampling import choose_tokens
+from moe_jax.models import LanguageModel
+from moe_jax.models.segments import joined
+
+LEAST_LENGTH = 16  # of a prompt or cache: shorter ones share a program
+
+
+@record
+class State:
+    """Of B sequences between two tokens.
+
+    Attributes:
+      cache: `empty_cache`'s, of all tokens but the last one.
+      ids: int32 [B], the last token of each; positions: int32 [B], where it stands.
+      live: bool [B], whether another token is to come; left: int32 [B], how many at most.
+      keys: uint32 [B, 3], of `prompt_keys`.
+    """
+
+    cache: dict
+    ids: jax.Array
+    positions: jax.Array
+    live: jax.Array
+    left: jax.Array
+    keys: jax.Array
+
+
+@record
+class Chosen:
+    """What one program call found.
+
+    Attributes:
+      ids: int32 [B], the token chosen for each sequence, -1 where it had ended; equal on all devices.
+      logits: float [B, V], in at least float32, -inf where the vocabulary has no such token.
+      choices: {segment: int32 [L, B', K]}, experts of the tokens that went in, -1 for padding; see `by_sequence`.
+    """
+
+    ids: jax.Array
+    logits: jax.Array
+    choices: dict
+
+
+@record
+class Knobs:
+    """Inputs that no program is compiled for: temperature, top_p float32 []; end_ids int32 [n], -1 where unused."""
+
+    temperature: jax.Array
+    top_p: jax.Array
+    end_ids: jax.Array
+
+
+def bucket(number: int, least: int = 1) -> int:
+    """Return the smallest power of two that is at least both."""
+    return 1 << (max(number, least) - 1).bit_length()
+
+
+def state_specs(model: LanguageModel) -> State:
+    """Return the PartitionSpec of every array of a `State`."""
+    rows = P(model.roles.dense)
+    return State(cache_specs(model), rows, rows, rows, rows, rows)
+
+
+def _chosen_specs(model: LanguageModel) -> Chosen:
+    roles = model.roles
+    choices = P(None, roles.dense + roles.model)
+    return Chosen(P(), P(roles.dense), {segment.name: choices for segment in model.expert_segments})
+
+
+def tables_specs(model: LanguageModel):
+    """Return the PartitionSpec of the tables; of several segments with experts {segment: that}."""
+    return joined({segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments})
+
+
+def make_prefill(
+    model: LanguageModel, param_specs, vocabulary: int, rows: int, length: int, held: int, compiled: tuple
+) -> Callable:
+    """Return prefill(params, tables, prompts [B, Sq], lengths, left, keys, Knobs) -> (State, Chosen), compiled lazily.
+
+    Args:
+      param_specs: PartitionSpecs of the parameters.
+      vocabulary: ids below it may be chosen.
+      rows: b; length: Sq, of the padded prompts; held: T, tokens that the cache has room for.
+      compiled: of the `Sampling`.
+    """
+    roles = model.roles
+    forward = make_forward(model, rows, length, fresh=True)
+    next_token = _make_next(model, vocabulary, compiled)
+
+    def body(params, tables, prompts, lengths, left, keys, knobs):
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], prompts.shape)
+        real = positions < lengths[:, None]
+        cache = empty_cache(model, rows, held)
+        x, table, cache, choices = forward(
+            params["dense"], params["bank"], tables, cache, jnp.where(real, prompts, 0), positions, real
+        )
+        last = jnp.maximum(lengths - 1, 0)
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        state = State(cache, prompts[:, 0], last, left > 0, left, keys)
+        return next_token(state, x, table, choices, knobs)
+
+    specs = P(roles.dense)
+    in_specs = param_specs, tables_specs(model), specs, specs, specs, specs, Knobs(P(), P(), P())
+    return _compiled(model, body, in_specs)
+
+
+def make_decode(model: LanguageModel, param_specs, vocabulary: int, rows: int, compiled: tuple) -> Callable:
+    """Return decode(params, tables, State, Knobs) -> (State, Chosen), compiled lazily; the state is donated.
+
+    Args:
+      as for `make_prefill`.
+    """
+    forward = make_forward(model, rows, 1, fresh=False)
+    next_token = _make_next(model, vocabulary, compiled)
+
+    def body(params, tables, state, knobs):
+        x, table, cache, choices = forward(
+            params["dense"], params["bank"], tables, state.cache, state.ids[:, None], state.positions[:, None],
+            state.live[:, None],
+        )  # fmt: skip
+        state = State(cache, state.ids, state.positions, state.live, state.left, state.keys)
+        return next_token(state, x[:, 0], table, choices, knobs)
+
+    in_specs = param_specs, tables_specs(model), state_specs(model), Knobs(P(), P(), P())
+    return _compiled(model, body, in_specs, donate=(2,))
+
+
+def _make_next(model: LanguageModel, vocabulary: int, compiled: tuple) -> Callable:
+    """Return next_token(state, x [b, M], table, choices, knobs) -> (State, Chosen)."""
+    roles = model.roles
+
+    def next_token(state: State, x, table, choices, knobs: Knobs):
+        logits = logits_of(x, table, roles.model)
+        with jax.named_scope("sampling"):
+            known = jnp.arange(logits.shape[1], dtype=jnp.int32) < vocabulary
+            logits = jnp.where(known[None], logits, -jnp.inf)
+            positions = state.positions + 1
+            ids = choose_tokens(logits, state.keys, positions, compiled, knobs.temperature, knobs.top_p)
+            ended = jnp.any(ids[:, None] == knobs.end_ids[None], axis=1)
+            left = state.left - state.live
+            live = state.live & ~ended & (left > 0)
+            said = join_parts(jnp.where(state.live, ids, -1), roles.dense)
+        after = State(
+            cache=state.cache,
+            ids=jnp.where(live, ids, state.ids),
+            positions=jnp.where(live, positions, state.positions),
+            live=live,
+            left=left,
+            keys=state.keys,
+        )
+        return after, Chosen(said, logits, choices)
+
+    return next_token
+
+
+def _compiled(model: LanguageModel, body: Callable, in_specs: tuple, donate: tuple[int, ...] = ()) -> Callable:
+    out_specs = state_specs(model), _chosen_specs(model)
+    sharded = jax.shard_map(body, mesh=model.roles.mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(sharded, donate_argnums=donate)
+
+
+def by_sequence(choices, parts: int, rows: int, length: int):
+    """Return one segment's choices [L, B', K] as [L, B, Sq, K], NumPy arrays.
+
+    Args:
+      parts: data-parallel devices; rows: b; length: Sq.
+    """
+    layers, _, top_k = choices.shape
+    own = choices.reshape(layers, parts, -1, top_k)[:, :, : rows * length]
+    return own.reshape(layers, parts * rows, length, top_k)
