@@ -21,7 +21,9 @@ from moe_jax.collectives.replicated import join_parts, own_part
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import local
 from moe_jax.inference.cache import attend_cached, attend_prompt
+from moe_jax.inference.int8 import with_int8
 from moe_jax.inference.real_tokens import RealTokens
+from moe_jax.mesh.roles import Roles
 from moe_jax.models import LanguageModel
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.param_dtype_gradients import in_dtype, project
@@ -37,7 +39,7 @@ def whole_tokens(tokens: int, parts: int) -> int:
     return -(-tokens // parts) * parts
 
 
-def make_forward(model: LanguageModel, rows: int, length: int, fresh: bool) -> Callable:
+def make_forward(model: LanguageModel, rows: int, length: int, fresh: bool, quantize: str = "none") -> Callable:
     """Return forward(dense, bank, tables, cache, ids, positions, real) -> (x, table, cache, {segment: choices}).
 
     ids, positions int32 [b, Sq], real bool [b, Sq]; x [b, Sq, M]; table [V, M] gives logits; choices int32 [L, t', K]
@@ -47,11 +49,12 @@ def make_forward(model: LanguageModel, rows: int, length: int, fresh: bool) -> C
       model: of `inference_configs`, its parameters whole on every device but for experts and MP parts (ZeRO stage 0).
       rows: b; length: Sq.
       fresh: the tokens are whole prompts; else one token for each sequence, at its position.
+      quantize: how the bank is kept, 'none' or 'int8'.
     """
     config = model.config
     graph = nnx.split(nnx.eval_shape(lambda: Transformer(config, model.moe, model.vocab_size, nnx.Rngs(0))))[0]
     group = ModelGroup(model.roles.model, rows, False)
-    loops = {segment: _make_loop(model, segment, rows * length, group, fresh) for segment in model.segments}
+    loops = {segment: _make_loop(model, segment, rows * length, group, fresh, quantize) for segment in model.segments}
 
     def forward(dense, bank, tables, cache, ids, positions, real):
         tables = local(tables)
@@ -70,11 +73,13 @@ def make_forward(model: LanguageModel, rows: int, length: int, fresh: bool) -> C
     return forward
 
 
-def _make_loop(model: LanguageModel, segment: Segment, tokens: int, group: ModelGroup, fresh: bool) -> Callable:
+def _make_loop(
+    model: LanguageModel, segment: Segment, tokens: int, group: ModelGroup, fresh: bool, quantize: str
+) -> Callable:
     """Return loop(x, units, bank, tables, cache, positions, real) -> (x, cache, choices [L, t', K] or None)."""
     config, roles = segment.config, model.roles_of(segment)
     graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
-    layer = _make_layer(segment.moe, roles, tokens, config.activation) if segment.has_experts else None
+    layer = _make_layer(segment.moe, roles, tokens, config.activation, quantize) if segment.has_experts else None
 
     def loop(x, units, bank, tables, cache, positions, real):
         def body(carry, inputs):
@@ -108,11 +113,12 @@ def _make_loop(model: LanguageModel, segment: Segment, tokens: int, group: Model
     return loop
 
 
-def _make_layer(config: MoEConfig, roles, tokens: int, activation: str) -> Callable:
+def _make_layer(config: MoEConfig, roles: Roles, tokens: int, activation: str, quantize: str) -> Callable:
     """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here)."""
     whole = whole_tokens(tokens, roles.size(roles.model))
     moe: MoE = make_moe(config, roles, whole, activation)
     moe = dataclasses.replace(moe, router=RealTokens(moe.router))
+    moe = with_int8(moe) if quantize == "int8" else moe
 
     def layer(x, real, gate, bank, tables):
         index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), -1)

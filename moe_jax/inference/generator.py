@@ -16,15 +16,19 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.data import Tokenizer
+from moe_jax.errors import UserError
+from moe_jax.inference.int8 import quantize_bank, quantized_specs
 from moe_jax.inference.placements import even_tables
 from moe_jax.inference.programs import (
     LEAST_LENGTH,
     Chosen,
     Knobs,
+    Parameters,
     bucket,
     by_sequence,
     make_decode,
     make_prefill,
+    make_score,
     tables_specs,
 )
 from moe_jax.inference.prompts import check_prompts, to_ids
@@ -32,6 +36,7 @@ from moe_jax.inference.sampling import Sampling, prompt_keys
 from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.models import LanguageModel
 
+QUANTIZE = ("none", "int8")
 END_SLOTS = 8  # ids that end a text; more of them compile another program
 
 
@@ -69,15 +74,24 @@ class Generator:
       tokenizer: between text and ids, None for ids alone.
       end_ids: that end a text.
       vocabulary: ids below it may be chosen; a model's own may be rounded up.
+      quantize: 'int8' keeps the experts so (`int8.py`) and deletes those given; 'none' keeps these.
+
+    Raises:
+      UserError: another `quantize`.
     """
 
     def __init__(
         self, model: LanguageModel, params: dict, *, tokenizer: Tokenizer | None = None, end_ids: Sequence[int] = (),
-        vocabulary: int | None = None,
+        vocabulary: int | None = None, quantize: str = "none",
     ):  # fmt: skip
+        if quantize not in QUANTIZE:
+            raise UserError(f"quantize ({quantize!r}) must be one of {', '.join(QUANTIZE)}")
         self.model, self.params, self.tokenizer = model, params, tokenizer
         self.end_ids, self.vocabulary = tuple(end_ids), vocabulary or model.vocab_size
-        self.specs = model.layout().params
+        specs = model.layout().params
+        if quantize == "int8":
+            self.params, specs = with_each_bank(params, quantize_bank), with_each_bank(specs, quantized_specs)
+        self._parameters = Parameters(specs, quantize)
         mesh = model.roles.mesh
         shardings = jax.tree.map(
             lambda spec: jax.sharding.NamedSharding(mesh, spec), tables_specs(model), is_leaf=lambda x: isinstance(x, P)
@@ -130,6 +144,27 @@ class Generator:
         """Return the experts that each token of each prompt takes, int32 [tokens, L, K] for each prompt."""
         return self.generate(prompts, 1, Sampling(temperature=0), experts=True).experts or []
 
+    def loss(self, sequences: Sequence[Sequence[int]]) -> float:
+        """Return the mean loss, in nats, of every token of some id lists but the first of each, given those before it.
+
+        Raises:
+          UserError: lists of one token, or ids and lengths that the model cannot read.
+        """
+        check_prompts([list(ids)[:-1] for ids in sequences], 1, self.vocabulary, self.longest)
+        roles = self.model.roles
+        parts = roles.size(roles.dense)
+        rows, length = bucket(-(-len(sequences) // parts)), max(map(len, sequences)) - 1
+        inputs, targets = (np.zeros((parts * rows, length), np.int32) for _ in range(2))
+        lengths = np.zeros(parts * rows, np.int32)
+        for row, ids in enumerate(sequences):
+            lengths[row] = len(ids) - 1
+            inputs[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        key = ("score", rows, length)
+        if key not in self._programs:
+            self._programs[key] = make_score(self.model, self._parameters, rows, length)
+        arrays = to_devices((inputs, targets, lengths), roles.sharding(roles.dense))
+        return float(self._programs[key](self.params, self.tables, *arrays)) / int(lengths.sum())
+
     def text_of(self, ids: Sequence[int], ends=()) -> str:
         """Return the text of ids, without an end of text at their end."""
         if self.tokenizer is None:
@@ -144,9 +179,16 @@ class Generator:
         """
         key = (kind, *sizes)
         if key not in self._programs:
-            make = make_prefill if kind == "prefill" else make_decode
-            self._programs[key] = make(self.model, self.specs, self.vocabulary, *sizes)
+            make = {"prefill": make_prefill, "decode": make_decode}[kind]
+            self._programs[key] = make(self.model, self._parameters, self.vocabulary, *sizes)
         return self._programs[key]
+
+
+def with_each_bank(tree: dict, function: Callable) -> dict:
+    """Return parameters, or something of their structure, with function(bank) for the bank of every segment."""
+    bank = tree["bank"]
+    several = any(isinstance(part, dict) for part in bank.values())
+    return {**tree, "bank": {name: function(own) for name, own in bank.items()} if several else function(bank)}
 
 
 class _Request:

@@ -36,7 +36,7 @@ END_FILES = ("generation_config.json", "config.json")  # of Hugging Face, as a c
 
 def load(
     workdir: str | os.PathLike[str], mesh: MeshConfig | None = None, *, step: int | None = None, averaged: bool = False,
-    bindings: Sequence[str] = (), devices: Sequence | None = None,
+    bindings: Sequence[str] = (), devices: Sequence | None = None, quantize: str = "none",
 ) -> Generator:  # fmt: skip
     """Return a finished or running run's model, ready to generate.
 
@@ -47,6 +47,7 @@ def load(
       averaged: take the moving average of the parameters.
       bindings: lines 'Name.field = value' that win over the run's config, such as MoEConfig.schedule.
       devices: to run on; None takes all.
+      quantize: 'int8' keeps the experts' weights so, for a small change of the loss (`int8.py`).
 
     Raises:
       UserError: no such run or checkpoint, a model that cannot generate, or a mesh that does not fit it.
@@ -69,8 +70,9 @@ def load(
         checkpoints.close()
     vocabulary = model.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.vocab_size)
     return Generator(
-        model, params, tokenizer=tokenizer, end_ids=_end_ids(folder.path, tokenizer), vocabulary=vocabulary
-    )
+        model, params, tokenizer=tokenizer, end_ids=_end_ids(folder.path, tokenizer), vocabulary=vocabulary,
+        quantize=quantize,
+    )  # fmt: skip
 
 
 def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) -> RunConfig:

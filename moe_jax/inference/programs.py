@@ -8,18 +8,22 @@ Letters: docs/notation.md; B sequences of all data-parallel devices, rows that o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.collectives.replicated import join_parts
+from moe_jax.collectives.replicated import join_parts, own_part
 from moe_jax.dispatch.route import record
 from moe_jax.inference.cache import cache_specs, empty_cache
-from moe_jax.inference.forward import logits_of, make_forward
+from moe_jax.inference.forward import logits_of, make_forward, whole_tokens
 from moe_jax.inference.sampling import choose_tokens
 from moe_jax.models import LanguageModel
+from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.segments import joined
 
 LEAST_LENGTH = 16  # of a prompt or cache: shorter ones share a program
@@ -68,6 +72,14 @@ class Knobs:
     end_ids: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """How the parameters lie: PartitionSpecs {'dense': ..., 'bank': ...}; and the bank's kind, 'none' or 'int8'."""
+
+    specs: Any
+    quantize: str = "none"
+
+
 def bucket(number: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least both."""
     return 1 << (max(number, least) - 1).bit_length()
@@ -91,18 +103,18 @@ def tables_specs(model: LanguageModel):
 
 
 def make_prefill(
-    model: LanguageModel, param_specs, vocabulary: int, rows: int, length: int, held: int, compiled: tuple
+    model: LanguageModel, parameters: Parameters, vocabulary: int, rows: int, length: int, held: int, compiled: tuple
 ) -> Callable:
     """Return prefill(params, tables, prompts [B, Sq], lengths, left, keys, Knobs) -> (State, Chosen), compiled lazily.
 
     Args:
-      param_specs: PartitionSpecs of the parameters.
+      parameters: how they lie on the mesh.
       vocabulary: ids below it may be chosen.
       rows: b; length: Sq, of the padded prompts; held: T, tokens that the cache has room for.
       compiled: of the `Sampling`.
     """
     roles = model.roles
-    forward = make_forward(model, rows, length, fresh=True)
+    forward = make_forward(model, rows, length, True, parameters.quantize)
     next_token = _make_next(model, vocabulary, compiled)
 
     def body(params, tables, prompts, lengths, left, keys, knobs):
@@ -118,17 +130,17 @@ def make_prefill(
         return next_token(state, x, table, choices, knobs)
 
     specs = P(roles.dense)
-    in_specs = param_specs, tables_specs(model), specs, specs, specs, specs, Knobs(P(), P(), P())
+    in_specs = parameters.specs, tables_specs(model), specs, specs, specs, specs, Knobs(P(), P(), P())
     return _compiled(model, body, in_specs)
 
 
-def make_decode(model: LanguageModel, param_specs, vocabulary: int, rows: int, compiled: tuple) -> Callable:
+def make_decode(model: LanguageModel, parameters: Parameters, vocabulary: int, rows: int, compiled: tuple) -> Callable:
     """Return decode(params, tables, State, Knobs) -> (State, Chosen), compiled lazily; the state is donated.
 
     Args:
       as for `make_prefill`.
     """
-    forward = make_forward(model, rows, 1, fresh=False)
+    forward = make_forward(model, rows, 1, False, parameters.quantize)
     next_token = _make_next(model, vocabulary, compiled)
 
     def body(params, tables, state, knobs):
@@ -139,8 +151,39 @@ def make_decode(model: LanguageModel, param_specs, vocabulary: int, rows: int, c
         state = State(cache, state.ids, state.positions, state.live, state.left, state.keys)
         return next_token(state, x[:, 0], table, choices, knobs)
 
-    in_specs = param_specs, tables_specs(model), state_specs(model), Knobs(P(), P(), P())
+    in_specs = parameters.specs, tables_specs(model), state_specs(model), Knobs(P(), P(), P())
     return _compiled(model, body, in_specs, donate=(2,))
+
+
+def make_score(model: LanguageModel, parameters: Parameters, rows: int, length: int) -> Callable:
+    """Return score(params, tables, inputs [B, Sq], targets [B, Sq], lengths [B]) -> float [], the sum of token losses.
+
+    Args:
+      as for `make_prefill`; no token is chosen and no cache is kept.
+    """
+    roles = model.roles
+    forward = make_forward(model, rows, length, True, parameters.quantize)
+
+    def body(params, tables, inputs, targets, lengths):
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], inputs.shape)
+        real = positions < lengths[:, None]
+        cache = empty_cache(model, rows, length)
+        x, table, *_ = forward(params["dense"], params["bank"], tables, cache, inputs, positions, real)
+        flat = (array.reshape((rows * length,) + array.shape[2:]) for array in (x, targets, real))
+        x, targets, real = (own_part(array, roles.model) for array in _padded(flat, roles.size(roles.model)))
+        total = chunked_cross_entropy(x, table, targets, real.astype(x.dtype), model.config.loss_chunk)
+        return lax.psum(total, roles.all)
+
+    specs = P(roles.dense)
+    in_specs = parameters.specs, tables_specs(model), specs, specs, specs
+    return jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=P()))
+
+
+def _padded(arrays, parts: int):
+    """Yield arrays [t, ...] as [t', ...], t' a multiple of `parts`; what is added is zero."""
+    for array in arrays:
+        spare = whole_tokens(array.shape[0], parts) - array.shape[0]
+        yield jnp.pad(array, ((0, spare),) + ((0, 0),) * (array.ndim - 1))
 
 
 def _make_next(model: LanguageModel, vocabulary: int, compiled: tuple) -> Callable:
