@@ -40,6 +40,7 @@ from moe_jax.dispatch import (
     unpermute_tokens,
 )
 from moe_jax.mesh.roles import Roles
+from moe_jax.schedules.choose_group import choose_group
 from moe_jax.schedules.contract import (
     LayerSizes,
     Routed,
@@ -49,7 +50,7 @@ from moe_jax.schedules.contract import (
     layout_of,
     register,
 )
-from moe_jax.schedules.expert_group import ExpertGroup, build_expert_group, cut, from_groups, join, member, to_groups
+from moe_jax.schedules.expert_group import ExpertGroup, cut, from_groups, join, member, to_groups
 from moe_jax.schedules.gather_choice import choose_gather
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated
 from moe_jax.schedules.passes import passes_needed
@@ -127,7 +128,7 @@ class PauseAfterGate(StagedSchedule):
     def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         self.roles, self.sizes, self.options = roles, sizes, options
         self.mp_size = roles.size(roles.model)
-        self.group = build_expert_group(roles, options.transport)
+        self.group = choose_group(roles, options.transport)
         self.layout = layout_of(roles, whole_bucket_rows(sizes, roles), options.transport)
         self.most_passes = sizes.most_passes(self.layout.rows.far)
         self.move = _Move(self.group, roles, self.layout, _gather_finder(roles, self.layout, options))
