@@ -4,7 +4,8 @@
 
 Text streams to the terminal; several prompts follow one another, each when it has ended. With --out a JSON file gets
 {"prompt_ids", "token_ids", "text", "stopped"}, a list of each with an entry per prompt. The mesh is the run's own
-unless bindings say otherwise, such as --gin_bindings='MeshConfig.model = 2'. Exit codes: 0, 2 a user's mistake.
+unless bindings say otherwise, such as --gin_bindings='MeshConfig.model = 2'. Several processes are started as
+those of moe_jax.train. Exit codes: 0, 2 a user's mistake, 4 a process of the job that was lost.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from absl import flags, logging
 
 from moe_jax.config.command_line import parse_flags
-from moe_jax.errors import UserError
+from moe_jax.errors import HostLostError, UserError
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder whose newest checkpoint generates.")
 _STEP = flags.DEFINE_integer("step", None, "Another checkpoint of it, by its step.")
@@ -32,6 +33,10 @@ _QUANTIZE = flags.DEFINE_enum("quantize", "none", ["none", "int8"], "How the exp
 _OUT = flags.DEFINE_string("out", "", "JSON file for prompts and continuations.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Wins over the run's config; may repeat.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port where process 0 listens; for several processes.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, from 0; that one prints and writes.")
+_JOB_TOKEN = flags.DEFINE_string("job_token", None, "Secret of the job; or MOE_JAX_JOB_TOKEN in the environment.")
 
 
 class Printer:
@@ -72,10 +77,8 @@ def command(argv: list[str]) -> int:
         raise UserError("--workdir is needed: the folder of a run that has trained, such as --workdir=runs/demo")
     if bool(_PROMPT.value) == bool(_PROMPT_IDS.value):
         raise UserError("give either --prompt (text, may repeat) or --prompt_ids (a JSON file of id lists)")
-    import jax
-
-    from moe_jax.inference import Sampling, load
-    from moe_jax.inference.load import run_config
+    from moe_jax.distributed.hosts import HostsConfig, start_hosts
+    from moe_jax.inference import Sampling
     from moe_jax.inference.prompts import read_prompt_ids
     from moe_jax.mesh.host_devices import set_up_devices
 
@@ -84,25 +87,49 @@ def command(argv: list[str]) -> int:
     )  # before a model is read
     prompts = read_prompt_ids(_PROMPT_IDS.value) if _PROMPT_IDS.value else _PROMPT.value
     set_up_devices(_HOST_DEVICES.value)
-    if run_config(_WORKDIR.value, _GIN_BINDINGS.value).model.dtype == "float64":
+    hosts_config = HostsConfig(
+        coordinator=_COORDINATOR.value,
+        num_processes=_NUM_PROCESSES.value,
+        process_id=_PROCESS_ID.value,
+        job_token=_JOB_TOKEN.value,
+    )
+    with start_hosts(hosts_config) as hosts:
+        generate(prompts, sampling, hosts)
+    return 0
+
+
+def generate(prompts, sampling, hosts) -> None:
+    """Load the model that the flags name, print what becomes of the prompts, and write --out."""
+    import jax
+
+    from moe_jax.inference import load
+    from moe_jax.inference.load import run_config
+
+    config, bindings = run_config(_WORKDIR.value, _GIN_BINDINGS.value), list(_GIN_BINDINGS.value)
+    if config.model.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
+    if not config.mesh.devices_per_node:
+        bindings.append(f"MeshConfig.devices_per_node = {hosts.node_size(jax.devices())}")
     generator = load(
-        _WORKDIR.value, step=_STEP.value, averaged=_AVERAGED.value, bindings=_GIN_BINDINGS.value,
-        quantize=_QUANTIZE.value,
-    )  # fmt: skip
+        _WORKDIR.value, step=_STEP.value, averaged=_AVERAGED.value, bindings=bindings, quantize=_QUANTIZE.value
+    )
     ends = () if _IGNORE_EOS.value else generator.end_ids
 
     def shown(ids):
         return " ".join(map(str, ids)) if generator.tokenizer is None else generator.text_of(ids, ends)
 
-    printer = Printer(len(prompts), shown)
+    printer = Printer(len(prompts), shown) if hosts.is_main else None
     found = generator.generate(
-        prompts, _MAX_NEW_TOKENS.value, sampling, ignore_eos=_IGNORE_EOS.value, on_token=printer.token
+        prompts,
+        _MAX_NEW_TOKENS.value,
+        sampling,
+        ignore_eos=_IGNORE_EOS.value,
+        on_token=None if printer is None else printer.token,
     )
-    printer.finish()
-    if _OUT.value:
-        write_json(_OUT.value, found.as_json())
-    return 0
+    if printer is not None:
+        printer.finish()
+        if _OUT.value:
+            write_json(_OUT.value, found.as_json())
 
 
 def write_json(path: str, record: dict) -> None:
@@ -119,11 +146,12 @@ def write_json(path: str, record: dict) -> None:
 
 def main() -> None:
     """Run the command line; a user's mistake is one line and no traceback."""
+    codes = {UserError: 2, HostLostError: 4}
     try:
         sys.exit(command(sys.argv))
-    except UserError as error:
+    except tuple(codes) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(next(code for kind, code in codes.items() if isinstance(error, kind)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Keys and values of the tokens so far, and attention to them.
 
-Inputs: q [b, Sq, H, Dh], k, v [b, Sq, Hk, Dh] of new tokens and their positions. Outputs: attention's result
+Inputs: q [b, Sq, H, Dh], k, v [b, Sq, Hkv, Dh] of new tokens and their positions. Outputs: attention's result
 [b, Sq, H, Dh] and the cache with the new keys and values in it.
 
 A cache is {segment: {attention of its unit: Entry}}; a token's keys stand in the row of its position, so prompts of
 different lengths need no shift: padding behind a prompt is overwritten before anything may look at it. Sequences are
 split over the data-parallel devices and heads over the model-parallel ones, as attention's parameters are.
-Letters: docs/notation.md; Hk heads of keys and values, which divide H; T rows of a sequence in the cache.
+Letters: docs/notation.md; T rows of a sequence in the cache.
 """
 
 from __future__ import annotations
@@ -28,15 +28,10 @@ from moe_jax.models.segments import Segment
 
 @record
 class Entry:
-    """Of one attention in all units of a segment: keys and values [U, b, T, Hk, Dh]."""
+    """Of one attention in all units of a segment: keys and values [U, b, T, Hkv, Dh]."""
 
     keys: jax.Array
     values: jax.Array
-
-
-def kv_heads(config) -> int:
-    """Return the heads of keys and values, as many as of queries where the model has no such number."""
-    return getattr(config, "kv_heads", 0) or config.heads
 
 
 def attentions_of(segment: Segment) -> tuple[str, ...]:
@@ -58,8 +53,8 @@ def empty_cache(model: LanguageModel, rows: int, length: int) -> dict:
 
     def zeros(segment: Segment):
         config = segment.config
-        heads = kv_heads(config) // roles.size(roles.model)
-        shape = (segment.units, rows, length, heads, config.head_dim)
+        heads = config.key_value_heads // roles.size(roles.model)
+        shape = (segment.units, rows, length, heads, config.head_size)
         return cast_varying(jnp.zeros(shape, config.dtype), roles.dense + roles.model)
 
     return {
@@ -71,11 +66,11 @@ def empty_cache(model: LanguageModel, rows: int, length: int) -> dict:
 def cache_bytes(model: LanguageModel, rows: int, length: int) -> int:
     """Return the bytes of a cache on one device."""
     parts = model.roles.size(model.roles.model)
-    per_token = sum(
-        segment.units * len(attentions_of(segment)) * 2 * kv_heads(segment.config) // parts * segment.config.head_dim
+    heads = sum(
+        segment.units * len(attentions_of(segment)) * segment.config.key_value_heads // parts
         for segment in model.segments
     )
-    return rows * length * per_token * jnp.dtype(model.config.dtype).itemsize
+    return 2 * rows * length * heads * model.config.head_size * jnp.dtype(model.config.dtype).itemsize
 
 
 def attend_prompt(entry: Entry, unit, q, k, v, implementation: str) -> tuple[jax.Array, Entry]:
@@ -88,8 +83,6 @@ def attend_prompt(entry: Entry, unit, q, k, v, implementation: str) -> tuple[jax
     at = (unit, zero, zero, zero, zero)
     keys = lax.dynamic_update_slice(entry.keys, k[None], at)
     values = lax.dynamic_update_slice(entry.values, v[None], at)
-    groups = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(array, groups, axis=2) if groups > 1 else array for array in (k, v))
     return attend(q, k, v, True, implementation), Entry(keys, values)
 
 
@@ -97,7 +90,7 @@ def attend_cached(entry: Entry, unit, q, k, v, positions) -> tuple[jax.Array, En
     """Store the keys and values of one new token per sequence, and attend to all of it up to that token.
 
     Args:
-      unit: int32 []; q [b, 1, H, Dh]; k, v [b, 1, Hk, Dh]; positions: int32 [b], below T.
+      unit: int32 []; q [b, 1, H, Dh]; k, v [b, 1, Hkv, Dh]; positions: int32 [b], below T.
     """
     row = jnp.arange(positions.shape[0])
     keys = entry.keys.at[unit, row, positions].set(k[:, 0])
@@ -110,7 +103,7 @@ def attend_one(q, keys, values, positions):
     """Return softmax(q k^T / sqrt(Dh)) v over the rows 0 to `positions` of each sequence: [b, H, Dh].
 
     Args:
-      q: [b, H, Dh], consecutive H / Hk of which share a head of keys; keys, values: [b, T, Hk, Dh].
+      q: [b, H, Dh], consecutive H / Hkv of which share a head of keys; keys, values: [b, T, Hkv, Dh].
     """
     rows, heads, dim = q.shape
     shared = keys.shape[2]

@@ -23,6 +23,7 @@ from moe_jax.dispatch import local
 from moe_jax.inference.cache import attend_cached, attend_prompt
 from moe_jax.inference.int8 import with_int8
 from moe_jax.inference.real_tokens import RealTokens
+from moe_jax.inference.transport import settle_transport
 from moe_jax.mesh.roles import Roles
 from moe_jax.models import LanguageModel
 from moe_jax.models.model_group import ModelGroup
@@ -30,8 +31,8 @@ from moe_jax.models.param_dtype_gradients import in_dtype, project
 from moe_jax.models.segments import Segment, part_of
 from moe_jax.models.shared_experts import add_shared
 from moe_jax.models.transformer import Transformer, Unit
-from moe_jax.moe import MoEConfig
 from moe_jax.moe.layer import MoE, make_moe
+from moe_jax.placement import PlanShape
 
 
 def whole_tokens(tokens: int, parts: int) -> int:
@@ -39,7 +40,9 @@ def whole_tokens(tokens: int, parts: int) -> int:
     return -(-tokens // parts) * parts
 
 
-def make_forward(model: LanguageModel, rows: int, length: int, fresh: bool, quantize: str = "none") -> Callable:
+def make_forward(
+    model: LanguageModel, rows: int, length: int, fresh: bool, shapes: dict[str, PlanShape], quantize: str = "none"
+) -> Callable:
     """Return forward(dense, bank, tables, cache, ids, positions, real) -> (x, table, cache, {segment: choices}).
 
     ids, positions int32 [b, Sq], real bool [b, Sq]; x [b, Sq, M]; table [V, M] gives logits; choices int32 [L, t', K]
@@ -49,12 +52,16 @@ def make_forward(model: LanguageModel, rows: int, length: int, fresh: bool, quan
       model: of `inference_configs`, its parameters whole on every device but for experts and MP parts (ZeRO stage 0).
       rows: b; length: Sq.
       fresh: the tokens are whole prompts; else one token for each sequence, at its position.
-      quantize: how the bank is kept, 'none' or 'int8'.
+      shapes: {segment: slots and candidates of its placement}; quantize: how the bank is kept, 'none' or 'int8'.
     """
     config = model.config
     graph = nnx.split(nnx.eval_shape(lambda: Transformer(config, model.moe, model.vocab_size, nnx.Rngs(0))))[0]
     group = ModelGroup(model.roles.model, rows, False)
-    loops = {segment: _make_loop(model, segment, rows * length, group, fresh, quantize) for segment in model.segments}
+    layers = {
+        segment: _make_layer(segment, model.roles_of(segment), rows * length, shapes[segment.name], quantize)
+        for segment in model.expert_segments
+    }
+    loops = {segment: _make_loop(segment, layers.get(segment), group, fresh) for segment in model.segments}
 
     def forward(dense, bank, tables, cache, ids, positions, real):
         tables = local(tables)
@@ -68,18 +75,15 @@ def make_forward(model: LanguageModel, rows: int, length: int, fresh: bool, quan
             if choices is not None:
                 found[segment.name] = cast_varying(choices, model.roles.all)
         with jax.named_scope("logits"):
-            return whole.norm(x), whole.embedding.tokens[...], kept, found
+            return whole.norm(x), whole.embedding.head_table(), kept, found
 
     return forward
 
 
-def _make_loop(
-    model: LanguageModel, segment: Segment, tokens: int, group: ModelGroup, fresh: bool, quantize: str
-) -> Callable:
+def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, fresh: bool) -> Callable:
     """Return loop(x, units, bank, tables, cache, positions, real) -> (x, cache, choices [L, t', K] or None)."""
-    config, roles = segment.config, model.roles_of(segment)
+    config = segment.config
     graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
-    layer = _make_layer(segment.moe, roles, tokens, config.activation, quantize) if segment.has_experts else None
 
     def loop(x, units, bank, tables, cache, positions, real):
         def body(carry, inputs):
@@ -113,10 +117,12 @@ def _make_loop(
     return loop
 
 
-def _make_layer(config: MoEConfig, roles: Roles, tokens: int, activation: str, quantize: str) -> Callable:
+def _make_layer(segment: Segment, roles: Roles, tokens: int, shape: PlanShape, quantize: str) -> Callable:
     """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here)."""
     whole = whole_tokens(tokens, roles.size(roles.model))
-    moe: MoE = make_moe(config, roles, whole, activation)
+    row_bytes = segment.config.model_dim * jnp.dtype(segment.config.dtype).itemsize
+    config = settle_transport(segment.moe, roles, whole, row_bytes)
+    moe: MoE = make_moe(config, roles, whole, segment.config.activation, shape)
     moe = dataclasses.replace(moe, router=RealTokens(moe.router))
     moe = with_int8(moe) if quantize == "int8" else moe
 

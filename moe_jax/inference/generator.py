@@ -11,14 +11,11 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from moe_jax.data import Tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference.int8 import quantize_bank, quantized_specs
-from moe_jax.inference.placements import even_tables
 from moe_jax.inference.programs import (
     LEAST_LENGTH,
     Chosen,
@@ -29,12 +26,14 @@ from moe_jax.inference.programs import (
     make_decode,
     make_prefill,
     make_score,
-    tables_specs,
 )
 from moe_jax.inference.prompts import check_prompts, to_ids
+from moe_jax.inference.replicas import even_placement, move_bank, plan_replicas, reside
 from moe_jax.inference.sampling import Sampling, prompt_keys
 from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.models import LanguageModel
+from moe_jax.models.segments import joined
+from moe_jax.placement import Placement
 
 QUANTIZE = ("none", "int8")
 END_SLOTS = 8  # ids that end a text; more of them compile another program
@@ -88,20 +87,51 @@ class Generator:
             raise UserError(f"quantize ({quantize!r}) must be one of {', '.join(QUANTIZE)}")
         self.model, self.params, self.tokenizer = model, params, tokenizer
         self.end_ids, self.vocabulary = tuple(end_ids), vocabulary or model.vocab_size
+        self._residence = {segment.name: reside(even_placement(model, segment)) for segment in model.expert_segments}
         specs = model.layout().params
         if quantize == "int8":
-            self.params, specs = with_each_bank(params, quantize_bank), with_each_bank(specs, quantized_specs)
-        self._parameters = Parameters(specs, quantize)
-        mesh = model.roles.mesh
-        shardings = jax.tree.map(
-            lambda spec: jax.sharding.NamedSharding(mesh, spec), tables_specs(model), is_leaf=lambda x: isinstance(x, P)
-        )
-        tables = even_tables(model)
-        if isinstance(shardings, dict):
-            self.tables = {name: to_devices(tables[name], sharding) for name, sharding in shardings.items()}
-        else:
-            self.tables = to_devices(tables, shardings)
+            self.params = self._of_banks(params, lambda bank, _: quantize_bank(bank))
+            specs = self._of_banks(specs, lambda bank, _: quantized_specs(bank))
+        shapes = {name: residence.shape for name, residence in self._residence.items()}
+        self._parameters = Parameters(specs, shapes, quantize)
+        self.tables = self._placed_tables()
         self._programs: dict[tuple, Callable] = {}
+
+    def replicate(
+        self, experts: Sequence[np.ndarray], planner: str = "balanced", replica_slots: int = 1
+    ) -> dict[str, Placement]:
+        """Let devices hold replicas of the experts that were taken most, and return {segment: placement}.
+
+        Text stays the same; devices share its work more evenly. The parameters given before are moved.
+
+        Args:
+          experts: of `Generated`, from which loads are counted; planner, replica_slots: as in `plan_replicas`.
+        """
+        placements = plan_replicas(self.model, experts, planner, replica_slots)
+        before, after = self._residence, {name: reside(placement) for name, placement in placements.items()}
+
+        def moved(bank, name):
+            return move_bank(bank, before[name].slot_expert, after[name].slot_expert)
+
+        self.params = self._of_banks(self.params, moved)
+        shapes = {name: residence.shape for name, residence in after.items()}
+        self._residence, self._programs = after, {}
+        self._parameters = dataclasses.replace(self._parameters, shapes=shapes)
+        self.tables = self._placed_tables()
+        return placements
+
+    def _of_banks(self, tree: dict, function: Callable) -> dict:
+        """Return parameters, or something of their structure, with function(bank, segment's name) for each bank."""
+        segments = self.model.expert_segments
+        banks = {own.name: function(self.model.own_part(tree["bank"], own), own.name) for own in segments}
+        return {**tree, "bank": joined(banks)}
+
+    def _placed_tables(self):
+        found = {}
+        for segment in self.model.expert_segments:
+            axes = self.model.roles_of(segment).expert
+            found[segment.name] = to_devices(self._residence[segment.name].tables, self.model.roles.sharding(axes))
+        return joined(found)
 
     @property
     def longest(self) -> int | None:
@@ -182,13 +212,6 @@ class Generator:
             make = {"prefill": make_prefill, "decode": make_decode}[kind]
             self._programs[key] = make(self.model, self._parameters, self.vocabulary, *sizes)
         return self._programs[key]
-
-
-def with_each_bank(tree: dict, function: Callable) -> dict:
-    """Return parameters, or something of their structure, with function(bank) for the bank of every segment."""
-    bank = tree["bank"]
-    several = any(isinstance(part, dict) for part in bank.values())
-    return {**tree, "bank": {name: function(own) for name, own in bank.items()} if several else function(bank)}
 
 
 class _Request:

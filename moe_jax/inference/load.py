@@ -21,11 +21,11 @@ from moe_jax.data import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference.config import inference_configs
 from moe_jax.inference.generator import Generator
-from moe_jax.inference.placements import even_homes
+from moe_jax.inference.replicas import even_placement
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import resolve_attention
-from moe_jax.models.segments import expert_counts
+from moe_jax.models.segments import expert_counts, joined
 from moe_jax.observe import RunFolder
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import padded_vocabulary
@@ -144,7 +144,8 @@ def _restore(checkpoints: Checkpointer, step: int, model: LanguageModel, part: s
         model.shapes(),
         shardings,
     )
-    params = checkpoints.restore_params(step, abstract, even_homes(model), part)
+    homes = joined({segment.name: even_placement(model, segment).home for segment in model.expert_segments})
+    params = checkpoints.restore_params(step, abstract, homes, part)
     return {"dense": params["dense"], "bank": _cast(params["bank"], model.config.dtype)}
 
 

@@ -25,6 +25,7 @@ from moe_jax.inference.sampling import choose_tokens
 from moe_jax.models import LanguageModel
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.segments import joined
+from moe_jax.placement import PlanShape
 
 LEAST_LENGTH = 16  # of a prompt or cache: shorter ones share a program
 
@@ -74,9 +75,16 @@ class Knobs:
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """How the parameters lie: PartitionSpecs {'dense': ..., 'bank': ...}; and the bank's kind, 'none' or 'int8'."""
+    """How the parameters lie, as programs are built for them.
+
+    Attributes:
+      specs: PartitionSpecs {'dense': ..., 'bank': ...}.
+      shapes: {segment: `Residence.shape`}, its slots and candidates.
+      quantize: how the bank is kept, 'none' or 'int8'.
+    """
 
     specs: Any
+    shapes: dict[str, PlanShape]
     quantize: str = "none"
 
 
@@ -114,7 +122,7 @@ def make_prefill(
       compiled: of the `Sampling`.
     """
     roles = model.roles
-    forward = make_forward(model, rows, length, True, parameters.quantize)
+    forward = make_forward(model, rows, length, True, parameters.shapes, parameters.quantize)
     next_token = _make_next(model, vocabulary, compiled)
 
     def body(params, tables, prompts, lengths, left, keys, knobs):
@@ -140,7 +148,7 @@ def make_decode(model: LanguageModel, parameters: Parameters, vocabulary: int, r
     Args:
       as for `make_prefill`.
     """
-    forward = make_forward(model, rows, 1, False, parameters.quantize)
+    forward = make_forward(model, rows, 1, False, parameters.shapes, parameters.quantize)
     next_token = _make_next(model, vocabulary, compiled)
 
     def body(params, tables, state, knobs):
@@ -162,7 +170,7 @@ def make_score(model: LanguageModel, parameters: Parameters, rows: int, length: 
       as for `make_prefill`; no token is chosen and no cache is kept.
     """
     roles = model.roles
-    forward = make_forward(model, rows, length, True, parameters.quantize)
+    forward = make_forward(model, rows, length, True, parameters.shapes, parameters.quantize)
 
     def body(params, tables, inputs, targets, lengths):
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], inputs.shape)

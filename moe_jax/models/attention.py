@@ -1,6 +1,7 @@
 """Self-attention of one device's heads, and which implementation computes it.
 
-Inputs: q, k, v [b, Sq, H, Dh], or a ModelConfig and a device. Outputs: [b, Sq, H, Dh], or 'xla' or 'cudnn'.
+Inputs: q [b, Sq, H, Dh] and k, v [b, Sq, Hkv, Dh], Hkv a divisor of H; or a ModelConfig and a device. Outputs:
+[b, Sq, H, Dh], or 'xla' or 'cudnn'.
 
 `xla` writes the scores [b, H, Sq, Sq] to memory; `cudnn` does not (flash attention). 'auto' is resolved once, when a
 step is built: to `cudnn` on a GPU where cuDNN takes the dtype, the head size and the GPU's generation, else to `xla`.
@@ -26,13 +27,19 @@ CAPABILITY = (8, 0)  # Ampere: the first with flash attention in cuDNN
 
 
 def attend(q, k, v, causal: bool, implementation: str):
-    """Return softmax(q k^T / sqrt(Dh)) v for [b, Sq, H, Dh] each; float64 stays float64, unlike in JAX's function."""
+    """Return softmax(q k^T / sqrt(Dh)) v; float64 stays float64, unlike in JAX's function.
+
+    Args:
+      q: [b, Sq, H, Dh]; k, v: [b, Sq, Hkv, Dh]; query head i reads k and v of head i // (H / Hkv).
+    """
     if implementation == "auto":
         raise ValueError("attention 'auto' must be resolved by resolve_attention before the step is built")
     if implementation == "cudnn":
         return _attend_cudnn(causal, q, k, v)
     if q.dtype != jnp.float64:
         return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
+    if k.shape[2] != q.shape[2]:
+        k, v = (jnp.repeat(array, q.shape[2] // k.shape[2], axis=2) for array in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     if causal:
         index = jnp.arange(q.shape[1])
@@ -111,11 +118,8 @@ def missing_for_cudnn(config: ModelConfig, device=None) -> str:
             )
     if config.dtype != "bfloat16":
         return f"cuDNN's attention takes 16-bit floats, and ModelConfig.dtype is {config.dtype!r}"
-    if config.head_dim > LARGEST_HEAD or config.head_dim % 8:
-        return (
-            f"cuDNN's attention takes heads of a multiple of 8 up to {LARGEST_HEAD}, and ModelConfig.model_dim "
-            f"({config.model_dim}) / heads ({config.heads}) is {config.head_dim}"
-        )
+    if config.head_size > LARGEST_HEAD or config.head_size % 8:
+        return f"cuDNN's attention takes heads of a multiple of 8 up to {LARGEST_HEAD}, and {config.head_size_in_words}"
     return ""
 
 

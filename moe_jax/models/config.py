@@ -13,6 +13,8 @@ CHOICES = {
     "kind": ("gpt", "bert"),
     "activation": ("gelu", "swiglu"),
     "positions": ("learned", "rotary"),
+    "norm": ("layer", "rms"),
+    "qk_norm": ("none", "head", "width"),
     "attention": ("auto", "xla", "cudnn"),
     "dtype": ("float32", "bfloat16", "float64"),
     "remat": (
@@ -39,13 +41,25 @@ class ModelConfig:
         MoEConfig. () is one segment. See `segments.py`.
       experts_per_layer: the same in short, the number of experts of each MoE layer; () is MoEConfig.num_experts.
       first_dense: the same in short, this many dense blocks before all others.
-      model_dim: M; heads: attention heads, each of model_dim / heads.
+      model_dim: M; heads: H, attention heads.
+      kv_heads: heads of keys and values, each of which heads / kv_heads query heads share (grouped-query attention,
+        Ainslie et al. 2023); None is as many as heads.
+      head_dim: Dh, dim of a head; None is model_dim / heads.
+      qk_norm: RMSNorm of queries and keys, before positions: 'none', 'head' (each head by itself, as Qwen3) or 'width'
+        (all heads together, as OLMoE).
+      attention_bias: whether queries, keys, values and attention's output have biases; ffn_bias: whether the matrices
+        of dense FFNs have. Experts have none.
+      norm: 'layer' (mean and variance, scale and bias) or 'rms' (root of the mean square, scale alone: Zhang and
+        Sennrich 2019), in at least float32; norm_epsilon: what is added to the variance or mean square.
       hidden_dim: F, hidden dim of an expert.
       dense_hidden_dim: hidden dim of the dense blocks' FFN (moe_every = 2); 0 means 4 M.
       vocab_size: 0 takes the tokenizer's, rounded up to a multiple of 128.
       max_length: number of positions, where they are learned.
       activation: of experts and FFN, 'gelu' (two matrices) or 'swiglu' (three).
       positions: 'learned' or 'rotary'.
+      rotary_base: the slowest pair of features turns by about 1 / rotary_base a position; rotary_factor: positions are
+        divided by it, to reach farther than the text of the training (linear scaling: Chen et al. 2023).
+      tied_head: whether the token table serves as the output head, or the head [V, M] is a parameter of its own.
       attention: implementation of `jax.nn.dot_product_attention`, 'xla' or 'cudnn'; 'auto' is 'cudnn' on the GPUs that
         have it for this dtype and head size, else 'xla' (`models/attention.py`).
       dtype: compute dtype; parameters are float32 (float64 where this is float64).
@@ -71,12 +85,22 @@ class ModelConfig:
     first_dense: int = 0
     model_dim: int = 128
     heads: int = 4
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    qk_norm: str = "none"
+    attention_bias: bool = True
+    ffn_bias: bool = True
+    norm: str = "layer"
+    norm_epsilon: float = 1e-5
     hidden_dim: int = 256
     dense_hidden_dim: int = 0
     vocab_size: int = 0
     max_length: int = 1024
     activation: str = "gelu"
     positions: str = "learned"
+    rotary_base: float = 10000.0
+    rotary_factor: float = 1.0
+    tied_head: bool = True
     attention: str = "auto"
     dtype: str = "float32"
     remat: str = "none"
@@ -101,15 +125,10 @@ class ModelConfig:
                 "a segment without experts"
             )
         self._check_runs()
-        if self.model_dim % self.heads:
-            raise UserError(
-                f"ModelConfig.model_dim ({self.model_dim}) must be divisible by ModelConfig.heads ({self.heads})"
-            )
-        if self.positions == "rotary" and (self.model_dim // self.heads) % 2:
-            raise UserError(
-                f"rotary positions need an even head size, not model_dim ({self.model_dim}) / heads ({self.heads}) = "
-                f"{self.model_dim // self.heads}"
-            )
+        self._check_heads()
+        for name in ("norm_epsilon", "rotary_base", "rotary_factor"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"ModelConfig.{name} ({getattr(self, name)}) must be positive")
         if self.refetch_replicas and self.prefetch == "none":
             raise UserError(
                 "ModelConfig.refetch_replicas (True) needs ModelConfig.prefetch = 'hecate' or 'pro_prophet', "
@@ -117,6 +136,22 @@ class ModelConfig:
             )
         if not 0 < self.mask_rate < 1:
             raise UserError(f"ModelConfig.mask_rate ({self.mask_rate}) must lie between 0 and 1")
+
+    def _check_heads(self):
+        for name in ("kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"ModelConfig.{name} ({value}) must be at least 1, or None")
+        if self.head_dim is None and self.model_dim % self.heads:
+            raise UserError(
+                f"ModelConfig.model_dim ({self.model_dim}) must be divisible by ModelConfig.heads ({self.heads})"
+            )
+        if self.heads % self.key_value_heads:
+            raise UserError(
+                f"ModelConfig.heads ({self.heads}) must be divisible by ModelConfig.kv_heads ({self.kv_heads})"
+            )
+        if self.positions == "rotary" and self.head_size % 2:
+            raise UserError(f"rotary positions need an even head size, and {self.head_size_in_words}")
 
     def _check_runs(self):
         for index, run in enumerate(self.runs):
@@ -163,8 +198,27 @@ class ModelConfig:
         return 1 if self.remat in ("block", "nothing_saveable") else self.moe_layers
 
     @property
-    def head_dim(self) -> int:
-        return self.model_dim // self.heads
+    def head_size(self) -> int:
+        """Dh."""
+        return self.model_dim // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def head_size_in_words(self) -> str:
+        if self.head_dim is not None:
+            return f"ModelConfig.head_dim is {self.head_dim}"
+        return f"ModelConfig.model_dim ({self.model_dim}) / heads ({self.heads}) is {self.head_size}"
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def qkv_matrices(self) -> dict[str, tuple[int, ...]]:
+        """What makes queries, keys and values: {'qkv': (3, H)}, or where heads differ {'q': (H,), 'kv': (2, Hkv)}."""
+        if self.key_value_heads == self.heads:
+            return {"qkv": (3, self.heads)}
+        return {"q": (self.heads,), "kv": (2, self.key_value_heads)}
 
     @property
     def ffn_dim(self) -> int:

@@ -61,7 +61,8 @@ class ParameterCounts:
     Attributes:
       total: all parameters.
       active: those that one token uses: all, but of each MoE layer K experts only.
-      as_papers: without embeddings, biases, gates and norms, which is how Hecate's table 1 counts.
+      as_papers: without embeddings (and an output head of its own), biases, gates and norms, which is how Hecate's
+        table 1 counts.
       by_group: group -> parameters, over `GROUPS`.
     """
 
@@ -71,33 +72,39 @@ class ParameterCounts:
     by_group: dict[str, int]
 
 
-def _norm(path: tuple[str, ...], stack: tuple[int, ...], dim: int) -> list[LeafSize]:
-    return [LeafSize((*path, "norm", name), (*stack, dim), "norm") for name in ("scale", "bias")]
+def _norm(path: tuple[str, ...], stack: tuple[int, ...], config: ModelConfig) -> list[LeafSize]:
+    names = ("scale",) if config.norm == "rms" else ("scale", "bias")
+    return [LeafSize((*path, "norm", name), (*stack, config.model_dim), "norm") for name in names]
 
 
 def _attention(path: tuple[str, ...], config: ModelConfig) -> list[LeafSize]:
-    units, dim, heads, head = config.units, config.model_dim, config.heads, config.head_dim
-    return _norm(path, (units,), dim) + [
-        LeafSize((*path, "qkv"), (units, dim, 3, heads, head), "attention", model_dim=2),
-        LeafSize((*path, "qkv_bias"), (units, 3, heads, head), "bias", model_dim=1),
-        LeafSize((*path, "out"), (units, heads, head, dim), "attention", model_dim=0),
-        LeafSize((*path, "out_bias"), (units, dim), "bias"),
-    ]
+    units, dim, heads, head_size = config.units, config.model_dim, config.heads, config.head_size
+    leaves = _norm(path, (units,), config)
+    for name, shape in config.qkv_matrices.items():
+        shape = (*shape, head_size)
+        leaves.append(LeafSize((*path, name), (units, dim, *shape), "attention", model_dim=len(shape) - 1))
+        if config.attention_bias:
+            leaves.append(LeafSize((*path, f"{name}_bias"), (units, *shape), "bias", model_dim=len(shape) - 2))
+    if config.qk_norm != "none":
+        for name, own in (("q_norm", heads), ("k_norm", config.key_value_heads)):
+            shape, split = ((own, head_size), 0) if config.qk_norm == "width" else ((head_size,), -1)
+            leaves.append(LeafSize((*path, name, "scale"), (units, *shape), "norm", model_dim=split))
+    leaves.append(LeafSize((*path, "out"), (units, heads, head_size, dim), "attention", model_dim=0))
+    if config.attention_bias:
+        leaves.append(LeafSize((*path, "out_bias"), (units, dim), "bias"))
+    return leaves
 
 
 def _feed_forward(path: tuple[str, ...], config: ModelConfig) -> list[LeafSize]:
     units, dim, hidden = config.units, config.model_dim, config.ffn_dim
-    gate = [LeafSize((*path, "w_gate"), (units, dim, hidden), "feed_forward", model_dim=1)]
-    return (
-        _norm(path, (units,), dim)
-        + [
-            LeafSize((*path, "w_in"), (units, dim, hidden), "feed_forward", model_dim=1),
-            LeafSize((*path, "in_bias"), (units, hidden), "bias", model_dim=0),
-            LeafSize((*path, "w_out"), (units, hidden, dim), "feed_forward", model_dim=0),
-            LeafSize((*path, "out_bias"), (units, dim), "bias"),
-        ]
-        + (gate if config.activation == "swiglu" else [])
-    )
+    names = ("w_in", "w_gate") if config.activation == "swiglu" else ("w_in",)
+    leaves = _norm(path, (units,), config)
+    leaves += [LeafSize((*path, name), (units, dim, hidden), "feed_forward", model_dim=1) for name in names]
+    leaves.append(LeafSize((*path, "w_out"), (units, hidden, dim), "feed_forward", model_dim=0))
+    if config.ffn_bias:
+        leaves.append(LeafSize((*path, "in_bias"), (units, hidden), "bias", model_dim=0))
+        leaves.append(LeafSize((*path, "out_bias"), (units, dim), "bias"))
+    return leaves
 
 
 def _shared_experts(path: tuple[str, ...], config: ModelConfig, moe: MoEConfig) -> list[LeafSize]:
@@ -118,9 +125,11 @@ def leaf_sizes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> list[Lea
     leaves = [LeafSize(("dense", "embedding", "tokens"), (vocab_size, dim), "embedding")]
     if config.positions == "learned":
         leaves.append(LeafSize(("dense", "embedding", "positions"), (config.max_length, dim), "embedding"))
+    if not config.tied_head:
+        leaves.append(LeafSize(("dense", "embedding", "head"), (vocab_size, dim), "embedding"))
     for segment in segments:
         leaves += _of_units(("dense", "units", *path_of(segment, segments)), segment)
-    leaves += _norm(("dense",), (), dim)
+    leaves += _norm(("dense",), (), config)
     in_bank = with_experts(segments)
     for segment in in_bank:
         leaves += _of_bank(("bank", *path_of(segment, in_bank)), segment)
@@ -133,7 +142,7 @@ def _of_units(path: tuple[str, ...], segment: Segment) -> list[LeafSize]:
         leaves += _attention((*path, "dense_attention"), config) + _feed_forward((*path, "dense"), config)
     if segment.has_experts:
         gate = (segment.units, config.model_dim, segment.moe.num_experts)
-        leaves += _attention((*path, "attention"), config) + _norm((*path, "gate"), gate[:1], config.model_dim)
+        leaves += _attention((*path, "attention"), config) + _norm((*path, "gate"), gate[:1], config)
         leaves.append(LeafSize((*path, "gate", "w_gate"), gate, "gate"))
         for name, shape in build_router(segment.moe).leaves(config.model_dim).items():
             group = "gate" if len(shape) > 1 else "bias"
@@ -183,14 +192,14 @@ def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int
     """Return the forward FLOPs of one token.
 
     Two per parameter of every matrix that the token is multiplied with (attention, dense FFN, gate, K experts and the
-    shared ones, the output head V M), and 4 M Sq per block for attention's scores and their sum of values, over all Sq
-    positions: the causal half is counted too, as is usual. Norms, activations, softmax and look-ups are not counted.
+    shared ones, the output head V M), and 4 H Dh Sq per block for attention's scores and their sum of values, over all
+    Sq positions: the causal half is counted too, as is usual. Norms, activations, softmax and look-ups are not counted.
     """
     groups = parameter_counts(config, moe, vocab_size).by_group
     chosen = _chosen(config, moe)
     always = sum(groups[name] for name in ("attention", "feed_forward", "shared_experts", "gate"))
     matrices = always + chosen + vocab_size * config.model_dim
-    return 2 * matrices + 4 * config.layers * config.model_dim * length
+    return 2 * matrices + 4 * config.layers * config.heads * config.head_size * length
 
 
 def training_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> int:

@@ -139,6 +139,12 @@ class LanguageModel:
                 f"ModelConfig.heads ({heads}) must be divisible by MeshConfig.model ({parts}); set MeshConfig.model to "
                 f"a divisor of {heads}"
             )
+        kv_heads = self.config.key_value_heads
+        if kv_heads % parts:
+            raise UserError(
+                f"ModelConfig.kv_heads ({kv_heads}) must be divisible by MeshConfig.model ({parts}); set "
+                f"MeshConfig.model to a divisor of {kv_heads}"
+            )
         for segment in self.segments:
             ffn_dim = segment.config.ffn_dim
             if segment.config.moe_every != 1 and ffn_dim % parts:

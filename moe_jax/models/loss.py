@@ -325,7 +325,7 @@ def _make_trunk(
         with jax.named_scope("loss"):
             # each device of an MP group takes its part of the group's tokens
             x = x if group.split else own_part(x.reshape(tokens, -1), roles.model)
-            return units.norm(x), units.embedding.tokens[...], found
+            return units.norm(x), units.embedding.head_table(), found
 
     return trunk
 

@@ -364,7 +364,9 @@ def _unit_bytes(
     gathered = dim if schedule_record(moe.schedule).gates_group else own
 
     scores = config.heads * sizes.length / model if config.attention != "cudnn" else 0
-    attention = compute_itemsize * (5 * own + 4 * dim / model) + (4 + compute_itemsize) * scores
+    mixed = config.heads * config.head_size / model
+    qkv = mixed + 2 * config.key_value_heads * config.head_size / model
+    attention = compute_itemsize * (5 * own + qkv + mixed) + (4 + compute_itemsize) * scores
     hidden = compute_itemsize * (3 * own + matrices * config.ffn_dim / model)
     rows = moe.top_k
     if moe.capacity_factor is not None:
@@ -383,7 +385,7 @@ def _unit_bytes(
     residual = {
         "none": unit,
         "block": compute_itemsize * own * (1 if config.prefetch == "none" else 2),
-        "dots": compute_itemsize * (dense + has_experts) * (dim + own + 3 * dim / model)
+        "dots": compute_itemsize * (dense + has_experts) * (dim + own + qkv)
         + (compute_itemsize * (dim + config.ffn_dim / model) if dense else 0)
         + (compute_itemsize * (dim + shared) if shared and has_experts else 0),
     }[LIKE.get(config.remat, config.remat)]

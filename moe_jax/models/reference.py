@@ -18,38 +18,68 @@ from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.reference import reference_moe
 
 
-def layer_norm(x, p):
+def normalize(x, p, config: ModelConfig):
+    if config.norm == "rms":
+        return root_mean_square_norm(x, p["scale"][None, None], (-1,), config)
     mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
-    return (x - mean) / jnp.sqrt(variance + 1e-5) * p["scale"][None, None] + p["bias"][None, None]
+    return (x - mean) / jnp.sqrt(variance + config.norm_epsilon) * p["scale"][None, None] + p["bias"][None, None]
 
 
-def rotary(x):
-    """Rotate x [B, Sq, H, Dh]: feature pair (i, i + Dh/2) of position s by s * 10000^(-2i/Dh)."""
+def root_mean_square_norm(x, scale, over: tuple[int, ...], config: ModelConfig):
+    return x / jnp.sqrt(jnp.mean(x**2, over, keepdims=True) + config.norm_epsilon) * scale
+
+
+def rotary(x, config: ModelConfig):
+    """Rotate x [B, Sq, H, Dh]: feature pair (i, i + Dh/2) of position s by s / factor * base^(-2i/Dh)."""
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)[None]
+    position = jnp.arange(x.shape[1]) / config.rotary_factor
+    angle = position[:, None] * config.rotary_base ** (-jnp.arange(half) / half)[None]
     turn = jnp.exp(1j * angle)[None, :, None]
     turned = (x[..., :half] + 1j * x[..., half:]) * turn
     return jnp.concatenate([turned.real, turned.imag], -1)
 
 
 def attention(x, p, config: ModelConfig):
-    h = layer_norm(x, p["norm"])
-    q, k, v = (jnp.einsum("bsm,mhd->bshd", h, p["qkv"][:, i]) + p["qkv_bias"][i][None, None] for i in range(3))
+    h = normalize(x, p["norm"], config)
+    q, k, v = queries_keys_values(h, p, config)
+    if config.qk_norm == "head":
+        q, k = (root_mean_square_norm(a, p[n]["scale"][None, None, None], (-1,), config) for a, n in of_norms(q, k))
+    elif config.qk_norm == "width":
+        q, k = (root_mean_square_norm(a, p[n]["scale"][None, None], (-2, -1), config) for a, n in of_norms(q, k))
     if config.positions == "rotary":
-        q, k = rotary(q), rotary(k)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(config.head_dim)
+        q, k = rotary(q, config), rotary(k, config)
+    queries_of_one = config.heads // config.key_value_heads  # query head i reads keys and values of i // queries_of_one
+    k, v = (jnp.stack([a[:, :, i // queries_of_one] for i in range(config.heads)], 2) for a in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1])
     if config.kind == "gpt":
         causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
         scores = jnp.where(causal, scores, -jnp.inf)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
-    return jnp.einsum("bshd,hdm->bsm", mixed, p["out"]) + p["out_bias"][None, None]
+    out = jnp.einsum("bshd,hdm->bsm", mixed, p["out"])
+    return out + p["out_bias"][None, None] if config.attention_bias else out
 
 
-def feed_forward(x, p):
-    h = layer_norm(x, p["norm"])
-    up = h @ p["w_in"] + p["in_bias"][None, None]
+def queries_keys_values(h, p, config: ModelConfig):
+    """Return q [B, Sq, H, Dh], k and v [B, Sq, Hkv, Dh] of normed tokens."""
+    if config.key_value_heads == config.heads:
+        weights = [p["qkv"][:, i] for i in range(3)]
+        biases = p["qkv_bias"] if config.attention_bias else None
+    else:
+        weights = [p["q"], p["kv"][:, 0], p["kv"][:, 1]]
+        biases = [p["q_bias"], *p["kv_bias"]] if config.attention_bias else None
+    found = [jnp.einsum("bsm,mhd->bshd", h, w) for w in weights]
+    return found if biases is None else [a + b[None, None] for a, b in zip(found, biases, strict=True)]
+
+
+def of_norms(q, k):
+    return (q, "q_norm"), (k, "k_norm")
+
+
+def feed_forward(x, p, config: ModelConfig):
+    h = normalize(x, p["norm"], config)
+    up = h @ p["w_in"] + (p["in_bias"][None, None] if config.ffn_bias else 0)
     hidden = jax.nn.silu(h @ p["w_gate"]) * up if "w_gate" in p else jax.nn.gelu(up)
-    return hidden @ p["w_out"] + p["out_bias"][None, None]
+    return hidden @ p["w_out"] + (p["out_bias"][None, None] if config.ffn_bias else 0)
 
 
 def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None):
@@ -67,11 +97,11 @@ def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, 
             p = jax.tree.map(lambda leaf: leaf[index], units)  # noqa: B023
             if segment.config.moe_every != 1:
                 x = x + attention(x, p["dense_attention"], config)
-                x = x + feed_forward(x, p["dense"])
+                x = x + feed_forward(x, p["dense"], config)
             if not segment.has_experts:
                 continue
             x = x + attention(x, p["attention"], config)
-            h = layer_norm(x, p["gate"]["norm"]).reshape(-1, x.shape[-1])
+            h = normalize(x, p["gate"]["norm"], config).reshape(-1, x.shape[-1])
             own = part_of(params["experts"], segment, experts_in)
             here = None if route is None else functools.partial(route, len(loads), p["gate"])
             y, balance, z, counts = reference_moe(
@@ -87,8 +117,9 @@ def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, 
             x = x + y.reshape(x.shape)
             gate_loss = gate_loss + moe.aux_loss_weight * balance + moe.z_loss_weight * z
             loads.append(jnp.pad(counts, (0, most - segment.moe.num_experts)))
-    x = layer_norm(x, dense["norm"])
-    return jax.nn.log_softmax(x @ dense["embedding"]["tokens"].T, -1), gate_loss, jnp.stack(loads)
+    x = normalize(x, dense["norm"], config)
+    table = dense["embedding"]["tokens" if config.tied_head else "head"]
+    return jax.nn.log_softmax(x @ table.T, -1), gate_loss, jnp.stack(loads)
 
 
 def reference_loss(

@@ -9,7 +9,6 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -19,6 +18,7 @@ from flax import nnx
 from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup
+from moe_jax.models.norms import HeadNorm, as_last, build_norm
 from moe_jax.models.param_dtype_gradients import add_bias, in_dtype, project
 from moe_jax.models.segments import Segment, joined, segments_of
 from moe_jax.models.shared_experts import SharedExperts
@@ -30,41 +30,17 @@ def normal(key, shape, scale, dtype):
     return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
-def as_last(vector, like):
-    """Return a vector [n] with as many dims as `like` [..., n], ready to add or multiply."""
-    return vector.reshape((1,) * (like.ndim - 1) + vector.shape)
+def rotate(x, positions, base: float = 10000.0, factor: float = 1.0):
+    """Rotate pairs of features (i, i + Dh / 2) by position / factor * base^(-2 i / Dh). Source: RoFormer.
 
-
-class LayerNorm(nnx.Module):
-    """Layer normalisation over the last dim, in at least float32."""
-
-    def __init__(self, dim: int, dtype):
-        self.scale = nnx.Param(jnp.ones((dim,), dtype))
-        self.bias = nnx.Param(jnp.zeros((dim,), dtype))
-
-    def __call__(self, x):
-        return _normalize(x, self.scale[...], self.bias[...])
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers saves float32 intermediates of each
-def _normalize(x, scale, bias):
-    upcast = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mean = jnp.mean(upcast, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(upcast - mean), axis=-1, keepdims=True)
-    normed = (upcast - mean) * jax.lax.rsqrt(variance + 1e-5)
-    return (normed * as_last(scale.astype(upcast.dtype), upcast) + as_last(bias.astype(upcast.dtype), upcast)).astype(
-        x.dtype
-    )
-
-
-def rotate(x, positions):
-    """Rotate pairs of features by their position's angle. x [b, Sq, H, Dh], positions int32 [Sq] or [b, Sq].
-
-    Source: RoFormer.
+    Args:
+      x: [b, Sq, H, Dh]; positions: int32 [Sq] or [b, Sq].
     """
     half = x.shape[-1] // 2
     acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-    frequency = 10000.0 ** (-jnp.arange(half, dtype=acc_dtype) / half)
+    frequency = base ** (-jnp.arange(half, dtype=acc_dtype) / half)
+    if factor != 1:
+        frequency = frequency / factor
     positions = positions.reshape(-1, x.shape[1])
     angle = positions.astype(acc_dtype)[:, :, None, None] * frequency[None, None, None]  # [1 or b, Sq, 1, half]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -73,41 +49,67 @@ def rotate(x, positions):
 
 
 class Attention(nnx.Module):
-    """Pre-norm multi-head self-attention. Under MP each device holds some of the heads."""
+    """Pre-norm multi-head self-attention. Under MP each device holds some of the heads.
+
+    One matrix `qkv` makes queries, keys and values; where keys and values have fewer heads, `q` and `kv` do.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int | None = None):
-        dim, heads, head_dim, dtype = config.model_dim, config.heads, config.head_dim, config.param_dtype
+        dim, heads, head_size, dtype = config.model_dim, config.heads, config.head_size, config.param_dtype
         self.config = config
-        self.norm = LayerNorm(dim, dtype)
-        self.qkv = nnx.Param(normal(rngs.params(), (dim, 3, heads, head_dim), dim**-0.5, dtype), model_dim=2)
-        self.qkv_bias = nnx.Param(jnp.zeros((3, heads, head_dim), dtype), model_dim=1)
-        scale = (2 * (depth or config.layers) * dim) ** -0.5
-        self.out = nnx.Param(normal(rngs.params(), (heads, head_dim, dim), scale, dtype), model_dim=0)
-        self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
+        self.norm = build_norm(config)
+        for name, shape in config.qkv_matrices.items():
+            shape = (*shape, head_size)
+            split = len(shape) - 2  # the heads
+            matrix = normal(rngs.params(), (dim, *shape), dim**-0.5, dtype)
+            setattr(self, name, nnx.Param(matrix, model_dim=split + 1))
+            if config.attention_bias:
+                setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(shape, dtype), model_dim=split))
+        if config.qk_norm != "none":
+            self.q_norm = HeadNorm(config, heads)
+            self.k_norm = HeadNorm(config, config.key_value_heads)
+        scale = (2 * (depth or config.layers) * heads * head_size) ** -0.5
+        self.out = nnx.Param(normal(rngs.params(), (heads, head_size, dim), scale, dtype), model_dim=0)
+        if config.attention_bias:
+            self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
 
     def __call__(self, x, group: ModelGroup, positions=None, mix=None):
         """Return the residual branch, of the shape of x; `group` gathers and sums over the MP group.
 
         Args:
           positions: int32 [Sq] or [b, Sq], of the tokens in their sequences; None counts from 0.
-          mix: (q, k, v) -> [b, Sq, H, Dh], attention to more than these tokens; None attends among them.
+          mix: (q, k, v) -> mixed values [b, Sq, H, Dh], attention to more than these tokens; None attends among them.
         """
-        dtype, config = x.dtype, self.config
+        config = self.config
         with jax.named_scope("attention"):
-            qkv = group.project(self.norm(x), _to_heads, in_dtype(self.qkv[...], dtype))
-            qkv = add_bias(qkv, self.qkv_bias[...][:, None, None])
-            q, k, v = qkv[0], qkv[1], qkv[2]
+            q, k, v = self.queries_keys_values(x, group)
             if config.positions == "rotary":
                 positions = jnp.arange(q.shape[1], dtype=jnp.int32) if positions is None else positions
-                q, k = rotate(q, positions), rotate(k, positions)
+                q, k = (rotate(array, positions, config.rotary_base, config.rotary_factor) for array in (q, k))
             mixed = attend(q, k, v, config.kind == "gpt", config.attention) if mix is None else mix(q, k, v)
-            out = group.reduce(project("bshd,hdm->bsm", mixed, in_dtype(self.out[...], dtype)))
-            return add_bias(out, as_last(self.out_bias[...], out))
+            return self.leave(mixed, group)
+
+    def queries_keys_values(self, x, group: ModelGroup):
+        """Return q [b, Sq, H, Dh], k and v [b, Sq, Hkv, Dh] of this device's heads, before their positions."""
+        names = self.config.qkv_matrices
+        parts = group.project(self.norm(x), _to_heads, *(in_dtype(getattr(self, name)[...], x.dtype) for name in names))
+        if self.config.attention_bias:
+            biases = (getattr(self, f"{name}_bias")[...] for name in names)
+            parts = [add_bias(part, bias[..., None, None, :, :]) for part, bias in zip(parts, biases, strict=True)]
+        q, k, v = (parts[0][i] for i in range(3)) if len(parts) == 1 else (parts[0], parts[1][0], parts[1][1])
+        if self.config.qk_norm != "none":
+            q, k = self.q_norm(q, group), self.k_norm(k, group)
+        return q, k, v
+
+    def leave(self, mixed, group: ModelGroup):
+        """Return the residual branch, of the shape of x, from this device's heads' mixed values [b, Sq, H, Dh]."""
+        out = group.reduce(project("bshd,hdm->bsm", mixed, in_dtype(self.out[...], mixed.dtype)))
+        return add_bias(out, as_last(self.out_bias[...], out)) if self.config.attention_bias else out
 
 
-def _to_heads(h, w):
-    """Return queries, keys and values [3, b, Sq, H, Dh] of tokens [b, Sq, M]; w [M, 3, H, Dh]."""
-    return project("bsm,mchd->cbshd", h, w)
+def _to_heads(h, *weights):
+    """Return [b, Sq, H, Dh], or [2 or 3, b, Sq, H, Dh], of tokens [b, Sq, M] for each weight [M, (2 or 3), H, Dh]."""
+    return [project("bsm,mhd->bshd" if w.held.ndim == 3 else "bsm,mchd->cbshd", h, w) for w in weights]
 
 
 class FeedForward(nnx.Module):
@@ -115,15 +117,17 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int | None = None):
         dim, hidden, dtype = config.model_dim, config.ffn_dim, config.param_dtype
-        self.norm = LayerNorm(dim, dtype)
+        self.norm = build_norm(config)
         self.w_in = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1)
-        self.in_bias = nnx.Param(jnp.zeros((hidden,), dtype), model_dim=0)
+        if config.ffn_bias:
+            self.in_bias = nnx.Param(jnp.zeros((hidden,), dtype), model_dim=0)
         if config.activation == "swiglu":
             self.w_gate = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1)
         scale = (2 * (depth or config.layers) * hidden) ** -0.5
         self.w_out = nnx.Param(normal(rngs.params(), (hidden, dim), scale, dtype), model_dim=0)
-        self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
-        self.swiglu = config.activation == "swiglu"
+        if config.ffn_bias:
+            self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
+        self.swiglu, self.has_bias = config.activation == "swiglu", config.ffn_bias
 
     def __call__(self, x, group: ModelGroup):
         """Return the residual branch, of the shape of x; `group` gathers and sums over the MP group."""
@@ -131,10 +135,10 @@ class FeedForward(nnx.Module):
         with jax.named_scope("feed_forward"):
             weights = [self.w_in, self.w_gate] if self.swiglu else [self.w_in]
             up, *gate = group.project(self.norm(x), _times_each, *(in_dtype(w[...], dtype) for w in weights))
-            up = add_bias(up, as_last(self.in_bias[...], up))
+            up = add_bias(up, as_last(self.in_bias[...], up)) if self.has_bias else up
             up = jax.checkpoint(_swiglu if self.swiglu else jax.nn.gelu, prevent_cse=False)(up, *gate)
             out = group.reduce(project("bsf,fm->bsm", up, in_dtype(self.w_out[...], dtype)))
-            return add_bias(out, as_last(self.out_bias[...], out))
+            return add_bias(out, as_last(self.out_bias[...], out)) if self.has_bias else out
 
 
 def _swiglu(up, gate):
@@ -149,7 +153,7 @@ class Gate(nnx.Module):
     """Norm, gate weight and what else its router keeps of one MoE layer; the experts are in the bank."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
-        self.norm = LayerNorm(config.model_dim, config.param_dtype)
+        self.norm = build_norm(config)
         shape = (config.model_dim, moe.num_experts)
         self.w_gate = nnx.Param(normal(rngs.params(), shape, config.model_dim**-0.5, config.param_dtype))
         leaves = build_router(moe).leaves(config.model_dim)
@@ -202,14 +206,20 @@ class Unit(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token and, if learned, position embeddings; the token table serves as the output head too."""
+    """Token and, if learned, position embeddings, and the output head: the token table, or one of its own."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, rngs: nnx.Rngs):
         dtype = config.param_dtype
         self.tokens = nnx.Param(normal(rngs.params(), (vocab_size, config.model_dim), 0.02, dtype))
         if config.positions == "learned":
             self.positions = nnx.Param(normal(rngs.params(), (config.max_length, config.model_dim), 0.02, dtype))
-        self.learned = config.positions == "learned"
+        if not config.tied_head:
+            self.head = nnx.Param(normal(rngs.params(), (vocab_size, config.model_dim), 0.02, dtype))
+        self.learned, self.tied_head = config.positions == "learned", config.tied_head
+
+    def head_table(self):
+        """Return the output head [V, M]: logits are its products with the last norm's results."""
+        return (self.tokens if self.tied_head else self.head)[...]
 
     def __call__(self, token_ids, dtype, group: ModelGroup, positions=None):
         """Embed int32 [b, Sq]: [b, Sq, M], or this device's [t / N_MP, M] where the group splits its tokens.
@@ -248,4 +258,4 @@ class Transformer(nnx.Module):
         self.embedding = Embedding(config, vocab_size, rngs)
         units = {segment.name: make_units(segment) for segment in segments_of(config, moe)}
         self.units = joined(units) if len(units) == 1 else nnx.Dict(units)
-        self.norm = LayerNorm(config.model_dim, config.param_dtype)
+        self.norm = build_norm(config)

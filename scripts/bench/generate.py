@@ -7,7 +7,8 @@ batches, and programs are compiled before the clock starts. Ends in one JSON lin
 
     python scripts/bench/generate.py --gin_file=configs/run/demo.gin --host_devices=1
 
-With --modelled it prints instead what one all-to-all of each kind takes on a described cluster, from 8 to 256 devices.
+With --modelled it prints instead what one all-to-all of each kind takes on a described cluster, from 8 to 256 devices;
+with --held_out_windows the loss of --workdir on its held-out text with the experts as trained and as int8.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 64, "Tokens of a prompt."
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "Tokens that follow each.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds.")
 _MODELLED = flags.DEFINE_string("modelled", "", "Cluster file, such as configs/cluster/h200.gin.")
+_HELD_OUT = flags.DEFINE_integer("held_out_windows", 0, "Windows of held-out text; 0 = times are measured.")
 _QUANTIZE = flags.DEFINE_string("quantize", "none", "Experts' weights: 'none' or 'int8'.")
 
 
@@ -115,8 +117,44 @@ def print_modelled():
             print(f"| {devices} | {slicing} | {shown} |")
 
 
+def print_losses():
+    """Print the held-out loss and the bytes of the experts, as trained and as int8."""
+    import jax
+
+    from moe_jax.data import build_cache, held_out_batches
+    from moe_jax.inference import load
+    from moe_jax.inference.load import run_config
+    from moe_jax.mesh.host_devices import set_up_devices
+
+    set_up_devices(_HOST_DEVICES.value)
+    data = run_config(_WORKDIR.value, _GIN_BINDINGS.value).data
+    record = {}
+    for quantize in ("none", "int8"):
+        generator = load(_WORKDIR.value, bindings=_GIN_BINDINGS.value, quantize=quantize)
+        cache = build_cache(data, generator.tokenizer, vocab_size=generator.model.vocab_size)
+        total = targets = 0
+        for tokens, weights in held_out_batches(
+            cache, sequence_length=data.sequence_length, batch_size=32, limit=_HELD_OUT.value
+        ):
+            rows = [
+                row[: int(real.sum()) + 1].tolist() for row, real in zip(tokens, weights, strict=True) if real.any()
+            ]
+            number = sum(map(len, rows)) - len(rows)
+            total, targets = total + number * generator.loss(rows), targets + number
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(generator.params["bank"]))
+        record[quantize] = {"loss": total / targets, "bytes": held}
+        print(f"{quantize}: loss {record[quantize]['loss']:.5f} of {targets} tokens, experts {held:,} bytes")
+    ratio = {key: record["int8"][key] / record["none"][key] for key in ("loss", "bytes")}
+    print(f"int8 over none: loss {ratio['loss']:.5f}, bytes {ratio['bytes']:.4f}\n{json.dumps(record)}")
+
+
 def main(_):
-    print_modelled() if _MODELLED.value else print_measured()
+    if _MODELLED.value:
+        print_modelled()
+    elif _HELD_OUT.value:
+        print_losses()
+    else:
+        print_measured()
 
 
 if __name__ == "__main__":

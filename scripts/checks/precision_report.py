@@ -98,7 +98,7 @@ def rounded_loss(params, batch, config):
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.models.reference import layer_norm
+    from moe_jax.models.reference import normalize
     from moe_jax.moe.reference import reference_weights
 
     r, w = rounding()
@@ -110,13 +110,13 @@ def rounded_loss(params, batch, config):
     for layer in range(model.moe_layers):
         unit = jax.tree.map(lambda leaf, at=layer: leaf[at], dense["units"])
         p, gate = unit["attention"], unit["gate"]
-        qkv = r(jnp.einsum("bsm,mchd->cbshd", r(layer_norm(x, p["norm"])), w(p["qkv"])))
+        qkv = r(jnp.einsum("bsm,mchd->cbshd", r(normalize(x, p["norm"], model)), w(p["qkv"])))
         q, k, v = r(qkv + w(p["qkv_bias"])[:, None, None])
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * model.head_dim**-0.5
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * model.head_size**-0.5
         weights = r(jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), -1))
         mixed = r(jnp.einsum("bhqk,bkhd->bqhd", weights, v))
         x = r(x + r(r(jnp.einsum("bshd,hdm->bsm", mixed, w(p["out"]))) + w(p["out_bias"])[None, None]))
-        h = r(layer_norm(x, gate["norm"])).reshape(-1, x.shape[-1])
+        h = r(normalize(x, gate["norm"], model)).reshape(-1, x.shape[-1])
         logits = h @ gate["w_gate"]
         probs = jax.nn.softmax(logits, -1)
         factor, chosen = reference_weights(probs, moe, 1)
@@ -129,7 +129,7 @@ def rounded_loss(params, batch, config):
         balance = moe.num_experts * jnp.sum(jax.lax.stop_gradient(share) * jnp.mean(probs, axis=0))
         z = jnp.mean(jax.scipy.special.logsumexp(logits, axis=1) ** 2)
         gate_loss = gate_loss + moe.aux_loss_weight * balance + moe.z_loss_weight * z
-    x = r(layer_norm(x, dense["norm"]))
+    x = r(normalize(x, dense["norm"], model))
     log_probs = jax.nn.log_softmax(x @ w(dense["embedding"]["tokens"]).T, -1)
     picked = jnp.take_along_axis(log_probs, batch.targets[..., None], -1)[..., 0]
     return -jnp.sum(picked * batch.weights) / jnp.sum(batch.weights) + gate_loss

@@ -28,7 +28,12 @@ VARIANTS = [
     {"moe_every": 2},
     {"moe_every": 2, "activation": "swiglu", "dense_hidden_dim": 40},
     {"activation": "swiglu", "positions": "rotary", "kind": "bert"},
-]
+    {
+        "moe_every": 2, "norm": "rms", "kv_heads": 2, "head_dim": 6, "qk_norm": "head", "attention_bias": False,
+        "ffn_bias": False, "tied_head": False,
+    },
+    {"kv_heads": 1, "qk_norm": "width", "norm": "rms"},
+]  # fmt: skip
 
 
 def tree_shapes(config, moe, roles):

@@ -55,8 +55,27 @@ DEEPSPEED = {
 }
 
 
+# models whose weights are published: parameters, all and those of one token, as their checkpoints hold them
+PUBLISHED = {
+    "mixtral_8x7b": (46_702_792_704, 12_879_925_248),
+    "olmoe_1b_7b": (6_919_161_856, 1_282_017_280),
+    "qwen3_30b_a3b": (30_532_122_624, 3_353_032_704),
+    "qwen3_235b_a22b": (235_093_634_560, 22_190_763_520),
+    "deepseek_moe_16b": (16_375_728_128, 2_828_650_496),
+}
+
+
 def test_every_model_file_has_its_paper():
-    assert set(MODELS) == {*PAPERS, *DEEPSPEED, "demo"}
+    assert set(MODELS) == {*PAPERS, *DEEPSPEED, *PUBLISHED, "demo"}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_published_models_count_as_their_checkpoints(name):
+    run, _, _ = parse_run_config([f"configs/model/{name}.gin"])
+    text = dry_run(run, 8)
+    header = (ROOT / "configs" / "model" / f"{name}.gin").read_text()
+    for title, count in zip(("total", "active per token"), PUBLISHED[name], strict=True):
+        assert re.search(rf"{title} +([\d,]+)", text).group(1) == f"{count:,}" and f"{count:,}" in header
 
 
 @pytest.mark.parametrize("name", sorted(DEEPSPEED))

@@ -21,15 +21,19 @@ from moe_jax.routers import RouterInputs, build_router
 
 GREEDY = Sampling(temperature=0)
 SWIGLU = {"activation": "swiglu", "positions": "rotary", "moe_every": 1}
+PLAIN = {"norm": "rms", "attention_bias": False, "ffn_bias": False, "tied_head": False, **SWIGLU}
+QWEN = {**PLAIN, "kv_heads": 2, "head_dim": 6, "qk_norm": "head", "moe_every": 2}
+OLMOE = {**PLAIN, "qk_norm": "width", "rotary_base": 1e6, "rotary_factor": 4.0}
 # name: (mesh, changes of the model, of the layer)
 CASES = {
     "1 device": ({"expert": 1}, {}, {}),
-    "EP x ESP x MP": ({"expert": 2, "expert_shard": 2, "model": 2, "data": 2}, {}, {"capacity_factor": 1.0}),
-    "EP 4, MP 4, s2": ({"expert": 4, "expert_shard": 2, "model": 4}, SWIGLU, {"schedule": "s2", "shared_experts": 1}),
+    "EP x ESP x MP": ({"expert": 2, "expert_shard": 2, "model": 2, "data": 2}, QWEN, {"capacity_factor": 1.0}),
+    "EP 4, MP 4, s2": ({"expert": 4, "expert_shard": 2, "model": 4}, OLMOE, {"schedule": "s2", "shared_experts": 1}),
     "EP 8": ({"expert": 8}, SWIGLU, {"schedule": "s1", "router": "sigmoid_bias"}),
     "EP 2": ({"expert": 2}, {}, {"schedule": "pairwise", "transport": "ppermute"}),
     "MP 4": ({"expert": 2, "data": 2, "model": 4}, {}, {"schedule": "ring", "top_k": 3}),
     "ESP 4": ({"expert_shard": 4, "expert": 1}, SWIGLU, {"schedule": "deepspeed", "router": "switch", "top_k": 1}),
+    "coordinated": ({"expert": 4, "expert_shard": 2, "model": 2}, QWEN, {"schedule": "s1", "transport": "coordinated"}),
     "two_level": ({"expert": 4, "model": 2, "devices_per_node": 2}, {}, {"schedule": "s1", "transport": "two_level"}),
 }
 ALWAYS = ("1 device", "EP x ESP x MP", "EP 4, MP 4, s2")
@@ -178,3 +182,22 @@ def test_bad_sampling_and_files_are_refused(tmp_path):
             read_prompt_ids(file)
     file.write_text("[[1, 2], [3]]")
     assert read_prompt_ids(file) == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("planner", "quantize"), [("balanced", "none"), pytest.param("eplb", "int8", marks=pytest.mark.slow)]
+)
+def test_replicas_of_hot_experts_change_no_text(planner, quantize, float64):
+    """Planned from the experts that prompts took; every token still finds its expert, on homes that moved too."""
+    config, moe = configs({"gate_noise": 0.0}, activation="swiglu")
+    generator, _ = build(config, moe, {"expert": 4, "data": 2}, quantize=quantize)
+    before = generator.generate(PROMPTS, 6, GREEDY, experts=True)
+    (placement,) = generator.replicate(before.experts, planner, replica_slots=2).values()
+    assert len(placement.replicas) > 0
+    rows = generator.params["bank"]["w_in"].shape[0]
+    assert rows == 4 * config.moe_layers * (2 + np.bincount(placement.replicas[:, 2]).max())
+    after = generator.generate(PROMPTS, 6, GREEDY, experts=True)
+    assert after.token_ids == before.token_ids
+    assert all((a == b).all() for a, b in zip(after.experts, before.experts, strict=True))
+    with pytest.raises(UserError, match="planner"):
+        generator.replicate(before.experts, "hecate")

@@ -6,6 +6,7 @@ import sys
 
 import jax
 import pytest
+from support.ports import free_port
 from support.tiny_run import finish, run_here, start
 
 from moe_jax.errors import UserError
@@ -90,6 +91,24 @@ def test_command_writes_json_and_refuses(workdir, many, tmp_path):
     assert text == f"{want.text[0]}\n---\n{want.text[1]}\n"
     code, _, errors = finish(empty)
     assert code == 2 and errors.strip().splitlines()[-1].startswith("error: prompt 0 is empty")
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(workdir, many, tmp_path):
+    ids, out, port = tmp_path / "ids.json", tmp_path / "out.json", free_port()
+    ids.write_text("[[49, 50], [55]]")
+    job = [
+        start(
+            [sys.executable, "-m", "moe_jax.generate", f"--workdir={workdir}", "--host_devices=2", "--num_processes=2",
+             f"--process_id={index}", f"--coordinator=127.0.0.1:{port}", f"--prompt_ids={ids}", "--max_new_tokens=5",
+             "--temperature=0", f"--out={out}"]
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    (code, text, errors), (other, quiet, more) = map(finish, job)
+    assert (code, other) == (0, 0), errors + more
+    assert text and not quiet
+    assert json.loads(out.read_text())["token_ids"] == many.generate([[49, 50], [55]], 5, GREEDY).token_ids
 
 
 def test_command_needs_a_folder_and_one_kind_of_prompt():

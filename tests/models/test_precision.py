@@ -61,6 +61,15 @@ CASES = {
     "ring": Case({"expert": 8}, layer={"schedule": "ring"}),
     "shared_mp2": Case({"expert": 8, "model": 2}, layer={"schedule": "s1", "shared_experts": 1, "residual": "learned"}),
     "dp_zero3": Case({"data": 8, "expert": 1}, layer={"schedule": "dp"}, zero=3),
+    "parts_of_published_models_mp2": Case(
+        {"expert": 8, "model": 2},
+        {
+            "kv_heads": 2, "qk_norm": "width", "norm": "rms", "tied_head": False, "ffn_bias": False, "moe_every": 2,
+            "positions": "rotary", "activation": "swiglu",
+        },
+        {"schedule": "s1"},
+        zero=3,
+    ),
     "replicas_flat": Case({"expert": 8}, {"remat": "block"}, by_node=False),
     "replicas_by_node_prefetch": Case({"expert": 8}, {"prefetch": "hecate"}, by_node=True),
     "replicas_flat_prefetch": Case({"expert": 8}, {"prefetch": "pro_prophet", "stack": "unrolled"}, by_node=False),
@@ -75,6 +84,7 @@ EXCUSED = {
     ("", "carry", ""): PASSES,
     ("", "psum_invariant", "attention"): PARTIAL,
     ("", "psum_invariant", "shared_experts"): PARTIAL,
+    ("", "psum_invariant", "feed_forward"): PARTIAL,
     ("", "reduce_scatter", "attention"): PARTIAL,
     ("", "reduce_scatter", "feed_forward"): PARTIAL,
     ("deepspeed_mp2_esp2", "psum_invariant", "combine"): PARTIAL,
@@ -178,14 +188,18 @@ def relative(got, want):
 
 
 LIMIT = 0.015  # of a leaf's norm; the worst leaf of `deepspeed`, positions, has 0.0107
+LIMIT_QK_NORM = 0.02  # scales of queries' and keys' norms: few numbers, each a sum of gradients that nearly cancel
 
 
-@pytest.mark.parametrize("name", [pytest.param("deepspeed", marks=pytest.mark.slow), "replicas_flat"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("deepspeed", marks=pytest.mark.slow), "parts_of_published_models_mp2", "replicas_flat"]
+)
 def test_every_leaf_in_bfloat16_is_near_float32(name):
     want = gradients(CASES[name], "float32")
     got = gradients(CASES[name], "bfloat16")
     errors = {leaf: relative(got[leaf], want[leaf]) for leaf in want}
-    assert not {leaf: error for leaf, error in errors.items() if error > LIMIT}
+    limits = {leaf: LIMIT_QK_NORM if "q_norm" in leaf or "k_norm" in leaf else LIMIT for leaf in errors}
+    assert not {leaf: error for leaf, error in errors.items() if error > limits[leaf]}
 
 
 @pytest.mark.parametrize("by_node", [False, True])

@@ -9,9 +9,11 @@ import pytest
 from flax import nnx
 
 from moe_jax.models import ModelConfig, reference
+from moe_jax.models.attention import attend
 from moe_jax.models.cross_entropy import chunked_cross_entropy, token_losses
 from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.transformer import Attention, FeedForward, LayerNorm, attend, rotate
+from moe_jax.models.norms import LayerNorm
+from moe_jax.models.transformer import Attention, FeedForward, rotate
 
 BATCH, LENGTH, DIM, HEADS = 2, 6, 8, 4
 
@@ -66,7 +68,7 @@ def test_layer_norm_equals_reference():
         norm = LayerNorm(DIM, jnp.float64)
         params = random_params(norm)
         got = nnx.merge(nnx.split(norm)[0], params)(tokens())
-        assert_close(got, reference.layer_norm(tokens(), params))
+        assert_close(got, reference.normalize(tokens(), params, config_of()))
 
 
 def test_rotate_by_hand():
@@ -80,7 +82,7 @@ def test_rotate_equals_reference_and_knows_distances_only():
     with jax.enable_x64(True):
         q, k = np.random.default_rng(0).normal(size=(2, 1, LENGTH, 3, 8))
         positions = jnp.arange(LENGTH, dtype=jnp.int32)
-        assert_close(rotate(q, positions), reference.rotary(q))
+        assert_close(rotate(q, positions), reference.rotary(q, config_of()))
 
         def scores(shift):
             return jnp.einsum("bqhd,bkhd->bhqk", rotate(q, positions + shift), rotate(k, positions + shift))
@@ -135,10 +137,11 @@ def test_attend_float32_equals_float64():
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_feed_forward_equals_reference(activation):
     with jax.enable_x64(True):
-        feed_forward = FeedForward(config_of(activation=activation), nnx.Rngs(0))
+        config = config_of(activation=activation)
+        feed_forward = FeedForward(config, nnx.Rngs(0))
         params = random_params(feed_forward)
         got = jax.jit(functools.partial(call, feed_forward))(params, tokens())
-        assert_close(got, reference.feed_forward(tokens(), params))
+        assert_close(got, reference.feed_forward(tokens(), params, config))
 
 
 @pytest.mark.parametrize("module_class", [Attention, FeedForward])

@@ -29,7 +29,8 @@ def moe_config(**changes):
 def skew(params, routing):
     """Tilt the gates: 'one_hot' sends every first choice to expert 3, 'zero' leaves experts 0-3 without a token."""
     gate = params["dense"]["units"]["gate"]
-    gate["norm"]["bias"] = jnp.ones_like(gate["norm"]["bias"])
+    if "bias" in gate["norm"]:
+        gate["norm"]["bias"] = jnp.ones_like(gate["norm"]["bias"])
     w = gate["w_gate"]
     if routing == "one_hot":
         gate["w_gate"] = w.at[:, :, 3].add(5.0)
