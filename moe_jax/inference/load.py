@@ -1,7 +1,7 @@
 """From a run folder to a model that generates: config, mesh, parameters of a checkpoint, tokenizer, end of text.
 
 Inputs: a run folder, and the mesh to run on. Outputs: a `Generator`. Parameters are read under any mesh, whatever the
-run trained on; experts are kept in the compute dtype.
+run trained on; matrices are kept in the compute dtype.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from moe_jax.observe import RunFolder
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import padded_vocabulary
 
+MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out")  # of attention, dense FFN and shared experts
 TOKENIZER = "tokenizer.json"
 END_FILES = ("generation_config.json", "config.json")  # of Hugging Face, as a conversion leaves them in a run folder
 
@@ -134,7 +135,7 @@ def _step(checkpoints: Checkpointer, folder: RunFolder, wanted: int | None) -> i
 
 
 def _restore(checkpoints: Checkpointer, step: int, model: LanguageModel, part: str) -> dict:
-    """Return the parameters on the devices, each its own part; the bank in the compute dtype."""
+    """Return the parameters on the devices, each its own part, as `in_compute_dtype` leaves them."""
     mesh, specs = model.roles.mesh, model.layout().params
     shardings = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, PartitionSpec)
@@ -146,18 +147,26 @@ def _restore(checkpoints: Checkpointer, step: int, model: LanguageModel, part: s
     )
     homes = joined({segment.name: even_placement(model, segment).home for segment in model.expert_segments})
     params = checkpoints.restore_params(step, abstract, homes, part)
-    return {"dense": params["dense"], "bank": _cast(params["bank"], model.config.dtype)}
+    return in_compute_dtype(params, model.config.dtype)
 
 
-def _cast(bank: dict, dtype: str) -> dict:
-    def one(leaf):
-        if leaf.dtype == dtype:
+def in_compute_dtype(params: dict, dtype: str) -> dict:
+    """Return parameters whose experts and matrices of blocks are in the compute dtype, as every step would cast them.
+
+    Norms, gates, biases and embeddings stay as trained: they are read in their own dtype. Arrays that are cast are
+    deleted one by one.
+    """
+
+    def one(path, leaf):
+        keys = [entry.key for entry in path]
+        is_matrix = keys[0] == "bank" or "gate" not in keys[:-1] and keys[-1] in MATRICES
+        if leaf.dtype == dtype or not is_matrix:
             return leaf
         cast = jax.block_until_ready(jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=leaf.sharding)(leaf))
         leaf.delete()  # not two banks at once
         return cast
 
-    return jax.tree.map(one, bank)
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def _end_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -43,6 +43,15 @@ def test_load_reads_a_run_on_another_mesh(workdir, many):
     load(workdir, MeshConfig(expert=1), averaged=True, step=3, devices=jax.devices()[:1])
 
 
+def test_matrices_are_kept_in_the_compute_dtype(workdir):
+    """bfloat16 halves them, and norms, gates and embeddings stay float32; text is read off as ever."""
+    one = load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1], bindings=["ModelConfig.dtype = 'bfloat16'"])
+    dtypes = {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(one.params)}
+    assert {dtypes["['bank']['w_in']"], dtypes["['dense']['units']['attention']['out']"]} == {"bfloat16"}
+    assert {dtypes["['dense']['units']['gate']['w_gate']"], dtypes["['dense']['norm']['scale']"]} == {"float32"}
+    assert len(one.generate(["12 apples"], 3, GREEDY).token_ids[0]) == 3
+
+
 def test_end_ids_come_from_the_converted_files(workdir):
     (workdir / "config.json").write_text('{"eos_token_id": 7}')
     assert load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1]).end_ids == (7,)
