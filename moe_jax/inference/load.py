@@ -158,15 +158,19 @@ def in_compute_dtype(params: dict, dtype: str) -> dict:
     """
 
     def one(path, leaf):
-        keys = [entry.key for entry in path]
-        is_matrix = keys[0] == "bank" or "gate" not in keys[:-1] and keys[-1] in MATRICES
-        if leaf.dtype == dtype or not is_matrix:
+        if leaf.dtype == dtype or not is_matrix(path):
             return leaf
         cast = jax.block_until_ready(jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=leaf.sharding)(leaf))
         leaf.delete()  # not two banks at once
         return cast
 
     return jax.tree_util.tree_map_with_path(one, params)
+
+
+def is_matrix(path) -> bool:
+    """Say whether the leaf at a key path of {'dense', 'bank'} is an expert's or a block's matrix."""
+    keys = [entry.key for entry in path]
+    return keys[0] == "bank" or "gate" not in keys[:-1] and keys[-1] in MATRICES
 
 
 def _end_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
