@@ -20,12 +20,13 @@ from jax import lax
 from moe_jax.collectives.replicated import join_parts, own_part
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import local
-from moe_jax.inference.cache import attend_cached, attend_prompt
+from moe_jax.inference.cache import Entry, attend_cached, store_prompts, store_tokens
 from moe_jax.inference.int8 import with_int8
 from moe_jax.inference.real_tokens import RealTokens
 from moe_jax.inference.transport import settle_transport
 from moe_jax.mesh.roles import Roles
 from moe_jax.models import LanguageModel
+from moe_jax.models.attention import attend
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.param_dtype_gradients import in_dtype, project
 from moe_jax.models.segments import Segment, part_of
@@ -45,6 +46,7 @@ def make_forward(
 ) -> Callable:
     """Return forward(dense, bank, tables, cache, ids, positions, real) -> (x, table, cache, {segment: choices}).
 
+    Of whole prompts `cache` is int T, the tokens that the cache to be made has room for.
     ids, positions int32 [b, Sq], real bool [b, Sq]; x [b, Sq, M]; table [V, M] gives logits; choices int32 [L, t', K]
     of the tokens that this device owns, -1 for padding, t' as `whole_tokens` says over the MP group.
 
@@ -61,7 +63,7 @@ def make_forward(
         segment: _make_layer(segment, model.roles_of(segment), rows * length, shapes[segment.name], quantize)
         for segment in model.expert_segments
     }
-    loops = {segment: _make_loop(segment, layers.get(segment), group, fresh) for segment in model.segments}
+    loops = {segment: _make_loop(segment, layers.get(segment), group) for segment in model.segments}
 
     def forward(dense, bank, tables, cache, ids, positions, real):
         tables = local(tables)
@@ -71,7 +73,9 @@ def make_forward(
         for segment, loop in loops.items():
             units = part_of(dense["units"], segment, model.segments)
             own = [model.own_part(tree, segment) if segment.has_experts else None for tree in (bank, tables)]
-            x, kept[segment.name], choices = loop(x, units, *own, cache[segment.name], positions, real)
+            held = None if fresh else cache[segment.name]
+            x, new, choices = loop(x, units, *own, held, positions, real)
+            kept[segment.name] = store_prompts(new, cache) if fresh else store_tokens(held, new, positions[:, 0])
             if choices is not None:
                 found[segment.name] = cast_varying(choices, model.roles.all)
         with jax.named_scope("logits"):
@@ -80,39 +84,40 @@ def make_forward(
     return forward
 
 
-def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, fresh: bool) -> Callable:
-    """Return loop(x, units, bank, tables, cache, positions, real) -> (x, cache, choices [L, t', K] or None)."""
+def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup) -> Callable:
+    """Return loop(x, units, bank, tables, cache or None, positions, real) -> (x, new, choices [L, t', K] or None).
+
+    Without a cache the tokens are whole prompts. new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh].
+    """
     config = segment.config
     graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
 
     def loop(x, units, bank, tables, cache, positions, real):
-        def body(carry, inputs):
-            x, kept = carry[0], dict(carry[1])
-            params, here, index = inputs
-            unit = nnx.merge(graph, params)
+        def body(x, inputs):
+            params, here, held = inputs
+            unit, new = nnx.merge(graph, params), {}
 
             def run(name, x):
                 def mix(q, k, v):
-                    if fresh:
-                        mixed, kept[name] = attend_prompt(kept[name], index, q, k, v, config.attention)
-                    else:
-                        mixed, kept[name] = attend_cached(kept[name], index, q, k, v, positions[:, 0])
-                    return mixed
+                    new[name] = k, v
+                    if held is None:
+                        return attend(q, k, v, True, config.attention)
+                    return attend_cached(Entry(*held[name]), q, k, v, positions[:, 0])
 
                 return getattr(unit, name)(x, group, positions, mix)
 
             x = unit.attend(x, group, run)
             if layer is None:
-                return (x, kept), None
+                return x, (new, None)
             with jax.named_scope("moe"):
                 normed, beside = unit.enter_moe(x, group)
                 y, choices = layer(normed, real.reshape(-1), unit.gate.router_params(), bank, here)
                 y = add_shared(y, *beside)
-            return (x + y.reshape(x.shape), kept), choices
+            return x + y.reshape(x.shape), (new, choices)
 
-        inputs = units, tables, jnp.arange(segment.units, dtype=jnp.int32)
-        (x, cache), choices = lax.scan(body, (x, cache), inputs)
-        return x, cache, choices
+        pairs = None if cache is None else {name: (entry.keys, entry.values) for name, entry in cache.items()}
+        x, (new, choices) = lax.scan(body, x, (units, tables, pairs))
+        return x, new, choices
 
     return loop
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.collectives.replicated import join_parts, own_part
 from moe_jax.dispatch.route import record
-from moe_jax.inference.cache import cache_specs, empty_cache
+from moe_jax.inference.cache import cache_specs
 from moe_jax.inference.forward import logits_of, make_forward, whole_tokens
 from moe_jax.inference.sampling import choose_tokens
 from moe_jax.models import LanguageModel
@@ -35,7 +35,7 @@ class State:
     """Of B sequences between two tokens.
 
     Attributes:
-      cache: `empty_cache`'s, of all tokens but the last one.
+      cache: of all tokens but the last one.
       ids: int32 [B], the last token of each; positions: int32 [B], where it stands.
       live: bool [B], whether another token is to come; left: int32 [B], how many at most.
       keys: uint32 [B, 3], of `prompt_keys`.
@@ -128,9 +128,8 @@ def make_prefill(
     def body(params, tables, prompts, lengths, left, keys, knobs):
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], prompts.shape)
         real = positions < lengths[:, None]
-        cache = empty_cache(model, rows, held)
         x, table, cache, choices = forward(
-            params["dense"], params["bank"], tables, cache, jnp.where(real, prompts, 0), positions, real
+            params["dense"], params["bank"], tables, held, jnp.where(real, prompts, 0), positions, real
         )
         last = jnp.maximum(lengths - 1, 0)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
@@ -175,8 +174,7 @@ def make_score(model: LanguageModel, parameters: Parameters, rows: int, length: 
     def body(params, tables, inputs, targets, lengths):
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], inputs.shape)
         real = positions < lengths[:, None]
-        cache = empty_cache(model, rows, length)
-        x, table, *_ = forward(params["dense"], params["bank"], tables, cache, inputs, positions, real)
+        x, table, *_ = forward(params["dense"], params["bank"], tables, length, inputs, positions, real)
         flat = (array.reshape((rows * length,) + array.shape[2:]) for array in (x, targets, real))
         x, targets, real = (own_part(array, roles.model) for array in _padded(flat, roles.size(roles.model)))
         total = chunked_cross_entropy(x, table, targets, real.astype(x.dtype), model.config.loss_chunk)
