@@ -112,14 +112,17 @@ def build_model(config: RunConfig, devices: Sequence, tokenizer: Tokenizer | Non
 
 
 def find_tokenizer(config: RunConfig, folder: Path) -> Tokenizer | None:
-    """Return the run's tokenizer, that of its folder where its own path is gone; None where neither is there."""
-    named = config.data.tokenizer
-    if named != "byte" and not os.path.exists(os.path.expanduser(named)):
-        inside = folder / TOKENIZER
-        if not inside.exists():
-            return None
-        return build_tokenizer(dataclasses.replace(config.data, tokenizer=str(inside)))
-    return build_tokenizer(config.data)
+    """Return the run's tokenizer, that of its folder where its own path is gone; None where neither is there.
+
+    A conversion of a checkpoint without a tokenizer leaves 'byte' in the config; its vocabulary is not that of bytes.
+    """
+    named, inside = config.data.tokenizer, folder / TOKENIZER
+    if named == "byte":
+        converted = config.model.vocab_size > 0 and (folder / END_FILES[-1]).exists()
+        return None if converted else build_tokenizer(config.data)
+    if os.path.exists(os.path.expanduser(named)):
+        return build_tokenizer(config.data)
+    return build_tokenizer(dataclasses.replace(config.data, tokenizer=str(inside))) if inside.exists() else None
 
 
 def _step(checkpoints: Checkpointer, folder: RunFolder, wanted: int | None) -> int:
