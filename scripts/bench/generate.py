@@ -27,6 +27,7 @@ _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 64, "Tokens of a prompt."
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "Tokens that follow each.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds.")
 _MODELLED = flags.DEFINE_string("modelled", "", "Cluster file, such as configs/cluster/h200.gin.")
+_LATENCIES = flags.DEFINE_list("latencies", [], "With --modelled: assumed seconds of a message, in a node and across.")
 _HELD_OUT = flags.DEFINE_integer("held_out_windows", 0, "Windows of held-out text; 0 = times are measured.")
 _QUANTIZE = flags.DEFINE_string("quantize", "none", "Experts' weights: 'none' or 'int8'.")
 
@@ -105,12 +106,15 @@ def print_modelled():
     from moe_jax.cluster.all_to_all import KINDS, all_to_all_seconds
 
     cluster = read_cluster(_MODELLED.value)
+    if _LATENCIES.value:
+        inside, across = map(float, _LATENCIES.value)
+        cluster = dataclasses.replace(cluster, intra_latency=inside, inter_latency=across)
     rows, row = 2, 2048 * 2
     print(f"us of one exchange, {rows} rows of {row} bytes from each device, on {cluster.name}\n")
     print("| devices | tensor slicing | " + " | ".join(KINDS) + " |")
     print("|---|---|---|---|---|")
     for devices in (8, 16, 32, 64, 128, 256):
-        for slicing in (1, 8):
+        for slicing in (1, min(8, cluster.need("devices_per_node", "the table"))):
             sized = dataclasses.replace(cluster, nodes=max(1, devices // cluster.need("devices_per_node", "the table")))
             seconds = all_to_all_seconds(sized, devices, slicing, float(rows * row * slicing))
             shown = " | ".join(f"{seconds[kind] * 1e6:.1f}" for kind in KINDS)

@@ -10,9 +10,13 @@ import pytest
 from support.ports import free_port
 from support.tiny_run import finish, run_here, start
 
+from moe_jax.config.run_config import RunConfig
+from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.inference import Sampling, load
+from moe_jax.inference.load import find_tokenizer
 from moe_jax.mesh import MeshConfig
+from moe_jax.models import ModelConfig
 
 GREEDY = Sampling(temperature=0)
 
@@ -62,6 +66,18 @@ def test_bfloat16_decodes_what_it_would_compute_anew(workdir):
 def kept(logits, result):
     logits.append(np.asarray(result[1].logits, np.float32)[0, :258])
     return result
+
+
+def test_find_tokenizer_looks_beside_the_run(tmp_path):
+    """A path that is gone is looked for in the run folder; a conversion without a tokenizer has none."""
+
+    def found(tokenizer, vocab_size=0):
+        model = ModelConfig(vocab_size=vocab_size)
+        return find_tokenizer(RunConfig(data=DataConfig(tokenizer=tokenizer), model=model), tmp_path)
+
+    assert found("byte").name == "byte" and found(str(tmp_path / "gone.json")) is None
+    (tmp_path / "config.json").write_text("{}")
+    assert found("byte", 512) is None and found("byte").name == "byte"
 
 
 def test_end_ids_come_from_the_converted_files(workdir):
