@@ -19,6 +19,10 @@ from moe_jax.mesh import MeshConfig
 from moe_jax.models import ModelConfig
 
 GREEDY = Sampling(temperature=0)
+BFLOAT16 = [
+    "ModelConfig.dtype = 'bfloat16'",
+    "MoEConfig.top_k = 8",
+]  # all experts, so that no rounding changes a choice
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def test_load_reads_a_run_on_another_mesh(workdir, many):
 
 def test_bfloat16_decodes_what_it_would_compute_anew(workdir):
     """Matrices are kept in the compute dtype, the rest in float32; cached and recomputed logits differ by roundings."""
-    one = load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1], bindings=["ModelConfig.dtype = 'bfloat16'"])
+    one = load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1], bindings=BFLOAT16)
     dtypes = {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(one.params)}
     assert {dtypes["['bank']['w_in']"], dtypes["['dense']['units']['attention']['out']"]} == {"bfloat16"}
     assert {dtypes["['dense']['units']['gate']['w_gate']"], dtypes["['dense']['norm']['scale']"]} == {"float32"}
@@ -60,7 +64,7 @@ def test_bfloat16_decodes_what_it_would_compute_anew(workdir):
     (prompt,), (new,) = made.prompt_ids, made.token_ids
     decoded, size = logits[2], np.max(np.abs(logits[2]))
     one.generate([[*prompt, *new[:2]]], 1, GREEDY)
-    assert 0 < np.max(np.abs(logits[-1] - decoded)) < 0.05 * size
+    assert np.max(np.abs(logits[-1] - decoded)) < 0.05 * size
 
 
 def kept(logits, result):
