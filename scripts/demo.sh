@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Train the demo: a GPT-MoE over 8 CPU devices on the sources of Python's standard library; ends with pictures.
+# Train the demo: a GPT-MoE over 8 CPU devices on the sources of Python's standard library; ends with pictures and with
+# a few lines that the trained model writes.
 #
 #   bash scripts/demo.sh                              first run: makes .venv and installs; then trains
 #   bash scripts/demo.sh --gin_bindings='train.steps = 40' --workdir=runs/short
@@ -11,4 +12,15 @@ cd "$(dirname "$0")/.."
 
 venv=${MOE_JAX_VENV:-.venv}
 make_environment "$venv"
-exec "$venv/bin/python" -m moe_jax.train --gin_file=configs/run/demo.gin --workdir=runs/demo --host_devices=8 "$@"
+workdir=runs/demo before=
+for word in "$@"; do
+  case "$word" in --workdir=*) workdir=${word#*=} ;; esac
+  case "$before" in --workdir) workdir=$word ;; esac
+  before=$word
+done
+"$venv/bin/python" -m moe_jax.train --gin_file=configs/run/demo.gin --workdir=runs/demo --host_devices=8 "$@"
+if [ -d "$workdir/checkpoints" ]; then
+  echo "the model goes on from 'def ' and 'import ':"
+  "$venv/bin/python" -m moe_jax.generate --workdir="$workdir" --host_devices=8 --prompt='def ' --prompt='import ' \
+    --max_new_tokens=80 --temperature=0.7 --top_p=0.95
+fi

@@ -18,7 +18,8 @@ PACKAGE = ROOT / "moe_jax"
 
 # package -> the packages right below it, from the top down; one may import these and all that lie below them
 BELOW = {
-    "entry points": ("training", "calibration", "replay", "huggingface"),
+    "entry points": ("inference", "calibration", "replay", "huggingface"),
+    "inference": ("training",),
     "huggingface": ("training",),
     "training": ("replan", "observe", "inspection", "distributed"),
     "replan": ("config",),

@@ -31,6 +31,7 @@ SMALL_RUN = tuple(f"--gin_bindings={binding}" for binding in TINY)
 RUN = {
     "python -m moe_jax.train --gin_file=runs/mine/config.gin": (),  # of the run below
     "--dry_run": (),
+    "python -m moe_jax.generate": ("--max_new_tokens=2",),  # of that run too
     "--workdir=runs/mine ": SMALL_RUN,
     "python -m moe_jax.train --gin_file": ("--dry_run",),  # the same program without its steps
     "python -m moe_jax.data.train_tokenizer": (),

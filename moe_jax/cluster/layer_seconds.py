@@ -64,10 +64,12 @@ def layer_seconds(
     Raises:
       UserError: the cluster lacks a fit; it names the fit and `requested_by`.
     """
-    forward, backward = layer_transfers(schedule, shape, gather)
-    ways = [[_carried(transfer, transport) for transfer in way] for way in (forward, backward)]
+    if transport == "coordinated":  # of other collectives, not one of its own
+        ways = layer_transfers(schedule, shape, gather, transport)
+    else:
+        ways = [[_carried(move, transport) for move in way] for way in layer_transfers(schedule, shape, gather)]
     moving = sum(transfer_seconds(way, shape, cluster, item, requested_by) for way in ways)
-    moving += transfer_seconds(index_transfers(schedule, shape), shape, cluster, 4, requested_by)
+    moving += transfer_seconds(index_transfers(schedule, shape, transport=transport), shape, cluster, 4, requested_by)
     work = formulas_of(schedule).work(shape)
     row = shape.model_dim * item
     alone = LayerSeconds(
@@ -138,5 +140,6 @@ def transfer_fit(transfer: Transfer, shape: LayerShape) -> str:
         "pairwise_ring": (shape.groups, both // shape.groups),
         # an MP group's EP members stand N_ESP apart; calibrations time neighbours
         "model_expert": (shape.mp_size // shape.esp_size, 1),
+        "expert_across": (shape.ep_size // max(1, shape.mp_size // shape.esp_size), max(shape.mp_size, shape.esp_size)),
     }[transfer.group]
     return strided_name(transfer.collective, size, stride)

@@ -117,7 +117,9 @@ def layer_transfers(
     return _carried(forward, shape, transport, local), _carried(backward, shape, transport, local)
 
 
-def index_transfers(schedule: str, shape: LayerShape, most_passes: int = 1) -> list[Transfer]:
+def index_transfers(
+    schedule: str, shape: LayerShape, most_passes: int = 1, transport: str = "all_to_all"
+) -> list[Transfer]:
     """Return the transfers of int32 in one layer and pass; they have no backward.
 
     These are what the schedule itself sends ahead of its rows and, once per layer where there may be several passes,
@@ -125,13 +127,16 @@ def index_transfers(schedule: str, shape: LayerShape, most_passes: int = 1) -> l
     """
     out = formulas_of(schedule).indices(shape)
     flag = [Transfer("all_reduce", "all", 1)] if most_passes > 1 else []
+    if transport == "coordinated":  # counts travel as the rows do
+        out = [part for transfer in out for part in _by_place(transfer, shape)]
     return _present(out, shape) + flag
 
 
 def _group_sizes(shape: LayerShape) -> dict[str, int]:
     sizes = {"model": shape.mp_size, "expert": shape.ep_size, "expert_shard": shape.esp_size}
     both = shape.ep_size * shape.esp_size
-    sizes |= {_BOTH: both, "model_expert": shape.mp_size // shape.esp_size}
+    spanned = max(1, shape.mp_size // shape.esp_size)  # EP members of an MP group
+    sizes |= {_BOTH: both, "model_expert": spanned, "expert_across": shape.ep_size // spanned}
     sizes |= {"node": shape.members_in_node * shape.esp_size, "expert_node": shape.members_in_node}
     return {**sizes, _GROUP: both // shape.groups, _RING: shape.groups}
 
@@ -146,6 +151,8 @@ def _carried(transfers: list[Transfer], shape: LayerShape, transport: str, local
     """Replace each all-to-all by what its transport makes of it: rounds of messages between two devices."""
     if transport in ("all_to_all", "ragged"):
         return transfers
+    if transport == "coordinated":
+        return _present([part for transfer in transfers for part in _by_place(transfer, shape)], shape)
     out = []
     for transfer in transfers:
         if transfer.collective != "all_to_all":
@@ -157,6 +164,21 @@ def _carried(transfers: list[Transfer], shape: LayerShape, transport: str, local
         for level in levels:
             rounds = Transfer("permute", transfer.group, transfer.elements // level, (level - 1) * transfer.calls)
             out += [rounds] if level > 1 else []
+    return out
+
+
+def _by_place(transfer: Transfer, shape: LayerShape) -> list[Transfer]:
+    """Return what an all-to-all over EP and ESP is under 'coordinated': 1 / Ns of it over EP, and ESP's part of it.
+
+    Every other call, those that bring rows home, has a reduce-scatter over the shards instead of an all-gather.
+    """
+    if transfer.collective != "all_to_all" or transfer.group not in (_BOTH, "node", "expert_shard"):
+        return [transfer]
+    among = {_BOTH: ("expert_across", "model_expert"), "node": ("expert_node",), "expert_shard": ()}[transfer.group]
+    out = [Transfer("all_to_all", group, transfer.elements // shape.esp_size, transfer.calls) for group in among]
+    there, back = (transfer.calls + 1) // 2, transfer.calls // 2
+    for collective, calls in (("all_gather", there), ("reduce_scatter", back)):
+        out += [Transfer(collective, "expert_shard", transfer.elements, calls)] if calls else []
     return out
 
 

@@ -1,4 +1,4 @@
-"""The all-to-all family: four ways to hand block p of an array to device p of a group.
+"""The all-to-all family: ways to hand block p of an array to device p of a group.
 
 Inputs: x [P, c, ...], block p for device p, c rows each. Outputs: [P, c, ...], block p from device p. It is its own
 transpose, and every transport defines it so, so forward and backward move the same bytes in the same way.
@@ -8,6 +8,8 @@ transpose, and every transport defines it so, so forward and backward move the s
     two_level    first within the node, then across nodes: fewer and larger messages on the slow links
     ragged       only the rows in use, no padding; GPU only. There are reports of wrong gradients and hangs, so it is
                  opt-in, and the first step compares its gradients with the padded ones
+    coordinated  among devices of equal place in their groups, then inside them; no exchange of one group but of EP and
+                 ESP groups together, so it is built in schedules/coordinated_group.py and not here
 
 Letters: docs/notation.md; here P devices of the group at hand.
 """
@@ -25,7 +27,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.errors import UserError
 
-TRANSPORTS = ("all_to_all", "ppermute", "two_level", "ragged")
+TRANSPORTS = ("all_to_all", "ppermute", "two_level", "ragged", "coordinated")
 
 Exchange = Callable[..., jax.Array]
 
@@ -48,6 +50,11 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int, 
     """
     if transport not in TRANSPORTS:
         raise UserError(f"MoEConfig.transport ({transport!r}) must be one of {', '.join(TRANSPORTS)}")
+    if transport == "coordinated":
+        raise UserError(
+            "MoEConfig.transport ('coordinated') is a way of the schedules s1 and s2; set MoEConfig.schedule = 's1', "
+            "or another transport"
+        )
     if transport == "two_level" and size % local:
         raise UserError(
             f"MoEConfig.transport ('two_level') needs groups that fill whole nodes; {size} devices exchange rows and "

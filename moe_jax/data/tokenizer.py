@@ -1,7 +1,7 @@
 """Between text and token ids: the byte tokenizer, and any Hugging Face tokenizer.json.
 
 Inputs: text. Outputs: 1-d int32 ids below `vocab_size`. `encode` never adds an end or a mask: the cache puts `end_id`
-after each document, and only masked-language-model inputs ever hold `mask_id`.
+after each document, and only masked-language-model inputs ever hold `mask_id`; `encode_prompt` adds what the file says.
 """
 
 import hashlib
@@ -43,6 +43,10 @@ class Tokenizer(Protocol):
         """Return the ids of each text, as `encode` would."""
         ...
 
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Return the ids of a prompt: those of `encode`, with the special tokens that the file puts around a text."""
+        ...
+
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids; end and mask show as `<|end|>` and `<|mask|>` or by their name in the file."""
         ...
@@ -65,6 +69,9 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        return self.encode(text)
 
     def decode(self, ids: np.ndarray) -> str:
         marks = {self.end_id: b"<|end|>", self.mask_id: b"<|mask|>"}
@@ -125,6 +132,9 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         fast = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
         return [np.array(item.ids, np.int32) for item in fast(list(texts), add_special_tokens=False)]
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text).ids, np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
         parts, run = [], []

@@ -9,6 +9,8 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -32,15 +34,16 @@ def rotate(x, positions, base: float = 10000.0, factor: float = 1.0):
     """Rotate pairs of features (i, i + Dh / 2) by position / factor * base^(-2 i / Dh). Source: RoFormer.
 
     Args:
-      x: [b, Sq, H, Dh]; positions: int32 [Sq].
+      x: [b, Sq, H, Dh]; positions: int32 [Sq] or [b, Sq].
     """
     half = x.shape[-1] // 2
     acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
     frequency = base ** (-jnp.arange(half, dtype=acc_dtype) / half)
     if factor != 1:
         frequency = frequency / factor
-    angle = positions.astype(acc_dtype)[:, None, None] * frequency[None, None]  # [Sq, 1, half]
-    cos, sin = jnp.cos(angle)[None], jnp.sin(angle)[None]
+    positions = positions.reshape(-1, x.shape[1])
+    angle = positions.astype(acc_dtype)[:, :, None, None] * frequency[None, None, None]  # [1 or b, Sq, 1, half]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = x[..., :half].astype(acc_dtype), x[..., half:].astype(acc_dtype)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -70,15 +73,21 @@ class Attention(nnx.Module):
         if config.attention_bias:
             self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
 
-    def __call__(self, x, group: ModelGroup):
-        """Return the residual branch, of the shape of x; `group` gathers and sums over the MP group."""
+    def __call__(self, x, group: ModelGroup, positions=None, mix=None):
+        """Return the residual branch, of the shape of x; `group` gathers and sums over the MP group.
+
+        Args:
+          positions: int32 [Sq] or [b, Sq], of the tokens in their sequences; None counts from 0.
+          mix: (q, k, v) -> mixed values [b, Sq, H, Dh], attention to more than these tokens; None attends among them.
+        """
         config = self.config
         with jax.named_scope("attention"):
             q, k, v = self.queries_keys_values(x, group)
             if config.positions == "rotary":
-                positions = jnp.arange(q.shape[1], dtype=jnp.int32)
+                positions = jnp.arange(q.shape[1], dtype=jnp.int32) if positions is None else positions
                 q, k = (rotate(array, positions, config.rotary_base, config.rotary_factor) for array in (q, k))
-            return self.leave(attend(q, k, v, config.kind == "gpt", config.attention), group)
+            mixed = attend(q, k, v, config.kind == "gpt", config.attention) if mix is None else mix(q, k, v)
+            return self.leave(mixed, group)
 
     def queries_keys_values(self, x, group: ModelGroup):
         """Return q [b, Sq, H, Dh], k and v [b, Sq, Hkv, Dh] of this device's heads, before their positions."""
@@ -176,12 +185,18 @@ class Unit(nnx.Module):
         if self.has_shared:
             self.shared = SharedExperts(config, moe, rngs, depth)
 
-    def attend(self, x, group: ModelGroup):
-        """Run what precedes the MoE layer, or the whole unit where it has none; x keeps its shape."""
+    def attend(self, x, group: ModelGroup, run: Callable | None = None):
+        """Run what precedes the MoE layer, or the whole unit where it has none; x keeps its shape.
+
+        Args:
+          run: (name of an attention of this unit, x) -> its residual branch, for a caller that keeps keys and values;
+            None calls it.
+        """
+        run = run or (lambda name, x: getattr(self, name)(x, group))
         if self.has_dense:
-            x = x + self.dense_attention(x, group)
+            x = x + run("dense_attention", x)
             x = x + self.dense(x, group)
-        return x + self.attention(x, group) if self.has_experts else x
+        return x + run("attention", x) if self.has_experts else x
 
     def enter_moe(self, x, group: ModelGroup):
         """Return (normed tokens [t, M] or [t / N_MP, M], what `add_shared` takes beside the routed experts' result)."""
@@ -206,15 +221,21 @@ class Embedding(nnx.Module):
         """Return the output head [V, M]: logits are its products with the last norm's results."""
         return (self.tokens if self.tied_head else self.head)[...]
 
-    def __call__(self, token_ids, dtype, group: ModelGroup):
+    def __call__(self, token_ids, dtype, group: ModelGroup, positions=None):
         """Embed int32 [b, Sq]: [b, Sq, M], or this device's [t / N_MP, M] where the group splits its tokens.
 
         Rows are read and added as parameters and cast then, so that gradients are summed in the parameters' dtype.
+
+        Args:
+          positions: int32 [b, Sq], of the tokens in their sequences, where the group does not split them; None counts
+            from 0.
         """
         length = token_ids.shape[1]
         x = self.tokens[...][group.own_tokens(token_ids)]
         if self.learned:
             table = self.positions[...]
+            if positions is not None:
+                return (x + table[positions]).astype(dtype)
             x = x + (table[group.positions(length)] if group.split else table[None, :length])
         return x.astype(dtype)
 

@@ -19,7 +19,9 @@ class MoEConfig(RouterConfig):
       aux_loss_weight: weight of the load-balancing loss.
       z_loss_weight: weight of the squared log-partition loss of the gate.
       schedule: how the layer moves bytes; a name of `moe_jax.schedules`.
-      transport: how rows travel in an exchange: 'all_to_all', 'ppermute', 'two_level' or 'ragged'.
+      transport: how rows travel in an exchange: 'all_to_all', 'ppermute', 'two_level', 'ragged', or with the schedules
+        s1 and s2 'coordinated', among devices of equal place in their groups (DeepSpeed-MoE); generation also takes
+        'auto', the shortest by `cluster`.
       pairwise_groups: groups of the schedule 'pairwise'; 0 makes one of the expert-parallel devices of each node.
       gather: how the schedule 's2' returns: 'saa' (all-to-all and all-gather at the same time), 'aas' (in turn), or
         'auto', the one that `cluster` finds shorter; without it 'aas' (a modelled step of 61.9 ms, not 73.7:

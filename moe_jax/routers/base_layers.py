@@ -52,6 +52,7 @@ class Base(Unbalanced, RouterBase):
     """Assign tokens evenly."""
 
     ignores = ("routed_scale", "renormalize", "drop")
+    by_token = False
 
     @classmethod
     def check(cls, config):

@@ -92,6 +92,8 @@ class Router(typing.Protocol):
     """Whether training takes a key."""
     replays: typing.ClassVar[bool]
     """Whether it can take choices that were made before."""
+    by_token: typing.ClassVar[bool]
+    """Whether a token's choices depend on that token alone, where no capacity drops them."""
 
     def leaves(self, model_dim: int) -> dict[str, tuple[int, ...]]:
         """Return {name: shape} of what this router keeps in the model's gate beside w_gate; all start at zero."""
@@ -139,6 +141,7 @@ class RouterBase:
       ignores: options that routers have in common and this one does not read; a model none of whose routers reads one
         that is bound is refused (`check_knobs`).
       replays: whether the router can take choices that were made before.
+      by_token: whether a token's choices depend on that token alone, where no capacity drops them; generation needs it.
       balances: the values of `MoEConfig.balance_over` under which its balance loss can be formed.
     """
 
@@ -146,6 +149,7 @@ class RouterBase:
     in_groups: typing.ClassVar[bool] = False
     ignores: typing.ClassVar[tuple[str, ...]] = ()
     replays: typing.ClassVar[bool] = False
+    by_token: typing.ClassVar[bool] = True
     balances: typing.ClassVar[tuple[str, ...]] = ("batch",)
 
     def __init__(self, config: typing.Any, place: RouterPlace | None = None):

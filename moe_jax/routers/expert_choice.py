@@ -37,6 +37,7 @@ class ExpertChoice(Unbalanced, TopK):
     in_groups = False
     ignores = ("routed_scale", "renormalize", "drop", "min_capacity")
     replays = False
+    by_token = False
     balances = ("batch",)
 
     def __init__(self, config, place: RouterPlace | None = None):

@@ -20,6 +20,7 @@ class ForcedBalance(TopK):
 
     in_groups = False
     replays = False
+    by_token = False
 
     def pick(self, probs, inputs):
         config, token_ids = self.config, inputs.token_ids

@@ -57,6 +57,7 @@ class Topology(TopK):
     in_groups = False
     ignores = ("routed_scale",)
     replays = False
+    by_token = False
 
     @classmethod
     def check(cls, config):

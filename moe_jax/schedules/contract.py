@@ -170,6 +170,11 @@ class ScheduleOptions:
             raise UserError(f"MoEConfig.gather ({self.gather!r}) must be 'auto', 'saa' or 'aas'")
         if self.transport not in TRANSPORTS:
             raise UserError(f"MoEConfig.transport ({self.transport!r}) must be one of {', '.join(TRANSPORTS)}")
+        if self.transport == "coordinated" and self.gather == "saa":
+            raise UserError(
+                "MoEConfig.gather ('saa') cannot be used with MoEConfig.transport = 'coordinated', which returns rows "
+                "by a reduce-scatter before its exchange; set MoEConfig.gather = 'auto'"
+            )
         if self.pairwise_groups < 0:
             raise UserError(f"MoEConfig.pairwise_groups ({self.pairwise_groups}) must be 0 (by topology) or positive")
 

@@ -13,6 +13,7 @@ from moe_jax.collectives.replicated import own_part
 from moe_jax.dispatch import destinations, pack, passes_of, permute_tokens, route, unpermute_tokens
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
+from moe_jax.schedules.choose_group import choose_group
 from moe_jax.schedules.contract import (
     LayerSizes,
     Packed,
@@ -23,7 +24,7 @@ from moe_jax.schedules.contract import (
     own_bucket_rows,
     register,
 )
-from moe_jax.schedules.expert_group import build_expert_group, from_groups, grouping_of, member, to_groups
+from moe_jax.schedules.expert_group import from_groups, grouping_of, member, to_groups
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed
 
@@ -35,7 +36,7 @@ class ExpertParallel(StagedSchedule):
     def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         self.roles, self.options = roles, options
         self.sizes = sizes.split(roles.size(roles.model))
-        self.group = build_expert_group(roles, options.transport)
+        self.group = choose_group(roles, options.transport)
         self.layout = layout_of(roles, own_bucket_rows(sizes, roles), options.transport)
         self.passes = self.sizes.passes(self.layout.rows.far)
 

@@ -40,6 +40,7 @@ from moe_jax.dispatch import (
     unpermute_tokens,
 )
 from moe_jax.mesh.roles import Roles
+from moe_jax.schedules.choose_group import choose_group
 from moe_jax.schedules.contract import (
     LayerSizes,
     Packed,
@@ -51,7 +52,6 @@ from moe_jax.schedules.contract import (
 )
 from moe_jax.schedules.expert_group import (
     ExpertGroup,
-    build_expert_group,
     cut,
     from_groups,
     grouping_of,
@@ -136,7 +136,7 @@ class PauseAfterGate(StagedSchedule):
     def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
         self.roles, self.sizes, self.options = roles, sizes, options
         self.mp_size = roles.size(roles.model)
-        self.group = build_expert_group(roles, options.transport)
+        self.group = choose_group(roles, options.transport)
         self.layout = layout_of(roles, whole_bucket_rows(sizes, roles), options.transport)
         self.passes = sizes.passes(self.layout.rows.far)
         self.move = _Move(self.group, roles, self.layout, _gather_finder(roles, self.layout, options))

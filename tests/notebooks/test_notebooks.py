@@ -69,3 +69,14 @@ def test_moe_layer(tmp_path):
         before, after = float(words[0]), float(words[2])
         assert after < 0.8 * before, text
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+
+
+def test_generate(tmp_path):
+    """The loss falls, every token has its experts, and equal prompts are continued as drawn."""
+    notebook = execute(ROOT / "scripts" / "notebooks" / "generate.ipynb", tmp_path)
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    losses = next(row for row in text.splitlines() if row.startswith("held-out loss")).split()
+    assert float(losses[4]) < 0.75 * float(losses[2]), text
+    assert "experts of each token, [tokens, layers, K]: (51, 2, 2)" in text and "greedy: '" in text
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1

@@ -47,6 +47,9 @@ CASES += [(schedule, (2, 2), {"tokens": "split"}) for schedule in SCHEDULES]
 THREE = {"rows": BucketRows(own=24, node=16, far=8)}
 CASES += [(schedule, pair, THREE) for schedule in SCHEDULES if schedule != "ring" for pair in ((1, 1), (2, 2))]
 CASES += [("s1", (1, 2), THREE | {"transport": "two_level"}), ("s1", (1, 2), THREE | {"transport": "ppermute"})]
+PLACE = {"transport": "coordinated"}
+CASES += [("s1", pair, PLACE) for pair in ((1, 2), (2, 2), (4, 2))] + [("s2", (2, 2), PLACE | {"gather": "aas"})]
+CASES += [("s1", (1, 2), THREE | PLACE)]
 CASES += [("s2", (2, 2), THREE | {"gather": "aas"}), ("deepspeed", (2, 2), THREE | {"transport": "ppermute"})]
 
 
@@ -117,6 +120,7 @@ def formula(transfers, is_float, roles, inside=1):
         "expert_shard": roles.expert_shard,
         "expert+expert_shard": roles.expert + roles.expert_shard,
         "model_expert": tuple(axis for axis in roles.model if axis in roles.expert),
+        "expert_across": tuple(axis for axis in roles.expert if axis not in roles.model),
         "all": roles.all,
     }
     out = collections.Counter()
@@ -150,7 +154,8 @@ def test_program_moves_what_the_formula_says(case, monkeypatch):
     two_level, three = options.get("transport") == "two_level", options.pop("rows", None)
     nodes = 4 if two_level or three else 0
     roles = build_mesh(MeshConfig(expert_shard=pair[1], model=pair[0], devices_per_node=nodes), jax.devices())
-    config = moe_config(schedule, **WIDE, **{"gather": "saa", **options})
+    gather = "aas" if options.get("transport") == "coordinated" else "saa"
+    config = moe_config(schedule, **WIDE, **{"gather": gather, **options})
     if three:
         plan = plan_of(roles, three)
         monkeypatch.setattr(LayerSizes, "most_passes", lambda sizes, rows: 1)
@@ -162,7 +167,7 @@ def test_program_moves_what_the_formula_says(case, monkeypatch):
     forward, backward = layer_transfers(schedule, shape, **how)
     lowered = lower(config, roles, split, plan)
     seen_forward, seen_both = (collectives(program, roles, {ROUNDS}) for program in lowered)
-    integers = formula(index_transfers(schedule, shape), False, roles)
+    integers = formula(index_transfers(schedule, shape, transport=config.transport), False, roles)
     inside = shape.ep_size * shape.esp_size // shape.groups
     assert seen_forward == formula(forward, True, roles, inside) + integers
     # gradients of replicated parameters are summed over the devices that hold them: no term of the layer's

@@ -1,0 +1,158 @@
+"""`python -m moe_jax.generate`: continue prompts with the model of a run folder.
+
+    python -m moe_jax.generate --workdir=runs/demo --prompt='def main(' --max_new_tokens=64 --host_devices=8
+
+Text streams to the terminal; several prompts follow one another, each when it has ended. With --out a JSON file gets
+{"prompt_ids", "token_ids", "text", "stopped"}, a list of each with an entry per prompt. The mesh is the run's own
+unless bindings say otherwise, such as --gin_bindings='MeshConfig.model = 2'. Several processes are started as
+those of moe_jax.train. Exit codes: 0, 2 a user's mistake, 4 a process of the job that was lost.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from absl import flags, logging
+
+from moe_jax.config.command_line import parse_flags
+from moe_jax.errors import HostLostError, UserError
+
+_WORKDIR = flags.DEFINE_string("workdir", "", "Run folder whose newest checkpoint generates.")
+_STEP = flags.DEFINE_integer("step", None, "Another checkpoint of it, by its step.")
+_AVERAGED = flags.DEFINE_bool("averaged", False, "Take the moving average of its parameters.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "Text to continue; may repeat.")
+_PROMPT_IDS = flags.DEFINE_string("prompt_ids", "", "JSON file with a list of lists of token ids to continue.")
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "New tokens of each prompt at most.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Logits are divided by it; 0 takes the most probable token.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Draw among the most probable tokens, so many; 0 = all.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw among the most probable tokens that sum to this probability; 1 = all.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
+_IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on past the end of a text.")
+_QUANTIZE = flags.DEFINE_enum("quantize", "none", ["none", "int8"], "How the experts' weights are kept.")
+_OUT = flags.DEFINE_string("out", "", "JSON file for prompts and continuations.")
+_GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Wins over the run's config; may repeat.")
+_HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port where process 0 listens; for several processes.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, from 0; that one prints and writes.")
+_JOB_TOKEN = flags.DEFINE_string("job_token", None, "Secret of the job; or MOE_JAX_JOB_TOKEN in the environment.")
+
+
+class Printer:
+    """Print continuations while they come: that of the first prompt that has not ended, then of the next."""
+
+    def __init__(self, prompts: int, decode):
+        self._ids: list[list[int]] = [[] for _ in range(prompts)]
+        self._decode, self._printed = decode, ""
+
+    def token(self, index: int, token_id: int) -> None:
+        """Take up a token; of the first prompt it is printed at once."""
+        self._ids[index].append(token_id)
+        if index == 0:
+            self._show(0, last=False)
+
+    def finish(self) -> None:
+        """Print what is left."""
+        for index in range(len(self._ids)):
+            if index:
+                print("\n---", flush=True)
+                self._printed = ""
+            self._show(index, last=True)
+        print(flush=True)
+
+    def _show(self, index: int, last: bool) -> None:
+        text = self._decode(self._ids[index])
+        stable = text if last else text.rstrip("\ufffd")  # bytes of a character that is not whole yet
+        if stable.startswith(self._printed):
+            print(stable[len(self._printed) :], end="", flush=True)
+            self._printed = stable
+
+
+def command(argv: list[str]) -> int:
+    """Carry out the command line and return the exit code 0; errors are raised."""
+    parse_flags(argv, "moe_jax.generate", "prompt")
+    logging.set_verbosity(logging.WARNING)
+    if not _WORKDIR.value:
+        raise UserError("--workdir is needed: the folder of a run that has trained, such as --workdir=runs/demo")
+    if bool(_PROMPT.value) == bool(_PROMPT_IDS.value):
+        raise UserError("give either --prompt (text, may repeat) or --prompt_ids (a JSON file of id lists)")
+    from moe_jax.distributed.hosts import HostsConfig, start_hosts
+    from moe_jax.inference import Sampling
+    from moe_jax.inference.prompts import read_prompt_ids
+    from moe_jax.mesh.host_devices import set_up_devices
+
+    sampling = Sampling(
+        temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value, seed=_SEED.value
+    )  # before a model is read
+    prompts = read_prompt_ids(_PROMPT_IDS.value) if _PROMPT_IDS.value else _PROMPT.value
+    set_up_devices(_HOST_DEVICES.value)
+    hosts_config = HostsConfig(
+        coordinator=_COORDINATOR.value,
+        num_processes=_NUM_PROCESSES.value,
+        process_id=_PROCESS_ID.value,
+        job_token=_JOB_TOKEN.value,
+    )
+    with start_hosts(hosts_config) as hosts:
+        generate(prompts, sampling, hosts)
+    return 0
+
+
+def generate(prompts, sampling, hosts) -> None:
+    """Load the model that the flags name, print what becomes of the prompts, and write --out."""
+    import jax
+
+    from moe_jax.inference import load
+    from moe_jax.inference.load import run_config
+
+    config, bindings = run_config(_WORKDIR.value, _GIN_BINDINGS.value), list(_GIN_BINDINGS.value)
+    if config.model.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    if not config.mesh.devices_per_node:
+        bindings.append(f"MeshConfig.devices_per_node = {hosts.node_size(jax.devices())}")
+    generator = load(
+        _WORKDIR.value, step=_STEP.value, averaged=_AVERAGED.value, bindings=bindings, quantize=_QUANTIZE.value
+    )
+    ends = () if _IGNORE_EOS.value else generator.end_ids
+
+    def shown(ids):
+        return " ".join(map(str, ids)) if generator.tokenizer is None else generator.text_of(ids, ends)
+
+    printer = Printer(len(prompts), shown) if hosts.is_main else None
+    found = generator.generate(
+        prompts,
+        _MAX_NEW_TOKENS.value,
+        sampling,
+        ignore_eos=_IGNORE_EOS.value,
+        on_token=None if printer is None else printer.token,
+    )
+    if printer is not None:
+        printer.finish()
+        if _OUT.value:
+            write_json(_OUT.value, found.as_json())
+
+
+def write_json(path: str, record: dict) -> None:
+    """Write a JSON file; a UserError where that cannot be done."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(record, file)
+            file.write("\n")
+    except OSError as error:
+        raise UserError(
+            f"--out={path} cannot be written ({error.strerror}); name a file in a folder that exists"
+        ) from error
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and no traceback."""
+    codes = {UserError: 2, HostLostError: 4}
+    try:
+        sys.exit(command(sys.argv))
+    except tuple(codes) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(next(code for kind, code in codes.items() if isinstance(error, kind)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""Text from trained models: `load` a run, then `generate`. See README.md for the contract."""
+
+from moe_jax.inference.generator import Generated, Generator
+from moe_jax.inference.load import load
+from moe_jax.inference.sampling import Sampling
+
+__all__ = ["Generated", "Generator", "Sampling", "load"]

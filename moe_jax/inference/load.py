@@ -1,0 +1,191 @@
+"""From a run folder to a model that generates: config, mesh, parameters of a checkpoint, tokenizer, end of text.
+
+Inputs: a run folder, and the mesh to run on. Outputs: a `Generator`. Parameters are read under any mesh, whatever the
+run trained on; matrices are kept in the compute dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from moe_jax.config import parse_run_config
+from moe_jax.config.run_config import RunConfig
+from moe_jax.data import Tokenizer, build_tokenizer
+from moe_jax.errors import UserError
+from moe_jax.inference.config import inference_configs
+from moe_jax.inference.generator import Generator
+from moe_jax.inference.replicas import even_placement
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models import LanguageModel
+from moe_jax.models.attention import resolve_attention
+from moe_jax.models.segments import expert_counts, joined
+from moe_jax.observe import RunFolder
+from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.feed import padded_vocabulary
+
+MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out")  # of attention, dense FFN and shared experts
+TOKENIZER = "tokenizer.json"
+END_FILES = ("generation_config.json", "config.json")  # of Hugging Face, as a conversion leaves them in a run folder
+
+
+def load(
+    workdir: str | os.PathLike[str], mesh: MeshConfig | None = None, *, step: int | None = None, averaged: bool = False,
+    bindings: Sequence[str] = (), devices: Sequence | None = None, quantize: str = "none",
+) -> Generator:  # fmt: skip
+    """Return a finished or running run's model, ready to generate.
+
+    Args:
+      workdir: the run folder.
+      mesh: group sizes to run on; None takes the run's own, which must make the number of devices.
+      step: of a checkpoint; None is the newest.
+      averaged: take the moving average of the parameters.
+      bindings: lines 'Name.field = value' that win over the run's config, such as MoEConfig.schedule.
+      devices: to run on; None takes all.
+      quantize: 'int8' keeps the experts' weights so, for a small change of the loss (`int8.py`).
+
+    Raises:
+      UserError: no such run or checkpoint, a model that cannot generate, or a mesh that does not fit it.
+    """
+    config, folder = run_config(workdir, bindings), RunFolder(workdir, create=False)
+    if mesh is not None:
+        config = dataclasses.replace(config, mesh=mesh)
+    checkpoints = Checkpointer(folder.checkpoints, keep=1)
+    try:
+        step = _step(checkpoints, folder, step)
+        if averaged and not checkpoints.has_ema(step):
+            raise UserError(
+                f"the checkpoint of step {step} of {folder.path} holds no averaged parameters; leave --averaged out, "
+                "or train with train.ema_decay"
+            )
+        tokenizer = find_tokenizer(config, folder.path)
+        model = build_model(config, jax.devices() if devices is None else list(devices), tokenizer)
+        params = _restore(checkpoints, step, model, "ema" if averaged else "params")
+    finally:
+        checkpoints.close()
+    vocabulary = model.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.vocab_size)
+    return Generator(
+        model, params, tokenizer=tokenizer, end_ids=_end_ids(folder.path, tokenizer), vocabulary=vocabulary,
+        quantize=quantize,
+    )  # fmt: skip
+
+
+def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) -> RunConfig:
+    """Return the config of a run folder; `bindings` win over it.
+
+    Raises:
+      UserError: there is no such run.
+    """
+    folder = RunFolder(workdir, create=False)
+    if not folder.config.exists():
+        raise UserError(f"run folder {folder.path} holds no config.gin; give the --workdir of a run that has trained")
+    return parse_run_config([str(folder.config)], bindings)[0]
+
+
+def build_model(config: RunConfig, devices: Sequence, tokenizer: Tokenizer | None) -> LanguageModel:
+    """Return the model of a run on a mesh of `devices`, as it generates; nothing is allocated.
+
+    Raises:
+      UserError: as `load` does.
+    """
+    model, moe = inference_configs(config.model, config.moe)
+    roles = build_mesh(config.mesh, devices, expert_counts(model, moe))
+    if tokenizer is None and not model.vocab_size:
+        raise UserError(
+            f"DataConfig.tokenizer ({config.data.tokenizer!r}) is not there, and only it says how many ids the "
+            f"vocabulary has; put it back, or bind ModelConfig.vocab_size"
+        )
+    return LanguageModel(
+        config=resolve_attention(model, roles.mesh.devices.flat[0]),
+        moe=moe,
+        vocab_size=model.vocab_size or padded_vocabulary(tokenizer, model),
+        roles=roles,
+        zero_stage=0,
+        expert_zero_stage=0,
+    )
+
+
+def find_tokenizer(config: RunConfig, folder: Path) -> Tokenizer | None:
+    """Return the run's tokenizer, that of its folder where its own path is gone; None where neither is there.
+
+    A conversion of a checkpoint without a tokenizer leaves 'byte' in the config; its vocabulary is not that of bytes.
+    """
+    named, inside = config.data.tokenizer, folder / TOKENIZER
+    if named == "byte":
+        converted = config.model.vocab_size > 0 and (folder / END_FILES[-1]).exists()
+        return None if converted else build_tokenizer(config.data)
+    if os.path.exists(os.path.expanduser(named)):
+        return build_tokenizer(config.data)
+    return build_tokenizer(dataclasses.replace(config.data, tokenizer=str(inside))) if inside.exists() else None
+
+
+def _step(checkpoints: Checkpointer, folder: RunFolder, wanted: int | None) -> int:
+    steps = checkpoints.steps()
+    if not steps:
+        raise UserError(f"run folder {folder.path} has no finished checkpoint; train first, with the same --workdir")
+    if wanted is not None and wanted not in steps:
+        raise UserError(
+            f"run folder {folder.path} has no checkpoint of step {wanted}, only of {', '.join(map(str, steps))}; take "
+            "one of these"
+        )
+    return steps[-1] if wanted is None else wanted
+
+
+def _restore(checkpoints: Checkpointer, step: int, model: LanguageModel, part: str) -> dict:
+    """Return the parameters on the devices, each its own part, as `in_compute_dtype` leaves them."""
+    mesh, specs = model.roles.mesh, model.layout().params
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, PartitionSpec)
+    )
+    abstract = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        model.shapes(),
+        shardings,
+    )
+    homes = joined({segment.name: even_placement(model, segment).home for segment in model.expert_segments})
+    params = checkpoints.restore_params(step, abstract, homes, part)
+    return in_compute_dtype(params, model.config.dtype)
+
+
+def in_compute_dtype(params: dict, dtype: str) -> dict:
+    """Return parameters whose experts and matrices of blocks are in the compute dtype, as every step would cast them.
+
+    Norms, gates, biases and embeddings stay as trained: they are read in their own dtype. Arrays that are cast are
+    deleted one by one.
+    """
+
+    def one(path, leaf):
+        if leaf.dtype == dtype or not is_matrix(path):
+            return leaf
+        cast = jax.block_until_ready(jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=leaf.sharding)(leaf))
+        leaf.delete()  # not two banks at once
+        return cast
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def is_matrix(path) -> bool:
+    """Say whether the leaf at a key path of {'dense', 'bank'} is an expert's or a block's matrix."""
+    keys = [entry.key for entry in path]
+    return keys[0] == "bank" or "gate" not in keys[:-1] and keys[-1] in MATRICES
+
+
+def _end_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the ids that end a text: of generation_config.json, else of config.json, else the tokenizer's."""
+    for name in END_FILES:
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"cannot read {path} ({error}); put back the file that the conversion wrote") from error
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (int(found),)
+    return () if tokenizer is None else (tokenizer.end_id,)

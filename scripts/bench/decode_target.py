@@ -1,0 +1,138 @@
+"""Compile one decode step for GPUs that are described only, and compare its modelled time with the floor.
+
+What it says: a token cannot be decoded faster than the weights that its batch activates are read: the floor is the
+bytes of them on the fullest device (blocks, output head, and the experts that can be chosen at most) over the memory
+bandwidth. The rest is collectives, launches and attention. Needs the CUDA wheels (BUILD.md), no GPU. Run it as
+
+    python scripts/bench/decode_target.py --target=h200:1x8 --gin_file=configs/model/mixtral_8x7b.gin \
+        --gin_bindings='MeshConfig.expert_shard = 8' --gin_bindings='MeshConfig.model = 8'
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+from absl import app, flags
+
+_GIN_FILES = flags.DEFINE_multi_string("gin_file", ["configs/model/mixtral_8x7b.gin"], "Config file.")
+_GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding.")
+_TARGET = flags.DEFINE_string("target", "h200:1x8", "DEVICE:NODESxDEVICES.")
+_BATCH = flags.DEFINE_integer("batch", 1, "Sequences of each data-parallel group.")
+_HELD = flags.DEFINE_integer("held", 4096, "Tokens that the cache has room for.")
+_OUT = flags.DEFINE_string("out", "", "File for the compiled program.")
+
+
+def abstract(tree, specs, mesh):
+    """Return arrays or their shapes as ShapeDtypeStructs with places on the mesh."""
+    import jax
+
+    def one(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    return jax.tree.map(one, tree, specs)
+
+
+def lower(config, devices):
+    """Return (model, its parameters' shapes, the lowered decode step)."""
+    import jax
+    import numpy as np
+
+    from moe_jax.inference.cache import Entry, attentions_of
+    from moe_jax.inference.load import build_model, is_matrix
+    from moe_jax.inference.programs import Knobs, Parameters, State, make_decode, state_specs, tables_specs
+    from moe_jax.inference.replicas import even_placement, reside
+    from moe_jax.models.segments import joined
+
+    model = build_model(config, devices, None)
+    mesh, specs, segments = model.roles.mesh, model.layout().params, model.expert_segments
+    residence = {segment.name: reside(even_placement(model, segment)) for segment in segments}
+    shapes = {name: found.shape for name, found in residence.items()}
+    decode = make_decode(model, Parameters(specs, shapes), model.vocab_size, _BATCH.value, (True, 0, False))
+    rows = _BATCH.value * model.roles.size(model.roles.dense)
+
+    def entry(segment):
+        sizes = (segment.units, rows, segment.config.key_value_heads, _HELD.value, segment.config.head_size)
+        array = jax.ShapeDtypeStruct(sizes, segment.config.dtype)
+        return {name: Entry(array, array) for name in attentions_of(segment)}
+
+    ints = jax.ShapeDtypeStruct((rows,), np.int32)
+    state = State(
+        cache={segment.name: entry(segment) for segment in model.segments}, ids=ints, positions=ints,
+        live=jax.ShapeDtypeStruct((rows,), bool), left=ints, keys=jax.ShapeDtypeStruct((rows, 3), np.uint32),
+    )  # fmt: skip
+    none = jax.sharding.PartitionSpec()
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    knobs = Knobs(scalar, scalar, jax.ShapeDtypeStruct((8,), np.int32))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, config.model.dtype if is_matrix(path) else leaf.dtype),
+        model.shapes(),
+    )
+    tables = joined({name: found.tables for name, found in residence.items()})
+    where = tables_specs(model)
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, where)),
+        tables,
+    )
+    arguments = abstract(params, specs, mesh), placed, abstract(state, state_specs(model), mesh)
+    return model, params, decode.lower(*arguments, abstract(knobs, Knobs(none, none, none), mesh))
+
+
+def floor_bytes(model, params) -> float:
+    """Return the bytes of weights that one device reads at least for one token of a sequence of each of its rows."""
+    import jax
+
+    specs = model.layout().params
+    roles, total = model.roles, 0.0
+
+    def parts(spec):
+        entries = ((entry,) if isinstance(entry, str) else entry for entry in spec if entry)
+        return roles.size(tuple(axis for entry in entries for axis in entry))
+
+    for (path, leaf), spec in zip(
+        jax.tree.leaves_with_path(params),
+        jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, jax.sharding.PartitionSpec)),
+        strict=True,
+    ):
+        name, held = jax.tree_util.keystr(path), leaf.size * leaf.dtype.itemsize / parts(spec)
+        if "embedding" in name:
+            held = held / roles.size(roles.model) if "head" in name or model.config.tied_head else 0.0
+        if "['bank']" in name:
+            moe = model.expert_segments[0].moe
+            here = moe.num_experts // roles.size(roles.expert)
+            held *= min(here, moe.top_k * _BATCH.value) / here
+        total += held
+    return total
+
+
+def main(_):
+    from moe_jax import compile_ahead, inspection
+    from moe_jax.config import parse_run_config
+
+    target = inspection.parse_target(_TARGET.value)
+    compile_ahead.prepare_process()
+    config = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0]
+    config = compile_ahead.on_target(config, target)
+    model, params, lowered = lower(config, compile_ahead.described_devices(target))
+    started = time.monotonic()
+    text = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"}).as_text()
+    if _OUT.value:
+        with open(_OUT.value, "w", encoding="utf-8") as file:
+            file.write(text)
+    timeline = inspection.play(inspection.parse_module(text), target, inspection.Model())
+    read = floor_bytes(model, params)
+    floor = read / target.memory_bandwidth
+    record = {
+        "target": _TARGET.value, "batch": _BATCH.value, "modelled_seconds": timeline.seconds, "floor_seconds": floor,
+        "floor_bytes": read, "ratio": timeline.seconds / floor, "compile_seconds": time.monotonic() - started,
+        "exposed_seconds": sum(flight.exposed for flight in timeline.flights.values()),
+        "matmul_seconds": timeline.matmul_seconds, "compute_seconds": timeline.compute_seconds,
+        "unknown_loops": sorted(timeline.unknown_loops), "unknown_calls": timeline.unknown_calls,
+    }  # fmt: skip
+    for (part, scope), seconds in sorted(timeline.by_scope.items(), key=lambda item: -item[1])[:12]:
+        print(f"{seconds * 1e6:9.1f} us  {part}  {scope}")
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,203 @@
+"""Generated text follows the one-device reference, which computes every position anew: on any mesh, in any company."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.equality_cases import VOCAB
+from support.generation_cases import PROMPTS, build, configs, reference_of
+
+from moe_jax.errors import UserError
+from moe_jax.inference import Sampling
+from moe_jax.inference.config import inference_configs
+from moe_jax.inference.prompts import check_prompts, read_prompt_ids, to_ids
+from moe_jax.inference.real_tokens import RealTokens
+from moe_jax.inference.sampling import choose_tokens, prompt_keys
+from moe_jax.models import ModelConfig
+from moe_jax.moe import MoEConfig
+from moe_jax.routers import RouterInputs, build_router
+
+GREEDY = Sampling(temperature=0)
+SWIGLU = {"activation": "swiglu", "positions": "rotary", "moe_every": 1}
+PLAIN = {"norm": "rms", "attention_bias": False, "ffn_bias": False, "tied_head": False, **SWIGLU}
+QWEN = {**PLAIN, "kv_heads": 2, "head_dim": 6, "qk_norm": "head", "moe_every": 2}
+OLMOE = {**PLAIN, "qk_norm": "width", "rotary_base": 1e6, "rotary_factor": 4.0}
+# name: (mesh, changes of the model, of the layer)
+CASES = {
+    "1 device": ({"expert": 1}, {}, {}),
+    "EP x ESP x MP": ({"expert": 2, "expert_shard": 2, "model": 2, "data": 2}, QWEN, {"capacity_factor": 1.0}),
+    "EP 4, MP 4, s2": ({"expert": 4, "expert_shard": 2, "model": 4}, OLMOE, {"schedule": "s2", "shared_experts": 1}),
+    "EP 8": ({"expert": 8}, SWIGLU, {"schedule": "s1", "router": "sigmoid_bias"}),
+    "EP 2": ({"expert": 2}, {}, {"schedule": "pairwise", "transport": "ppermute"}),
+    "MP 4": ({"expert": 2, "data": 2, "model": 4}, {}, {"schedule": "ring", "top_k": 3}),
+    "ESP 4": ({"expert_shard": 4, "expert": 1}, SWIGLU, {"schedule": "deepspeed", "router": "switch", "top_k": 1}),
+    "coordinated": ({"expert": 4, "expert_shard": 2, "model": 2}, QWEN, {"schedule": "s1", "transport": "coordinated"}),
+    "two_level": ({"expert": 4, "model": 2, "devices_per_node": 2}, {}, {"schedule": "s1", "transport": "two_level"}),
+}
+ALWAYS = ("1 device", "EP x ESP x MP", "EP 4, MP 4, s2")
+
+
+@pytest.fixture
+def float64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.parametrize(
+    "case", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_greedy_text_and_logits_equal_the_reference(case, float64):
+    """Ragged prompts, fewer than devices; logits of prefill and of every decoded token to 1e-10."""
+    mesh, changes, layer = CASES[case]
+    layer = {"gate_noise": 0.1, **layer} if layer.get("router") != "sigmoid_bias" else {"gate_noise": 0.0, **layer}
+    config, moe = configs(layer, **changes)
+    generator, params = build(config, moe, mesh, end_ids=())
+    logits = []
+    program = generator.program
+    generator.program = lambda *key: lambda *inputs: _kept(logits, program(*key)(*inputs))
+    found = generator.generate(PROMPTS, 6, GREEDY, experts=True)
+    assert [len(new) for new in found.token_ids] == [6, 6, 6] and set(found.stopped) == {"max_new_tokens"}
+    if "router" in layer:
+        return  # the reference routes by topk; the text is compared with one device's below
+    for row, (prompt, new) in enumerate(zip(PROMPTS, found.token_ids, strict=True)):
+        want = reference_of(params, config, moe, prompt, new)
+        np.testing.assert_array_equal(np.argmax(want, axis=-1), new)
+        got = jax.nn.log_softmax(np.stack([step[row] for step in logits[:6]]), axis=-1)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
+        assert found.experts[row].shape == (len(prompt) + 5, config.moe_layers, moe.top_k)
+        assert (found.experts[row] >= 0).all()
+
+
+def _kept(logits, result):
+    logits.append(np.asarray(result[1].logits))
+    return result
+
+
+def test_text_does_not_depend_on_its_company_and_ends(float64):
+    """Draws of a prompt are equal alone and in a batch, on one device and on four; an end stops only its own prompt."""
+    config, moe = configs()
+    one, _ = build(config, moe, {"expert": 1})
+    four, _ = build(config, moe, {"expert": 2, "expert_shard": 2, "model": 2})
+    drawn = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=3)
+    alone = [one.generate([prompt], 7, drawn).token_ids[0] for prompt in PROMPTS]
+    *together, again = one.generate([*PROMPTS, PROMPTS[0]], 7, drawn).token_ids
+    assert together == alone == four.generate(PROMPTS, 7, drawn).token_ids
+    assert again != alone[0]  # the second of two equal prompts has draws of its own
+    assert one.generate([PROMPTS[0]], 7, dataclasses.replace(drawn, seed=4)).token_ids[0] != alone[0]
+
+    end = alone[1][2]
+    one.end_ids = (end,)
+    ended = one.generate(PROMPTS, 7, drawn)
+    for whole, new, stopped in zip(alone, ended.token_ids, ended.stopped, strict=True):
+        cut = whole[: whole.index(end) + 1] if end in whole else whole
+        assert (new, stopped) == (cut, "end" if end in whole else "max_new_tokens")
+    assert one.generate(PROMPTS, 7, drawn, ignore_eos=True).token_ids == alone
+    # the model has 32 positions; the last token needs none
+    full = one.generate([list(range(1, 31))], 7, drawn, ignore_eos=True)
+    assert len(full.token_ids[0]) == 3 and full.stopped == ["max_length"]
+    # rounded sizes are shared: of 1 and of 4 rows, and for 1 row one of 32 positions
+    assert sorted(key[:4] for key in one._programs) == [
+        ("decode", 1, (False, 20, True)), ("decode", 4, (False, 20, True)),
+        ("prefill", 1, 16, 16), ("prefill", 1, 32, 32), ("prefill", 4, 16, 16),
+    ]  # fmt: skip
+
+
+def test_choose_tokens_keeps_what_top_k_and_top_p_leave():
+    logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]] * 4000))
+    keys = jnp.asarray(prompt_keys([[1]] * 4000, 0))
+    places = jnp.zeros(4000, jnp.int32)
+
+    def shares(temperature=1.0, top_k=0, top_p=1.0):
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        ids = choose_tokens(logits, keys, places, sampling.compiled, jnp.float32(temperature), jnp.float32(top_p))
+        return np.bincount(np.asarray(ids), minlength=4) / 4000
+
+    close = {"rtol": 0, "atol": 0.03}  # three standard deviations of 4000 draws are 0.024
+    np.testing.assert_allclose(shares(), [0.5, 0.3, 0.15, 0.05], **close)
+    np.testing.assert_allclose(shares(top_k=2), [0.625, 0.375, 0, 0], **close)
+    np.testing.assert_allclose(shares(top_p=0.8), [0.625, 0.375, 0, 0], **close)
+    np.testing.assert_allclose(shares(top_p=0.81), [0.526, 0.316, 0.158, 0], **close)
+    np.testing.assert_allclose(shares(top_k=3, top_p=0.5), [1, 0, 0, 0], **close)
+    np.testing.assert_allclose(shares(temperature=0.5), [0.685, 0.247, 0.062, 0.007], **close)
+    np.testing.assert_array_equal(shares(temperature=0), [1, 0, 0, 0])
+
+
+def test_padding_goes_to_no_expert_and_is_not_counted():
+    config = MoEConfig(num_experts=4, capacity_factor=None)
+    x, w = jax.random.normal(jax.random.key(0), (6, 8)), jax.random.normal(jax.random.key(1), (8, 4))
+    ids = jnp.asarray([0, 1, -1, 3, -1, -1], jnp.int32)
+    plain, _ = build_router(config).choose(x, {"w_gate": w}, RouterInputs(token_ids=ids))
+    choice, stats = RealTokens(build_router(config)).choose(x, {"w_gate": w}, RouterInputs(token_ids=ids))
+    real = np.array([0, 1, 3])
+    np.testing.assert_array_equal(choice.expert_ids[real], plain.expert_ids[real])
+    np.testing.assert_array_equal(choice.keep_mask, np.asarray(ids >= 0)[:, None].repeat(2, 1))
+    assert (np.asarray(choice.expert_ids)[[2, 4, 5]] == -1).all() and stats.counts.sum() == 6
+    np.testing.assert_array_equal(stats.counts, np.bincount(np.asarray(plain.expert_ids)[real].ravel(), minlength=4))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new", "words"),
+    [
+        ([], 4, "no prompt"),
+        ([[1], []], 4, "prompt 1 is empty"),
+        ([[1, VOCAB]], 4, f"holds the id {VOCAB}; this model has 0 to {VOCAB - 1}"),
+        ([[-1]], 4, "holds the id -1"),
+        ([[1] * 33], 4, "has 33 tokens, and the model has ModelConfig.max_length (32)"),
+        ([[1]], 0, "max_new_tokens (0) must be at least 1"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_refused_in_one_line(prompts, new, words):
+    with pytest.raises(UserError) as error:
+        check_prompts(prompts, new, VOCAB, 32)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "moe", "words"),
+    [
+        ({"kind": "bert"}, {}, "ModelConfig.kind ('bert') cannot generate"),
+        ({}, {"router": "expert_choice"}, "MoEConfig.router ('expert_choice')"),
+        ({}, {"router": "base", "top_k": 1}, "MoEConfig.router ('base')"),
+        ({"segments": ("layers=2", "layers=2 router=forced_balance")}, {}, "MoEConfig.router ('forced_balance')"),
+    ],
+)
+def test_models_that_cannot_generate_are_refused(model, moe, words):
+    with pytest.raises(UserError, match=words.replace("(", r"\(").replace(")", r"\)")):
+        inference_configs(ModelConfig(**model), MoEConfig(**moe))
+
+
+def test_bad_sampling_and_files_are_refused(tmp_path):
+    for name, value in (("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("seed", -1)):
+        with pytest.raises(UserError, match=name):
+            Sampling(**{name: value})
+    with pytest.raises(UserError, match="no tokenizer"):
+        to_ids(["text"], None)
+    file = tmp_path / "ids.json"
+    for text in ("[[1, 2", "[1, 2]", '{"a": 1}', "[[1, 2.5]]", "[[true]]"):
+        file.write_text(text)
+        with pytest.raises(UserError, match="--prompt_ids"):
+            read_prompt_ids(file)
+    file.write_text("[[1, 2], [3]]")
+    assert read_prompt_ids(file) == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("planner", "quantize"), [("balanced", "none"), pytest.param("eplb", "int8", marks=pytest.mark.slow)]
+)
+def test_replicas_of_hot_experts_change_no_text(planner, quantize, float64):
+    """Planned from the experts that prompts took; every token still finds its expert, on homes that moved too."""
+    config, moe = configs({"gate_noise": 0.0}, activation="swiglu")
+    generator, _ = build(config, moe, {"expert": 4, "data": 2}, quantize=quantize)
+    before = generator.generate(PROMPTS, 6, GREEDY, experts=True)
+    (placement,) = generator.replicate(before.experts, planner, replica_slots=2).values()
+    assert len(placement.replicas) > 0
+    rows = generator.params["bank"]["w_in"].shape[0]
+    assert rows == 4 * config.moe_layers * (2 + np.bincount(placement.replicas[:, 2]).max())
+    after = generator.generate(PROMPTS, 6, GREEDY, experts=True)
+    assert after.token_ids == before.token_ids
+    assert all((a == b).all() for a, b in zip(after.experts, before.experts, strict=True))
+    with pytest.raises(UserError, match="planner"):
+        generator.replicate(before.experts, "hecate")

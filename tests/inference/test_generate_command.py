@@ -1,0 +1,160 @@
+"""From a run folder to text: `load` on any mesh, `python -m moe_jax.generate`, and the mistakes of both."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from support.ports import free_port
+from support.tiny_run import finish, run_here, start
+
+from moe_jax.config.run_config import RunConfig
+from moe_jax.data import DataConfig
+from moe_jax.errors import UserError
+from moe_jax.inference import Sampling, load
+from moe_jax.inference.load import find_tokenizer
+from moe_jax.mesh import MeshConfig
+from moe_jax.models import ModelConfig
+
+GREEDY = Sampling(temperature=0)
+BFLOAT16 = [
+    "ModelConfig.dtype = 'bfloat16'",
+    "MoEConfig.top_k = 8",
+]  # all experts, so that no rounding changes a choice
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """The folder of a run on 8 devices."""
+    folder = tmp_path_factory.mktemp("run")
+    run_here(folder, folder / "run", "train.steps = 3", "train.evaluate_every = 100", "train.ema_decay = 0.5")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def many(workdir):
+    """The run's model on its own mesh."""
+    return load(workdir)
+
+
+def test_load_reads_a_run_on_another_mesh(workdir, many):
+    """Text of a run on 8 devices is the same on 8 and on 2 x 2 with tensor slicing; averaged parameters are read."""
+    few = load(workdir, MeshConfig(expert=2, expert_shard=2, model=2), devices=jax.devices()[:4])
+    texts = many.generate(["12 apples", "7"], 6, GREEDY, experts=True)
+    again = few.generate(["12 apples", "7"], 6, GREEDY, experts=True)
+    assert texts.token_ids == again.token_ids and texts.text == again.text
+    assert all((a == b).all() for a, b in zip(texts.experts, again.experts, strict=True))
+    assert many.experts("12 apples")[0].shape == (9, 2, 2)
+    assert max(map(max, texts.token_ids)) < 258  # the model's vocabulary is rounded up to 384
+    assert many.end_ids == (256,)
+    load(workdir, MeshConfig(expert=1), averaged=True, step=3, devices=jax.devices()[:1])
+
+
+def test_bfloat16_decodes_what_it_would_compute_anew(workdir):
+    """Matrices are kept in the compute dtype, the rest in float32; cached and recomputed logits differ by roundings."""
+    one = load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1], bindings=BFLOAT16)
+    dtypes = {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(one.params)}
+    assert {dtypes["['bank']['w_in']"], dtypes["['dense']['units']['attention']['out']"]} == {"bfloat16"}
+    assert {dtypes["['dense']['units']['gate']['w_gate']"], dtypes["['dense']['norm']['scale']"]} == {"float32"}
+    logits, program = [], one.program
+    one.program = lambda *key: lambda *inputs: kept(logits, program(*key)(*inputs))
+    made = one.generate(["12 apples"], 3, GREEDY)
+    (prompt,), (new,) = made.prompt_ids, made.token_ids
+    decoded, size = logits[2], np.max(np.abs(logits[2]))
+    one.generate([[*prompt, *new[:2]]], 1, GREEDY)
+    assert np.max(np.abs(logits[-1] - decoded)) < 0.05 * size
+
+
+def kept(logits, result):
+    logits.append(np.asarray(result[1].logits, np.float32)[0, :258])
+    return result
+
+
+def test_find_tokenizer_looks_beside_the_run(tmp_path):
+    """A path that is gone is looked for in the run folder; a conversion without a tokenizer has none."""
+
+    def found(tokenizer, vocab_size=0):
+        model = ModelConfig(vocab_size=vocab_size)
+        return find_tokenizer(RunConfig(data=DataConfig(tokenizer=tokenizer), model=model), tmp_path)
+
+    assert found("byte").name == "byte" and found(str(tmp_path / "gone.json")) is None
+    (tmp_path / "config.json").write_text("{}")
+    assert found("byte", 512) is None and found("byte").name == "byte"
+
+
+def test_end_ids_come_from_the_converted_files(workdir):
+    (workdir / "config.json").write_text('{"eos_token_id": 7}')
+    assert load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1]).end_ids == (7,)
+    (workdir / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1]).end_ids == (5, 6)
+    (workdir / "generation_config.json").unlink()
+    (workdir / "config.json").unlink()
+
+
+def test_mistakes_are_one_line(workdir, tmp_path):
+    one = jax.devices()[:1]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.gin").write_text((workdir / "config.gin").read_text())
+    cases = [
+        ((tmp_path / "none",), {}, "does not exist"),
+        ((tmp_path,), {}, "holds no config.gin"),
+        ((empty,), {}, "has no finished checkpoint"),
+        ((workdir,), {"step": 2}, "has no checkpoint of step 2, only of 3"),
+        ((workdir, MeshConfig(expert=4, model=4)), {"devices": jax.devices()[:4]}, r"ModelConfig.heads \(2\)"),
+        ((workdir, MeshConfig(expert=2)), {"devices": one}, "but there are 1 devices"),
+        (
+            (workdir, MeshConfig(expert=1)),
+            {"devices": one, "bindings": ["ModelConfig.layers = 4"]},
+            "not of this model",
+        ),
+    ]
+    for arguments, options, words in cases:
+        with pytest.raises(UserError, match=words) as error:
+            load(*arguments, **options)
+        assert "\n" not in str(error.value)
+
+
+def test_command_writes_json_and_refuses(workdir, many, tmp_path):
+    ids, out = tmp_path / "ids.json", tmp_path / "out.json"
+    ids.write_text("[[49, 50], [55]]")
+    base = [sys.executable, "-m", "moe_jax.generate", f"--workdir={workdir}", "--host_devices=2"]
+    asked = start([*base, f"--prompt_ids={ids}", "--max_new_tokens=5", "--temperature=0", f"--out={out}"])
+    empty = start([*base, "--prompt="])
+    code, text, errors = finish(asked)
+    assert code == 0, errors
+    found = json.loads(out.read_text())
+    assert set(found) == {"prompt_ids", "token_ids", "text", "stopped"} and found["prompt_ids"] == [[49, 50], [55]]
+    want = many.generate([[49, 50], [55]], 5, GREEDY)
+    assert (found["token_ids"], found["text"]) == (want.token_ids, want.text)
+    assert text == f"{want.text[0]}\n---\n{want.text[1]}\n"
+    code, _, errors = finish(empty)
+    assert code == 2 and errors.strip().splitlines()[-1].startswith("error: prompt 0 is empty")
+
+
+@pytest.mark.slow
+def test_two_processes_write_what_one_does(workdir, many, tmp_path):
+    ids, out, port = tmp_path / "ids.json", tmp_path / "out.json", free_port()
+    ids.write_text("[[49, 50], [55]]")
+    job = [
+        start(
+            [sys.executable, "-m", "moe_jax.generate", f"--workdir={workdir}", "--host_devices=2", "--num_processes=2",
+             f"--process_id={index}", f"--coordinator=127.0.0.1:{port}", f"--prompt_ids={ids}", "--max_new_tokens=5",
+             "--temperature=0", f"--out={out}"]
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    (code, text, errors), (other, quiet, more) = map(finish, job)
+    assert (code, other) == (0, 0), errors + more
+    assert text and not quiet
+    assert json.loads(out.read_text())["token_ids"] == many.generate([[49, 50], [55]], 5, GREEDY).token_ids
+
+
+def test_command_needs_a_folder_and_one_kind_of_prompt():
+    for flags, words in ((["--prompt=a"], "--workdir is needed"), (["--workdir=x"], "give either --prompt")):
+        done = subprocess.run(
+            [sys.executable, "-m", "moe_jax.generate", *flags], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2 and words in done.stderr
