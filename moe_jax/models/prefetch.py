@@ -41,6 +41,7 @@ STEPS = {  # the stages of windows that have several of them, in the order of th
     "combine": ("send_back", "unpack"),
     "recompute": ("route_again", "send_again", "experts_again", "send_back_again", "unpack_again"),
 }
+MATRIX = 1 << 16  # values from which a gradient takes time worth hiding
 AFTER = {"send": "experts", "experts": "send_back", "send_back": "unpack"}  # which stage reads a stage's rows
 READ = {  # what a stage takes out of the live values: (name, of the next layer)
     "forward": {
@@ -465,12 +466,17 @@ class _Backward(_Direction):
         """Fence what the windows read; where layers are written out, with all gradients of parameters so far.
 
         Nothing reads those before the end of the step, and the compiler would compute most of them beside the last
-        exchanges, and nothing beside the first.
+        exchanges, and nothing beside the first. Small ones are left to it: fenced, each is a kernel of its own.
         """
         if self.how.scan:  # each turn of a loop computes its own
             return fence(chains)
         keys = [key for key in env if key[0] in ("home", "dmix", "dgate")]
-        chains, held, sums = fence((chains, [value for *_, value in self.held], [env[key] for key in keys]))
+        leaves, tree = jax.tree.flatten(([value for *_, value in self.held], [env[key] for key in keys]))
+        large = [place for place, leaf in enumerate(leaves) if leaf.size >= MATRIX]
+        chains, fenced = fence((chains, [leaves[place] for place in large]))
+        for place, leaf in zip(large, fenced, strict=True):
+            leaves[place] = leaf
+        held, sums = jax.tree.unflatten(tree, leaves)
         env.update(zip(keys, sums, strict=True))
         self.held = [(name, layer, value) for (name, layer, _), value in zip(self.held, held, strict=True)]
         return self.after(chains, self._write_held(env))
