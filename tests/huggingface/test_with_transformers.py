@@ -63,7 +63,10 @@ def test_a_model_of_transformers(name, tmp_path):
     export_folder(tmp_path / "run", back)
     before, after = TensorFolder(source), TensorFolder(back)
     assert before.names == after.names
-    assert all(before.read(t).tobytes() == after.read(t).tobytes() for t in before.names)
+    for tensor in before.names:
+        a, b = before.read(tensor), after.read(tensor)
+        assert a.dtype == b.dtype or tensor.endswith("correction_bias")  # which is written in float32
+        np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32))
     again = import_folder(back, tmp_path / "again")
     assert (again.model, again.moe) == (run.model, run.moe)
     if family == "deepseek":  # transformers has no class that reads it
