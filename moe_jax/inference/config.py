@@ -5,8 +5,8 @@ model cannot generate.
 
 At inference routers drop nothing: a run's `capacity_factor` is left out. A capacity bounds what an expert takes of the
 tokens that are gated together, so a prompt's text would depend on the prompts that happen to be generated beside it, on
-the padding of its batch, and on whether a token is read with its prompt or by itself. DeepSpeed-MoE's inference has no
-capacity either. What keeps buffers small while training is bounded here by passes, as in every dropless run.
+the padding of its batch, and on whether a token is read with its prompt or by itself. What keeps buffers small while
+training is bounded here by passes, as in every dropless run.
 """
 
 from __future__ import annotations

@@ -224,7 +224,8 @@ class _Request:
         self.rows = bucket(-(-len(prompts) // self.parts))
         longest = max(map(len, prompts))
         self.left = [self._most(prompt, max_new) for prompt in prompts]
-        self.length, self.held = self._fit(longest), self._fit(longest + max(self.left) - 1)
+        most = max(len(prompt) + left for prompt, left in zip(prompts, self.left, strict=True))
+        self.length, self.held = self._fit(longest), max(self._fit(longest), self._fit(most - 1))
 
     def _most(self, prompt: list[int], max_new: int) -> int:
         """Return how many tokens may follow: the last one needs no position of its own."""

@@ -12,6 +12,7 @@ from support.generation_cases import PROMPTS, build, configs, reference_of
 from moe_jax.errors import UserError
 from moe_jax.inference import Sampling
 from moe_jax.inference.config import inference_configs
+from moe_jax.inference.generator import _Request
 from moe_jax.inference.prompts import check_prompts, read_prompt_ids, to_ids
 from moe_jax.inference.real_tokens import RealTokens
 from moe_jax.inference.sampling import choose_tokens, prompt_keys
@@ -95,14 +96,15 @@ def test_text_does_not_depend_on_its_company_and_ends(float64):
         cut = whole[: whole.index(end) + 1] if end in whole else whole
         assert (new, stopped) == (cut, "end" if end in whole else "max_new_tokens")
     assert one.generate(PROMPTS, 7, drawn, ignore_eos=True).token_ids == alone
-    # the model has 32 positions; the last token needs none
-    full = one.generate([list(range(1, 31))], 7, drawn, ignore_eos=True)
-    assert len(full.token_ids[0]) == 3 and full.stopped == ["max_length"]
-    # rounded sizes are shared: of 1 and of 4 rows, and for 1 row one of 32 positions
+    # rounded sizes are shared: programs of 1 and of 4 rows
     assert sorted(key[:4] for key in one._programs) == [
         ("decode", 1, (False, 20, True)), ("decode", 4, (False, 20, True)),
-        ("prefill", 1, 16, 16), ("prefill", 1, 32, 32), ("prefill", 4, 16, 16),
+        ("prefill", 1, 16, 16), ("prefill", 4, 16, 16),
     ]  # fmt: skip
+    # the model has 32 positions, and the last token needs none
+    full = _Request(one, [list(range(1, 31)), [1]], 7, drawn, ())
+    assert (full.left, full.length, full.held) == ([3, 7], 32, 32)
+    assert [full.reason(0, [1, 2, 3]), full.reason(1, [1])] == ["max_length", "max_new_tokens"]
 
 
 def test_choose_tokens_keeps_what_top_k_and_top_p_leave():
