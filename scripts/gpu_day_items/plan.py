@@ -101,6 +101,8 @@ ITEMS = (
         number=1, name="grouped_matmuls", title="Grouped matmuls against float32", budget=120, least=20,
         parts=(
             _grouped("hopper"),
+            _grouped("mosaic"),
+            _grouped("mosaic_sparing"),
             _grouped("ragged_cudnn", of="ragged", option=CUDNN_RAGGED),
             _grouped("ragged_grouped_gemm", of="ragged", option=GROUPED_GEMM),
             _grouped("tokamax"),
