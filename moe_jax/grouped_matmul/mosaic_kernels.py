@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,77 +71,24 @@ def rows_by_weights(
       [R, N], or [R, K] where `transposed`, in the dtype of `rows`.
     """
     resulting = banks[0].shape[1] if transposed else banks[0].shape[2]
-    width, depth, groups = widest_tile(resulting), rows.shape[1] // HALF, group_sizes.shape[0]
-    across, operands, dtype = resulting // width, len(banks), rows.dtype
+    width, depth, dtype = widest_tile(resulting), rows.shape[1] // HALF, rows.dtype
     table = row_tiles(group_sizes, rows.shape[0], HEIGHT)
 
-    def body(table, *refs, ring, aligned, ragged, copies):
-        slot_refs, rows, bank_refs, out = refs[:operands], refs[operands], refs[operands + 1 : -1], refs[-1]
-        ring = _Ring(*ring)
+    def body(table, *refs, ring, **buffers):
+        count = len(banks)
+        work = _RowsByWeights(
+            transposed=transposed, width=width, across=resulting // width, depth=depth, groups=group_sizes.shape[0],
+            table=table, slots=refs[:count], rows=refs[count], banks=refs[count + 1 : -1], out=refs[-1],
+            ring=_Ring(*ring), **buffers,
+        )  # fmt: skip
+        _walk(work, table.shape[1] * work.across)
 
-        def tile_at(place):
-            tile = lax.div(place, jnp.int32(across))
-            start = pl.multiple_of(table[START, tile], LINES)
-            column = pl.multiple_of(lax.rem(place, jnp.int32(across)) * width, width)
-            return table[GROUP, tile], start, table[FIRST, tile], table[STOP, tile], column
-
-        def copy(place, step):
-            group, start, first, stop, column = tile_at(place)
-
-            def from_bank(slots, bank, low):
-                slot = slots[group - low]
-
-                def turn(k, _):
-                    contracted, resulting = pl.ds(k * HALF, HALF), pl.ds(column, width)
-                    window = (resulting, contracted) if transposed else (contracted, resulting)
-                    halves = [rows.at[pl.ds(start + half * HALF, HALF), contracted] for half in range(MULTIPLIERS)]
-                    ring.fill(step + k, halves, bank.at[(slot, *window)])
-
-                lax.fori_loop(jnp.int32(0), jnp.int32(depth), turn, None)
-
-            low = 0
-            for slots, bank in zip(slot_refs, bank_refs, strict=True):
-                high = low + slots.shape[0]
-                serves = (stop > first) & (group >= low) & (group < high)
-                pl.when(serves)(functools.partial(from_bank, slots, bank, low))
-                low = high
-            return step + jnp.where((stop > first) & (group < groups), jnp.int32(depth), 0)
-
-        def multiply(half, place, step):
-            group, start, first, stop, column = tile_at(place)
-            turns = jnp.where((stop > first) & (group < groups), jnp.int32(depth), 0)
-            start += half * HALF
-            first, stop = jnp.clip(first - start, 0, HALF), jnp.clip(stop - start, 0, HALF)
-
-            @pl.when(stop > first)
-            def _():
-                def products(acc):
-                    def one(place, _):
-                        weight = ring.shared.at[place]
-                        weight = _transpose(weight, copies, half) if transposed else weight
-                        plgpu.wgmma(acc, ring.halves.at[place, half], weight)
-
-                    ring.take(step, turns, one)
-                    return acc[...]
-
-                values = pl.run_scoped(products, plgpu.ACC((HALF, width)))
-                ring.give_back(step + turns - 1, turns > 0)
-                complete = (first == 0) & (stop == HALF)
-                pl.when(complete)(lambda: _store_aligned(values, aligned, half, out, start, column))
-                pl.when(~complete)(lambda: _store_ragged(values, ragged, half, out, start, column, first, stop))
-
-            pl.when(stop <= first)(lambda: ring.pass_on(step, turns))
-            return step + turns
-
-        _walk(table.shape[1] * across, ring, copy, multiply)
-
-    swizzled = _swizzled(dtype)
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows.shape[0], resulting), dtype),
         scratch_types=dict(
             ring=_ring_types(dtype, (width, HALF) if transposed else (HALF, width)),
-            aligned=plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, HALF, HALF), dtype, transforms=swizzled),
+            aligned=plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, HALF, HALF), dtype, transforms=_swizzled(dtype)),
             ragged=plgpu.SMEM((MULTIPLIERS, HALF, HALF), dtype),
             copies=_copies_of_transposed(dtype, (HALF, width), interpret),
         ),
@@ -177,83 +124,16 @@ def rows_by_rows(
       [P, stop - first, K, N] per range; the sum over P is the gradient of the group's weight.
     """
     contracted, resulting = lhs.shape[1], dout.shape[1]
-    width, down = widest_tile(resulting), -(-contracted // HEIGHT)
-    across = resulting // width
+    width = widest_tile(resulting)
     sizes = [stop - first for first, stop in wanted]
     ranges = jnp.stack(row_ranges(group_sizes, lhs.shape[0]))
 
-    def body(ranges, lhs, dout, *outs, ring, slots, copies):
-        ring = _Ring(*ring)
-
-        def tile_at(place):
-            """Return where a tile's output lies, where its rows begin, and how many steps it has."""
-            column = pl.multiple_of(lax.rem(place, jnp.int32(across)) * width, width)
-            place = lax.div(place, jnp.int32(across))
-            row = pl.multiple_of(lax.rem(place, jnp.int32(down)) * HEIGHT, HEIGHT)
-            place = lax.div(place, jnp.int32(down))
-            part, number = lax.rem(place, jnp.int32(parts)), lax.div(place, jnp.int32(parts))
-            group, low = number, 0
-            for (first, _), size in zip(wanted, sizes, strict=True):
-                group = jnp.where((number >= low) & (number < low + size), number - low + first, group)
-                low += size
-            first, stop = ranges[0, group], ranges[1, group]
-            base = lax.div(first, jnp.int32(LINES)) * LINES
-            steps = jnp.where(stop > first, lax.div(stop - base + HALF - 1, jnp.int32(HALF)), 0)
-            skipped = lax.div(steps * part, jnp.int32(parts))
-            turns = lax.div(steps * (part + 1), jnp.int32(parts)) - skipped
-            return number, part, row, column, base + skipped * HALF, first, stop, turns
-
-        def copy(place, step):
-            _, _, row, column, base, _, _, turns = tile_at(place)
-
-            def turn(k, _):
-                depth = pl.ds(pl.multiple_of(base + k * HALF, LINES), HALF)
-                halves = []
-                for half in range(MULTIPLIERS):  # the last tile may have one half only: its place is taken by another
-                    start = jnp.minimum(row + half * HALF, contracted - HALF)
-                    halves.append(lhs.at[depth, pl.ds(pl.multiple_of(start, HALF), HALF)])
-                ring.fill(step + k, halves, dout.at[depth, pl.ds(column, width)])
-
-            lax.fori_loop(jnp.int32(0), turns, turn, None)
-            return step + turns
-
-        def multiply(half, place, step):
-            number, part, row, column, base, first, stop, turns = tile_at(place)
-            row += half * HALF
-
-            @pl.when(row < contracted)
-            def _():
-                def products(acc):
-                    def one(place, k):
-                        start = base + k * HALF
-                        mine, shared = ring.halves.at[place, half], ring.shared.at[place]
-
-                        @pl.when((start < first) | (start + HALF > stop))
-                        def _():
-                            _clear_rows(mine, first - start, stop - start)
-                            _clear_rows(shared, first - start, stop - start)  # by both, to the same values
-                            plgpu.commit_smem()
-
-                        plgpu.wgmma(acc, _transpose(mine, copies, half), shared)
-
-                    ring.take(step, turns, one)
-                    return acc[...]
-
-                values = pl.run_scoped(products, plgpu.ACC((HALF, width)))
-                ring.give_back(step + turns - 1, turns > 0)
-                low = 0
-                for out, size in zip(outs, sizes, strict=True):
-
-                    def store(out=out, low=low):
-                        _store_aligned(values, slots, half, out.at[part, number - low], row, column)
-
-                    pl.when((number >= low) & (number < low + size))(store)
-                    low += size
-
-            pl.when(row >= contracted)(lambda: ring.pass_on(step, turns))
-            return step + turns
-
-        _walk(sum(sizes) * parts * down * across, ring, copy, multiply)
+    def body(ranges, lhs, dout, *outs, ring, **buffers):
+        work = _RowsByRows(
+            wanted=tuple(wanted), parts=parts, width=width, across=resulting // width, down=-(-contracted // HEIGHT),
+            ranges=ranges, lhs=lhs, dout=dout, outs=outs, ring=_Ring(*ring), **buffers,
+        )  # fmt: skip
+        _walk(work, sum(sizes) * parts * work.down * work.across)
 
     line = LINE_BYTES // jnp.dtype(out_dtype).itemsize
     kernel = plgpu.kernel(
@@ -305,20 +185,26 @@ class _Ring:
 
         lax.fori_loop(jnp.maximum(steps - STAGES, 0), steps, turn, None)
 
-    def take(self, step: Array, turns: Array, multiply: Callable[[Array, Array], None]) -> None:
-        """Call `multiply(buffer, turn)` for each step of a tile; give back all buffers but the last.
+    def sum(self, step: Array, turns: Array, width: int, add: Callable[[Ref, Array, Array], None]) -> Array:
+        """Return float32 [64, width], what `add(accumulator, buffer, turn)` adds up over the steps of a tile.
 
-        A multiplication is still running when the next one is started, and no longer.
+        A multiplication is still running when the next one is started, and no longer. Gives all buffers back.
         """
 
-        def turn(k, _):
-            place = lax.rem(step + k, jnp.int32(STAGES))
-            plgpu.barrier_wait(self.full.at[place])
-            multiply(place, k)
-            plgpu.wgmma_wait(1)
-            self.give_back(step + k - 1, k > 0)
+        def products(acc):
+            def turn(k, _):
+                place = lax.rem(step + k, jnp.int32(STAGES))
+                plgpu.barrier_wait(self.full.at[place])
+                add(acc, place, k)
+                plgpu.wgmma_wait(1)
+                self.give_back(step + k - 1, k > 0)
 
-        lax.fori_loop(jnp.int32(0), turns, turn, None)
+            lax.fori_loop(jnp.int32(0), turns, turn, None)
+            return acc[...]
+
+        values = pl.run_scoped(products, plgpu.ACC((HALF, width)))
+        self.give_back(step + turns - 1, turns > 0)
+        return values
 
     def give_back(self, step: Array, wanted: Array) -> None:
         """Say that this warpgroup is done with the buffer of a step."""
@@ -338,6 +224,202 @@ class _Ring:
         lax.fori_loop(jnp.int32(0), turns, turn, None)
 
 
+class _RowTile(NamedTuple):
+    """A tile of rows [first, stop) of one group, in a window that begins at `start`, and its first column."""
+
+    group: Array
+    start: Array
+    first: Array
+    stop: Array
+    column: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowsByWeights:
+    """What a block does with one tile of `rows_by_weights`; references are those of the kernel."""
+
+    transposed: bool
+    width: int
+    across: int  # tiles side by side
+    depth: int  # steps of a tile
+    groups: int
+    table: Ref
+    slots: Sequence[Ref]
+    rows: Ref
+    banks: Sequence[Ref]
+    out: Ref
+    ring: _Ring
+    aligned: Ref
+    ragged: Ref
+    copies: Sequence[Ref]
+
+    def tile(self, place: Array) -> _RowTile:
+        """Return the tile at a place in the walk: neighbours share their rows."""
+        tile = lax.div(place, jnp.int32(self.across))
+        column = pl.multiple_of(lax.rem(place, jnp.int32(self.across)) * self.width, self.width)
+        start = pl.multiple_of(self.table[START, tile], LINES)
+        return _RowTile(self.table[GROUP, tile], start, self.table[FIRST, tile], self.table[STOP, tile], column)
+
+    def turns(self, tile: _RowTile) -> Array:
+        """Return how many steps a tile has: none where it has no rows, or nobody owns them."""
+        return jnp.where((tile.stop > tile.first) & (tile.group < self.groups), jnp.int32(self.depth), 0)
+
+    def copy(self, place: Array, step: Array) -> Array:
+        tile = self.tile(place)
+        turns, low = self.turns(tile), 0
+        for slots, bank in zip(self.slots, self.banks, strict=True):
+            high = low + slots.shape[0]
+            serves = (turns > 0) & (tile.group >= low) & (tile.group < high)
+            pl.when(serves)(functools.partial(self.copy_from, slots, bank, low, tile, step))
+            low = high
+        return step + turns
+
+    def copy_from(self, slots: Ref, bank: Ref, low: int, tile: _RowTile, step: Array) -> None:
+        """Copy the steps of a tile whose group is served by this bank; its groups begin with number `low`."""
+        slot, resulting = slots[tile.group - low], pl.ds(tile.column, self.width)
+
+        def turn(k, _):
+            contracted = pl.ds(k * HALF, HALF)
+            window = (resulting, contracted) if self.transposed else (contracted, resulting)
+            starts = [tile.start + half * HALF for half in range(MULTIPLIERS)]
+            halves = [self.rows.at[pl.ds(start, HALF), contracted] for start in starts]
+            self.ring.fill(step + k, halves, bank.at[(slot, *window)])
+
+        lax.fori_loop(jnp.int32(0), jnp.int32(self.depth), turn, None)
+
+    def multiply(self, half: Array, place: Array, step: Array) -> Array:
+        tile = self.tile(place)
+        turns, start = self.turns(tile), tile.start + half * HALF
+        first, stop = (jnp.clip(row - start, 0, HALF) for row in (tile.first, tile.stop))
+
+        @pl.when(stop > first)
+        def _():
+            values = self.ring.sum(step, turns, self.width, lambda acc, place, _: self.product(half, acc, place))
+            complete = (first == 0) & (stop == HALF)
+            target = (self.out, start, tile.column)
+            pl.when(complete)(lambda: _store_aligned(values, self.aligned, half, *target))
+            pl.when(~complete)(lambda: _store_ragged(values, self.ragged, half, *target, first, stop))
+
+        pl.when(stop <= first)(lambda: self.ring.pass_on(step, turns))
+        return step + turns
+
+    def product(self, half: Array, acc: Ref, place: Array) -> None:
+        weight = self.ring.shared.at[place]
+        weight = _transpose(weight, self.copies, half) if self.transposed else weight
+        plgpu.wgmma(acc, self.ring.halves.at[place, half], weight)
+
+
+class _WeightTile(NamedTuple):
+    """A tile of one part of one group's gradient.
+
+    Attributes:
+      number: of the group among those that are wanted; part: of its rows.
+      row, column: where the tile begins in the gradient.
+      base: row of `lhs` where its first step begins; turns: its steps.
+      first, stop: the rows of the group.
+    """
+
+    number: Array
+    part: Array
+    row: Array
+    column: Array
+    base: Array
+    turns: Array
+    first: Array
+    stop: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowsByRows:
+    """What a block does with one tile of `rows_by_rows`; references are those of the kernel."""
+
+    wanted: tuple[tuple[int, int], ...]
+    parts: int
+    width: int
+    across: int  # tiles side by side
+    down: int  # tiles below one another
+    ranges: Ref
+    lhs: Ref
+    dout: Ref
+    outs: Sequence[Ref]
+    ring: _Ring
+    slots: Ref
+    copies: Sequence[Ref]
+
+    def tile(self, place: Array) -> _WeightTile:
+        """Return the tile at a place in the walk: all tiles of a part of a group follow one another."""
+        place, column = _divide(place, self.across)
+        place, row = _divide(place, self.down)
+        number, part = _divide(place, self.parts)
+        group = number
+        for (first, _), low, high in self.numbers():
+            group = jnp.where((number >= low) & (number < high), number - low + first, group)
+        first, stop = self.ranges[0, group], self.ranges[1, group]
+        base = lax.div(first, jnp.int32(LINES)) * LINES
+        steps = jnp.where(stop > first, lax.div(stop - base + HALF - 1, jnp.int32(HALF)), 0)
+        before, after = (lax.div(steps * (part + n), jnp.int32(self.parts)) for n in (0, 1))
+        row, column = pl.multiple_of(row * HEIGHT, HEIGHT), pl.multiple_of(column * self.width, self.width)
+        return _WeightTile(number, part, row, column, base + before * HALF, after - before, first, stop)
+
+    def numbers(self) -> list[tuple[tuple[int, int], int, int]]:
+        """Return each wanted range with the numbers [low, high) of its groups."""
+        found, low = [], 0
+        for first, stop in self.wanted:
+            found.append(((first, stop), low, low + stop - first))
+            low += stop - first
+        return found
+
+    def copy(self, place: Array, step: Array) -> Array:
+        tile = self.tile(place)
+        last = self.lhs.shape[1] - HALF
+        # the last tile may have one half only: in the place of the other, any half is copied
+        starts = [pl.multiple_of(jnp.minimum(tile.row + half * HALF, last), HALF) for half in range(MULTIPLIERS)]
+
+        def turn(k, _):
+            rows = pl.ds(pl.multiple_of(tile.base + k * HALF, LINES), HALF)
+            halves = [self.lhs.at[rows, pl.ds(start, HALF)] for start in starts]
+            self.ring.fill(step + k, halves, self.dout.at[rows, pl.ds(tile.column, self.width)])
+
+        lax.fori_loop(jnp.int32(0), tile.turns, turn, None)
+        return step + tile.turns
+
+    def multiply(self, half: Array, place: Array, step: Array) -> Array:
+        tile = self.tile(place)
+        row = tile.row + half * HALF
+        inside = row < self.lhs.shape[1]
+
+        @pl.when(inside)
+        def _():
+            product = functools.partial(self.product, half, tile)
+            values = self.ring.sum(step, tile.turns, self.width, product)
+            for out, (_, low, high) in zip(self.outs, self.numbers(), strict=True):
+
+                def store(out=out, low=low):
+                    of_group = out.at[tile.part, tile.number - low]
+                    _store_aligned(values, self.slots, half, of_group, row, tile.column)
+
+                pl.when((tile.number >= low) & (tile.number < high))(store)
+
+        pl.when(~inside)(lambda: self.ring.pass_on(step, tile.turns))
+        return step + tile.turns
+
+    def product(self, half: Array, tile: _WeightTile, acc: Ref, place: Array, turn: Array) -> None:
+        mine, shared = self.ring.halves.at[place, half], self.ring.shared.at[place]
+        start = tile.base + turn * HALF
+
+        @pl.when((start < tile.first) | (start + HALF > tile.stop))
+        def _():
+            for ref in (mine, shared):  # the shared one is cleared by both warpgroups, to the same values
+                _clear_rows(ref, tile.first - start, tile.stop - start)
+            plgpu.commit_smem()
+
+        plgpu.wgmma(acc, _transpose(mine, self.copies, half), shared)
+
+
+def _divide(number: Array, by: int) -> tuple[Array, Array]:
+    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
+
+
 def _ring_types(dtype, shared: tuple[int, int]) -> tuple:
     swizzled = _swizzled(dtype)
     return (
@@ -355,7 +437,7 @@ def _swizzled(dtype) -> tuple:
 def _transpose(ref: Ref, copies: Sequence[Ref], half: Array) -> Ref:
     """Return [b, a] of [a, b], read the other way round; the interpreter multiplies no such view, and takes a copy."""
     if not copies:
-        return plgpu.transpose_ref(ref, (1, 0))
+        return ref.transpose((1, 0))
     copy = copies[0].at[half]
     copy[...] = ref[...].T
     return copy
@@ -376,26 +458,23 @@ def _launch(cores: int, interpret) -> dict:
     )
 
 
-def _walk(tiles: int, ring: _Ring, copy: Callable, multiply: Callable) -> None:
-    """Give this block every `cores`-th tile.
-
-    `copy(tile, step)` and `multiply(half, tile, step)` return the step after the tile's last.
-    """
+def _walk(work: _RowsByWeights | _RowsByRows, tiles: int) -> None:
+    """Give this block every `cores`-th tile; `copy` and `multiply` take its first step and return the step after it."""
     core, cores, warpgroup = lax.axis_index("core"), lax.axis_size("core"), lax.axis_index("warpgroup")
     turns = lax.div(tiles - core + cores - 1, jnp.int32(cores))
 
-    def over_tiles(work):
-        return lax.fori_loop(jnp.int32(0), turns, lambda turn, step: work(core + turn * cores, step), jnp.int32(0))
+    def over_tiles(do):
+        return lax.fori_loop(jnp.int32(0), turns, lambda turn, step: do(core + turn * cores, step), jnp.int32(0))
 
     @pl.when(warpgroup == MULTIPLIERS)
     def _():
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        ring.drain(over_tiles(copy))
+        work.ring.drain(over_tiles(work.copy))
 
     @pl.when(warpgroup < MULTIPLIERS)
     def _():
         plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
-        over_tiles(functools.partial(multiply, warpgroup))
+        over_tiles(functools.partial(work.multiply, warpgroup))
         plgpu.wait_smem_to_gmem(0)
 
 
