@@ -90,7 +90,7 @@ def rows_by_weights(
             ring=_ring_types(dtype, (width, HALF) if transposed else (HALF, width)),
             aligned=plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, HALF, HALF), dtype, transforms=_swizzled(dtype)),
             ragged=plgpu.SMEM((MULTIPLIERS, HALF, HALF), dtype),
-            copies=_copies_of_transposed(dtype, (HALF, width), interpret),
+            turned=_copies_of_transposed(dtype, (HALF, width), interpret),
         ),
         **_launch(cores, interpret),
         kernel_name="moe_d_rows" if transposed else "moe_forward",
@@ -142,7 +142,7 @@ def rows_by_rows(
         scratch_types=dict(
             ring=_ring_types(lhs.dtype, (HALF, width)),
             slots=plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, HALF, line), out_dtype, transforms=_swizzled(out_dtype)),
-            copies=_copies_of_transposed(lhs.dtype, (HALF, HALF), interpret),
+            turned=_copies_of_transposed(lhs.dtype, (HALF, HALF), interpret),
         ),
         **_launch(cores, interpret),
         kernel_name="moe_d_weights",
@@ -251,7 +251,7 @@ class _RowsByWeights:
     ring: _Ring
     aligned: Ref
     ragged: Ref
-    copies: Sequence[Ref]
+    turned: Sequence[Ref]
 
     def tile(self, place: Array) -> _RowTile:
         """Return the tile at a place in the walk: neighbours share their rows."""
@@ -305,7 +305,7 @@ class _RowsByWeights:
 
     def product(self, half: Array, acc: Ref, place: Array) -> None:
         weight = self.ring.shared.at[place]
-        weight = _transpose(weight, self.copies, half) if self.transposed else weight
+        weight = _transpose(weight, self.turned, half) if self.transposed else weight
         plgpu.wgmma(acc, self.ring.halves.at[place, half], weight)
 
 
@@ -344,7 +344,7 @@ class _RowsByRows:
     outs: Sequence[Ref]
     ring: _Ring
     slots: Ref
-    copies: Sequence[Ref]
+    turned: Sequence[Ref]
 
     def tile(self, place: Array) -> _WeightTile:
         """Return the tile at a place in the walk: all tiles of a part of a group follow one another."""
@@ -413,7 +413,7 @@ class _RowsByRows:
                 _clear_rows(ref, tile.first - start, tile.stop - start)
             plgpu.commit_smem()
 
-        plgpu.wgmma(acc, _transpose(mine, self.copies, half), shared)
+        plgpu.wgmma(acc, _transpose(mine, self.turned, half), shared)
 
 
 def _divide(number: Array, by: int) -> tuple[Array, Array]:
@@ -434,11 +434,11 @@ def _swizzled(dtype) -> tuple:
     return plgpu.TilingTransform((LINES, LINE_BYTES // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(LINE_BYTES)
 
 
-def _transpose(ref: Ref, copies: Sequence[Ref], half: Array) -> Ref:
+def _transpose(ref: Ref, turned: Sequence[Ref], half: Array) -> Ref:
     """Return [b, a] of [a, b], read the other way round; the interpreter multiplies no such view, and takes a copy."""
-    if not copies:
+    if not turned:
         return ref.transpose((1, 0))
-    copy = copies[0].at[half]
+    copy = turned[0].at[half]
     copy[...] = ref[...].T
     return copy
 

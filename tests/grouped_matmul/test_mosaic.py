@@ -69,8 +69,8 @@ def make_operands(rng, sizes, contracted, resulting):
     for count, dtype in ((len(sizes) - 1, jnp.float32), (1, jnp.bfloat16)):
         bank = jnp.asarray(rng.normal(size=(count + 2, contracted, resulting)), jnp.bfloat16)
         slots = jnp.asarray(rng.permutation(count + 2)[:count], jnp.int32)
-        sink = jax.ShapeDtypeStruct((count, contracted, resulting), dtype)
-        operands.append(GroupedWeights(bank=bank, slots=slots, grad_sink=sink))
+        grad_sink = jax.ShapeDtypeStruct((count, contracted, resulting), dtype)
+        operands.append(GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink))
     return tuple(operands)
 
 
