@@ -88,7 +88,7 @@ def interpreted(monkeypatch):
     return find
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["uneven", pytest.param("nothing", marks=pytest.mark.slow)])
 def test_kernels_equal_loops(name, interpreted):
     rows, sizes, contracted, resulting, implementation = CASES[name]
     rng = np.random.default_rng(0)
