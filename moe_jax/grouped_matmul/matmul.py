@@ -2,7 +2,7 @@
 
 Rows `[R, K]`, `group_sizes [G]` and the groups' weights in, `[R, N]` out; the gradients of the rows and, through the
 grad_sinks, of the weights leave the backward. Works inside `shard_map` and outside. The rules are in `contract.py`, the
-implementations in `portable.py`, `blocked.py`, `fused_ffn.py` and `hopper.py`.
+implementations in `portable.py`, `blocked.py`, `fused_ffn.py`, `hopper.py` and `mosaic.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from moe_jax.collectives.varying import match_varying
-from moe_jax.grouped_matmul import fused_ffn, hopper, portable  # noqa: F401  (each registers itself)
+from moe_jax.grouped_matmul import fused_ffn, hopper, mosaic, portable  # noqa: F401  (each registers itself)
 from moe_jax.grouped_matmul.contract import GroupedWeights, Operands, find_implementation
 
 Array = jax.Array
@@ -23,7 +23,8 @@ Array = jax.Array
 def default_implementation(device, dtype, dims: tuple[int, ...]) -> str:
     """Return what 'auto' is: never one that multiplies every row by every group's weights.
 
-    Hopper GPUs take `hopper`, where its kernels take the dtype and the sizes. All other GPUs, and CPUs, take `fused`:
+    Hopper GPUs take `hopper`, where its kernels take the dtype and the sizes; this project's own, `mosaic`, wait for a
+    GPU that has run them. All other GPUs, and CPUs, take `fused`:
     loops over row blocks, plain XLA matmuls of the rows in use. TPUs take `ragged`, `lax.ragged_dot`, for which they
     have a kernel; XLA for GPUs expands it to G matmuls of all rows, in FLOPs and memory (docs/bench/inspect.md), or,
     from jax 0.11 on and with cuDNN 9.22, lowers it to cuDNN, which was never run here.

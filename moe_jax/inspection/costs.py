@@ -175,7 +175,7 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
     if name.startswith("mosaic_gpu"):
         flops = _grouped_flops(arrays, result)
         if flops:
-            return Cost((("bf16", flops),), moved)
+            return Cost((("bf16", flops),), moved - _unread_bytes(operands))
     return Cost(bytes=moved, unknown=name)
 
 
@@ -191,11 +191,22 @@ def _attention_flops(arrays: list, name: str) -> float:
 
 
 def _grouped_flops(arrays: list, result) -> float:
-    """Return 2 R K N of a grouped matmul by its shapes: rows by weights [G, K, N], or rows by rows to [G, K, N]."""
-    rows = [array for array in arrays if len(array.dims) == 2]
-    weights = [array for array in arrays if len(array.dims) == 3]
-    if len(rows) == 1 and len(weights) == 1 and len(result.dims) == 2:
+    """Return 2 R K N of a grouped matmul by its shapes: rows by banks [Rb, K, N], or rows by rows to [..., G, K, N]."""
+    floats = [array for array in arrays if not array.dtype.startswith(("s", "u", "pred"))]
+    rows = [array for array in floats if len(array.dims) == 2]
+    banks = [array for array in floats if len(array.dims) == 3]
+    if len(rows) == 1 and banks and len(result.dims) == 2:
         return 2.0 * result.size * rows[0].dims[1]
-    if len(rows) == 2 and len(result.dims) == 3:
+    if len(rows) == 2 and len(result.dims) in (3, 4):
         return 2.0 * rows[0].size * rows[1].dims[1]
     return 0.0
+
+
+def _unread_bytes(operands: list[Instruction]) -> float:
+    """Return the bytes of banks [Rb, K, N] that a grouped matmul does not read: one row for each of its slots [n]."""
+    slots = [i.arrays[0] for i in operands if i.arrays and i.arrays[0].dtype == "s32" and len(i.arrays[0].dims) == 1]
+    banks = [i for i in operands if i.arrays and len(i.arrays[0].dims) == 3]
+    if len(slots) != len(banks):
+        return 0.0
+    read = [min(1.0, slot.size / bank.arrays[0].dims[0]) for slot, bank in zip(slots, banks, strict=True)]
+    return sum(bank.bytes * (1 - share) for bank, share in zip(banks, read, strict=True))

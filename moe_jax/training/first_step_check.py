@@ -3,10 +3,10 @@
 Inputs: a `Session`, before it has a state, and the job's processes. Outputs: the session, with a proven grouped matmul
 where 'auto' had chosen one that does not hold, and a record for environment.json. Some things that a run may use are
 not proven by the tests of this project: `ragged_all_to_all`, which is new, with reports of wrong gradients; the
-`hopper` grouped matmul, never run here on the GPUs that it is for; and `lax.ragged_dot` on GPUs, which newer compilers
-lower to cuDNN. A run that uses one compares it first, with a few MB: one expert FFN (`expert_check`), one exchange on
-the run's mesh (`exchange_check`). Outcomes are kept (`verdicts`), so the next start costs nothing, and neither does a
-run that uses none of them.
+`hopper` and `mosaic` grouped matmuls, never run here on the GPUs that they are for; and `lax.ragged_dot` on GPUs, which
+newer compilers lower to cuDNN. A run that uses one compares it first, with a few MB: one expert FFN (`expert_check`),
+one exchange on the run's mesh (`exchange_check`). Outcomes are kept (`verdicts`), so the next start costs nothing, and
+neither does a run that uses none of them.
 
     outcome                  field says 'auto'                      field names it
     equal but for rounding   goes on                                goes on
@@ -48,6 +48,7 @@ from moe_jax.training.verdicts import (
 
 _LOG = logging.getLogger(__name__)
 PROVEN = {"transport": "all_to_all", "grouped_matmul": "fused"}  # fields of MoEConfig: what to take instead
+KERNELS = ("hopper", "mosaic", "mosaic_sparing")  # grouped matmuls that no GPU has run for this project
 WAIT_SECONDS = 900.0  # for another process' compilations
 
 
@@ -93,7 +94,7 @@ def unproven(session: Session) -> dict[str, tuple[str, Callable[[], Verdict], di
         )  # fmt: skip
         found["transport"] = "ragged", lambda: check_exchange(session, "ragged", options), key
     matmuls = [(matmul_in_use(session, shape), shape) for shape in expert_shapes(session)]
-    doubted = [(name, shape) for name, shape in matmuls if name == "hopper" or (name == "ragged" and on_gpu(device))]
+    doubted = [(name, shape) for name, shape in matmuls if name in KERNELS or (name == "ragged" and on_gpu(device))]
     if doubted:
         (matmul, shape), *others = doubted
         rest = {"others": [(name, dataclasses.asdict(other)) for name, other in others]} if others else {}

@@ -14,7 +14,8 @@ from gpu_day_items.context import NotHere
 from gpu_day_items.timing import seconds_of, shown
 
 TOLERANCE = 0.01
-KNOWN = ("hopper", "ragged", "fused", "blocked", "reference")
+KERNELS = ("hopper", "mosaic", "mosaic_sparing")
+KNOWN = (*KERNELS, "ragged", "fused", "blocked", "reference")
 GROUPS = 8
 # rows of each group; R is 1,000, no multiple of 64, and 200 at tiny sizes, where all is a fifth
 CASES = {
@@ -76,7 +77,7 @@ def _check_device(name: str, context):
     from moe_jax.grouped_matmul import hopper
 
     device = jax.devices()[0]
-    if name == "hopper" and not hopper.fits(device, jnp.bfloat16, (128, 128)):
+    if name in KERNELS and not hopper.fits(device, jnp.bfloat16, (128, 128)):
         raise NotHere(f"{device.device_kind} has no compute capability {hopper.CAPABILITY}")
 
 

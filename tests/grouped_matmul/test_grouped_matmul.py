@@ -295,7 +295,8 @@ def test_grouped_matmul_computes_inside_its_loops(groups):
 
 
 def test_registry():
-    assert implementations() == ("blocked", "fused", "hopper", "ragged", "reference")
+    names = ("blocked", "fused", "hopper", "mosaic", "mosaic_sparing", "ragged", "reference")
+    assert implementations() == names
     cpu, tpu = (types.SimpleNamespace(platform=name) for name in ("cpu", "tpu"))
     hopper = types.SimpleNamespace(platform="gpu", compute_capability="9.0")
     fits = jnp.bfloat16, (128, 256)
@@ -328,14 +329,17 @@ def test_grouped_matmul_shapes_that_do_not_fit():
 
 
 @pytest.mark.parametrize("rows", [64, 1000, 1003])
-def test_hopper_lowers_for_cuda(rows):
+@pytest.mark.parametrize("implementation", ["hopper", "mosaic"])
+def test_kernels_lower_for_cuda(implementation, rows):
     """No GPU here: the kernels, forward and both gradients, must lower inside `shard_map` with typed outputs."""
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
 
     def body(lhs, group_sizes, bank, slots, grad_sink):
         def loss(lhs, grad_sink):
             operands = (GroupedWeights(bank=bank, slots=slots, grad_sink=grad_sink),)
-            return jnp.sum(grouped_matmul(lhs, group_sizes, operands, implementation="hopper").astype(jnp.float32))
+            return jnp.sum(
+                grouped_matmul(lhs, group_sizes, operands, implementation=implementation).astype(jnp.float32)
+            )
 
         return jax.grad(loss, (0, 1))(lhs, grad_sink)
 
@@ -356,10 +360,11 @@ def test_hopper_lowers_for_cuda(rows):
     assert text.count("stablehlo.all_reduce") == 1
 
 
-def test_hopper_refuses_what_its_tiles_do_not_fit():
+@pytest.mark.parametrize("implementation", ["hopper", "mosaic_sparing"])
+def test_kernels_refuse_what_their_tiles_do_not_fit(implementation):
     lhs, group_sizes, _, weights = make_case(*SIZES["balanced"], dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"dims \(8, 6\) are multiples of 64; choose such sizes, or MoEConfig"):
-        grouped_matmul(lhs, group_sizes, as_operands(weights, [None]), implementation="hopper")
+        grouped_matmul(lhs, group_sizes, as_operands(weights, [None]), implementation=implementation)
     lhs, group_sizes, _, weights = make_case(24, [6] * 4, contracted=64, resulting=64, dtype=np.float32)
     with pytest.raises(ValueError, match="takes bfloat16 or float16, not float32"):
-        grouped_matmul(lhs, group_sizes, as_operands(weights, [None]), implementation="hopper")
+        grouped_matmul(lhs, group_sizes, as_operands(weights, [None]), implementation=implementation)

@@ -166,9 +166,10 @@ def test_a_kernel_that_raises_is_not_hidden(monkeypatch, registered):
 
 
 @pytest.mark.parametrize("rows, sizes", CASES)
-def test_the_kernel_for_hopper_takes_the_cases(rows, sizes):
+@pytest.mark.parametrize("kernels", ["hopper", "mosaic"])
+def test_the_kernels_for_hopper_take_the_cases(kernels, rows, sizes):
     """No GPU here: what the check runs on one must lower for it."""
-    compute, _, _ = programs("hopper", SMALL, rows, sizes, {})
+    compute, _, _ = programs(kernels, SMALL, rows, sizes, {})
     arrays = jax.eval_shape(lambda: make_arrays(SMALL, rows, sizes))
     traced = compute.trace(jax.ShapeDtypeStruct((len(sizes),), jnp.int32), *arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

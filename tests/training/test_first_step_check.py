@@ -220,6 +220,8 @@ def test_only_what_is_unproven_is_compared(tmp_path, cache, monkeypatch):
     assert {field: used for field, (used, _, _) in found.items()} == {"grouped_matmul": "hopper", "transport": "ragged"}
     keys = {json.dumps(key, sort_keys=True) for _, _, key in found.values()}
     assert len(keys) == 2
+    ours = first_step_check.unproven(first_step_check.with_field(session, "grouped_matmul", "mosaic_sparing"))
+    assert ours["grouped_matmul"][0] == "mosaic_sparing"
     assert first_step_check.unproven(first_step_check.with_field(session, "grouped_matmul", "ragged")) == {}
     with pytest.raises(UserError, match=r"MoEConfig.grouped_matmul \('hopper'\) fails before the first step"):
         settle_unproven(with_kernel, Hosts())  # on a CPU
