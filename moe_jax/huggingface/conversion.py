@@ -28,7 +28,7 @@ from moe_jax.data import DataConfig, build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.huggingface.config_keys import find_export_family, read_config, upcycled_keys, write_config
 from moe_jax.huggingface.families import HARMLESS, Family
-from moe_jax.huggingface.files import TensorFolder, TensorWriter, read_json
+from moe_jax.huggingface.files import SHARD_BYTES, TensorFolder, TensorWriter, read_json
 from moe_jax.huggingface.tensors import BACK, TensorPlace, tensor_places
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.counts import leaf_sizes
@@ -120,7 +120,7 @@ class Upcycling:
 
 
 def export_folder(
-    workdir: str | os.PathLike[str], target: str | os.PathLike[str], dtype: str = "", shard_bytes: int = 2**30
+    workdir: str | os.PathLike[str], target: str | os.PathLike[str], dtype: str = "", shard_bytes: int = SHARD_BYTES
 ) -> Family:
     """Write the folder `target` for transformers from the last checkpoint of a run; return what kind it is.
 

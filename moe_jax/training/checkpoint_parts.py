@@ -26,7 +26,7 @@ from moe_jax.errors import UserError
 from moe_jax.training.checkpoint_format import FORMAT
 
 _BATCH_BYTES = 64 * 2**20
-_CACHE_BYTES = 4 * 2**30
+_CACHE_BYTES = 2**28
 Index = tuple[int | slice, ...]  # of a part: a number keeps one row of that dim, slice(None) all of it
 
 
