@@ -23,8 +23,6 @@ _FROM_HF = flags.DEFINE_string("from_hf", "", "Folder of a checkpoint of transfo
 _TO_HF = flags.DEFINE_string("to_hf", "", "Folder to be made from the last checkpoint of --workdir.")
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder, made with --from_hf and read with --to_hf.")
 _DTYPE = flags.DEFINE_string("dtype", "", "With --to_hf: float32 or bfloat16; '' takes ModelConfig.dtype.")
-
-
 _UPCYCLE = flags.DEFINE_integer("upcycle", 0, "With --from_hf of a dense checkpoint: experts that each FFN becomes.")
 _UPCYCLE_TOP_K = flags.DEFINE_integer("upcycle_top_k", 2, "Experts of a token then.")
 _UPCYCLE_NOISE = flags.DEFINE_float("upcycle_noise", 0.0, "Noise on each copy, over the spread of its matrix.")
@@ -45,6 +43,9 @@ def command(argv: list[str]) -> None:
     from moe_jax.huggingface import Upcycling, export_folder, import_folder
     from moe_jax.models.counts import parameter_counts
 
+    for flag in (_UPCYCLE_TOP_K, _UPCYCLE_NOISE, _UPCYCLE_SEED):
+        if flag.present and not _UPCYCLE.value:
+            raise UserError(f"--{flag.name}={flag.value} needs --upcycle, the number of experts")
     if _TO_HF.value:
         if _UPCYCLE.value:
             raise UserError(f"--upcycle={_UPCYCLE.value} needs --from_hf, a dense checkpoint")

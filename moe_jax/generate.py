@@ -11,6 +11,7 @@ those of moe_jax.train. Exit codes: 0, 2 a user's mistake, 4 a process of the jo
 from __future__ import annotations
 
 import json
+import pathlib
 import sys
 
 from absl import flags, logging
@@ -79,6 +80,11 @@ def command(argv: list[str]) -> int:
         raise UserError("give either --prompt (text, may repeat) or --prompt_ids (a JSON file of id lists)")
     from moe_jax.distributed.hosts import HostsConfig, start_hosts
     from moe_jax.inference import Sampling
+
+    if _OUT.value and not pathlib.Path(_OUT.value).absolute().parent.is_dir():
+        raise UserError(
+            f"--out={_OUT.value} cannot be written: its folder does not exist; name a file in one that does"
+        )
     from moe_jax.inference.prompts import read_prompt_ids
     from moe_jax.mesh.host_devices import set_up_devices
 

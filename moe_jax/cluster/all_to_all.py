@@ -82,9 +82,3 @@ def all_to_all_seconds(cluster: Cluster, devices: int, slicing: int, sent: float
     """
     per_node = cluster.need("devices_per_node", _REQUESTED_BY)
     return {kind: messages(kind, devices, per_node, slicing, sent).seconds(cluster) for kind in KINDS}
-
-
-def choose_all_to_all(cluster: Cluster, devices: int, slicing: int, sent: float) -> str:
-    """Return the kind that is predicted to take least time; the flat one among equals."""
-    seconds = all_to_all_seconds(cluster, devices, slicing, sent)
-    return min(KINDS, key=lambda kind: seconds[kind])

@@ -106,8 +106,10 @@ class Upcycling:
                 f"--upcycle ({self.experts}) must be at least 2 experts, and --upcycle_top_k ({self.top_k}) between 1 "
                 "and that"
             )
-        if self.noise < 0:
-            raise UserError(f"--upcycle_noise ({self.noise}) must be at least 0")
+        if not 0 <= self.noise < float("inf"):
+            raise UserError(f"--upcycle_noise ({self.noise}) must be a number of at least 0")
+        if self.seed < 0:
+            raise UserError(f"--upcycle_seed ({self.seed}) must be at least 0")
 
     def drawn(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return standard normal numbers that the seed and a tensor's name decide."""
@@ -135,9 +137,10 @@ def export_folder(
     if not folder.config.exists():
         raise UserError(f"{folder.path} holds no config.gin; give the --workdir of a run")
     run = parse_run_config([str(folder.config)])[0]
-    model = dataclasses.replace(run.model, vocab_size=_vocabulary(run), dtype=dtype or run.model.dtype)
-    if model.dtype not in NUMPY_DTYPES:
-        raise UserError(f"--dtype ({model.dtype!r}) must be one of {', '.join(NUMPY_DTYPES)}")
+    dtype = dtype or run.model.dtype
+    if dtype not in NUMPY_DTYPES:
+        raise UserError(f"--dtype ({dtype!r}) must be one of {', '.join(NUMPY_DTYPES)}")
+    model = dataclasses.replace(run.model, vocab_size=_vocabulary(run), dtype=dtype)
     checkpoints = Checkpointer(folder.checkpoints, keep=1)
     step = checkpoints.latest()
     if step is None:

@@ -75,7 +75,6 @@ class Family:
       gate, experts, shared: names of modules within a layer; {j} is an expert.
       matrices: names of the gate half, the up half and the matrix back of an expert.
       neutral: further keys with their neutral values.
-      exported: whether transformers has a class that reads what is written.
     """
 
     model_type: str
@@ -91,7 +90,6 @@ class Family:
     shared: str = ""
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     neutral: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    exported: bool = True
 
 
 MIXTRAL = Family(
@@ -129,7 +127,6 @@ DEEPSEEK = Family(
     experts_key="n_routed_experts",
     own_keys={"norm_topk_prob": False, "n_shared_experts": 0, "first_k_dense_replace": 0},
     shared="mlp.shared_experts",
-    exported=False,
 )
 DOTS1 = Family(
     model_type="dots1",

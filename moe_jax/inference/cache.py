@@ -45,16 +45,6 @@ def cache_specs(model: LanguageModel) -> dict:
     return {segment.name: {name: Entry(spec, spec) for name in attentions_of(segment)} for segment in model.segments}
 
 
-def cache_bytes(model: LanguageModel, rows: int, length: int) -> int:
-    """Return the bytes of a cache on one device."""
-    parts = model.roles.size(model.roles.model)
-    heads = sum(
-        segment.units * len(attentions_of(segment)) * segment.config.key_value_heads // parts
-        for segment in model.segments
-    )
-    return 2 * rows * length * heads * model.config.head_size * jnp.dtype(model.config.dtype).itemsize
-
-
 def store_prompts(new: dict, held: int) -> dict:
     """Return a segment's cache with room for `held` tokens; new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh]."""
 

@@ -181,6 +181,7 @@ class Generator:
           UserError: lists of one token, or ids and lengths that the model cannot read.
         """
         check_prompts([list(ids)[:-1] for ids in sequences], 1, self.vocabulary, self.longest)
+        check_prompts([list(ids)[1:] for ids in sequences], 1, self.vocabulary, None)
         roles = self.model.roles
         parts = roles.size(roles.dense)
         rows, length = bucket(-(-len(sequences) // parts)), max(map(len, sequences)) - 1

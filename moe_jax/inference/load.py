@@ -95,7 +95,7 @@ def build_model(config: RunConfig, devices: Sequence, tokenizer: Tokenizer | Non
       UserError: as `load` does.
     """
     model, moe = inference_configs(config.model, config.moe)
-    roles = build_mesh(config.mesh, devices, expert_counts(model, moe))
+    roles = build_mesh(config.mesh, devices, expert_counts(model, moe, config.mesh, len(devices)))
     if tokenizer is None and not model.vocab_size:
         raise UserError(
             f"DataConfig.tokenizer ({config.data.tokenizer!r}) is not there, and only it says how many ids the "

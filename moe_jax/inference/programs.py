@@ -1,4 +1,4 @@
-"""The two compiled programs of generation: prompts in one pass, then one token of every sequence at a time.
+"""The compiled programs of generation: prompts in one pass, then one token of every sequence at a time; and scores.
 
 Inputs: parameters, tables, prompts or a `State`. Outputs: the next `State`, and of the token that was chosen its id,
 its logits and the experts that the tokens before it took. One `shard_map` encloses a program, collectives and choice of

@@ -38,14 +38,14 @@ def settle_transport(config: MoEConfig, roles: Roles, tokens: int, row_bytes: in
         )
     shards, devices = roles.size(roles.expert_shard), roles.size(roles.expert + roles.expert_shard)
     near = min(roles.config.devices_per_node, devices)
-    if devices % near:
+    if devices % near or near % shards:
         return dataclasses.replace(config, transport="all_to_all")
     cluster = read_named_cluster(config.cluster).sized(None, near)
     sent = -(-tokens // roles.size(roles.model)) * config.top_k * row_bytes * shards
     seconds = {
         kind: messages(kind, devices, near, shards, sent).seconds(cluster)
         for kind in KINDS
-        if kind != "coordinated" or config.schedule in COORDINATED and near % shards == 0
+        if kind != "coordinated" or config.schedule in COORDINATED
     }
     chosen = min(seconds, key=lambda kind: seconds[kind])
     listed = ", ".join(f"{kind} {value:.3g} s" for kind, value in seconds.items())

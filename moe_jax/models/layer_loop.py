@@ -183,7 +183,7 @@ def checkpointed(function, remat: str):
 
 def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
     config = segment.config
-    name, value = ("overlap", config.overlap) if config.overlap != "none" else ("prefetch", config.prefetch)
+    name, value = ("overlap", config.overlap) if config.block_wise.halves else ("prefetch", config.prefetch)
     if layout.dp_stage is not None:
         raise UserError(
             f"ModelConfig.{name} ({value!r}) has nothing to move under MoEConfig.schedule = "

@@ -78,7 +78,7 @@ class Prefetcher:
       schedule: the windows.
       stages: the functions of a layer.
       transfer: how parameters move; with None the windows have no moves.
-      late: of replicas that come after the gate, inside the stage `dispatch`; None for none.
+      late: of replicas that come after the gate, inside the stage `route`; None for none.
       prepare: (mix, gate) of one layer -> the same, gathered; differentiated here.
       scan: loop over turns, else write all layers out.
       recompute: save the inputs of the two halves of a layer only.

@@ -101,7 +101,7 @@ class PartsReader:
     """Parts of the leaves of a finished checkpoint.
 
     A program that trains stores what one device held of a leaf in one piece, and a part of it is read with the whole
-    piece; pieces are kept for the parts that are asked for next, up to 4 GiB.
+    piece; pieces are kept for the parts that are asked for next, up to 256 MiB.
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: int):

@@ -53,8 +53,8 @@ def find_target(devices, per_node: int) -> inspection.Target | None:
 @functools.cache
 def _say_unguided(kind: str) -> None:
     _LOG.warning(
-        "train.guide_scheduler (True) and ModelConfig.overlap = 'auto' have no effect on %r, whose rates are not known "
-        "here (%s are); the compiler schedules by its own estimates",
+        "train.guide_scheduler and ModelConfig.overlap = 'auto' have no effect on %r, whose rates are not known here "
+        "(%s are); the compiler schedules by its own estimates",
         kind,
         ", ".join(inspection.target_names()),
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_jax.cluster import Cluster
 from moe_jax.config.run_config import RunConfig
-from moe_jax.inspection import Target
+from moe_jax.inspection import Model, Target
 from moe_jax.mesh.roles import Roles
 from moe_jax.overlap import Prefetch, Times, stage_seconds
 from moe_jax.replan.plan_cost import attention_seconds, plan_cost
@@ -23,7 +23,7 @@ from moe_jax.replan.planned_run import segment_runs
 from moe_jax.routers import build_router
 from moe_jax.schedules import schedule_record
 
-MORE_KERNELS = 120  # of one layer, forward and backward, in two halves: `inspect` on GPT-MoE-S (docs/bench/overlap.md)
+MORE_KERNELS = 120  # of one layer, forward and backward, in two halves: `inspect` on GPT-MoE-S (docs/bench/inspect.md)
 
 
 class LayerSeconds(typing.NamedTuple):
@@ -41,11 +41,12 @@ def settle_overlap(config: RunConfig, roles: Roles, target: Target | None) -> Ru
     """
     if config.model.overlap != "auto":
         return config
-    faster = False
+    gain = 0.0
     if target is not None and not why_not_halves(config, roles):
-        both = [layer_seconds(config, roles, target, name) for name in segment_runs(config, roles)]
-        faster = sum(one.halves for one in both) < sum(one.none for one in both)
-    model = dataclasses.replace(config.model, overlap="halves" if faster else "none")
+        for name, (own, _) in segment_runs(config, roles).items():
+            seconds = layer_seconds(config, roles, target, name)
+            gain += own.model.moe_layers * (seconds.none - seconds.halves)
+    model = dataclasses.replace(config.model, overlap="halves" if gain > 0 else "none")
     return dataclasses.replace(config, model=model)
 
 
@@ -71,7 +72,7 @@ def why_not_halves(config: RunConfig, roles: Roles) -> str:
 
 
 def layer_seconds(config: RunConfig, roles: Roles, target: Target, segment: str) -> LayerSeconds:
-    """Return the modelled seconds of one layer of a segment under even loads; launches as the target's model has them.
+    """Return the modelled seconds of one layer of a segment under even loads; a launch as `inspection.Model` has it.
 
     Args:
       target: rates and topology of the devices.
@@ -89,7 +90,7 @@ def layer_seconds(config: RunConfig, roles: Roles, target: Target, segment: str)
         experts=float(cost.forward(computed, asked_by)),
         exchange=float(cost.exchange(computed * (1 - 1 / members), asked_by)),
     )
-    launches = MORE_KERNELS * 2e-6
+    launches = MORE_KERNELS * Model().launch
     return LayerSeconds(
         none=float(stage_seconds(Prefetch(), times)),
         halves=float(stage_seconds(Prefetch(halves=True), times)) + launches,

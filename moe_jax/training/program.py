@@ -226,7 +226,9 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     """
     counts = expert_counts(config.model, config.moe, config.mesh, len(devices))
     roles = build_mesh(config.mesh, devices, counts)
-    config = settle_overlap(config, roles, find_target(list(roles.mesh.devices.flat), roles.config.devices_per_node))
+    if config.model.overlap == "auto":
+        target = find_target(list(roles.mesh.devices.flat), roles.config.devices_per_node)
+        config = settle_overlap(config, roles, target)
     check_transfer(config, roles)
     tokenizer = tokenizer or build_tokenizer(config.data)
     vocab_size = padded_vocabulary(tokenizer, config.model)

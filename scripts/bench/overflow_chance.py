@@ -32,13 +32,17 @@ from moe_jax.replan.planned_run import initial_placement
 from moe_jax.replan.replanner import Replanner
 
 FLAGS = flags.FLAGS
-flags.DEFINE_multi_string("gin_file", [], "Config file of the run; may repeat.")
-flags.DEFINE_multi_string("gin_bindings", [], "Binding; may repeat.")
-flags.DEFINE_integer("devices", 32, "Devices of the mesh.")
-flags.DEFINE_integer("per_node", 8, "Of one node.")
-flags.DEFINE_float("skew", 1.0, "With a planner: loads fall as rank to the power -skew.")
-flags.DEFINE_integer("draws", 1000, "Steps drawn.")
-flags.DEFINE_integer("seed", 0, "Of the draws.")
+
+
+def define_flags() -> None:
+    """Define the command's flags; whoever imports this file has its own."""
+    flags.DEFINE_multi_string("gin_file", [], "Config file of the run; may repeat.")
+    flags.DEFINE_multi_string("gin_bindings", [], "Binding; may repeat.")
+    flags.DEFINE_integer("devices", 32, "Devices of the mesh.")
+    flags.DEFINE_integer("per_node", 8, "Of one node.")
+    flags.DEFINE_float("skew", 1.0, "With a planner: loads fall as rank to the power -skew.")
+    flags.DEFINE_integer("draws", 1000, "Steps drawn.")
+    flags.DEFINE_integer("seed", 0, "Of the draws.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,4 +131,5 @@ def main(_):
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)

@@ -1,4 +1,4 @@
-"""A converted checkpoint under the commands of a run: evaluated, trained on from, exported again; and its memory."""
+"""A converted checkpoint under the commands of a run: evaluated, trained on from, exported again."""
 
 import shutil
 from pathlib import Path

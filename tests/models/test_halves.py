@@ -36,7 +36,7 @@ def test_what_cannot_run_in_halves_is_refused(arguments, message):
 
 def test_statistics_count_every_token_of_both_halves():
     """Loads, entropy and drops of the two halves add up to those of the whole batch."""
-    config = model_config()
+    config = model_config(layers=1)
     placements, shape = placements_of(False, config.moe_layers, 2, number=1)
     with jax.enable_x64(True):
         whole, halves = (

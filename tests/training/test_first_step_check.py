@@ -203,6 +203,7 @@ def test_a_run_records_what_was_compared(tmp_path, monkeypatch):
     assert environment["resolved"] == {
         "MeshConfig.devices_per_node": 8,
         "ModelConfig.attention": "xla",
+        "ModelConfig.overlap": "none",
         "train.optimistic": False,
     }
     assert environment["compared_before_first_step"]["grouped_matmul"] == {

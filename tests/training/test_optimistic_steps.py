@@ -192,6 +192,7 @@ def test_overflow_is_rare_or_not_by_the_last_steps_that_are_known():
     assert Overflows(**overflows.state()).are_rare(22) and len(overflows.steps) <= 2 * WINDOW
 
 
+@pytest.mark.slow
 def test_a_run_that_overflows_goes_on_where_it_stopped(tmp_path, monkeypatch, three_in_flight, capsys):
     """Six steps at once, and four then two: the same bits, whatever was in flight at the stop."""
     fed(monkeypatch, alike=(1, 2, 5))

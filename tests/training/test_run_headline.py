@@ -16,6 +16,7 @@ def test_the_held_out_loss_is_below_or_above_the_entropy(monkeypatch, capsys, be
         unigram_entropy=3.0,
         below_unigram_entropy=below,
         skipped_steps=None,
+        steps_run_again=None,
     )
     monkeypatch.setattr(run, "draw_all", lambda folder: [])
     monkeypatch.setattr(run, "write_report", lambda folder, pictures: "report.html")
