@@ -17,7 +17,7 @@ import numpy as np
 from moe_jax.errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 2**28
+SHARD_BYTES = 2**27
 DTYPES = ("F32", "BF16", "F16")
 
 

@@ -26,7 +26,7 @@ from moe_jax.errors import UserError
 from moe_jax.training.checkpoint_format import FORMAT
 
 _BATCH_BYTES = 64 * 2**20
-_CACHE_BYTES = 2**28
+_CACHE_BYTES = 2**26
 Index = tuple[int | slice, ...]  # of a part: a number keeps one row of that dim, slice(None) all of it
 
 
@@ -101,7 +101,7 @@ class PartsReader:
     """Parts of the leaves of a finished checkpoint.
 
     A program that trains stores what one device held of a leaf in one piece, and a part of it is read with the whole
-    piece; pieces are kept for the parts that are asked for next, up to 256 MiB.
+    piece; pieces are kept for the parts that are asked for next, up to 64 MiB.
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: int):
