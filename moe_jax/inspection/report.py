@@ -142,8 +142,8 @@ def _totals(flights: Iterable[Flight], name: str, key) -> list[dict]:
     return sorted(sums.values(), key=lambda total: -total["seconds"])
 
 
-def report_text(report: dict) -> str:
-    """Return a report as text: memory, step, totals, and every collective."""
+def _step_lines(report: dict) -> list[str]:
+    """Return what a report says of the program as a whole."""
     lines = []
     target = report["target"]
     lines.append(f"target   {target['nodes']} x {target['per_node']} {target['device']}")
@@ -190,6 +190,12 @@ def report_text(report: dict) -> str:
             f"beside the other is at most {pipeline['bound']:.2f} times faster (FasterMoE's bound), in this program "
             f"{pipeline['reached']:.2f}"
         )
+    return lines
+
+
+def report_text(report: dict) -> str:
+    """Return a report as text: memory, step, totals, and every collective."""
+    lines = _step_lines(report)
     for title, name, totals in (
         ("role", "role", report["totals"]["by_role"]),
         ("role, inside loops", "role", report["in_loops"]["by_role"]),

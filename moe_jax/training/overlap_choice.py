@@ -23,7 +23,7 @@ from moe_jax.replan.planned_run import segment_runs
 from moe_jax.routers import build_router
 from moe_jax.schedules import schedule_record
 
-MORE_KERNELS = 120  # of one layer, forward and backward, in two halves: `inspect` on GPT-MoE-S (docs/bench/inspect.md)
+MORE_KERNELS = 98  # of one layer in two halves, both ways: (2,682 - 1,511) / 12 on GPT-MoE-S (docs/bench/inspect.md)
 
 
 class LayerSeconds(typing.NamedTuple):
