@@ -14,12 +14,11 @@ from __future__ import annotations
 import datetime
 import json
 import pathlib
-import sys
 
 from absl import flags
 
-from moe_jax.config.command_line import parse_flags
-from moe_jax.errors import HostLostError, UserError
+from moe_jax.config.command_line import parse_flags, run_command
+from moe_jax.errors import UserError
 
 _OUT = flags.DEFINE_string("out", None, "File to write, such as cluster.json.")
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file whose mesh is wanted; may repeat.")
@@ -102,15 +101,5 @@ def command(argv: list[str]) -> None:
             print(json.dumps(answer), flush=True)
 
 
-def main() -> None:
-    """Run the command line; a user's mistake is one line and no traceback."""
-    codes = {UserError: 2, HostLostError: 4}
-    try:
-        command(sys.argv)
-    except tuple(codes) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(next(code for kind, code in codes.items() if isinstance(error, kind)))
-
-
 if __name__ == "__main__":
-    main()
+    run_command(command)

@@ -12,11 +12,9 @@ With --upcycle a dense checkpoint (Llama, Mistral, Qwen3) becomes a mixture of e
 
 from __future__ import annotations
 
-import sys
-
 from absl import flags, logging
 
-from moe_jax.config.command_line import parse_flags
+from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
 
 _FROM_HF = flags.DEFINE_string("from_hf", "", "Folder of a checkpoint of transformers, from which --workdir is made.")
@@ -65,14 +63,5 @@ def command(argv: list[str]) -> None:
     print(f"train on: python -m moe_jax.train --gin_file={_WORKDIR.value}/config.gin --init_from={_WORKDIR.value} ...")
 
 
-def main() -> None:
-    """Run the command line; a user's mistake is one line and no traceback."""
-    try:
-        command(sys.argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    run_command(command)

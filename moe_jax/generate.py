@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import pathlib
-import sys
 
 from absl import flags, logging
 
-from moe_jax.config.command_line import parse_flags
-from moe_jax.errors import HostLostError, UserError
+from moe_jax.config.command_line import parse_flags, run_command
+from moe_jax.errors import UserError
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Run folder whose newest checkpoint generates.")
 _STEP = flags.DEFINE_integer("step", None, "Another checkpoint of it, by its step.")
@@ -150,15 +149,5 @@ def write_json(path: str, record: dict) -> None:
         ) from error
 
 
-def main() -> None:
-    """Run the command line; a user's mistake is one line and no traceback."""
-    codes = {UserError: 2, HostLostError: 4}
-    try:
-        sys.exit(command(sys.argv))
-    except tuple(codes) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(next(code for kind, code in codes.items() if isinstance(error, kind)))
-
-
 if __name__ == "__main__":
-    main()
+    run_command(command)

@@ -17,13 +17,12 @@ import gzip
 import json
 import lzma
 import re
-import sys
 import zlib
 from pathlib import Path
 
 from absl import flags, logging
 
-from moe_jax.config.command_line import parse_flags
+from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
 
 PROFILED_STEPS = PLAIN_STEPS = 5
@@ -223,14 +222,5 @@ def write_all(text: str, target, model, facts: dict, print_it: bool = True):
     return report, module
 
 
-def main() -> None:
-    """Run the command line; a user's mistake is one line and no traceback."""
-    try:
-        sys.exit(command(sys.argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    run_command(command)

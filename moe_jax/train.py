@@ -6,12 +6,10 @@ finite, 4 a process of the job that was lost or stuck.
 
 from __future__ import annotations
 
-import sys
-
 from absl import flags, logging
 
-from moe_jax.config.command_line import parse_flags
-from moe_jax.errors import HostLostError, NonFiniteError, UserError
+from moe_jax.config.command_line import parse_flags, run_command
+from moe_jax.errors import UserError
 
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat, later ones win.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'train.steps = 40'; may repeat.")
@@ -100,15 +98,5 @@ def command(argv: list[str]) -> int:
     return 0 if finished else _PREEMPT_EXIT_CODE.value
 
 
-def main() -> None:
-    """Run the command line; a user's mistake is one line and no traceback."""
-    codes = {UserError: 2, NonFiniteError: 3, HostLostError: 4}
-    try:
-        sys.exit(command(sys.argv))
-    except tuple(codes) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(next(code for kind, code in codes.items() if isinstance(error, kind)))
-
-
 if __name__ == "__main__":
-    main()
+    run_command(command)

@@ -1,19 +1,35 @@
-"""Flags of a command: `--help`, and a user's mistake as one line with a remedy.
+"""A command: its flags, `--help`, and its end: an error that users can mend is one line and an exit code.
 
-Inputs: the arguments of a command line. Outputs: absl's flags, set. Nothing else is imported, so that a command can
-still choose its devices afterwards.
+Inputs: the arguments of a command line. Outputs: absl's flags, set, and the exit code. Nothing else is imported, so
+that a command can still choose its devices afterwards.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from absl import flags
 
-from moe_jax.errors import UserError
+from moe_jax.errors import HostLostError, NonFiniteError, UserError
+
+EXIT_CODES = {UserError: 2, NonFiniteError: 3, HostLostError: 4}
 
 # the command's own flags; those of every imported module too
 HELP, HELP_FULL = ("--help", "-help", "-h", "--helpshort", "-helpshort"), ("--helpfull", "-helpfull")
+
+
+def run_command(command: Callable[[list[str]], int | None]) -> None:
+    """Run a command with the arguments of the process and exit, by its code, or by that of an error in EXIT_CODES.
+
+    Args:
+      command: takes the program's name and its arguments; returns the exit code, None for 0.
+    """
+    try:
+        sys.exit(command(sys.argv))
+    except tuple(EXIT_CODES) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind)))
 
 
 def parse_flags(argv: list[str], command: str, flag: str) -> None:

@@ -25,7 +25,7 @@ from absl import flags
 from moe_jax import renames
 from moe_jax.cluster import AbsentFigureError
 from moe_jax.collectives.transfer_shape import TransferShape
-from moe_jax.config.command_line import parse_flags
+from moe_jax.config.command_line import parse_flags, run_command
 from moe_jax.errors import UserError
 from moe_jax.placement import Placement
 from moe_jax.placement.transfer_seconds import FORMS
@@ -198,19 +198,14 @@ def _provenance(given: inputs.ReplayInputs) -> dict:
     }
 
 
-def main() -> None:
-    """Run the command line; a user's mistake is one line and no traceback."""
-    try:
-        parse_flags(sys.argv, "moe_jax.replay", "trace")
-        answer = replay()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    line = json.dumps(answer)
+def command(argv: list[str]) -> None:
+    """Carry out the command line; the last line that it prints is the answer, as JSON."""
+    parse_flags(argv, "moe_jax.replay", "trace")
+    line = json.dumps(replay())
     if FLAGS.out is not None:
         (pathlib.Path(FLAGS.out) / "replay.json").write_text(line + "\n", encoding="utf-8")
     print(line)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(command)
