@@ -338,7 +338,8 @@ def _make_trunk(
             for segment in model.expert_segments
         }
         outer = {name: leaf for name, leaf in dense.items() if name != "units"}
-        outer = gather_tree(outer, {name: layout.gather[name] for name in outer}, roles.dense, parts)
+        dims, wires = ({name: tree[name] for name in outer} for tree in (layout.gather, layout.wires))
+        outer = gather_tree(outer, dims, roles.dense, parts, wires)
 
         if group.split:  # cast once: embedding and output head share the sum of their gradients over the group
             outer = cast_varying(outer, roles.model)
