@@ -2,6 +2,7 @@
 
 Inputs: a pytree of this device's parts, and the dim along which each is split. Outputs: the full leaves. The gradient
 goes the other way: one reduce-scatter for the split leaves, one all-reduce for those that every device holds whole.
+A leaf that is read in a narrower dtype alone may travel in it: rounded before or after, it is the same.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from jax import lax
 from moe_jax.collectives.varying import cast_varying, varying_axes
 
 
-def gather_tree(shards, dims, axes: tuple[str, ...], parts: int):
+def gather_tree(shards, dims, axes: tuple[str, ...], parts: int, wires=None):
     """Return the full leaves of a tree that is split over `axes`, with one all-gather; gradients are reduce-scattered.
 
     Args:
       shards: pytree of this device's parts.
       dims: matching pytree; the dim along which a leaf is split, or -1 for a leaf that is whole on every device.
       axes: mesh axes; parts: their number of devices.
+      wires: matching pytree of names of the dtypes in which split leaves travel; None for their own. Full leaves have
+        their own dtype, rounded to that of the wire; gradients are summed, and travel, in their own.
     """
     leaves, tree = jax.tree.flatten(shards)
     split = jax.tree.leaves(dims)
+    sent = [str(leaf.dtype) for leaf in leaves] if wires is None else jax.tree.leaves(wires)
     out = list(leaves)
     # Leaves that vary over other axes (MP) are packed apart: packed with them, an equal leaf would be typed as varying,
     # and its gradient would be summed over the devices.
@@ -38,13 +42,42 @@ def gather_tree(shards, dims, axes: tuple[str, ...], parts: int):
         gathered = [i for i in chosen if split[i] >= 0]
         whole = [i for i in chosen if split[i] < 0]
         if gathered:
-            packed = jnp.concatenate([leaves[i].reshape(-1) for i in gathered])
-            full = lax.all_gather(packed, axes, axis=0, tiled=False)  # [parts, n], n elements in all
+            flat = tuple(leaves[i].reshape(-1) for i in gathered)
+            if all(sent[i] == kind[0] for i in gathered):
+                full = lax.all_gather(jnp.concatenate(flat), axes, axis=0, tiled=False)  # [parts, n], n elements in all
+            else:
+                full = _gather_narrow(axes, tuple(sent[i] for i in gathered), flat)
             _unpack(full, leaves, gathered, split, parts, out)
         if whole and kind[2]:
             for i, leaf in zip(whole, _give_each(tuple(leaves[i] for i in whole), kind[2]), strict=True):
                 out[i] = leaf
     return jax.tree.unflatten(tree, out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather_narrow(axes, wires: tuple[str, ...], flat: tuple):
+    """Return [parts, n] of arrays [n_i] of one dtype, each of which travels in its wire's, as bits in one buffer."""
+    sizes = [jnp.dtype(wire).itemsize for wire in wires]
+    word = jnp.dtype(f"uint{8 * min(sizes)}")  # bits: what is wider keeps all of its own
+    words = [lax.bitcast_convert_type(a.astype(wire), word).reshape(-1) for a, wire in zip(flat, wires, strict=True)]
+    full = lax.all_gather(jnp.concatenate(words), axes, axis=0, tiled=False)
+    pieces = jnp.split(full, np.cumsum([part.size for part in words])[:-1], axis=1)
+    found = []
+    for piece, array, wire, size in zip(pieces, flat, wires, sizes, strict=True):
+        ratio = size // word.itemsize
+        piece = piece.reshape(-1, array.size, ratio) if ratio > 1 else piece
+        found.append(lax.bitcast_convert_type(piece, wire).astype(array.dtype))
+    return jnp.concatenate(found, axis=1)
+
+
+def _scatter_gradients(axes, wires, sizes, gradient):
+    own = lax.psum_scatter(gradient, axes, scatter_dimension=0, tiled=False)
+    return (tuple(jnp.split(own, np.cumsum(sizes)[:-1])),)
+
+
+_gather_narrow.defvjp(
+    lambda axes, wires, flat: (_gather_narrow(axes, wires, flat), [array.size for array in flat]), _scatter_gradients
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

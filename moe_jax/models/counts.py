@@ -37,12 +37,14 @@ class LeafSize:
       shape: global; leaves of units and bank are stacked over units or slots in their first dim.
       group: one of `GROUPS`.
       model_dim: the dim that a model-parallel group splits, not counting the stacked one; -1 for none.
+      operand: it is read in the compute dtype alone, so ZeRO-3 gathers it in that.
     """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     group: str
     model_dim: int = -1
+    operand: bool = False
 
     @property
     def size(self) -> int:
@@ -83,14 +85,14 @@ def _attention(path: tuple[str, ...], config: ModelConfig) -> list[LeafSize]:
     leaves = _norm(path, (units,), config)
     for name, shape in config.qkv_matrices.items():
         shape = (*shape, head_size)
-        leaves.append(LeafSize((*path, name), (units, dim, *shape), "attention", model_dim=len(shape) - 1))
+        leaves.append(LeafSize((*path, name), (units, dim, *shape), "attention", len(shape) - 1, operand=True))
         if config.attention_bias:
             leaves.append(LeafSize((*path, f"{name}_bias"), (units, *shape), "bias", model_dim=len(shape) - 2))
     if config.qk_norm != "none":
         for name, own in (("q_norm", heads), ("k_norm", config.key_value_heads)):
             shape, split = ((own, head_size), 0) if config.qk_norm == "width" else ((head_size,), -1)
             leaves.append(LeafSize((*path, name, "scale"), (units, *shape), "norm", model_dim=split))
-    leaves.append(LeafSize((*path, "out"), (units, heads, head_size, dim), "attention", model_dim=0))
+    leaves.append(LeafSize((*path, "out"), (units, heads, head_size, dim), "attention", 0, operand=True))
     if config.attention_bias:
         leaves.append(LeafSize((*path, "out_bias"), (units, dim), "bias"))
     return leaves
@@ -100,8 +102,8 @@ def _feed_forward(path: tuple[str, ...], config: ModelConfig) -> list[LeafSize]:
     units, dim, hidden = config.units, config.model_dim, config.ffn_dim
     names = ("w_in", "w_gate") if config.activation == "swiglu" else ("w_in",)
     leaves = _norm(path, (units,), config)
-    leaves += [LeafSize((*path, name), (units, dim, hidden), "feed_forward", model_dim=1) for name in names]
-    leaves.append(LeafSize((*path, "w_out"), (units, hidden, dim), "feed_forward", model_dim=0))
+    leaves += [LeafSize((*path, name), (units, dim, hidden), "feed_forward", 1, operand=True) for name in names]
+    leaves.append(LeafSize((*path, "w_out"), (units, hidden, dim), "feed_forward", 0, operand=True))
     if config.ffn_bias:
         leaves.append(LeafSize((*path, "in_bias"), (units, hidden), "bias", model_dim=0))
         leaves.append(LeafSize((*path, "out_bias"), (units, dim), "bias"))
@@ -113,8 +115,8 @@ def _shared_experts(path: tuple[str, ...], config: ModelConfig, moe: MoEConfig) 
     if not hidden:
         return []
     names = ("w_in", "w_gate") if config.activation == "swiglu" else ("w_in",)
-    leaves = [LeafSize((*path, name), (layers, dim, hidden), "shared_experts", model_dim=1) for name in names]
-    leaves.append(LeafSize((*path, "w_out"), (layers, hidden, dim), "shared_experts", model_dim=0))
+    leaves = [LeafSize((*path, name), (layers, dim, hidden), "shared_experts", 1, operand=True) for name in names]
+    leaves.append(LeafSize((*path, "w_out"), (layers, hidden, dim), "shared_experts", 0, operand=True))
     if moe.residual == "learned":
         leaves.append(LeafSize((*path, "w_mix"), (layers, dim, 2), "gate"))
     return leaves
@@ -123,11 +125,12 @@ def _shared_experts(path: tuple[str, ...], config: ModelConfig, moe: MoEConfig) 
 def leaf_sizes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> list[LeafSize]:
     """Return every leaf of the parameter tree {'dense': ..., 'bank': ...}."""
     segments, dim = segments_of(config, moe), config.model_dim
-    leaves = [LeafSize(("dense", "embedding", "tokens"), (vocab_size, dim), "embedding")]
-    if config.positions == "learned":
+    learned = config.positions == "learned"
+    leaves = [LeafSize(("dense", "embedding", "tokens"), (vocab_size, dim), "embedding", operand=not learned)]
+    if learned:
         leaves.append(LeafSize(("dense", "embedding", "positions"), (config.max_length, dim), "embedding"))
     if not config.tied_head:
-        leaves.append(LeafSize(("dense", "embedding", "head"), (vocab_size, dim), "embedding"))
+        leaves.append(LeafSize(("dense", "embedding", "head"), (vocab_size, dim), "embedding", operand=True))
     for segment in segments:
         leaves += _of_units(("dense", "units", *path_of(segment, segments)), segment)
     leaves += _norm(("dense",), (), config)

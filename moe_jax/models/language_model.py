@@ -103,6 +103,8 @@ class Layout:
       params, state: pytrees of PartitionSpec for parameters and for optimizer moments.
       grad_sink: {name: PartitionSpec} of the bank's gradients; of several segments {segment: that}.
       gather: pytree of int for the dense leaves: dim to gather inside the model, -1 for none.
+      wires: matching pytree of the names of the dtypes in which they are gathered: the compute dtype where a leaf is
+        read in it alone, else the leaf's own.
       dp_stage: ZeRO stage of the experts under the `dp` schedule, else None.
     """
 
@@ -110,6 +112,7 @@ class Layout:
     state: dict
     grad_sink: dict
     gather: dict
+    wires: dict
     dp_stage: int | None
 
 
@@ -216,7 +219,7 @@ class LanguageModel:
 
     def layout(self) -> Layout:
         """Return where every leaf lies."""
-        shapes = self.shapes()
+        config, shapes = self.config, self.shapes()
         abstract = nnx.eval_shape(lambda: Transformer(self.config, self.moe, self.vocab_size, nnx.Rngs(0)))
         flat = {path: leaf for path, leaf in nnx.to_flat_state(nnx.state(abstract))}
 
@@ -229,6 +232,7 @@ class LanguageModel:
             lambda path, leaf: of_path(path, leaf, function), dense
         )
         model_dims = with_path(lambda keys, _: flat[keys].get_metadata().get("model_dim", -1))
+        is_operand = with_path(lambda keys, _: flat[keys].get_metadata().get("operand", False))
         stacked = with_path(lambda keys, _: keys[0] == "units")
         params, state, gather = dense_specs(
             jax.tree.map(lambda leaf: tuple(leaf.shape), dense), model_dims, stacked, self.roles, self.zero_stage
@@ -246,12 +250,15 @@ class LanguageModel:
             state={"dense": state, "bank": bank_state},
             grad_sink=grad_sink,
             gather=gather,
+            wires=jax.tree.map(lambda narrow: config.dtype if narrow else config.param_dtype, is_operand),
             dp_stage=dp_stage,
         )
 
     def layout_of(self, layout: Layout, segment: Segment) -> Layout:
         """Return the layout of one segment: its own units and bank; what lies outside the layers is as it was."""
-        own = {name: tree for name, tree in layout.gather.items() if name != "units"}
+        gather, wires = (
+            {**tree, "units": part_of(tree["units"], segment, self.segments)} for tree in (layout.gather, layout.wires)
+        )
         parts = (layout.params["bank"], layout.state["bank"], layout.grad_sink)
         if segment.has_experts:
             parts = tuple(self.own_part(tree, segment) for tree in parts)
@@ -260,7 +267,8 @@ class LanguageModel:
             params={**layout.params, "bank": bank_params},
             state={**layout.state, "bank": bank_state},
             grad_sink=grad_sink,
-            gather={**own, "units": part_of(layout.gather["units"], segment, self.segments)},
+            gather=gather,
+            wires=wires,
             dp_stage=layout.dp_stage,
         )
 

@@ -96,10 +96,10 @@ def _make_dense_loop(segment: Segment, roles: Roles, layout: Layout, group: Mode
     """Return loop(x, units) -> x over units without experts."""
     config = segment.config
     graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
-    parts, gather = roles.size(roles.dense), layout.gather["units"]
+    parts, gather, wires = roles.size(roles.dense), layout.gather["units"], layout.wires["units"]
 
     def body(x, unit_params):
-        unit = nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts))
+        unit = nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts, wires))
         if group.parts == 1:
             return unit.attend(x, group), None
         return jnp.concatenate([unit.attend(half, group.part()) for half in jnp.split(x, group.parts)]), None
@@ -123,7 +123,7 @@ def _make_moe_loop(
     """Return loop(x, units, bank, grad_sink, tables, token_ids, key, replay) -> (x, GateStats [L, ...], passes [L])."""
     config = segment.config
     graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
-    parts, gather = roles.size(roles.dense), layout.gather["units"]
+    parts, gather, wires = roles.size(roles.dense), layout.gather["units"], layout.wires["units"]
     noisy = training and build_router(segment.moe).draws
 
     if config.block_wise.is_block_wise:
@@ -132,7 +132,7 @@ def _make_moe_loop(
     first, last = segment.first_layer, segment.first_layer + config.moe_layers
 
     def whole_unit(params):
-        return gather_tree(params, gather, roles.dense, parts)
+        return gather_tree(params, gather, roles.dense, parts, wires)
 
     def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None):
         def body(x, inputs):
@@ -204,7 +204,8 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
         )
     group = group.part()
     tokens //= 2 if config.block_wise.halves else 1
-    gather, parts = layout.gather["units"], roles.size(roles.dense)
+    parts = roles.size(roles.dense)
+    dims, wires = (of_moe(tree["units"]) for tree in (layout.gather, layout.wires))
     recompute = config.remat in ("block", "nothing_saveable")
     own_plan = _half_of(plan) if config.block_wise.halves else plan
     shares = {} if plan is None else {"trans_share": plan.trans_share, "agg_share": plan.agg_share}
@@ -217,8 +218,8 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
         return nnx.merge(graph, {**mix, **gate}).enter_moe(x, group)
 
     def prepare(mix, gate):
-        before, inside = of_moe(gather)
-        return gather_tree(mix, before, roles.dense, parts), gather_tree(gate, inside, roles.dense, parts)
+        trees = zip((mix, gate), dims, wires, strict=True)
+        return tuple(gather_tree(tree, dim, roles.dense, parts, wire) for tree, dim, wire in trees)
 
     prefetcher = Prefetcher(
         schedule=schedule,

@@ -43,7 +43,7 @@ from moe_jax.schedules.passes import most_of_all
 
 def make_loss(
     model: LanguageModel, layout: Layout, batch_size: int, length: int, *, training: bool = True, microbatches: int = 1,
-    plan: PlanShape | dict[str, PlanShape] | None = None, teacher: Teacher | None = None, apart: bool = False,
+    plan: PlanShape | dict[str, PlanShape] | None = None, teacher: Teacher | None = None, apart: str = "none",
 ) -> Callable:  # fmt: skip
     """Return the loss of one global microbatch as a function to be jitted and differentiated.
 
@@ -57,7 +57,8 @@ def make_loss(
       plan: slots and buckets of the placements whose tables will come; None is an even one without replicas. Of several
         segments with experts {segment: that}, and so are the tables.
       teacher: what the model learns from beside the text, None for the text alone.
-      apart: `params` come as `own_gradients.with_own_leaves` returns them: no sum of their gradients over devices.
+      apart: which `params` have a copy on each device, as `own_gradients.with_own_leaves` returns them: their gradients
+        are not summed over devices.
 
     Returns:
       loss(params, batch: Batch, tables: Tables, key, first_row int32 [], normalizer float []) ->
@@ -87,7 +88,7 @@ def make_loss(
     check_sequence_parallel(config.sequence_parallel, length, roles)
     check_token_numbers(batch_size, microbatches, length, max(part.moe.top_k for part in model.expert_segments))
     stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches, plan, teacher)
-    dense_in = own_specs(layout, roles) if apart else layout.params["dense"]
+    dense_in = own_specs(layout, roles, apart)
     rows = P(roles.dense)
     frozen_specs = () if teacher is None else _frozen_specs(teacher)
     loads_specs = tuple(P(None, model.roles_of(segment).expert) for segment in model.expert_segments)
@@ -96,10 +97,10 @@ def make_loss(
     )
 
     def on_own_leaves(dense, *inputs):
-        return stack(own_leaves(dense, layout), *inputs)
+        return stack(own_leaves(dense, layout, roles, apart), *inputs)
 
     sharded = jax.shard_map(
-        on_own_leaves if apart else stack,
+        stack if apart == "none" else on_own_leaves,
         mesh=roles.mesh,
         in_specs=(
             dense_in, layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows, rows, P()),
@@ -338,7 +339,8 @@ def _make_trunk(
             for segment in model.expert_segments
         }
         outer = {name: leaf for name, leaf in dense.items() if name != "units"}
-        outer = gather_tree(outer, {name: layout.gather[name] for name in outer}, roles.dense, parts)
+        dims, wires = ({name: tree[name] for name in outer} for tree in (layout.gather, layout.wires))
+        outer = gather_tree(outer, dims, roles.dense, parts, wires)
 
         if group.split:  # cast once: embedding and output head share the sum of their gradients over the group
             outer = cast_varying(outer, roles.model)

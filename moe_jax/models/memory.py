@@ -268,20 +268,23 @@ def _gathered(
     """Return the bytes of whole leaves that stage 3 holds at once: all outer ones, one unit, one layer's experts."""
     count = 0
     if sizes.zero_stage == 3 and roles.size(roles.dense) > 1:
-        outer = sum(leaf.size for leaf in dense.values() if not leaf.stacked)
-        count += param_itemsize * (outer + _largest_unit(dense, sizes)) // roles.size(roles.model)
+        size = {
+            path: leaf.size * (compute_itemsize if leaf.operand else param_itemsize) for path, leaf in dense.items()
+        }
+        outer = sum(size[path] for path, leaf in dense.items() if not leaf.stacked)
+        count += (outer + _largest_unit(size, sizes)) // roles.size(roles.model)
     if _dp_stage(sizes) == 3 and roles.size(roles.data) > 1:
         layers = [sum(leaf.size for leaf in b.leaves.values()) // b.segment.config.moe_layers for b in banks]
         count += compute_itemsize * max(layers)
     return count
 
 
-def _largest_unit(dense: dict[tuple, LeafSize], sizes: Sizes) -> int:
-    """Return the dense parameters of the largest unit of any segment."""
+def _largest_unit(size: dict[tuple, int], sizes: Sizes) -> int:
+    """Return the bytes of the largest unit of any segment; size: bytes of every leaf, of all units."""
     segments, found = segments_of(sizes.config, sizes.moe), []
     for segment in segments:
         path = ("dense", "units", *path_of(segment, segments))
-        found.append(sum(leaf.size // segment.units for leaf in dense.values() if leaf.path[: len(path)] == path))
+        found.append(sum(own // segment.units for at, own in size.items() if at[: len(path)] == path))
     return max(found)
 
 

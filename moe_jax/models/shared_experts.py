@@ -42,8 +42,9 @@ class SharedExperts(nnx.Module):
 
         self.activation, self.learned = config.activation, moe.residual == "learned"
         for name in weight_names(config.activation)[:-1]:
-            setattr(self, name, nnx.Param(normal((dim, hidden), dim**-0.5), model_dim=1))
-        self.w_out = nnx.Param(normal((hidden, dim), (2 * (depth or config.layers) * hidden) ** -0.5), model_dim=0)
+            setattr(self, name, nnx.Param(normal((dim, hidden), dim**-0.5), model_dim=1, operand=True))
+        scale = (2 * (depth or config.layers) * hidden) ** -0.5
+        self.w_out = nnx.Param(normal((hidden, dim), scale), model_dim=0, operand=True)
         if self.learned:
             self.w_mix = nnx.Param(normal((dim, 2), dim**-0.5))
 

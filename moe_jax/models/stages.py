@@ -1,7 +1,7 @@
 """One layer as six functions, and the residuals that each of them saves for its backward.
 
 Inputs: this device's activations, one layer's parameters and tables, its part of the bank, its replicas. Outputs: the
-results of each stage, and `Residuals`. `prefetch.py` has the order of the stages and the transfers beside them.
+results of each stage, and `Residuals`. `prefetch_windows.py` runs them in a schedule's order, beside transfers.
 Letters: docs/notation.md.
 """
 

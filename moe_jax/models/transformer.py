@@ -3,7 +3,8 @@
 Inputs: activations x as the MP group keeps its residual stream: [b, Sq, M], or [t / N_MP, M] where tokens are split
 (see `model_group.py`). Outputs: the same shape. Modules give structure, names and initial values; they are called
 inside `shard_map` on merged parameters, one unit at a time. A unit is what the layer loop scans: an MoE block, a dense
-block followed by an MoE block, or, in a segment without experts, a dense block.
+block followed by an MoE block, or, in a segment without experts, a dense block. Of a parameter `model_dim` says which
+dim the MP group splits, and `operand` that it is read in the compute dtype alone.
 Letters: docs/notation.md.
 """
 
@@ -62,14 +63,14 @@ class Attention(nnx.Module):
             shape = (*shape, head_size)
             split = len(shape) - 2  # the heads
             matrix = normal(rngs.params(), (dim, *shape), dim**-0.5, dtype)
-            setattr(self, name, nnx.Param(matrix, model_dim=split + 1))
+            setattr(self, name, nnx.Param(matrix, model_dim=split + 1, operand=True))
             if config.attention_bias:
                 setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(shape, dtype), model_dim=split))
         if config.qk_norm != "none":
             self.q_norm = HeadNorm(config, heads)
             self.k_norm = HeadNorm(config, config.key_value_heads)
         scale = (2 * (depth or config.layers) * heads * head_size) ** -0.5
-        self.out = nnx.Param(normal(rngs.params(), (heads, head_size, dim), scale, dtype), model_dim=0)
+        self.out = nnx.Param(normal(rngs.params(), (heads, head_size, dim), scale, dtype), model_dim=0, operand=True)
         if config.attention_bias:
             self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
 
@@ -118,13 +119,13 @@ class FeedForward(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int | None = None):
         dim, hidden, dtype = config.model_dim, config.ffn_dim, config.param_dtype
         self.norm = build_norm(config)
-        self.w_in = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1)
+        self.w_in = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1, operand=True)
         if config.ffn_bias:
             self.in_bias = nnx.Param(jnp.zeros((hidden,), dtype), model_dim=0)
         if config.activation == "swiglu":
-            self.w_gate = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1)
+            self.w_gate = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1, operand=True)
         scale = (2 * (depth or config.layers) * hidden) ** -0.5
-        self.w_out = nnx.Param(normal(rngs.params(), (hidden, dim), scale, dtype), model_dim=0)
+        self.w_out = nnx.Param(normal(rngs.params(), (hidden, dim), scale, dtype), model_dim=0, operand=True)
         if config.ffn_bias:
             self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
         self.swiglu, self.has_bias = config.activation == "swiglu", config.ffn_bias
@@ -210,12 +211,13 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, rngs: nnx.Rngs):
         dtype = config.param_dtype
-        self.tokens = nnx.Param(normal(rngs.params(), (vocab_size, config.model_dim), 0.02, dtype))
-        if config.positions == "learned":
+        learned = config.positions == "learned"  # then rows are added to positions before they are cast
+        self.tokens = nnx.Param(normal(rngs.params(), (vocab_size, config.model_dim), 0.02, dtype), operand=not learned)
+        if learned:
             self.positions = nnx.Param(normal(rngs.params(), (config.max_length, config.model_dim), 0.02, dtype))
         if not config.tied_head:
-            self.head = nnx.Param(normal(rngs.params(), (vocab_size, config.model_dim), 0.02, dtype))
-        self.learned, self.tied_head = config.positions == "learned", config.tied_head
+            self.head = nnx.Param(normal(rngs.params(), (vocab_size, config.model_dim), 0.02, dtype), operand=True)
+        self.learned, self.tied_head = learned, config.tied_head
 
     def head_table(self):
         """Return the output head [V, M]: logits are its products with the last norm's results."""

@@ -40,18 +40,17 @@ from moe_jax.schedules.contract import (
     Packed,
     Routed,
     ScheduleOptions,
-    StagedSchedule,
     group_bucket_rows,
     layout_of,
     register,
 )
-from moe_jax.schedules.expert_group import cut, from_groups, grouping_of, join, member, to_groups
+from moe_jax.schedules.expert_group import GroupedSchedule, cut, grouping_of, join, member
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated
 from moe_jax.schedules.passes import passes_needed
 
 
 @register("deepspeed", gates_group=True, bucket_rows=group_bucket_rows, s1_without=("model", "expert_shard"))
-class Baseline(StagedSchedule):
+class Baseline(GroupedSchedule):
     """AG_ESP, A2A_EP, experts, AR_ESP, A2A_EP, ESP-split; without MP and ESP no token is on two devices: it is s1."""
 
     def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
@@ -100,13 +99,9 @@ class Baseline(StagedSchedule):
             return self._send(rows, sent, received)
 
     def arrive(self, received, metadata):
-        group_sizes, grouping = metadata[-1]
         with jax.named_scope("dispatch"):
-            return to_groups(scale_gradient(received, float(self.mp_size)), grouping), group_sizes
-
-    def depart(self, done, metadata):
-        with jax.named_scope("combine"):
-            return from_groups(done, metadata[-1][1])
+            scaled = scale_gradient(received, float(self.mp_size))
+        return super().arrive(scaled, metadata)
 
     def send_back(self, rows, metadata):
         _, sent, received, _ = metadata

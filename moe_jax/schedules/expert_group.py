@@ -3,8 +3,8 @@
 Inputs: the rows of this device's tokens, one bucket per EP member. *Dump*: each row goes to all shards of its expert.
 Where buckets differ in length, each of their pieces
 (`collectives/bucket_rows.py`) travels by itself: among all, inside the node, or inside the ESP group.
-Each device computes all rows that arrive with its part of the hidden dim. On the way back each source gets the partial
-outputs of all shards, and sums them. Source: Parm, section III-C.
+Each device computes all rows that arrive, brought into group order, with its part of the hidden dim. On the way back
+each source gets the partial outputs of all shards, and sums them. Source: Parm, section III-C.
 Letters: docs/notation.md.
 """
 
@@ -21,6 +21,7 @@ from moe_jax.collectives.bucket_rows import BucketLayout
 from moe_jax.collectives.exchange import Exchange, exchange_counts, make_exchange
 from moe_jax.dispatch import permute_rows, regroup, unpermute_rows
 from moe_jax.mesh.roles import Roles
+from moe_jax.schedules.contract import StagedSchedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,11 +149,15 @@ def grouping_of(counts, layout: BucketLayout, me):
     return grouping.group_sizes, grouping
 
 
-def to_groups(received, grouping):
-    """Bring rows as `ExpertGroup.send` returns them into group order."""
-    return received if grouping is None else permute_rows(received, grouping)
+class GroupedSchedule(StagedSchedule):
+    """A schedule that brings received rows into group order; its metadata end with what `grouping_of` returned."""
 
+    def arrive(self, received, metadata):
+        group_sizes, grouping = metadata[-1]
+        with jax.named_scope("dispatch"):
+            return received if grouping is None else permute_rows(received, grouping), group_sizes
 
-def from_groups(done, grouping):
-    """Undo `to_groups`."""
-    return done if grouping is None else unpermute_rows(done, grouping)
+    def depart(self, done, metadata):
+        grouping = metadata[-1][1]
+        with jax.named_scope("combine"):
+            return done if grouping is None else unpermute_rows(done, grouping)

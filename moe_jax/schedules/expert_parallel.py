@@ -19,18 +19,17 @@ from moe_jax.schedules.contract import (
     Packed,
     Routed,
     ScheduleOptions,
-    StagedSchedule,
     layout_of,
     own_bucket_rows,
     register,
 )
-from moe_jax.schedules.expert_group import from_groups, grouping_of, member, to_groups
+from moe_jax.schedules.expert_group import GroupedSchedule, grouping_of, member
 from moe_jax.schedules.mp_tokens import from_parts, to_parts
 from moe_jax.schedules.passes import passes_needed
 
 
 @register("s1")
-class ExpertParallel(StagedSchedule):
+class ExpertParallel(GroupedSchedule):
     """Parm's first schedule; its drop groups are the N / N_MP tokens of one device."""
 
     def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
@@ -63,15 +62,6 @@ class ExpertParallel(StagedSchedule):
         parcel, arriving, _ = metadata
         with jax.named_scope("dispatch"):
             return self.group.send(rows, parcel.counts, arriving, self.layout)
-
-    def arrive(self, received, metadata):
-        group_sizes, grouping = metadata[-1]
-        with jax.named_scope("dispatch"):
-            return to_groups(received, grouping), group_sizes
-
-    def depart(self, done, metadata):
-        with jax.named_scope("combine"):
-            return from_groups(done, metadata[-1][1])
 
     def send_back(self, rows, metadata):
         parcel, arriving, _ = metadata

@@ -46,18 +46,16 @@ from moe_jax.schedules.contract import (
     Packed,
     Routed,
     ScheduleOptions,
-    StagedSchedule,
     layout_of,
     register,
 )
 from moe_jax.schedules.expert_group import (
     ExpertGroup,
+    GroupedSchedule,
     cut,
-    from_groups,
     grouping_of,
     join,
     member,
-    to_groups,
 )
 from moe_jax.schedules.gather_choice import choose_gather
 from moe_jax.schedules.mp_tokens import from_replicated, to_replicated
@@ -130,7 +128,7 @@ def whole_bucket_rows(sizes: LayerSizes, roles: Roles) -> BucketRows:
     s1_without=("model",),
     sentences=gather_sentences,
 )
-class PauseAfterGate(StagedSchedule):
+class PauseAfterGate(GroupedSchedule):
     """Parm's second schedule; its drop groups are the N tokens of an MP group. Without MP nothing pauses: it is s1."""
 
     def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
@@ -173,15 +171,6 @@ class PauseAfterGate(StagedSchedule):
         whole, mine, arriving, _ = metadata
         with jax.named_scope("dispatch"):  # `rows` are the tokens: the way back takes other rows of them
             return _send_tokens(self.move, rows, mine, whole, arriving)
-
-    def arrive(self, received, metadata):
-        group_sizes, grouping = metadata[-1]
-        with jax.named_scope("dispatch"):
-            return to_groups(received, grouping), group_sizes
-
-    def depart(self, done, metadata):
-        with jax.named_scope("combine"):
-            return from_groups(done, metadata[-1][1])
 
     def send_back(self, rows, metadata):
         _, mine, arriving, _ = metadata

@@ -4,9 +4,10 @@ Inputs: parameters, one step's batch [Nm, B / Nm, Sq], the plan's tables, a key.
 loss, laid out as the parameters are, and `StepStats` [Nm, ...]. Traced, and taken outside the model's `shard_map`.
 
 Of one microbatch the model sums each layer's gradient over the data-parallel devices while the layers before it run
-backward. Of several, each device sums those of its own sequences first, and the devices are summed once a step: with Nm
-microbatches an Nm-th of the bytes. That is for the parameters that every device holds; ZeRO-3's parts and experts that
-several devices hold are summed in every microbatch.
+backward; under ZeRO-1 those of embedding and head are reduce-scattered at the end. Of several, each device sums those
+of its own sequences first, and the devices are summed once a step: with Nm microbatches an Nm-th of the bytes. That is
+for the parameters that every device holds; ZeRO-3's parts and experts that several devices hold are summed in every
+microbatch.
 Letters: docs/notation.md.
 """
 
@@ -22,7 +23,7 @@ from jax import lax
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import LanguageModel, Layout, make_loss
 from moe_jax.models.distillation import Teacher
-from moe_jax.models.own_gradients import summed, with_own_leaves
+from moe_jax.models.own_gradients import kept_apart, summed, with_own_leaves
 from moe_jax.placement import PlanShape
 
 
@@ -37,7 +38,8 @@ def make_gradients(
     """
     microbatches = config.grad_accum_steps
     rows = config.batch_size // microbatches
-    apart = microbatches > 1 and model.roles.size(model.roles.dense) > 1
+    roles = model.roles
+    apart = kept_apart(microbatches, model.zero_stage, roles.size(roles.dense))
     loss = make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher, apart=apart)
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
@@ -47,8 +49,6 @@ def make_gradients(
         return grads, jax.tree.map(lambda leaf: leaf[None], stats)
 
     def of_several(params, batch, tables, key, normalizer, *frozen):
-        params = with_own_leaves(params, layout, model.roles) if apart else params
-
         def body(carry, inputs):
             (total, counted), (microbatch, index) = carry, inputs
             microbatch = dataclasses.replace(microbatch, counted=counted)
@@ -60,12 +60,16 @@ def make_gradients(
         counted = jnp.zeros((layers, experts), jnp.int32) if model.moe.balance_over == "step" else None
         start = jax.tree.map(jnp.zeros_like, params), counted
         (grads, _), stats = lax.scan(body, start, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
-        return summed(grads, layout, model.roles) if apart else grads, stats
+        return grads, stats
 
     of_all = of_one if microbatches == 1 else of_several
 
     def gradients(params, batch, tables, key, *frozen):
         normalizer = jnp.maximum(jnp.sum(batch.weights), 1)
-        return of_all(params, batch, tables, key, normalizer, *frozen)
+        if apart == "none":
+            return of_all(params, batch, tables, key, normalizer, *frozen)
+        own = with_own_leaves(params, layout, roles, apart)
+        grads, stats = of_all(own, batch, tables, key, normalizer, *frozen)
+        return summed(grads, layout, roles, apart), stats
 
     return gradients

@@ -1,5 +1,7 @@
 """The one all-gather that brings split leaves together."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,7 @@ TREE = {  # leaf -> (global shape, dim that is split over the eight devices or -
 }
 
 
-def gathering(dtypes):
+def gathering(dtypes, wires=None):
     """Return (jitted value and gradient of a weighted sum of the gathered tree, tree, weights [8, ...], roles)."""
     roles = build_mesh(MeshConfig(data=2), jax.devices())
     rng = np.random.default_rng(0)
@@ -29,7 +31,7 @@ def gathering(dtypes):
     specs = {name: spec_of(len(shape), {dim: roles.dense}) for name, (shape, dim) in TREE.items()}
 
     def body(shards, weights):
-        full = gather_tree(shards, dims, roles.dense, 8)
+        full = gather_tree(shards, dims, roles.dense, 8, wires)
         total = sum(jnp.sum(full[name] * weights[name][0]).astype(jnp.float32) for name in TREE)
         return jax.lax.psum(total, roles.dense), jax.tree.map(lambda a: cast_varying(a, roles.dense)[None], full)
 
@@ -72,6 +74,23 @@ def test_gather_tree_keeps_dtypes():
         assert full[name].dtype == grads[name].dtype == dtype
         np.testing.assert_array_equal(full[name][5], tree[name])
     assert step.lower(placed, weights).as_text().count("stablehlo.all_gather") == 2
+
+
+def test_gather_tree_in_the_dtype_that_is_read():
+    """Some leaves travel in bfloat16 beside others in float32, as bits of one all-gather; gradients in float32."""
+    wires = {**dict.fromkeys(TREE, "float32"), "columns": "bfloat16", "rows": "bfloat16"}
+    step, placed, tree, weights = gathering(dict.fromkeys(TREE, jnp.float32), wires)
+    (_, full), grads = step(placed, weights)
+    for name, wire in wires.items():
+        assert full[name].dtype == grads[name].dtype == jnp.float32
+        np.testing.assert_array_equal(full[name][5], tree[name].astype(wire).astype(jnp.float32))
+        np.testing.assert_allclose(grads[name], weights[name].sum(axis=0), rtol=0, atol=1e-5)
+    text = step.lower(placed, weights).as_text()
+    counts = [text.count(f"stablehlo.{name}") for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")]
+    assert counts == [1, 1, 2, 0]
+    values = {name: math.prod(shape) // 8 for name, (shape, _) in TREE.items()}
+    words = values["columns"] + values["rows"] + 2 * values["cube"]
+    assert f"tensor<8x{words}xui16>" in text
 
 
 def test_gather_tree_beside_a_model_parallel_leaf():

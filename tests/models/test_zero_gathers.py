@@ -1,0 +1,98 @@
+"""ZeRO-3 brings parameters together in the dtype in which they are read: half the bytes in bfloat16, and equal numbers.
+
+Rounding before the gather or after it is the same, so that a bfloat16 model's forward is equal to the bit without ZeRO.
+What is read in float32 (norms, gates, biases, and a token table that positions are added to) travels whole.
+"""
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from support.equality_cases import BATCH, EXPERTS, LENGTH, VOCAB, data, model_config, moe_config, reference_params
+from support.placements import to_bank
+
+from moe_jax.dispatch.tables import even_tables
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models import LanguageModel, make_loss
+from moe_jax.models.counts import leaf_sizes
+from moe_jax.placement import Placement
+
+EXACT = {"xla_allow_excess_precision": False}  # else XLA:CPU leaves out the rounding of a weight that it has in float32
+MODELS = {  # model, layer, mesh beside 2 expert-parallel devices
+    "learned": ({}, {}, {"data": 2}),
+    "published": (
+        {
+            "positions": "rotary", "tied_head": False, "norm": "rms", "qk_norm": "head", "activation": "swiglu",
+            "kv_heads": 2, "ffn_bias": False, "moe_every": 2, "remat": "block",
+        },
+        {"schedule": "s1", "shared_experts": 1, "residual": "learned"},
+        {"data": 2, "model": 2},
+    ),
+    "rotary_halves": ({"positions": "rotary", "overlap": "halves"}, {"schedule": "s1"}, {"data": 2}),
+}  # fmt: skip
+
+
+def loss_of(name, dtype, zero):
+    """Return (model, its loss, the loss's inputs) on a mesh."""
+    changes, layer, mesh = MODELS[name]
+    config = model_config(dtype, **changes)
+    moe = moe_config(gate_noise=0.0, **layer)
+    roles = build_mesh(MeshConfig(expert=2, **mesh), jax.devices()[: 2 * mesh["data"]])
+    model = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles, zero_stage=zero)
+    layout, params = model.layout(), reference_params(config, moe, "uniform")
+    bank = to_bank(params["experts"], Placement.even(config.moe_layers, EXPERTS, 2))
+    placed = jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(roles.mesh, spec)),
+        {"dense": params["dense"], "bank": bank}, layout.params,
+    )  # fmt: skip
+    batch = data(config.param_dtype, weighted=True)
+    inputs = placed, batch, even_tables(config.moe_layers, EXPERTS, 2), jax.random.key(1), np.int32(0)
+    return model, make_loss(model, layout, BATCH, LENGTH), (*inputs, np.sum(batch.weights))
+
+
+def gathered_bytes(text: str) -> int:
+    """Return the bytes that a device gives to the all-gathers of a lowered program, one turn of each loop."""
+    total = 0
+    for part in text.split("stablehlo.all_gather")[1:]:
+        sizes, bits = re.search(r": \(tensor<((?:\d+x)*)[a-z]*(\d+)>\) ->", part).groups()
+        total += math.prod(int(size) for size in sizes.split("x") if size) * int(bits) // 8
+    return total
+
+
+def expected_bytes(model) -> int:
+    """Return the same of the leaves' sizes: what lies outside the layers, and one unit; without MP."""
+    layout, parts, total = model.layout(), model.roles.size(model.roles.dense), 0
+    dims = {leaf_path(path): dim for path, dim in jax.tree.leaves_with_path(layout.gather)}
+    for leaf in leaf_sizes(model.config, model.moe, VOCAB):
+        if leaf.path[0] == "dense" and dims[leaf.path[1:]] >= 0:
+            values = leaf.size // (model.config.units if leaf.stacked else 1)
+            total += values // parts * (2 if leaf.operand else 4)
+    return total
+
+
+def leaf_path(path) -> tuple[str, ...]:
+    return tuple(entry.key for entry in path)
+
+
+@pytest.mark.parametrize("name", ["learned", "published", pytest.param("rotary_halves", marks=pytest.mark.slow)])
+def test_bfloat16_travels_and_the_forward_is_equal_to_the_bit(name):
+    (_, plain, given), (model, split, inputs) = (loss_of(name, "bfloat16", zero) for zero in (0, 3))
+    lowered, lowered_plain = jax.jit(split).lower(*inputs), jax.jit(plain).lower(*given)
+    if name == "learned":  # nothing is gathered over MP
+        assert gathered_bytes(lowered.as_text()) - gathered_bytes(lowered_plain.as_text()) == expected_bytes(model)
+    (got, _), (want, _) = lowered.compile(EXACT)(*inputs), lowered_plain.compile(EXACT)(*given)
+    assert got == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_in_bfloat16_are_those_without_zero(name):
+    grads = []
+    for zero in (0, 3):
+        _, loss, inputs = loss_of(name, "bfloat16", zero)
+        grads.append(jax.jit(jax.grad(loss, has_aux=True)).lower(*inputs).compile(EXACT)(*inputs)[0])
+    for (path, a), b in zip(jax.tree.leaves_with_path(grads[0]), jax.tree.leaves(grads[1]), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        np.testing.assert_allclose(b, a, rtol=0, atol=2e-5 * np.max(np.abs(a)), err_msg=jax.tree_util.keystr(path))
