@@ -2,7 +2,7 @@
 
 Every function here is a gather, and so is its gradient: the index of the inverse move is at hand, so no scatter-add
 is needed (slow on a CPU, and not deterministic on a GPU). An index equal to the number of rows means "no row" and
-reads as zeros.
+reads as zeros, unless a function says that nobody reads what it returns there.
 Letters: docs/notation.md.
 """
 
@@ -17,7 +17,9 @@ from moe_jax.dispatch.route import Grouping, Parcel
 
 def take_rows(rows, index):
     """Return rows[index], with zeros where `index` equals the number of rows. Shapes [R, M], [n] -> [n, M]."""
-    return jnp.take(rows, index, axis=0, mode="fill", fill_value=0)
+    # a mask of its own: the one that `jnp.take` makes to fill with zeros is a kernel by itself on GPUs
+    owned = (index < rows.shape[0]).reshape(index.shape + (1,) * (rows.ndim - 1))
+    return jnp.where(owned, rows.at[index].get(mode="clip", wrap_negative_indices=False), jnp.zeros((), rows.dtype))
 
 
 @jax.custom_vjp
@@ -62,7 +64,7 @@ def _unpermute_tokens_bwd(residuals, dy):
     rows, weights, choice_of_row, row_of_choice = residuals
     top_k = row_of_choice.shape[1]
     acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
-    row_weight = jnp.take(weights.reshape(-1), choice_of_row, mode="fill", fill_value=0)
+    row_weight = take_rows(weights.reshape(-1), choice_of_row)
     d_rows = row_weight[:, None].astype(acc_dtype) * take_rows(dy, choice_of_row // top_k).astype(acc_dtype)
     acc_dy = dy.astype(acc_dtype)
     d_weights = jnp.stack(
@@ -80,27 +82,42 @@ def unpermute_tokens(rows, weights, parcel: Parcel):
     return _unpermute_tokens(*match_varying(rows, weights, parcel.choice_of_row, parcel.row_of_choice))
 
 
+def _any_rows(rows, index):
+    """Return rows[index], with any row where `index` equals the number of rows."""
+    return rows.at[index].get(mode="clip", wrap_negative_indices=False)
+
+
 @jax.custom_vjp
-def _permute_rows(rows, index, inverse):
-    return take_rows(rows, index)
+def _permute_rows(rows, row_of_place, place_of_row):
+    return _any_rows(rows, row_of_place)
 
 
-def _permute_rows_fwd(rows, index, inverse):
-    return take_rows(rows, index), inverse
+_permute_rows.defvjp(
+    lambda rows, row_of_place, place_of_row: (_any_rows(rows, row_of_place), place_of_row),
+    lambda place_of_row, d_rows: (take_rows(d_rows, place_of_row), None, None),
+)
 
 
-def _permute_rows_bwd(inverse, d_rows):
-    return take_rows(d_rows, inverse), None, None
+@jax.custom_vjp
+def _unpermute_rows(rows, row_of_place, place_of_row):
+    return take_rows(rows, place_of_row)
 
 
-_permute_rows.defvjp(_permute_rows_fwd, _permute_rows_bwd)
+_unpermute_rows.defvjp(
+    lambda rows, row_of_place, place_of_row: (take_rows(rows, place_of_row), row_of_place),
+    lambda row_of_place, d_rows: (_any_rows(d_rows, row_of_place), None, None),
+)
 
 
 def permute_rows(rows, grouping: Grouping):
-    """Bring received rows [R, M] into compact group order [R, M]; places past the last row are zero."""
+    """Bring received rows [R, M] into compact group order [R, M].
+
+    Places past the last row hold any row, and so does the gradient of `unpermute_rows` there: no group owns them, and
+    a grouped matmul reads nothing of them.
+    """
     return _permute_rows(*match_varying(rows, grouping.row_of_place, grouping.place_of_row))
 
 
 def unpermute_rows(rows, grouping: Grouping):
     """Undo `permute_rows`: [R, M] -> [R, M]; empty rows are zero."""
-    return _permute_rows(*match_varying(rows, grouping.place_of_row, grouping.row_of_place))
+    return _unpermute_rows(*match_varying(rows, grouping.row_of_place, grouping.place_of_row))
