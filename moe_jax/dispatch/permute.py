@@ -2,7 +2,7 @@
 
 Every function here is a gather, and so is its gradient: the index of the inverse move is at hand, so no scatter-add
 is needed (slow on a CPU, and not deterministic on a GPU). An index equal to the number of rows means "no row" and
-reads as zeros, unless a function says that nobody reads what it returns there.
+reads as zeros.
 Letters: docs/notation.md.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from moe_jax.collectives.row_sums import rows_in_use
 from moe_jax.collectives.varying import match_varying
 from moe_jax.dispatch.route import Grouping, Parcel
 
@@ -19,7 +20,7 @@ def take_rows(rows, index):
     """Return rows[index], with zeros where `index` equals the number of rows. Shapes [R, M], [n] -> [n, M]."""
     # a mask of its own: the one that `jnp.take` makes to fill with zeros is a kernel by itself on GPUs
     owned = (index < rows.shape[0]).reshape(index.shape + (1,) * (rows.ndim - 1))
-    return jnp.where(owned, rows.at[index].get(mode="clip", wrap_negative_indices=False), jnp.zeros((), rows.dtype))
+    return jnp.where(owned, jnp.take(rows, index, axis=0, mode="clip"), jnp.zeros((), rows.dtype))
 
 
 @jax.custom_vjp
@@ -82,42 +83,44 @@ def unpermute_tokens(rows, weights, parcel: Parcel):
     return _unpermute_tokens(*match_varying(rows, weights, parcel.choice_of_row, parcel.row_of_choice))
 
 
-def _any_rows(rows, index):
-    """Return rows[index], with any row where `index` equals the number of rows."""
-    return rows.at[index].get(mode="clip", wrap_negative_indices=False)
+def _to_places(rows, grouping: Grouping):
+    """Return the row of each place [R, M], zeros past the last row; the mask is the one that experts apply."""
+    owned = rows_in_use(grouping.group_sizes, rows.shape[0])
+    return jnp.where(owned, jnp.take(rows, grouping.row_of_place, axis=0, mode="clip"), jnp.zeros((), rows.dtype))
+
+
+def _to_rows(places, grouping: Grouping):
+    """Return what stands at the place of each row [R, M], zeros in empty rows."""
+    return take_rows(places, grouping.place_of_row)
 
 
 @jax.custom_vjp
-def _permute_rows(rows, row_of_place, place_of_row):
-    return _any_rows(rows, row_of_place)
+def _permute_rows(rows, grouping):
+    return _to_places(rows, grouping)
 
 
 _permute_rows.defvjp(
-    lambda rows, row_of_place, place_of_row: (_any_rows(rows, row_of_place), place_of_row),
-    lambda place_of_row, d_rows: (take_rows(d_rows, place_of_row), None, None),
+    lambda rows, grouping: (_to_places(rows, grouping), grouping),
+    lambda grouping, d_places: (_to_rows(d_places, grouping), None),
 )
 
 
 @jax.custom_vjp
-def _unpermute_rows(rows, row_of_place, place_of_row):
-    return take_rows(rows, place_of_row)
+def _unpermute_rows(places, grouping):
+    return _to_rows(places, grouping)
 
 
 _unpermute_rows.defvjp(
-    lambda rows, row_of_place, place_of_row: (take_rows(rows, place_of_row), row_of_place),
-    lambda row_of_place, d_rows: (_any_rows(d_rows, row_of_place), None, None),
+    lambda places, grouping: (_to_rows(places, grouping), grouping),
+    lambda grouping, d_rows: (_to_places(d_rows, grouping), None),
 )
 
 
 def permute_rows(rows, grouping: Grouping):
-    """Bring received rows [R, M] into compact group order [R, M].
-
-    Places past the last row hold any row, and so does the gradient of `unpermute_rows` there: no group owns them, and
-    a grouped matmul reads nothing of them.
-    """
-    return _permute_rows(*match_varying(rows, grouping.row_of_place, grouping.place_of_row))
+    """Bring received rows [R, M] into compact group order [R, M]; places past the last row are zero."""
+    return _permute_rows(*match_varying(rows, grouping))
 
 
 def unpermute_rows(rows, grouping: Grouping):
     """Undo `permute_rows`: [R, M] -> [R, M]; empty rows are zero."""
-    return _unpermute_rows(*match_varying(rows, grouping.row_of_place, grouping.place_of_row))
+    return _unpermute_rows(*match_varying(rows, grouping))

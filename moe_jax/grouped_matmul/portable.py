@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.collectives.row_sums import rows_in_use
 from moe_jax.grouped_matmul.contract import Operands, register
 
 Array = jax.Array
-
-MOST_ADDED = 16
 
 
 def gather_weights(operands: Operands, dtype) -> Array:
@@ -36,15 +35,7 @@ def split_gradient(dweight: Array, operands: Operands) -> tuple[Array | None, ..
 
 def clear_unowned_rows(array: Array, group_sizes: Array) -> Array:
     """Return `array` [R, ...] with zeros in the rows past the last group."""
-    row = lax.broadcasted_iota(jnp.int32, (array.shape[0], 1), 0)
-    return jnp.where(row < _number_of(group_sizes), array, jnp.zeros((), array.dtype))
-
-
-def _number_of(group_sizes: Array):
-    """Return int32 [], the sum; of a few groups by plain additions, for which a GPU needs no kernel."""
-    if group_sizes.shape[0] > MOST_ADDED:
-        return jnp.sum(group_sizes, dtype=jnp.int32)
-    return functools.reduce(jnp.add, [group_sizes[group] for group in range(group_sizes.shape[0])]).astype(jnp.int32)
+    return jnp.where(rows_in_use(group_sizes, array.shape[0]), array, jnp.zeros((), array.dtype))
 
 
 def _acc_dtype(dtype):
