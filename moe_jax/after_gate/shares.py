@@ -8,11 +8,13 @@ Letters: docs/notation.md; quota [E, D] tokens of e on d.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.after_gate.contract import Decision, slots_of
+from moe_jax.after_gate.level_kernel import level_in_one_kernel
 
 SHARE_ONE = 1 << 16
 
@@ -33,7 +35,7 @@ class ShareRule:
         home = (slot >= 0) & (slot < shape.home_slots)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
-        quota = self.level(totals, slot >= 0, home, shape.replica_slots)
+        quota = self.quotas(totals, slot >= 0, home, shape.replica_slots)
         edges = edges_of(counts, quota, home, me // shape.devices_per_node, shape.devices_per_node)
         device = jnp.arange(devices, dtype=jnp.int32)
         decided = dataclasses.replace(
@@ -43,6 +45,16 @@ class ShareRule:
             dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
         )
         return Decision(decided, None, jnp.zeros(3, jnp.int32))
+
+    def quotas(self, totals, held, home, replica_slots):
+        """Return what `level` does; on an NVIDIA GPU by one kernel, equal up to rounding."""
+        return lax.platform_dependent(
+            totals,
+            held,
+            home,
+            cuda=functools.partial(level_in_one_kernel, sweeps=self.sweeps),
+            default=functools.partial(self.level, replica_slots=replica_slots),
+        )
 
     def level(self, totals, held, home, replica_slots):
         """Return quotas [E, D] with device sums as equal as the holders allow; held, home bool [E, D]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 MOST_COMPARED = 1 << 16  # pairs up to which comparing all costs a CPU less than a binary search of that many turns
 
@@ -30,3 +31,24 @@ def first_places(array, values, side: str = "left"):
     for _ in array.shape[:-1]:
         search = jax.vmap(search)
     return search(array).astype(jnp.int32)
+
+
+def places_of_keys(keys, ordered, count: int):
+    """Return int32 [count], how many keys are smaller than each of 0 to count - 1: where each begins in their order.
+
+    On a CPU the sorted keys are searched; elsewhere all pairs are compared, which is one kernel beside the sort.
+
+    Args:
+      keys: int32 [n]; ordered: the same, sorted.
+    """
+    values = lax.iota(jnp.int32, count)
+    if keys.shape[0] * count <= MOST_COMPARED:
+        return first_places(ordered, values)
+
+    def compare(keys, ordered):
+        del ordered
+        return jnp.sum(keys[None] < values[:, None], axis=1, dtype=jnp.int32)
+
+    return lax.platform_dependent(
+        keys, ordered, cpu=lambda keys, ordered: first_places(ordered, values), default=compare
+    )

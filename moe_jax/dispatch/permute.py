@@ -11,13 +11,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from moe_jax.collectives.row_sums import rows_in_use
 from moe_jax.collectives.varying import match_varying
 from moe_jax.dispatch.route import Grouping, Parcel
 
 
 def take_rows(rows, index):
     """Return rows[index], with zeros where `index` equals the number of rows. Shapes [R, M], [n] -> [n, M]."""
-    return jnp.take(rows, index, axis=0, mode="fill", fill_value=0)
+    # a mask of its own: the one that `jnp.take` makes to fill with zeros is a kernel by itself on GPUs
+    owned = (index < rows.shape[0]).reshape(index.shape + (1,) * (rows.ndim - 1))
+    return jnp.where(owned, jnp.take(rows, index, axis=0, mode="clip"), jnp.zeros((), rows.dtype))
 
 
 @jax.custom_vjp
@@ -62,7 +65,7 @@ def _unpermute_tokens_bwd(residuals, dy):
     rows, weights, choice_of_row, row_of_choice = residuals
     top_k = row_of_choice.shape[1]
     acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
-    row_weight = jnp.take(weights.reshape(-1), choice_of_row, mode="fill", fill_value=0)
+    row_weight = take_rows(weights.reshape(-1), choice_of_row)
     d_rows = row_weight[:, None].astype(acc_dtype) * take_rows(dy, choice_of_row // top_k).astype(acc_dtype)
     acc_dy = dy.astype(acc_dtype)
     d_weights = jnp.stack(
@@ -80,27 +83,44 @@ def unpermute_tokens(rows, weights, parcel: Parcel):
     return _unpermute_tokens(*match_varying(rows, weights, parcel.choice_of_row, parcel.row_of_choice))
 
 
+def _to_places(rows, grouping: Grouping):
+    """Return the row of each place [R, M], zeros past the last row; the mask is the one that experts apply."""
+    owned = rows_in_use(grouping.group_sizes, rows.shape[0])
+    return jnp.where(owned, jnp.take(rows, grouping.row_of_place, axis=0, mode="clip"), jnp.zeros((), rows.dtype))
+
+
+def _to_rows(places, grouping: Grouping):
+    """Return what stands at the place of each row [R, M], zeros in empty rows."""
+    return take_rows(places, grouping.place_of_row)
+
+
 @jax.custom_vjp
-def _permute_rows(rows, index, inverse):
-    return take_rows(rows, index)
+def _permute_rows(rows, grouping):
+    return _to_places(rows, grouping)
 
 
-def _permute_rows_fwd(rows, index, inverse):
-    return take_rows(rows, index), inverse
+_permute_rows.defvjp(
+    lambda rows, grouping: (_to_places(rows, grouping), grouping),
+    lambda grouping, d_places: (_to_rows(d_places, grouping), None),
+)
 
 
-def _permute_rows_bwd(inverse, d_rows):
-    return take_rows(d_rows, inverse), None, None
+@jax.custom_vjp
+def _unpermute_rows(places, grouping):
+    return _to_rows(places, grouping)
 
 
-_permute_rows.defvjp(_permute_rows_fwd, _permute_rows_bwd)
+_unpermute_rows.defvjp(
+    lambda places, grouping: (_to_rows(places, grouping), grouping),
+    lambda grouping, d_rows: (_to_places(d_rows, grouping), None),
+)
 
 
 def permute_rows(rows, grouping: Grouping):
     """Bring received rows [R, M] into compact group order [R, M]; places past the last row are zero."""
-    return _permute_rows(*match_varying(rows, grouping.row_of_place, grouping.place_of_row))
+    return _permute_rows(*match_varying(rows, grouping))
 
 
 def unpermute_rows(rows, grouping: Grouping):
     """Undo `permute_rows`: [R, M] -> [R, M]; empty rows are zero."""
-    return _permute_rows(*match_varying(rows, grouping.place_of_row, grouping.row_of_place))
+    return _unpermute_rows(*match_varying(rows, grouping))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.bucket_rows import BucketLayout, Piece, bucket_layout
-from moe_jax.collectives.sorted_search import first_places
+from moe_jax.collectives.sorted_search import first_places, places_of_keys
 
 
 @typing.dataclass_transform(frozen_default=True)
@@ -126,11 +126,14 @@ def route(choice: Choice, destination, group, num_destinations: int, num_groups:
     key = key.astype(jnp.int32)
     index = lax.iota(jnp.int32, key.shape[0])
     sorted_key, choice_at = lax.sort_key_val(key, index)
-    start = first_places(sorted_key, lax.iota(jnp.int32, num_destinations * num_groups + 1))
+    start = places_of_keys(key, sorted_key, num_destinations * num_groups + 1)
     return Routing(
         choice_at=choice_at,
-        place_of=jnp.zeros_like(index).at[choice_at].set(index, unique_indices=True),
-        destination=key // num_groups,
+        # every entry is written; the sorted keys are an array that nothing reads any more, so it needs no copy
+        place_of=sorted_key.at[choice_at].set(
+            index, mode="promise_in_bounds", unique_indices=True, wrap_negative_indices=False
+        ),
+        destination=lax.div(key, jnp.int32(num_groups)),
         start=start,
     )
 
@@ -147,11 +150,9 @@ def passes_of(routing: Routing, rows: int | BucketLayout, num_groups: int, me=No
     Args:
       rows, me: as in `pack`.
     """
-    layout, longest = _layout(rows, routing, num_groups), largest_bucket(routing, num_groups)
-    if len(layout.pieces) == 1:
-        return (longest + layout.rows.far - 1) // layout.rows.far
+    layout = _layout(rows, routing, num_groups)
     edges = routing.start[::num_groups]
-    limit = bucket_lengths(layout, me)
+    limit = layout.rows.far if len(layout.pieces) == 1 else bucket_lengths(layout, me)
     return jnp.max((edges[1:] - edges[:-1] + limit - 1) // limit)
 
 
@@ -294,7 +295,9 @@ def regroup_pieces(counts, pieces) -> Grouping:
 
     place = [places(*piece) for piece in pieces]
     place = place[0] if len(place) == 1 else jnp.concatenate(place)
-    row_of_place = (
-        jnp.full((total,), total, jnp.int32).at[place].set(lax.iota(jnp.int32, total), mode="drop", unique_indices=True)
+    place = place.astype(jnp.int32)
+    nowhere = jnp.maximum(place, total)  # `total` everywhere, made where `place` is: constants are copied for a scatter
+    row_of_place = nowhere.at[place].set(
+        lax.iota(jnp.int32, total), mode="drop", unique_indices=True, wrap_negative_indices=False
     )
-    return Grouping(place_of_row=place.astype(jnp.int32), row_of_place=row_of_place, group_sizes=group_sizes)
+    return Grouping(place_of_row=place, row_of_place=row_of_place, group_sizes=group_sizes)

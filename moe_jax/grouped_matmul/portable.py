@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.collectives.row_sums import rows_in_use
 from moe_jax.grouped_matmul.contract import Operands, register
 
 Array = jax.Array
@@ -34,8 +35,7 @@ def split_gradient(dweight: Array, operands: Operands) -> tuple[Array | None, ..
 
 def clear_unowned_rows(array: Array, group_sizes: Array) -> Array:
     """Return `array` [R, ...] with zeros in the rows past the last group."""
-    row = lax.broadcasted_iota(jnp.int32, (array.shape[0], 1), 0)
-    return jnp.where(row < jnp.sum(group_sizes, dtype=jnp.int32), array, jnp.zeros((), array.dtype))
+    return jnp.where(rows_in_use(group_sizes, array.shape[0]), array, jnp.zeros((), array.dtype))
 
 
 def _acc_dtype(dtype):

@@ -70,17 +70,20 @@ def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
         total, dtable = carry
         x, targets, weights = rows
         logits = _logits(x, held)
-        losses, log_z = token_losses(logits, targets)
+        losses, log_z = _finite_losses(logits, targets)
         counted = weights.astype(sum_dtype)
         is_target = targets[:, None] == jnp.arange(held.shape[0], dtype=targets.dtype)[None]
         dlogits = ((jnp.exp(logits - log_z[:, None]) - is_target) * counted[:, None]).astype(x.dtype)
         dx = jnp.einsum("tv,vm->tm", dlogits, held, preferred_element_type=sum_dtype).astype(x.dtype)
         dtable += jnp.einsum("tv,tm->vm", dlogits, x, preferred_element_type=dtable.dtype)
-        return (total + jnp.sum(losses * counted), dtable), (dx, losses)
+        return (total + losses * counted, dtable), (dx, losses)
 
-    start = jnp.zeros((), sum_dtype), jnp.zeros(held.shape, jnp.promote_types(table_dtype, sum_dtype))
+    # summed over a chunk's tokens after the loop: in each of its turns that is two kernels more on a GPU
+    rows = in_chunks(chunk, x, targets, weights)
+    start = jnp.zeros(rows[0].shape[1], sum_dtype), jnp.zeros(held.shape, jnp.promote_types(table_dtype, sum_dtype))
     start = cast_varying(start, varying_axes(x))
-    (total, dtable), (dx, losses) = lax.scan(piece, start, in_chunks(chunk, x, targets, weights))
+    (total, dtable), (dx, losses) = lax.scan(piece, start, rows)
+    total = jnp.sum(total)
     dx, losses = dx.reshape(-1, x.shape[1])[:tokens], losses.reshape(-1)[:tokens]
     return total, (dx, dtable, losses.astype(weights.dtype))
 
@@ -92,6 +95,13 @@ def _loss_bwd(chunk, table_dtype, residuals, d):
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
+
+
+def _finite_losses(logits, targets):
+    """Return what `token_losses` does, without its care for a token whose logits are all infinite."""
+    largest = jnp.max(logits, axis=-1)
+    log_z = largest + jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1))
+    return log_z - jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0], log_z
 
 
 def _logits(x, held):

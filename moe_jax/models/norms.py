@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from moe_jax.collectives.row_sums import spread
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup
 
@@ -88,9 +89,8 @@ def _normalize(x, scale, bias, epsilon):
     mean = jnp.mean(upcast, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(upcast - mean), axis=-1, keepdims=True)
     normed = (upcast - mean) * lax.rsqrt(variance + epsilon)
-    return (normed * as_last(scale.astype(upcast.dtype), upcast) + as_last(bias.astype(upcast.dtype), upcast)).astype(
-        x.dtype
-    )
+    scale, bias = (spread(vector.astype(upcast.dtype), upcast) for vector in (scale, bias))
+    return (normed * scale + bias).astype(x.dtype)
 
 
 @functools.partial(recomputed, static_argnums=2)
@@ -112,7 +112,7 @@ def _sum_of_squares(x):
 
 def _scaled(x, mean_square, scale, epsilon):
     upcast = _upcast(x)
-    return (upcast * lax.rsqrt(mean_square + epsilon) * as_last(scale.astype(upcast.dtype), upcast)).astype(x.dtype)
+    return (upcast * lax.rsqrt(mean_square + epsilon) * spread(scale.astype(upcast.dtype), upcast)).astype(x.dtype)
 
 
 def _upcast(x):

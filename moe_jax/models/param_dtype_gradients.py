@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moe_jax.collectives.row_sums import sum_rows
 from moe_jax.collectives.varying import match_varying
 from moe_jax.dispatch.route import record
 
@@ -93,7 +94,14 @@ def _add_bias(axes, bias_dtype, x, bias):
     return x + bias.astype(x.dtype)
 
 
+def _sum_over(d, axes, dtype):
+    if axes != tuple(range(len(axes))):
+        return jnp.sum(d, axis=axes, keepdims=True, dtype=dtype)
+    shape = d.shape[len(axes) :]
+    return sum_rows(d.reshape(-1, *shape), dtype).reshape((1,) * len(axes) + shape)
+
+
 _add_bias.defvjp(
     lambda axes, bias_dtype, x, bias: (_add_bias(axes, bias_dtype, x, bias), None),
-    lambda axes, bias_dtype, _, d: (d, jnp.sum(d, axis=axes, keepdims=True, dtype=bias_dtype)),
+    lambda axes, bias_dtype, _, d: (d, _sum_over(d, axes, bias_dtype)),
 )

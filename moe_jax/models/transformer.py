@@ -96,8 +96,8 @@ class Attention(nnx.Module):
         parts = group.project(self.norm(x), _to_heads, *(in_dtype(getattr(self, name)[...], x.dtype) for name in names))
         if self.config.attention_bias:
             biases = (getattr(self, f"{name}_bias")[...] for name in names)
-            parts = [add_bias(part, bias[..., None, None, :, :]) for part, bias in zip(parts, biases, strict=True)]
-        q, k, v = (parts[0][i] for i in range(3)) if len(parts) == 1 else (parts[0], parts[1][0], parts[1][1])
+            parts = [add_bias(part, bias[None, None]) for part, bias in zip(parts, biases, strict=True)]
+        q, k, v = (array for part in parts for array in ((part,) if part.ndim == 4 else jnp.unstack(part, axis=2)))
         if self.config.qk_norm != "none":
             q, k = self.q_norm(q, group), self.k_norm(k, group)
         return q, k, v
@@ -109,8 +109,8 @@ class Attention(nnx.Module):
 
 
 def _to_heads(h, *weights):
-    """Return [b, Sq, H, Dh], or [2 or 3, b, Sq, H, Dh], of tokens [b, Sq, M] for each weight [M, (2 or 3), H, Dh]."""
-    return [project("bsm,mhd->bshd" if w.held.ndim == 3 else "bsm,mchd->cbshd", h, w) for w in weights]
+    """Return [b, Sq, H, Dh], or [b, Sq, 2 or 3, H, Dh], of tokens [b, Sq, M] for each weight [M, (2 or 3), H, Dh]."""
+    return [project("bsm,mhd->bshd" if w.held.ndim == 3 else "bsm,mchd->bschd", h, w) for w in weights]
 
 
 class FeedForward(nnx.Module):

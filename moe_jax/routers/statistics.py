@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.collectives.replicated import own_part
+from moe_jax.collectives.row_sums import sum_rows
 from moe_jax.collectives.varying import varying_axes
 from moe_jax.dispatch.route import Choice, record
 
@@ -61,11 +62,13 @@ def statistics_of(choice: Choice, probs, log_probs, log_z) -> GateStats:
       choice: its choices; probs, log_probs: float [t, E], softmax probabilities and their logarithms; log_z: float [t],
         logsumexp of the logits.
     """
+    entropies = -jnp.sum(lax.stop_gradient(probs * log_probs), axis=-1)  # for show alone
+    sums = jnp.sum(jnp.stack([jnp.square(log_z), entropies.astype(log_z.dtype)]), axis=1)
     return GateStats(
         counts=count_experts(choice.expert_ids, probs.shape[-1]),
-        probability=jnp.sum(probs, axis=0),
-        squared_logsumexp=jnp.sum(jnp.square(log_z)),
-        entropy=-jnp.sum(probs * log_probs),
+        probability=sum_rows(probs),
+        squared_logsumexp=sums[0],
+        entropy=sums[1],
         dropped=jnp.sum(~choice.keep_mask, dtype=jnp.int32),
     )
 
@@ -96,8 +99,16 @@ def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]
 
 def count_experts(expert_ids, num_experts):
     """Return int32 [E], how often each id stands in `expert_ids` (any shape)."""
-    ids = expert_ids.reshape(-1, 1)
-    return jnp.sum(ids == jnp.arange(num_experts, dtype=ids.dtype)[None], axis=0, dtype=jnp.int32)
+    ids = expert_ids.reshape(-1)
+    experts = jnp.arange(num_experts, dtype=ids.dtype)
+
+    def by_expert(ids):  # one kernel on a GPU
+        return jnp.sum(ids[None] == experts[:, None], axis=1, dtype=jnp.int32)
+
+    def by_choice(ids):  # half as long on a CPU
+        return jnp.sum(ids[:, None] == experts[None], axis=0, dtype=jnp.int32)
+
+    return lax.platform_dependent(ids, cpu=by_choice, default=by_expert)
 
 
 def balance_loss(counts, probability, tokens, top_k):

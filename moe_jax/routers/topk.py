@@ -9,6 +9,7 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from moe_jax.routers.contract import RouterBase, RouterInputs
 from moe_jax.routers.group_limited import best_score, within_groups
 from moe_jax.routers.options import BALANCE_OVER
 from moe_jax.routers.registry import router
-from moe_jax.routers.scores import gate_logits, gate_noise
+from moe_jax.routers.scores import best_scores, gate_logits, gate_noise, softmax_and_log_z
 from moe_jax.routers.statistics import sequence_balance, statistics_of
 
 
@@ -37,12 +38,12 @@ class TopK(RouterBase):
         config = self.config
         logits = gate_logits(x, params["w_gate"], config.router_dtype)
         noisy = self.with_noise(logits, x, params, inputs)
-        log_z = jax.scipy.special.logsumexp(logits, axis=-1)
-        probs = jax.nn.softmax(noisy, axis=-1)
+        probs, noisy_z = softmax_and_log_z(noisy)
+        log_z = noisy_z if noisy is logits else jax.scipy.special.logsumexp(logits, axis=-1)
         weights, expert_ids = self.pick(probs, inputs)
         keep_mask = keep_within_capacity(expert_ids, weights, config)
         choice = Choice(expert_ids=expert_ids, weights=self.weigh(weights), keep_mask=keep_mask)
-        return choice, self.statistics(choice, probs, jax.nn.log_softmax(noisy, axis=-1), log_z)
+        return choice, self.statistics(choice, probs, noisy - noisy_z[:, None], log_z)
 
     def check_tokens(self, tokens):
         if self.config.balance_over == "sequence" and self.place is not None:
@@ -86,10 +87,17 @@ class TopK(RouterBase):
             open_groups = within_groups(lax.stop_gradient(probs), config, best_score)
             _, expert_ids = lax.top_k(jnp.where(open_groups, lax.stop_gradient(probs), -jnp.inf), config.top_k)
             return jnp.take_along_axis(probs, expert_ids, axis=-1), expert_ids
-        return tuple(lax.top_k(probs, config.top_k))
+        return best_scores(probs, config.top_k)
 
     def weigh(self, weights):
         """Return the factors [t, K] of the experts' outputs, from the chosen probabilities."""
         if self.config.renormalize:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+            weights = _renormalized(weights)
         return weights if self.config.routed_scale == 1 else self.config.routed_scale * weights
+
+
+def _renormalized(weights):
+    """Return the weights [t, K] over their sum, by plain additions of columns: a reduction is a kernel by itself."""
+    columns = [weights[:, k] for k in range(weights.shape[1])]
+    total = functools.reduce(jnp.add, columns)
+    return jnp.stack([column / total for column in columns], axis=1)

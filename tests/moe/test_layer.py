@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from moe_jax.collectives import sorted_search
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.moe import MoEConfig, MoELayer, reference_moe
@@ -41,13 +42,17 @@ CASES = {
     "ep4_data2": (8, 2, {"gate_noise": 0.5, "renormalize": False}, "swiglu", False),
     "ep2_shared": (2, 1, {"shared_experts": 2, "shared_hidden_dim": 5, "residual": "learned"}, "swiglu", False),
     "ep8_all_to_one": (8, 1, {"bucket_slack": 0.5}, "gelu", True),
+    "as_on_gpus": (4, 2, {}, "gelu", False),
     "ep8_drop": (8, 1, {"capacity_factor": 1.0, "min_capacity": 1, "drop": "probability"}, "gelu", True),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layer_equals_reference(name):
+def test_layer_equals_reference(name, monkeypatch):
     devices, data, changes, activation, skewed = CASES[name]
+    if name.startswith("as_on_gpus"):  # the forms that other platforms than a CPU run
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **others: default(*args))
+        monkeypatch.setattr(sorted_search, "MOST_COMPARED", 0)
     config = MoEConfig(num_experts=EXPERTS, aux_loss_weight=0.3, z_loss_weight=0.2, **changes)
     with jax.enable_x64(True):
         roles = roles_of(devices, data=data)

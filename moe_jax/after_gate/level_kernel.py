@@ -1,0 +1,88 @@
+"""`balanced` after the gate on a GPU: all its rounds in one kernel.
+
+Inputs: tokens of each expert, who holds it, its home. Outputs: quotas [E, D], those of `ShareRule.level` but for
+rounding. The rule is a loop over experts inside a loop over rounds, each turn on a few numbers: as XLA's loops that is
+thousands of launches a layer. Here one block of threads keeps the quotas in registers. Nothing is sorted: water fills a
+set of holders to level (amount + sum of their grounds) / number, and the least such level over the sets "all holders
+whose ground is no higher than holder i's" is the level at which the water stands.
+Letters: docs/notation.md; quota [E, D] tokens of e on d.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.varying import cast_varying, varying_axes
+
+
+def level_in_one_kernel(totals, held, home, sweeps: int, interpret: bool = False):
+    """Return quotas [E, D].
+
+    Args:
+      totals: float [E]; held, home: bool [E, D].
+      sweeps: rounds, at most.
+      interpret: run on any device, step by step; for tests.
+    """
+    from jax.experimental import pallas as pl
+
+    experts, devices = held.shape
+    rows, columns = (1 << (size - 1).bit_length() for size in (experts, devices))  # as Triton's arrays must be
+    more = (0, rows - experts), (0, columns - devices)
+    flags = jnp.pad(held.astype(jnp.int32) + 2 * home.astype(jnp.int32), more)
+    out = jax.ShapeDtypeStruct((rows, columns), totals.dtype)
+    options = {} if interpret else {"compiler_params": _compiler_params()}
+    kernel = functools.partial(_kernel, experts=experts, devices=devices, sweeps=sweeps)
+    quota = pl.pallas_call(kernel, out_shape=out, interpret=interpret, name="level", **options)(
+        jnp.pad(totals, more[0]), flags
+    )
+    # the kernel's outputs are typed as equal on all devices
+    return cast_varying(quota[:experts, :devices], varying_axes(totals, held, home))
+
+
+def _compiler_params():
+    from jax.experimental.pallas import triton
+
+    return triton.CompilerParams(num_warps=4, num_stages=1)
+
+
+def _kernel(totals_ref, flags_ref, quota_ref, *, experts: int, devices: int, sweeps: int):
+    totals, flags = totals_ref[...], flags_ref[...]
+    held, home = flags % 2 == 1, flags >= 2
+    zero = jnp.zeros((), totals.dtype)
+    row = lax.broadcasted_iota(jnp.int32, flags.shape, 0)
+    place = lax.broadcasted_iota(jnp.int32, totals.shape, 0)
+
+    def pour(expert, carry):
+        quota, load = carry
+        here = row == expert
+        holds = jnp.sum(jnp.where(here & held, 1, 0), axis=0) > 0
+        mine = jnp.sum(jnp.where(here, quota, zero), axis=0)
+        amount = jnp.sum(jnp.where(place == expert, totals, zero))
+        base = load - mine
+        new = jnp.where(holds, jnp.maximum(_level(base, holds, amount) - base, zero), zero)
+        replicated = jnp.sum(holds.astype(jnp.int32)) > 1
+        quota = jnp.where(here & replicated, new[None, :], quota)
+        return quota, jnp.where(replicated, base + new, load)
+
+    def sweep(carry):
+        turn, quota, load, _ = carry
+        quota, after = lax.fori_loop(0, experts, pour, (quota, load))
+        change, mean = jnp.max(jnp.abs(after - load)), jnp.sum(after) / devices
+        return turn + 1, quota, after, (change > 1e-3 * mean).astype(jnp.int32)
+
+    quota = jnp.where(home, totals[:, None], zero)
+    start = jnp.int32(0), quota, jnp.sum(quota, axis=0), jnp.int32(1)
+    quota_ref[...] = lax.while_loop(lambda carry: (carry[0] < sweeps) & (carry[3] > 0), sweep, start)[1]
+
+
+def _level(base, holds, amount):
+    """Return the level to which `amount` fills the holders' grounds, base [D]."""
+    inside = (base[None, :] <= base[:, None]) & holds[None, :]  # [D, D], the set of each holder
+    number = jnp.sum(inside.astype(base.dtype), axis=1)
+    ground = jnp.sum(jnp.where(inside, base[None, :], jnp.zeros((), base.dtype)), axis=1)
+    level = (amount + ground) / jnp.maximum(number, jnp.ones((), base.dtype))
+    return jnp.min(jnp.where(holds, level, jnp.full((), jnp.inf, base.dtype)))

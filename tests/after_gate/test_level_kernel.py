@@ -1,0 +1,52 @@
+"""The rounds of `balanced` in one kernel, interpreted, against the loops that a CPU runs; tables are equal."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.after_gate.level_kernel import level_in_one_kernel
+from moe_jax.after_gate.shares import ShareRule, edges_of
+
+SWEEPS, NODE = 8, 4
+LOADS = ("random", "equal", "unused", "none", "one")
+
+
+@functools.cache
+def both(experts, devices, replicas):
+    rule = ShareRule(sweeps=SWEEPS)
+    loops = jax.jit(functools.partial(rule.level, replica_slots=replicas))
+    return loops, jax.jit(functools.partial(level_in_one_kernel, sweeps=SWEEPS, interpret=True))
+
+
+def case(experts, devices, replicas, kind, seed):
+    rng = np.random.default_rng(seed)
+    home = np.zeros((experts, devices), bool)
+    home[np.arange(experts), np.sort(rng.integers(0, devices, experts))] = True
+    held = home.copy()
+    for device in range(devices):
+        held[rng.integers(0, experts, replicas), device] = True
+    counts = rng.integers(0, 60, (devices, experts)).astype(float)
+    if kind == "equal":
+        counts[:] = 7
+    if kind in ("unused", "none", "one"):
+        counts[:, rng.permutation(experts)[experts // 2 if kind == "unused" else kind == "one" :]] = 0
+    return counts, held, home
+
+
+@pytest.mark.parametrize("sizes", [(16, 8, 3), (5, 12, 1)], ids=str)
+def test_one_kernel_decides_what_the_loops_do(sizes):
+    loops, kernel = both(*sizes)
+    with jax.enable_x64(True):
+        for seed, kind in enumerate(LOADS * 2):
+            counts, held, home = case(*sizes, kind, seed)
+            totals = counts.sum(axis=0)
+            want, got = (np.asarray(level(jnp.asarray(totals), held, home)) for level in (loops, kernel))
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-10 * max(totals.max(), 1))
+            edges = [np.asarray(edges_of(jnp.asarray(counts), jnp.asarray(q), home, 0, NODE)) for q in (want, got)]
+            np.testing.assert_array_equal(*edges)
+    counts, held, home = case(*sizes, "random", 0)
+    totals = jnp.asarray(counts.sum(axis=0), jnp.float32)  # as training runs
+    np.testing.assert_allclose(kernel(totals, held, home), loops(totals, held, home), rtol=0, atol=1e-5 * totals.max())
