@@ -21,6 +21,7 @@ from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.collectives.ordering import wait_for
 from moe_jax.dispatch import from_lines, to_lines
 from moe_jax.errors import UserError
+from moe_jax.float8 import E4M3
 from moe_jax.grouped_matmul import GroupedWeights, default_implementation, implementations
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.config import MoEConfig
@@ -30,6 +31,7 @@ from moe_jax.placement import PlanShape
 from moe_jax.routers import Choices, GateStats, Router, RouterInputs, RouterPlace, build_router, share_statistics
 from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule, schedule_record
 from moe_jax.schedules.contract import Chooser, Routed, Schedule
+from moe_jax.schedules.float8_dispatch import Float8Chooser, check_float8_dispatch
 from moe_jax.schedules.passes import add_later_passes
 
 
@@ -234,7 +236,8 @@ def make_schedule(
       UserError: an unknown name, or a mesh on which that schedule, transport or group count is not possible.
     """
     options = schedule_options(config, split_tokens)
-    return build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
+    chooser = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
+    return Float8Chooser(chooser) if config.dispatch_dtype == E4M3 else chooser
 
 
 def schedule_options(config: MoEConfig, split_tokens: bool = False) -> ScheduleOptions:
