@@ -4,14 +4,14 @@
     weights  float [G, K, N]   ->  e4m3 [G, K, N], scales float32 [G, K / 128, N / 128]  blocks of 128 x 128
 
 A dim below 128 is one block; a longer one must be a multiple of 128. value x scale is the number; the scale is the
-least power of two that brings the largest magnitude of its block to 448, the largest e4m3, or below. Powers of two make
-scaling exact, in bfloat16 too. So a row that was quantised, sent and brought back is quantised to the same values
-again, and products of blocks may be scaled before or after they are summed. Rounding is to nearest, ties to even: off by
-at most 1/16 of a number, or, of one below 2^-14 of its block's largest, by 2^-10 of the scale.
+least power of two that brings the largest magnitude of its block to 448, the largest e4m3, or below. Powers of two
+make scaling exact, in bfloat16 too. So a row that was quantised, sent and brought back is quantised to the same values
+again, and products of blocks may be scaled before or after they are summed. Rounding is to nearest, ties to even: off
+by at most 1/16 of a number, or, of one below 2^-6 of the scale, by 2^-10 of it.
 
-A block of zeros is zeros, with the least scale, 2^-126. NaN or infinity anywhere in a block makes all of it NaN, and its
-scale: nothing that is wrong is rounded to something that looks right. Blocks do not see each other: rows that nobody
-owns may hold anything.
+A block of zeros is zeros, with the least scale, 2^-126. NaN or infinity anywhere in a block makes all of it NaN, and
+its scale: nothing that is wrong is rounded to something that looks right. Blocks do not see each other: rows that
+nobody owns may hold anything.
 
 Source: DeepSeek-V3 Technical Report (2024), section 3.3.2: e4m3 for all operands, tiles of 1 x 128 for activations and
 blocks of 128 x 128 for weights, scaled online by their largest magnitude; and section 3.3.3: powers of two for the
@@ -28,7 +28,7 @@ from moe_jax.errors import UserError
 
 Array = jax.Array
 BLOCK = 128
-E4M3 = jnp.float8_e4m3fn
+VALUES = jnp.float8_e4m3fn
 _MANTISSA, _EXPONENT = 23, 0xFF  # of a float32: bits of the fraction; the exponent of infinity and NaN
 _NAN = 0x7FC00000
 _448 = 8, 0x600000  # 448 = 1.75 x 2^8, as an exponent and the bits of the fraction
@@ -103,4 +103,4 @@ def _powers(exponents: Array) -> Array:
 def _values(blocks: Array, exponents: Array) -> Array:
     """Return e4m3 of the numbers with these bits over the scales with these exponents."""
     inverse = _powers(jnp.where(exponents == _EXPONENT, _EXPONENT, 254 - exponents))
-    return (lax.bitcast_convert_type(blocks, jnp.float32) * inverse).astype(E4M3)
+    return (lax.bitcast_convert_type(blocks, jnp.float32) * inverse).astype(VALUES)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.float8.blocks import E4M3, block_of, dequantise_rows, quantise_rows
+from moe_jax.float8.blocks import VALUES, block_of, dequantise_rows, quantise_rows
 
 Array = jax.Array
 ALIGNED = 16
@@ -36,7 +36,7 @@ def rows_to_bytes(rows: Array) -> Array:
 
 def bytes_to_rows(sent: Array, dim: int, dtype) -> Array:
     """Return rows [R, dim] of bytes [R, B]."""
-    values = lax.bitcast_convert_type(sent[:, :dim], E4M3)
+    values = lax.bitcast_convert_type(sent[:, :dim], VALUES)
     exponents = sent[:, dim : dim + dim // block_of(dim)].astype(jnp.int32)
     bits = jnp.where(exponents == 255, 0x7FC00000, exponents << 23)
     return dequantise_rows(values, lax.bitcast_convert_type(bits, jnp.float32), dtype)

@@ -21,8 +21,8 @@ from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.collectives.ordering import wait_for
 from moe_jax.dispatch import from_lines, to_lines
 from moe_jax.errors import UserError
-from moe_jax.float8 import E4M3
-from moe_jax.grouped_matmul import GroupedWeights, default_implementation, implementations
+from moe_jax.float8 import E4M3, check_blocks
+from moe_jax.grouped_matmul import GroupedWeights, choose_implementation, implementations
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.decide import in_turn_with_late, late_after_tokens, make_decide
@@ -219,10 +219,10 @@ def grouped_matmul_finder(config: MoEConfig, roles: Roles) -> Callable:
         )
 
     def find(rows, weights) -> str:
-        if wanted != "auto":
-            return wanted  # without looking at the devices: the mesh may be abstract
-        device = roles.mesh.devices.flat[0]
-        return default_implementation(device, rows.dtype, weights["w_in"][0].bank.shape[1:])
+        # named: without looking at the devices, for the mesh may be abstract
+        device = roles.mesh.devices.flat[0] if wanted == "auto" else None
+        dims = weights["w_in"][0].bank.shape[1:]
+        return choose_implementation(wanted, device, rows.dtype, dims, config.expert_dtype == E4M3)
 
     return find
 
@@ -248,6 +248,7 @@ def schedule_options(config: MoEConfig, split_tokens: bool = False) -> ScheduleO
         gather=config.gather,
         cluster=config.cluster,
         split_tokens=split_tokens,
+        dispatch_dtype=config.dispatch_dtype,
     )
 
 
@@ -324,6 +325,17 @@ def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:
             f"{name} ({hidden_dim}) must be divisible by MeshConfig.expert_shard ({shards}); set "
             f"MeshConfig.expert_shard to a divisor of {hidden_dim}"
         )
+
+
+def check_float8(config: MoEConfig, model_dim: int, hidden_dim: int, roles: Roles) -> None:
+    """Raise a UserError where `expert_dtype` or `dispatch_dtype` ask for float8 and sizes or schedule forbid it."""
+    if config.dispatch_dtype == E4M3:
+        check_float8_dispatch(config.schedule)
+        check_blocks("MoEConfig.dispatch_dtype", "the model dim", model_dim)
+    if config.expert_dtype == E4M3:
+        check_blocks("MoEConfig.expert_dtype", "the model dim", model_dim)
+        part = hidden_dim // roles.size(roles.expert_shard)
+        check_blocks("MoEConfig.expert_dtype", "the experts' hidden dim on a device", part)
 
 
 def init_expert(key, model_dim: int, hidden_dim: int, activation: str, dtype, output_scale: float = 1.0) -> dict:

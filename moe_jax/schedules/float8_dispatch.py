@@ -1,8 +1,8 @@
 """A schedule whose rows travel to their experts in float8: `MoEConfig.dispatch_dtype = 'float8_e4m3'`.
 
-Inputs and outputs as of the schedule inside, any `StagedSchedule`; its `send` moves bytes
-(`float8/row_bytes.py`) instead of rows, half as many as bfloat16 has. Rows are quantised before the exchange and brought
-back after it, once each, whether or not they leave the device: results do not depend on the mesh.
+Inputs and outputs as of the schedule inside, any `StagedSchedule`; its `send` moves bytes (`float8/row_bytes.py`)
+instead of rows, half as many as bfloat16 has. Rows are quantised before the exchange and brought back after it, once
+each, whether or not they leave the device: results do not depend on the mesh.
 
 The gradient is straight through: that of the exchange alone, in the compute dtype, as if nothing had been rounded. The
 way back of computed rows and its gradient stay in the compute dtype too.
