@@ -19,6 +19,7 @@ from moe_jax.config.run_config import RunConfig, config_text
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import build_tokenizer
 from moe_jax.errors import UserError
+from moe_jax.float8 import E4M3, bytes_of_row
 from moe_jax.grouped_matmul.ffn_cost import expert_work
 from moe_jax.inspection.targets import Target, parse_target
 from moe_jax.mesh.abstract import assumed_devices, build_abstract_roles
@@ -236,6 +237,27 @@ def _schedule_lines(run: RunConfig, roles: Roles) -> list[str]:
 
 def _schedule_lines_of(run: RunConfig, roles: Roles) -> list[str]:
     """Say it of one segment."""
+    return [*_float8_lines(run), *_choice_lines(run, roles)]
+
+
+def _float8_lines(run: RunConfig) -> list[str]:
+    """Say what is in float8, if anything is."""
+    moe, model, lines = run.moe, run.model, []
+    if moe.dispatch_dtype == E4M3:
+        plain = model.model_dim * itemsize(model.dtype)
+        lines.append(
+            f"rows travel to experts in {E4M3}, {bytes_of_row(model.model_dim)} bytes each instead of {plain}; "
+            f"back, and their gradients, in {model.dtype}"
+        )
+    if moe.expert_dtype == E4M3:
+        lines.append(
+            f"experts multiply in {E4M3}, forward and for the gradients of rows; gradients of weights in {model.dtype}"
+        )
+    return lines
+
+
+def _choice_lines(run: RunConfig, roles: Roles) -> list[str]:
+    """Say what a schedule chooses."""
     moe, model = run.moe, run.model
     tokens = run.train.batch_size // run.train.grad_accum_steps * run.data.sequence_length // roles.size(roles.dense)
     if moe.schedule == "pairwise":

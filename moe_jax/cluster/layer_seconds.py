@@ -118,7 +118,7 @@ def transfer_seconds(
         rest.remove(gathers[0])
     for transfer in rest:
         fit = cluster.fit(transfer_fit(transfer, shape), requested_by)
-        seconds += transfer.calls * max(0.0, fit.seconds(transfer.elements * item))
+        seconds += transfer.calls * max(0.0, fit.seconds(transfer.elements * (transfer.item or item)))
     return seconds
 
 

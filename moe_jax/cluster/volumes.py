@@ -25,12 +25,16 @@ from moe_jax.errors import UserError
 
 
 class Transfer(typing.NamedTuple):
-    """Hold one collective: its kind, the group it spans, elements per call, and calls."""
+    """Hold one collective: its kind, the group it spans, elements per call, calls, and an element's bytes.
+
+    The latter are 0 for numbers of the compute dtype.
+    """
 
     collective: str
     group: str
     elements: int
     calls: int = 1
+    item: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,8 @@ class LayerShape:
 
     With `split_tokens` each device of an MP group has a part of its tokens, before the layer and after it. `groups` is
     Ng of `pairwise`. `rows` are C, or `far` where buckets differ: then `more_in_node` is node - far, `more_own` own -
-    node, and `members_in_node` the EP members of a node.
+    node, and `members_in_node` the EP members of a node. `sent_bytes` are those of a row on its way to experts where it
+    travels as bytes (`MoEConfig.dispatch_dtype`), else 0.
     """
 
     tokens: int
@@ -55,6 +60,7 @@ class LayerShape:
     more_in_node: int = 0
     more_own: int = 0
     members_in_node: int = 1
+    sent_bytes: int = 0
 
     @property
     def near_rows(self) -> int:
@@ -114,7 +120,13 @@ def layer_transfers(
     forward, backward = (_present(transfers, shape) for transfers in formulas.transfers(shape, gather))
     if not formulas.carried:
         return forward, backward
-    return _carried(forward, shape, transport, local), _carried(backward, shape, transport, local)
+    if shape.sent_bytes and transport == "coordinated":
+        forward = _as_bytes(_carried(forward, shape, transport, local), shape, ("all_gather",))
+    elif shape.sent_bytes:
+        forward = _carried(_as_bytes(forward, shape), shape, transport, local)
+    else:
+        forward = _carried(forward, shape, transport, local)
+    return forward, _carried(backward, shape, transport, local)
 
 
 def index_transfers(
@@ -162,8 +174,29 @@ def _carried(transfers: list[Transfer], shape: LayerShape, transport: str, local
         one_level = transport == "ppermute" or transfer.group in ("node", "expert_node", "expert_shard")
         levels = (size,) if one_level else (local, size // local)
         for level in levels:
-            rounds = Transfer("permute", transfer.group, transfer.elements // level, (level - 1) * transfer.calls)
+            rounds = transfer._replace(
+                collective="permute", elements=transfer.elements // level, calls=(level - 1) * transfer.calls
+            )
             out += [rounds] if level > 1 else []
+    return out
+
+
+def _as_bytes(transfers: list[Transfer], shape: LayerShape, also: tuple[str, ...] = ()) -> list[Transfer]:
+    """Return the forward's transfers where rows go out as bytes: of an all-to-all every other call, the first one.
+
+    Args:
+      also: other collectives over the shards of an expert that rows go out by.
+    """
+    out = []
+    for transfer in transfers:
+        gathers = transfer.collective in also and transfer.group == "expert_shard"
+        if transfer.collective != "all_to_all" and not gathers:
+            out.append(transfer)
+            continue
+        there = transfer.calls if gathers else (transfer.calls + 1) // 2
+        as_bytes = transfer.elements // shape.model_dim * shape.sent_bytes
+        out.append(transfer._replace(elements=as_bytes, calls=there, item=1))
+        out += [transfer._replace(calls=transfer.calls - there)] if transfer.calls > there else []
     return out
 
 

@@ -111,10 +111,13 @@ class FusedFfn(Protocol):
 _REGISTRY: dict[str, GroupedMatmul] = {}
 
 
-def register(name: str) -> Callable[[type], type]:
-    """Return a class decorator that makes an implementation available under `name`."""
+def register(name: str) -> Callable[[Callable], Callable]:
+    """Return a class decorator that makes an implementation available under `name`.
 
-    def decorate(implementation: type) -> type:
+    One whose name holds a colon stands over another one: a config does not name it, another field asks for it.
+    """
+
+    def decorate(implementation: Callable) -> Callable:
         if name in _REGISTRY:
             raise ValueError(f"a grouped matmul named {name!r} is registered already; choose another name")
         _REGISTRY[name] = implementation()
@@ -124,8 +127,8 @@ def register(name: str) -> Callable[[type], type]:
 
 
 def implementations() -> tuple[str, ...]:
-    """Return the registered names, sorted."""
-    return tuple(sorted(_REGISTRY))
+    """Return the registered names that a config may choose, sorted."""
+    return tuple(sorted(name for name in _REGISTRY if ":" not in name))
 
 
 def find_implementation(name: str) -> GroupedMatmul:

@@ -2,7 +2,7 @@
 
 Rows `[R, K]`, `group_sizes [G]` and the groups' weights in, `[R, N]` out; the gradients of the rows and, through the
 grad_sinks, of the weights leave the backward. Works inside `shard_map` and outside. The rules are in `contract.py`, the
-implementations in `portable.py`, `blocked.py`, `fused_ffn.py`, `hopper.py` and `mosaic.py`.
+implementations in `portable.py`, `blocked.py`, `fused_ffn.py`, `hopper.py` and `mosaic.py`; over them `float8.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from moe_jax.collectives.varying import match_varying
-from moe_jax.grouped_matmul import fused_ffn, hopper, mosaic, portable  # noqa: F401  (each registers itself)
+from moe_jax.grouped_matmul import float8, hopper
 from moe_jax.grouped_matmul.contract import GroupedWeights, Operands, find_implementation
 
 Array = jax.Array
@@ -39,9 +39,15 @@ def default_implementation(device, dtype, dims: tuple[int, ...]) -> str:
     return "hopper" if hopper.fits(device, dtype, dims) else "fused"
 
 
-def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...]) -> str:
-    """Return the configured name, 'auto' resolved by `default_implementation`."""
-    return default_implementation(device, dtype, dims) if wanted == "auto" else wanted
+def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...], in_float8: bool = False) -> str:
+    """Return the configured name, 'auto' resolved by `default_implementation`.
+
+    With `in_float8` it is that of `float8.py` over that one, and 'auto' is `mosaic` where its kernel takes the sizes.
+    """
+    if wanted == "auto":
+        kernel = in_float8 and float8.has_kernel(device, dtype, dims)
+        wanted = "mosaic" if kernel else default_implementation(device, dtype, dims)
+    return float8.PREFIX + wanted if in_float8 else wanted
 
 
 def grouped_matmul(lhs: Array, group_sizes: Array, operands: Operands, *, implementation: str) -> Array:

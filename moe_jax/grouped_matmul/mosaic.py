@@ -35,7 +35,7 @@ MOST_PARTS = 8
 CORE_RATE, MEMORY_RATE = 5e12, 4e12
 
 
-class _Mosaic:
+class MosaicKernels:
     """The kernels on all cores but `spared`."""
 
     spared = 0
@@ -59,7 +59,7 @@ class _Mosaic:
             [bank for bank, _ in read],
             [slots for _, slots in read],
             transposed=transposed,
-            cores=self._cores(),
+            cores=self.cores(),
             interpret=self.interpret,
         )
         return cast_varying(out[: rows.shape[0]], varying_axes(rows))  # a kernel's outputs are typed as equal
@@ -77,7 +77,7 @@ class _Mosaic:
         sums: list[Array] = []
         if wanted:
             groups = sum(high - low for low, high in wanted)
-            parts = parts_of(lhs.shape[0] / group_sizes.shape[0], groups, lhs.shape[1], dout.shape[1], self._cores())
+            parts = parts_of(lhs.shape[0] / group_sizes.shape[0], groups, lhs.shape[1], dout.shape[1], self.cores())
             alone = parts == 1 and set(dtypes) == {lhs.dtype}
             sums += rows_by_rows(
                 _fill(lhs),
@@ -86,23 +86,24 @@ class _Mosaic:
                 wanted,
                 out_dtype=lhs.dtype if alone else jnp.float32,
                 parts=parts,
-                cores=self._cores(),
+                cores=self.cores(),
                 interpret=self.interpret,
             )
         found = iter(zip(sums, dtypes, strict=True))
         return tuple(_gradient(operand, found, varying_axes(lhs)) for operand in operands)
 
-    def _cores(self) -> int:
+    def cores(self) -> int:
+        """Return how many blocks work, each on a core of its own."""
         return getattr(jax.devices()[0], "core_count", HOPPER_CORES) - self.spared if self.interpret is None else 2
 
 
 @register("mosaic")
-class MosaicMatmul(_Mosaic):
+class MosaicMatmul(MosaicKernels):
     """On every core."""
 
 
 @register("mosaic_sparing")
-class SparingMosaicMatmul(_Mosaic):
+class SparingMosaicMatmul(MosaicKernels):
     """On all cores but `SPARED`, which are left to transfers."""
 
     spared = SPARED

@@ -81,18 +81,18 @@ def rows_by_weights(
             table=table, slots=refs[:count], rows=refs[count], banks=refs[count + 1 : -1], out=refs[-1],
             ring=_Ring(*ring), **buffers,
         )  # fmt: skip
-        _walk(work, table.shape[1] * work.across)
+        walk(work, table.shape[1] * work.across)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows.shape[0], resulting), dtype),
         scratch_types=dict(
             ring=_ring_types(dtype, (width, HALF) if transposed else (HALF, width)),
-            aligned=plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, HALF, HALF), dtype, transforms=_swizzled(dtype)),
+            aligned=plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, HALF, HALF), dtype, transforms=swizzled(dtype)),
             ragged=plgpu.SMEM((MULTIPLIERS, HALF, HALF), dtype),
             turned=_copies_of_transposed(dtype, (HALF, width), interpret),
         ),
-        **_launch(cores, interpret),
+        **launch(cores, interpret),
         kernel_name="moe_d_rows" if transposed else "moe_forward",
     )
     return kernel(table, *slots, rows, *banks)
@@ -133,7 +133,7 @@ def rows_by_rows(
             wanted=tuple(wanted), parts=parts, width=width, across=resulting // width, down=-(-contracted // HEIGHT),
             ranges=ranges, lhs=lhs, dout=dout, outs=outs, ring=_Ring(*ring), **buffers,
         )  # fmt: skip
-        _walk(work, sum(sizes) * parts * work.down * work.across)
+        walk(work, sum(sizes) * parts * work.down * work.across)
 
     line = LINE_BYTES // jnp.dtype(out_dtype).itemsize
     kernel = plgpu.kernel(
@@ -141,10 +141,10 @@ def rows_by_rows(
         out_type=[jax.ShapeDtypeStruct((parts, size, contracted, resulting), out_dtype) for size in sizes],
         scratch_types=dict(
             ring=_ring_types(lhs.dtype, (HALF, width)),
-            slots=plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, HALF, line), out_dtype, transforms=_swizzled(out_dtype)),
+            slots=plgpu.SMEM((MULTIPLIERS, STORE_SLOTS, HALF, line), out_dtype, transforms=swizzled(out_dtype)),
             turned=_copies_of_transposed(lhs.dtype, (HALF, HALF), interpret),
         ),
-        **_launch(cores, interpret),
+        **launch(cores, interpret),
         kernel_name="moe_d_weights",
     )
     return tuple(kernel(ranges, lhs, dout))
@@ -224,7 +224,7 @@ class _Ring:
         lax.fori_loop(jnp.int32(0), turns, turn, None)
 
 
-class _RowTile(NamedTuple):
+class RowTile(NamedTuple):
     """A tile of rows [first, stop) of one group, in a window that begins at `start`, and its first column."""
 
     group: Array
@@ -253,14 +253,14 @@ class _RowsByWeights:
     ragged: Ref
     turned: Sequence[Ref]
 
-    def tile(self, place: Array) -> _RowTile:
+    def tile(self, place: Array) -> RowTile:
         """Return the tile at a place in the walk: neighbours share their rows."""
         tile = lax.div(place, jnp.int32(self.across))
         column = pl.multiple_of(lax.rem(place, jnp.int32(self.across)) * self.width, self.width)
         start = pl.multiple_of(self.table[START, tile], LINES)
-        return _RowTile(self.table[GROUP, tile], start, self.table[FIRST, tile], self.table[STOP, tile], column)
+        return RowTile(self.table[GROUP, tile], start, self.table[FIRST, tile], self.table[STOP, tile], column)
 
-    def turns(self, tile: _RowTile) -> Array:
+    def turns(self, tile: RowTile) -> Array:
         """Return how many steps a tile has: none where it has no rows, or nobody owns them."""
         return jnp.where((tile.stop > tile.first) & (tile.group < self.groups), jnp.int32(self.depth), 0)
 
@@ -274,7 +274,7 @@ class _RowsByWeights:
             low = high
         return step + turns
 
-    def copy_from(self, slots: Ref, bank: Ref, low: int, tile: _RowTile, step: Array) -> None:
+    def copy_from(self, slots: Ref, bank: Ref, low: int, tile: RowTile, step: Array) -> None:
         """Copy the steps of a tile whose group is served by this bank; its groups begin with number `low`."""
         slot, resulting = slots[tile.group - low], pl.ds(tile.column, self.width)
 
@@ -297,8 +297,8 @@ class _RowsByWeights:
             values = self.ring.sum(step, turns, self.width, lambda acc, place, _: self.product(half, acc, place))
             complete = (first == 0) & (stop == HALF)
             target = (self.out, start, tile.column)
-            pl.when(complete)(lambda: _store_aligned(values, self.aligned, half, *target))
-            pl.when(~complete)(lambda: _store_ragged(values, self.ragged, half, *target, first, stop))
+            pl.when(complete)(lambda: store_aligned(values, self.aligned, half, *target))
+            pl.when(~complete)(lambda: store_ragged(values, self.ragged, half, *target, first, stop))
 
         pl.when(stop <= first)(lambda: self.ring.pass_on(step, turns))
         return step + turns
@@ -396,7 +396,7 @@ class _RowsByRows:
 
                 def store(out=out, low=low):
                     of_group = out.at[tile.part, tile.number - low]
-                    _store_aligned(values, self.slots, half, of_group, row, tile.column)
+                    store_aligned(values, self.slots, half, of_group, row, tile.column)
 
                 pl.when((tile.number >= low) & (tile.number < high))(store)
 
@@ -421,16 +421,16 @@ def _divide(number: Array, by: int) -> tuple[Array, Array]:
 
 
 def _ring_types(dtype, shared: tuple[int, int]) -> tuple:
-    swizzled = _swizzled(dtype)
+    transforms = swizzled(dtype)
     return (
-        plgpu.SMEM((STAGES, MULTIPLIERS, HALF, HALF), dtype, transforms=swizzled),
-        plgpu.SMEM((STAGES, *shared), dtype, transforms=swizzled),
+        plgpu.SMEM((STAGES, MULTIPLIERS, HALF, HALF), dtype, transforms=transforms),
+        plgpu.SMEM((STAGES, *shared), dtype, transforms=transforms),
         plgpu.Barrier(num_arrivals=MULTIPLIERS + 1, num_barriers=STAGES),  # one per copy
         plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=STAGES),
     )
 
 
-def _swizzled(dtype) -> tuple:
+def swizzled(dtype) -> tuple:
     return plgpu.TilingTransform((LINES, LINE_BYTES // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(LINE_BYTES)
 
 
@@ -447,7 +447,7 @@ def _copies_of_transposed(dtype, shape: tuple[int, int], interpret) -> tuple:
     return (plgpu.SMEM((MULTIPLIERS, *shape), dtype),) if interpret is not None else ()
 
 
-def _launch(cores: int, interpret) -> dict:
+def launch(cores: int, interpret) -> dict:
     return dict(
         grid=(cores,),
         grid_names=("core",),
@@ -458,7 +458,7 @@ def _launch(cores: int, interpret) -> dict:
     )
 
 
-def _walk(work: _RowsByWeights | _RowsByRows, tiles: int) -> None:
+def walk(work: _RowsByWeights | _RowsByRows, tiles: int) -> None:
     """Give this block every `cores`-th tile; `copy` and `multiply` take its first step and return the step after it."""
     core, cores, warpgroup = lax.axis_index("core"), lax.axis_size("core"), lax.axis_index("warpgroup")
     turns = lax.div(tiles - core + cores - 1, jnp.int32(cores))
@@ -478,7 +478,7 @@ def _walk(work: _RowsByWeights | _RowsByRows, tiles: int) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _store_aligned(values: Array, slots: Ref, half: Array, out: Ref, start: Array, column: Array) -> None:
+def store_aligned(values: Array, slots: Ref, half: Array, out: Ref, start: Array, column: Array) -> None:
     """Store [64, width] at out[start:, column:], `start` a multiple of 8, through swizzled shared memory."""
     size = slots.shape[3]
     slot_count, chunks = slots.shape[1], values.shape[1] // size
@@ -493,7 +493,7 @@ def _store_aligned(values: Array, slots: Ref, half: Array, out: Ref, start: Arra
             plgpu.copy_smem_to_gmem(slots.at[half, chunk - low], out.at[window])
 
 
-def _store_ragged(values: Array, slots: Ref, half: Array, out: Ref, start, column, first, stop) -> None:
+def store_ragged(values: Array, slots: Ref, half: Array, out: Ref, start, column, first, stop) -> None:
     """Store rows first to stop of [64, width] at out[start + first:, column:], in pieces of 32, 16, 8, 4, 2 and 1 rows.
 
     Copies have static sizes, and shared memory is not swizzled here, so that a piece may begin at any row.

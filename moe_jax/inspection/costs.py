@@ -193,6 +193,7 @@ def _attention_flops(arrays: list, name: str) -> float:
 def _grouped_flops(arrays: list, result) -> float:
     """Return 2 R K N of a grouped matmul by its shapes: rows by banks [Rb, K, N], or rows by rows to [..., G, K, N]."""
     floats = [array for array in arrays if not array.dtype.startswith(("s", "u", "pred"))]
+    floats = [array for array in floats if array.dtype.startswith("f8")] or floats  # beside their scales
     rows = [array for array in floats if len(array.dims) == 2]
     banks = [array for array in floats if len(array.dims) == 3]
     if len(rows) == 1 and banks and len(result.dims) == 2:

@@ -22,7 +22,7 @@ from moe_jax.models.config import ModelConfig
 from moe_jax.models.segments import Segment, joined, part_of, segments_of, with_experts
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.config import MoEConfig, first_pass_of
-from moe_jax.moe.layer import check_hidden_dim, init_bank, layer_sizes, make_schedule
+from moe_jax.moe.layer import check_float8, check_hidden_dim, init_bank, layer_sizes, make_schedule
 from moe_jax.placement import PlanShape
 from moe_jax.schedules import schedule_record
 
@@ -167,6 +167,7 @@ class LanguageModel:
                     f"set MoEConfig.shared_hidden_dim to a multiple of {parts}"
                 )
             check_hidden_dim("ModelConfig.hidden_dim", segment.config.hidden_dim, self.roles)
+            check_float8(segment.moe, segment.config.model_dim, segment.config.hidden_dim, self.roles)
             layer_sizes(segment.moe, self.roles_of(segment), 1)
 
     @functools.cached_property

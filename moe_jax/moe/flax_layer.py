@@ -22,7 +22,7 @@ from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
-from moe_jax.moe.layer import check_hidden_dim, init_bank, init_expert, layer_sizes, make_moe
+from moe_jax.moe.layer import check_float8, check_hidden_dim, init_bank, init_expert, layer_sizes, make_moe
 from moe_jax.routers import build_router, z_loss
 
 
@@ -68,6 +68,7 @@ class MoELayer(nnx.Module):
         devices = roles.size(roles.expert)
         layer_sizes(config, roles, 1)
         check_hidden_dim("hidden_dim", hidden_dim, roles)
+        check_float8(config, model_dim, hidden_dim, roles)
         bank = init_bank(
             rngs.params(),
             1,

@@ -21,7 +21,8 @@ from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.collectives.ordering import wait_for
 from moe_jax.dispatch import from_lines, to_lines
 from moe_jax.errors import UserError
-from moe_jax.grouped_matmul import GroupedWeights, default_implementation, implementations
+from moe_jax.float8 import E4M3, check_blocks
+from moe_jax.grouped_matmul import GroupedWeights, choose_implementation, implementations
 from moe_jax.mesh.roles import Roles
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.decide import in_turn_with_late, late_after_tokens, make_decide
@@ -30,6 +31,7 @@ from moe_jax.placement import PlanShape
 from moe_jax.routers import Choices, GateStats, Router, RouterInputs, RouterPlace, build_router, share_statistics
 from moe_jax.schedules import LayerSizes, ScheduleOptions, build_schedule, schedule_record
 from moe_jax.schedules.contract import Chooser, Routed, Schedule
+from moe_jax.schedules.float8_dispatch import Float8Chooser, check_float8_dispatch
 from moe_jax.schedules.passes import add_later_passes
 
 
@@ -217,10 +219,10 @@ def grouped_matmul_finder(config: MoEConfig, roles: Roles) -> Callable:
         )
 
     def find(rows, weights) -> str:
-        if wanted != "auto":
-            return wanted  # without looking at the devices: the mesh may be abstract
-        device = roles.mesh.devices.flat[0]
-        return default_implementation(device, rows.dtype, weights["w_in"][0].bank.shape[1:])
+        # named: without looking at the devices, for the mesh may be abstract
+        device = roles.mesh.devices.flat[0] if wanted == "auto" else None
+        dims = weights["w_in"][0].bank.shape[1:]
+        return choose_implementation(wanted, device, rows.dtype, dims, config.expert_dtype == E4M3)
 
     return find
 
@@ -234,7 +236,8 @@ def make_schedule(
       UserError: an unknown name, or a mesh on which that schedule, transport or group count is not possible.
     """
     options = schedule_options(config, split_tokens)
-    return build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
+    chooser = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
+    return Float8Chooser(chooser) if config.dispatch_dtype == E4M3 else chooser
 
 
 def schedule_options(config: MoEConfig, split_tokens: bool = False) -> ScheduleOptions:
@@ -245,6 +248,7 @@ def schedule_options(config: MoEConfig, split_tokens: bool = False) -> ScheduleO
         gather=config.gather,
         cluster=config.cluster,
         split_tokens=split_tokens,
+        dispatch_dtype=config.dispatch_dtype,
     )
 
 
@@ -321,6 +325,17 @@ def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:
             f"{name} ({hidden_dim}) must be divisible by MeshConfig.expert_shard ({shards}); set "
             f"MeshConfig.expert_shard to a divisor of {hidden_dim}"
         )
+
+
+def check_float8(config: MoEConfig, model_dim: int, hidden_dim: int, roles: Roles) -> None:
+    """Raise a UserError where `expert_dtype` or `dispatch_dtype` ask for float8 and sizes or schedule forbid it."""
+    if config.dispatch_dtype == E4M3:
+        check_float8_dispatch(config.schedule)
+        check_blocks("MoEConfig.dispatch_dtype", "the model dim", model_dim)
+    if config.expert_dtype == E4M3:
+        check_blocks("MoEConfig.expert_dtype", "the model dim", model_dim)
+        part = hidden_dim // roles.size(roles.expert_shard)
+        check_blocks("MoEConfig.expert_dtype", "the experts' hidden dim on a device", part)
 
 
 def init_expert(key, model_dim: int, hidden_dim: int, activation: str, dtype, output_scale: float = 1.0) -> dict:

@@ -37,6 +37,7 @@ class Cost:
       matrices: of M x F in one expert, two, or three with SwiGLU.
       shards: N_ESP, devices that share the F of an expert.
       dtype_bytes: bytes of one number as it is computed with and sent: activations, replicas and their gradients.
+      sent_bytes: bytes of one token on its way to an expert in a forward; None: as in the three other exchanges.
       param_bytes: bytes of one number of the parameters at home; None: as dtype_bytes.
       optimizer_bytes: bytes of optimizer state per parameter (two float32 moments by default).
       replica_slots: mu; overlap_degree: tau, or None to derive it.
@@ -62,6 +63,7 @@ class Cost:
     matrices: int = 2
     shards: int = 1
     dtype_bytes: int = 4
+    sent_bytes: int | None = None
     param_bytes: int | None = None
     optimizer_bytes: int = 8
     replica_slots: int = 4
@@ -103,6 +105,11 @@ class Cost:
     def token_bytes(self) -> int:
         """Bytes of one token's activations."""
         return self.model_dim * self.dtype_bytes
+
+    @property
+    def exchanged_bytes(self) -> float:
+        """Bytes of one token in an exchange, the mean of a layer's four: out and back, forward and backward."""
+        return self.token_bytes if self.sent_bytes is None else (3 * self.token_bytes + self.sent_bytes) / 4
 
     @property
     def expert_params(self) -> int:
@@ -154,13 +161,15 @@ class Cost:
         return int((self.trans(sizes, devices, requested_by) <= self.attention_seconds).sum())
 
     def exchange(self, received: np.ndarray, requested_by: str) -> np.ndarray:
-        """T_A2A: R [..., D] -> seconds [...], through shared links as if sources were spread evenly over devices.
+        """T_A2A, the mean of a layer's four: R [..., D] -> seconds [...].
+
+        Through shared links as if sources were spread evenly over devices.
 
         Source: Pro-Prophet, equation 1, which has one link for each device.
         """
         if self.price == "paper":
-            return received.max(axis=-1) * self.token_bytes / self.bandwidth(requested_by)
-        return received_seconds(self.cluster, received * self.token_bytes, f"planner {requested_by!r}")
+            return received.max(axis=-1) * self.exchanged_bytes / self.bandwidth(requested_by)
+        return received_seconds(self.cluster, received * self.exchanged_bytes, f"planner {requested_by!r}")
 
     def forward(self, computed: np.ndarray, requested_by: str) -> np.ndarray:
         """T_FEC: H [..., D] -> seconds [...]; the backward takes twice that. Source: Pro-Prophet, equations 2 and 3."""

@@ -79,7 +79,7 @@ def shadow_rates(cost: Cost, requested_by: str) -> tuple[float, float, float]:
     """
     return (
         3.0 / cost.tokens_per_second(requested_by),
-        4.0 * cost.token_bytes / cost.bandwidth(requested_by),
+        4.0 * cost.exchanged_bytes / cost.bandwidth(requested_by),
         2.0 * cost.late_expert(requested_by),
     )
 

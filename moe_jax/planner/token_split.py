@@ -43,7 +43,7 @@ def padded_seconds(placement: Placement, loads: np.ndarray, cost: Cost) -> float
     pairs = routing.pair_loads(placement, np.rint(loads).astype(np.int64))
     rows = fullest_pairs(pairs, placement.devices_per_node)
     rows = rows.each(lambda size: max(size, 1))
-    _, inside, across = exchange_bytes(rows, placement.devices, placement.devices_per_node, cost.token_bytes)
+    _, inside, across = exchange_bytes(rows, placement.devices, placement.devices_per_node, cost.exchanged_bytes)
     try:
         return float(uniform_seconds(cost.cluster, inside, across, "the split of tokens"))
     except AbsentFigureError:

@@ -136,5 +136,5 @@ def _judge(plan: Placement, before: Placement, loads: np.ndarray, cost: Cost) ->
     known = cost.cluster.intra_bandwidth is not None or cost.cluster.inter_bandwidth is not None
     exchange = np.full(len(computed), np.nan)
     if known:
-        exchange = exchange_seconds(cost.cluster, pairs * cost.token_bytes, "replay")
+        exchange = exchange_seconds(cost.cluster, pairs * cost.exchanged_bytes, "replay")
     return computed, received, device_replicas, expert_replicas.astype(np.int16), moved, arrived, exchange

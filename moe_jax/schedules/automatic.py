@@ -13,6 +13,7 @@ import logging
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
 from moe_jax.cluster.layer_seconds import layer_name, layer_seconds
 from moe_jax.cluster.volumes import LayerShape
+from moe_jax.float8 import E4M3, bytes_of_row
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.contract import (
     LayerSizes,
@@ -74,7 +75,10 @@ class Parm:
 
 
 def _choose(roles: Roles, sizes: LayerSizes, row_bytes: int, cluster: Cluster | None, options: ScheduleOptions):
-    return choose(roles, sizes, row_bytes, cluster, options.gather, options.transport, options.split_tokens)
+    # a row's bytes are known, not its numbers: counted as those of bfloat16
+    sent_bytes = bytes_of_row(row_bytes // 2) if options.dispatch_dtype == E4M3 else 0
+    how = options.gather, options.transport, options.split_tokens
+    return choose(roles, sizes, row_bytes, cluster, *how, sent_bytes)
 
 
 def choose(
@@ -85,6 +89,7 @@ def choose(
     gather: str = "auto",
     transport: str = "all_to_all",
     split_tokens: bool = False,
+    sent_bytes: int = 0,
 ) -> ParmChoice:
     """Return Parm's choice for one layer, by `by_layers` where the cluster has fits for it, else by `by_equations`.
 
@@ -93,11 +98,12 @@ def choose(
 
     Args:
       sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements; gather: as in `MoEConfig`.
+      sent_bytes: of a row on its way to experts where it travels as float8, else 0.
     """
     known = set() if cluster is None else {name for name, _ in cluster.fits}
     if cluster is not None and known >= _PARTS:
-        return by_layers(roles, sizes, row_bytes, cluster, gather, transport, split_tokens)
-    return by_equations(roles, sizes, row_bytes, cluster, gather, transport, split_tokens)
+        return by_layers(roles, sizes, row_bytes, cluster, gather, transport, split_tokens, sent_bytes)
+    return by_equations(roles, sizes, row_bytes, cluster, gather, transport, split_tokens, sent_bytes)
 
 
 def by_layers(
@@ -108,6 +114,7 @@ def by_layers(
     gather: str = "auto",
     transport: str = "all_to_all",
     split_tokens: bool = False,
+    sent_bytes: int = 0,
 ) -> ParmChoice:
     """Return the choice by `layer_seconds`: rule 'parts', or 'layers' where whole layers were timed too.
 
@@ -128,7 +135,7 @@ def by_layers(
     candidates = ["s1", "s2", "deepspeed"] if whole else ["s1", "s2"]
     seconds = {}
     for name in candidates:
-        shape = layer_shape(name, roles, sizes, row_bytes, split_tokens, transport=transport)
+        shape = layer_shape(name, roles, sizes, row_bytes, split_tokens, transport=transport, sent_bytes=sent_bytes)
         asked = layer_seconds(
             name, shape, None, cluster, gather=gather, transport=transport, item=1, requested_by=_REQUESTED_BY
         )
@@ -145,6 +152,7 @@ def by_equations(
     gather: str = "auto",
     transport: str = "all_to_all",
     split_tokens: bool = False,
+    sent_bytes: int = 0,
 ) -> ParmChoice:
     """Return the choice by the closed form, seconds of a forward; without a cluster these are bytes, rule 'bytes'.
 
@@ -171,6 +179,9 @@ def by_equations(
     # buckets are rounded up differently, so each schedule has its own x
     s1 = parm_choice(x1, whole, gathered, a2a, gather_fit, saa).s1_seconds
     s2 = parm_choice(x2, whole, gathered, a2a, gather_fit, saa).s2_seconds
+    if sent_bytes:  # one of the two exchanges of a forward is smaller
+        s1 -= a2a.seconds(x1) - a2a.seconds(x1 // row_bytes * sent_bytes)
+        s2 -= a2a.seconds(x2) - a2a.seconds(x2 // row_bytes * sent_bytes)
     if split_tokens:
         s1, s2 = s1 - gather_fit.seconds(gathered), s2 + gather_fit.seconds(gathered)
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2, rule="bytes" if cluster is None else "equations")
@@ -203,7 +214,7 @@ def _knows_layers(cluster: Cluster | None) -> bool:
 
 def layer_shape(
     schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int, split_tokens: bool = False, groups: int = 1,
-    transport: str = "all_to_all",
+    transport: str = "all_to_all", sent_bytes: int = 0,
 ) -> LayerShape:  # fmt: skip
     """Return the cost formulas' inputs for a layer under a schedule that has formulas ('pairwise' in `groups`)."""
     mp_size, ep_size, esp_size = (roles.size(axes) for axes in (roles.model, roles.expert, roles.expert_shard))
@@ -223,6 +234,7 @@ def layer_shape(
         experts=sizes.num_experts,
         split_tokens=split_tokens,
         groups=groups,
+        sent_bytes=sent_bytes,
     )
 
 

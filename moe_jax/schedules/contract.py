@@ -43,6 +43,7 @@ from moe_jax.collectives.exchange import TRANSPORTS
 from moe_jax.dispatch import Choice, Lines, Routing, Tables
 from moe_jax.dispatch.route import record
 from moe_jax.errors import UserError
+from moe_jax.float8 import COMPUTE
 from moe_jax.mesh.roles import Roles
 from moe_jax.placement.expected_rows import expected_rows
 
@@ -156,6 +157,7 @@ class ScheduleOptions:
       gather: how `s2` returns: 'saa' (all-to-all and all-gather at the same time), 'aas' (one after the other) or
         'auto' (the shorter one by `cluster`, without it 'aas').
       cluster: path of a calibration file for `parm` and 'auto'; '' lets `parm` compare bytes.
+      dispatch_dtype: as in `MoEConfig`; `parm` compares the bytes that follow from it.
       split_tokens: tokens enter and leave as this device's part [t / N_MP, M], not replicated in the MP group.
     """
 
@@ -164,6 +166,7 @@ class ScheduleOptions:
     gather: str = "auto"
     cluster: str = ""
     split_tokens: bool = False
+    dispatch_dtype: str = COMPUTE
 
     def __post_init__(self):
         if self.gather not in ("auto", "saa", "aas"):

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.grouped_matmul import GroupedWeights
+from moe_jax.grouped_matmul.float8 import PREFIX
 from moe_jax.moe.experts import apply_activation, expert_ffn, weight_names
 
 Array = jax.Array
@@ -33,6 +34,9 @@ CASES = (
 )
 REPLICAS = 2
 ROUNDINGS = 16
+# A product that two right kernels round to neighbours in bfloat16 may become neighbours in float8, 2^-3 apart: one in
+# 2^4 of the hidden rows' entries, so a sum of them is 0.03 of its size off in root mean square, 0.2 at 6 deviations.
+FLOAT8_LIMIT = 0.25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +113,7 @@ def compare_expert(implementation: str, shape: ExpertShape, device, compiler_opt
     Raises:
       whatever lowering, compiling or running the implementation raises.
     """
-    limit = rounding_limit(shape, device.platform)
+    limit = FLOAT8_LIMIT if implementation.startswith(PREFIX) else rounding_limit(shape, device.platform)
     found = []
     for rows, sizes in CASES:
         compute, plain, compare = programs(implementation, shape, rows, sizes, compiler_options or {})
@@ -129,7 +133,11 @@ def programs(implementation: str, shape: ExpertShape, rows: int, sizes: tuple[in
     def compute(group_sizes, x, dout, homes, replicas):
         return _of_implementation(implementation, shape.activation, group_sizes, x, dout, homes, replicas)
 
-    plain = _plain_program(shape, sizes, tuple(options.items()))
+    if implementation.startswith(PREFIX):  # rounding to float8 is no error of the kernel: it is emulated
+        emulate = functools.partial(_of_implementation, PREFIX + "blocked", shape.activation)
+        plain = jax.jit(lambda *arrays: emulate(jnp.array(sizes, jnp.int32), *arrays), compiler_options=options)
+    else:
+        plain = _plain_program(shape, sizes, tuple(options.items()))
     return jax.jit(compute, compiler_options=options), plain, jax.jit(_compare)
 
 

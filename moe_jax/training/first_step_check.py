@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
+from moe_jax.float8 import E4M3
 from moe_jax.grouped_matmul import choose_implementation
 from moe_jax.training.compiler_options import compiler_options
 from moe_jax.training.exchange_check import compare_exchange
@@ -94,7 +95,7 @@ def unproven(session: Session) -> dict[str, tuple[str, Callable[[], Verdict], di
         )  # fmt: skip
         found["transport"] = "ragged", lambda: check_exchange(session, "ragged", options), key
     matmuls = [(matmul_in_use(session, shape), shape) for shape in expert_shapes(session)]
-    doubted = [(name, shape) for name, shape in matmuls if name in KERNELS or (name == "ragged" and on_gpu(device))]
+    doubted = [(name, shape) for name, shape in matmuls if _is_doubted(name, device)]
     if doubted:
         (matmul, shape), *others = doubted
         rest = {"others": [(name, dataclasses.asdict(other)) for name, other in others]} if others else {}
@@ -103,6 +104,12 @@ def unproven(session: Session) -> dict[str, tuple[str, Callable[[], Verdict], di
         )
         found["grouped_matmul"] = matmul, lambda: check_experts(doubted, device, options), key
     return found
+
+
+def _is_doubted(name: str, device: jax.Device) -> bool:
+    """Say whether a grouped matmul, or the one that it stands over, is not proven on this device."""
+    below = name.rpartition(":")[2]
+    return below in KERNELS or (below == "ragged" and on_gpu(device))
 
 
 def on_gpu(device: jax.Device) -> bool:
@@ -129,7 +136,8 @@ def expert_shapes(session: Session) -> list[ExpertShape]:
 def matmul_in_use(session: Session, shape: ExpertShape) -> str:
     """Return the grouped matmul that layers with experts of this shape use, 'auto' resolved."""
     device, dims = session.roles.mesh.devices.flat[0], (shape.model_dim, shape.hidden_dim)
-    return choose_implementation(session.config.moe.grouped_matmul, device, jnp.dtype(shape.dtype), dims)
+    moe, dtype = session.config.moe, jnp.dtype(shape.dtype)
+    return choose_implementation(moe.grouped_matmul, device, dtype, dims, moe.expert_dtype == E4M3)
 
 
 def local_device(session: Session) -> jax.Device:

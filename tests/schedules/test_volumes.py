@@ -20,6 +20,7 @@ from moe_jax.cluster.volumes import LayerShape, Transfer, index_transfers, layer
 from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
+from moe_jax.float8 import bytes_of_row
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe.bank import open_grad_sink
@@ -51,6 +52,13 @@ PLACE = {"transport": "coordinated"}
 CASES += [("s1", pair, PLACE) for pair in ((1, 2), (2, 2), (4, 2))] + [("s2", (2, 2), PLACE | {"gather": "aas"})]
 CASES += [("s1", (1, 2), THREE | PLACE)]
 CASES += [("s2", (2, 2), THREE | {"gather": "aas"}), ("deepspeed", (2, 2), THREE | {"transport": "ppermute"})]
+BYTES = {"dispatch_dtype": "float8_e4m3"}
+CASES += [
+    ("s1", (2, 2), THREE | BYTES),
+    ("s2", (2, 2), BYTES),
+    ("deepspeed", (2, 2), BYTES | {"transport": "two_level"}),
+]
+CASES += [("s1", (1, 2), BYTES | PLACE)]
 
 
 def name_of(case):
@@ -108,6 +116,7 @@ def shape_of(config, roles, split=False, plan=None):
         top_k=config.top_k,
         experts=EXPERTS,
         split_tokens=split,
+        sent_bytes=bytes_of_row(DIM) if config.dispatch_dtype == "float8_e4m3" else 0,
         groups=choose_groups(roles, config.pairwise_groups) if config.schedule == "pairwise" else 1,
     )
 
@@ -124,7 +133,7 @@ def formula(transfers, is_float, roles, inside=1):
         "all": roles.all,
     }
     out = collections.Counter()
-    for kind, group, elements, calls in transfers:
+    for kind, group, elements, calls, item in transfers:
         if kind == "permute":
             devices = ROUNDS
         elif group == "pairwise_group":
@@ -136,7 +145,7 @@ def formula(transfers, is_float, roles, inside=1):
             devices = neighbours(groups_of(roles, axes["expert"]), roles.members_per_node)
         else:
             devices = groups_of(roles, axes[group])
-        out[is_float, kind, devices, elements] += calls
+        out[is_float and not item, kind, devices, elements] += calls
     return out
 
 

@@ -1,0 +1,84 @@
+"""The quantiser against loops over blocks and a table of all e4m3 numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.float8_oracle import MAGNITUDES, rounded
+
+from moe_jax.errors import UserError
+from moe_jax.float8 import (
+    bytes_of_row,
+    bytes_to_rows,
+    check_blocks,
+    dequantise_rows,
+    dequantise_weights,
+    quantise_rows,
+    quantise_weights,
+    rows_to_bytes,
+)
+
+
+def draw(*shape):
+    """Return float32 of many sizes, ties, zeros, and blocks that are not finite."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape) * np.exp2(rng.integers(-20, 20, size=shape))
+    return x.astype(np.float32)
+
+
+def edge_rows():
+    x = draw(12, 256)
+    x[0], x[1, :128] = 0, 0
+    x[2] *= 2.0**-120  # scales meet their floor, and numbers are denormal
+    x[3] = x[3] * np.float32(2.0**107)
+    x[4, 7], x[5, 200], x[6, 0] = np.nan, np.inf, -np.inf
+    x[7] = np.resize(MAGNITUDES, 256)  # nothing is rounded
+    x[8, 1:] = np.resize((MAGNITUDES[:-1] + MAGNITUDES[1:]) / 2, 255)  # every tie
+    x[8, :2], x[8, 128] = 448, 448
+    x[9, :128], x[9, 0] = 1.0, 448.00003  # just above the largest
+    return x
+
+
+def test_rows_equal_loops():
+    x = edge_rows()
+    values, scales = jax.jit(quantise_rows)(x)
+    assert values.dtype == jnp.float8_e4m3fn and values.shape == x.shape and scales.shape == (12, 2)
+    x = np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x)  # denormal numbers count as zero
+    want, want_scales = rounded(x, (1, 128))
+    np.testing.assert_array_equal(scales, want_scales)
+    got = np.asarray(jax.jit(dequantise_rows, static_argnums=2)(values, scales, jnp.float32))
+    np.testing.assert_array_equal(np.where(np.abs(got) < 1e-37, 0, got), np.where(np.abs(want) < 1e-37, 0, want))
+    nan = np.isnan(got).reshape(12, 2, 128)
+    assert nan.any(axis=2).tolist() == nan.all(axis=2).tolist() and nan.all(axis=2).sum() == 3
+    assert np.nanmax(np.abs(np.asarray(values, np.float32))) == 448
+
+
+def test_weights_equal_loops():
+    w = draw(2, 256, 32)
+    w[1, 130, 3] = np.nan
+    values, scales = jax.jit(quantise_weights)(w)
+    want, want_scales = rounded(w, (1, 128, 32))
+    assert scales.shape == (2, 2, 1)
+    np.testing.assert_array_equal(scales, want_scales)
+    np.testing.assert_array_equal(dequantise_weights(values, scales, jnp.float32), want)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_bytes_hold_all_and_a_second_rounding_changes_nothing(dtype):
+    """What comes back is exact in the compute dtype, and quantised again it is the same."""
+    x = jnp.asarray(edge_rows(), dtype)
+    back = lambda x, to=dtype: dequantise_rows(*quantise_rows(x), to)  # noqa: E731
+    same = lambda a, b: np.testing.assert_array_equal(np.asarray(a, "f4"), np.asarray(b, "f4"))  # noqa: E731
+    sent = rows_to_bytes(x)
+    assert sent.dtype == jnp.uint8 and sent.shape == (12, bytes_of_row(256)) == (12, 272)
+    same(bytes_to_rows(sent, 256, dtype), back(x))
+    same(back(back(x)), back(x))
+    same(back(x), back(x, jnp.float32))
+    assert not bytes_to_rows(jnp.zeros((1, 272), jnp.uint8), 256, dtype).any()
+
+
+def test_sizes():
+    assert [bytes_of_row(dim) for dim in (4, 15, 64, 128, 768, 2048)] == [16, 16, 80, 144, 784, 2064]
+    check_blocks("MoEConfig.expert_dtype", "the model dim", 96)
+    with pytest.raises(UserError, match=r"MoEConfig.expert_dtype \('float8_e4m3'\) needs the model dim \(192\) of at"):
+        check_blocks("MoEConfig.expert_dtype", "the model dim", 192)

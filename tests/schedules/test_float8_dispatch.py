@@ -1,0 +1,106 @@
+"""Layers whose rows travel, or whose experts multiply, in float8: against the one-device reference, off by default."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support.float8_oracle import expert, in_float8
+from support.layer_cases import DIM, EXPERTS, draw, make_loss, moe_config, roles_of
+
+from moe_jax.errors import UserError
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.moe import reference
+from moe_jax.moe.layer import check_float8
+from moe_jax.schedules.float8_dispatch import Float8Dispatch
+
+E4M3 = "float8_e4m3"
+# schedule, (MP, ESP) of eight devices or None for one, what is in float8, more fields
+CASES = {
+    "deepspeed": ("deepspeed", (1, 1), (True, True), {}),
+    "s1_later_passes": ("s1", (2, 2), (True, True), {"bucket_slack": 0.5}),
+    "s2": ("s2", (2, 2), (True, False), {}),
+    "two_level": ("deepspeed", (2, 2), (True, False), {"transport": "two_level"}),
+    "coordinated": ("s1", (1, 2), (True, True), {"transport": "coordinated"}),
+    "one_device": ("s1", None, (True, True), {}),
+    "dp": ("dp", None, (False, True), {}),
+}
+SLOW = ("coordinated", "dp")
+
+
+def mesh_of(pair, transport="all_to_all"):
+    if pair is None:
+        return build_mesh(MeshConfig(expert=1), jax.devices()[:1])
+    if transport == "two_level":
+        return build_mesh(MeshConfig(model=pair[0], expert_shard=pair[1], devices_per_node=4), jax.devices())
+    return roles_of(*pair)
+
+
+@functools.cache
+def wanted(dispatched, multiplied, shards):
+    """Return ((loss, (y, loads)), gradients) of the reference, its experts replaced."""
+    config = moe_config("deepspeed")
+
+    def loss(x, w_gate, experts, cotangent):
+        y, balance, z, loads = reference.reference_moe(x, w_gate, experts, config)
+        return jax.numpy.sum(y * cotangent) + balance + z, (y, loads)
+
+    of_one = functools.partial(expert, dispatched=dispatched, multiplied=multiplied, shards=shards)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "reference_expert", of_one)
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*draw(False))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
+def test_layer_equals_the_reference_in_float8(name):
+    schedule, pair, (dispatched, multiplied), more = CASES[name]
+    dtypes = {"dispatch_dtype": E4M3 if dispatched else "compute", "expert_dtype": E4M3 if multiplied else "compute"}
+    config = moe_config(schedule, **dtypes, **more)
+    with jax.enable_x64(True):
+        loss = make_loss(config, mesh_of(pair, config.transport))
+        (value, (y, _, passes)), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*draw(False))
+        assert (int(passes) > 1) == ("later" in name)
+        (want, (want_y, _)), want_gradients = wanted(dispatched, multiplied, pair[1] if pair and multiplied else 1)
+        for got, right in zip(jax.tree.leaves((value, y, gradients)), jax.tree.leaves((want, want_y, want_gradients)),
+                              strict=True):  # fmt: skip
+            np.testing.assert_allclose(got, right, atol=1e-10 * max(1, np.abs(right).max()))
+        plain = reference.reference_moe(*draw(False)[:3], config)[0]
+        assert 1e-3 < np.abs(y - plain).max() / np.abs(plain).max() < 0.2  # and it was rounded
+
+
+@pytest.mark.parametrize("schedule", ["s1", pytest.param("s2", marks=pytest.mark.slow)])
+def test_quantised_then_sent_is_sent_then_quantised(schedule, monkeypatch):
+    """Bit for bit: rows of different tokens do not see each other, and padding is zeros either way."""
+    arguments = draw(False, np.float32)
+    config = moe_config(schedule, dispatch_dtype=E4M3)
+    run = lambda: jax.jit(make_loss(config, roles_of(2, 2)))(*arguments)  # noqa: E731
+    ours = run()
+    monkeypatch.setattr(
+        Float8Dispatch, "send", lambda self, rows, metadata: in_float8(self.inside.send(rows, metadata))
+    )
+    theirs = run()
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_off_leaves_no_trace():
+    arguments = draw(False, np.float32)
+    on, off = (
+        jax.jit(make_loss(moe_config("s1", dispatch_dtype=dtype), roles_of(1, 1))).lower(*arguments).as_text()
+        for dtype in (E4M3, "compute")
+    )
+    assert "f8E4M3FN" in on and "f8" not in off and "ui8" not in off
+    assert off == jax.jit(make_loss(moe_config("s1"), roles_of(1, 1))).lower(*arguments).as_text()
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(UserError, match=r"MoEConfig.dispatch_dtype \('fp8'\) must be one of compute, float8_e4m3"):
+        moe_config("s1", dispatch_dtype="fp8")
+    roles = roles_of(1, 2)
+    for schedule in ("pairwise", "ring", "dp"):
+        with pytest.raises(UserError, match=f"cannot be used with MoEConfig.schedule = '{schedule}'.* deepspeed, parm"):
+            check_float8(moe_config(schedule, dispatch_dtype=E4M3), DIM, EXPERTS, roles)
+    with pytest.raises(UserError, match=r"MoEConfig.dispatch_dtype \('float8_e4m3'\) needs the model dim \(200\)"):
+        check_float8(moe_config("s1", dispatch_dtype=E4M3), 200, 256, roles)
+    with pytest.raises(UserError, match=r"the experts' hidden dim on a device \(192\) of at most 128"):
+        check_float8(moe_config("s1", expert_dtype=E4M3), 128, 384, roles)
+    check_float8(moe_config("parm", dispatch_dtype=E4M3, expert_dtype=E4M3), 768, 1536, roles)

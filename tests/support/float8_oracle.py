@@ -1,0 +1,81 @@
+"""Float8 by loops over blocks and a table of all e4m3 numbers; and one expert whose matmuls are quantised."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moe_jax.float8 import dequantise_rows, dequantise_weights, quantise_rows, quantise_weights
+
+# all magnitudes of e4m3: 7 subnormals, then 3 bits of fraction and 15 exponents, but for the last, which is NaN
+MAGNITUDES = np.array([2.0**-9 * n for n in range(8)] + [(8 + n) * 2.0**e for e in range(-9, 6) for n in range(8)][:-1])
+
+
+def round_one(number):
+    """Return the nearest e4m3 number; of two equally near, the one with an even last bit."""
+    distance = np.abs(MAGNITUDES - abs(number))
+    near = np.flatnonzero(distance == distance.min())
+    return np.copysign(MAGNITUDES[min(near, key=lambda place: place % 2)], number)
+
+
+def scale_of(block):
+    """Return the least power of two, 2^-126 or more, that no magnitude of the block exceeds 448 times."""
+    scale = 2.0**-126
+    while np.abs(block).max() > 448 * scale:
+        scale *= 2
+    return scale
+
+
+def rounded(array, blocks):
+    """Return what quantising and bringing back makes of float32 [...], and the scales; blocks: lengths, one per dim."""
+    out, counts = np.empty_like(array), [n // b for n, b in zip(array.shape, blocks, strict=True)]
+    scales = np.empty(counts)
+    for place in np.ndindex(*counts):
+        cut = tuple(slice(i * b, (i + 1) * b) for i, b in zip(place, blocks, strict=True))
+        block = array[cut]
+        scales[place] = scale_of(block) if np.isfinite(block).all() else np.nan
+        for entry in np.ndindex(block.shape):
+            out[cut][entry] = round_one(block[entry] / scales[place]) * scales[place] if scales[place] > 0 else np.nan
+    return out, scales
+
+
+def in_float8(rows):
+    """Return rows [R, K] quantised and brought back."""
+    return dequantise_rows(*quantise_rows(rows), rows.dtype)
+
+
+def straight_through(rows):
+    """Return the same; its gradient is the identity."""
+    passed = jax.custom_vjp(in_float8)
+    passed.defvjp(lambda rows: (in_float8(rows), None), lambda _, d: (d,))
+    return passed(rows)
+
+
+@jax.custom_vjp
+def product(rows, weight):
+    """Return rows [R, K] x weight [K, N], both quantised; so is the gradient of rows, not what weights get."""
+    weight = weight[None]
+    return in_float8(rows) @ dequantise_weights(*quantise_weights(weight), rows.dtype)[0]
+
+
+def _backward(saved, d):
+    rows, weight = saved
+    quantised = dequantise_weights(*quantise_weights(weight[None]), rows.dtype)[0]
+    return in_float8(d) @ quantised.T, rows.T @ d
+
+
+product.defvjp(lambda rows, weight: (product(rows, weight), (rows, weight)), _backward)
+
+
+def expert(x, weights, *, dispatched, multiplied, shards=1):
+    """Return one expert's output [N, M] as `moe/reference.py` has it, with GELU.
+
+    Args:
+      dispatched: rows come quantised; multiplied: matmuls are quantised, each of `shards` parts of F for itself.
+    """
+    x = straight_through(x) if dispatched else x
+    multiply = product if multiplied else jnp.matmul
+    ins, outs = (jnp.split(weights[name], shards, axis) for name, axis in (("w_in", 1), ("w_out", 0)))
+    parts = [multiply(jax.nn.gelu(multiply(x, a)), b) for a, b in zip(ins, outs, strict=True)]
+    return functools.reduce(jnp.add, parts)
