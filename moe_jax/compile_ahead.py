@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
+import tempfile
 import time
 
 import numpy as np
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
-from moe_jax.inspection import Target, check_mesh
+from moe_jax.inspection import Buckets, Target, check_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Compiled:
       mesh: axis -> size; resolved: what 'auto' is on these devices, by binding.
       plan: shape of the plans that the step takes, None without a planner; plan_shape: the same in words.
       executable: to run, where the devices are real; common: whether it is the common program of optimistic steps.
+      buckets: of the program's exchanges; model_flops: of one step on one device, without recomputation and padding.
+      thunks: (sequence, metadata) as XLA dumps what it launches, None where it does not (CPUs).
     """
 
     text: str
@@ -42,6 +46,9 @@ class Compiled:
     plan_shape: str
     executable: object
     common: bool
+    buckets: tuple[Buckets, ...]
+    model_flops: float
+    thunks: tuple[str, str] | None
 
 
 def prepare_process() -> None:
@@ -90,13 +97,15 @@ def compile_step(
     Raises:
       UserError: what training itself would refuse, or an option that the compiler does not have.
     """
+    from moe_jax.models.counts import training_flops_per_token
     from moe_jax.models.segments import joined
     from moe_jax.replan.replanner import Replanner
+    from moe_jax.stated_buckets import stated_buckets
     from moe_jax.training.guided import compile_guided
     from moe_jax.training.program import build_program
 
     program = build_program(config, devices)
-    shape = None
+    shape = parts = None
     if config.planner.name != "none":
         parts = {}
         for segment in program.model.expert_segments:
@@ -112,7 +121,9 @@ def compile_step(
     options = {**untuned, **({} if bare else program.compiler_options()), **options}
     try:
         guide = None if bare else program.guiding_target()
-        executable = compile_guided(lowered, options, guide)
+        with tempfile.TemporaryDirectory(prefix="moe_jax_dump_") as folder:
+            executable = compile_guided(lowered, {**options, **dump_options(devices, folder)}, guide)
+            thunks = dumped_thunks(pathlib.Path(folder))
     except Exception as error:
         what = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         if what.startswith(("No such compile option", "While setting option")):
@@ -134,7 +145,29 @@ def compile_step(
         plan_shape="" if shape is None else describe_shape(shape),
         executable=executable if real else None,
         common=common,
+        buckets=stated_buckets(program.config, program.roles, parts),
+        model_flops=training_flops_per_token(
+            program.config.model, program.config.moe, program.model.vocab_size, config.data.sequence_length
+        )
+        * program.tokens_per_step
+        / len(devices),
+        thunks=thunks,
     )
+
+
+def dump_options(devices: list, folder: str) -> dict[str, str]:
+    """Return the compiler options by which a compilation for GPUs leaves its thunks in a folder; {} on CPUs."""
+    return {"xla_dump_to": folder} if devices[0].platform in ("gpu", "cuda") else {}
+
+
+def dumped_thunks(folder: pathlib.Path) -> tuple[str, str] | None:
+    """Return (sequence, metadata) of the program that was compiled last into a folder, None where there is none."""
+    ending = ".thunk_sequence_after_thunk_passes.txt"
+    files = sorted(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_mtime_ns)
+    if not files:
+        return None
+    metadata = files[-1].with_name(files[-1].name.removesuffix(ending) + ".thunk_metadata.txt")
+    return files[-1].read_text(encoding="utf-8"), metadata.read_text(encoding="utf-8") if metadata.exists() else ""
 
 
 def memory_of(executable) -> dict[str, int]:
