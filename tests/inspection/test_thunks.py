@@ -1,10 +1,14 @@
 """What is in command buffers and what is not, counted by hand in a text of the form that XLA dumps."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.toy import LOOP
 
+from moe_jax import compile_ahead, cuda_wheels
 from moe_jax.errors import UserError
-from moe_jax.inspection import count_thunks, parse_module
+from moe_jax.inspection import count_thunks, parse_module, parse_target
 
 # a loop of 3 turns around a buffer, a transfer, and a conditional with an inner loop in its longer branch
 SEQUENCE = """\
@@ -75,3 +79,24 @@ def test_a_loop_in_a_command_buffer_is_inside():
 def test_another_text_is_one_line():
     with pytest.raises(UserError, match="holds no thunks"):
         count_thunks("nothing", "", parse_module(LOOP))
+
+
+@pytest.mark.gpu_compile
+def test_a_program_compiled_for_a_gpu(tmp_path):
+    """Five turns of a few kernels, which fit into one buffer, behind them a conditional, which fits into none."""
+    if cuda_wheels.installed_cuda() is None:
+        pytest.skip("needs the CUDA wheels")
+    compile_ahead.prepare_process()
+    devices = compile_ahead.described_devices(parse_target("h200:1x1"))
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), jax.sharding.PartitionSpec())
+
+    def step(x):
+        y = jax.lax.fori_loop(0, 5, lambda i, y: jnp.sin(jnp.sort(y @ y, axis=0)) + jnp.cumsum(y, 0) * y.sum(), x)
+        return y, jax.lax.cond(y[0, 0] > 0, jnp.sort, lambda a: a @ a, y)
+
+    lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=sharding))
+    options = {"xla_gpu_autotune_level": "0", **compile_ahead.dump_options(devices, str(tmp_path))}
+    executable = lowered.compile(options)
+    found = count_thunks(*compile_ahead.dumped_thunks(tmp_path), parse_module(executable.as_text()))
+    assert found.buffers == 5 and found.inside["kernels"] >= 5 * 5
+    assert (found.outside["loops"], found.outside["conditionals"], found.outside["collectives"]) == (1, 1, 0)
