@@ -31,7 +31,7 @@ class Compiled:
       plan: shape of the plans that the step takes, None without a planner; plan_shape: the same in words.
       executable: to run, where the devices are real; common: whether it is the common program of optimistic steps.
       buckets: of the program's exchanges; model_flops: of one step on one device, without recomputation and padding.
-      thunks: (sequence, metadata) as XLA dumps what it launches, None where it does not (CPUs).
+      thunks: (sequence, metadata) as XLA dumps what it launches, None where it was not asked or does not (CPUs).
     """
 
     text: str
@@ -81,7 +81,7 @@ def on_target(config: RunConfig, target: Target) -> RunConfig:
 
 def compile_step(
     config: RunConfig, devices: list, *, skew: float, options: dict[str, str], real: bool, bare: bool = False,
-    complete: bool = False,
+    complete: bool = False, dump: bool = False,
 ) -> Compiled:  # fmt: skip
     """Compile the training step; of optimistic steps the common program.
 
@@ -93,6 +93,8 @@ def compile_step(
       real: whether the devices can run the program; if not, kernels are not tuned.
       bare: leave out those that training sets, and its guidance of the scheduler.
       complete: of optimistic steps the complete program.
+      dump: return thunks too. The compiler then writes all that it makes into a passing folder, and JAX's compilation
+        cache does not find the program again.
 
     Raises:
       UserError: what training itself would refuse, or an option that the compiler does not have.
@@ -122,7 +124,8 @@ def compile_step(
     try:
         guide = None if bare else program.guiding_target()
         with tempfile.TemporaryDirectory(prefix="moe_jax_dump_") as folder:
-            executable = compile_guided(lowered, {**options, **dump_options(devices, folder)}, guide)
+            dumping = dump_options(devices, folder) if dump else {}
+            executable = compile_guided(lowered, {**options, **dumping}, guide)
             thunks = dumped_thunks(pathlib.Path(folder))
     except Exception as error:
         what = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")

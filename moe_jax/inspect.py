@@ -119,7 +119,7 @@ def compile_program(config, devices, options: dict[str, str], *, real: bool, com
 
     return compile_ahead.compile_step(
         config, devices, skew=_SKEW.value, options=options, real=real, bare=_BARE.value,
-        complete=complete or _PROGRAM.value == "complete",
+        complete=complete or _PROGRAM.value == "complete", dump=not complete,
     )  # fmt: skip
 
 
