@@ -101,20 +101,13 @@ def compile_step(
     """
     from moe_jax.models.counts import training_flops_per_token
     from moe_jax.models.segments import joined
-    from moe_jax.replan.replanner import Replanner
     from moe_jax.stated_buckets import stated_buckets
     from moe_jax.training.guided import compile_guided
     from moe_jax.training.program import build_program
 
     program = build_program(config, devices)
-    shape = parts = None
-    if config.planner.name != "none":
-        parts = {}
-        for segment in program.model.expert_segments:
-            replanner = Replanner(program.config, program.roles, segment.name)
-            loads = skewed_loads(replanner, program.tokens_per_step, skew)
-            parts[segment.name], _ = replanner.planned(loads)
-        shape = joined(parts)
+    plans = planned_shapes(program.config, program.roles, skew)
+    shape = None if plans is None else joined(plans)
     started = time.monotonic()
     common = not complete and program.is_optimistic(shape)
     lowered = program.lower_common_step(shape) if common else program.lower_train_step(shape)
@@ -148,7 +141,7 @@ def compile_step(
         plan_shape="" if shape is None else describe_shape(shape),
         executable=executable if real else None,
         common=common,
-        buckets=stated_buckets(program.config, program.roles, parts),
+        buckets=stated_buckets(program.config, program.roles, plans),
         model_flops=training_flops_per_token(
             program.config.model, program.config.moe, program.model.vocab_size, config.data.sequence_length
         )
@@ -156,6 +149,34 @@ def compile_step(
         / len(devices),
         thunks=thunks,
     )
+
+
+def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
+    """Return {segment: `PlanShape`} of the plans for loads of this skew, see `skewed_loads`; None without a planner."""
+    from moe_jax.replan.planned_run import segment_runs
+    from moe_jax.replan.replanner import Replanner
+
+    if config.planner.name == "none":
+        return None
+    found = {}
+    for name in segment_runs(config, roles):
+        replanner = Replanner(config, roles, name)
+        loads = skewed_loads(replanner, config.train.batch_size * config.data.sequence_length, skew)
+        found[name], _ = replanner.planned(loads)
+    return found
+
+
+def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[Buckets, ...]:
+    """Return the buckets of a run on described devices, of which nothing but their number and rates is needed."""
+    from moe_jax.mesh.abstract import build_abstract_roles
+    from moe_jax.models.segments import expert_counts
+    from moe_jax.stated_buckets import stated_buckets
+    from moe_jax.training.overlap_choice import settle_overlap
+
+    counts = expert_counts(config.model, config.moe, config.mesh, target.devices)
+    roles = build_abstract_roles(config.mesh, target.devices, counts)
+    config = settle_overlap(config, roles, target)
+    return stated_buckets(config, roles, planned_shapes(config, roles, skew))
 
 
 def dump_options(devices: list, folder: str) -> dict[str, str]:

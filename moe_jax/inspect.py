@@ -37,7 +37,10 @@ _TARGET = flags.DEFINE_string("target", "", "DEVICE:NODESxDEVICES, such as h200:
 _OUT = flags.DEFINE_string("out", "", "Folder for report.json, timeline.png, trace.json and schedule.hlo.gz.")
 _INSTALL = flags.DEFINE_bool("install", False, "Put the CUDA wheels into an environment of their own if missing.")
 _HLO = flags.DEFINE_string(
-    "hlo", "", "Read this schedule.hlo.gz (or .xz, or text) instead of compiling; needs no CUDA wheels."
+    "hlo",
+    "",
+    "Read this schedule.hlo.gz (or .xz, or text) instead of compiling; needs no CUDA wheels. With the config of its "
+    "run the rows of its buckets are counted too.",
 )
 _OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
 _BARE = flags.DEFINE_bool("bare", False, "Leave out what training tells the compiler: options, seconds.")
@@ -95,7 +98,7 @@ def inspect_target(argv: list[str], options: dict[str, str]) -> int:
         )
     target = inspection.parse_target(_TARGET.value)
     if _HLO.value:
-        write_all(read_text(_HLO.value), target, model_of_flags(), {})
+        write_all(read_text(_HLO.value), target, model_of_flags(), {}, buckets_of_flags(target))
         return 0
     from moe_jax import compile_ahead, cuda_wheels
 
@@ -109,7 +112,7 @@ def inspect_target(argv: list[str], options: dict[str, str]) -> int:
     devices = compile_ahead.described_devices(target)
     compiled = compile_program(config, devices, options, real=False)
     rest = compile_program(config, devices, options, real=False, complete=True) if wants_both(compiled) else None
-    write_all(compiled.text, target, model, facts_of(compiled), compiled, rest)
+    write_all(compiled.text, target, model, facts_of(compiled), compiled.buckets, compiled, rest)
     return 0
 
 
@@ -151,8 +154,9 @@ def inspect_here(options: dict[str, str]) -> int:
     compiled = compile_program(config, devices, options, real=True)
     rest = compile_program(config, devices, options, real=True, complete=True) if wants_both(compiled) else None
     report, module = write_all(
-        compiled.text, target, model, facts_of(compiled), compiled, rest, print_it=not _PROFILE.value
-    )
+        compiled.text, target, model, facts_of(compiled), compiled.buckets, compiled, rest,
+        print_it=not _PROFILE.value,
+    )  # fmt: skip
     if _PROFILE.value:
         folder = Path(_OUT.value) / "profile"
         seconds = recorded_trace.record_steps(config, devices, compiled, folder, PROFILED_STEPS, PLAIN_STEPS)
@@ -199,16 +203,25 @@ def facts_of(compiled) -> dict:
     }
 
 
-def assumed(module, target, model, compiled, complete) -> dict:
+def buckets_of_flags(target):
+    """Return the buckets of the run that a saved schedule is of, if its config is given beside it; else ()."""
+    if not (_GIN_FILES.value or _GIN_BINDINGS.value):
+        return ()
+    from moe_jax import compile_ahead
+
+    return compile_ahead.buckets_on_target(compile_ahead.on_target(read_config(), target), target, _SKEW.value)
+
+
+def assumed(module, target, model, buckets, compiled, complete) -> dict:
     """Return what the report says of rows, cores, overflows and thunks.
 
     Args:
-      compiled: what the text is of, None for a saved one, whose buckets and thunks are not known.
+      buckets: of the program, () where they are not known.
+      compiled: what the text is of, None for a saved one, of which it is not known what overflows cost.
       complete: the complete program beside a common one, None where it was not compiled.
     """
     from moe_jax import inspection
 
-    buckets = compiled.buckets if compiled else ()
     found = {"cores": inspection.cores_record(module, target, model, buckets)}
     if buckets:
         found["rows"] = inspection.rows_record(module, target, model, buckets)
@@ -240,18 +253,18 @@ def without_places(text: str) -> str:
                   r"| source_file=\"[^\"]*\"", "", text)  # fmt: skip
 
 
-def write_all(text: str, target, model, facts: dict, compiled=None, complete=None, print_it: bool = True):
+def write_all(text: str, target, model, facts: dict, buckets=(), compiled=None, complete=None, print_it: bool = True):
     """Model a schedule, print the report and fill the folder; return the report and the program (`Module`).
 
     Args:
-      compiled, complete: see `assumed`.
+      buckets, compiled, complete: see `assumed`.
     """
     from moe_jax import inspection
 
     module = inspection.parse_module(text)
     timeline = inspection.play(module, target, model)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    facts = {**facts, **assumed(module, target, model, compiled, complete)}
+    facts = {**facts, **assumed(module, target, model, buckets, compiled, complete)}
     report = inspection.build_report(timeline, target, model, date=today, **facts)
     out = Path(_OUT.value)
     try:
