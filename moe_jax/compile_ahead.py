@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
+import tempfile
 import time
 
 import numpy as np
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
-from moe_jax.inspection import Target, check_mesh
+from moe_jax.inspection import Buckets, Target, check_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Compiled:
       mesh: axis -> size; resolved: what 'auto' is on these devices, by binding.
       plan: shape of the plans that the step takes, None without a planner; plan_shape: the same in words.
       executable: to run, where the devices are real; common: whether it is the common program of optimistic steps.
+      buckets: of the program's exchanges; model_flops: of one step on one device, without recomputation and padding.
+      thunks: (sequence, metadata) as XLA dumps what it launches, None where it was not asked or does not (CPUs).
     """
 
     text: str
@@ -42,6 +46,9 @@ class Compiled:
     plan_shape: str
     executable: object
     common: bool
+    buckets: tuple[Buckets, ...]
+    model_flops: float
+    thunks: tuple[str, str] | None
 
 
 def prepare_process() -> None:
@@ -74,7 +81,7 @@ def on_target(config: RunConfig, target: Target) -> RunConfig:
 
 def compile_step(
     config: RunConfig, devices: list, *, skew: float, options: dict[str, str], real: bool, bare: bool = False,
-    complete: bool = False,
+    complete: bool = False, dump: bool = False,
 ) -> Compiled:  # fmt: skip
     """Compile the training step; of optimistic steps the common program.
 
@@ -86,24 +93,21 @@ def compile_step(
       real: whether the devices can run the program; if not, kernels are not tuned.
       bare: leave out those that training sets, and its guidance of the scheduler.
       complete: of optimistic steps the complete program.
+      dump: return thunks too. The compiler then writes all that it makes into a passing folder, and JAX's compilation
+        cache does not find the program again.
 
     Raises:
       UserError: what training itself would refuse, or an option that the compiler does not have.
     """
+    from moe_jax.models.counts import training_flops_per_token
     from moe_jax.models.segments import joined
-    from moe_jax.replan.replanner import Replanner
+    from moe_jax.stated_buckets import stated_buckets
     from moe_jax.training.guided import compile_guided
     from moe_jax.training.program import build_program
 
     program = build_program(config, devices)
-    shape = None
-    if config.planner.name != "none":
-        parts = {}
-        for segment in program.model.expert_segments:
-            replanner = Replanner(program.config, program.roles, segment.name)
-            loads = skewed_loads(replanner, program.tokens_per_step, skew)
-            parts[segment.name], _ = replanner.planned(loads)
-        shape = joined(parts)
+    plans = planned_shapes(program.config, program.roles, skew)
+    shape = None if plans is None else joined(plans)
     started = time.monotonic()
     common = not complete and program.is_optimistic(shape)
     lowered = program.lower_common_step(shape) if common else program.lower_train_step(shape)
@@ -112,7 +116,10 @@ def compile_step(
     options = {**untuned, **({} if bare else program.compiler_options()), **options}
     try:
         guide = None if bare else program.guiding_target()
-        executable = compile_guided(lowered, options, guide)
+        with tempfile.TemporaryDirectory(prefix="moe_jax_dump_") as folder:
+            dumping = dump_options(devices, folder) if dump else {}
+            executable = compile_guided(lowered, {**options, **dumping}, guide)
+            thunks = dumped_thunks(pathlib.Path(folder))
     except Exception as error:
         what = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         if what.startswith(("No such compile option", "While setting option")):
@@ -134,7 +141,57 @@ def compile_step(
         plan_shape="" if shape is None else describe_shape(shape),
         executable=executable if real else None,
         common=common,
+        buckets=stated_buckets(program.config, program.roles, plans),
+        model_flops=training_flops_per_token(
+            program.config.model, program.config.moe, program.model.vocab_size, config.data.sequence_length
+        )
+        * program.tokens_per_step
+        / len(devices),
+        thunks=thunks,
     )
+
+
+def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
+    """Return {segment: `PlanShape`} of the plans for loads of this skew, see `skewed_loads`; None without a planner."""
+    from moe_jax.replan.planned_run import segment_runs
+    from moe_jax.replan.replanner import Replanner
+
+    if config.planner.name == "none":
+        return None
+    found = {}
+    for name in segment_runs(config, roles):
+        replanner = Replanner(config, roles, name)
+        loads = skewed_loads(replanner, config.train.batch_size * config.data.sequence_length, skew)
+        found[name], _ = replanner.planned(loads)
+    return found
+
+
+def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[Buckets, ...]:
+    """Return the buckets of a run on described devices, of which nothing but their number and rates is needed."""
+    from moe_jax.mesh.abstract import build_abstract_roles
+    from moe_jax.models.segments import expert_counts
+    from moe_jax.stated_buckets import stated_buckets
+    from moe_jax.training.overlap_choice import settle_overlap
+
+    counts = expert_counts(config.model, config.moe, config.mesh, target.devices)
+    roles = build_abstract_roles(config.mesh, target.devices, counts)
+    config = settle_overlap(config, roles, target)
+    return stated_buckets(config, roles, planned_shapes(config, roles, skew))
+
+
+def dump_options(devices: list, folder: str) -> dict[str, str]:
+    """Return the compiler options by which a compilation for GPUs leaves its thunks in a folder; {} on CPUs."""
+    return {"xla_dump_to": folder} if devices[0].platform in ("gpu", "cuda") else {}
+
+
+def dumped_thunks(folder: pathlib.Path) -> tuple[str, str] | None:
+    """Return (sequence, metadata) of the program that was compiled last into a folder, None where there is none."""
+    ending = ".thunk_sequence_after_thunk_passes.txt"
+    files = sorted(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_mtime_ns)
+    if not files:
+        return None
+    metadata = files[-1].with_name(files[-1].name.removesuffix(ending) + ".thunk_metadata.txt")
+    return files[-1].read_text(encoding="utf-8"), metadata.read_text(encoding="utf-8") if metadata.exists() else ""
 
 
 def memory_of(executable) -> dict[str, int]:

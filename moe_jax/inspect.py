@@ -4,7 +4,8 @@
         --target=h200:4x8 --out=runs/inspect
 
 prints, and writes to --out: report.json (memory, every collective, what computes beside it, modelled and exposed
-time), timeline.png, trace.json (for ui.perfetto.dev) and schedule.hlo.gz (the program as the compiler scheduled it).
+time; the same with the expected rows of buckets alone, and with fewer cores beside transfers; what stands in command
+buffers), timeline.png, trace.json (for ui.perfetto.dev) and schedule.hlo.gz (the program as the compiler scheduled it).
 Without --target the devices of this machine are taken, and --profile puts measured times beside the modelled ones,
 instruction by instruction, with the constants that would have fitted; --constants=FILE models with them.
 Exit codes: 0, or 2 for a user's mistake.
@@ -12,6 +13,7 @@ Exit codes: 0, or 2 for a user's mistake.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import gzip
 import json
@@ -34,7 +36,10 @@ _TARGET = flags.DEFINE_string("target", "", "DEVICE:NODESxDEVICES, such as h200:
 _OUT = flags.DEFINE_string("out", "", "Folder for report.json, timeline.png, trace.json and schedule.hlo.gz.")
 _INSTALL = flags.DEFINE_bool("install", False, "Put the CUDA wheels into an environment of their own if missing.")
 _HLO = flags.DEFINE_string(
-    "hlo", "", "Read this schedule.hlo.gz (or .xz, or text) instead of compiling; needs no CUDA wheels."
+    "hlo",
+    "",
+    "Read this schedule.hlo.gz (or .xz, or text) instead of compiling; needs no CUDA wheels. With the config of its "
+    "run the rows of its buckets are counted too.",
 )
 _OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
 _BARE = flags.DEFINE_bool("bare", False, "Leave out what training tells the compiler: options, seconds.")
@@ -51,6 +56,9 @@ _PROGRAM = flags.DEFINE_enum(
     "program", "step", ["step", "complete"],
     "'step', what a step runs, or 'complete', which optimistic steps take after an overflow.",
 )  # fmt: skip
+_COMPLETE = flags.DEFINE_bool(
+    "complete", False, "Of optimistic steps compile the complete program too, for what an overflow costs."
+)
 _SKEW = flags.DEFINE_float("skew", 1.0, "With a planner: it is shown loads that fall as rank to the power -skew.")
 
 
@@ -89,7 +97,7 @@ def inspect_target(argv: list[str], options: dict[str, str]) -> int:
         )
     target = inspection.parse_target(_TARGET.value)
     if _HLO.value:
-        write_all(read_text(_HLO.value), target, model_of_flags(), {})
+        write_all(read_text(_HLO.value), target, model_of_flags(), {}, buckets_of_flags(target))
         return 0
     from moe_jax import compile_ahead, cuda_wheels
 
@@ -101,12 +109,25 @@ def inspect_target(argv: list[str], options: dict[str, str]) -> int:
         return code
     compile_ahead.prepare_process()
     devices = compile_ahead.described_devices(target)
-    compiled = compile_ahead.compile_step(
-        config, devices, skew=_SKEW.value, options=options, real=False, bare=_BARE.value,
-        complete=_PROGRAM.value == "complete",
-    )  # fmt: skip
-    write_all(compiled.text, target, model, facts_of(compiled))
+    compiled = compile_program(config, devices, options, real=False)
+    rest = compile_program(config, devices, options, real=False, complete=True) if wants_both(compiled) else None
+    write_all(compiled.text, target, model, facts_of(compiled), compiled.buckets, compiled, rest)
     return 0
+
+
+def compile_program(config, devices, options: dict[str, str], *, real: bool, complete: bool = False):
+    """Return the compiled step that the flags ask for, or the complete one."""
+    from moe_jax import compile_ahead
+
+    return compile_ahead.compile_step(
+        config, devices, skew=_SKEW.value, options=options, real=real, bare=_BARE.value,
+        complete=complete or _PROGRAM.value == "complete", dump=not complete,
+    )  # fmt: skip
+
+
+def wants_both(compiled) -> bool:
+    """Say whether the complete program is to be compiled beside this one."""
+    return _COMPLETE.value and compiled.common
 
 
 def inspect_here(options: dict[str, str]) -> int:
@@ -129,11 +150,12 @@ def inspect_here(options: dict[str, str]) -> int:
     model = model_of_flags()
     target = inspection.parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
     config = compile_ahead.on_target(read_config(), target)
-    compiled = compile_ahead.compile_step(
-        config, devices, skew=_SKEW.value, options=options, real=True, bare=_BARE.value,
-        complete=_PROGRAM.value == "complete",
+    compiled = compile_program(config, devices, options, real=True)
+    rest = compile_program(config, devices, options, real=True, complete=True) if wants_both(compiled) else None
+    report, module = write_all(
+        compiled.text, target, model, facts_of(compiled), compiled.buckets, compiled, rest,
+        print_it=not _PROFILE.value,
     )  # fmt: skip
-    report, module = write_all(compiled.text, target, model, facts_of(compiled), print_it=not _PROFILE.value)
     if _PROFILE.value:
         folder = Path(_OUT.value) / "profile"
         seconds = recorded_trace.record_steps(config, devices, compiled, folder, PROFILED_STEPS, PLAIN_STEPS)
@@ -176,7 +198,41 @@ def facts_of(compiled) -> dict:
         "program": "common" if compiled.common else "complete",
         "resolved": compiled.resolved,
         "memory": compiled.memory,
+        "model_flops": compiled.model_flops,
     }
+
+
+def buckets_of_flags(target):
+    """Return the buckets of the run that a saved schedule is of, if its config is given beside it; else ()."""
+    if not (_GIN_FILES.value or _GIN_BINDINGS.value):
+        return ()
+    from moe_jax import compile_ahead
+
+    return compile_ahead.buckets_on_target(compile_ahead.on_target(read_config(), target), target, _SKEW.value)
+
+
+def assumed(module, target, model, buckets, compiled, complete) -> dict:
+    """Return what the report says of rows, cores, overflows and thunks.
+
+    Args:
+      buckets: of the program, () where they are not known.
+      compiled: what the text is of, None for a saved one, of which it is not known what overflows cost.
+      complete: the complete program beside a common one, None where it was not compiled.
+    """
+    from moe_jax import inspection
+
+    found = {"cores": inspection.cores_record(module, target, model, buckets)}
+    if buckets:
+        found["rows"] = inspection.rows_record(module, target, model, buckets)
+    if compiled and compiled.common:
+        rest = inspection.play(inspection.parse_module(complete.text), target, model) if complete else None
+        own = inspection.play(module, target, model)
+        found["overflow"] = inspection.overflow_record(own, buckets, rest)
+        if complete:
+            found["overflow"]["complete_compile_seconds"] = complete.compile_seconds
+    if compiled and compiled.thunks:
+        found["thunks"] = dataclasses.asdict(inspection.count_thunks(*compiled.thunks, module))
+    return found
 
 
 def read_text(path: str) -> str:
@@ -196,13 +252,18 @@ def without_places(text: str) -> str:
                   r"| source_file=\"[^\"]*\"", "", text)  # fmt: skip
 
 
-def write_all(text: str, target, model, facts: dict, print_it: bool = True):
-    """Model a schedule, print the report and fill the folder; return the report and the program (`Module`)."""
+def write_all(text: str, target, model, facts: dict, buckets=(), compiled=None, complete=None, print_it: bool = True):
+    """Model a schedule, print the report and fill the folder; return the report and the program (`Module`).
+
+    Args:
+      buckets, compiled, complete: see `assumed`.
+    """
     from moe_jax import inspection
 
     module = inspection.parse_module(text)
     timeline = inspection.play(module, target, model)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    facts = {**facts, **assumed(module, target, model, buckets, compiled, complete)}
     report = inspection.build_report(timeline, target, model, date=today, **facts)
     out = Path(_OUT.value)
     try:

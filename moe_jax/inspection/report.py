@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from moe_jax.inspection.scopes import EXCHANGE
 from moe_jax.inspection.targets import Target
 from moe_jax.inspection.timeline import Flight, Model, Timeline
+from moe_jax.inspection.what_if import what_if_lines
 
 MOST_NAMES = 8  # of what computes beside a transfer
 
@@ -20,7 +21,8 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
     """Return the record of a program.
 
     Args:
-      facts: what stands at the top of the record as it is: command, date, versions, memory, compile_seconds.
+      facts: what stands at the top of the record as it is: command, date, versions, memory, compile_seconds; rows,
+        cores, overflow and thunks, where they are known (`what_if.py`, `thunks.py`); model_flops, of a device's step.
     """
     described = dataclasses.asdict(target)
     described.pop("config")
@@ -43,6 +45,7 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
             "kernels": timeline.kernels,
             "shortest_kernels": timeline.shortest,
             "conditionals": sum(branch["executions"] for branch in timeline.skipped.values()),
+            **_utilisation(timeline, target, facts.get("model_flops")),
         },
         "pipeline": _pipeline(timeline, flights),
         "totals": {
@@ -62,6 +65,11 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
         "unknown_loops": sorted(timeline.unknown_loops),
         "unknown_calls": dict(sorted(timeline.unknown_calls.items())),
     }
+
+
+def _utilisation(timeline: Timeline, target: Target, flops: float | None) -> dict:
+    """Return {"mfu": model FLOPs over what the device's bfloat16 peak makes in a step}, {} where they are not known."""
+    return {"mfu": flops / (timeline.seconds * target.flops_bf16)} if flops and timeline.seconds else {}
 
 
 def _pipeline(timeline: Timeline, flights: list[Flight]) -> dict:
@@ -176,6 +184,11 @@ def _step_lines(report: dict) -> list[str]:
         f"{_ms(step['matmul_seconds'])}, {flops / 1e12:.2f} TFLOP), exposed communication "
         f"{_ms(step['exposed_seconds'])}"
     )
+    if "mfu" in step:
+        flops = report["model_flops"]
+        lines.append(
+            f"{flops / 1e12:.2f} TFLOP of the model in a step of a device: {step['mfu']:.1%} of its peak (MFU)"
+        )
     lines.append(
         f"{step['kernels']:,} kernels, {step['shortest_kernels']:,} of them at the floor of "
         f"{report['model']['launch'] * 1e6:g} us; {step['conditionals']:,} conditionals"
@@ -190,7 +203,7 @@ def _step_lines(report: dict) -> list[str]:
             f"beside the other is at most {pipeline['bound']:.2f} times faster (FasterMoE's bound), in this program "
             f"{pipeline['reached']:.2f}"
         )
-    return lines
+    return lines + what_if_lines(report)
 
 
 def report_text(report: dict) -> str:

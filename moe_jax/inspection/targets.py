@@ -84,6 +84,12 @@ class Target:
         found = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", self.config)
         return f"{found.group(1)}.{found.group(2) or 0}" if found else ""
 
+    @property
+    def cores(self) -> int:
+        """Streaming multiprocessors of the device; 0 where the description lacks them."""
+        found = re.search(r"core_count: (\d+)", self.config)
+        return int(found.group(1)) if found else 0
+
     def check_dtype(self, dtype: str) -> None:
         """Raise a UserError if the compiler has no matmul of this dtype for this device."""
         capability = self.compute_capability

@@ -16,11 +16,12 @@ from __future__ import annotations
 import dataclasses
 
 from moe_jax.errors import UserError
+from moe_jax.inspection.buckets import Buckets, exchanged_rows, multiplied_rows, row_bytes, used_share
 from moe_jax.inspection.costs import FREE, Cost, cost_of
 from moe_jax.inspection.hlo import Computation, Instruction, Module, arrays_of
 from moe_jax.inspection.links import KINDS, Traffic, traffic
 from moe_jax.inspection.replica_groups import replica_groups, source_target_pairs
-from moe_jax.inspection.scopes import pass_of, role_of, scope_of
+from moe_jax.inspection.scopes import EXCHANGE, pass_of, role_of, scope_of
 from moe_jax.inspection.targets import Target
 
 
@@ -39,6 +40,40 @@ class Model:
     memory_efficiency: float = 0.8
     launch: float = 2e-6
     conditional: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What a simulation assumes that the program does not say; the default assumes nothing.
+
+    Attributes:
+      buckets: of the program, for counting rows; () where they are not known.
+      expected_rows: the experts' matmuls and the exchanges of rows work on the rows that are expected, not on those of
+        their shapes.
+      taken: share of the device's cores that a transfer under way takes from the kernels beside it, all of which then
+        run at the rate of the rest.
+    """
+
+    buckets: tuple[Buckets, ...] = ()
+    expected_rows: bool = False
+    taken: float = 0.0
+
+
+@dataclasses.dataclass
+class Rows:
+    """Sums over the executions of instructions of one kind that work on rows of buckets.
+
+    Attributes:
+      executions; rows: by shape; expected: of them, to be used; seconds: modelled; flops: of matmuls; bytes: of one
+        device's operand or result of an exchange.
+    """
+
+    executions: int = 0
+    rows: int = 0
+    expected: float = 0.0
+    seconds: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
 
 
 @dataclasses.dataclass
@@ -112,6 +147,7 @@ class Timeline:
       by_scope: (part, scope) -> compute seconds.
       skipped: of each conditional, by name: scope, part, executions, seconds of the branch taken and of the others, and
         collectives in those.
+      rows: (part, scope) -> sums over matmuls of experts and exchanges of rows, where the buckets are known.
       unknown_loops: loops whose turns the compiler does not know; unknown_calls: custom calls without FLOPs.
     """
 
@@ -126,13 +162,14 @@ class Timeline:
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
     by_scope: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     skipped: dict[str, dict] = dataclasses.field(default_factory=dict)
+    rows: dict[tuple[str, str], Rows] = dataclasses.field(default_factory=dict)
     unknown_loops: set[str] = dataclasses.field(default_factory=set)
     unknown_calls: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-def play(module: Module, target: Target, model: Model | None = None) -> Timeline:
+def play(module: Module, target: Target, model: Model | None = None, variant: Variant | None = None) -> Timeline:
     """Return the modelled timeline of one execution of the program on one device of the target."""
-    player = _Player(module, target, model or Model())
+    player = _Player(module, target, model or Model(), variant or Variant())
     player.run(module.entry, ())
     player.timeline.seconds = player.now
     return player.timeline
@@ -185,13 +222,14 @@ def collective_kind(instruction: Instruction, module: Module) -> str:
 class _Player:
     """The state of a simulation: one device's compute stream, its links and the transfers in flight."""
 
-    def __init__(self, module: Module, target: Target, model: Model):
-        self.module, self.target, self.model = module, target, model
+    def __init__(self, module: Module, target: Target, model: Model, variant: Variant | None = None):
+        self.module, self.target, self.model, self.variant = module, target, model, variant or Variant()
         self.timeline = Timeline()
         self.now = 0.0  # the compute stream's clock
         self.link_free = {"intra": 0.0, "inter": 0.0}
         self.open: list[dict] = []  # transfers in flight
         self.kernels: dict[str, tuple[Cost, float, str]] = {}
+        self.rows: dict[str, int] = {}  # of instructions that work on buckets, by shape
         self.estimates: dict[str, float] = {}
 
     def run(self, computation: Computation, loops: tuple[int, ...]):
@@ -293,11 +331,28 @@ class _Player:
         key = instruction.name
         if key not in self.kernels:
             cost = cost_of(instruction, computation, self.module)
+            scope = scope_of(instruction.op_name) or scope_of(self._inner_name(instruction))
+            cost = self._of_rows(cost, scope, instruction, computation)
             matmul = sum(count / self.target.peak(kind) for kind, count in cost.flops) / self.model.matmul_efficiency
             memory = cost.bytes / (self.target.memory_bandwidth * self.model.memory_efficiency)
-            scope = scope_of(instruction.op_name) or scope_of(self._inner_name(instruction))
             self.kernels[key] = cost, max(matmul, memory, self.model.launch), scope
         return self.kernels[key]
+
+    def _of_rows(self, cost: Cost, scope: str, instruction: Instruction, computation: Computation) -> Cost:
+        """Return the cost of a kernel; of an experts' matmul its rows are noted, and perhaps those expected counted."""
+        if not (self.variant.buckets and cost.flops and "experts" in scope.split("/")):
+            return cost
+        arrays = [*instruction.arrays, *(a for operand in computation.operands(instruction) for a in operand.arrays)]
+        rows = multiplied_rows(arrays)
+        if not rows:
+            return cost
+        self.rows[instruction.name] = rows
+        if not self.variant.expected_rows:
+            return cost
+        used = used_share(self.variant.buckets, rows)
+        empty = (1 - used) * min(row_bytes(arrays, rows), cost.bytes)
+        flops = tuple((kind, used * count) for kind, count in cost.flops)
+        return dataclasses.replace(cost, flops=flops, bytes=cost.bytes - empty)
 
     def _inner_name(self, instruction: Instruction) -> str:
         """Return the op_name of a fusion's root, where the fusion itself has none."""
@@ -308,18 +363,20 @@ class _Player:
 
     def _kernel(self, instruction: Instruction, computation: Computation):
         cost, seconds, scope = self._cost(instruction, computation)
-        begin, self.now = self.now, self.now + seconds
         line = self.timeline
+        line.shortest += seconds <= self.model.launch
+        begin, seconds = self.now, self._slowed(seconds)
+        self.now += seconds
         line.events.append(Event("compute", instruction.name, scope or "other compute", begin, self.now))
         line.compute_seconds += seconds
         line.kernels += 1
-        line.shortest += seconds <= self.model.launch
         key = (pass_of(instruction.op_name), scope)
         line.by_scope[key] = line.by_scope.get(key, 0.0) + seconds
         for kind, count in cost.flops:
             line.flops[kind] = line.flops.get(kind, 0.0) + count
         if cost.flops:
             line.matmul_seconds += seconds
+        self._count_rows(instruction.name, key, seconds, flops=sum(count for _, count in cost.flops))
         if cost.unknown:
             line.unknown_calls[cost.unknown] = line.unknown_calls.get(cost.unknown, 0) + 1
         label = scope or "other compute"
@@ -329,6 +386,31 @@ class _Player:
             flight.beside[label] = flight.beside.get(label, 0.0) + seconds
             transfer["kernel"] = True
             transfer["matmul"] |= bool(cost.flops)
+
+    def _slowed(self, seconds: float) -> float:
+        """Return how long a kernel takes from now on that takes so long with all cores."""
+        if not (self.variant.taken and self.open):
+            return seconds
+        now, left, rate = self.now, seconds, 1 - self.variant.taken
+        for transfer in sorted(self.open, key=lambda transfer: transfer["begin"]):
+            alone = max(0.0, transfer["begin"] - now)
+            if left <= alone:
+                break
+            now, left = now + alone, left - alone
+            beside = min(left / rate, max(0.0, transfer["end"] - now))
+            now, left = now + beside, left - beside * rate
+        return now + left - self.now
+
+    def _count_rows(self, name: str, key: tuple[str, str], seconds: float, flops: float = 0.0, moved: float = 0.0):
+        rows = self.rows.get(name, 0)
+        if rows:
+            sums = self.timeline.rows.setdefault(key, Rows())
+            sums.executions += 1
+            sums.rows += rows
+            sums.expected += rows * used_share(self.variant.buckets, rows)
+            sums.seconds += seconds
+            sums.flops += flops
+            sums.bytes += moved
 
     # Collectives.
 
@@ -355,6 +437,8 @@ class _Player:
                 f"{self.target.devices} devices; name the topology that the program was compiled for"
             )
         op_name = instruction.op_name or inner.op_name
+        if self.variant.buckets and role_of(kind, op_name) == EXCHANGE:
+            size = self._of_exchange(size, instruction, inner, computation)
         return Flight(
             name=instruction.name,
             computation=computation.name,
@@ -371,6 +455,17 @@ class _Player:
             loops=loops,
         )
 
+    def _of_exchange(self, size: int, instruction: Instruction, inner: Instruction, computation: Computation) -> int:
+        """Return the bytes of an exchange; if it moves rows, they are noted, and perhaps those expected counted."""
+        given = [array for operand in computation.operands(instruction) for array in operand.arrays]
+        shape = inner.shape if inner is not instruction else instruction.started or instruction.shape
+        arrays = given if instruction.opcode.endswith("-start") and not instruction.started else arrays_of(shape)
+        rows = exchanged_rows(arrays)
+        if rows:
+            self.rows[instruction.name] = rows
+        used = used_share(self.variant.buckets, rows) if rows and self.variant.expected_rows else 1.0
+        return size if used == 1.0 else round(used * size)
+
     def _start(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> dict:
         flight = self.flight(instruction, computation, loops)
         self.timeline.flights[flight.name] = flight
@@ -383,9 +478,10 @@ class _Player:
         flight.executions += 1
         flight.seconds += moved.seconds
         flight.waited_for_links += begin - self.now
+        self._count_rows(flight.name, (flight.part, flight.scope), moved.seconds, moved=flight.bytes)
         row = "across nodes" if moved.crosses_nodes else "inside nodes"
         self.timeline.events.append(Event(row, flight.name, f"{flight.role} {flight.scope}".strip(), begin, end))
-        transfer = {"flight": flight, "end": end, "kernel": False, "matmul": False}
+        transfer = {"flight": flight, "begin": begin, "end": end, "kernel": False, "matmul": False}
         if flight.asynchronous:
             self.open.append(transfer)
         else:

@@ -75,6 +75,12 @@ def test_the_training_step_compiles_for_a_topology(device, tmp_path):
     assert sum(r["executions"] for r in exchanges if r["bytes"] == 4 * 96 * 64 * (4 if turing else 2)) == 4 * 3
     # those that have nothing to stand beside the compiler makes synchronous (jax 0.12: one, on 2080ti)
     assert any(r["asynchronous"] for r in exchanges)
+    # XLA's dump of thunks knows the same program: transfers and later passes' conditionals stand in no command buffer
+    thunks, step = report["thunks"], report["step"]
+    assert thunks["outside"]["collectives"] == sum(r["executions"] for r in report["collectives"])
+    assert thunks["outside"]["conditionals"] == step["conditionals"] and thunks["inside"]["conditionals"] == 0
+    launched = [thunks[place][group] for place in ("inside", "outside") for group in ("kernels", "copies")]
+    assert 0.9 * step["kernels"] < sum(launched) < 1.2 * step["kernels"]
 
 
 @pytest.mark.gpu_compile
@@ -95,6 +101,25 @@ def test_every_attention_compiles_in_every_stack(target, attention, stack, tmp_p
 def test_default_attention_compiles_in_every_form(form, tmp_path):
     report = inspect("h200:1x4", tmp_path, *(f"--gin_bindings={binding}" for binding in FORMS[form]))
     assert report["resolved"]["ModelConfig.attention"] == "cudnn"
+
+
+@pytest.mark.gpu_compile
+def test_what_overflows_cost_is_compiled_too(tmp_path):
+    """Two halves of 4 buckets of 128 rows' choices; steps are optimistic on GPUs, and the complete program follows."""
+    bindings = ("MoEConfig.overflow_chance = 0.001", "ModelConfig.overlap = 'halves'")
+    report = inspect("h200:2x2", tmp_path, "--complete", *(f"--gin_bindings={binding}" for binding in bindings))
+    assert report["program"] == "common" and report["step"]["conditionals"] == 0
+    assert report["thunks"]["outside"]["conditionals"] == 0 < report["thunks"]["buffers"]
+    found, (buckets,) = report["overflow"], report["rows"]["buckets"]
+    assert 0 < found["chance"] <= 0.001 * buckets["exchanges_of_a_step"] and buckets["exchanges_of_a_step"] == 2 * 3
+    assert found["complete_with_passes_seconds"] > found["complete_seconds"] > found["common_seconds"]
+    assert found["step_seconds"] == found["common_seconds"] + found["chance"] * (
+        found["common_seconds"] + found["complete_with_passes_seconds"]
+    )
+    assert buckets["expected_rows"] == 128 < buckets["rows"]
+    big = {r["bytes"] for r in report["collectives"] if r["role"] == "all-to-all" and r["bytes"] > 1000}
+    assert big == {buckets["rows"] * 64 * 2}
+    assert report["rows"]["step_seconds"] <= report["step"]["modelled_seconds"]
 
 
 @pytest.mark.gpu_compile

@@ -93,6 +93,7 @@ def test_a_saved_schedule_is_read_without_wheels(tmp_path):
     assert code == 0, err
     report = json.loads((tmp_path / "report.json").read_text())
     assert "all-to-all" in {total["role"] for total in report["totals"]["by_role"]} and "all-to-all" in out
+    assert "rows" not in report and [record["taken"] for record in report["cores"]] == [0, 16, 32]
     assert (tmp_path / "timeline.png").read_bytes()[:4] == b"\x89PNG"
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
@@ -123,10 +124,13 @@ def test_real_devices_are_run_and_measured(tmp_path):
     again = tmp_path / "again"
     constants = f"--constants={tmp_path / 'out' / 'report.json'}"
     code, _, err = inspect(
-        f"--hlo={tmp_path / 'out' / 'schedule.hlo.gz'}", "--target=h200:1x2", constants, f"--out={again}"
+        f"--hlo={tmp_path / 'out' / 'schedule.hlo.gz'}", "--target=h200:1x2", constants, f"--out={again}", *bindings
     )
     assert code == 0, err
-    model = json.loads((again / "report.json").read_text())["model"]
+    saved = json.loads((again / "report.json").read_text())
+    model = saved["model"]
+    assert saved["rows"]["buckets"] == report["rows"]["buckets"] and "thunks" not in report  # CPUs have none
+    assert saved["rows"]["step_seconds"] < saved["step"]["modelled_seconds"]
     assert report["constants"] and {name: model[name] for name in report["constants"]} == report["constants"]
     assert report["target"]["per_node"] == 2 and report["memory"]["arguments"] > 0
 

@@ -1,0 +1,103 @@
+"""Other assumptions, timed by hand on the toy target; test_timeline.py has the program as it is: 16 s a turn."""
+
+import dataclasses
+import pathlib
+
+import pytest
+from support.toy import BRANCH, LOOP, MODEL, TARGET
+
+from moe_jax.config import parse_run_config
+from moe_jax.inspection import Buckets, Variant, build_report, parse_module, parse_target, play, report_text
+from moe_jax.inspection.buckets import exchanged_rows, multiplied_rows, overflow_chance, row_bytes, used_share
+from moe_jax.inspection.hlo import arrays_of
+from moe_jax.inspection.what_if import cores_record, overflow_record, rows_record
+from moe_jax.mesh.abstract import build_abstract_roles
+from moe_jax.stated_buckets import stated_buckets
+
+RUN = pathlib.Path(__file__).parents[2] / "configs/run/gpt_moe_s_h200.gin"
+HALF = Buckets(segment="all", by_shape=8, expected=4.0, exchanges=3, overflow=0.01)
+
+
+def test_rows_by_shape():
+    rows = arrays_of("(bf16[4,2,64], bf16[4,6,64], f32[4,6,1], s32[4,2])")
+    assert exchanged_rows(rows) == 8 + 24 and exchanged_rows(arrays_of("s32[4,2]")) == 0
+    matmul = arrays_of("(bf16[384,64], bf16[2,64,128], bf16[384,128], s32[2])")
+    assert multiplied_rows(matmul) == 384 and row_bytes(matmul, 384) == 2 * 384 * (64 + 128)
+    other = dataclasses.replace(HALF, by_shape=100, expected=80.0)
+    assert [used_share((HALF, other), rows) for rows in (8, 100, 5)] == [0.5, 0.8, pytest.approx(0.65)]
+    assert overflow_chance((HALF, other)) == pytest.approx(0.06)
+    assert overflow_chance((dataclasses.replace(HALF, exchanges=1000),)) == 1.0
+
+
+def test_expected_rows_shorten_transfers_and_matmuls():
+    """Half of the rows: 80 bytes of 160 take 8 s, 512 FLOPs of 1,024 too."""
+    module = parse_module(LOOP)
+    by_shape = play(module, TARGET, MODEL, Variant(buckets=(HALF,)))
+    assert by_shape.seconds == play(module, TARGET, MODEL).seconds == pytest.approx(48.0)
+    record = rows_record(module, TARGET, MODEL, (HALF,))
+    assert record["step_seconds"] == pytest.approx(24.0) and record["flops"] == pytest.approx(3 * 512)
+    experts, sent = sorted(record["instructions"], key=lambda own: own["bytes"])
+    assert (experts["scope"], sent["scope"]) == ("moe/experts", "moe/dispatch")
+    assert (experts["rows"], experts["expected_rows"], experts["executions"]) == (3 * 8, 3 * 4, 3)
+    assert (sent["rows"], sent["bytes"], sent["expected_bytes"]) == (3 * 4, 480, 240)
+    for own in (experts, sent):
+        assert own["seconds"] == pytest.approx(48.0) and own["expected_seconds"] == pytest.approx(24.0)
+
+
+def test_fewer_cores_slow_what_runs_beside_a_transfer():
+    """A matmul of 16 s at half the rate does 8 s of it beside a transfer of 16 s, and the rest in 8 s."""
+    module = parse_module(LOOP)
+    half = play(module, TARGET, MODEL, Variant(taken=0.5))
+    assert half.seconds == half.compute_seconds == pytest.approx(3 * 24.0)
+    assert sum(flight.exposed for flight in half.flights.values()) == 0
+    slow = dataclasses.replace(TARGET, node_bandwidth=4.0)  # 40 s of transfer, beside which the matmul takes 32
+    assert play(module, slow, MODEL, Variant(taken=0.5)).seconds == pytest.approx(3 * 40.0)
+    assert cores_record(module, TARGET, MODEL) == []  # the toy's cores are not known
+    described = dataclasses.replace(TARGET, config="core_count: 64")
+    records = cores_record(module, described, MODEL, (HALF,))
+    assert [record["taken"] for record in records] == [0, 16, 32]
+    assert [record["step_seconds"] for record in records] == pytest.approx([48.0, 3 * 20.0, 3 * 24.0])
+    assert records[2]["expected_rows_step_seconds"] == pytest.approx(3 * 12.0)
+
+
+def test_an_overflow_costs_the_common_step_and_the_complete_one():
+    """The branch that is not taken holds one kernel of 64 bytes at 1,000 bytes/s."""
+    common, complete = (play(parse_module(text), TARGET, MODEL) for text in (LOOP, BRANCH))
+    record = overflow_record(common, (HALF,), complete)
+    assert record["chance"] == pytest.approx(0.03)
+    assert record["complete_with_passes_seconds"] == pytest.approx(complete.seconds + 0.064)
+    assert record["step_seconds"] == pytest.approx(48.0 + 0.03 * (48.0 + complete.seconds + 0.064))
+    assert overflow_record(common, (HALF,), None)["step_seconds"] is None
+    planned = dataclasses.replace(HALF, overflow=None)
+    assert overflow_record(common, (planned,), complete)["chance"] is None
+
+
+def test_the_report_says_all_of_it():
+    module, target = parse_module(LOOP), dataclasses.replace(TARGET, config="core_count: 132")
+    line = play(module, target, MODEL)
+    found = {"cores": cores_record(module, target, MODEL, (HALF,)), "rows": rows_record(module, target, MODEL, (HALF,))}
+    found["thunks"] = {"buffers": 2, "inside": {"kernels": 7}, "outside": {"kernels": 3, "conditionals": 0}}
+    text = report_text(build_report(line, target, MODEL, overflow=overflow_record(line, (HALF,), line), **found))
+    for said in (
+        "P(overflow) of a step is at most 3.000%; complete program 48000.000 ms",
+        "= 48000.000 ms + 3.000% x (48000.000 ms + 48000.000 ms) = 50880.000 ms",
+        "compute at 100 / 132 beside transfers: step ",
+        "buckets of all: 8 rows by shape, 4 expected (50.0%), 3 exchanges a step",
+        "by expected rows: step 24000.000 ms",
+        "2 command buffers with 7 thunks; outside of them 3 kernels, 0 conditionals",
+    ):
+        assert said in text, said
+    unknown = report_text(build_report(line, target, MODEL, overflow=overflow_record(line, (HALF,), None)))
+    assert "--complete compiles the complete program" in unknown
+
+
+def test_buckets_of_the_committed_run():
+    """32 buckets of 632 rows for 512 choices each, 12 layers in two halves."""
+    config = parse_run_config([str(RUN)], [])[0]
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=8))
+    (found,) = stated_buckets(config, build_abstract_roles(config.mesh, 32), None)
+    assert (found.by_shape, found.expected, found.exchanges) == (32 * 632, 16384, 24)
+    assert 0 < found.overflow <= 0.0004 and overflow_chance((found,)) < 0.01
+    dense = dataclasses.replace(config, moe=dataclasses.replace(config.moe, schedule="dp"))
+    assert stated_buckets(dense, build_abstract_roles(config.mesh, 32), None) == ()
+    assert parse_target("h200:4x8").cores == 132
