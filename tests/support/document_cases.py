@@ -70,7 +70,7 @@ def mesh_logits(model, layout, params, batch):
 
     dense_rows, own = P(roles.dense), P(roles.dense + roles.model)
     specs = (layout.params["dense"], layout.params["bank"], layout.grad_sink, *[dense_rows] * 3, _tables_specs(model))
-    run = jax.shard_map(body, mesh=roles.mesh, in_specs=specs, out_specs=(own, own), check_vma=False)
+    run = jax.shard_map(body, mesh=roles.mesh, in_specs=specs, out_specs=(own, own))
     found, order = jax.jit(run)(
         params["dense"], bank, grad_sink, batch.inputs, batch.documents, number, tables_of(model)
     )
