@@ -117,27 +117,41 @@ def test_positions_by_hand():
 @pytest.mark.parametrize("implementation", ["xla", "cudnn"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_bfloat16_attention_of_documents(implementation, causal, monkeypatch):
-    """Mixed values and gradients beside float64's; in the place of cuDNN JAX's own with the bias that cuDNN gets."""
+    """Mixed values and gradients beside those of each document alone, in float64.
+
+    In the place of cuDNN stands JAX's own attention, with the bias that cuDNN gets.
+    """
     plain = jax.nn.dot_product_attention
     stand_in = lambda causal: lambda q, k, v, *bias: plain(q, k, v, *bias, is_causal=causal, implementation="xla")  # noqa: E731
     monkeypatch.setattr(attention, "_cudnn", stand_in)
     rng = np.random.default_rng(0)
     values = [rng.normal(size=(2, 6, heads, 8)) for heads in (4, 2, 2, 4)]
-    numbers = jnp.asarray([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    numbers, cuts = jnp.asarray([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]]), ((0, 2, 5, 6), (0, 1, 6))
 
-    def run(dtype, implementation):
+    def packed(q, k, v):
+        return attend(q, k, v, causal, implementation, numbers)
+
+    def apart(q, k, v):
+        rows = []
+        for row, places in enumerate(cuts):
+            parts = [slice(first, last) for first, last in zip(places[:-1], places[1:], strict=True)]
+            one = [attend(*(array[row : row + 1, part] for array in (q, k, v)), causal, "xla") for part in parts]
+            rows.append(jnp.concatenate(one, axis=1))
+        return jnp.concatenate(rows)
+
+    def run(dtype, function):
         q, k, v, weights = (jnp.asarray(jnp.asarray(array, jnp.bfloat16), dtype) for array in values)
 
         def total(q, k, v):
-            out = attend(q, k, v, causal, implementation, numbers)
+            out = function(q, k, v)
             return jnp.sum((out * weights).astype(jnp.promote_types(dtype, jnp.float32))), out
 
         grads, out = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(q, k, v)
         return [np.asarray(array, np.float64) for array in (out, *grads)]
 
-    got = run(jnp.bfloat16, implementation)
+    got = run(jnp.bfloat16, packed)
     with jax.enable_x64(True):
-        want = run(jnp.float64, "xla")
+        want = run(jnp.float64, apart)
     for a, b in zip(got, want, strict=True):
         assert np.max(np.abs(a - b)) < 0.02 * np.max(np.abs(b))
 
