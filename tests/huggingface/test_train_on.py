@@ -11,11 +11,14 @@ import pytest
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
 
+from absl.testing import flagsaver  # noqa: E402
 from support.tiny_run import finish, start  # noqa: E402
 
+from moe_jax import convert  # noqa: E402
 from moe_jax.config import config_text, parse_run_config  # noqa: E402
 from moe_jax.data import build_cache  # noqa: E402
 from moe_jax.distributed.hosts import Hosts  # noqa: E402
+from moe_jax.errors import UserError  # noqa: E402
 from moe_jax.huggingface import export_folder, import_folder  # noqa: E402
 from moe_jax.huggingface.files import TensorFolder  # noqa: E402
 from moe_jax.training.run import RunOptions, run  # noqa: E402
@@ -66,8 +69,6 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     assert before.names == after.names
     moved = [np.max(np.abs(before.read(t) - after.read(t).astype(np.float32))) for t in before.names]
     assert 1e-4 < max(moved) < 0.1
-    run(config, text, text, RunOptions(workdir=str(tmp_path / "run"), eval_only=True), Hosts())
-    assert "step 2: held-out loss" in capsys.readouterr().out
     plain = parse_run_config([str(made / "config.gin")], [*BINDINGS, *where])[0]
     run(plain, config_text(plain), "", RunOptions(workdir=str(made), eval_only=True), Hosts())
     assert "step 0: held-out loss" in capsys.readouterr().out
@@ -75,39 +76,47 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
 
 def test_what_cannot_be_gone_on_from_is_one_line_and_exit_code_2(made, where, tmp_path):
     """No folder is left behind, and none is changed."""
-    command = [sys.executable, "-m", "moe_jax.train", f"--gin_file={made}/config.gin", "--host_devices=8"]
-    command += [f"--gin_bindings={binding}" for binding in (*BINDINGS, *where)]
     alone = "holds parameters alone, as moe_jax.convert makes it; start a run of its own from them, with --init_from="
-    fresh = f"--workdir={tmp_path / 'run'}"
+    mine, fresh = {"workdir": str(made)}, {"workdir": str(tmp_path / "run"), "init_from": str(made)}
     cases = [
-        ([f"--workdir={made}"], f"{made} {alone}{made} and another --workdir"),
-        ([f"--workdir={made}", f"--init_from={made}"], alone),
-        ([fresh, f"--init_from={made}", "--gin_bindings=ModelConfig.hidden_dim = 12"], "is not of this model: "),
-        ([fresh, f"--init_from={made}", "--init_from_ema"], "holds no moving average of its parameters"),
+        (mine, (), f"{made} {alone}{made} and another --workdir"),
+        (fresh, ("ModelConfig.hidden_dim = 12",), "is not of this model: "),
+        ({**mine, "init_from": str(made)}, (), alone),
+        ({**fresh, "init_from_ema": True}, (), "holds no moving average of its parameters"),
         (
-            [f"--workdir={made}", "--eval_only", "--gin_bindings=ModelConfig.norm_epsilon = 0.1"],
+            {**mine, "eval_only": True},
+            ("ModelConfig.norm_epsilon = 0.1",),
             "holds a run with another config: ModelConfig.norm_epsilon was 1e-05 and is 0.1 now",
         ),
     ]
-    files = sorted(path.name for path in made.iterdir())
-    for (flags, words), process in [(case, start([*command, *case[0]])) for case in cases]:
+    files, commands = sorted(path.name for path in made.iterdir()), []
+    for options, changes, words in cases:
+        config, text, operative = parse_run_config([str(made / "config.gin")], [*BINDINGS, *where, *changes])
+        with pytest.raises(UserError) as error:
+            run(config, text, operative, RunOptions(**options), Hosts())
+        assert words in str(error.value) and "\n" not in str(error.value)
+        flags = [f"--gin_file={made}/config.gin", "--host_devices=8", *(f"--{k}={v}" for k, v in options.items())]
+        flags += [f"--gin_bindings={binding}" for binding in (*BINDINGS, *where, *changes)]
+        commands.append(([sys.executable, "-m", "moe_jax.train", *flags], words))
+    for (_, words), process in [(command, start(command[0])) for command in commands[:2]]:
         code, _, err = finish(process)
-        assert code == 2 and words in err, (flags, err)
-        assert len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
+        assert code == 2 and words in err and len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
     assert files == sorted(path.name for path in made.iterdir()) and not (tmp_path / "run").exists()
 
 
-def test_conversions_end_with_exit_code_2(made, tmp_path):
+def test_conversions_end_with_exit_code_2(made, tmp_path, monkeypatch, capsys):
     """An unknown architecture, and a run without a checkpoint."""
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "empty").mkdir()
     shutil.copy(made / "config.gin", tmp_path / "empty")
-    cases = [
+    for flags, words in (
         ([f"--from_hf={tmp_path / 'llama'}", f"--workdir={tmp_path / 'run'}"], "model_type ('llama') must be one of"),
-        ([f"--to_hf={tmp_path / 'back'}", f"--workdir={tmp_path / 'empty'}"], "has no finished checkpoint"),
-    ]
-    for (flags, words), process in [(c, start([sys.executable, "-m", "moe_jax.convert", *c[0]])) for c in cases]:
-        code, _, err = finish(process)
-        assert code == 2 and words in err and len(err.strip().splitlines()) == 1, (flags, err)
+        ([f"--to_hf={tmp_path / 'back'}", f"--workdir={tmp_path / 'empty'}"], "no finished checkpoint"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["convert", *flags])
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
+            convert.main()
+        err = capsys.readouterr().err
+        assert end.value.code == 2 and words in err and len(err.strip().splitlines()) == 1, (flags, err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "llama"]
