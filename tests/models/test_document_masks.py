@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.document_cases import alone, mesh_logits, packed_batch, placed
+from support.document_cases import alone, make_mesh_logits, packed_batch, placed
 from support.equality_cases import model_config, moe_config
 from support.segment_cases import banks, build, reference_params, tables_of
 
@@ -56,7 +56,7 @@ ALWAYS = ("split_zero3_pairs", "hecate_rotary_written_out")  # the others meet t
 def of_case(name):
     schedule, mesh, zero, changes = CASES[name]
     config = model_config(document_mask=True, **{"overlap": "none", "attention": "xla", **changes})
-    moe = moe_config(schedule=schedule, gate_noise=0.0, aux_loss_weight=0.0, z_loss_weight=0.0)
+    moe = moe_config(num_experts=4, schedule=schedule, gate_noise=0.0, aux_loss_weight=0.0, z_loss_weight=0.0)
     return config, moe, build(config, moe, mesh, zero_stage=zero)
 
 
@@ -91,7 +91,7 @@ def test_packed_documents_equal_documents_alone(name):
         flat = {"dense": want_grads["dense"], "bank": banks(model, want_grads["experts"])}
         for (path, a), b in zip(jax.tree.leaves_with_path(flat), jax.tree.leaves(grads), strict=True):
             assert_close(b, a, jax.tree_util.keystr(path))
-        logits = mesh_logits(model, layout, on_mesh, packed)
+        logits = make_mesh_logits(model, layout)(on_mesh, packed)
         for own, (row, first, last) in zip(np.asarray(want_logits), places, strict=True):
             assert_close(logits[row, first:last], own[: last - first], (row, first, last))
 
@@ -100,7 +100,7 @@ def test_the_masked_reference_is_each_document_alone():
     """Of a model that sees both ways, with no rows filled up."""
     packed = packed_batch()
     with jax.enable_x64(True):
-        config, moe = model_config(kind="bert", layers=1), moe_config(gate_noise=0.0)
+        config, moe = model_config(kind="bert", layers=1), moe_config(num_experts=4, gate_noise=0.0)
         params = reference_params(config, moe)
         run = jax.jit(lambda inputs, documents: reference_logits(params, inputs, config, moe, documents=documents)[0])
         got = run(packed.inputs, packed.documents)
@@ -159,16 +159,16 @@ def test_bfloat16_attention_of_documents(implementation, causal, monkeypatch):
 def test_a_bfloat16_model_keeps_documents_apart():
     """What precedes a document changes none of its logits' bits: a masked weight is 0, not a small number."""
     config = model_config(document_mask=True, overlap="none", attention="xla", dtype="bfloat16", layers=1)
-    moe = moe_config(gate_noise=0.0)
-    model = build(config, moe, {"expert": 4})
+    moe = moe_config(num_experts=2, gate_noise=0.0)
+    model = build(config, moe, {"expert": 2})
     params, packed = reference_params(config, moe), packed_batch()
     layout = model.layout()
     on_mesh = placed(model, layout, params)
     other = packed.inputs.copy()
     other[0, :2] = (other[0, :2] + 1) % 30  # the first document of row 0, but for its end
     batches = [packed, dataclasses.replace(packed, inputs=other)]
-    logits = [mesh_logits(model, layout, on_mesh, batch) for batch in batches]
-    before, after = (np.asarray(array, np.float32)[0] for array in logits)
+    logits = make_mesh_logits(model, layout)
+    before, after = (np.asarray(logits(on_mesh, batch), np.float32)[0] for batch in batches)
     assert np.max(np.abs(before[:2] - after[:2])) > 0
     np.testing.assert_array_equal(before[3:], after[3:])
 

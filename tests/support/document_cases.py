@@ -55,12 +55,11 @@ def placed(model, layout, params):
     )
 
 
-def mesh_logits(model, layout, params, batch):
-    """Return the logits [B, Sq, V] of the whole model, in the order of the batch."""
+def make_mesh_logits(model, layout):
+    """Return logits(params, batch) -> NumPy array [B, Sq, V] of the whole model, in the order of the batch."""
     roles = model.roles
     rows = BATCH // roles.size(roles.dense)
     group, trunk = _group_of(model, rows), _make_trunk(model, layout, rows, LENGTH, False, None)
-    bank, grad_sink = with_grad_sink(params["bank"])
     number = np.arange(BATCH * LENGTH, dtype=np.int32).reshape(BATCH, LENGTH)
 
     def body(dense, bank, grad_sink, inputs, documents, number, tables):
@@ -70,10 +69,13 @@ def mesh_logits(model, layout, params, batch):
 
     dense_rows, own = P(roles.dense), P(roles.dense + roles.model)
     specs = (layout.params["dense"], layout.params["bank"], layout.grad_sink, *[dense_rows] * 3, _tables_specs(model))
-    run = jax.shard_map(body, mesh=roles.mesh, in_specs=specs, out_specs=(own, own))
-    found, order = jax.jit(run)(
-        params["dense"], bank, grad_sink, batch.inputs, batch.documents, number, tables_of(model)
-    )
-    logits = np.zeros(found.shape, np.asarray(found).dtype)
-    logits[np.asarray(order)] = found
-    return logits.reshape(BATCH, LENGTH, -1)
+    run = jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=specs, out_specs=(own, own)))
+
+    def logits(params, batch):
+        bank = with_grad_sink(params["bank"])
+        found, order = run(params["dense"], *bank, batch.inputs, batch.documents, number, tables_of(model))
+        ordered = np.zeros(found.shape, np.asarray(found).dtype)
+        ordered[np.asarray(order)] = found
+        return ordered.reshape(BATCH, LENGTH, -1)
+
+    return logits
