@@ -6,6 +6,8 @@ or ends with the window.
 Letters: docs/notation.md.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -29,3 +31,9 @@ def inside_documents(tokens: np.ndarray, end_id: int) -> np.ndarray:
     The end of a document is such a target; the first token of the document after it is none.
     """
     return tokens[:, :-1] != end_id
+
+
+def cut_documents(ids: Sequence[int], end_id: int) -> list[list[int]]:
+    """Return the documents of a window one by one, each with its end id where it has one."""
+    cuts = [place + 1 for place, one in enumerate(ids) if one == end_id and place + 1 < len(ids)]
+    return [list(ids[first:last]) for first, last in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
