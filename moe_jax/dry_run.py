@@ -25,7 +25,7 @@ from moe_jax.inspection.targets import Target, parse_target
 from moe_jax.mesh.abstract import assumed_devices, build_abstract_roles
 from moe_jax.mesh.roles import Roles
 from moe_jax.models import LanguageModel
-from moe_jax.models.attention import missing_for_cudnn, resolve_attention
+from moe_jax.models.attention import check_document_mask, missing_for_cudnn, resolve_attention
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
 from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel
@@ -87,11 +87,15 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
     roles = build_abstract_roles(run.mesh, count, expert_counts(run.model, run.moe, run.mesh, count))
     vocab_size = padded_vocabulary(build_tokenizer(run.data), run.model)
     check_sizes(run, roles, vocab_size)
+    check_document_mask(resolve_attention(run.model, described), run.data.sequence_length)
     teacher = teacher_model(run, roles, build_tokenizer(run.data), vocab_size, described)
     segments, schedule = _segment_lines(run, roles), _schedule_lines(run, roles)
     sections = [
         _section("Config", config_text(run, bound).splitlines()),
-        _section("Choices", [attention_line(run, described), *overlap_lines(run, roles, described)]),
+        _section(
+            "Choices",
+            [attention_line(run, described), *document_lines(run), *overlap_lines(run, roles, described)],
+        ),
         _section("Mesh", _mesh_lines(run, roles, given=devices is not None)),
         *([_section("Segments", segments)] if segments else []),
         *([_section("Schedule", schedule)] if schedule else []),
@@ -125,6 +129,14 @@ def attention_line(run: RunConfig, target: Target | None) -> str:
     reason = missing_for_cudnn(run.model)
     on_gpus = f"'xla' on GPUs too: {reason}" if reason else "'cudnn' on GPUs that have it, see --target"
     return f"ModelConfig.attention 'auto' is 'xla' on CPU devices, {on_gpus}"
+
+
+def document_lines(run: RunConfig) -> list[str]:
+    """Say which id keeps packed documents apart, where they are."""
+    if not run.model.document_mask:
+        return []
+    end = build_tokenizer(run.data).end_id
+    return [f"ModelConfig.document_mask True: a document ends with the id {end}; its mask counts as activations"]
 
 
 def overlap_lines(run: RunConfig, roles: Roles, target: Target | None) -> list[str]:

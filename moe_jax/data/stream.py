@@ -2,9 +2,9 @@
 
 Inputs: a TokenCache and a step. Outputs: int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Windows lie
 Sq apart and share one token, so each token is a target once an epoch, but for the first and the fewer than Sq that fill
-no window at the end. Documents are packed one after the other. Nothing here is state: a batch is a function of (corpus,
-sequence_length, batch_size, seed, step), so the order cannot depend on hosts, devices or threads, and a resumed run
-needs its step only.
+no window at the end. Documents are packed one after the other; whether a model keeps them apart is not decided here.
+Nothing here is state: a batch is a function of (corpus, sequence_length, batch_size, seed, step), so the order cannot
+depend on hosts, devices or threads, and a resumed run needs its step only.
 
 Letters: docs/notation.md.
 """
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_jax.data.cache import TokenCache
+from moe_jax.data.documents import inside_documents
 from moe_jax.data.held_out_split import TokenSpan
 from moe_jax.data.keyed_random import shuffled
 from moe_jax.errors import UserError
@@ -151,15 +152,22 @@ def held_out_batches(
         yield HeldOutBatch(tokens, weights)
 
 
-def held_out_entropy(cache: TokenCache, *, sequence_length: int, vocab_size: int, limit: int = 0) -> float:
+def held_out_entropy(
+    cache: TokenCache, *, sequence_length: int, vocab_size: int, limit: int = 0, boundary_id: int | None = None
+) -> float:
     """Return the unigram entropy, in nats, of exactly the targets that `held_out_batches` counts.
 
     No model that ignores context can have a lower held-out loss, not even one fitted to the held-out text itself.
+
+    Args:
+      boundary_id: the id after which a target does not count, where documents are kept apart.
     """
     counts = np.zeros(vocab_size, np.int64)
     for window in _held_out_windows(cache.held_out, sequence_length, limit).tolist():
         start = window * sequence_length
-        counts += np.bincount(cache.held_out.read(start + 1, start + sequence_length + 1), minlength=vocab_size)
+        ids = cache.held_out.read(start, start + sequence_length + 1)
+        targets = ids[1:] if boundary_id is None else ids[1:][inside_documents(ids[None], boundary_id)[0]]
+        counts += np.bincount(targets, minlength=vocab_size)
     return _entropy(counts)
 
 

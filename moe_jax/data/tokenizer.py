@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from moe_jax.data.config import DataConfig
+from moe_jax.data.end_ids import read_end_ids
 from moe_jax.errors import UserError
 
 END_NAMES = (
@@ -26,13 +27,14 @@ class Tokenizer(Protocol):
     Attributes:
       name: identifies the mapping; two tokenizers with the same name give the same ids.
       vocab_size: every id is below it, end and mask included.
-      end_id: closes a document.
+      end_id: closes a document; end_ids: all that end a generated text, end_id first.
       mask_id: stands for a hidden token; never in the corpus.
     """
 
     name: str
     vocab_size: int
     end_id: int
+    end_ids: tuple[int, ...]
     mask_id: int
 
     def encode(self, text: str) -> np.ndarray:
@@ -62,6 +64,7 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = 258
     end_id = 256
+    end_ids = (256,)
     mask_id = 257
 
     def encode(self, text: str) -> np.ndarray:
@@ -82,12 +85,13 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """Read a tokenizer.json with the `tokenizers` package.
 
-    Ends and masks are found by their usual names (END_NAMES, MASK_NAMES); one that the file lacks gets the next free
-    id, so `vocab_size` can be one or two above the file's. Truncation and padding that the file asks for are switched
-    off: they would cut documents silently.
+    The end is that of the checkpoint that the file lies in: the first `eos_token_id` of generation_config.json, else of
+    config.json, beside it. Without these, ends are found by their usual names (END_NAMES), and so are masks
+    (MASK_NAMES); one that the file lacks gets the next free id, so `vocab_size` can be one or two above the file's.
+    Truncation and padding that the file asks for are switched off: they would cut documents silently.
 
     Raises:
-      UserError: when the package or the file is missing, or the file is not a tokenizer.
+      UserError: when the package or the file is missing, or it is no tokenizer; or a file beside it is damaged.
     """
 
     def __init__(self, path: str):
@@ -114,11 +118,11 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         size = max(ids.values(), default=-1) + 1  # not the count: ids may have holes
-        self._marks = {}
-        self.end_id = next((ids[name] for name in END_NAMES if name in ids), size)
-        if self.end_id == size:
-            self._marks[size] = "<|end|>"
-            size += 1
+        named = next((ids[name] for name in END_NAMES if name in ids), size)
+        self.end_ids = read_end_ids(os.path.dirname(os.path.expanduser(path)) or ".") or (named,)
+        self.end_id, known = self.end_ids[0], set(ids.values())
+        self._marks = {end: "<|end|>" for end in self.end_ids if end not in known}
+        size = max(size, *(end + 1 for end in self.end_ids))
         self.mask_id = next((ids[name] for name in MASK_NAMES if name in ids), size)
         if self.mask_id == size:
             self._marks[size] = "<|mask|>"

@@ -7,7 +7,6 @@ run trained on; matrices are kept in the compute dtype.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from moe_jax.config import parse_run_config
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import Tokenizer, build_tokenizer
+from moe_jax.data.end_ids import END_FILES, read_end_ids
 from moe_jax.errors import UserError
 from moe_jax.inference.config import inference_configs
 from moe_jax.inference.generator import Generator
@@ -32,7 +32,6 @@ from moe_jax.training.feed import padded_vocabulary
 
 MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out")  # of attention, dense FFN and shared experts
 TOKENIZER = "tokenizer.json"
-END_FILES = ("generation_config.json", "config.json")  # of Hugging Face, as a conversion leaves them in a run folder
 
 
 def load(
@@ -178,14 +177,4 @@ def is_matrix(path) -> bool:
 
 def _end_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the ids that end a text: of generation_config.json, else of config.json, else the tokenizer's."""
-    for name in END_FILES:
-        path = folder / name
-        if not path.exists():
-            continue
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"cannot read {path} ({error}); put back the file that the conversion wrote") from error
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (int(found),)
-    return () if tokenizer is None else (tokenizer.end_id,)
+    return read_end_ids(folder) or (() if tokenizer is None else tokenizer.end_ids)

@@ -1,9 +1,10 @@
 """Self-attention of one device's heads, and which implementation computes it.
 
-Inputs: q [b, Sq, H, Dh] and k, v [b, Sq, Hkv, Dh], Hkv a divisor of H; or a ModelConfig and a device. Outputs:
-[b, Sq, H, Dh], or 'xla' or 'cudnn'.
+Inputs: q [b, Sq, H, Dh] and k, v [b, Sq, Hkv, Dh], Hkv a divisor of H, perhaps documents int32 [b, Sq]; or a
+ModelConfig and a device. Outputs: [b, Sq, H, Dh], or 'xla' or 'cudnn'.
 
-`xla` writes the scores [b, H, Sq, Sq] to memory; `cudnn` does not (flash attention). 'auto' is resolved once, when a
+`xla` writes the scores [b, H, Sq, Sq] to memory; `cudnn` does not (flash attention), but of packed documents it reads
+their mask as a bias [b, 1, Sq, Sq], and writes that one's gradient, which nobody reads. 'auto' is resolved once, when a
 step is built: to `cudnn` on a GPU where cuDNN takes the dtype, the head size and the GPU's generation, else to `xla`.
 Letters: docs/notation.md.
 """
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 
 from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig
+from moe_jax.models.documents import same_document
 from moe_jax.models.residuals import residuals_of
 
 _LOG = logging.getLogger(__name__)
@@ -26,24 +28,29 @@ LARGEST_HEAD = 128  # of cuDNN on every generation; Hopper has 256, which JAX re
 CAPABILITY = (8, 0)  # Ampere: the first with flash attention in cuDNN
 
 
-def attend(q, k, v, causal: bool, implementation: str):
+def attend(q, k, v, causal: bool, implementation: str, documents=None):
     """Return softmax(q k^T / sqrt(Dh)) v; float64 stays float64, unlike in JAX's function.
 
     Args:
       q: [b, Sq, H, Dh]; k, v: [b, Sq, Hkv, Dh]; query head i reads k and v of head i // (H / Hkv).
+      documents: int32 [b, Sq], as in `Batch`: a token attends to its own document alone; None lets it attend to all.
     """
     if implementation == "auto":
         raise ValueError("attention 'auto' must be resolved by resolve_attention before the step is built")
     if implementation == "cudnn":
-        return _attend_cudnn(causal, q, k, v)
+        return _attend_cudnn(causal, q, k, v) if documents is None else _attend_documents(causal, q, k, v, documents)
+    mask = None if documents is None else same_document(documents)
     if q.dtype != jnp.float64:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=implementation)
     if k.shape[2] != q.shape[2]:
         k, v = (jnp.repeat(array, q.shape[2] // k.shape[2], axis=2) for array in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     if causal:
         index = jnp.arange(q.shape[1])
-        scores = jnp.where((index[:, None] >= index[None])[None, None], scores, jnp.finfo(scores.dtype).min)
+        earlier = (index[:, None] >= index[None])[None, None]
+        mask = earlier if mask is None else mask & earlier
+    if mask is not None:
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
 
 
@@ -73,6 +80,35 @@ def _backward_cudnn(causal: bool, residuals, dout):
 
 
 _attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_documents(causal: bool, q, k, v, documents):
+    """Call cuDNN with documents int32 [b, Sq]; their bias is made again in the backward, not saved for it."""
+    return _cudnn(causal)(q, k, v, bias_of(documents, q.dtype))
+
+
+def bias_of(documents, dtype):
+    """Return what cuDNN adds to scores [b, H, Sq, Sq]: [b, 1, Sq, Sq], 0 within a document, else far below any score.
+
+    Not the dtype's least number: cuDNN errs where it subtracts two of those, so JAX takes this one too.
+    """
+    return jnp.where(same_document(documents), jnp.zeros((), dtype), jnp.asarray(-(2.0**41), dtype))
+
+
+def _forward_documents(causal: bool, q, k, v, documents):
+    bias = bias_of(documents, q.dtype)
+    out, pull_back = jax.vjp(lambda q, k, v: _cudnn(causal)(q, k, v, bias), q, k, v)
+    return out, (residuals_of(pull_back, bias), documents)
+
+
+def _backward_documents(causal: bool, saved, dout):
+    del causal
+    residuals, documents = saved
+    return *residuals.restore(bias_of(documents, dout.dtype))(dout), None
+
+
+_attend_documents.defvjp(_forward_documents, _backward_documents)
 
 
 def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:
@@ -121,6 +157,19 @@ def missing_for_cudnn(config: ModelConfig, device=None) -> str:
     if config.head_size > LARGEST_HEAD or config.head_size % 8:
         return f"cuDNN's attention takes heads of a multiple of 8 up to {LARGEST_HEAD}, and {config.head_size_in_words}"
     return ""
+
+
+def check_document_mask(config: ModelConfig, length: int) -> None:
+    """Raise a UserError where cuDNN cannot compute the gradient of packed documents in sequences of `length`.
+
+    Args:
+      config: resolved.
+    """
+    if config.document_mask and config.attention == "cudnn" and length % 2:
+        raise UserError(
+            f"DataConfig.sequence_length ({length}) must be even where ModelConfig.document_mask (True) and "
+            "ModelConfig.attention ('cudnn') meet; raise it by 1, or set ModelConfig.attention = 'xla'"
+        )
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -78,6 +78,9 @@ class ModelConfig:
       refetch_replicas: with a prefetch, drop replicas after the forward, fetch them again in the backward (Hecate-RM).
       stack: 'scan' (one program for all layers) or 'unrolled' (all layers written out).
       loss_chunk: tokens whose logits are alive at once in the cross-entropy, per device.
+      document_mask: tokens of a packed sequence attend only to tokens of their own document, learned positions count
+        from each document's first token (rotary ones, which are relative, go on), and a document's first token is no
+        target. Documents end with the tokenizer's end id. Off, attention crosses from one document into the next.
       mask_rate: fraction of tokens masked, 'bert' only.
     """
 
@@ -115,6 +118,7 @@ class ModelConfig:
     refetch_replicas: bool = False
     stack: str = "scan"
     loss_chunk: int = 1024
+    document_mask: bool = False
     mask_rate: float = 0.15
 
     def __post_init__(self):

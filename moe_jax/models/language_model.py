@@ -39,6 +39,8 @@ class Batch:
         what was recorded); None lets the routers choose.
       counted: int32 [L, E], choices of each expert in the earlier microbatches of the step, for the balance loss, E as
         in `StepStats.loads`; None where it needs none.
+      documents: int32 [B, Sq], the document that each token is of, equal exactly within a document, whose tokens are
+        neighbours; of a model with `ModelConfig.document_mask`, None of others.
     """
 
     inputs: jax.Array
@@ -46,6 +48,7 @@ class Batch:
     weights: jax.Array
     choices: jax.Array | None = None
     counted: jax.Array | None = None
+    documents: jax.Array | None = None
 
 
 def by_token(choices, batch_size: int):

@@ -40,11 +40,13 @@ def make_layers(
     model: LanguageModel, layout: Layout, tokens: int, training: bool, plan, make_bank_store: Callable,
     group: ModelGroup,
 ) -> Callable:  # fmt: skip
-    """Return layers(x, units, bank, grad_sink, tables, token_ids, key, replay) -> (x, {segment: (GateStats, passes)}).
+    """Return layers(x, units, bank, grad_sink, tables, token_ids, key, replay, documents) -> (x, found).
+
+    found is {segment: (GateStats, passes)}.
 
     GateStats are [L, ...] and passes int32 [L] of each segment that has experts. Where the model has several segments,
     units, bank, grad_sink, tables and `plan` are dictionaries with each one's, see `segments.py`. `replay` is int32
-    [L, t, K], choices of before of all MoE layers to be taken again, or None.
+    [L, t, K], choices of before of all MoE layers to be taken again, or None; `documents` is int32 [b, Sq], or None.
 
     Args:
       model, layout: the model, and the layout of its parameters.
@@ -66,15 +68,16 @@ def make_layers(
         else:
             loops[segment] = _make_dense_loop(segment, roles, own, group)
 
-    def layers(x, units, bank, grad_sink, tables, token_ids, key, replay=None):
+    def layers(x, units, bank, grad_sink, tables, token_ids, key, replay=None, documents=None):
         found = {}
         for segment, loop in loops.items():
             own_units = part_of(units, segment, model.segments)
             if segment.has_experts:
                 parts = (model.own_part(tree, segment) for tree in (bank, grad_sink, tables))
-                x, *found[segment] = loop(x, own_units, *parts, token_ids, key, _own_choices(replay, segment))
+                replayed = _own_choices(replay, segment)
+                x, *found[segment] = loop(x, own_units, *parts, token_ids, key, replayed, documents)
             else:
-                x = loop(x, own_units)
+                x = loop(x, own_units, documents)
         return x, found
 
     return layers
@@ -93,20 +96,21 @@ def _own_choices(replay, segment: Segment):
 
 
 def _make_dense_loop(segment: Segment, roles: Roles, layout: Layout, group: ModelGroup) -> Callable:
-    """Return loop(x, units) -> x over units without experts."""
+    """Return loop(x, units, documents) -> x over units without experts."""
     config = segment.config
     graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
     parts, gather, wires = roles.size(roles.dense), layout.gather["units"], layout.wires["units"]
 
-    def body(x, unit_params):
-        unit = nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts, wires))
-        if group.parts == 1:
-            return unit.attend(x, group), None
-        return jnp.concatenate([unit.attend(half, group.part()) for half in jnp.split(x, group.parts)]), None
+    def loop(x, units, documents=None):
+        def body(x, unit_params):
+            unit = nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts, wires))
+            if group.parts == 1:
+                return unit.attend(x, group, documents=documents), None
+            own = [None] * group.parts if documents is None else jnp.split(documents, group.parts)
+            halves = zip(jnp.split(x, group.parts), own, strict=True)
+            return jnp.concatenate([unit.attend(half, group.part(), documents=part) for half, part in halves]), None
 
-    body = checkpointed(body, config.remat)
-
-    def loop(x, units):
+        body = checkpointed(body, config.remat)
         if config.stack == "scan":
             return lax.scan(body, x, units)[0]
         for layer in range(segment.units):
@@ -120,7 +124,7 @@ def _make_moe_loop(
     segment: Segment, roles: Roles, layout: Layout, tokens: int, training: bool, plan: PlanShape | None,
     bank_store: Callable, group: ModelGroup,
 ) -> Callable:  # fmt: skip
-    """Return loop(x, units, bank, grad_sink, tables, token_ids, key, replay) -> (x, GateStats [L, ...], passes [L])."""
+    """Return loop(x, units, bank, grad_sink, tables, token_ids, key, replay, documents) -> (x, GateStats, passes)."""
     config = segment.config
     graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
     parts, gather, wires = roles.size(roles.dense), layout.gather["units"], layout.wires["units"]
@@ -134,7 +138,7 @@ def _make_moe_loop(
     def whole_unit(params):
         return gather_tree(params, gather, roles.dense, parts, wires)
 
-    def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None):
+    def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None, documents=None):
         def body(x, inputs):
             unit_params, layer_grad_sink, layer_tables, layer, choices = inputs
             noise_key = jax.random.fold_in(key, layer) if noisy else None
@@ -142,7 +146,7 @@ def _make_moe_loop(
                 x, unit_params, whole_unit, bank, layer_grad_sink, layer_tables, plan, roles.expert
             )
             unit = nnx.merge(graph, params)
-            x = unit.attend(x, group)
+            x = unit.attend(x, group, documents=documents)
             with jax.named_scope("moe"):
                 normed, beside = unit.enter_moe(x, group)
                 weights, gathered_grad_sink, here = bank_store(bank, layer_grad_sink, layer_tables)
@@ -211,8 +215,8 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
     shares = {} if plan is None else {"trans_share": plan.trans_share, "agg_share": plan.agg_share}
     schedule = config.block_wise.build(config.moe_layers, recompute=recompute, **shares)
 
-    def attend(mix, gate, x):
-        return nnx.merge(graph, {**mix, **gate}).attend(x, group)
+    def attend(mix, gate, x, documents):
+        return nnx.merge(graph, {**mix, **gate}).attend(x, group, documents=documents)
 
     def enter_moe(mix, gate, x):
         return nnx.merge(graph, {**mix, **gate}).enter_moe(x, group)
@@ -240,14 +244,14 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
         first_layer=segment.first_layer,
     )
 
-    def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None):
+    def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None, documents=None):
         if replay is not None:
             raise UserError(
                 f"Batch.choices cannot be replayed with ModelConfig.{name} = {value!r}; set ModelConfig.{name} = 'none'"
             )
         mix, gate = of_moe(units)
         bank = cast_varying(bank, roles.all)  # as rows vary: a cast inside a stage would be saved for its backward
-        return prefetcher(x, (mix, gate), grad_sink, Constants(bank, tables, token_ids, key))
+        return prefetcher(x, (mix, gate), grad_sink, Constants(bank, tables, token_ids, key, documents))
 
     return loop
 

@@ -25,9 +25,10 @@ from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
-from moe_jax.models.attention import resolve_attention
+from moe_jax.models.attention import check_document_mask, resolve_attention
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.distillation import Teacher, chunked_distillation
+from moe_jax.models.documents import document_positions
 from moe_jax.models.language_model import Batch, LanguageModel, Layout, StepStats, by_layer
 from moe_jax.models.layer_loop import make_layers
 from moe_jax.models.model_group import ModelGroup, check_sequence_parallel, make_model_group
@@ -85,6 +86,7 @@ def make_loss(
             f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({config.max_length}); "
             "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
+    check_document_mask(config, length)
     check_sequence_parallel(config.sequence_parallel, length, roles)
     check_token_numbers(batch_size, microbatches, length, max(part.moe.top_k for part in model.expert_segments))
     stack = _make_stack(model, layout, batch_size // shards, length, training, microbatches, plan, teacher)
@@ -103,13 +105,15 @@ def make_loss(
         stack if apart == "none" else on_own_leaves,
         mesh=roles.mesh,
         in_specs=(
-            dense_in, layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows, rows, P()),
+            dense_in, layout.params["bank"], layout.grad_sink, Batch(rows, rows, rows, rows, P(), rows),
             _tables_specs(model), P(), P(), P(), *frozen_specs,
         ),
         out_specs=(P(), stats_specs),
     )  # fmt: skip
 
     def loss(params, batch, tables, key, first_row, normalizer, *teacher_params):
+        if (batch.documents is not None) != config.document_mask:
+            raise ValueError("Batch.documents are given exactly where ModelConfig.document_mask is set")
         bank, grad_sink = with_grad_sink(params["bank"])
         frozen = () if teacher is None else _frozen(teacher, *teacher_params)
         total, stats = sharded(params["dense"], bank, grad_sink, batch, tables, key, first_row, normalizer, *frozen)
@@ -192,7 +196,8 @@ def _make_stack(
 
     def stack(dense, bank, grad_sink, batch, tables, key, first_row, normalizer, *frozen):
         replay = None if batch.choices is None else by_layer(batch.choices)
-        x, table, found = trunk(dense, bank, grad_sink, batch.inputs, tables, key, first_row, replay)
+        documents = batch.documents
+        x, table, found = trunk(dense, bank, grad_sink, batch.inputs, tables, key, first_row, replay, documents)
         targets, weights = group.own_flat(batch.targets), group.own_flat(batch.weights)
         rows = targets, weights, config.loss_chunk
         if teacher is None:
@@ -202,7 +207,7 @@ def _make_stack(
             teacher_dense, teacher_bank, unused, even = frozen
             with jax.named_scope("teacher"):
                 teacher_x, teacher_table, of_teacher = teacher_trunk(
-                    teacher_dense, teacher_bank, unused, batch.inputs, even, key, first_row
+                    teacher_dense, teacher_bank, unused, batch.inputs, even, key, first_row, None, documents
                 )
             with jax.named_scope("loss"):
                 total, total_kl = chunked_distillation(x, table, teacher_x, teacher_table, *rows)
@@ -315,11 +320,11 @@ def _make_trunk(
     model: LanguageModel, layout: Layout, rows: int, length: int, training: bool,
     plan: PlanShape | dict[str, PlanShape] | None,
 ):  # fmt: skip
-    """Return trunk(dense, bank, grad_sink, inputs, tables, key, first_row, replay) -> (x, table, what is found).
+    """Return trunk(dense, bank, grad_sink, inputs, tables, key, first_row, replay, documents) -> (x, table, found).
 
     It is all of the model but the loss: x [t, M] are the last norm's results for the tokens of the MP group that this
     device takes to the loss, t of them, and table [V, M] gives their logits; the rest is what `make_layers` finds.
-    replay: int32 [L, t, K], choices of before to be taken again, or None.
+    replay: int32 [L, t, K], choices of before to be taken again, or None; documents: int32 [b, Sq], or None.
     """
     config, roles = model.config, model.roles
     dtype = jnp.dtype(config.dtype)
@@ -329,7 +334,7 @@ def _make_trunk(
     group = _group_of(model, rows)
     layers = make_layers(model, layout, tokens, training, plan, _make_bank_store, group)
 
-    def trunk(dense, bank, grad_sink, inputs, tables, key, first_row, replay=None):
+    def trunk(dense, bank, grad_sink, inputs, tables, key, first_row, replay=None, documents=None):
         device = lax.axis_index(roles.dense)
         token_ids = (first_row + device * rows) * length + jnp.arange(tokens, dtype=jnp.int32)
         tables = local(tables)
@@ -346,8 +351,9 @@ def _make_trunk(
             outer = cast_varying(outer, roles.model)
 
         units = nnx.merge(transformer, {**outer, "units": dense["units"]})
-        x = units.embedding(inputs, dtype, group)
-        x, found = layers(x, dense["units"], bank, joined(opened), tables, token_ids, key, replay)
+        positions = None if documents is None else document_positions(documents)
+        x = units.embedding(inputs, dtype, group, positions)
+        x, found = layers(x, dense["units"], bank, joined(opened), tables, token_ids, key, replay, documents)
         with jax.named_scope("loss"):
             # each device of an MP group takes its part of the group's tokens
             x = x if group.split else own_part(x.reshape(tokens, -1), roles.model)

@@ -363,6 +363,8 @@ def _unit_bytes(
     model, shard, dim = roles.size(roles.model), roles.size(roles.expert_shard), config.model_dim
     matrices = 2 if config.activation == "swiglu" else 1
 
+    masks = (4 if config.attention == "cudnn" else 1) * sizes.length if config.document_mask else 0
+
     own = dim / model if config.sequence_parallel else dim  # of norms and the residual stream
     gathered = dim if schedule_record(moe.schedule).gates_group else own
 
@@ -394,4 +396,4 @@ def _unit_bytes(
         + (compute_itemsize * (dim + config.ffn_dim / model) if dense else 0)
         + (compute_itemsize * (dim + shared) if shared and has_experts else 0),
     }[LIKE.get(config.remat, config.remat)]
-    return residual, unit
+    return residual, unit + masks

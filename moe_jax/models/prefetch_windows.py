@@ -53,12 +53,16 @@ READ = {  # what a stage takes out of the live values: (name, of the next layer)
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """What the stack reads and never differentiates: bank {name: [Rb, ...]}, tables [L, ...], token ids, PRNG key."""
+    """What the stack reads and never differentiates: bank {name: [Rb, ...]}, tables [L, ...], token ids, PRNG key.
+
+    And documents int32 [b, Sq], or None.
+    """
 
     bank: dict
     tables: Any
     token_ids: jax.Array
     key: jax.Array
+    documents: jax.Array | None = None
 
 
 jax.tree_util.register_dataclass(Constants)
@@ -170,12 +174,13 @@ class Direction:
 
     def inputs(self, layer: int, half: int | None, replicas) -> LayerInputs:
         mix, gate = self.prepare(*self.of_layer(self.params, layer))
-        key, token_ids = None, self.constants.token_ids
+        key, token_ids, documents = None, self.constants.token_ids, self.constants.documents
         if self.how.noisy:
             first = self.how.first_layer
             key = jax.random.fold_in(self.constants.key, first + self.index(layer) if first else self.index(layer))
         if half is not None:
             token_ids = jnp.split(token_ids, 2)[half]
+            documents = None if documents is None else jnp.split(documents, 2)[half]
         return LayerInputs(
             mix=mix,
             gate=gate,
@@ -185,6 +190,7 @@ class Direction:
             tables=self.of_layer(self.constants.tables, layer),
             token_ids=token_ids,
             noise_key=key,
+            documents=documents,
         )
 
     def grad_sinks(self):

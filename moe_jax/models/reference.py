@@ -39,7 +39,7 @@ def rotary(x, config: ModelConfig):
     return jnp.concatenate([turned.real, turned.imag], -1)
 
 
-def attention(x, p, config: ModelConfig):
+def attention(x, p, config: ModelConfig, documents=None):
     h = normalize(x, p["norm"], config)
     q, k, v = queries_keys_values(h, p, config)
     if config.qk_norm == "head":
@@ -54,9 +54,16 @@ def attention(x, p, config: ModelConfig):
     if config.kind == "gpt":
         causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
         scores = jnp.where(causal, scores, -jnp.inf)
+    if documents is not None:
+        scores = jnp.where(alike(documents)[:, None], scores, -jnp.inf)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
     out = jnp.einsum("bshd,hdm->bsm", mixed, p["out"])
     return out + p["out_bias"][None, None] if config.attention_bias else out
+
+
+def alike(documents):
+    """Return bool [B, Sq, Sq], whether tokens i and j are of one document, of documents int32 [B, Sq]."""
+    return documents[:, :, None] == documents[:, None]
 
 
 def queries_keys_values(h, p, config: ModelConfig):
@@ -82,33 +89,37 @@ def feed_forward(x, p, config: ModelConfig):
     return hidden @ p["w_out"] + (p["out_bias"][None, None] if config.ffn_bias else 0)
 
 
-def reference_log_probs(params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None):
+def reference_log_probs(
+    params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None, documents=None
+):
     """Return (log probabilities [B, Sq, V], weighted gate losses [], loads int32 [L, E]); arguments as below."""
     logits, gate_loss, loads = reference_logits(
-        params, inputs, config, moe, noise=noise, drop_groups=drop_groups, route=route
+        params, inputs, config, moe, noise=noise, drop_groups=drop_groups, route=route, documents=documents
     )
     return jax.nn.log_softmax(logits, -1), gate_loss, loads
 
 
-def reference_logits(params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None):
+def reference_logits(
+    params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None, documents=None
+):
     """Return (logits [B, Sq, V], weighted gate losses [], loads int32 [L, E]); arguments as below."""
     dense, segments = params["dense"], segments_of(config, moe)
     experts_in = with_experts(segments)
     most = max(segment.moe.num_experts for segment in experts_in)
     x = dense["embedding"]["tokens"][inputs]
     if config.positions == "learned":
-        x = x + dense["embedding"]["positions"][None, : inputs.shape[1]]
+        x = x + dense["embedding"]["positions"][positions(inputs, documents)]
     gate_loss, loads = 0.0, []
     for segment in segments:
         units = part_of(dense["units"], segment, segments)
         for index in range(segment.units):
             p = jax.tree.map(lambda leaf: leaf[index], units)  # noqa: B023
             if segment.config.moe_every != 1:
-                x = x + attention(x, p["dense_attention"], config)
+                x = x + attention(x, p["dense_attention"], config, documents)
                 x = x + feed_forward(x, p["dense"], config)
             if not segment.has_experts:
                 continue
-            x = x + attention(x, p["attention"], config)
+            x = x + attention(x, p["attention"], config, documents)
             h = normalize(x, p["gate"]["norm"], config).reshape(-1, x.shape[-1])
             own = part_of(params["experts"], segment, experts_in)
             here = None if route is None else functools.partial(route, len(loads), p["gate"])
@@ -130,9 +141,16 @@ def reference_logits(params, inputs, config: ModelConfig, moe: MoEConfig, *, noi
     return x @ table.T, gate_loss, jnp.stack(loads)
 
 
+def positions(inputs, documents):
+    """Return the place of each token of inputs [B, Sq]: how many tokens of its document precede it."""
+    before = jnp.tril(jnp.ones((inputs.shape[1], inputs.shape[1]), jnp.int32), -1)[None]
+    return jnp.sum(before if documents is None else before * alike(documents), axis=2)
+
+
 def reference_loss(
-    params, inputs, targets, weights, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None
-):
+    params, inputs, targets, weights, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None,
+    documents=None,
+):  # fmt: skip
     """Return the loss that the real model must reproduce.
 
     Args:
@@ -142,6 +160,7 @@ def reference_loss(
       config, moe: the model.
       noise: list of L arrays [B Sq, E] of standard normal noise, E of that layer, or None.
       drop_groups: in capacity mode, groups of consecutive tokens that are gated each on their own.
+      documents: int32 [B, Sq], as in `Batch`, where the model keeps packed documents apart.
       route: of another router than `topk`: function (layer, gate's parameters, tokens [N, M]) -> what `reference_moe`
         takes from its `route`.
 
@@ -150,7 +169,7 @@ def reference_loss(
       layer does not have count 0.
     """
     log_probs, gate_loss, loads = reference_log_probs(
-        params, inputs, config, moe, noise=noise, drop_groups=drop_groups, route=route
+        params, inputs, config, moe, noise=noise, drop_groups=drop_groups, route=route, documents=documents
     )
     picked = jnp.take_along_axis(log_probs, targets[..., None], -1)[..., 0]
     cross_entropy = -jnp.sum(picked * weights) / jnp.sum(weights)

@@ -31,7 +31,7 @@ class LayerInputs:
       bank: {name: [Rb, ...]} in the compute dtype.
       replicas: a tuple with {name: [m, ...]} for each transfer, ahead of the gate and after it.
       grad_sinks: (home {name: [Hs, ...]}, a tuple of grad_sinks beside `replicas`).
-      tables: the layer's; token_ids: int32 [t]; noise_key: PRNG key, or None.
+      tables: the layer's; token_ids: int32 [t]; noise_key: PRNG key, or None; documents: int32 [b, Sq], or None.
     """
 
     mix: Any
@@ -42,6 +42,7 @@ class LayerInputs:
     tables: Any
     token_ids: jax.Array
     noise_key: jax.Array | None
+    documents: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Stages:
     The exchanges stand alone (`send`, `send_back`), with all computation in the stages around them.
 
     Attributes:
-      attend: (mix, gate, x [b, Sq, M]) -> [b, Sq, M], everything before the MoE layer.
+      attend: (mix, gate, x [b, Sq, M], documents) -> [b, Sq, M], everything before the MoE layer.
       enter_moe: (mix, gate, x) -> ([t, M], what shared experts add), what `Unit.enter_moe` returns.
       moe: the layer, whose schedule is a `StagedSchedule`.
       checkpoint, moe_checkpoint: wrap attention, and the other stages, in an activation checkpointing policy.
@@ -67,7 +68,7 @@ class Stages:
         """Run everything before the gate: [b, Sq, M] -> [b, Sq, M]."""
 
         def run(x, mix):
-            return self.attend(mix, inputs.gate, x)
+            return self.attend(mix, inputs.gate, x, inputs.documents)
 
         return self._run(self.checkpoint(run), (x, inputs.mix), inputs, save_residuals)
 

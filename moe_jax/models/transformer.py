@@ -74,12 +74,13 @@ class Attention(nnx.Module):
         if config.attention_bias:
             self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
 
-    def __call__(self, x, group: ModelGroup, positions=None, mix=None):
+    def __call__(self, x, group: ModelGroup, positions=None, mix=None, documents=None):
         """Return the residual branch, of the shape of x; `group` gathers and sums over the MP group.
 
         Args:
           positions: int32 [Sq] or [b, Sq], of the tokens in their sequences; None counts from 0.
           mix: (q, k, v) -> mixed values [b, Sq, H, Dh], attention to more than these tokens; None attends among them.
+          documents: int32 [b, Sq], as in `Batch`; None is one document.
         """
         config = self.config
         with jax.named_scope("attention"):
@@ -87,7 +88,10 @@ class Attention(nnx.Module):
             if config.positions == "rotary":
                 positions = jnp.arange(q.shape[1], dtype=jnp.int32) if positions is None else positions
                 q, k = (rotate(array, positions, config.rotary_base, config.rotary_factor) for array in (q, k))
-            mixed = attend(q, k, v, config.kind == "gpt", config.attention) if mix is None else mix(q, k, v)
+            if mix is None:
+                mixed = attend(q, k, v, config.kind == "gpt", config.attention, documents)
+            else:
+                mixed = mix(q, k, v)
             return self.leave(mixed, group)
 
     def queries_keys_values(self, x, group: ModelGroup):
@@ -186,14 +190,15 @@ class Unit(nnx.Module):
         if self.has_shared:
             self.shared = SharedExperts(config, moe, rngs, depth)
 
-    def attend(self, x, group: ModelGroup, run: Callable | None = None):
+    def attend(self, x, group: ModelGroup, run: Callable | None = None, documents=None):
         """Run what precedes the MoE layer, or the whole unit where it has none; x keeps its shape.
 
         Args:
           run: (name of an attention of this unit, x) -> its residual branch, for a caller that keeps keys and values;
             None calls it.
+          documents: int32 [b, Sq], as in `Batch`, where `run` is None; None is one document.
         """
-        run = run or (lambda name, x: getattr(self, name)(x, group))
+        run = run or (lambda name, x: getattr(self, name)(x, group, documents=documents))
         if self.has_dense:
             x = x + run("dense_attention", x)
             x = x + self.dense(x, group)
@@ -229,15 +234,14 @@ class Embedding(nnx.Module):
         Rows are read and added as parameters and cast then, so that gradients are summed in the parameters' dtype.
 
         Args:
-          positions: int32 [b, Sq], of the tokens in their sequences, where the group does not split them; None counts
-            from 0.
+          positions: int32 [b, Sq], of the tokens in their sequences or documents; None counts from 0.
         """
         length = token_ids.shape[1]
         x = self.tokens[...][group.own_tokens(token_ids)]
         if self.learned:
             table = self.positions[...]
             if positions is not None:
-                return (x + table[positions]).astype(dtype)
+                return (x + table[group.own_tokens(positions)]).astype(dtype)
             x = x + (table[group.positions(length)] if group.split else table[None, :length])
         return x.astype(dtype)
 

@@ -9,6 +9,7 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import Tokenizer, TokenStream, held_out_batches, mask_tokens
 from moe_jax.data.cache import TokenCache
+from moe_jax.data.documents import document_numbers, inside_documents
 from moe_jax.models import Batch, ModelConfig
 
 
@@ -46,6 +48,23 @@ class Feed:
         self.batch_shardings, self.rows = batch_shardings, train.batch_size // train.grad_accum_steps
         self.own = own_rows(batch_shardings.inputs, (1, self.rows, sequence_length))
 
+    @property
+    def boundary_id(self) -> int | None:
+        """The id after which no target counts: the end of a document of a model that keeps them apart; None of others.
+
+        Masked tokens are targets in their own place, whatever precedes them.
+        """
+        return self.tokenizer.end_id if self.model.document_mask and self.model.kind == "gpt" else None
+
+    def _examples(self, tokens, step, rows) -> Batch:
+        """Return the batch [r, Sq] of tokens [r, Sq + 1] of global rows [r]."""
+        inputs, targets, weights = self._hide(tokens, step, rows)
+        if self.boundary_id is not None:
+            weights = weights * inside_documents(tokens, self.boundary_id)
+        masked = self.model.document_mask
+        documents = document_numbers(tokens[:, :-1], self.tokenizer.end_id) if masked else None
+        return Batch(inputs, targets, weights.astype(self.model.param_dtype), documents=documents)
+
     def _hide(self, tokens, step, rows):
         """Turn tokens [r, Sq + 1] of global rows [r] into (inputs, targets, weights): next tokens, or masked ones."""
         if self.model.kind == "gpt":
@@ -65,9 +84,9 @@ class Feed:
         """Return a step's batch as NumPy arrays [Nm, B / Nm, Sq]; [Nm, b, Sq] of the `rows` given, such as `own`."""
         rows = np.arange(self.rows) if rows is None else rows
         rows = (np.arange(self.train.grad_accum_steps)[:, None] * self.rows + rows[None]).ravel()
-        inputs, targets, weights = self._hide(self.stream.batch(step, rows), step, rows)
         shape = (self.train.grad_accum_steps, -1, self.sequence_length)
-        return Batch(inputs.reshape(shape), targets.reshape(shape), self._weights(weights).reshape(shape))
+        examples = self._examples(self.stream.batch(step, rows), step, rows)
+        return jax.tree.map(lambda array: array.reshape(shape), examples)
 
     def held_out(self) -> Iterator[Batch]:
         """Yield this process' rows of the evaluation batches, [1, b, Sq]; always the same ones."""
@@ -79,8 +98,9 @@ class Feed:
             rows=self.own,
         )
         for step, (tokens, real) in enumerate(batches):
-            inputs, targets, weights = self._hide(tokens, step, self.own)
-            yield Batch(inputs[None], targets[None], self._weights(weights * real)[None])
+            examples = self._examples(tokens, step, self.own)
+            examples = dataclasses.replace(examples, weights=examples.weights * real.astype(self.model.param_dtype))
+            yield jax.tree.map(lambda array: array[None], examples)
 
     def to_devices(self, batch: Batch) -> Batch:
         """Return global arrays [Nm, B / Nm, Sq] from this process' rows [Nm, b, Sq] of each."""
@@ -96,9 +116,6 @@ class Feed:
             return jax.make_array_from_callback(shape, sharding, part)
 
         return jax.tree.map(one, batch, self.batch_shardings)
-
-    def _weights(self, weights):
-        return weights.astype(self.model.param_dtype)
 
 
 def own_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.ndarray:

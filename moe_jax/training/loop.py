@@ -289,6 +289,7 @@ class Loop:
                 sequence_length=session.config.data.sequence_length,
                 vocab_size=session.model.vocab_size,
                 limit=session.config.train.evaluate_windows,
+                boundary_id=session.feed.boundary_id,
             )
         if self.writers:
             self.writers.evaluation(self.step, record)

@@ -125,7 +125,8 @@ class Program:
         """Return one step's batch as ShapeDtypeStructs with shardings."""
         train, length = self.config.train, self.config.data.sequence_length
         shape = (train.grad_accum_steps, train.batch_size // train.grad_accum_steps, length)
-        dtypes = Batch(np.int32, np.int32, np.dtype(self.config.model.param_dtype))
+        documents = np.int32 if self.config.model.document_mask else None
+        dtypes = Batch(np.int32, np.int32, np.dtype(self.config.model.param_dtype), documents=documents)
         return jax.tree.map(
             lambda dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),
             dtypes,

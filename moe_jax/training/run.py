@@ -68,7 +68,7 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         contextlib.closing(Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)) as checkpoints,
     ):
         latest = checkpoints.latest()
-        check_folder(folder, checkpoints, latest, config_text)
+        check_folder(folder, checkpoints, latest, config_text, options)
         if latest is not None and latest >= config.train.steps and not options.eval_only:
             say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
             return True
@@ -141,12 +141,31 @@ def check_same_corpus(session: Session, hosts: Hosts):
             )
 
 
-def check_folder(folder: RunFolder, checkpoints: Checkpointer, latest: int | None, config_text: str):
-    """Raise UserError if the folder belongs to a run that this config may not go on with."""
+def check_folder(
+    folder: RunFolder, checkpoints: Checkpointer, latest: int | None, config_text: str, options: RunOptions
+):
+    """Raise UserError if the folder belongs to a run that this config may not go on with.
+
+    Parameters alone, as a conversion writes them, are evaluated on any text, and no run goes on from them.
+    """
     if latest is not None:
-        check_resumable(checkpoints.read_host(latest)["config"], config_text, str(folder.path))
+        host = checkpoints.read_host(latest)
+        if not host.get("parameters_only"):
+            check_resumable(host["config"], config_text, str(folder.path))
+        elif options.eval_only:
+            check_resumable(_model_lines(host["config"]), _model_lines(config_text), str(folder.path))
+        else:
+            raise UserError(
+                f"{options.workdir} holds parameters alone, as moe_jax.convert makes it; start a run of its own from "
+                f"them, with --init_from={options.workdir} and another --workdir"
+            )
     elif (held := folder.held_config(config_text)) is not None:
         check_resumable(held, config_text, str(folder.path))
+
+
+def _model_lines(config_text: str) -> str:
+    """Return what a config text says of model and layer."""
+    return "\n".join(line for line in config_text.splitlines() if line.startswith(("ModelConfig.", "MoEConfig.")))
 
 
 def settle_run_teacher(
@@ -170,11 +189,6 @@ def starting_state(
             if left_out is not None:
                 say(hosts, left_out)
             home = engine.home
-        if checkpoints.read_host(latest).get("parameters_only"):
-            raise UserError(
-                f"{options.workdir} holds parameters alone, as moe_jax.convert makes it; start a run of its own from "
-                f"them, with --init_from={options.workdir} and another --workdir"
-            )
         state, host = checkpoints.restore(latest, session.abstract_state(), home)
         session.feed.stream.check_position(host["data"])
         _keep_or_drop_ema(session, checkpoints, latest, state, hosts)

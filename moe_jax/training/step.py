@@ -66,7 +66,7 @@ def build_state_shardings(
     state = {"step": replicated, "params": named(layout.params), "opt_state": named(opt_specs)}
     return StateShardings(
         state={**state, "ema": named(layout.state)} if ema else state,
-        batch=Batch(rows, rows, rows),
+        batch=Batch(rows, rows, rows, documents=rows if model.config.document_mask else None),
         tables=joined({s.name: NamedSharding(mesh, P(model.roles_of(s).expert)) for s in model.expert_segments}),
         host_signals=NamedSharding(mesh, P(roles.all)),
         replicated=replicated,

@@ -147,7 +147,7 @@ def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, voca
             f"{tokenizer.name!r}; set DataConfig.tokenizer ({config.data.tokenizer!r}) and ModelConfig.vocab_size "
             f"({config.model.vocab_size}) as the teacher has them"
         )
-    for field in ("kind", "param_dtype"):
+    for field in ("kind", "param_dtype", "document_mask"):
         mine, its = getattr(config.model, field), getattr(teacher.model, field)
         if mine != its:
             binding = "dtype" if field == "param_dtype" else field

@@ -222,6 +222,25 @@ def test_dry_run_says_what_auto_attention_is_and_counts_it():
         dry_run(run, 2, "h200:1x2")
 
 
+def test_dry_run_counts_the_masks_of_documents():
+    """Of the unit whose backward runs: a byte for each pair of tokens, or of cuDNN's bias and its gradient 4."""
+    kept = {}
+    for attention in ("xla", "cudnn"):
+        for mask in (False, True):
+            bindings = [f"ModelConfig.document_mask = {mask}", f"ModelConfig.attention = {attention!r}"]
+            run, _, _ = parse_run_config(["configs/model/hecate_gpt_moe_s.gin"], [*bindings, "train.batch_size = 256"])
+            text = dry_run(run, target="h200:4x8")
+            kept[attention, mask] = int(re.search(r"activations +([\d,]+)", text)[1].replace(",", ""))
+            assert ("a document ends with the id 256" in text) == mask
+            length = run.data.sequence_length
+    added = {attention: kept[attention, True] - kept[attention, False] for attention in ("xla", "cudnn")}
+    tokens = 256 // 32 * length
+    assert added == {"xla": tokens * length, "cudnn": 4 * tokens * length}
+    run, _, _ = parse_run_config((), [*bindings, "ModelConfig.dtype = 'bfloat16'", "DataConfig.sequence_length = 63"])
+    with pytest.raises(UserError, match=r"sequence_length \(63\) must be even where ModelConfig.document_mask"):
+        dry_run(run, target="h200:1x8")
+
+
 def test_dry_run_of_pairwise_tells_its_bound(tmp_path):
     """From a preset, from a calibration, from a preset that lacks a figure, and from nothing."""
 

@@ -191,3 +191,12 @@ def test_held_out_entropy_is_that_of_the_targets_that_count(long):
         targets = np.concatenate([batch.tokens[:, 1:][batch.weights > 0] for batch in batches])
         found = held_out_entropy(long, sequence_length=length, vocab_size=258, limit=limit)
         assert found == pytest.approx(unigram_entropy(targets, 258), rel=1e-12)
+
+
+def test_held_out_entropy_without_what_follows_an_end(tmp_path):
+    cache, space = corpus(tmp_path, "ab cde f" * 40, 0.3), ord(" ")  # a space in the place of an end
+    batches = list(held_out_batches(cache, sequence_length=7, batch_size=4))
+    inside = [b.tokens[:, 1:][(b.weights > 0) & (b.tokens[:, :-1] != space)] for b in batches]
+    found = held_out_entropy(cache, sequence_length=7, vocab_size=258, boundary_id=space)
+    assert found == pytest.approx(unigram_entropy(np.concatenate(inside), 258), rel=1e-12)
+    assert found != pytest.approx(held_out_entropy(cache, sequence_length=7, vocab_size=258), rel=1e-3)

@@ -86,6 +86,23 @@ def test_hugging_face_tokenizer_appends_missing_marks_after_the_largest_id(word_
     assert (tokenizer.end_id, tokenizer.mask_id, tokenizer.vocab_size) == (8, 9, 10)
 
 
+def test_the_end_is_that_of_the_files_beside_the_tokenizer(word_file, tmp_path):
+    """generation_config.json before config.json, an id or a list of them, and ids that the tokenizer does not have."""
+    built = lambda: build_tokenizer(DataConfig(tokenizer=word_file))  # noqa: E731
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    assert (built().end_id, built().end_ids, built().mask_id, built().vocab_size) == (1, (1,), 8, 9)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert built().end_id == 1
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 11, 1]}')
+    found = built()
+    assert (found.end_id, found.end_ids, found.mask_id, found.vocab_size) == (7, (7, 11, 1), 12, 13)
+    assert found.decode(np.array([1, 11])) == "b<|end|>"
+    for text, words in (("[]", "cannot read"), ('{"eos_token_id": [-1]}', r"eos_token_id \(\[-1\]\) must be an id")):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(UserError, match=words):
+            built()
+
+
 def test_hugging_face_tokenizer_never_truncates(word_file):
     assert build_tokenizer(DataConfig(tokenizer=word_file)).encode("c b a c").tolist() == [7, 1, 0, 7]
 

@@ -35,6 +35,7 @@ FORMS = {
     "block, ZeRO-3, microbatches": ("ModelConfig.remat = 'block'", "train.zero_stage = 3",
                  "train.grad_accum_steps = 2"),
     "bert": ("ModelConfig.kind = 'bert'", "ModelConfig.positions = 'rotary'", "ModelConfig.activation = 'swiglu'"),
+    "documents, prefetch": ("ModelConfig.document_mask = True", "ModelConfig.prefetch = 'hecate'"),
     "pairwise": ("MoEConfig.schedule = 'pairwise'",),
     "dp": ("MoEConfig.schedule = 'dp'", "MeshConfig.data = 4", "MeshConfig.expert = 1", "train.expert_zero_stage = 3"),
 }  # fmt: skip

@@ -26,7 +26,11 @@ MESHES = {
     "data_in_turn": ([0, 4, 1, 5, 2, 6, 3, 7], [range(0, 8, 2), range(1, 8, 2)], ("MeshConfig.data = 2", *BERT)),
     "mp_within": (range(8), [range(4), range(4, 8)], ("MeshConfig.model = 2", "MeshConfig.expert_shard = 2")),
     "mp_across": ([0, 4, 1, 5, 2, 6, 3, 7], [range(8), range(8)], ("MeshConfig.model = 2",)),
-    "backwards": (range(7, -1, -1), [range(4, 8), range(4)], ("train.grad_accum_steps = 2", "train.batch_size = 16")),
+    "backwards": (
+        range(7, -1, -1),
+        [range(4, 8), range(4)],
+        ("train.grad_accum_steps = 2", "train.batch_size = 16", "ModelConfig.document_mask = True"),
+    ),
 }
 EVALUATED = ("data_in_turn", "mp_across")
 

@@ -123,6 +123,7 @@ def test_another_teacher_is_refused_in_one_line(taught):
         ("DistillationConfig.teacher_step = 2", "it has no checkpoint of step 2, only of 3"),
         ("ModelConfig.vocab_size = 512", "its vocabulary has 384 entries of the tokenizer 'byte', and this run's 512"),
         ("ModelConfig.kind = 'bert'", "its ModelConfig.kind is 'gpt', and this run's 'bert'"),
+        ("ModelConfig.document_mask = True", "its ModelConfig.document_mask is False, and this run's True"),
         ("ModelConfig.dtype = 'float64'", "its ModelConfig.dtype is 'bfloat16', and this run's 'float64'"),
         ("MeshConfig.data = 1", "num_experts|experts"),  # four of them on eight devices
         ("DataConfig.sequence_length = 32", "it has learned 16 positions"),

@@ -1,9 +1,11 @@
 """Every process reads the rows of its own devices, whatever the order of the mesh, and no number changes."""
 
+import json
 import socket
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from support import feed_rows
@@ -14,6 +16,7 @@ from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
 from moe_jax.training.loop import evaluate
 from moe_jax.training.run import RunOptions, check_same_corpus, run
+from moe_jax.training.session import build_session
 
 HELPER = Path(feed_rows.__file__)
 
@@ -59,6 +62,26 @@ def test_processes_that_read_different_texts_stop(tmp_path):
     with pytest.raises(UserError, match=r"DataConfig\.path .* on process 0 and 5 tokens .* on process 1; give every"):
         run(config, text, operative, RunOptions(workdir=str(tmp_path / "run")), Two())
     assert held == [held[0]] * 2
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_documents_kept_apart(tmp_path, kind):
+    """Numbers of documents and weights of targets, beside a loop over the tokens; the mask of BERT hides no end."""
+    texts = tmp_path / "a.jsonl"
+    texts.write_text("\n".join(json.dumps({"text": "x" * (3 + i % 11)}) for i in range(300)))
+    changes = (f"DataConfig.path = {str(texts)!r}", "ModelConfig.document_mask = True", f"ModelConfig.kind = {kind!r}")
+    config, _, _ = parse_run_config((), bindings_of(tmp_path, *changes, "train.grad_accum_steps = 2"))
+    feed = build_session(config, jax.devices()[:4]).feed
+    for batch in (feed.read(1), next(feed.held_out())):
+        documents, ends = np.zeros_like(batch.documents), batch.targets if kind == "bert" else batch.inputs
+        inside = np.ones(batch.documents.shape, bool)
+        for at in np.ndindex(documents.shape[:2]):
+            for column in range(1, documents.shape[2]):
+                documents[at][column] = documents[at][column - 1] + (ends[at][column - 1] == 256)
+            inside[at] = kind == "bert" or batch.inputs[at] != 256
+        assert documents.dtype == np.int32 and documents.max() > 1
+        np.testing.assert_array_equal(batch.documents, documents)
+        assert not batch.weights[~inside].any() and (kind == "bert" or batch.weights[inside].all())
 
 
 def test_evaluation_counts_the_targets_that_count(tmp_path):

@@ -1,0 +1,190 @@
+"""Documents packed into one sequence are as if each had a sequence of its own: logits, loss and every gradient.
+
+The oracle knows no masks: it is the one-device reference on each document alone, filled up behind its end, which a
+causal model cannot see. float64, 1e-10 of the largest entry. Few models, that together meet every way to run layers:
+scanned and written out, segments, block-wise schedules, model-parallel groups whole and split over tokens, ZeRO-3.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.document_cases import alone, make_mesh_logits, packed_batch, placed
+from support.equality_cases import model_config, moe_config
+from support.segment_cases import banks, build, reference_params, tables_of
+
+from moe_jax.errors import UserError
+from moe_jax.models import attention, make_loss
+from moe_jax.models.attention import attend
+from moe_jax.models.documents import document_positions
+from moe_jax.models.reference import reference_logits
+
+# schedule, mesh, ZeRO stage, model
+CASES = {
+    "one_device": ("deepspeed", {}, 1, {"remat": "dots"}),
+    "split_zero3_pairs": (
+        "s1",
+        {"expert": 4, "expert_shard": 2, "model": 2},
+        3,
+        {"moe_every": 2, "sequence_parallel": True, "kv_heads": 2},
+    ),
+    "hecate_rotary_written_out": (
+        "s1",
+        {"expert": 4, "expert_shard": 2, "model": 4},
+        1,
+        {"prefetch": "hecate", "remat": "block", "positions": "rotary", "stack": "unrolled"},
+    ),
+    "halves_split": (
+        "s1",
+        {"expert": 4, "model": 2},
+        1,
+        {"overlap": "halves", "sequence_parallel": True},
+    ),
+    "segments_halves": (
+        "deepspeed",
+        {"expert": 4},
+        1,
+        {"overlap": "halves", "segments": ("layers=1 moe_every=0", "layers=2"), "layers": 3, "remat": "block"},
+    ),
+    "bert_data2": ("deepspeed", {"data": 2, "expert": 2}, 3, {"kind": "bert", "remat": "block"}),
+}  # fmt: skip
+ALWAYS = ("split_zero3_pairs", "hecate_rotary_written_out")  # the others meet their parts in other company
+
+
+def of_case(name):
+    schedule, mesh, zero, changes = CASES[name]
+    config = model_config(document_mask=True, **{"overlap": "none", "attention": "xla", **changes})
+    moe = moe_config(num_experts=4, schedule=schedule, gate_noise=0.0, aux_loss_weight=0.0, z_loss_weight=0.0)
+    return config, moe, build(config, moe, mesh, zero_stage=zero)
+
+
+def assert_close(got, want, what):
+    got, want = np.asarray(got), np.asarray(want)
+    assert np.max(np.abs(got - want)) <= 1e-10 * np.max(np.abs(want)) + 1e-30, what
+
+
+@pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_packed_documents_equal_documents_alone(name):
+    with jax.enable_x64(True):
+        config, moe, model = of_case(name)
+        params, packed = reference_params(config, moe), packed_batch()
+        if config.kind == "gpt":
+            batch, places = alone(packed)
+        else:  # what fills a row up is seen by its document: here the oracle has a mask, which a test below proves
+            batch, places = packed, [(row, 0, 8) for row in range(8)]
+        plain = dataclasses.replace(config, document_mask=False)
+
+        def oracle(params):
+            logits, *_ = reference_logits(params, batch.inputs, plain, moe, documents=batch.documents)
+            log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), batch.targets[..., None], -1)[..., 0]
+            return -jnp.sum(log_probs * batch.weights) / jnp.sum(batch.weights), logits
+
+        (want, want_logits), want_grads = jax.jit(jax.value_and_grad(oracle, has_aux=True))(params)
+        layout = model.layout()
+        on_mesh = placed(model, layout, params)
+        loss = jax.jit(jax.value_and_grad(make_loss(model, layout, 8, 8), has_aux=True))
+        total = np.sum(packed.weights)
+        (got, _), grads = loss(on_mesh, packed, tables_of(model), jax.random.key(0), np.int32(0), total)
+        np.testing.assert_allclose(float(got), float(want), rtol=1e-10)
+        flat = {"dense": want_grads["dense"], "bank": banks(model, want_grads["experts"])}
+        for (path, a), b in zip(jax.tree.leaves_with_path(flat), jax.tree.leaves(grads), strict=True):
+            assert_close(b, a, jax.tree_util.keystr(path))
+        logits = make_mesh_logits(model, layout)(on_mesh, packed)
+        for own, (row, first, last) in zip(np.asarray(want_logits), places, strict=True):
+            assert_close(logits[row, first:last], own[: last - first], (row, first, last))
+
+
+def test_the_masked_reference_is_each_document_alone():
+    """Of a model that sees both ways, with no rows filled up."""
+    packed = packed_batch()
+    with jax.enable_x64(True):
+        config, moe = model_config(kind="bert", layers=1), moe_config(num_experts=4, gate_noise=0.0)
+        params = reference_params(config, moe)
+        run = jax.jit(lambda inputs, documents: reference_logits(params, inputs, config, moe, documents=documents)[0])
+        got = run(packed.inputs, packed.documents)
+        for row, first, last in ((0, 0, 3), (0, 3, 6), (7, 0, 7)):
+            want = run(packed.inputs[row : row + 1, first:last], None)
+            assert_close(got[row, first:last], want[0], (row, first, last))
+
+
+def test_positions_by_hand():
+    numbers = jnp.asarray([[0, 0, 1, 1, 1, 2], [4, 5, 6, 6, 6, 6]])
+    assert document_positions(numbers).tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "cudnn"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_bfloat16_attention_of_documents(implementation, causal, monkeypatch):
+    """Mixed values and gradients beside those of each document alone, in float64.
+
+    In the place of cuDNN stands JAX's own attention, with the bias that cuDNN gets.
+    """
+    plain = jax.nn.dot_product_attention
+    stand_in = lambda causal: lambda q, k, v, *bias: plain(q, k, v, *bias, is_causal=causal, implementation="xla")  # noqa: E731
+    monkeypatch.setattr(attention, "_cudnn", stand_in)
+    rng = np.random.default_rng(0)
+    values = [rng.normal(size=(2, 6, heads, 8)) for heads in (4, 2, 2, 4)]
+    numbers, cuts = jnp.asarray([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]]), ((0, 2, 5, 6), (0, 1, 6))
+
+    def packed(q, k, v):
+        return attend(q, k, v, causal, implementation, numbers)
+
+    def apart(q, k, v):
+        rows = []
+        for row, places in enumerate(cuts):
+            parts = [slice(first, last) for first, last in zip(places[:-1], places[1:], strict=True)]
+            one = [attend(*(array[row : row + 1, part] for array in (q, k, v)), causal, "xla") for part in parts]
+            rows.append(jnp.concatenate(one, axis=1))
+        return jnp.concatenate(rows)
+
+    def run(dtype, function):
+        q, k, v, weights = (jnp.asarray(jnp.asarray(array, jnp.bfloat16), dtype) for array in values)
+
+        def total(q, k, v):
+            out = function(q, k, v)
+            return jnp.sum((out * weights).astype(jnp.promote_types(dtype, jnp.float32))), out
+
+        grads, out = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(q, k, v)
+        return [np.asarray(array, np.float64) for array in (out, *grads)]
+
+    got = run(jnp.bfloat16, packed)
+    with jax.enable_x64(True):
+        want = run(jnp.float64, apart)
+    for a, b in zip(got, want, strict=True):
+        assert np.max(np.abs(a - b)) < 0.02 * np.max(np.abs(b))
+
+
+def test_a_bfloat16_model_keeps_documents_apart():
+    """What precedes a document changes none of its logits' bits: a masked weight is 0, not a small number."""
+    config = model_config(document_mask=True, overlap="none", attention="xla", dtype="bfloat16", layers=1)
+    moe = moe_config(num_experts=2, gate_noise=0.0)
+    model = build(config, moe, {"expert": 2})
+    params, packed = reference_params(config, moe), packed_batch()
+    layout = model.layout()
+    on_mesh = placed(model, layout, params)
+    other = packed.inputs.copy()
+    other[0, :2] = (other[0, :2] + 1) % 30  # the first document of row 0, but for its end
+    batches = [packed, dataclasses.replace(packed, inputs=other)]
+    logits = make_mesh_logits(model, layout)
+    before, after = (np.asarray(logits(on_mesh, batch), np.float32)[0] for batch in batches)
+    assert np.max(np.abs(before[:2] - after[:2])) > 0
+    np.testing.assert_array_equal(before[3:], after[3:])
+
+
+def test_what_does_not_fit_is_refused():
+    without = dataclasses.replace(packed_batch(), documents=None)
+    with jax.enable_x64(True):
+        _, _, model = of_case("one_device")
+        loss = make_loss(model, model.layout(), 8, 8)
+        with pytest.raises(ValueError, match="exactly where ModelConfig.document_mask is set"):
+            loss({}, without, None, None, None, None)
+
+
+def test_cudnn_takes_an_even_number_of_tokens(monkeypatch):
+    monkeypatch.setattr("moe_jax.models.loss.resolve_attention", lambda config, device: config)
+    config = model_config(document_mask=True, attention="cudnn", dtype="bfloat16")
+    model = build(config, moe_config(), {})
+    with pytest.raises(UserError, match=r"sequence_length \(7\) must be even where ModelConfig.document_mask"):
+        make_loss(model, model.layout(), 8, 7)
