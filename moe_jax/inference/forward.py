@@ -21,6 +21,7 @@ from moe_jax.collectives.replicated import join_parts, own_part
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import local
 from moe_jax.inference.cache import Entry, attend_cached, store_prompts, store_tokens
+from moe_jax.inference.few_tokens import FewTokens, FewTokensGroup, alike, are_few
 from moe_jax.inference.int8 import with_int8
 from moe_jax.inference.real_tokens import RealTokens
 from moe_jax.inference.transport import settle_transport
@@ -42,8 +43,9 @@ def whole_tokens(tokens: int, parts: int) -> int:
 
 
 def make_forward(
-    model: LanguageModel, rows: int, length: int, fresh: bool, shapes: dict[str, PlanShape], quantize: str = "none"
-) -> Callable:
+    model: LanguageModel, rows: int, length: int, fresh: bool, shapes: dict[str, PlanShape], quantize: str = "none",
+    decode: str = "exchange",
+) -> Callable:  # fmt: skip
     """Return forward(dense, bank, tables, cache, ids, positions, real) -> (x, table, cache, {segment: choices}).
 
     Of whole prompts `cache` is int T, the tokens that the cache to be made has room for.
@@ -55,15 +57,23 @@ def make_forward(
       rows: b; length: Sq.
       fresh: the tokens are whole prompts; else one token for each sequence, at its position.
       shapes: {segment: slots and candidates of its placement}; quantize: how the bank is kept, 'none' or 'int8'.
+      decode: of one token for each sequence: 'gather' them where they are few (`few_tokens.py`), or 'exchange'.
     """
     config = model.config
     graph = nnx.split(nnx.eval_shape(lambda: Transformer(config, model.moe, model.vocab_size, nnx.Rngs(0))))[0]
-    group = ModelGroup(model.roles.model, rows, False)
-    layers = {
-        segment: _make_layer(segment, model.roles_of(segment), rows * length, shapes[segment.name], quantize)
+    single = not fresh and decode == "gather"
+    few = {
+        segment: single and are_few(rows * length, segment.moe.top_k, model.roles_of(segment))
         for segment in model.expert_segments
     }
+    group = (FewTokensGroup if any(few.values()) else ModelGroup)(model.roles.model, rows, False)
+    layers = {
+        segment: _make_layer(segment, model.roles_of(segment), rows * length, shapes[segment.name], quantize, of_few)
+        for segment, of_few in few.items()
+    }
     loops = {segment: _make_loop(segment, layers.get(segment), group) for segment in model.segments}
+
+    group_parts = model.roles.size(model.roles.model)
 
     def forward(dense, bank, tables, cache, ids, positions, real):
         tables = local(tables)
@@ -73,9 +83,14 @@ def make_forward(
         for segment, loop in loops.items():
             units = part_of(dense["units"], segment, model.segments)
             own = [model.own_part(tree, segment) if segment.has_experts else None for tree in (bank, tables)]
+            own[1] = alike(own[1], model.roles_of(segment)) if few.get(segment) else own[1]
             held = None if fresh else cache[segment.name]
             x, new, choices = loop(x, units, *own, held, positions, real)
             kept[segment.name] = store_prompts(new, cache) if fresh else store_tokens(held, new, positions[:, 0])
+            if few.get(segment):
+                spare = whole_tokens(rows, group_parts) - rows
+                choices = jnp.pad(choices, ((0, 0), (0, spare), (0, 0)), constant_values=-1)
+                choices = own_part(choices, model.roles.model, dim=1)
             if choices is not None:
                 found[segment.name] = cast_varying(choices, model.roles.all)
         with jax.named_scope("logits"):
@@ -122,17 +137,25 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup) -> C
     return loop
 
 
-def _make_layer(segment: Segment, roles: Roles, tokens: int, shape: PlanShape, quantize: str) -> Callable:
-    """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here)."""
+def _make_layer(
+    segment: Segment, roles: Roles, tokens: int, shape: PlanShape, quantize: str, few: bool
+) -> Callable:  # fmt: skip
+    """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here).
+
+    Where tokens are few, choices are of all of them.
+    """
     whole = whole_tokens(tokens, roles.size(roles.model))
     row_bytes = segment.config.model_dim * jnp.dtype(segment.config.dtype).itemsize
     config = settle_transport(segment.moe, roles, whole, row_bytes)
     moe: MoE = make_moe(config, roles, whole, segment.config.activation, shape)
     moe = dataclasses.replace(moe, router=RealTokens(moe.router))
     moe = with_int8(moe) if quantize == "int8" else moe
+    of_few = FewTokens(moe, shape.slots)
 
     def layer(x, real, gate, bank, tables):
         index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), -1)
+        if few:
+            return of_few(x, index, gate, bank, tables)
         x = jnp.pad(x, ((0, whole - tokens), (0, 0)))
         index = jnp.pad(index, (0, whole - tokens), constant_values=-1)
         y, stats, _ = moe(x, index, gate, bank, {}, tables)

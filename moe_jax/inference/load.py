@@ -38,6 +38,7 @@ END_FILES = ("generation_config.json", "config.json")  # of Hugging Face, as a c
 def load(
     workdir: str | os.PathLike[str], mesh: MeshConfig | None = None, *, step: int | None = None, averaged: bool = False,
     bindings: Sequence[str] = (), devices: Sequence | None = None, quantize: str = "none",
+    decode: str = "gather",
 ) -> Generator:  # fmt: skip
     """Return a finished or running run's model, ready to generate.
 
@@ -49,6 +50,7 @@ def load(
       bindings: lines 'Name.field = value' that win over the run's config, such as MoEConfig.schedule.
       devices: to run on; None takes all.
       quantize: 'int8' keeps the experts' weights so, for a small change of the loss (`int8.py`).
+      decode: how single tokens meet their experts, 'gather' or 'exchange', as `Generator` says.
 
     Raises:
       UserError: no such run or checkpoint, a model that cannot generate, or a mesh that does not fit it.
@@ -72,7 +74,7 @@ def load(
     vocabulary = model.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.vocab_size)
     return Generator(
         model, params, tokenizer=tokenizer, end_ids=_end_ids(folder.path, tokenizer), vocabulary=vocabulary,
-        quantize=quantize,
+        quantize=quantize, decode=decode,
     )  # fmt: skip
 
 

@@ -144,7 +144,9 @@ def main(_):
         model = build(folder / "model")
         sides = {"moe_jax": ours(folder / "model", folder / "run")}
         for way in _EXPERTS_BY.value:
-            sides |= {f"transformers, {way} experts, {cache} cache": theirs(model, way, cache) for cache in _CACHES.value}
+            sides |= {
+                f"transformers, {way} experts, {cache} cache": theirs(model, way, cache) for cache in _CACHES.value
+            }
         size = (max(map(int, _BATCHES.value)), _PROMPT_TOKENS.value)
         prompts = np.random.default_rng(0).integers(3, _VOCABULARY.value, size).tolist()
         found, different = measure(sides, prompts)
@@ -159,7 +161,9 @@ def main(_):
             medians[name] = float(np.median(further))
             shown = ", ".join(f"{value:.2f}" for value in np.percentile(further, (50, 90, 99)))
             print(f"| {batch} | {name} | {batch * 1e3 / medians[name]:.1f} | {np.median(first):.1f} | {shown} |")
-            record.append({"batch": batch, "side": name, "first_ms": float(np.median(first)), "further_ms": medians[name]})
+            record.append(
+                {"batch": batch, "side": name, "first_ms": float(np.median(first)), "further_ms": medians[name]}
+            )
         own = medians.pop("moe_jax")
         best = min(medians, key=medians.get)
         print(f"| {batch} | ratio to {best} | {medians[best] / own:.2f} | | |")
