@@ -21,7 +21,7 @@ from moe_jax.collectives.replicated import join_parts, own_part
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import local
 from moe_jax.inference.cache import Entry, attend_cached, store_prompts, store_tokens
-from moe_jax.inference.few_tokens import FewTokens, FewTokensGroup, alike, are_few
+from moe_jax.inference.few_tokens import FewTokens, FewTokensGroup, alike, on_cpu, way_of
 from moe_jax.inference.int8 import with_int8
 from moe_jax.inference.real_tokens import RealTokens
 from moe_jax.inference.transport import settle_transport
@@ -35,6 +35,8 @@ from moe_jax.models.shared_experts import add_shared
 from moe_jax.models.transformer import Transformer, Unit
 from moe_jax.moe.layer import MoE, make_moe
 from moe_jax.placement import PlanShape
+
+UNROLL = 8  # units in a turn of a GPU's loop over single tokens, where the loop's own small kernels count
 
 
 def whole_tokens(tokens: int, parts: int) -> int:
@@ -61,17 +63,19 @@ def make_forward(
     """
     config = model.config
     graph = nnx.split(nnx.eval_shape(lambda: Transformer(config, model.moe, model.vocab_size, nnx.Rngs(0))))[0]
-    single = not fresh and decode == "gather"
-    few = {
-        segment: single and are_few(rows * length, segment.moe.top_k, model.roles_of(segment))
+    few = {} if fresh or decode != "gather" else {
+        segment: way_of(rows, segment.moe.top_k, shapes[segment.name].slots, model.roles_of(segment))
+        for segment in model.expert_segments
+    }  # fmt: skip
+    in_place = any(few.values()) and not on_cpu(model.roles)
+    group = (FewTokensGroup if in_place else ModelGroup)(model.roles.model, rows, False)
+    layers = {
+        segment: _make_layer(
+            segment, model.roles_of(segment), rows * length, shapes[segment.name], quantize, few.get(segment)
+        )
         for segment in model.expert_segments
     }
-    group = (FewTokensGroup if any(few.values()) else ModelGroup)(model.roles.model, rows, False)
-    layers = {
-        segment: _make_layer(segment, model.roles_of(segment), rows * length, shapes[segment.name], quantize, of_few)
-        for segment, of_few in few.items()
-    }
-    loops = {segment: _make_loop(segment, layers.get(segment), group) for segment in model.segments}
+    loops = {segment: _make_loop(segment, layers.get(segment), group, in_place) for segment in model.segments}
 
     group_parts = model.roles.size(model.roles.model)
 
@@ -99,10 +103,11 @@ def make_forward(
     return forward
 
 
-def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup) -> Callable:
+def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_place: bool) -> Callable:
     """Return loop(x, units, bank, tables, cache or None, positions, real) -> (x, new, choices [L, t', K] or None).
 
-    Without a cache the tokens are whole prompts. new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh].
+    Without a cache the tokens are whole prompts. new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh]; in_place: few
+    tokens on a GPU, where small kernels count.
     """
     config = segment.config
     graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
@@ -117,7 +122,8 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup) -> C
                     new[name] = k, v
                     if held is None:
                         return attend(q, k, v, True, config.attention)
-                    return attend_cached(Entry(*held[name]), q, k, v, positions[:, 0])
+                    at = positions[:, 0]
+                    return attend_cached(Entry(*held[name]), q, k, v, at, in_place and at.shape[0] == 1)
 
                 return getattr(unit, name)(x, group, positions, mix)
 
@@ -131,18 +137,18 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup) -> C
             return x + y.reshape(x.shape), (new, choices)
 
         pairs = None if cache is None else {name: (entry.keys, entry.values) for name, entry in cache.items()}
-        x, (new, choices) = lax.scan(body, x, (units, tables, pairs))
+        x, (new, choices) = lax.scan(body, x, (units, tables, pairs), unroll=UNROLL if in_place else 1)
         return x, new, choices
 
     return loop
 
 
 def _make_layer(
-    segment: Segment, roles: Roles, tokens: int, shape: PlanShape, quantize: str, few: bool
+    segment: Segment, roles: Roles, tokens: int, shape: PlanShape, quantize: str, way: str | None
 ) -> Callable:  # fmt: skip
     """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here).
 
-    Where tokens are few, choices are of all of them.
+    Where tokens are few, so that there is a `way_of` them, choices are of all.
     """
     whole = whole_tokens(tokens, roles.size(roles.model))
     row_bytes = segment.config.model_dim * jnp.dtype(segment.config.dtype).itemsize
@@ -150,11 +156,11 @@ def _make_layer(
     moe: MoE = make_moe(config, roles, whole, segment.config.activation, shape)
     moe = dataclasses.replace(moe, router=RealTokens(moe.router))
     moe = with_int8(moe) if quantize == "int8" else moe
-    of_few = FewTokens(moe, shape.slots)
+    of_few = FewTokens(moe, shape.slots, way) if way else None
 
     def layer(x, real, gate, bank, tables):
         index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), -1)
-        if few:
+        if of_few is not None:
             return of_few(x, index, gate, bank, tables)
         x = jnp.pad(x, ((0, whole - tokens), (0, 0)))
         index = jnp.pad(index, (0, whole - tokens), constant_values=-1)

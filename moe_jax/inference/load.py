@@ -30,7 +30,7 @@ from moe_jax.observe import RunFolder
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import padded_vocabulary
 
-MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out")  # of attention, dense FFN and shared experts
+MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out", "head")  # of attention, FFNs, and an untied head
 TOKENIZER = "tokenizer.json"
 END_FILES = ("generation_config.json", "config.json")  # of Hugging Face, as a conversion leaves them in a run folder
 
@@ -158,8 +158,8 @@ def _restore(checkpoints: Checkpointer, step: int, model: LanguageModel, part: s
 def in_compute_dtype(params: dict, dtype: str) -> dict:
     """Return parameters whose experts and matrices of blocks are in the compute dtype, as every step would cast them.
 
-    Norms, gates, biases and embeddings stay as trained: they are read in their own dtype. Arrays that are cast are
-    deleted one by one.
+    Norms, gates, biases and embeddings stay as trained, but for an untied output head: they are read in their own
+    dtype. Arrays that are cast are deleted one by one.
     """
 
     def one(path, leaf):
