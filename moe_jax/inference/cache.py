@@ -69,23 +69,34 @@ def store_tokens(cache: dict, new: dict, positions) -> dict:
     return {name: Entry(one(cache[name].keys, k), one(cache[name].values, v)) for name, (k, v) in new.items()}
 
 
-def attend_cached(entry: Entry, q, k, v, positions):
+def attend_cached(entry: Entry, q, k, v, positions, in_place: bool = False):
     """Return softmax(q k^T / sqrt(Dh)) v over the tokens before `positions` and the new one: [b, 1, H, Dh].
+
+    The new token's keys and values stand in for the rows of its position, which the cache does not hold yet.
 
     Args:
       entry: of this unit, [b, Hkv, T, Dh]; q: [b, 1, H, Dh], consecutive H / Hkv of which share a head of keys.
-      k, v: [b, 1, Hkv, Dh], of the new token; positions: int32 [b], where it stands.
+      k, v: [b, 1, Hkv, Dh], of the new token; positions: int32 [b], where it stands, below T.
+      in_place: multiply keys and values where they lie, without a matmul, which copies them first.
     """
     rows, _, heads, dim = q.shape
     shared = k.shape[2]
     acc_dtype = jnp.promote_types(q.dtype, jnp.float32)
+    place = jnp.arange(entry.keys.shape[2], dtype=jnp.int32)[None] - positions[:, None]
+    new = (place == 0)[:, None, :, None]
+    keys = jnp.where(new, jnp.swapaxes(k, 1, 2), entry.keys)
+    values = jnp.where(new, jnp.swapaxes(v, 1, 2), entry.values)
+
+    def times(spec, a, b, summed):
+        if not in_place:
+            return jnp.einsum(spec, a, b, preferred_element_type=acc_dtype)
+        return jnp.sum(a.astype(acc_dtype) * b[:, :, None].astype(acc_dtype), axis=summed)
+
     grouped = q[:, 0].reshape(rows, shared, heads // shared, dim)
-    before = jnp.einsum("bhgd,bhtd->bhgt", grouped, entry.keys, preferred_element_type=acc_dtype)
-    own = jnp.einsum("bhgd,bhd->bhg", grouped, k[:, 0], preferred_element_type=acc_dtype)
-    seen = jnp.arange(entry.keys.shape[2], dtype=jnp.int32)[None] < positions[:, None]
-    before = jnp.where(seen[:, None, None], before, jnp.finfo(acc_dtype).min)
-    scores = jnp.concatenate([before, own[..., None]], axis=-1) / math.sqrt(dim)
+    row = grouped[:, :, :, None] if in_place else grouped
+    scores = times("bhgd,bhtd->bhgt", row, keys, -1) / math.sqrt(dim)
+    scores = jnp.where((place <= 0)[:, None, None], scores, jnp.finfo(acc_dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    mixed = jnp.einsum("bhgt,bhtd->bhgd", weights[..., :-1], entry.values, preferred_element_type=acc_dtype)
-    mixed = mixed + weights[..., -1:].astype(acc_dtype) * v[:, 0, :, None].astype(acc_dtype)
+    row = weights[..., None] if in_place else weights
+    mixed = times("bhgt,bhtd->bhgd", row, values, -2)
     return mixed.astype(q.dtype).reshape(rows, 1, heads, dim)

@@ -21,6 +21,7 @@ from moe_jax.collectives.replicated import join_parts, own_part
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import local
 from moe_jax.inference.cache import Entry, attend_cached, store_prompts, store_tokens
+from moe_jax.inference.few_tokens import FewTokens, FewTokensGroup, alike, on_cpu, way_of
 from moe_jax.inference.int8 import with_int8
 from moe_jax.inference.real_tokens import RealTokens
 from moe_jax.inference.transport import settle_transport
@@ -35,6 +36,8 @@ from moe_jax.models.transformer import Transformer, Unit
 from moe_jax.moe.layer import MoE, make_moe
 from moe_jax.placement import PlanShape
 
+UNROLL = 8  # units in a turn of a GPU's loop over single tokens, where the loop's own small kernels count
+
 
 def whole_tokens(tokens: int, parts: int) -> int:
     """Return `tokens`, rounded up so that an MP group of `parts` devices can share them evenly."""
@@ -42,8 +45,9 @@ def whole_tokens(tokens: int, parts: int) -> int:
 
 
 def make_forward(
-    model: LanguageModel, rows: int, length: int, fresh: bool, shapes: dict[str, PlanShape], quantize: str = "none"
-) -> Callable:
+    model: LanguageModel, rows: int, length: int, fresh: bool, shapes: dict[str, PlanShape], quantize: str = "none",
+    decode: str = "exchange",
+) -> Callable:  # fmt: skip
     """Return forward(dense, bank, tables, cache, ids, positions, real) -> (x, table, cache, {segment: choices}).
 
     Of whole prompts `cache` is int T, the tokens that the cache to be made has room for.
@@ -55,15 +59,25 @@ def make_forward(
       rows: b; length: Sq.
       fresh: the tokens are whole prompts; else one token for each sequence, at its position.
       shapes: {segment: slots and candidates of its placement}; quantize: how the bank is kept, 'none' or 'int8'.
+      decode: of one token for each sequence: 'gather' them where they are few (`few_tokens.py`), or 'exchange'.
     """
     config = model.config
     graph = nnx.split(nnx.eval_shape(lambda: Transformer(config, model.moe, model.vocab_size, nnx.Rngs(0))))[0]
-    group = ModelGroup(model.roles.model, rows, False)
+    few = {} if fresh or decode != "gather" else {
+        segment: way_of(rows, segment.moe.top_k, shapes[segment.name].slots, model.roles_of(segment))
+        for segment in model.expert_segments
+    }  # fmt: skip
+    in_place = any(few.values()) and not on_cpu(model.roles)
+    group = (FewTokensGroup if in_place else ModelGroup)(model.roles.model, rows, False)
     layers = {
-        segment: _make_layer(segment, model.roles_of(segment), rows * length, shapes[segment.name], quantize)
+        segment: _make_layer(
+            segment, model.roles_of(segment), rows * length, shapes[segment.name], quantize, few.get(segment)
+        )
         for segment in model.expert_segments
     }
-    loops = {segment: _make_loop(segment, layers.get(segment), group) for segment in model.segments}
+    loops = {segment: _make_loop(segment, layers.get(segment), group, in_place) for segment in model.segments}
+
+    group_parts = model.roles.size(model.roles.model)
 
     def forward(dense, bank, tables, cache, ids, positions, real):
         tables = local(tables)
@@ -73,9 +87,14 @@ def make_forward(
         for segment, loop in loops.items():
             units = part_of(dense["units"], segment, model.segments)
             own = [model.own_part(tree, segment) if segment.has_experts else None for tree in (bank, tables)]
+            own[1] = alike(own[1], model.roles_of(segment)) if few.get(segment) else own[1]
             held = None if fresh else cache[segment.name]
             x, new, choices = loop(x, units, *own, held, positions, real)
             kept[segment.name] = store_prompts(new, cache) if fresh else store_tokens(held, new, positions[:, 0])
+            if few.get(segment):
+                spare = whole_tokens(rows, group_parts) - rows
+                choices = jnp.pad(choices, ((0, 0), (0, spare), (0, 0)), constant_values=-1)
+                choices = own_part(choices, model.roles.model, dim=1)
             if choices is not None:
                 found[segment.name] = cast_varying(choices, model.roles.all)
         with jax.named_scope("logits"):
@@ -84,10 +103,11 @@ def make_forward(
     return forward
 
 
-def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup) -> Callable:
+def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_place: bool) -> Callable:
     """Return loop(x, units, bank, tables, cache or None, positions, real) -> (x, new, choices [L, t', K] or None).
 
-    Without a cache the tokens are whole prompts. new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh].
+    Without a cache the tokens are whole prompts. new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh]; in_place: few
+    tokens on a GPU, where small kernels count.
     """
     config = segment.config
     graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
@@ -102,7 +122,8 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup) -> C
                     new[name] = k, v
                     if held is None:
                         return attend(q, k, v, True, config.attention)
-                    return attend_cached(Entry(*held[name]), q, k, v, positions[:, 0])
+                    at = positions[:, 0]
+                    return attend_cached(Entry(*held[name]), q, k, v, at, in_place and at.shape[0] == 1)
 
                 return getattr(unit, name)(x, group, positions, mix)
 
@@ -116,23 +137,31 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup) -> C
             return x + y.reshape(x.shape), (new, choices)
 
         pairs = None if cache is None else {name: (entry.keys, entry.values) for name, entry in cache.items()}
-        x, (new, choices) = lax.scan(body, x, (units, tables, pairs))
+        x, (new, choices) = lax.scan(body, x, (units, tables, pairs), unroll=UNROLL if in_place else 1)
         return x, new, choices
 
     return loop
 
 
-def _make_layer(segment: Segment, roles: Roles, tokens: int, shape: PlanShape, quantize: str) -> Callable:
-    """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here)."""
+def _make_layer(
+    segment: Segment, roles: Roles, tokens: int, shape: PlanShape, quantize: str, way: str | None
+) -> Callable:  # fmt: skip
+    """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here).
+
+    Where tokens are few, so that there is a `way_of` them, choices are of all.
+    """
     whole = whole_tokens(tokens, roles.size(roles.model))
     row_bytes = segment.config.model_dim * jnp.dtype(segment.config.dtype).itemsize
     config = settle_transport(segment.moe, roles, whole, row_bytes)
     moe: MoE = make_moe(config, roles, whole, segment.config.activation, shape)
     moe = dataclasses.replace(moe, router=RealTokens(moe.router))
     moe = with_int8(moe) if quantize == "int8" else moe
+    of_few = FewTokens(moe, shape.slots, way) if way else None
 
     def layer(x, real, gate, bank, tables):
         index = jnp.where(real, jnp.arange(tokens, dtype=jnp.int32), -1)
+        if of_few is not None:
+            return of_few(x, index, gate, bank, tables)
         x = jnp.pad(x, ((0, whole - tokens), (0, 0)))
         index = jnp.pad(index, (0, whole - tokens), constant_values=-1)
         y, stats, _ = moe(x, index, gate, bank, {}, tables)

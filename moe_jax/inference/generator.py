@@ -36,6 +36,7 @@ from moe_jax.models.segments import joined
 from moe_jax.placement import Placement
 
 QUANTIZE = ("none", "int8")
+DECODE = ("gather", "exchange")
 END_SLOTS = 8  # ids that end a text; more of them compile another program
 
 
@@ -74,17 +75,20 @@ class Generator:
       end_ids: that end a text.
       vocabulary: ids below it may be chosen; a model's own may be rounded up.
       quantize: 'int8' keeps the experts so (`int8.py`) and deletes those given; 'none' keeps these.
+      decode: 'gather' brings few tokens to all devices that share the experts (`few_tokens.py`); 'exchange' sends each
+        to its experts by the run's schedule and all-to-all, as prompts always are.
 
     Raises:
-      UserError: another `quantize`.
+      UserError: another `quantize` or `decode`.
     """
 
     def __init__(
         self, model: LanguageModel, params: dict, *, tokenizer: Tokenizer | None = None, end_ids: Sequence[int] = (),
-        vocabulary: int | None = None, quantize: str = "none",
+        vocabulary: int | None = None, quantize: str = "none", decode: str = "gather",
     ):  # fmt: skip
-        if quantize not in QUANTIZE:
-            raise UserError(f"quantize ({quantize!r}) must be one of {', '.join(QUANTIZE)}")
+        for name, value, known in (("quantize", quantize, QUANTIZE), ("decode", decode, DECODE)):
+            if value not in known:
+                raise UserError(f"{name} ({value!r}) must be one of {', '.join(known)}")
         self.model, self.params, self.tokenizer = model, params, tokenizer
         self.end_ids, self.vocabulary = tuple(end_ids), vocabulary or model.vocab_size
         self._residence = {segment.name: reside(even_placement(model, segment)) for segment in model.expert_segments}
@@ -93,7 +97,7 @@ class Generator:
             self.params = self._of_banks(params, lambda bank, _: quantize_bank(bank))
             specs = self._of_banks(specs, lambda bank, _: quantized_specs(bank))
         shapes = {name: residence.shape for name, residence in self._residence.items()}
-        self._parameters = Parameters(specs, shapes, quantize)
+        self._parameters = Parameters(specs, shapes, quantize, decode)
         self.tables = self._placed_tables()
         self._programs: dict[tuple, Callable] = {}
 

@@ -30,13 +30,14 @@ from moe_jax.observe import RunFolder
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import padded_vocabulary
 
-MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out")  # of attention, dense FFN and shared experts
+MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out", "head")  # of attention, FFNs, and an untied head
 TOKENIZER = "tokenizer.json"
 
 
 def load(
     workdir: str | os.PathLike[str], mesh: MeshConfig | None = None, *, step: int | None = None, averaged: bool = False,
     bindings: Sequence[str] = (), devices: Sequence | None = None, quantize: str = "none",
+    decode: str = "gather",
 ) -> Generator:  # fmt: skip
     """Return a finished or running run's model, ready to generate.
 
@@ -48,6 +49,7 @@ def load(
       bindings: lines 'Name.field = value' that win over the run's config, such as MoEConfig.schedule.
       devices: to run on; None takes all.
       quantize: 'int8' keeps the experts' weights so, for a small change of the loss (`int8.py`).
+      decode: how single tokens meet their experts, 'gather' or 'exchange', as `Generator` says.
 
     Raises:
       UserError: no such run or checkpoint, a model that cannot generate, or a mesh that does not fit it.
@@ -71,7 +73,7 @@ def load(
     vocabulary = model.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.vocab_size)
     return Generator(
         model, params, tokenizer=tokenizer, end_ids=_end_ids(folder.path, tokenizer), vocabulary=vocabulary,
-        quantize=quantize,
+        quantize=quantize, decode=decode,
     )  # fmt: skip
 
 
@@ -155,8 +157,8 @@ def _restore(checkpoints: Checkpointer, step: int, model: LanguageModel, part: s
 def in_compute_dtype(params: dict, dtype: str) -> dict:
     """Return parameters whose experts and matrices of blocks are in the compute dtype, as every step would cast them.
 
-    Norms, gates, biases and embeddings stay as trained: they are read in their own dtype. Arrays that are cast are
-    deleted one by one.
+    Norms, gates, biases and embeddings stay as trained, but for an untied output head: they are read in their own
+    dtype. Arrays that are cast are deleted one by one.
     """
 
     def one(path, leaf):

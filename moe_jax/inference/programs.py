@@ -81,11 +81,13 @@ class Parameters:
       specs: PartitionSpecs {'dense': ..., 'bank': ...}.
       shapes: {segment: `Residence.shape`}, its slots and candidates.
       quantize: how the bank is kept, 'none' or 'int8'.
+      decode: how single tokens meet their experts, 'gather' or 'exchange'; see `make_forward`.
     """
 
     specs: Any
     shapes: dict[str, PlanShape]
     quantize: str = "none"
+    decode: str = "gather"
 
 
 def bucket(number: int, least: int = 1) -> int:
@@ -147,7 +149,7 @@ def make_decode(model: LanguageModel, parameters: Parameters, vocabulary: int, r
     Args:
       as for `make_prefill`.
     """
-    forward = make_forward(model, rows, 1, False, parameters.shapes, parameters.quantize)
+    forward = make_forward(model, rows, 1, False, parameters.shapes, parameters.quantize, parameters.decode)
     next_token = _make_next(model, vocabulary, compiled)
 
     def body(params, tables, state, knobs):

@@ -92,25 +92,27 @@ def _bytes_read(body: Computation, parameter: Instruction, module: Module) -> fl
     if not uses:
         return 0
     total = 0
-    for use in uses:
-        if use.opcode in SLICES and use.operands[0] == parameter.name:
-            total += use.bytes
+    for use, as_name in uses:
+        if use.opcode in SLICES and use.operands[0] == as_name:
+            total += use.bytes * parameter.bytes / body.by_name[as_name].bytes  # in the dtype that it is read in
         elif use.opcode == "fusion":
             inner = module.computations[use.called()[0]]
-            places = [n for n, name in enumerate(use.operands) if name == parameter.name]
+            places = [n for n, name in enumerate(use.operands) if name == as_name]
             named = {i.parameter: i for i in inner.instructions if i.opcode == "parameter"}
-            total += sum(_bytes_read(inner, named[n], module) for n in places if n in named)
+            whole = parameter.bytes / body.by_name[as_name].bytes
+            total += whole * sum(_bytes_read(inner, named[n], module) for n in places if n in named)
         else:
             return parameter.bytes
     return total
 
 
-def _uses(body: Computation, name: str) -> list[Instruction]:
-    """Return the users of a value; users of a bitcast of it count too."""
+def _uses(body: Computation, name: str) -> list[tuple[Instruction, str]]:
+    """Return the users of a value, each with the name by which it takes it; users of a bitcast or cast count too."""
     found = []
     for instruction in body.instructions:
         if name in instruction.operands:
-            found += _uses(body, instruction.name) if instruction.opcode == "bitcast" else [instruction]
+            same = instruction.opcode in ("bitcast", "convert")
+            found += _uses(body, instruction.name) if same else [(instruction, name)]
     return found
 
 

@@ -24,6 +24,7 @@ from jax import lax
 from moe_jax.collectives.replicated import own_part
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
+from moe_jax.models.param_dtype_gradients import Weight, project
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,10 @@ class ModelGroup:
             return function(whole.reshape(self.rows, -1, whole.shape[-1]), *weights)
 
         return gathered(h, *weights)
+
+    def times(self, spec: str, x, weight: Weight):
+        """Return einsum(spec, x, weight) as `project` does: the matmuls of attention and FFN, by their own parts."""
+        return project(spec, x, weight)
 
     def reduce(self, partial):
         """Sum partial results [b, Sq, M] over the group, and return them as the residual stream is kept."""

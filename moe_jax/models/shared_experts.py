@@ -26,7 +26,7 @@ from jax import lax
 
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.param_dtype_gradients import in_dtype, project
+from moe_jax.models.param_dtype_gradients import in_dtype
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
 
@@ -53,9 +53,9 @@ class SharedExperts(nnx.Module):
         names = weight_names(self.activation)[:-1]
         with jax.named_scope("shared_experts"):
             weights = [in_dtype(getattr(self, name)[...], x.dtype) for name in names]
-            pre = group.project(x, _times_each, *weights)
+            pre = group.project(x, functools.partial(_times_each, group), *weights)
             hidden = jax.checkpoint(_activate, prevent_cse=False, static_argnums=0)(self.activation, *pre)
-            out = group.reduce(project("bsf,fm->bsm", hidden, in_dtype(self.w_out[...], x.dtype)))
+            out = group.reduce(group.times("bsf,fm->bsm", hidden, in_dtype(self.w_out[...], x.dtype)))
             if not self.learned:
                 return out, None
             acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -80,5 +80,5 @@ def _activate(activation, *pre):
     return apply_activation(activation, *(array.astype(acc_dtype) for array in pre)).astype(pre[0].dtype)
 
 
-def _times_each(h, *weights):
-    return [project("bsm,mf->bsf", h, w) for w in weights]
+def _times_each(group, h, *weights):
+    return [group.times("bsm,mf->bsf", h, w) for w in weights]

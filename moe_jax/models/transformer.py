@@ -10,6 +10,7 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -20,7 +21,7 @@ from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.norms import HeadNorm, as_last, build_norm
-from moe_jax.models.param_dtype_gradients import add_bias, in_dtype, project
+from moe_jax.models.param_dtype_gradients import add_bias, in_dtype
 from moe_jax.models.segments import Segment, joined, segments_of
 from moe_jax.models.shared_experts import SharedExperts
 from moe_jax.moe.config import MoEConfig
@@ -97,7 +98,8 @@ class Attention(nnx.Module):
     def queries_keys_values(self, x, group: ModelGroup):
         """Return q [b, Sq, H, Dh], k and v [b, Sq, Hkv, Dh] of this device's heads, before their positions."""
         names = self.config.qkv_matrices
-        parts = group.project(self.norm(x), _to_heads, *(in_dtype(getattr(self, name)[...], x.dtype) for name in names))
+        weights = (in_dtype(getattr(self, name)[...], x.dtype) for name in names)
+        parts = group.project(self.norm(x), functools.partial(_to_heads, group), *weights)
         if self.config.attention_bias:
             biases = (getattr(self, f"{name}_bias")[...] for name in names)
             parts = [add_bias(part, bias[None, None]) for part, bias in zip(parts, biases, strict=True)]
@@ -108,13 +110,13 @@ class Attention(nnx.Module):
 
     def leave(self, mixed, group: ModelGroup):
         """Return the residual branch, of the shape of x, from this device's heads' mixed values [b, Sq, H, Dh]."""
-        out = group.reduce(project("bshd,hdm->bsm", mixed, in_dtype(self.out[...], mixed.dtype)))
+        out = group.reduce(group.times("bshd,hdm->bsm", mixed, in_dtype(self.out[...], mixed.dtype)))
         return add_bias(out, as_last(self.out_bias[...], out)) if self.config.attention_bias else out
 
 
-def _to_heads(h, *weights):
+def _to_heads(group, h, *weights):
     """Return [b, Sq, H, Dh], or [b, Sq, 2 or 3, H, Dh], of tokens [b, Sq, M] for each weight [M, (2 or 3), H, Dh]."""
-    return [project("bsm,mhd->bshd" if w.held.ndim == 3 else "bsm,mchd->bschd", h, w) for w in weights]
+    return [group.times("bsm,mhd->bshd" if w.held.ndim == 3 else "bsm,mchd->bschd", h, w) for w in weights]
 
 
 class FeedForward(nnx.Module):
@@ -139,10 +141,11 @@ class FeedForward(nnx.Module):
         dtype = x.dtype
         with jax.named_scope("feed_forward"):
             weights = [self.w_in, self.w_gate] if self.swiglu else [self.w_in]
-            up, *gate = group.project(self.norm(x), _times_each, *(in_dtype(w[...], dtype) for w in weights))
+            held = (in_dtype(w[...], dtype) for w in weights)
+            up, *gate = group.project(self.norm(x), functools.partial(_times_each, group), *held)
             up = add_bias(up, as_last(self.in_bias[...], up)) if self.has_bias else up
             up = jax.checkpoint(_swiglu if self.swiglu else jax.nn.gelu, prevent_cse=False)(up, *gate)
-            out = group.reduce(project("bsf,fm->bsm", up, in_dtype(self.w_out[...], dtype)))
+            out = group.reduce(group.times("bsf,fm->bsm", up, in_dtype(self.w_out[...], dtype)))
             return add_bias(out, as_last(self.out_bias[...], out)) if self.has_bias else out
 
 
@@ -150,8 +153,8 @@ def _swiglu(up, gate):
     return jax.nn.silu(gate) * up
 
 
-def _times_each(h, *weights):
-    return [project("bsm,mf->bsf", h, w) for w in weights]
+def _times_each(group, h, *weights):
+    return [group.times("bsm,mf->bsf", h, w) for w in weights]
 
 
 class Gate(nnx.Module):

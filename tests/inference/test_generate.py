@@ -10,13 +10,16 @@ from support.equality_cases import VOCAB
 from support.generation_cases import PROMPTS, build, configs, reference_of
 
 from moe_jax.errors import UserError
-from moe_jax.inference import Sampling
+from moe_jax.inference import Sampling, few_tokens, forward
 from moe_jax.inference.config import inference_configs
-from moe_jax.inference.generator import _Request
+from moe_jax.inference.few_tokens import FewTokensGroup
+from moe_jax.inference.generator import DECODE, _Request
 from moe_jax.inference.prompts import check_prompts, read_prompt_ids, to_ids
 from moe_jax.inference.real_tokens import RealTokens
 from moe_jax.inference.sampling import choose_tokens, prompt_keys
 from moe_jax.models import ModelConfig
+from moe_jax.models.model_group import ModelGroup
+from moe_jax.models.param_dtype_gradients import Weight
 from moe_jax.moe import MoEConfig
 from moe_jax.routers import RouterInputs, build_router
 
@@ -25,7 +28,7 @@ SWIGLU = {"activation": "swiglu", "positions": "rotary", "moe_every": 1}
 PLAIN = {"norm": "rms", "attention_bias": False, "ffn_bias": False, "tied_head": False, **SWIGLU}
 QWEN = {**PLAIN, "kv_heads": 2, "head_dim": 6, "qk_norm": "head", "moe_every": 2}
 OLMOE = {**PLAIN, "qk_norm": "width", "rotary_base": 1e6, "rotary_factor": 4.0}
-# name: (mesh, changes of the model, of the layer)
+# name: (mesh, changes of the model, of the layer); single tokens are gathered unless EXCHANGE names the case
 CASES = {
     "1 device": ({"expert": 1}, {}, {}),
     "EP x ESP x MP": ({"expert": 2, "expert_shard": 2, "model": 2, "data": 2}, QWEN, {"capacity_factor": 1.0}),
@@ -38,6 +41,8 @@ CASES = {
     "two_level": ({"expert": 4, "model": 2, "devices_per_node": 2}, {}, {"schedule": "s1", "transport": "two_level"}),
 }
 ALWAYS = ("1 device", "EP x ESP x MP", "EP 4, MP 4, s2")
+AS_GPU = ("1 device", "EP x ESP x MP", "EP 8")  # single tokens meet their experts as on a GPU
+EXCHANGE = ("EP 4, MP 4, s2", "EP 2", "MP 4", "coordinated", "two_level")
 
 
 @pytest.fixture
@@ -50,12 +55,16 @@ def float64():
 @pytest.mark.parametrize(
     "case", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-def test_greedy_text_and_logits_equal_the_reference(case, float64):
+def test_greedy_text_and_logits_equal_the_reference(case, float64, monkeypatch):
     """Ragged prompts, fewer than devices; logits of prefill and of every decoded token to 1e-10."""
     mesh, changes, layer = CASES[case]
     layer = {"gate_noise": 0.1, **layer} if layer.get("router") != "sigmoid_bias" else {"gate_noise": 0.0, **layer}
     config, moe = configs(layer, **changes)
-    generator, params = build(config, moe, mesh, end_ids=())
+    if case in AS_GPU:
+        monkeypatch.setattr(few_tokens, "on_cpu", lambda roles: False)
+        monkeypatch.setattr(forward, "on_cpu", lambda roles: False)
+    decode = "exchange" if case in EXCHANGE else "gather"
+    generator, params = build(config, moe, mesh, end_ids=(), decode=decode)
     logits = []
     program = generator.program
     generator.program = lambda *key: lambda *inputs: _kept(logits, program(*key)(*inputs))
@@ -189,12 +198,13 @@ def test_bad_sampling_and_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("planner", "quantize"), [("balanced", "none"), pytest.param("eplb", "int8", marks=pytest.mark.slow)]
+    ("planner", "quantize", "decode"),
+    [("balanced", "none", "gather"), *(pytest.param("eplb", "int8", how, marks=pytest.mark.slow) for how in DECODE)],
 )
-def test_replicas_of_hot_experts_change_no_text(planner, quantize, float64):
+def test_replicas_of_hot_experts_change_no_text(planner, quantize, decode, float64):
     """Planned from the experts that prompts took; every token still finds its expert, on homes that moved too."""
     config, moe = configs({"gate_noise": 0.0}, activation="swiglu")
-    generator, _ = build(config, moe, {"expert": 4, "data": 2}, quantize=quantize)
+    generator, _ = build(config, moe, {"expert": 4, "data": 2}, quantize=quantize, decode=decode)
     before = generator.generate(PROMPTS, 6, GREEDY, experts=True)
     (placement,) = generator.replicate(before.experts, planner, replica_slots=2).values()
     assert len(placement.replicas) > 0
@@ -205,3 +215,29 @@ def test_replicas_of_hot_experts_change_no_text(planner, quantize, float64):
     assert all((a == b).all() for a, b in zip(after.experts, before.experts, strict=True))
     with pytest.raises(UserError, match="planner"):
         generator.replicate(before.experts, "hecate")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_every_way_to_the_experts_gives_the_same_text(quantize, float64, monkeypatch):
+    """In turn; by choice, choices being no more than slots here; and the exchange."""
+    config, moe = configs({"gate_noise": 0.0, "top_k": 1}, **QWEN)
+    mesh = {"expert": 2, "expert_shard": 2, "model": 4}
+
+    def text(decode):
+        return build(config, moe, mesh, quantize=quantize, decode=decode)[0].generate(PROMPTS, 8, GREEDY).token_ids
+
+    texts = [text("gather"), text("exchange")]
+    monkeypatch.setattr(few_tokens, "on_cpu", lambda roles: False)
+    assert few_tokens.way_of(4, 1, 4, build(config, moe, mesh)[0].model.roles) == "by choice"
+    assert texts == [text("gather")] * 2
+
+
+def test_one_row_is_multiplied_as_a_matmul_does(float64):
+    """Sums over one dim and over two, cut into parts and whole, with a dim of the result before the row's."""
+    rng, plain, few = np.random.default_rng(0), ModelGroup((), 1, False), FewTokensGroup((), 1, False)
+    cases = (("bsm,mhd->bshd", (1, 1, 6), (6, 2, 3)), ("bsm,mchd->cbshd", (1, 1, 8), (8, 2, 2, 3)),
+             ("bshd,hdm->bsm", (1, 1, 4, 3), (4, 3, 5)), ("bsf,fm->bsm", (1, 1, 5), (5, 16384)))  # fmt: skip
+    for spec, x, w in cases:
+        x, weight = jnp.asarray(rng.normal(size=x)), Weight(jnp.asarray(rng.normal(size=w)), None)
+        np.testing.assert_allclose(few.times(spec, x, weight), plain.times(spec, x, weight), rtol=0, atol=1e-12)

@@ -6,7 +6,11 @@ import numpy as np
 from support.generation_cases import PROMPTS, build, configs
 
 from moe_jax.inference import Generator
-from moe_jax.inference.int8 import quantize
+from moe_jax.inference.few_tokens import FewTokens
+from moe_jax.inference.int8 import SCALE, quantize
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.moe import MoEConfig
+from moe_jax.moe.layer import make_moe
 
 
 def test_quantize_rounds_each_channel_by_its_largest_weight():
@@ -35,3 +39,30 @@ def test_loss_on_int8_equals_that_on_rounded_weights():
     got = int8.loss(PROMPTS[2:])
     np.testing.assert_allclose(got, exact, rtol=1e-6)
     np.testing.assert_allclose(got, before, rtol=5e-3)
+
+
+def test_every_way_of_few_tokens_equals_a_loop_over_choices():
+    """Choices of other devices and of padding count nothing; each way multiplies int8 weights as it does float ones."""
+    rng = np.random.default_rng(0)
+    config = MoEConfig(num_experts=4, top_k=2, capacity_factor=None)
+    moe = make_moe(config, build_mesh(MeshConfig(expert=1), jax.devices()[:1]), 3, "swiglu")
+    rows, home_row = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32), jnp.arange(4, 8, dtype=jnp.int32)
+    place, weights = np.array([[0, 3], [3, -1], [2, 0]]), rng.uniform(0.5, 1, (3, 2)).astype(np.float32)
+    weights[place < 0] = 0
+    sizes = {"w_in": (8, 6, 5), "w_gate": (8, 6, 5), "w_out": (8, 5, 6)}
+    plain = {name: jnp.asarray(rng.normal(size=size), jnp.float32) for name, size in sizes.items()}
+    small = {}
+    for name, leaf in plain.items():
+        small[name], small[name + SCALE] = quantize(leaf)
+    rounded = {name: np.asarray(small[name] * small[name + SCALE][:, None]) for name in sizes}
+    for bank, exact in ((plain, jax.tree.map(np.asarray, plain)), (small, rounded)):
+        want = np.zeros((3, 6))
+        for token, choice in np.argwhere(place >= 0):
+            w_in, w_gate, w_out = (exact[name][4 + place[token, choice]] for name in sizes)
+            gate = rows[token] @ w_gate
+            want[token] += weights[token, choice] * ((gate / (1 + np.exp(-gate)) * (rows[token] @ w_in)) @ w_out)
+        for way in ("in turn", "by choice", "by slot"):
+            at = place if way == "in turn" else np.maximum(place, 0)
+            compute = getattr(FewTokens(moe, 4, way), "_" + way.replace(" ", "_"))
+            got = jax.jit(compute)(rows, jnp.asarray(at), jnp.asarray(weights), bank, home_row)
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

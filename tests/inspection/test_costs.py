@@ -61,6 +61,22 @@ def test_fusion_reads_a_slice_and_multiplies():
     assert found.flops == (("tf32", 2.0 * 64 * 8),) and found.bytes == 256 + 4 + 256 + 256
 
 
+def test_fusion_reads_a_slice_in_another_shape_and_dtype():
+    # one of 12 rows, cast before it is cut: 16 bytes of bfloat16 are read, 4 of the index, 32 written
+    called = """%cast (p0: bf16[12,8], p1: s32[]) -> f32[8] {
+  %p0 = bf16[12,8]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %flat = bf16[96]{0} bitcast(%p0)
+  %more = f32[96]{0} convert(%flat)
+  ROOT %cut = f32[8]{0} dynamic-slice(%more, %p1), dynamic_slice_sizes={8}
+}
+"""
+    body = """  %a = bf16[12,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %f = f32[8]{0} fusion(%a, %i), kind=kLoop, calls=%cast"""
+    assert cost(body, "f", called).bytes == 16 + 4 + 32
+
+
 def test_fusion_that_updates_in_place_writes_the_update():
     # 32 bytes read, 4 of the index, 32 written; not the 384 of the whole array
     body = """  %a = f32[12,8]{1,0} parameter(0)

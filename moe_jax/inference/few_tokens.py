@@ -1,0 +1,238 @@
+"""The MoE layer for few tokens: each device applies the experts that it holds to all of them, and one sum joins these.
+
+Inputs: tokens x [t, M] of an MP group, and of each whether it is real. Outputs: y [t, M], and the experts that they
+took. Inside `shard_map`, for decoding alone: nothing is differentiated.
+
+While training, rows are sorted by expert and travel in buckets. For one token of every sequence that index work takes
+longer than reading the weights, and a grouped matmul may read all weights of a layer, where a token needs K experts.
+Here the tokens of all devices that share the experts are gathered (an MP group holds them already), each device
+computes the choices that are its own, in one of three ways,
+
+    in turn      one choice after the other, those of an expert side by side: for CPUs, whose matmuls read one matrix
+    by choice    all at once, each by the matrices of its expert, which are read in place: for GPUs, few choices
+    by slot      all tokens by the matrices of each slot: for GPUs, choices that would read most weights several times
+
+and parts are summed over the devices of the experts and of their shards, each device taking its own tokens. Sums run in
+at least float32. Rows travel directly, each device to each: one message long, where an all-reduce takes several turns,
+and for few rows turns are what counts.
+Letters: docs/notation.md; T tokens of all devices that share the experts; G slots of a device in a layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.collectives.replicated import varying_to_replicated
+from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.dispatch import Tables, destinations
+from moe_jax.inference.int8 import SCALE
+from moe_jax.mesh.roles import Roles
+from moe_jax.models.model_group import ModelGroup
+from moe_jax.moe.experts import apply_activation, weight_names
+from moe_jax.moe.layer import MoE
+from moe_jax.routers import RouterInputs
+
+LEAST_RESULTS = 1 << 13  # of sums over rows of a matrix, that each core of a GPU has some
+MOST_CHOICES = 64  # T K; above, matmuls of all tokens by all slots cost more than the exchange
+
+
+def on_cpu(roles: Roles) -> bool:
+    """Say whether a mesh is of CPU devices."""
+    return roles.mesh.devices.flat[0].platform == "cpu"
+
+
+def way_of(tokens: int, top_k: int, slots: int, roles: Roles) -> str | None:
+    """Return how t = `tokens` tokens of each MP group meet their experts; None where they are too many."""
+    choices = tokens * roles.size(_others(roles)) * top_k
+    if on_cpu(roles):
+        return "in turn" if choices <= 2 * slots * roles.size(roles.expert) else None
+    if choices > MOST_CHOICES:
+        return None
+    return "by choice" if choices <= 2 * slots else "by slot"  # matmuls by slot copy the matrices first
+
+
+def _others(roles: Roles) -> tuple[str, ...]:
+    """Return the axes over which devices share experts and hold different tokens."""
+    return tuple(axis for axis in roles.expert + roles.expert_shard if axis not in roles.model)
+
+
+def alike(tables: Tables, roles: Roles) -> Tables:
+    """Return tables [L, ...] by which every device sends a token to the same slot: where there are replicas, the first.
+
+    Without replicas all devices have the same ones. `home_row` stays each device's own.
+    """
+    if tables.dest_slot.shape[-1] == 1 or not roles.expert:
+        return tables
+
+    def first(array):
+        return lax.all_gather(cast_varying(array, roles.expert), roles.expert)[0]
+
+    rules = {name: first(getattr(tables, name)) for name in ("dest_slot", "dest_num", "dest_den")}
+    return dataclasses.replace(tables, **rules)
+
+
+@dataclasses.dataclass(frozen=True)
+class FewTokens:
+    """The layer on one device.
+
+    Attributes:
+      moe: its router, activation and mesh; slots: G; way: of `way_of`.
+    """
+
+    moe: MoE
+    slots: int
+    way: str
+
+    def __call__(self, x, index, gate: dict, bank: dict, tables: Tables):
+        """Return (y [t, M], choices int32 [t, K]); index int32 [t], -1 for padding; tables as `alike` leaves them."""
+        roles = self.moe.roles
+        with jax.named_scope("gate"):
+            choice, stats = self.moe.router.choose(x, gate, RouterInputs(token_ids=index, tables=tables))
+        with jax.named_scope("route"):
+            device, slot = destinations(tables, choice, self.slots)
+            slot = jnp.where(choice.keep_mask, device * self.slots + slot, -1)
+            rows, slot, weights = self._gather(x, slot, choice.weights)
+            me = lax.axis_index(roles.expert) if roles.size(roles.expert) > 1 else 0
+            place = slot - me * self.slots
+            mine = (place >= 0) & (place < self.slots)
+            weights, place = jnp.where(mine, weights, 0), jnp.where(mine, place, 0 if self.way != "in turn" else -1)
+        with jax.named_scope("experts"):
+            compute = {"in turn": self._in_turn, "by choice": self._by_choice, "by slot": self._by_slot}[self.way]
+            part = compute(rows, place, weights, bank, tables.home_row)
+        with jax.named_scope("combine"):
+            return self._sum(part, x.shape[0]).astype(x.dtype), stats.choices
+
+    def _gather(self, x, slot, weights):
+        """Return the same of the T tokens."""
+        others = _others(self.moe.roles)
+        if self.moe.roles.size(others) == 1:
+            return x, slot, weights
+        top_k = slot.shape[1]
+        joint = jnp.concatenate([x.astype(weights.dtype), weights, slot.astype(weights.dtype)], axis=1)
+        every = lax.all_gather(cast_varying(joint, others), others, axis=0, tiled=True)
+        rows, weights, slot = jnp.split(every, [x.shape[1], x.shape[1] + top_k], axis=1)
+        return rows.astype(x.dtype), slot.astype(jnp.int32), weights
+
+    def _in_turn(self, rows, place, weights, bank, home_row):
+        """Return the sum [T, M] of the choices' weighted results; place int32 [T, K], -1 for those of other devices."""
+        top_k, acc_dtype = place.shape[1], jnp.promote_types(rows.dtype, jnp.float32)
+        flat = place.reshape(-1)
+        order = jnp.argsort(jnp.where(flat < 0, self.slots, flat))
+        *ins, last = weight_names(self.moe.activation)
+
+        def turn(index, total):
+            choice = order[index]
+            token, row = choice // top_k, home_row[flat[choice]]
+
+            def times(lhs, name):
+                weight = lax.dynamic_index_in_dim(bank[name], row, 0, keepdims=False).astype(lhs.dtype)
+                out = jnp.dot(lhs, weight, preferred_element_type=acc_dtype)
+                return out * bank[name + SCALE][row][None].astype(acc_dtype) if name + SCALE in bank else out
+
+            lhs = lax.dynamic_slice_in_dim(rows, token, 1)
+            out = times(self._activate(lhs, ins, times), last) * weights.reshape(-1)[choice].astype(acc_dtype)
+            return lax.dynamic_update_slice_in_dim(total, lax.dynamic_slice_in_dim(total, token, 1) + out, token, 0)
+
+        axes = varying_axes(rows, place, weights, bank, home_row)
+        total = cast_varying(jnp.zeros(rows.shape, acc_dtype), axes)
+        number = jnp.sum(flat >= 0, dtype=jnp.int32)
+        return lax.fori_loop(cast_varying(jnp.int32(0), varying_axes(number)), number, turn, total)
+
+    def _by_choice(self, rows, place, weights, bank, home_row):
+        """Return the sum [T, M] of the choices' weighted results, each by its own expert's matrices."""
+        tokens, top_k = place.shape
+        own = home_row[place.reshape(-1)]
+        acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
+
+        def times(lhs, name):  # no dot: its matrices would be written down before they are multiplied
+            weight = jnp.take(bank[name], own, axis=0, mode="clip").astype(acc_dtype)
+            out = jnp.sum(lhs.astype(acc_dtype)[:, :, None] * weight, axis=1)
+            return out * bank[name + SCALE][own].astype(acc_dtype) if name + SCALE in bank else out
+
+        *ins, last = weight_names(self.moe.activation)
+        hidden = self._activate(jnp.repeat(rows, top_k, axis=0), ins, times)
+        out = times(hidden, last).reshape(tokens, top_k, -1)
+        return jnp.sum(weights[..., None].astype(acc_dtype) * out, axis=1)
+
+    def _by_slot(self, rows, place, weights, bank, home_row):
+        """Return the same; every slot's matrices, which stand one after the other, multiply all T tokens."""
+        acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
+        slot = jnp.arange(self.slots, dtype=jnp.int32)
+        weights = jnp.sum(jnp.where(place[None] == slot[:, None, None], weights[None], 0), axis=2)  # [G, T]
+
+        def times(lhs, name):
+            weight = lax.dynamic_slice_in_dim(bank[name], home_row[0], self.slots).astype(lhs.dtype)
+            out = jnp.einsum("gtk,gkn->gtn", lhs, weight, preferred_element_type=acc_dtype)
+            if name + SCALE not in bank:
+                return out
+            return out * lax.dynamic_slice_in_dim(bank[name + SCALE], home_row[0], self.slots)[:, None].astype(
+                acc_dtype
+            )
+
+        *ins, last = weight_names(self.moe.activation)
+        hidden = self._activate(jnp.broadcast_to(rows, (self.slots, *rows.shape)), ins, times)
+        return jnp.sum(weights[..., None].astype(acc_dtype) * times(hidden, last), axis=0)
+
+    def _activate(self, rows, ins, times):
+        """Return the hidden rows in the dtype of `rows`."""
+        acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
+        pre = (times(rows, name).astype(rows.dtype).astype(acc_dtype) for name in ins)
+        return apply_activation(self.moe.activation, *pre).astype(rows.dtype)
+
+    def _sum(self, part, tokens: int):
+        """Return the sum [t, M] over the devices of experts and shards, of this device's own tokens; part [T, M]."""
+        roles = self.moe.roles
+        group, others = roles.expert + roles.expert_shard, _others(roles)
+        sizes = [roles.mesh.shape[axis] for axis in group]
+        kept = [size if axis in others else 1 for axis, size in zip(group, sizes, strict=True)]
+        blocks = part.reshape(*kept, tokens, part.shape[1])
+        blocks = jnp.broadcast_to(blocks, (*sizes, tokens, part.shape[1])).reshape(-1, tokens, part.shape[1])
+        return varying_to_replicated(sum_of_blocks(blocks, group), roles.model)
+
+
+def sum_of_blocks(blocks, axes: tuple[str, ...]):
+    """Return the sum [...] over a group's devices of the blocks meant for this one; blocks [n, ...], one for each."""
+    if blocks.shape[0] == 1:
+        return blocks[0]
+    axes = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    return jnp.sum(lax.all_to_all(cast_varying(blocks, axes), axes, split_axis=0, concat_axis=0), axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class FewTokensGroup(ModelGroup):
+    """An MP group that sums few rows by sending them directly, and multiplies one row by matrices in place."""
+
+    def times(self, spec, x, weight):
+        if x.shape[0] * x.shape[1] > 1:
+            return super().times(spec, x, weight)
+        acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+        contracted = x.ndim - 2  # dims of x behind [b, Sq] are the first of the weight
+        held = weight.held
+        parts = _parts_of_sum(held.shape[0], held.size // math.prod(held.shape[:contracted]))
+        held = held.reshape(parts, held.shape[0] // parts, *held.shape[1:])
+        row = x.astype(acc_dtype).reshape(held.shape[: 1 + contracted] + (1,) * (held.ndim - 1 - contracted))
+        out = jnp.sum(row * held.astype(acc_dtype), axis=tuple(range(1, 1 + contracted)))
+        out = jnp.sum(lax.optimization_barrier(out) if parts > 1 else out, axis=0).astype(x.dtype)
+        first = spec.partition("->")[2].index("b")  # dims of the result before [b, Sq]
+        return jnp.expand_dims(out, (first, first + 1))
+
+    def reduce(self, partial):
+        devices = math.prod(lax.axis_size(axis) for axis in self.axes)
+        if devices == 1:
+            return super().reduce(partial)
+        acc_dtype = jnp.promote_types(partial.dtype, jnp.float32)
+        total = sum_of_blocks(jnp.broadcast_to(partial.astype(acc_dtype), (devices, *partial.shape)), self.axes)
+        return varying_to_replicated(total.astype(partial.dtype), self.axes)
+
+
+def _parts_of_sum(summed: int, results: int) -> int:
+    """Return into how many parts, a power of two, a sum is cut whose few results alone would keep few cores busy."""
+    parts = 1
+    while parts * results < LEAST_RESULTS and summed % (2 * parts) == 0:
+        parts *= 2
+    return parts
