@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.collectives.varying import match_varying
 
 
 def level_in_one_kernel(totals, held, home, sweeps: int, interpret: bool = False):
@@ -29,18 +29,18 @@ def level_in_one_kernel(totals, held, home, sweeps: int, interpret: bool = False
     """
     from jax.experimental import pallas as pl
 
+    totals, held, home = match_varying(totals, held, home)
     experts, devices = held.shape
     rows, columns = (1 << (size - 1).bit_length() for size in (experts, devices))  # as Triton's arrays must be
     more = (0, rows - experts), (0, columns - devices)
     flags = jnp.pad(held.astype(jnp.int32) + 2 * home.astype(jnp.int32), more)
-    out = jax.ShapeDtypeStruct((rows, columns), totals.dtype)
+    out = jax.ShapeDtypeStruct(flags.shape, totals.dtype, manual_axis_type=jax.typeof(totals).manual_axis_type)
     options = {} if interpret else {"compiler_params": _compiler_params()}
     kernel = functools.partial(_kernel, experts=experts, devices=devices, sweeps=sweeps)
     quota = pl.pallas_call(kernel, out_shape=out, interpret=interpret, name="level", **options)(
         jnp.pad(totals, more[0]), flags
     )
-    # the kernel's outputs are typed as equal on all devices
-    return cast_varying(quota[:experts, :devices], varying_axes(totals, held, home))
+    return quota[:experts, :devices]
 
 
 def _compiler_params():

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from moe_jax.after_gate.level_kernel import level_in_one_kernel
 from moe_jax.after_gate.shares import ShareRule, edges_of
+from moe_jax.compile_ahead import described_devices
+from moe_jax.inspection import parse_module, parse_target, play
 
 SWEEPS, NODE = 8, 4
 LOADS = ("random", "equal", "unused", "none", "one")
@@ -50,3 +53,15 @@ def test_one_kernel_decides_what_the_loops_do(sizes):
     counts, held, home = case(*sizes, "random", 0)
     totals = jnp.asarray(counts.sum(axis=0), jnp.float32)  # as training runs
     np.testing.assert_allclose(kernel(totals, held, home), loops(totals, held, home), rtol=0, atol=1e-5 * totals.max())
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("device", ["a100", "h200"])
+def test_a_gpu_runs_the_rounds_in_one_kernel(device):
+    target = parse_target(f"{device}:1x1")
+    sharding = SingleDeviceSharding(described_devices(target)[0])
+    shapes = [((64,), jnp.float32), ((64, 32), bool), ((64, 32), bool)]
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
+    quotas = jax.jit(functools.partial(ShareRule(sweeps=SWEEPS).quotas, replica_slots=4))
+    text = quotas.lower(*arguments).compile().as_text()
+    assert play(parse_module(text), target).kernels <= 3 and " while(" not in text
