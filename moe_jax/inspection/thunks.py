@@ -30,7 +30,7 @@ COLLECTIVES = frozenset(
     "kAllGather kAllReduce kAllToAll kReduceScatter kCollectivePermute kCollectiveBroadcast kRaggedAllToAll "
     "kCollectiveGroup kCollectiveKernel kSend kRecv kNcclGroup".split()
 )
-GROUPS = ("kernels", "copies", "collectives", "conditionals", "loops")
+GROUPS = ("kernels", "memory_copies", "collectives", "conditionals", "loops")
 _THUNK = re.compile(r"^( *)(\d+): (k\w+)")
 _SECTION = re.compile(r"^( *)(condition|body|true_branch|false_branch|branch_?\d+):?$")
 _RECORD = re.compile(r"thunk_metadata \{\s*thunk_info \{(.*?)\}", re.DOTALL)
@@ -103,7 +103,7 @@ def count_thunks(sequence: str, metadata: str, module: Module) -> Thunks:
 
 def _group(kind: str) -> str:
     if kind in COPIES:
-        return "copies"
+        return "memory_copies"
     if kind in COLLECTIVES:
         return "collectives"
     return {CONDITIONAL: "conditionals", LOOP: "loops"}.get(kind, "kernels")

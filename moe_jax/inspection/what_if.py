@@ -161,7 +161,7 @@ def _overflow_lines(record: dict) -> list[str]:
 
 def _thunk_lines(record: dict) -> list[str]:
     outside, inside = record["outside"], record["inside"]
-    names = ", ".join(f"{count:,} {group}" for group, count in outside.items())
+    names = ", ".join(f"{count:,} {group.replace('_', ' ')}" for group, count in outside.items())
     return [
         f"{record['buffers']:,} command buffers with {sum(inside.values()):,} thunks; outside of them {names}",
     ]

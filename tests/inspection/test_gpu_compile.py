@@ -80,7 +80,7 @@ def test_the_training_step_compiles_for_a_topology(device, tmp_path):
     thunks, step = report["thunks"], report["step"]
     assert thunks["outside"]["collectives"] == sum(r["executions"] for r in report["collectives"])
     assert thunks["outside"]["conditionals"] == step["conditionals"] and thunks["inside"]["conditionals"] == 0
-    launched = [thunks[place][group] for place in ("inside", "outside") for group in ("kernels", "copies")]
+    launched = [thunks[place][group] for place in ("inside", "outside") for group in ("kernels", "memory_copies")]
     assert 0.9 * step["kernels"] < sum(launched) < 1.2 * step["kernels"]
 
 

@@ -59,9 +59,9 @@ thunk_metadata {
 def test_every_turn_of_a_loop_counts():
     found = count_thunks(SEQUENCE, METADATA, parse_module(LOOP))
     assert found.buffers == 1 + 3
-    assert found.inside == {"kernels": 1 + 3 * 3, "copies": 1, "collectives": 0, "conditionals": 0, "loops": 0}
+    assert found.inside == {"kernels": 1 + 3 * 3, "memory_copies": 1, "collectives": 0, "conditionals": 0, "loops": 0}
     # outside: the loop, in each turn a slice's copy, a transfer, a conditional and its shorter branch; one kernel
-    assert found.outside == {"kernels": 1, "copies": 3 * 2, "collectives": 3, "conditionals": 3, "loops": 1}
+    assert found.outside == {"kernels": 1, "memory_copies": 3 * 2, "collectives": 3, "conditionals": 3, "loops": 1}
     assert found.outside_kinds == {"kCopy": 6, "kAllToAll": 3, "kConditional": 3, "kWhile": 1, "kCustomKernel": 1}
 
 
