@@ -93,6 +93,21 @@ def test_end_ids_come_from_the_converted_files(workdir):
     (workdir / "config.json").unlink()
 
 
+def test_prompts_are_checked_before_anything_runs(many, monkeypatch):
+    """Longer than the model's 16 positions, empty, and ids that its bytes lack."""
+    monkeypatch.setattr(type(many), "program", lambda *_: pytest.fail("compiled"))
+    for prompt, words in (
+        ([1] * 17, "has 17 tokens, and the model has ModelConfig.max_length (16)"),
+        ("apples " * 3, "has 21 tokens"),
+        ([], "prompt 0 is empty"),
+        ("", "prompt 0 is empty"),
+        ([258], "holds the id 258; this model has 0 to 257"),
+    ):
+        with pytest.raises(UserError) as error:
+            many.generate([prompt], 4, GREEDY)
+        assert words in str(error.value) and "\n" not in str(error.value)
+
+
 def test_mistakes_are_one_line(workdir, tmp_path):
     one = jax.devices()[:1]
     empty = tmp_path / "empty"
