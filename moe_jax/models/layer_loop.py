@@ -22,6 +22,8 @@ from moe_jax.collectives.sparse_all_gather import Transfer
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.kept import keep_what_is_dear, named
 from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import Constants, Prefetcher
@@ -110,7 +112,7 @@ def _make_dense_loop(segment: Segment, roles: Roles, layout: Layout, group: Mode
             halves = zip(jnp.split(x, group.parts), own, strict=True)
             return jnp.concatenate([unit.attend(half, group.part(), documents=part) for half, part in halves]), None
 
-        body = checkpointed(body, config.remat)
+        body = body_of(body, config, roles)
         if config.stack == "scan":
             return lax.scan(body, x, units)[0]
         for layer in range(segment.units):
@@ -146,7 +148,7 @@ def _make_moe_loop(
                 x, unit_params, whole_unit, bank, layer_grad_sink, layer_tables, plan, roles.expert
             )
             unit = nnx.merge(graph, params)
-            x = unit.attend(x, group, documents=documents)
+            x = named(unit.attend(x, group, documents=documents), "attended")
             with jax.named_scope("moe"):
                 normed, beside = unit.enter_moe(x, group)
                 weights, gathered_grad_sink, here = bank_store(bank, layer_grad_sink, layer_tables)
@@ -157,7 +159,7 @@ def _make_moe_loop(
                 y = add_shared(y, *beside)
             return x + y.reshape(x.shape), (stats, passes)
 
-        body = checkpointed(body, config.remat)
+        body = body_of(body, config, roles)
         inputs = (units, grad_sink, tables, jnp.arange(first, last, dtype=jnp.int32), replay)
         if config.stack == "scan":
             x, (stats, passes) = lax.scan(body, x, inputs)
@@ -183,6 +185,13 @@ def checkpointed(function, remat: str):
     if remat == "none":
         return function
     return jax.checkpoint(function, policy=policy_of(remat), prevent_cse=False)
+
+
+def body_of(function, config: ModelConfig, roles: Roles):
+    """Return a layer as the body of a loop that JAX differentiates: what it keeps for its backward is chosen."""
+    if config.remat == "none" and config.stack == "scan":
+        return keep_what_is_dear(function, roles.model)
+    return checkpointed(function, config.remat)
 
 
 def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):

@@ -19,6 +19,7 @@ from flax import nnx
 
 from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
+from moe_jax.models.kept import named
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.norms import HeadNorm, as_last, build_norm
 from moe_jax.models.param_dtype_gradients import add_bias, in_dtype
@@ -89,6 +90,7 @@ class Attention(nnx.Module):
             if config.positions == "rotary":
                 positions = jnp.arange(q.shape[1], dtype=jnp.int32) if positions is None else positions
                 q, k = (rotate(array, positions, config.rotary_base, config.rotary_factor) for array in (q, k))
+            q, k, v = named((q, k, v), "heads")
             if mix is None:
                 mixed = attend(q, k, v, config.kind == "gpt", config.attention, documents)
             else:

@@ -13,6 +13,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moe_jax.collectives.varying import match_varying
 from moe_jax.grouped_matmul.contract import FusedFfn, Operands, find_implementation
@@ -97,7 +98,8 @@ def expert_ffn(
     def activate(*pre):
         return _ACTIVATIONS[activation][1](*(array.astype(acc_dtype) for array in pre)).astype(rows.dtype)
 
-    hidden = activate(*(grouped_matmul(rows, group_sizes, weight, implementation=implementation) for weight in ins))
+    products = (grouped_matmul(rows, group_sizes, weight, implementation=implementation) for weight in ins)
+    hidden = activate(*(checkpoint_name(product, "products") for product in products))
     return grouped_matmul(hidden, group_sizes, outs, implementation=implementation)
 
 
@@ -127,6 +129,7 @@ def _ffn(implementation, activation, dtypes, rows, group_sizes, ins, outs):
 
 def _ffn_forward(implementation, activation, dtypes, rows, group_sizes, ins, outs):
     out, ffn_residuals = implementation.ffn_forward(activation, rows, group_sizes, ins, outs)
+    ffn_residuals = jax.tree.map(lambda leaf: checkpoint_name(leaf, "products"), ffn_residuals)
     return out, (rows, ffn_residuals, group_sizes, tuple(map(without_grad_sinks, ins)), without_grad_sinks(outs))
 
 

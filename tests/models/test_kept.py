@@ -1,0 +1,66 @@
+"""What a scan over layers stacks for its backward: the values that `kept.py` names, once each, in the compute dtype.
+
+Read off the traced gradient; nothing is compiled. That the gradients are right, test_equality.py says, whose models are
+scans without remat. Letters: docs/notation.md.
+"""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support.equality_cases import BATCH, EXPERTS, LENGTH, VOCAB, data, model_config, moe_config
+from support.sums_in_programs import constants_and_carries
+
+from moe_jax.dispatch.tables import even_tables
+from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.models import LanguageModel, make_loss
+from moe_jax.models.language_model import first_pass_model
+
+LAYERS, M, F = 4, 32, 48
+T = BATCH * LENGTH // 2  # tokens of one of the two devices
+
+
+def inner_jaxprs(eqn):
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            part = getattr(part, "jaxpr", part)
+            if hasattr(part, "eqns"):
+                yield part
+
+
+def stacked(jaxpr) -> list:
+    """Return the types of what the first scan over layers, the forward's, stacks; without the stacked dim."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and eqn.params["length"] == LAYERS:
+            carries = constants_and_carries(eqn.params, len(eqn.outvars))[1]
+            types = [out.aval for out in eqn.outvars[carries:]]
+            return [jax.ShapeDtypeStruct(one.shape[1:], one.dtype) for one in types]
+        for inner in inner_jaxprs(eqn):
+            found = stacked(inner)
+            if found:
+                return found
+    return []
+
+
+def stacked_by_scan() -> list:
+    config = model_config("bfloat16", layers=LAYERS, model_dim=M, hidden_dim=F)
+    roles = build_mesh(MeshConfig(expert=2), jax.devices()[:2])
+    moe = moe_config(gate_noise=0.0, schedule="s1")
+    model = first_pass_model(LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles))
+    gradient = jax.grad(make_loss(model, model.layout(), BATCH, LENGTH), has_aux=True)
+    tables = even_tables(LAYERS, EXPERTS, 2)
+    inputs = model.shapes(), data("float32", False), tables, jax.random.key(0), np.int32(0), np.float32(1)
+    return stacked(jax.make_jaxpr(gradient)(*inputs).jaxpr)
+
+
+def test_a_scan_stacks_what_is_named_once_in_the_compute_dtype():
+    found = stacked_by_scan()
+    assert not [one for one in found if one.dtype == jnp.bool_]
+    sizes = collections.Counter(int(np.prod(one.shape)) for one in found if one.dtype == jnp.bfloat16)
+    products = max(sizes)
+    # x before either half of a block, queries, keys, values, what attention made; rows as they came and as they return
+    assert sizes == {T * M: 6, products * M // F: 2, products: 1}
+    large = sorted(int(np.prod(one.shape)) for one in found if one.dtype == jnp.float32)[-2:]
+    assert large[0] == T * EXPERTS  # the gate's products; the other is the scores that XLA's attention keeps
+    assert sum(one.dtype == jnp.float32 and int(np.prod(one.shape)) >= T * EXPERTS for one in found) == 2
