@@ -134,7 +134,7 @@ def programs(implementation: str, shape: ExpertShape, rows: int, sizes: tuple[in
         return _of_implementation(implementation, shape.activation, group_sizes, x, dout, homes, replicas)
 
     if implementation.startswith(PREFIX):  # rounding to float8 is no error of the kernel: it is emulated
-        emulate = functools.partial(_of_implementation, PREFIX + "blocked", shape.activation)
+        emulate = functools.partial(_of_implementation, PREFIX + "reference", shape.activation)
         plain = jax.jit(lambda *arrays: emulate(jnp.array(sizes, jnp.int32), *arrays), compiler_options=options)
     else:
         plain = _plain_program(shape, sizes, tuple(options.items()))
