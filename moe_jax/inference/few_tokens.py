@@ -211,13 +211,11 @@ class FewTokensGroup(ModelGroup):
         if x.shape[0] * x.shape[1] > 1:
             return super().times(spec, x, weight)
         acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-        contracted = x.ndim - 2  # dims of x behind [b, Sq] are the first of the weight
-        held = weight.held
-        parts = _parts_of_sum(held.shape[0], held.size // math.prod(held.shape[:contracted]))
-        held = held.reshape(parts, held.shape[0] // parts, *held.shape[1:])
-        row = x.astype(acc_dtype).reshape(held.shape[: 1 + contracted] + (1,) * (held.ndim - 1 - contracted))
-        out = jnp.sum(row * held.astype(acc_dtype), axis=tuple(range(1, 1 + contracted)))
-        out = jnp.sum(lax.optimization_barrier(out) if parts > 1 else out, axis=0).astype(x.dtype)
+        kept = weight.held.shape[x.ndim - 2 :]  # dims of x behind [b, Sq] are the first of the weight
+        parts = _parts_of_sum(x.size, math.prod(kept))
+        matrix = weight.held.reshape(parts, x.size // parts, -1).astype(acc_dtype)
+        out = jnp.sum(x.reshape(parts, -1, 1).astype(acc_dtype) * matrix, axis=1)
+        out = jnp.sum(lax.optimization_barrier(out) if parts > 1 else out, axis=0).astype(x.dtype).reshape(kept)
         first = spec.partition("->")[2].index("b")  # dims of the result before [b, Sq]
         return jnp.expand_dims(out, (first, first + 1))
 
@@ -225,8 +223,11 @@ class FewTokensGroup(ModelGroup):
         devices = math.prod(lax.axis_size(axis) for axis in self.axes)
         if devices == 1:
             return super().reduce(partial)
-        acc_dtype = jnp.promote_types(partial.dtype, jnp.float32)
-        total = sum_of_blocks(jnp.broadcast_to(partial.astype(acc_dtype), (devices, *partial.shape)), self.axes)
+        wider = partial.astype(jnp.promote_types(partial.dtype, jnp.float32))
+        if devices == 2:  # one message as well, without writing down what goes to each
+            total = jnp.sum(lax.all_gather(cast_varying(wider, self.axes), self.axes), axis=0)
+        else:
+            total = sum_of_blocks(jnp.broadcast_to(wider, (devices, *partial.shape)), self.axes)
         return varying_to_replicated(total.astype(partial.dtype), self.axes)
 
 
