@@ -126,7 +126,8 @@ def main(_):
         import torch  # noqa: F401
         import transformers
     except ImportError as error:
-        sys.exit(f"error: {error.name} is missing; python -m pip install torch transformers safetensors")
+        print(f"error: {error.name} is missing; python -m pip install torch transformers safetensors", file=sys.stderr)
+        sys.exit(2)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     transformers.logging.set_verbosity_error()
     import numpy as np
