@@ -8,7 +8,7 @@ longer than reading the weights, and a grouped matmul may read all weights of a 
 Here the tokens of all devices that share the experts are gathered (an MP group holds them already), each device
 computes the choices that are its own, in one of three ways,
 
-    in turn      one choice after the other, those of an expert side by side: for CPUs, whose matmuls read one matrix
+    in turn      one expert after the other, the few rows that chose it: for CPUs, whose matmuls read one matrix
     by choice    all at once, each by the matrices of its expert, which are read in place: for GPUs, few choices
     by slot      all tokens by the matrices of each slot: for GPUs, choices that would read most weights several times
 
@@ -30,6 +30,7 @@ from jax import lax
 from moe_jax.collectives.replicated import varying_to_replicated
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.dispatch import Tables, destinations
+from moe_jax.grouped_matmul.row_blocks import RowBlock, for_each_block
 from moe_jax.inference.int8 import SCALE
 from moe_jax.mesh.roles import Roles
 from moe_jax.models.model_group import ModelGroup
@@ -37,6 +38,7 @@ from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.layer import MoE
 from moe_jax.routers import RouterInputs
 
+HEIGHTS = (1, 4, 8)  # rows of an expert that a CPU multiplies at once; two take it longer than four
 LEAST_RESULTS = 1 << 13  # of sums over rows of a matrix, that each core of a GPU has some
 MOST_CHOICES = 64  # T K; above, matmuls of all tokens by all slots cost more than the exchange
 
@@ -121,27 +123,28 @@ class FewTokens:
     def _in_turn(self, rows, place, weights, bank, home_row):
         """Return the sum [T, M] of the choices' weighted results; place int32 [T, K], -1 for those of other devices."""
         top_k, acc_dtype = place.shape[1], jnp.promote_types(rows.dtype, jnp.float32)
-        flat = place.reshape(-1)
-        order = jnp.argsort(jnp.where(flat < 0, self.slots, flat))
+        slot = jnp.where(place < 0, self.slots, place).reshape(-1)
+        order = jnp.argsort(slot)
+        slots = jnp.arange(self.slots, dtype=slot.dtype)
+        sizes = jnp.sum(slot[:, None] == slots[None], axis=0, dtype=jnp.int32)
+        lines = rows[order // top_k]
         *ins, last = weight_names(self.moe.activation)
 
-        def turn(index, total):
-            choice = order[index]
-            token, row = choice // top_k, home_row[flat[choice]]
-
+        def turn(out, block: RowBlock):
             def times(lhs, name):
-                weight = lax.dynamic_index_in_dim(bank[name], row, 0, keepdims=False).astype(lhs.dtype)
-                out = jnp.dot(lhs, weight, preferred_element_type=acc_dtype)
-                return out * bank[name + SCALE][row][None].astype(acc_dtype) if name + SCALE in bank else out
+                made = jnp.dot(lhs, block.pick(bank[name], home_row, lhs.dtype), preferred_element_type=acc_dtype)
+                if name + SCALE not in bank:
+                    return made
+                return made * block.pick(bank[name + SCALE], home_row, acc_dtype)[None]
 
-            lhs = lax.dynamic_slice_in_dim(rows, token, 1)
-            out = times(self._activate(lhs, ins, times), last) * weights.reshape(-1)[choice].astype(acc_dtype)
-            return lax.dynamic_update_slice_in_dim(total, lax.dynamic_slice_in_dim(total, token, 1) + out, token, 0)
+            return block.write(out, times(self._activate(block.read(lines), ins, times), last))
 
-        axes = varying_axes(rows, place, weights, bank, home_row)
-        total = cast_varying(jnp.zeros(rows.shape, acc_dtype), axes)
-        number = jnp.sum(flat >= 0, dtype=jnp.int32)
-        return lax.fori_loop(cast_varying(jnp.int32(0), varying_axes(number)), number, turn, total)
+        number = slot.shape[0]
+        heights = (*(height for height in HEIGHTS if height < number), number)
+        out = cast_varying(jnp.zeros(lines.shape, acc_dtype), varying_axes(lines, sizes, bank, home_row))
+        out = for_each_block(sizes, heights, number, out, turn)
+        back = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*place.shape, -1)
+        return jnp.sum(weights[..., None].astype(acc_dtype) * back, axis=1)
 
     def _by_choice(self, rows, place, weights, bank, home_row):
         """Return the sum [T, M] of the choices' weighted results, each by its own expert's matrices."""
@@ -211,13 +214,11 @@ class FewTokensGroup(ModelGroup):
         if x.shape[0] * x.shape[1] > 1:
             return super().times(spec, x, weight)
         acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-        contracted = x.ndim - 2  # dims of x behind [b, Sq] are the first of the weight
-        held = weight.held
-        parts = _parts_of_sum(held.shape[0], held.size // math.prod(held.shape[:contracted]))
-        held = held.reshape(parts, held.shape[0] // parts, *held.shape[1:])
-        row = x.astype(acc_dtype).reshape(held.shape[: 1 + contracted] + (1,) * (held.ndim - 1 - contracted))
-        out = jnp.sum(row * held.astype(acc_dtype), axis=tuple(range(1, 1 + contracted)))
-        out = jnp.sum(lax.optimization_barrier(out) if parts > 1 else out, axis=0).astype(x.dtype)
+        kept = weight.held.shape[x.ndim - 2 :]  # dims of x behind [b, Sq] are the first of the weight
+        parts = _parts_of_sum(x.size, math.prod(kept))
+        matrix = weight.held.reshape(parts, x.size // parts, -1).astype(acc_dtype)
+        out = jnp.sum(x.reshape(parts, -1, 1).astype(acc_dtype) * matrix, axis=1)
+        out = jnp.sum(lax.optimization_barrier(out) if parts > 1 else out, axis=0).astype(x.dtype).reshape(kept)
         first = spec.partition("->")[2].index("b")  # dims of the result before [b, Sq]
         return jnp.expand_dims(out, (first, first + 1))
 
@@ -225,8 +226,11 @@ class FewTokensGroup(ModelGroup):
         devices = math.prod(lax.axis_size(axis) for axis in self.axes)
         if devices == 1:
             return super().reduce(partial)
-        acc_dtype = jnp.promote_types(partial.dtype, jnp.float32)
-        total = sum_of_blocks(jnp.broadcast_to(partial.astype(acc_dtype), (devices, *partial.shape)), self.axes)
+        wider = partial.astype(jnp.promote_types(partial.dtype, jnp.float32))
+        if devices == 2:  # one message as well, without writing down what goes to each
+            total = jnp.sum(lax.all_gather(cast_varying(wider, self.axes), self.axes), axis=0)
+        else:
+            total = sum_of_blocks(jnp.broadcast_to(wider, (devices, *partial.shape)), self.axes)
         return varying_to_replicated(total.astype(partial.dtype), self.axes)
 
 

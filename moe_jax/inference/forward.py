@@ -36,7 +36,7 @@ from moe_jax.models.transformer import Transformer, Unit
 from moe_jax.moe.layer import MoE, make_moe
 from moe_jax.placement import PlanShape
 
-UNROLL = 8  # units in a turn of a GPU's loop over single tokens, where the loop's own small kernels count
+UNROLL = 16  # units in a turn of a GPU's loop over single tokens, where the loop's own small kernels count
 
 
 def whole_tokens(tokens: int, parts: int) -> int:
@@ -170,11 +170,11 @@ def _make_layer(
     return layer
 
 
-def logits_of(x, table, axes: tuple[str, ...]):
+def logits_of(x, table, axes: tuple[str, ...], in_place: bool = False):
     """Return logits [b, V] of x [b, M], in at least float32; each device of an MP group has a part of the table.
 
     Args:
-      table: [V, M]; axes: of the MP group.
+      table: [V, M]; axes: of the MP group; in_place: multiply the table where it lies, without a matmul.
     """
     parts = 1
     for axis in axes:
@@ -182,4 +182,8 @@ def logits_of(x, table, axes: tuple[str, ...]):
     split = axes if table.shape[0] % parts == 0 else ()
     own = in_dtype(own_part(table, split), x.dtype)
     acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-    return join_parts(project("bm,vm->bv", x, own, out=acc_dtype), split, dim=1)
+    if in_place:
+        part = jnp.sum(x[:, None].astype(acc_dtype) * own.held[None].astype(acc_dtype), axis=-1)
+    else:
+        part = project("bm,vm->bv", x, own, out=acc_dtype)
+    return join_parts(part, split, dim=1)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.collectives.replicated import join_parts, own_part
 from moe_jax.dispatch.route import record
 from moe_jax.inference.cache import cache_specs
+from moe_jax.inference.few_tokens import on_cpu
 from moe_jax.inference.forward import logits_of, make_forward, whole_tokens
 from moe_jax.inference.sampling import choose_tokens
 from moe_jax.models import LanguageModel
@@ -199,7 +200,7 @@ def _make_next(model: LanguageModel, vocabulary: int, compiled: tuple) -> Callab
     roles = model.roles
 
     def next_token(state: State, x, table, choices, knobs: Knobs):
-        logits = logits_of(x, table, roles.model)
+        logits = logits_of(x, table, roles.model, x.shape[0] == 1 and not on_cpu(roles))
         with jax.named_scope("sampling"):
             known = jnp.arange(logits.shape[1], dtype=jnp.int32) < vocabulary
             logits = jnp.where(known[None], logits, -jnp.inf)

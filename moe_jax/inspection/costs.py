@@ -86,23 +86,23 @@ def _fusion(instruction: Instruction, computation: Computation, module: Module) 
     return Cost(tuple(sorted(flops.items())), read + written)
 
 
-def _bytes_read(body: Computation, parameter: Instruction, module: Module) -> float:
-    """Return the bytes of a parameter that a fusion needs: slices where nothing but slices use it."""
-    uses = _uses(body, parameter.name)
+def _bytes_read(body: Computation, value: Instruction, module: Module) -> float:
+    """Return the bytes of a parameter, or of a slice of one, that a fusion needs: slices where nothing else uses it."""
+    uses = _uses(body, value.name)
     if not uses:
-        return 0
+        return value.bytes if value is body.root else 0
     total = 0
     for use, as_name in uses:
+        whole = value.bytes / body.by_name[as_name].bytes  # its own dtype over that in which it is used
         if use.opcode in SLICES and use.operands[0] == as_name:
-            total += use.bytes * parameter.bytes / body.by_name[as_name].bytes  # in the dtype that it is read in
+            total += whole * min(use.bytes, _bytes_read(body, use, module))
         elif use.opcode == "fusion":
             inner = module.computations[use.called()[0]]
             places = [n for n, name in enumerate(use.operands) if name == as_name]
             named = {i.parameter: i for i in inner.instructions if i.opcode == "parameter"}
-            whole = parameter.bytes / body.by_name[as_name].bytes
             total += whole * sum(_bytes_read(inner, named[n], module) for n in places if n in named)
         else:
-            return parameter.bytes
+            return value.bytes
     return total
 
 

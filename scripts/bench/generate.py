@@ -8,7 +8,8 @@ batches, and programs are compiled before the clock starts. Ends in one JSON lin
     python scripts/bench/generate.py --gin_file=configs/run/demo.gin --host_devices=1
 
 With --modelled it prints instead what one all-to-all of each kind takes on a described cluster, from 8 to 256 devices;
-with --held_out_windows the loss of --workdir on its held-out text with the experts as trained and as int8.
+with --held_out_windows the loss of --workdir on its held-out text with the experts as trained and as int8. Beside
+transformers it is timed by generate_transformers.py.
 """
 
 from __future__ import annotations

@@ -70,14 +70,9 @@ def theirs(model, way: str, cache: str):
             self.seconds.append(time.perf_counter())
             return torch.zeros(ids.shape[0], dtype=torch.bool)
 
-    chosen = way
-    if way == "default":
-        chosen = transformers.MixtralForCausalLM(transformers.MixtralConfig(num_hidden_layers=0)).config
-        chosen = chosen._experts_implementation
-
     @torch.inference_mode()
     def generate(prompts, new):
-        model.set_experts_implementation(chosen)
+        model.set_experts_implementation(way)
         ids, clock = torch.tensor(prompts), Clock()
         started = time.perf_counter()
         found = model.generate(
@@ -131,7 +126,8 @@ def main(_):
         import torch  # noqa: F401
         import transformers
     except ImportError as error:
-        sys.exit(f"error: {error.name} is missing; python -m pip install torch transformers safetensors")
+        print(f"error: {error.name} is missing; python -m pip install torch transformers safetensors", file=sys.stderr)
+        sys.exit(2)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     transformers.logging.set_verbosity_error()
     import numpy as np
@@ -143,10 +139,11 @@ def main(_):
         folder = pathlib.Path(scratch)
         model = build(folder / "model")
         sides = {"moe_jax": ours(folder / "model", folder / "run")}
+        own_choice = model.config._experts_implementation
         for way in _EXPERTS_BY.value:
-            sides |= {
-                f"transformers, {way} experts, {cache} cache": theirs(model, way, cache) for cache in _CACHES.value
-            }
+            chosen = own_choice if way == "default" else way
+            for cache in _CACHES.value:
+                sides[f"transformers, {way} experts, {cache} cache"] = theirs(model, chosen, cache)
         size = (max(map(int, _BATCHES.value)), _PROMPT_TOKENS.value)
         prompts = np.random.default_rng(0).integers(3, _VOCABULARY.value, size).tolist()
         found, different = measure(sides, prompts)

@@ -10,7 +10,7 @@ from support.equality_cases import VOCAB
 from support.generation_cases import PROMPTS, build, configs, reference_of
 
 from moe_jax.errors import UserError
-from moe_jax.inference import Sampling, few_tokens, forward
+from moe_jax.inference import Sampling, few_tokens, forward, programs
 from moe_jax.inference.config import inference_configs
 from moe_jax.inference.few_tokens import FewTokensGroup
 from moe_jax.inference.generator import DECODE, _Request
@@ -61,8 +61,8 @@ def test_greedy_text_and_logits_equal_the_reference(case, float64, monkeypatch):
     layer = {"gate_noise": 0.1, **layer} if layer.get("router") != "sigmoid_bias" else {"gate_noise": 0.0, **layer}
     config, moe = configs(layer, **changes)
     if case in AS_GPU:
-        monkeypatch.setattr(few_tokens, "on_cpu", lambda roles: False)
-        monkeypatch.setattr(forward, "on_cpu", lambda roles: False)
+        for module in (few_tokens, forward, programs):
+            monkeypatch.setattr(module, "on_cpu", lambda roles: False)
     decode = "exchange" if case in EXCHANGE else "gather"
     generator, params = build(config, moe, mesh, end_ids=(), decode=decode)
     logits = []
@@ -222,7 +222,7 @@ def test_replicas_of_hot_experts_change_no_text(planner, quantize, decode, float
 def test_every_way_to_the_experts_gives_the_same_text(quantize, float64, monkeypatch):
     """In turn; by choice, choices being no more than slots here; and the exchange."""
     config, moe = configs({"gate_noise": 0.0, "top_k": 1}, **QWEN)
-    mesh = {"expert": 2, "expert_shard": 2, "model": 4}
+    mesh = {"expert": 2, "expert_shard": 2, "model": 2}
 
     def text(decode):
         return build(config, moe, mesh, quantize=quantize, decode=decode)[0].generate(PROMPTS, 8, GREEDY).token_ids

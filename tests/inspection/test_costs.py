@@ -62,13 +62,14 @@ def test_fusion_reads_a_slice_and_multiplies():
 
 
 def test_fusion_reads_a_slice_in_another_shape_and_dtype():
-    # one of 12 rows, cast before it is cut: 16 bytes of bfloat16 are read, 4 of the index, 32 written
+    # one of 12 rows, of 4 that are cut out and cast: 16 bytes of bfloat16 are read, 4 of the index, 32 written
     called = """%cast (p0: bf16[12,8], p1: s32[]) -> f32[8] {
   %p0 = bf16[12,8]{1,0} parameter(0)
   %p1 = s32[] parameter(1)
   %flat = bf16[96]{0} bitcast(%p0)
-  %more = f32[96]{0} convert(%flat)
-  ROOT %cut = f32[8]{0} dynamic-slice(%more, %p1), dynamic_slice_sizes={8}
+  %four = bf16[32]{0} dynamic-slice(%flat, %p1), dynamic_slice_sizes={32}
+  %more = f32[32]{0} convert(%four)
+  ROOT %cut = f32[8]{0} slice(%more), slice={[8:16]}
 }
 """
     body = """  %a = bf16[12,8]{1,0} parameter(0)
