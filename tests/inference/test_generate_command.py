@@ -13,7 +13,7 @@ from support.tiny_run import finish, run_here, start
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
-from moe_jax.inference import Sampling, load
+from moe_jax.inference import Sampling, few_tokens, forward, load, programs
 from moe_jax.inference.load import find_tokenizer
 from moe_jax.mesh import MeshConfig
 from moe_jax.models import ModelConfig
@@ -52,8 +52,12 @@ def test_load_reads_a_run_on_another_mesh(workdir, many):
     load(workdir, MeshConfig(expert=1), averaged=True, step=3, devices=jax.devices()[:1])
 
 
-def test_bfloat16_decodes_what_it_would_compute_anew(workdir):
+@pytest.mark.parametrize("as_gpu", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_bfloat16_decodes_what_it_would_compute_anew(workdir, as_gpu, monkeypatch):
     """Matrices are kept in the compute dtype, the rest in float32; cached and recomputed logits differ by roundings."""
+    if as_gpu:  # single tokens meet their experts as on a GPU
+        for module in (few_tokens, forward, programs):
+            monkeypatch.setattr(module, "on_cpu", lambda roles: False)
     one = load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1], bindings=BFLOAT16)
     dtypes = {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(one.params)}
     assert {dtypes["['bank']['w_in']"], dtypes["['dense']['units']['attention']['out']"]} == {"bfloat16"}
