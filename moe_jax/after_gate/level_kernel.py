@@ -18,6 +18,14 @@ from jax import lax
 
 from moe_jax.collectives.varying import match_varying
 
+MOST_VALUES = 1 << 13  # of padded [E, D] or [D, D]: a block of threads keeps several such arrays in its registers
+
+
+def fits_one_kernel(experts: int, devices: int) -> bool:
+    """Say whether a block's registers hold the arrays of so many experts and devices."""
+    rows, columns = _padded((experts, devices))
+    return max(rows, columns) * columns <= MOST_VALUES
+
 
 def level_in_one_kernel(totals, held, home, sweeps: int, interpret: bool = False):
     """Return quotas [E, D].
@@ -31,7 +39,7 @@ def level_in_one_kernel(totals, held, home, sweeps: int, interpret: bool = False
 
     totals, held, home = match_varying(totals, held, home)
     experts, devices = held.shape
-    rows, columns = (1 << (size - 1).bit_length() for size in (experts, devices))  # as Triton's arrays must be
+    rows, columns = _padded((experts, devices))
     more = (0, rows - experts), (0, columns - devices)
     flags = jnp.pad(held.astype(jnp.int32) + 2 * home.astype(jnp.int32), more)
     out = jax.ShapeDtypeStruct(flags.shape, totals.dtype, manual_axis_type=jax.typeof(totals).manual_axis_type)
@@ -40,7 +48,13 @@ def level_in_one_kernel(totals, held, home, sweeps: int, interpret: bool = False
     quota = pl.pallas_call(kernel, out_shape=out, interpret=interpret, name="level", **options)(
         jnp.pad(totals, more[0]), flags
     )
-    return quota[:experts, :devices]
+    # whatever a GPU made of it, tokens go to holders alone
+    return jnp.where(held, quota[:experts, :devices], jnp.zeros((), quota.dtype))
+
+
+def _padded(sizes):
+    """Return the powers of two that hold the sizes, as Triton's arrays must be."""
+    return tuple(1 << (size - 1).bit_length() for size in sizes)
 
 
 def _compiler_params():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.after_gate.contract import Decision, slots_of
-from moe_jax.after_gate.level_kernel import level_in_one_kernel
+from moe_jax.after_gate.level_kernel import fits_one_kernel, level_in_one_kernel
 
 SHARE_ONE = 1 << 16
 
@@ -47,13 +47,16 @@ class ShareRule:
         return Decision(decided, None, jnp.zeros(3, jnp.int32))
 
     def quotas(self, totals, held, home, replica_slots):
-        """Return what `level` does; on an NVIDIA GPU by one kernel, equal up to rounding."""
+        """Return what `level` does; on an NVIDIA GPU by one kernel that fits it, equal up to rounding."""
+        loops = functools.partial(self.level, replica_slots=replica_slots)
+        if not fits_one_kernel(*held.shape):
+            return loops(totals, held, home)
         return lax.platform_dependent(
             totals,
             held,
             home,
             cuda=functools.partial(level_in_one_kernel, sweeps=self.sweeps),
-            default=functools.partial(self.level, replica_slots=replica_slots),
+            default=loops,
         )
 
     def level(self, totals, held, home, replica_slots):

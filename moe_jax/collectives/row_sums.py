@@ -23,7 +23,7 @@ MOST_ADDED = 16
 def sum_rows(x, dtype=None):
     """Return the sum of x [n, ...] over its first dim, in `dtype` or that of x."""
     parts = -(-x.shape[0] // MOST_ROWS)
-    if parts == 1 or parts > MOST_PARTS or x.shape[0] % parts:
+    if parts <= 1 or parts > MOST_PARTS or x.shape[0] % parts:
         return jnp.sum(x, axis=0, dtype=dtype)
     sums = jnp.sum(x.reshape(parts, -1, *x.shape[1:]), axis=1, dtype=dtype)
     return functools.reduce(jnp.add, [sums[part] for part in range(parts)])

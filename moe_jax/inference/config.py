@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 
 from moe_jax.errors import UserError
+from moe_jax.float8 import COMPUTE
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
 from moe_jax.routers.registry import find
@@ -22,7 +23,8 @@ PER_TOKEN = "topk"  # what a user may choose by token instead
 
 
 def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, MoEConfig]:
-    """Return both as a generating program takes them: nothing saved for a backward, no noise, no capacity.
+    """Return both as a generating program takes them: nothing saved for a backward, no noise, no capacity,
+    and experts in the compute dtype: float8 is how a run trains faster, and is not how single tokens are decoded.
 
     Raises:
       UserError: a model that does not predict the next token, or a router that chooses for a whole batch at once.
@@ -43,4 +45,5 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
     changes = {"remat": "none", "prefetch": "none", "refetch_replicas": False, "sequence_parallel": False}
     model = dataclasses.replace(model, **changes)
     moe = dataclasses.replace(moe, capacity_factor=None, gate_noise=0.0, balance_over="batch", record_choices=False)
+    moe = dataclasses.replace(moe, expert_dtype=COMPUTE, dispatch_dtype=COMPUTE)
     return model, moe

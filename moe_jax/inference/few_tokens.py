@@ -144,7 +144,7 @@ class FewTokens:
         out = cast_varying(jnp.zeros(lines.shape, acc_dtype), varying_axes(lines, sizes, bank, home_row))
         out = for_each_block(sizes, heights, number, out, turn)
         back = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*place.shape, -1)
-        return jnp.sum(weights[..., None].astype(acc_dtype) * back, axis=1)
+        return jnp.sum(_weighted(weights, back), axis=1)
 
     def _by_choice(self, rows, place, weights, bank, home_row):
         """Return the sum [T, M] of the choices' weighted results, each by its own expert's matrices."""
@@ -160,7 +160,7 @@ class FewTokens:
         *ins, last = weight_names(self.moe.activation)
         hidden = self._activate(jnp.repeat(rows, top_k, axis=0), ins, times)
         out = times(hidden, last).reshape(tokens, top_k, -1)
-        return jnp.sum(weights[..., None].astype(acc_dtype) * out, axis=1)
+        return jnp.sum(_weighted(weights, out), axis=1)
 
     def _by_slot(self, rows, place, weights, bank, home_row):
         """Return the same; every slot's matrices, which stand one after the other, multiply all T tokens."""
@@ -179,7 +179,7 @@ class FewTokens:
 
         *ins, last = weight_names(self.moe.activation)
         hidden = self._activate(jnp.broadcast_to(rows, (self.slots, *rows.shape)), ins, times)
-        return jnp.sum(weights[..., None].astype(acc_dtype) * times(hidden, last), axis=0)
+        return jnp.sum(_weighted(weights, times(hidden, last)), axis=0)
 
     def _activate(self, rows, ins, times):
         """Return the hidden rows in the dtype of `rows`."""
@@ -196,6 +196,12 @@ class FewTokens:
         blocks = part.reshape(*kept, tokens, part.shape[1])
         blocks = jnp.broadcast_to(blocks, (*sizes, tokens, part.shape[1])).reshape(-1, tokens, part.shape[1])
         return varying_to_replicated(sum_of_blocks(blocks, group), roles.model)
+
+
+def _weighted(weights, results):
+    """Return weights [...] x results [..., M], 0 where a weight is, also if an expert overflows on what is not its."""
+    weights = weights[..., None].astype(results.dtype)
+    return jnp.where(weights != 0, weights * results, 0)
 
 
 def sum_of_blocks(blocks, axes: tuple[str, ...]):

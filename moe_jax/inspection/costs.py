@@ -178,6 +178,8 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
         flops = _grouped_flops(arrays, result)
         if flops:
             return Cost((("bf16", flops),), moved - _unread_bytes(operands))
+    if "triton" in name and "/level/" in instruction.attributes:  # after_gate/level_kernel.py has no matmuls
+        return Cost(bytes=moved)
     return Cost(bytes=moved, unknown=name)
 
 

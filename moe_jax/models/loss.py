@@ -75,6 +75,7 @@ def make_loss(
     config = model.config
     if teacher is not None:
         teacher = dataclasses.replace(teacher, model=_resolved(teacher.model))
+        check_document_mask(teacher.model.config, length)
     shards = roles.size(roles.dense)
     if batch_size % shards:
         raise UserError(

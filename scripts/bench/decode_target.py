@@ -20,6 +20,7 @@ _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding.")
 _TARGET = flags.DEFINE_string("target", "h200:1x8", "DEVICE:NODESxDEVICES.")
 _BATCH = flags.DEFINE_integer("batch", 1, "Sequences of each data-parallel group.")
 _HELD = flags.DEFINE_integer("held", 4096, "Tokens that the cache has room for.")
+_DECODE = flags.DEFINE_enum("decode", "gather", ["gather", "exchange"], "How tokens meet their experts.")
 _OUT = flags.DEFINE_string("out", "", "File for the compiled program.")
 
 
@@ -48,7 +49,9 @@ def lower(config, devices):
     mesh, specs, segments = model.roles.mesh, model.layout().params, model.expert_segments
     residence = {segment.name: reside(even_placement(model, segment)) for segment in segments}
     shapes = {name: found.shape for name, found in residence.items()}
-    decode = make_decode(model, Parameters(specs, shapes), model.vocab_size, _BATCH.value, (True, 0, False))
+    decode = make_decode(
+        model, Parameters(specs, shapes, decode=_DECODE.value), model.vocab_size, _BATCH.value, (True, 0, False)
+    )
     rows = _BATCH.value * model.roles.size(model.roles.dense)
 
     def entry(segment):
@@ -123,7 +126,7 @@ def main(_):
     read = floor_bytes(model, params)
     floor = read / target.memory_bandwidth
     record = {
-        "target": _TARGET.value, "batch": _BATCH.value, "modelled_seconds": timeline.seconds, "floor_seconds": floor,
+        "target": _TARGET.value, "decode": _DECODE.value, "batch": _BATCH.value, "modelled_seconds": timeline.seconds, "floor_seconds": floor,
         "floor_bytes": read, "ratio": timeline.seconds / floor, "compile_seconds": time.monotonic() - started,
         "exposed_seconds": sum(flight.exposed for flight in timeline.flights.values()),
         "matmul_seconds": timeline.matmul_seconds, "compute_seconds": timeline.compute_seconds,

@@ -16,6 +16,7 @@ from support.tiny_run import finish, start  # noqa: E402
 
 from moe_jax import convert  # noqa: E402
 from moe_jax.config import config_text, parse_run_config  # noqa: E402
+from moe_jax.config.command_line import run_command  # noqa: E402
 from moe_jax.data import build_cache  # noqa: E402
 from moe_jax.distributed.hosts import Hosts  # noqa: E402
 from moe_jax.errors import UserError  # noqa: E402
@@ -116,7 +117,7 @@ def test_conversions_end_with_exit_code_2(made, tmp_path, monkeypatch, capsys):
     ):
         monkeypatch.setattr(sys, "argv", ["convert", *flags])
         with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
-            convert.main()
+            run_command(convert.command)
         err = capsys.readouterr().err
         assert end.value.code == 2 and words in err and len(err.strip().splitlines()) == 1, (flags, err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "llama"]

@@ -50,7 +50,7 @@ CASES = {
     ),
     "bert_data2": ("deepspeed", {"data": 2, "expert": 2}, 3, {"kind": "bert", "remat": "block"}),
 }  # fmt: skip
-ALWAYS = ("hecate_rotary_written_out",)  # each takes about 25 s of CPU
+ALWAYS = ("segments_halves",)  # each takes about 25 s of CPU
 
 
 def of_case(name):
