@@ -41,7 +41,7 @@ STEPS = {  # the stages of windows that have several of them, in the order of th
     "combine": ("send_back", "unpack"),
     "recompute": ("route_again", "send_again", "experts_again", "send_back_again", "unpack_again"),
 }
-MATRIX = 1 << 15  # values from which a gradient takes time worth hiding
+MATRIX = 1 << 16  # values from which a gradient takes time worth hiding
 AFTER = {"send": "experts", "experts": "send_back", "send_back": "unpack"}  # which stage reads a stage's rows
 READ = {  # what a stage takes out of the live values: (name, of the next layer)
     "forward": {
