@@ -16,7 +16,7 @@ from moe_jax.models.prefetch_windows import AFTER, READ, Direction, Saved, fence
 from moe_jax.models.stages import known_arrays
 from moe_jax.overlap.blocks import Window
 
-MATRIX = 1 << 15  # values from which a gradient takes time worth hiding
+MATRIX = 1 << 16  # values from which a gradient takes time worth hiding
 
 
 class Backward(Direction):

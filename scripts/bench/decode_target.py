@@ -126,7 +126,8 @@ def main(_):
     read = floor_bytes(model, params)
     floor = read / target.memory_bandwidth
     record = {
-        "target": _TARGET.value, "decode": _DECODE.value, "batch": _BATCH.value, "modelled_seconds": timeline.seconds, "floor_seconds": floor,
+        "target": _TARGET.value, "decode": _DECODE.value, "batch": _BATCH.value,
+        "modelled_seconds": timeline.seconds, "floor_seconds": floor,
         "floor_bytes": read, "ratio": timeline.seconds / floor, "compile_seconds": time.monotonic() - started,
         "exposed_seconds": sum(flight.exposed for flight in timeline.flights.values()),
         "matmul_seconds": timeline.matmul_seconds, "compute_seconds": timeline.compute_seconds,

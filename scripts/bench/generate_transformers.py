@@ -2,10 +2,11 @@
 
 What it says: whether one compiled program for a token is worth having on a CPU, where transformers runs each operation
 by itself on the same matrices. A Mixtral with random weights is built by transformers, written as it writes models,
-converted as a user would (`moe_jax.convert`), and both continue the same prompts greedily in float32; prompts
-whose texts differ are counted. Rounds are interleaved, each side's first one, which compiles or warms up, is left out, and what is reported are
-medians and their ratio. transformers runs with its key-value cache, in every way of computing experts that is named,
-and the ratio is to the fastest of them. Needs torch, transformers and safetensors. Ends in one JSON line. Run it as
+converted as a user would (`moe_jax.convert`), and both continue the same prompts greedily in float32; prompts whose
+texts differ are counted. Rounds are interleaved, each side's first one, which compiles or warms up, is left out, and
+what is reported are medians and their ratio. transformers runs with its key-value cache, in every way of computing
+experts that is named, and the ratio is to the fastest of them. Needs torch, transformers and safetensors. Ends in one
+JSON line. Run it as
 
     python scripts/bench/generate_transformers.py --batches=1,8
 """
