@@ -23,10 +23,10 @@ from moe_jax.collectives.varying import cast_varying
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.kept import keep_what_is_dear, named
 from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import Constants, Prefetcher
+from moe_jax.models.scan_residuals import keep_what_is_dear, named
 from moe_jax.models.segments import Segment, part_of
 from moe_jax.models.shared_experts import add_shared
 from moe_jax.models.stages import Stages

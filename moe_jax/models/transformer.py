@@ -19,10 +19,10 @@ from flax import nnx
 
 from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.kept import named
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.norms import HeadNorm, as_last, build_norm
 from moe_jax.models.param_dtype_gradients import add_bias, in_dtype
+from moe_jax.models.scan_residuals import named
 from moe_jax.models.segments import Segment, joined, segments_of
 from moe_jax.models.shared_experts import SharedExperts
 from moe_jax.moe.config import MoEConfig

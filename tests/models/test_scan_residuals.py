@@ -1,4 +1,4 @@
-"""What a scan over layers stacks for its backward: the values that `kept.py` names, once each, in the compute dtype.
+"""What a scan over layers stacks for its backward: what `scan_residuals.py` names, once each, in the compute dtype.
 
 Read off the traced gradient; nothing is compiled. That the gradients are right, test_equality.py says, whose models are
 scans without remat. Letters: docs/notation.md.
