@@ -21,6 +21,8 @@ HALF = Buckets(segment="all", by_shape=8, expected=4.0, exchanges=3, overflow=0.
 def test_rows_by_shape():
     rows = arrays_of("(bf16[4,2,64], bf16[4,6,64], f32[4,6,1], s32[4,2])")
     assert exchanged_rows(rows) == 8 + 24 and exchanged_rows(arrays_of("s32[4,2]")) == 0
+    in_float8 = arrays_of("(u8[32,128,784], s32[32,2], u8[4], u32[])")
+    assert exchanged_rows(in_float8) == 4096 and multiplied_rows(in_float8) == 0
     matmul = arrays_of("(bf16[384,64], bf16[2,64,128], bf16[384,128], s32[2])")
     assert multiplied_rows(matmul) == 384 and row_bytes(matmul, 384) == 2 * 384 * (64 + 128)
     other = dataclasses.replace(HALF, by_shape=100, expected=80.0)
