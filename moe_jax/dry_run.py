@@ -19,7 +19,7 @@ from moe_jax.config.run_config import RunConfig, config_text
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import build_tokenizer
 from moe_jax.errors import UserError
-from moe_jax.float8 import E4M3, bytes_of_row
+from moe_jax.float8 import E4M3
 from moe_jax.grouped_matmul.ffn_cost import expert_work
 from moe_jax.inspection.targets import Target, parse_target
 from moe_jax.mesh.abstract import assumed_devices, build_abstract_roles
@@ -258,7 +258,7 @@ def _float8_lines(run: RunConfig) -> list[str]:
     if moe.dispatch_dtype == E4M3:
         plain = model.model_dim * itemsize(model.dtype)
         lines.append(
-            f"rows travel to experts in {E4M3}, {bytes_of_row(model.model_dim)} bytes each instead of {plain}; "
+            f"rows travel to experts in {E4M3}, {moe.sent_bytes(model.model_dim)} bytes each instead of {plain}; "
             f"back, and their gradients, in {model.dtype}"
         )
     if moe.expert_dtype == E4M3:
@@ -278,7 +278,7 @@ def _choice_lines(run: RunConfig, roles: Roles) -> list[str]:
     if sentences is None:
         return []
     options, row_bytes = schedule_options(moe, model.sequence_parallel), model.model_dim * itemsize(model.dtype)
-    return sentences(roles, layer_sizes(moe, roles, tokens), options, row_bytes)
+    return sentences(roles, layer_sizes(moe, roles, tokens), options, row_bytes, moe.sent_bytes(model.model_dim))
 
 
 def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:

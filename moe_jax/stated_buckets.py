@@ -24,6 +24,9 @@ from moe_jax.schedules.contract import layout_of
 def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] | None) -> tuple[Buckets, ...]:
     """Return the buckets of each segment whose rows travel.
 
+    A device fills them from its own part of its MP group's tokens, or from all where its schedule gates the group;
+    `parm` counts as s1.
+
     Args:
       config: with `ModelConfig.overlap` settled.
       plans: {segment: shape of its plans}, None without a planner.
@@ -32,15 +35,17 @@ def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] 
     parts = 2 if config.model.block_wise.halves else 1
     tokens = train.batch_size // train.grad_accum_steps // roles.size(roles.dense) * config.data.sequence_length
     for name, (own, own_roles) in segment_runs(config, roles).items():
-        members = own_roles.size(own_roles.expert)
-        if members == 1 or not schedule_record(own.moe.schedule).moves_tokens:
+        members, mp_size = own_roles.size(own_roles.expert), own_roles.size(own_roles.model)
+        record = schedule_record(own.moe.schedule).on_mesh(mp_size, own_roles.size(own_roles.expert_shard))
+        if members == 1 or not record.moves_tokens:
             continue
         plan = None if plans is None else plans[name]
         if plan is not None and plan.bucket_rows is not None and parts > 1:
             rows = plan.bucket_rows.each(lambda size: round_up(size / parts, 8))
             plan = dataclasses.replace(plan, bucket_rows=rows)
         sizes = layer_sizes(own.moe, own_roles, tokens // parts, plan)
-        by_shape = layout_of(own_roles, sizes.bucket_rows(members), own.moe.transport).total
+        by_shape = layout_of(own_roles, record.bucket_rows(sizes, own_roles), own.moe.transport).total
+        sizes = sizes if record.gates_group else sizes.split(mp_size)
         found.append(
             Buckets(
                 segment=name,

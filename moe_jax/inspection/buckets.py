@@ -47,11 +47,13 @@ def used_share(buckets: Sequence[Buckets], rows: int) -> float:
 def exchanged_rows(arrays: Iterable[Array]) -> int:
     """Return the rows that an exchange moves by the shape of its result, 0 where it moves counts.
 
-    Rows are floats [..., M]; what has a shorter last dim goes with them (scales) and is not counted again.
+    Rows are floats [..., M], or bytes [..., B] of rows in float8; counts are signed. What has a shorter last dim goes
+    with them (scales) and is not counted again.
     """
-    floats = _floats(arrays)
-    last = max((array.dims[-1] for array in floats), default=0)
-    return sum(math.prod(array.dims[:-1]) for array in floats if array.dims[-1] == last)
+    arrays = list(arrays)
+    rows = _floats(arrays) + [array for array in arrays if array.dtype == "u8" and len(array.dims) >= 2]
+    last = max((array.dims[-1] for array in rows), default=0)
+    return sum(math.prod(array.dims[:-1]) for array in rows if array.dims[-1] == last)
 
 
 def multiplied_rows(arrays: Iterable[Array]) -> int:

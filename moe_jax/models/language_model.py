@@ -289,11 +289,12 @@ def has_later_passes(model: LanguageModel, tokens: int, plan: PlanShape | dict[s
       tokens: of one MP group in one microbatch.
       plan: as `make_loss` takes it.
     """
-    row_bytes = model.config.model_dim * jnp.dtype(model.config.dtype).itemsize
-    choosers = (
-        make_schedule(
-            segment.moe, model.roles_of(segment), tokens, None if plan is None else model.own_part(plan, segment)
-        )
-        for segment in model.expert_segments
-    )
-    return any(chooser.for_rows(row_bytes).passes.most > 1 for chooser in choosers)
+    dim = model.config.model_dim
+    row_bytes = dim * jnp.dtype(model.config.dtype).itemsize
+
+    def may_overflow(segment: Segment) -> bool:
+        own = None if plan is None else model.own_part(plan, segment)
+        chooser = make_schedule(segment.moe, model.roles_of(segment), tokens, own)
+        return chooser.for_rows(row_bytes, segment.moe.sent_bytes(dim)).passes.most > 1
+
+    return any(may_overflow(segment) for segment in model.expert_segments)

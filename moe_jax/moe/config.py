@@ -6,7 +6,7 @@ import dataclasses
 import typing
 
 from moe_jax.errors import UserError
-from moe_jax.float8 import COMPUTE, DTYPES
+from moe_jax.float8 import COMPUTE, DTYPES, E4M3, bytes_of_row
 from moe_jax.routers.config import RouterConfig
 
 RESIDUALS = ("sum", "learned")
@@ -91,6 +91,10 @@ class MoEConfig(RouterConfig):
     def shared_ffn_dim(self, hidden_dim: int) -> int:
         """Return the hidden dim of all shared experts together, 0 without any; hidden_dim: of a routed one."""
         return self.shared_experts * (self.shared_hidden_dim or hidden_dim)
+
+    def sent_bytes(self, model_dim: int) -> int:
+        """Return the bytes of a row on its way to experts where it travels as float8, else 0."""
+        return bytes_of_row(model_dim) if self.dispatch_dtype == E4M3 else 0
 
 
 class FirstPassConfig(MoEConfig):

@@ -171,7 +171,8 @@ class MoE:
 
     def schedule_of(self, rows) -> Schedule:
         """Return the schedule for rows [..., M] like these."""
-        return self.chooser.for_rows(rows.shape[-1] * rows.dtype.itemsize)
+        dim = rows.shape[-1]
+        return self.chooser.for_rows(dim * rows.dtype.itemsize, self.config.sent_bytes(dim))
 
 
 def make_moe(
@@ -248,7 +249,6 @@ def schedule_options(config: MoEConfig, split_tokens: bool = False) -> ScheduleO
         gather=config.gather,
         cluster=config.cluster,
         split_tokens=split_tokens,
-        dispatch_dtype=config.dispatch_dtype,
     )
 
 

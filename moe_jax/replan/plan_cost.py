@@ -14,7 +14,6 @@ import numpy as np
 from moe_jax.cluster import Cluster, read_named_cluster
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
-from moe_jax.float8 import E4M3, bytes_of_row
 from moe_jax.mesh.roles import Roles
 from moe_jax.models.memory import Sizes, device_bytes, itemsize
 from moe_jax.models.segments import joined
@@ -82,7 +81,7 @@ def _cost(config: RunConfig, roles: Roles) -> Cost:
         matrices=matrices_of(model.activation),
         shards=shards,
         dtype_bytes=itemsize(model.dtype),
-        sent_bytes=bytes_of_row(model.model_dim) if config.moe.dispatch_dtype == E4M3 else None,
+        sent_bytes=config.moe.sent_bytes(model.model_dim) or None,
         param_bytes=np.dtype(model.param_dtype).itemsize,
         replica_slots=planner.replica_slots,
         overlap_degree=planner.overlap_degree,

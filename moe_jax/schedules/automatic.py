@@ -13,7 +13,6 @@ import logging
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
 from moe_jax.cluster.layer_seconds import layer_name, layer_seconds
 from moe_jax.cluster.volumes import LayerShape
-from moe_jax.float8 import E4M3, bytes_of_row
 from moe_jax.mesh.roles import Roles
 from moe_jax.schedules.contract import (
     LayerSizes,
@@ -38,7 +37,9 @@ _RULES = {
 }
 
 
-def parm_sentences(roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int) -> list[str]:
+def parm_sentences(
+    roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int, sent_bytes: int = 0
+) -> list[str]:
     """Say what a run with these sizes takes, by which rule, and the numbers compared; then how s2 would return.
 
     Raises:
@@ -48,7 +49,7 @@ def parm_sentences(roles: Roles, sizes: LayerSizes, options: ScheduleOptions, ro
     if _is_s1(roles, cluster):
         taken = "schedule 'parm' takes s1 without a comparison: with MeshConfig.model = 1 it is what s2 is"
     else:
-        taken = _sentence(_choose(roles, sizes, row_bytes, cluster, options), cluster)
+        taken = _sentence(_choose(roles, sizes, row_bytes, cluster, options, sent_bytes), cluster)
     return [taken, *(gather_sentences(roles, sizes, options, row_bytes) if roles.size(roles.model) > 1 else ())]
 
 
@@ -63,20 +64,20 @@ class Parm:
         self.built = {name: build_schedule(name, roles, sizes, options) for name in names}
         self.said: set[ParmChoice] = set()
 
-    def for_rows(self, row_bytes: int) -> Schedule:
+    def for_rows(self, row_bytes: int, sent_bytes: int = 0) -> Schedule:
         """Return the schedule that is predicted to take less time."""
         if len(self.built) == 1:
             return self.built["s1"]
-        choice = _choose(self.roles, self.sizes, row_bytes, self.cluster, self.options)
+        choice = _choose(self.roles, self.sizes, row_bytes, self.cluster, self.options, sent_bytes)
         if choice not in self.said:
             self.said.add(choice)
             _LOG.warning(_sentence(choice, self.cluster))
         return self.built[choice.schedule]
 
 
-def _choose(roles: Roles, sizes: LayerSizes, row_bytes: int, cluster: Cluster | None, options: ScheduleOptions):
-    # a row's bytes are known, not its numbers: counted as those of bfloat16
-    sent_bytes = bytes_of_row(row_bytes // 2) if options.dispatch_dtype == E4M3 else 0
+def _choose(
+    roles: Roles, sizes: LayerSizes, row_bytes: int, cluster: Cluster | None, options: ScheduleOptions, sent_bytes: int
+) -> ParmChoice:
     how = options.gather, options.transport, options.split_tokens
     return choose(roles, sizes, row_bytes, cluster, *how, sent_bytes)
 

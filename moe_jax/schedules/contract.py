@@ -43,7 +43,6 @@ from moe_jax.collectives.exchange import TRANSPORTS
 from moe_jax.dispatch import Choice, Lines, Routing, Tables
 from moe_jax.dispatch.route import record
 from moe_jax.errors import UserError
-from moe_jax.float8 import COMPUTE
 from moe_jax.mesh.roles import Roles
 from moe_jax.placement.expected_rows import expected_rows
 
@@ -157,7 +156,6 @@ class ScheduleOptions:
       gather: how `s2` returns: 'saa' (all-to-all and all-gather at the same time), 'aas' (one after the other) or
         'auto' (the shorter one by `cluster`, without it 'aas').
       cluster: path of a calibration file for `parm` and 'auto'; '' lets `parm` compare bytes.
-      dispatch_dtype: as in `MoEConfig`; `parm` compares the bytes that follow from it.
       split_tokens: tokens enter and leave as this device's part [t / N_MP, M], not replicated in the MP group.
     """
 
@@ -166,7 +164,6 @@ class ScheduleOptions:
     gather: str = "auto"
     cluster: str = ""
     split_tokens: bool = False
-    dispatch_dtype: str = COMPUTE
 
     def __post_init__(self):
         if self.gather not in ("auto", "saa", "aas"):
@@ -251,9 +248,9 @@ class Schedule(abc.ABC):
         """Passes that the program has; 1 leaves no branch in it."""
         return self.passes.run
 
-    def for_rows(self, row_bytes: int) -> Schedule:
+    def for_rows(self, row_bytes: int, sent_bytes: int = 0) -> Schedule:
         """Return the schedule for rows of so many bytes: itself."""
-        del row_bytes
+        del row_bytes, sent_bytes
         return self
 
     @abc.abstractmethod
@@ -330,9 +327,12 @@ class StagedSchedule(Schedule):
 
 
 class Chooser(Protocol):
-    """What a builder returns: a schedule, which chooses itself, or a choice of schedules by the bytes of a row."""
+    """What a builder returns: a schedule, which chooses itself, or a choice of schedules by the bytes of a row.
 
-    def for_rows(self, row_bytes: int) -> Schedule: ...
+    `sent_bytes` are those of a row on its way to experts where it travels as float8, else 0 (`MoEConfig.sent_bytes`).
+    """
+
+    def for_rows(self, row_bytes: int, sent_bytes: int = 0) -> Schedule: ...
 
 
 class ScheduleBuilder(Protocol):
@@ -364,7 +364,8 @@ class ScheduleRecord:
       s1_without: roles; where each of them has one device the schedule is `s1`, and is built as that. () for never.
       formulas: name of its cost in `cluster/`; '' for one that takes the cost of what it chooses.
       chooses_from: names of the schedules that it chooses from, in the order of tables; () for one that is itself.
-      sentences: (roles, sizes, options, bytes of a row) -> what `--dry_run` says of its own choices; None for nothing.
+      sentences: (roles, sizes, options, bytes of a row, those it is sent as) -> what `--dry_run` says of its own
+        choices; None for nothing.
     """
 
     name: str

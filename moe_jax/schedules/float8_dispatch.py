@@ -40,8 +40,8 @@ class Float8Chooser:
 
     inside: Chooser
 
-    def for_rows(self, row_bytes: int) -> StagedSchedule:
-        return Float8Dispatch(self.inside.for_rows(row_bytes))
+    def for_rows(self, row_bytes: int, sent_bytes: int = 0) -> StagedSchedule:
+        return Float8Dispatch(self.inside.for_rows(row_bytes, sent_bytes))
 
 
 class Float8Dispatch(StagedSchedule):

@@ -64,12 +64,15 @@ from moe_jax.schedules.passes import passes_needed
 _LOG = logging.getLogger(__name__)
 
 
-def gather_sentences(roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int) -> list[str]:
-    """Say how s2 returns rows of so many bytes, and why.
+def gather_sentences(
+    roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int, sent_bytes: int = 0
+) -> list[str]:
+    """Say how s2 returns rows of so many bytes, and why; in how many they are sent does not matter there.
 
     Raises:
       UserError: the file that `options` name cannot be read or is of other devices.
     """
+    del sent_bytes
     if roles.size(roles.model) == 1:
         return ["schedule 's2' is s1: with MeshConfig.model = 1 nothing is gathered"]
     layout = layout_of(roles, whole_bucket_rows(sizes, roles), options.transport)

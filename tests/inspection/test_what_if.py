@@ -21,6 +21,8 @@ HALF = Buckets(segment="all", by_shape=8, expected=4.0, exchanges=3, overflow=0.
 def test_rows_by_shape():
     rows = arrays_of("(bf16[4,2,64], bf16[4,6,64], f32[4,6,1], s32[4,2])")
     assert exchanged_rows(rows) == 8 + 24 and exchanged_rows(arrays_of("s32[4,2]")) == 0
+    in_float8 = arrays_of("(u8[32,128,784], s32[32,2], u8[4], u32[])")
+    assert exchanged_rows(in_float8) == 4096 and multiplied_rows(in_float8) == 0
     matmul = arrays_of("(bf16[384,64], bf16[2,64,128], bf16[384,128], s32[2])")
     assert multiplied_rows(matmul) == 384 and row_bytes(matmul, 384) == 2 * 384 * (64 + 128)
     other = dataclasses.replace(HALF, by_shape=100, expected=80.0)
@@ -92,12 +94,22 @@ def test_the_report_says_all_of_it():
 
 
 def test_buckets_of_the_committed_run():
-    """32 buckets of 632 rows for 512 choices each, 12 layers in two halves."""
+    """32 buckets of 632 rows for 512 choices each, 12 layers in two halves; and with MP."""
     config = parse_run_config([str(RUN)], [])[0]
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=8))
     (found,) = stated_buckets(config, build_abstract_roles(config.mesh, 32), None)
     assert (found.by_shape, found.expected, found.exchanges) == (32 * 632, 16384, 24)
     assert 0 < found.overflow <= 0.0004 and overflow_chance((found,)) < 0.01
+    # 16 MP groups of 2: under s1 each device fills buckets from its own half of the group's tokens
+    in_pairs = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, model=2, expert=32))
+    roles = build_abstract_roles(in_pairs.mesh, 32)
+    moe = dataclasses.replace(config.moe, overflow_chance=0.0, bucket_slack=1.5)
+    by_name = {}
+    for name in ("s1", "s2"):
+        run = dataclasses.replace(in_pairs, moe=dataclasses.replace(moe, schedule=name))
+        (by_name[name],) = stated_buckets(run, roles, None)
+    assert (by_name["s1"].by_shape, by_name["s1"].expected) == (32 * 768, 16384)
+    assert (by_name["s2"].by_shape, by_name["s2"].expected) == (32 * 1536, 32768)
     dense = dataclasses.replace(config, moe=dataclasses.replace(config.moe, schedule="dp"))
     assert stated_buckets(dense, build_abstract_roles(config.mesh, 32), None) == ()
     assert parse_target("h200:4x8").cores == 132

@@ -16,9 +16,9 @@ from moe_jax.dry_run import dry_run
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.moe import reference
-from moe_jax.moe.layer import check_float8
+from moe_jax.moe.layer import check_float8, make_moe
 from moe_jax.planner.cost import Cost
-from moe_jax.schedules import LayerSizes
+from moe_jax.schedules import LayerSizes, automatic
 from moe_jax.schedules.automatic import choose, layer_shape
 from moe_jax.schedules.contract import layout_of
 from moe_jax.schedules.float8_dispatch import Float8Dispatch
@@ -133,6 +133,16 @@ def test_smaller_rows_are_charged_as_such():
     costs = [Cost(cluster=Cluster(inter_bandwidth=1e9), model_dim=768, hidden_dim=1536, dtype_bytes=2, sent_bytes=sent)
              for sent in (None, 784)]  # fmt: skip
     assert [cost.exchanged_bytes for cost in costs] == [1536, (3 * 1536 + 784) / 4]
+
+
+@pytest.mark.parametrize(("dtype", "row_bytes"), [("bfloat16", 1536), ("float32", 3072)])
+def test_parm_compares_the_bytes_that_are_sent(dtype, row_bytes, monkeypatch):
+    given = []
+    monkeypatch.setattr(automatic, "choose", lambda *args: given.append((args[2], args[-1])) or choose(*args))
+    rows = jax.ShapeDtypeStruct((64, 768), dtype)
+    for config, sent in ((moe_config("parm"), 0), (moe_config("parm", dispatch_dtype=E4M3), 784)):
+        make_moe(config, roles_of(2, 2), 64, "gelu").schedule_of(rows)
+        assert given.pop() == (row_bytes, sent) and not given
 
 
 def test_dry_run_says_what_is_in_float8():
