@@ -377,6 +377,7 @@ def _byte_lines(
         ("activations", held.activations, f"estimate, remat {model.remat!r}, attention {model.attention!r}"),
         ("replicas", held.replicas, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
         ("overflow passes", held.overflow, "what later passes hold where buckets may be too small"),
+        *([("float8", held.float8, "copies of experts' weights, the most of them")] if held.float8 else []),
         *([("teacher", held.teacher, "its parameters and one layer's forward, estimate")] if held.teacher else []),
         ("sum", held.total, "without other temporaries and buffers of collectives"),
     ]

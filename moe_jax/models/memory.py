@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from moe_jax.collectives.transfer_shape import TransferShape
+from moe_jax.float8 import E4M3
 from moe_jax.mesh.roles import Roles
 from moe_jax.mesh.sharding import dense_specs, expert_specs
 from moe_jax.models.config import ModelConfig
@@ -53,6 +54,7 @@ class DeviceBytes:
       ema: the moving average of the parameters, where one is kept.
       replicas: parameters and gradients of a plan's replicas; overflow: what later passes hold. Both 0 without a plan.
       teacher: of a student, all that its teacher needs; 0 without one.
+      float8: copies of experts' weights around their matmuls in float8; 0 without `MoEConfig.expert_dtype`.
     """
 
     parameters: int
@@ -64,6 +66,7 @@ class DeviceBytes:
     replicas: int = 0
     overflow: int = 0
     teacher: int = 0
+    float8: int = 0
 
     @property
     def total(self) -> int:
@@ -228,6 +231,7 @@ def device_bytes(
             default=0,
         ),
         teacher=0 if teacher is None else teacher_bytes(teacher, roles),
+        float8=_float8_copies(planned, compute_itemsize),
     )
 
 
@@ -316,6 +320,30 @@ def _expert_elements(sizes: Sizes, roles: Roles) -> int:
     config = sizes.config
     matrices = 3 if config.activation == "swiglu" else 2
     return matrices * config.model_dim * config.hidden_dim // roles.size(roles.expert_shard)
+
+
+def _float8_copies(planned: list[tuple[_Bank, PlanShape | None]], compute_itemsize: int) -> int:
+    """Return the most bytes that quantising experts' weights takes beside the bank.
+
+    Each matrix of a layer, all groups of a device together, is gathered, quantised and brought back, in float32 where
+    the compute dtype is smaller and no kernel multiplies 8 bits; one of them at a time is also transposed and looked at
+    as integers. A scan holds the copies of one matrix. Layers that are written out may hold those of all: they depend
+    on parameters alone, so the compiler is free to make them early, and shares those of forward and backward.
+    """
+    brought_back, held, largest = max(4, compute_itemsize), 0, 0
+    for bank, plan in planned:
+        config, moe = bank.sizes.config, bank.sizes.moe
+        if moe.expert_dtype != E4M3:
+            continue
+        groups = moe.num_experts // bank.roles.size(bank.roles.expert) if plan is None else plan.slots
+        elements = groups * config.model_dim * config.hidden_dim // bank.roles.size(bank.roles.expert_shard)
+        one = elements * (compute_itemsize + 1 + brought_back)
+        if config.stack == "scan":
+            held = max(held, one)
+        else:
+            held += config.moe_layers * (3 if config.activation == "swiglu" else 2) * one
+        largest = max(largest, elements)
+    return held + 2 * brought_back * largest
 
 
 def _overflow(sizes: Sizes, roles: Roles, plan: PlanShape, compute_itemsize: int, local_bank: int) -> int:
