@@ -116,7 +116,7 @@ def test_conversions_end_with_exit_code_2(made, tmp_path, monkeypatch, capsys):
         ([f"--to_hf={tmp_path / 'back'}", f"--workdir={tmp_path / 'empty'}"], "no finished checkpoint"),
     ):
         monkeypatch.setattr(sys, "argv", ["convert", *flags])
-        with flagsaver.flagsaver(), pytest.raises(SystemExit) as end:
+        with flagsaver.flagsaver(from_hf="", to_hf=""), pytest.raises(SystemExit) as end:
             run_command(convert.command)
         err = capsys.readouterr().err
         assert end.value.code == 2 and words in err and len(err.strip().splitlines()) == 1, (flags, err)

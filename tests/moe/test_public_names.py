@@ -20,7 +20,7 @@ SIGNATURES = {
         "routed_scale=1.0, quantile_bins=512, bias_rate=0.001, auction_eps=0.01, auction_rounds=500, "
         "aux_loss_weight=0.01, z_loss_weight=0.001, schedule='deepspeed', transport='all_to_all', pairwise_groups=0, "
         "gather='auto', grouped_matmul='auto', bucket_slack=1.5, overflow_chance=0.0, shared_experts=0, "
-        "shared_hidden_dim=0, residual='sum')"
+        "shared_hidden_dim=0, expert_dtype='compute', dispatch_dtype='compute', residual='sum')"
     ),
     "MoELayer": (
         "(self, config, *, model_dim, hidden_dim, roles, rngs, activation='gelu', dtype=<class 'jax.numpy.float32'>)"
