@@ -117,6 +117,7 @@ def test_loss_and_every_gradient_equal_whole_logits(case):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads[1])), "a gradient reaches the teacher"
 
 
+@pytest.mark.slow
 def test_alpha_zero_is_training_without_a_teacher():
     mesh = {"data": 2, "expert": 2}
     student = model_config(**STUDENT), moe_config()

@@ -33,6 +33,7 @@ def bias_after(loads):
     return bias
 
 
+@pytest.mark.slow
 def test_bias_follows_the_loads_and_resumes(tmp_path):
     assert run_here(tmp_path, tmp_path / "whole", *RUN)
     assert run_here(tmp_path, tmp_path / "parts", *RUN, "train.steps = 2")

@@ -51,6 +51,7 @@ def test_the_divergence_is_recorded_while_the_teacher_is_there(taught):
     assert [("compile_seconds" in record) for record in records] == [True, False, False, False, True, False]
 
 
+@pytest.mark.slow
 def test_resume_on_either_side_equals_a_run_that_never_stopped(taught):
     """Stopped after step 3, before the boundary, and after step 5, where the teacher's folder may even be gone."""
     workdir, teacher = taught / "parts", taught / "for_a_while"

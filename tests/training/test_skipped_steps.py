@@ -59,6 +59,7 @@ def test_a_skipped_step_leaves_the_state_as_it_was(tmp_path, poisoned):
     np.testing.assert_allclose(rates, [0.6e-3, 1.08e-3, 1.56e-3, 1.56e-3], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_counted_and_outlive_a_stop(tmp_path, poisoned, capsys):
     """Six steps at once, and four then two: the same bits; both left out steps 3 and 5."""
     changes = (*FLAT, "train.max_skipped_steps = 2", "train.checkpoint_every = 0")
