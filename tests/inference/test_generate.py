@@ -182,6 +182,13 @@ def test_models_that_cannot_generate_are_refused(model, moe, words):
         inference_configs(ModelConfig(**model), MoEConfig(**moe))
 
 
+def test_float8_of_a_run_is_for_training():
+    """Prompts and single tokens go through the experts in one dtype, or text would depend on how it was split."""
+    moe = MoEConfig(expert_dtype="float8_e4m3", dispatch_dtype="float8_e4m3")
+    _, moe = inference_configs(ModelConfig(), moe)
+    assert moe.expert_dtype == moe.dispatch_dtype == "compute"
+
+
 def test_bad_sampling_and_files_are_refused(tmp_path):
     for name, value in (("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("seed", -1)):
         with pytest.raises(UserError, match=name):
