@@ -131,6 +131,7 @@ def test_alpha_zero_is_training_without_a_teacher():
     assert_close(grads, want_grads, 1e-12)
 
 
+@pytest.mark.slow
 def test_the_student_as_its_own_teacher_adds_nothing():
     student = model_config(**STUDENT), moe_config(gate_noise=0.0)
     loss, plain, roles = build({"expert": 2}, student, student, 100.0)

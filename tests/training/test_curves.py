@@ -60,7 +60,7 @@ def expected(tmp_path_factory):
             ("MoEConfig.schedule = 'parm'", "MeshConfig.model = 2", "MeshConfig.expert_shard = 2"),
             marks=pytest.mark.slow,
         ),
-        (8, ("MoEConfig.schedule = 'pairwise'", "MeshConfig.devices_per_node = 4")),
+        pytest.param(8, ("MoEConfig.schedule = 'pairwise'", "MeshConfig.devices_per_node = 4"), marks=pytest.mark.slow),
         (2, ("train.grad_accum_steps = 2", "MoEConfig.aux_loss_weight = 0.0", "MoEConfig.z_loss_weight = 0.0")),
     ],
     ids=["ep2", "ep2_data2_zero3", "ep8_zero0", "dp8_stage3", "parm_mp2_esp2", "pairwise_ep8", "grad_accum_steps"],
