@@ -94,26 +94,16 @@ def _to_rows(places, grouping: Grouping):
     return take_rows(places, grouping.place_of_row)
 
 
-@jax.custom_vjp
-def _permute_rows(rows, grouping):
-    return _to_places(rows, grouping)
+def _with_gradient(there, back):
+    """Return there(rows, grouping), whose gradient is `back` of the gradient of its result."""
+    function = jax.custom_vjp(there)
+    function.defvjp(
+        lambda rows, grouping: (there(rows, grouping), grouping), lambda grouping, d: (back(d, grouping), None)
+    )
+    return function
 
 
-_permute_rows.defvjp(
-    lambda rows, grouping: (_to_places(rows, grouping), grouping),
-    lambda grouping, d_places: (_to_rows(d_places, grouping), None),
-)
-
-
-@jax.custom_vjp
-def _unpermute_rows(places, grouping):
-    return _to_rows(places, grouping)
-
-
-_unpermute_rows.defvjp(
-    lambda places, grouping: (_to_rows(places, grouping), grouping),
-    lambda grouping, d_rows: (_to_places(d_rows, grouping), None),
-)
+_permute_rows, _unpermute_rows = _with_gradient(_to_places, _to_rows), _with_gradient(_to_rows, _to_places)
 
 
 def permute_rows(rows, grouping: Grouping):
