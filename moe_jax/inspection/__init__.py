@@ -1,6 +1,6 @@
 """What the GPU compiler scheduled: reading a compiled program, and modelling what overlaps. See README.md."""
 
-from moe_jax.inspection.buckets import Buckets
+from moe_jax.inspection.buckets import Buckets, Variant
 from moe_jax.inspection.constants import read_constants
 from moe_jax.inspection.draw import draw_timeline, write_chrome_trace
 from moe_jax.inspection.hlo import Module, parse_module
@@ -10,7 +10,7 @@ from moe_jax.inspection.profile import scheduler_profile, unguided_share
 from moe_jax.inspection.report import build_report, report_text
 from moe_jax.inspection.targets import Target, check_mesh, device_named, parse_target, read_device, target_names
 from moe_jax.inspection.thunks import Thunks, count_thunks
-from moe_jax.inspection.timeline import Model, Timeline, Variant, play
+from moe_jax.inspection.timeline import Model, Timeline, play
 from moe_jax.inspection.what_if import cores_record, overflow_record, rows_record
 
 __all__ = [

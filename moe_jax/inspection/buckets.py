@@ -38,6 +38,40 @@ class Buckets:
         return min(1.0, self.expected / self.by_shape)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What a simulation assumes that the program does not say; the default assumes nothing.
+
+    Attributes:
+      buckets: of the program, for counting rows; () where they are not known.
+      expected_rows: the experts' matmuls and the exchanges of rows work on the rows that are expected, not on those of
+        their shapes.
+      taken: share of the device's cores that a transfer under way takes from the kernels beside it, all of which then
+        run at the rate of the rest.
+    """
+
+    buckets: tuple[Buckets, ...] = ()
+    expected_rows: bool = False
+    taken: float = 0.0
+
+
+@dataclasses.dataclass
+class Rows:
+    """Sums over the executions of instructions of one kind that work on rows of buckets.
+
+    Attributes:
+      executions; rows: by shape; expected: of them, to be used; seconds: modelled; flops: of matmuls; bytes: of one
+        device's operand or result of an exchange.
+    """
+
+    executions: int = 0
+    rows: int = 0
+    expected: float = 0.0
+    seconds: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
 def used_share(buckets: Sequence[Buckets], rows: int) -> float:
     """Return the share of `rows` that is expected to be used: of the segment with so many, else the mean of all."""
     found = [own.used for own in buckets if own.by_shape == rows] or [own.used for own in buckets]

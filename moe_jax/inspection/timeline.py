@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 
 from moe_jax.errors import UserError
-from moe_jax.inspection.buckets import Buckets, exchanged_rows, multiplied_rows, row_bytes, used_share
+from moe_jax.inspection.buckets import Rows, Variant, exchanged_rows, multiplied_rows, row_bytes, used_share
 from moe_jax.inspection.costs import FREE, Cost, cost_of
 from moe_jax.inspection.hlo import Computation, Instruction, Module, arrays_of
 from moe_jax.inspection.links import KINDS, Traffic, traffic
@@ -40,40 +40,6 @@ class Model:
     memory_efficiency: float = 0.8
     launch: float = 2e-6
     conditional: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variant:
-    """What a simulation assumes that the program does not say; the default assumes nothing.
-
-    Attributes:
-      buckets: of the program, for counting rows; () where they are not known.
-      expected_rows: the experts' matmuls and the exchanges of rows work on the rows that are expected, not on those of
-        their shapes.
-      taken: share of the device's cores that a transfer under way takes from the kernels beside it, all of which then
-        run at the rate of the rest.
-    """
-
-    buckets: tuple[Buckets, ...] = ()
-    expected_rows: bool = False
-    taken: float = 0.0
-
-
-@dataclasses.dataclass
-class Rows:
-    """Sums over the executions of instructions of one kind that work on rows of buckets.
-
-    Attributes:
-      executions; rows: by shape; expected: of them, to be used; seconds: modelled; flops: of matmuls; bytes: of one
-        device's operand or result of an exchange.
-    """
-
-    executions: int = 0
-    rows: int = 0
-    expected: float = 0.0
-    seconds: float = 0.0
-    flops: float = 0.0
-    bytes: float = 0.0
 
 
 @dataclasses.dataclass

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_jax.inspection.buckets import Buckets, overflow_chance
+from moe_jax.inspection.buckets import Buckets, Rows, Variant, overflow_chance
 from moe_jax.inspection.hlo import Module
 from moe_jax.inspection.targets import Target
-from moe_jax.inspection.timeline import Model, Rows, Timeline, Variant, play
+from moe_jax.inspection.timeline import Model, Timeline, play
 
 TAKEN_CORES = (0, 16, 32)
 
