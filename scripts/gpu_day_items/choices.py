@@ -10,11 +10,13 @@ from gpu_day_items.context import NotHere
 from gpu_day_items.timing import shown
 
 
-def measure(context, model: dict | None = None, options: dict | None = None, chunk: int = 1):
+def measure(
+    context, model: dict | None = None, moe: dict | None = None, options: dict | None = None, chunk: int = 1
+):  # fmt: skip
     """Compile and time one variant.
 
     Args:
-      model: fields of `ModelConfig` that differ; options: for the compiler.
+      model, moe: fields of `ModelConfig` and `MoEConfig` that differ; options: for the compiler.
       chunk: times the default `loss_chunk`.
     """
     import jax
@@ -29,10 +31,12 @@ def measure(context, model: dict | None = None, options: dict | None = None, chu
         raise NotHere(f"not in this commit: ModelConfig.{missing[0]}")
     if (model or {}).get("attention") == "cudnn" and jax.devices()[0].platform == "cpu":
         raise NotHere("cuDNN attention needs a GPU")
+    if moe and context.tiny:
+        raise NotHere("float8 needs dims that are multiples of 128")
     changed = {**(model or {})}
     if chunk > 1:
         changed["loss_chunk"] = chunk * ModelConfig().loss_chunk
-    config = configs.gpt_moe_s(context, batch=8, layers=context.of_size(4, 1), model=changed, steps=20)
+    config = configs.gpt_moe_s(context, batch=8, layers=context.of_size(4, 1), model=changed, moe=moe, steps=20)
     session = build_session(config, jax.devices()[:1])
     started = time.monotonic()
     lowered = session.lower_train_step()
@@ -52,7 +56,7 @@ def measure(context, model: dict | None = None, options: dict | None = None, chu
     analysis = executable.memory_analysis()
     temporaries = None if analysis is None else int(analysis.temp_size_in_bytes)
     context.record(step_seconds=seconds, compile_seconds=compiled, temporaries=temporaries, loss=float(metrics["loss"]))
-    name = _name(changed, options)
+    name = _name({**changed, **(moe or {})}, options)
     context.row(
         name, f"{shown(seconds)} a step, temporaries {(temporaries or 0) / 1e9:.2f} GB, compiled in {compiled:.1f} s"
     )

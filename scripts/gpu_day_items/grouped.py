@@ -2,6 +2,7 @@
 
 What is checked: forward, gradient of the rows, gradient of the weights, in bfloat16, with NaN in every row that no
 group owns. An error is the largest difference over the largest entry; bfloat16 itself rounds by 0.004 of an entry.
+Where operands are quantised to float8, so are those of the float32 sums.
 Letters: docs/notation.md; here K and N are the contracted and the resulting dim.
 """
 
@@ -14,6 +15,7 @@ from gpu_day_items.context import NotHere
 from gpu_day_items.timing import seconds_of, shown
 
 TOLERANCE = 0.01
+FLOAT8 = "float8:"  # before the name of the implementation below
 KERNELS = ("hopper", "mosaic", "mosaic_sparing")
 KNOWN = (*KERNELS, "ragged", "fused", "blocked", "reference")
 GROUPS = 8
@@ -32,6 +34,8 @@ SHAPES = {
     "49,152 x 768 x 1,536, 2 groups, 67%": (49152, 768, 1536, 2, 0.67),
     "32,768 x 2,048 x 768, 128 groups": (32768, 2048, 768, 128, 1.0),
 }
+FLOAT8_SHAPES = {name: SHAPES[name] for name in list(SHAPES)[:3]}
+TINY_FLOAT8_SHAPES = {"200 x 128 x 128, 8 groups, 67%": (200, 128, 128, 8, 0.67)}
 TINY_SHAPES = {"200 x 128 x 64, 8 groups, 67%": (200, 128, 64, 8, 0.67)}  # the shapes that are checked
 PRODUCTS = ("forward", "d-rows", "d-weights")
 
@@ -50,12 +54,14 @@ def measure(context, implementation: str, of: str = "", option: str = ""):
     else:
         _check_device(of or implementation, context)
         products = _registered(of or implementation)
+    of_float8 = (of or implementation).startswith(FLOAT8)
     options = {option: True} if option else None
     jitted = {name: jax.jit(function, compiler_options=options) for name, function in products.items()}
     if option and not _changes_program(context, products["forward"], option) and not context.tiny:
         raise NotHere(f"{option} changes nothing in the compiled program of {of!r} here")
-    _check(context, implementation, jitted)
-    for name, shape in context.of_size(SHAPES, TINY_SHAPES).items():
+    _check(context, implementation, jitted, of_float8)
+    sizes = (FLOAT8_SHAPES, TINY_FLOAT8_SHAPES) if of_float8 else (SHAPES, TINY_SHAPES)
+    for name, shape in context.of_size(*sizes).items():
         _time(context, implementation, jitted, name, shape)
 
 
@@ -77,7 +83,7 @@ def _check_device(name: str, context):
     from moe_jax.grouped_matmul import hopper
 
     device = jax.devices()[0]
-    if name in KERNELS and not hopper.fits(device, jnp.bfloat16, (128, 128)):
+    if name.removeprefix(FLOAT8) in KERNELS and not hopper.fits(device, jnp.bfloat16, (128, 128)):
         raise NotHere(f"{device.device_kind} has no compute capability {hopper.CAPABILITY}")
 
 
@@ -136,13 +142,14 @@ def _tokamax():
     }
 
 
-def _check(context, implementation: str, products):
+def _check(context, implementation: str, products, of_float8: bool):
     """Record the errors of each case and the verdict."""
     import jax.numpy as jnp
     import numpy as np
 
     part = context.of_size(1, 5)
     rows, contracted, resulting = 1000 // part, context.of_size(256, 128), context.of_size(192, 64)
+    resulting = 128 if of_float8 else resulting
     rng = np.random.default_rng(0)
     round_off = lambda array: np.asarray(jnp.asarray(array, jnp.bfloat16))  # noqa: E731
     bank = round_off(rng.normal(size=(GROUPS, contracted, resulting)) * contracted**-0.5)
@@ -153,7 +160,8 @@ def _check(context, implementation: str, products):
         lhs, dout = rng.normal(size=(rows, contracted)), rng.normal(size=(rows, resulting))
         lhs[sizes.sum() :], dout[sizes.sum() :] = np.nan, np.nan
         lhs, dout = round_off(lhs), round_off(dout)
-        wanted = _in_float32(lhs, dout, bank, sizes)
+        read = _as_float8_reads if of_float8 else lambda array: array
+        wanted = _in_float32(lhs, dout, bank, sizes, read)
         arguments = tuple(map(jnp.asarray, (lhs, dout, bank, sizes)))
         got = {name: np.asarray(products[name](*arguments), np.float32) for name in PRODUCTS}
         errors[case] = {name: _error(wanted[name], got[name]) for name in PRODUCTS}
@@ -170,10 +178,26 @@ def _check(context, implementation: str, products):
     context.row(f"{implementation}, errors", ("right: " if not wrong else f"WRONG in {'; '.join(wrong)}: ") + listed)
 
 
-def _in_float32(lhs, dout, bank, sizes):
+def _as_float8_reads(array):
+    """Return rows [R, K] or weights [G, K, N] as they are once quantised."""
+    import jax.numpy as jnp
     import numpy as np
 
-    lhs, dout, bank = (array.astype(np.float32) for array in (lhs, dout, bank))
+    from moe_jax import float8
+
+    if array.ndim == 2:
+        found = float8.dequantise_rows(*float8.quantise_rows(jnp.asarray(array)), jnp.float32)
+    else:
+        found = float8.dequantise_weights(*float8.quantise_weights(jnp.asarray(array)), jnp.float32)
+    return np.asarray(found)
+
+
+def _in_float32(lhs, dout, bank, sizes, read):
+    """Return the products in float32; read: rows or weights -> as forward and d-rows read them."""
+    import numpy as np
+
+    held = tuple(array.astype(np.float32) for array in (lhs, dout))
+    lhs, dout, bank = (read(array).astype(np.float32) for array in (lhs, dout, bank))
     wanted = {
         "forward": np.zeros((lhs.shape[0], bank.shape[2]), np.float32),
         "d-rows": np.zeros(lhs.shape, np.float32),
@@ -184,7 +208,7 @@ def _in_float32(lhs, dout, bank, sizes):
         own = slice(start, start + size)
         wanted["forward"][own] = lhs[own] @ bank[group]
         wanted["d-rows"][own] = dout[own] @ bank[group].T
-        wanted["d-weights"][group] = lhs[own].T @ dout[own]
+        wanted["d-weights"][group] = held[0][own].T @ held[1][own]
         start += size
     return wanted
 

@@ -98,10 +98,11 @@ def _resumed(kind: str, flags: str) -> tuple[Part, ...]:
 
 ITEMS = (
     Item(
-        number=1, name="grouped_matmuls", title="Grouped matmuls against float32", budget=120, least=20,
+        number=1, name="grouped_matmuls", title="Grouped matmuls against float32", budget=130, least=20,
         parts=(
             _grouped("hopper"),
             _grouped("mosaic"),
+            _grouped("float8_mosaic", of="float8:mosaic"),
             _grouped("ragged_cudnn", of="ragged", option=CUDNN_RAGGED),
             _grouped("ragged_grouped_gemm", of="ragged", option=GROUPED_GEMM),
             _grouped("tokamax"),
@@ -109,6 +110,7 @@ ITEMS = (
             _grouped("fused"),
             _grouped("blocked"),
             _grouped("mosaic_sparing"),
+            _grouped("float8_fused", of="float8:fused"),
             _part("others", "grouped:measure_others"),
         ),
     ),
@@ -124,7 +126,7 @@ ITEMS = (
         budget=70, least=30, parts=(_part("profile", "profiled:measure", limit=70),),
     ),
     Item(
-        number=4, name="choices", title="A / B of 10 steps at 4 layers, unguided", budget=95, least=30,
+        number=4, name="choices", title="A / B of 10 steps at 4 layers, unguided", budget=115, least=30,
         parts=(
             _variant("base"),
             _variant("xla_gpu_enable_command_buffer = ''", options={"xla_gpu_enable_command_buffer": ""}),
@@ -134,6 +136,8 @@ ITEMS = (
             _variant("loss_chunk x 4", chunk=4),
             _variant("loss_chunk x 16", chunk=16),
             _variant("overlap = 'halves'", model={"overlap": "halves"}),
+            _variant("expert_dtype = 'float8_e4m3'", moe={"expert_dtype": "float8_e4m3"}),
+            _variant("document_mask = True", model={"document_mask": True}),
             _variant("base again"),
         ),
     ),

@@ -74,13 +74,19 @@ def test_the_folder_is_small_and_flat(finished):
 def test_grouped_matmuls_are_checked_and_timed(finished):
     parts = parts_of(finished[1], 1)
     assert parts["tokamax"]["status"] == "skipped" or parts["tokamax"]["right"] in (True, False)
-    for name in ("hopper", "mosaic", "mosaic_sparing"):
+    for name in ("hopper", "mosaic", "mosaic_sparing", "float8_mosaic"):
         assert parts[name]["reason"] == "cpu has no compute capability 9.0"
     for name in ("ragged", "fused", "blocked"):
         assert parts[name]["right"] and set(parts[name]["errors"]) >= {"uneven", "empty", "one row", "nothing"}
         timed = parts[name]["200 x 128 x 64, 8 groups, 67%"]
-        for product in ("forward", "d-rows", "d-weights"):
-            assert timed[product]["tflops"] > 0 and timed[product]["share_of_dense"] > 0
+        assert_timed(timed)
+    assert parts["float8_fused"]["right"]  # beside float32 sums of the same quantised operands
+    assert_timed(parts["float8_fused"]["200 x 128 x 128, 8 groups, 67%"])
+
+
+def assert_timed(timed):
+    for product in ("forward", "d-rows", "d-weights"):
+        assert timed[product]["tflops"] > 0 and timed[product]["share_of_dense"] > 0
 
 
 def test_the_whole_model_trains_and_is_modelled(finished):
@@ -104,6 +110,7 @@ def test_choices_conditionals_routing_and_rules(finished):
     day = finished[1]
     choices = parts_of(day, 4)
     assert choices["overlap = 'halves'"]["step_seconds"] > 0
+    assert choices["document_mask = True"]["step_seconds"] > 0
     assert choices["base"]["step_seconds"] > 0
     assert choices["base"]["loss"] == pytest.approx(choices["stack = 'unrolled'"]["loss"], rel=1e-4)
     assert set(parts_of(day, 5)["scan"]["conditional_seconds"]) == {"default", "none"}
