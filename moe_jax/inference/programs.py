@@ -180,7 +180,8 @@ def make_score(model: LanguageModel, parameters: Parameters, rows: int, length: 
         x, table, *_ = forward(params["dense"], params["bank"], tables, length, inputs, positions, real)
         flat = (array.reshape((rows * length,) + array.shape[2:]) for array in (x, targets, real))
         x, targets, real = (own_part(array, roles.model) for array in _padded(flat, roles.size(roles.model)))
-        total = chunked_cross_entropy(x, table, targets, real.astype(x.dtype), model.config.loss_chunk)
+        weights = real.astype(x.dtype)
+        total = chunked_cross_entropy((x,), table, (targets,), (weights,), model.config.loss_chunk)
         return lax.psum(total, roles.all)
 
     specs = P(roles.dense)

@@ -1,7 +1,9 @@
 """Cross-entropy of a large vocabulary, a chunk of tokens at a time, so that the logits are never all in memory.
 
-Inputs: final activations [t, M], the output table [V, M], targets and weights [t]. Outputs: the weighted sum of the
-token losses, in at least float32. The caller divides by the global number of target tokens.
+Inputs: final activations [t, M], targets and weights [t], each in one part or several, and the output table [V, M].
+Outputs: the weighted sum of the token losses, in at least float32. The caller divides by the global number of target
+tokens. Parts are computed in their order and need no other: the first while the second is awaited, and the gradient of
+the first can leave beside the second.
 
 Where the loss is differentiated its gradients are formed in the same pass, while the logits of a chunk are there: no
 logits are kept, and none are computed twice. Their derivatives are rounded to the compute dtype, like every operand of
@@ -37,15 +39,16 @@ def in_chunks(chunk: int, *rows):
     return tuple(a.reshape(pieces, chunk, *a.shape[1:]) for a in rows)
 
 
-def chunked_cross_entropy(x, table, targets, weights, chunk: int):
+def chunked_cross_entropy(x: tuple, table, targets: tuple, weights: tuple, chunk: int):
     """Return sum_i weights_i * loss_i, with at most `chunk` rows of logits in memory.
 
     Args:
-      x: [t, M]; table: [V, M], read in the dtype of x; its gradient is summed over the chunks in at least float32.
-      targets: int32 [t]; weights: float [t], 0 where a token is no target.
-      chunk: tokens per chunk; the last chunk is padded with weight 0.
+      x: parts [t_i, M].
+      table: [V, M], read in the dtype of x; its gradient is summed over the chunks in at least float32.
+      targets: parts int32 [t_i]; weights: parts float [t_i], 0 where a token is no target.
+      chunk: tokens per chunk; the last chunk of a part is padded with weight 0.
     """
-    held = lax.stop_gradient(table).astype(x.dtype)
+    held = lax.stop_gradient(table).astype(x[0].dtype)
     return _loss(chunk, table.dtype, *match_varying(x, held, table, targets, weights))
 
 
@@ -58,13 +61,15 @@ def _loss(chunk, table_dtype, x, held, table, targets, weights):
         losses, _ = token_losses(_logits(x, held), targets)
         return total + jnp.sum(losses * weights.astype(losses.dtype)), None
 
-    zero = cast_varying(jnp.zeros((), _sum_dtype(x)), varying_axes(x))
-    return lax.scan(piece, zero, in_chunks(chunk, x, targets, weights))[0]
+    total = cast_varying(jnp.zeros((), _sum_dtype(x[0])), varying_axes(x))
+    for rows in zip(x, targets, weights, strict=True):
+        total, _ = lax.scan(piece, total, in_chunks(chunk, *rows))
+    return total
 
 
 def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
-    """Return the loss and (its gradients by x [t, M] and by the table [V, M], and the token losses [t])."""
-    sum_dtype, tokens = _sum_dtype(x), x.shape[0]
+    """Return the loss and (its gradients by the parts of x and by the table, and the parts of the token losses)."""
+    sum_dtype = _sum_dtype(x[0])
 
     def piece(carry, rows):
         total, dtable = carry
@@ -78,20 +83,25 @@ def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
         dtable += jnp.einsum("tv,tm->vm", dlogits, x, preferred_element_type=dtable.dtype)
         return (total + losses * counted, dtable), (dx, losses)
 
-    # summed over a chunk's tokens after the loop: in each of its turns that is two kernels more on a GPU
-    rows = in_chunks(chunk, x, targets, weights)
-    start = jnp.zeros(rows[0].shape[1], sum_dtype), jnp.zeros(held.shape, jnp.promote_types(table_dtype, sum_dtype))
-    start = cast_varying(start, varying_axes(x))
-    (total, dtable), (dx, losses) = lax.scan(piece, start, rows)
-    total = jnp.sum(total)
-    dx, losses = dx.reshape(-1, x.shape[1])[:tokens], losses.reshape(-1)[:tokens]
-    return total, (dx, dtable, losses.astype(weights.dtype))
+    dtable = jnp.zeros(held.shape, jnp.promote_types(table_dtype, sum_dtype))
+    dtable, total = cast_varying((dtable, jnp.zeros((), sum_dtype)), varying_axes(x))
+    dx, losses = [], []
+    for rows in zip(x, targets, weights, strict=True):
+        chunks, tokens = in_chunks(chunk, *rows), rows[0].shape[0]
+        # summed over a chunk's tokens after the loop: in each of its turns that is two kernels more on a GPU
+        by_place = cast_varying(jnp.zeros(chunks[0].shape[1], sum_dtype), varying_axes(x))
+        (by_place, dtable), (of_x, of_tokens) = lax.scan(piece, (by_place, dtable), chunks)
+        total += jnp.sum(by_place)
+        dx.append(of_x.reshape(-1, of_x.shape[-1])[:tokens])
+        losses.append(of_tokens.reshape(-1)[:tokens].astype(rows[2].dtype))
+    return total, (tuple(dx), dtable, tuple(losses))
 
 
 def _loss_bwd(chunk, table_dtype, residuals, d):
     del chunk
     dx, dtable, losses = residuals
-    return (dx * d).astype(dx.dtype), None, (dtable * d).astype(table_dtype), None, (losses * d).astype(losses.dtype)
+    dx, dweights = (tuple((part * d).astype(part.dtype) for part in parts) for parts in (dx, losses))
+    return dx, None, (dtable * d).astype(table_dtype), None, dweights
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)

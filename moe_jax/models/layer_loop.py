@@ -1,8 +1,8 @@
 """The layers of a model one after the other: a loop that JAX differentiates, or the program of a block-wise schedule.
 
-Inputs: x as the MP group keeps its residual stream, the units' parameters, this device's part of the bank, grad_sinks
-and tables. Outputs: x, the gates' statistics and the passes of every layer. Inside `shard_map`. Each segment of the
-model is a loop of its own, on the roles that its experts have.
+Inputs: x, the parts of the residual stream as the MP group keeps it, the units' parameters, this device's part of the
+bank, grad_sinks and tables. Outputs: x, the gates' statistics and the passes of every layer. Inside `shard_map`. Each
+segment of the model is a loop of its own, on the roles that its experts have.
 Letters: docs/notation.md.
 """
 
@@ -44,7 +44,8 @@ def make_layers(
 ) -> Callable:  # fmt: skip
     """Return layers(x, units, bank, grad_sink, tables, token_ids, key, replay, documents) -> (x, found).
 
-    found is {segment: (GateStats, passes)}.
+    x is a tuple of what `ModelGroup` keeps of each part: of all sequences, or of either half. found is {segment:
+    (GateStats, passes)}.
 
     GateStats are [L, ...] and passes int32 [L] of each segment that has experts. Where the model has several segments,
     units, bank, grad_sink, tables and `plan` are dictionaries with each one's, see `segments.py`. `replay` is int32
@@ -106,11 +107,9 @@ def _make_dense_loop(segment: Segment, roles: Roles, layout: Layout, group: Mode
     def loop(x, units, documents=None):
         def body(x, unit_params):
             unit = nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts, wires))
-            if group.parts == 1:
-                return unit.attend(x, group, documents=documents), None
-            own = [None] * group.parts if documents is None else jnp.split(documents, group.parts)
-            halves = zip(jnp.split(x, group.parts), own, strict=True)
-            return jnp.concatenate([unit.attend(half, group.part(), documents=part) for half, part in halves]), None
+            of_parts = [None] * group.parts if documents is None else jnp.split(documents, group.parts)
+            both = zip(x, of_parts, strict=True)
+            return tuple(unit.attend(part, group.part(), documents=own) for part, own in both), None
 
         body = body_of(body, config, roles)
         if config.stack == "scan":
@@ -141,6 +140,8 @@ def _make_moe_loop(
         return gather_tree(params, gather, roles.dense, parts, wires)
 
     def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None, documents=None):
+        (x,) = x
+
         def body(x, inputs):
             unit_params, layer_grad_sink, layer_tables, layer, choices = inputs
             noise_key = jax.random.fold_in(key, layer) if noisy else None
@@ -163,12 +164,12 @@ def _make_moe_loop(
         inputs = (units, grad_sink, tables, jnp.arange(first, last, dtype=jnp.int32), replay)
         if config.stack == "scan":
             x, (stats, passes) = lax.scan(body, x, inputs)
-            return x, stats, passes
+            return (x,), stats, passes
         outputs = []
         for layer in range(config.moe_layers):
             x, out = body(x, jax.tree.map(lambda leaf, at=layer: leaf[at], inputs))
             outputs.append(out)
-        return x, *jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+        return (x,), *jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     return loop
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.collectives.gather import gather_tree
-from moe_jax.collectives.replicated import own_part
 from moe_jax.collectives.varying import cast_varying
 from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
@@ -200,10 +199,10 @@ def _make_stack(
         documents = batch.documents
         x, table, found = trunk(dense, bank, grad_sink, batch.inputs, tables, key, first_row, replay, documents)
         targets, weights = group.own_flat(batch.targets), group.own_flat(batch.weights)
-        rows = targets, weights, config.loss_chunk
         if teacher is None:
+            x, targets, weights = _in_turn(x, targets, weights, chunk=config.loss_chunk)
             with jax.named_scope("loss"):
-                total, total_kl = chunked_cross_entropy(x, table, *rows), None
+                total, total_kl = chunked_cross_entropy(x, table, targets, weights, config.loss_chunk), None
         else:
             teacher_dense, teacher_bank, unused, even = frozen
             with jax.named_scope("teacher"):
@@ -211,7 +210,10 @@ def _make_stack(
                     teacher_dense, teacher_bank, unused, batch.inputs, even, key, first_row, None, documents
                 )
             with jax.named_scope("loss"):
-                total, total_kl = chunked_distillation(x, table, teacher_x, teacher_table, *rows)
+                x, teacher_x = jnp.concatenate(x), jnp.concatenate(teacher_x)
+                total, total_kl = chunked_distillation(
+                    x, table, teacher_x, teacher_table, targets, weights, config.loss_chunk
+                )
         cross_entropy = lax.psum(total, roles.all) / normalizer
         kl = None if teacher is None else lax.psum(total_kl, roles.all) / normalizer
         return finish(cross_entropy, kl, found, None if teacher is None else of_teacher, batch.counted)
@@ -317,14 +319,31 @@ def _opened(grad_sink: dict, tables) -> dict:
     return {name: open_grad_sink(leaf, tables.home_row) for name, leaf in grad_sink.items()}
 
 
+def _in_turn(x: tuple, *rows, chunk: int) -> Iterator[tuple]:
+    """Yield the parts of x, then of each of `rows` [t], in the order in which the loss takes them.
+
+    Of two halves that is the beginning of a, all of b, the rest of a: so b's last exchange of the forward and its first
+    of the backward have some of the loss beside them. Both pieces of a are whole chunks where it has two of them.
+    """
+    sizes = [part.shape[0] for part in x]
+    begin = sizes[0] // 2 // chunk * chunk or sizes[0] // 2
+    for parts in (x, *(jnp.split(array, sizes[:-1]) for array in rows)):
+        if len(sizes) == 1 or begin == 0:
+            yield tuple(parts)
+        else:
+            a, b = parts
+            yield a[:begin], b, a[begin:]
+
+
 def _make_trunk(
     model: LanguageModel, layout: Layout, rows: int, length: int, training: bool,
     plan: PlanShape | dict[str, PlanShape] | None,
 ):  # fmt: skip
     """Return trunk(dense, bank, grad_sink, inputs, tables, key, first_row, replay, documents) -> (x, table, found).
 
-    It is all of the model but the loss: x [t, M] are the last norm's results for the tokens of the MP group that this
-    device takes to the loss, t of them, and table [V, M] gives their logits; the rest is what `make_layers` finds.
+    It is all of the model but the loss: x, the parts of [t, M], are the last norm's results for the tokens of the MP
+    group that this device takes to the loss, t of them in the order of `ModelGroup.own_flat`, and table [V, M] gives
+    their logits; the rest is what `make_layers` finds. Two halves are two parts, and neither waits for the other.
     replay: int32 [L, t, K], choices of before to be taken again, or None; documents: int32 [b, Sq], or None.
     """
     config, roles = model.config, model.roles
@@ -350,15 +369,15 @@ def _make_trunk(
 
         if group.split:  # cast once: embedding and output head share the sum of their gradients over the group
             outer = cast_varying(outer, roles.model)
+        outer["norm"] = cast_varying(outer["norm"], roles.dense)  # so do the parts of x
 
         units = nnx.merge(transformer, {**outer, "units": dense["units"]})
         positions = None if documents is None else document_positions(documents)
         x = units.embedding(inputs, dtype, group, positions)
+        x = tuple(jnp.split(x, group.parts))
         x, found = layers(x, dense["units"], bank, joined(opened), tables, token_ids, key, replay, documents)
         with jax.named_scope("loss"):
-            # each device of an MP group takes its part of the group's tokens
-            x = x if group.split else own_part(x.reshape(tokens, -1), roles.model)
-            return units.norm(x), units.embedding.head_table(), found
+            return tuple(map(units.norm, group.to_loss(x))), units.embedding.head_table(), found
 
     return trunk
 

@@ -88,6 +88,16 @@ class ModelGroup:
         own = own_part(flat, self.axes, dim=1)
         return own.reshape(-1, *own.shape[2:])
 
+    def to_loss(self, x: tuple):
+        """Return the parts [t_i, M] of what this device takes to the loss, in the order of `own_flat`, from those of x.
+
+        Halves stay apart where no device of the group takes tokens of both as one row of its part.
+        """
+        if self.split or not self.axes:
+            return tuple(part.reshape(-1, part.shape[-1]) for part in x)
+        whole = jnp.concatenate(x)
+        return (own_part(whole.reshape(-1, whole.shape[-1]), self.axes),)
+
     def positions(self, length: int):
         """Return int32, the position of every token that `own_tokens` keeps, within its sequence of `length`."""
         index = jnp.arange(self.rows * length, dtype=jnp.int32) % length

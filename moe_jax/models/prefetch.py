@@ -4,7 +4,7 @@ Inputs: a `BlockSchedule`, the stages of a layer, and how parameters move. Outpu
 backward of its own (`custom_vjp`), so that the program holds the schedule's windows in the schedule's order in both
 directions: `prefetch_windows.py` has what both share, `prefetch_forward.py` and `prefetch_backward.py` what they do.
 
-Where a schedule has two halves, x is cut along its first dim, and all of a layer's stages run once for each half.
+Where a schedule has two halves, x comes as two, and all of a layer's stages run once for each.
 Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 """
 
@@ -30,21 +30,20 @@ class Prefetcher(StackSettings):
         """Run the stack.
 
         Args:
-          x: [b, Sq, M], or [t / N_MP, M] with the tokens of the first half before those of the second.
+          x: a tuple of [b, Sq, M] or [t / N_MP, M], of all sequences or of either half.
           params: (mix, gate), leaves [L, ...].
           grad_sink: {name: [L, Hs, ...]}, whose cotangent is the gradient of home experts.
           constants: see `Constants`.
 
         Returns:
-          (x [b, Sq, M], GateStats [L, ...], passes int32 [L], the most of both halves).
+          (x as it came, GateStats [L, ...], passes int32 [L], the most of both halves).
         """
-        halves = tuple(jnp.split(x, 2)) if self.schedule.halves else (x,)
         if self.scan and self.schedule.halves:  # one sum over devices after the loop, not one in each of its turns
             params = cast_varying(params, varying_axes(constants.token_ids))
-        out, stats, passes = self._stack()(halves, params, grad_sink, constants)
+        x, stats, passes = self._stack()(x, params, grad_sink, constants)
         if not self.schedule.halves:
-            return out[0], stats[0], passes[0]
-        return jnp.concatenate(out), join_statistics(*stats), jnp.maximum(*passes)
+            return x, stats[0], passes[0]
+        return x, join_statistics(*stats), jnp.maximum(*passes)
 
     def _stack(self):
         """Return stack(halves of x, params, grad_sink, constants) -> (halves of x, of GateStats, of passes)."""

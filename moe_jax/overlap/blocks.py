@@ -223,7 +223,8 @@ def _halves(
     """Two halves, a and b: while the rows of one travel, the other computes.
 
     In the forward turn i begins when b's rows of layer i leave beside a's experts, and ends when a's rows of layer
-    i + 1 leave beside b's attention. In the backward it begins with the way back of the latter.
+    i + 1 leave beside b's attention. In the backward it begins with the way back of the latter. Nothing stands beside
+    the last exchange of the forward and the first of the backward but the loss of half a, which waits for neither.
     """
     del recompute
     last = layers - 1
@@ -254,7 +255,8 @@ def _halves(
     backward = Loop(
         before=(
             Window("unpack", last, (), 1),
-            _beside("send_back", last, 1, Window("unpack", last, (), 0)),
+            Window("send_back", last, (), 1),
+            Window("unpack", last, (), 0),
             *_halves_back(last, again[0](last - 1) if last else ()),
         ),
         body=(

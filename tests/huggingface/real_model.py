@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -50,7 +51,7 @@ class RealModel:
 
         def body(dense, bank, grad_sink, inputs, tables, key, first_row):
             x, table, _ = trunk(dense, bank, grad_sink, inputs, tables, key, first_row)
-            return x @ table.T
+            return jnp.concatenate(x) @ table.T
 
         specs = (
             layout.params["dense"], layout.params["bank"], layout.grad_sink, P(), _tables_specs(self.model), P(), P(),

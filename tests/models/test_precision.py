@@ -243,13 +243,13 @@ def test_head_is_summed_over_chunks_in_float32():
     targets = jnp.asarray(rng.integers(0, 40, 2048), jnp.int32)
     weights = jnp.ones(2048)
     by_table = jax.jit(jax.grad(chunked_cross_entropy, 1), static_argnums=4)
-    want = by_table(x.astype(jnp.float32), table, targets, weights, 2048)
+    want = by_table((x.astype(jnp.float32),), table, (targets,), (weights,), 2048)
     for chunk in (2048, 128, 32):
-        got = by_table(x, table, targets, weights, chunk)
+        got = by_table((x,), table, (targets,), (weights,), chunk)
         assert got.dtype == jnp.float32
         # derivatives of logits are rounded once, as operands; 54b32df: 0.16% at 1 chunk, 0.42% at 16, 0.80% at 64
         assert relative(got, want) < 5e-4, chunk
-        assert relative(got, by_table(x, table, targets, weights, 64)) < 1e-5, chunk
+        assert relative(got, by_table((x,), table, (targets,), (weights,), 64)) < 1e-5, chunk
 
 
 def test_embedding_rows_are_summed_in_float32():

@@ -185,9 +185,10 @@ def test_token_losses_by_hand():
     np.testing.assert_allclose(log_z, [np.log(4), np.log(4)], rtol=1e-6)
 
 
+@pytest.mark.parametrize("ends", [(), (4,), (1, 3)])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
-def test_chunked_cross_entropy(chunk):
-    """Any chunk gives the loss and the gradients of the plain formula; 3 pads seven tokens to nine."""
+def test_chunked_cross_entropy(chunk, ends):
+    """Any chunk and any parts give the loss and the gradients of the plain formula; 3 pads seven tokens to nine."""
     with jax.enable_x64(True):
         x, table, targets, weights = entropy_case()
 
@@ -196,7 +197,8 @@ def test_chunked_cross_entropy(chunk):
             return -jnp.sum(log_probs[jnp.arange(TARGETS), targets] * weights)
 
         def chunked(x, table, weights):
-            return chunked_cross_entropy(x, table, targets, weights, chunk)
+            parts = [tuple(jnp.split(array, ends)) for array in (x, targets, weights)]
+            return chunked_cross_entropy(parts[0], table, *parts[1:], chunk)
 
         got = jax.jit(jax.value_and_grad(chunked, (0, 1, 2)))(x, table, weights)
         wanted = jax.jit(jax.value_and_grad(plain, (0, 1, 2)))(x, table, weights)
@@ -207,7 +209,7 @@ def test_chunked_cross_entropy_never_holds_all_logits():
     """Neither forward nor backward has an array of [tokens, vocabulary]: only of [chunk, vocabulary]."""
     x, table, targets, weights = entropy_case()
     arrays = [jnp.asarray(a, jnp.float32) for a in (x, table, weights)]
-    step = jax.grad(lambda x, table, weights: chunked_cross_entropy(x, table, targets, weights, 3), (0, 1))
+    step = jax.grad(lambda x, table, weights: chunked_cross_entropy((x,), table, (targets,), (weights,), 3), (0, 1))
     text = jax.jit(step).lower(*arrays).as_text()
     assert f"tensor<3x{VOCAB}xf32>" in text
     for tokens_alive in (TARGETS, 9):

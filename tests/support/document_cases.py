@@ -65,6 +65,7 @@ def make_mesh_logits(model, layout):
     def body(dense, bank, grad_sink, inputs, documents, number, tables):
         key, first = jax.random.key(0), jnp.int32(0)
         x, table, _ = trunk(dense, bank, grad_sink, inputs, tables, key, first, None, documents)
+        x = jnp.concatenate(x)
         return x @ table.T.astype(x.dtype), group.own_flat(number)
 
     dense_rows, own = P(roles.dense), P(roles.dense + roles.model)
