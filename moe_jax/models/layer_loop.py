@@ -241,9 +241,9 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
             attend=attend,
             enter_moe=enter_moe,
             moe=make_moe(segment.moe, roles, tokens, config.activation, own_plan, group.split, tokens // group.rows),
-            checkpoint=lambda function: checkpointed(function, config.remat),
+            checkpoint=lambda function: body_of(function, config, roles),
             # the schedule's window `recompute` runs these stages again, so no checkpoint does
-            moe_checkpoint=lambda function: checkpointed(function, "none" if recompute else config.remat),
+            moe_checkpoint=lambda function: function if recompute else body_of(function, config, roles),
         ),
         transfer=None if plan is None or plan.ahead is None else Transfer(plan.ahead, roles.expert),
         late=None if plan is None else plan.late,

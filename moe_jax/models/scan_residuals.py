@@ -8,8 +8,8 @@ reading those costs more than making them again.
 Kept are the values that NAMES names, and what is dear: results of matmuls, attention, exchanges, sorts, gathers and
 scatters, and counts. Made again is what functions of single values, casts and moves make of them (RECOMPUTED), sums
 over rows of floats, which are those of norms, and, as in Megatron's sequence parallelism, the tokens that an MP group
-gathers. A layer that is written out, not looped over, keeps all that it reads: nothing is stacked there, so nothing is
-copied. The loops of a block-wise schedule (`prefetch.py`) keep the residuals of each stage.
+gathers. In the loops of a block-wise schedule (`prefetch.py`) each stage is such a body. A layer that is written out,
+not looped over, keeps all that it reads: nothing is stacked there, so nothing is copied.
 """
 
 from __future__ import annotations

@@ -29,33 +29,33 @@ def inner_jaxprs(eqn):
                 yield part
 
 
-def stacked(jaxpr) -> list:
-    """Return the types of what the first scan over layers, the forward's, stacks; without the stacked dim."""
+def stacked(jaxpr, turns: int) -> list:
+    """Return the types of what the first scan of so many turns, the forward's, stacks; without the stacked dim."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan" and eqn.params["length"] == LAYERS:
+        if eqn.primitive.name == "scan" and eqn.params["length"] == turns:
             carries = constants_and_carries(eqn.params, len(eqn.outvars))[1]
             types = [out.aval for out in eqn.outvars[carries:]]
             return [jax.ShapeDtypeStruct(one.shape[1:], one.dtype) for one in types]
         for inner in inner_jaxprs(eqn):
-            found = stacked(inner)
+            found = stacked(inner, turns)
             if found:
                 return found
     return []
 
 
-def stacked_by_scan() -> list:
-    config = model_config("bfloat16", layers=LAYERS, model_dim=M, hidden_dim=F)
+def stacked_by_scan(turns: int, **fields) -> list:
+    config = model_config("bfloat16", layers=LAYERS, model_dim=M, hidden_dim=F, **fields)
     roles = build_mesh(MeshConfig(expert=2), jax.devices()[:2])
     moe = moe_config(gate_noise=0.0, schedule="s1")
     model = first_pass_model(LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles))
     gradient = jax.grad(make_loss(model, model.layout(), BATCH, LENGTH), has_aux=True)
     tables = even_tables(LAYERS, EXPERTS, 2)
     inputs = model.shapes(), data("float32", False), tables, jax.random.key(0), np.int32(0), np.float32(1)
-    return stacked(jax.make_jaxpr(gradient)(*inputs).jaxpr)
+    return stacked(jax.make_jaxpr(gradient)(*inputs).jaxpr, turns)
 
 
 def test_a_scan_stacks_what_is_named_once_in_the_compute_dtype():
-    found = stacked_by_scan()
+    found = stacked_by_scan(LAYERS)
     assert not [one for one in found if one.dtype == jnp.bool_]
     sizes = collections.Counter(int(np.prod(one.shape)) for one in found if one.dtype == jnp.bfloat16)
     products = max(sizes)
@@ -64,3 +64,14 @@ def test_a_scan_stacks_what_is_named_once_in_the_compute_dtype():
     large = sorted(int(np.prod(one.shape)) for one in found if one.dtype == jnp.float32)[-2:]
     assert large[0] == T * EXPERTS  # the gate's products; the other is the scores that XLA's attention keeps
     assert sum(one.dtype == jnp.float32 and int(np.prod(one.shape)) >= T * EXPERTS for one in found) == 2
+
+
+def test_a_block_wise_scan_stacks_as_little_of_each_half():
+    """A turn of two halves: each has half of the tokens, and rows and products of its own."""
+    found = stacked_by_scan(LAYERS - 1, overlap="halves")
+    assert not [one for one in found if one.dtype == jnp.bool_]
+    sizes = collections.Counter(int(np.prod(one.shape)) for one in found if one.dtype == jnp.bfloat16)
+    products = max(sizes)
+    assert sizes == {T // 2 * M: 2 * 6, products * M // F: 2 * 2, products: 2 * 1}
+    wide = [one for one in found if one.dtype == jnp.float32 and int(np.prod(one.shape)) >= T // 2 * EXPERTS]
+    assert len(wide) == 2 * 2  # the gate's products, and the scores that XLA's attention keeps
