@@ -86,7 +86,7 @@ class Run:
     def start(self) -> subprocess.Popen:
         """Start the command; its output goes to a log that begins anew."""
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
         with open(self.log, "wb") as log:
             return subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=REPOSITORY)
 

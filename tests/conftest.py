@@ -2,11 +2,10 @@
 
 import os
 
+from support.quick_compiles import QUICK
+
 os.environ["JAX_PLATFORMS"] = os.environ.get("MOE_JAX_TEST_PLATFORM", "cpu")
-# LLVM at -O0 halves the time of the suite, which compiles far more than it computes
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
-)
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {QUICK} {os.environ.get('XLA_FLAGS', '')}"
 os.environ.setdefault("XDG_CACHE_HOME", os.path.join(os.path.dirname(__file__), "..", ".pytest_cache", "xdg"))
 
 # children that a test starts find this checkout, whether it is installed or not, and tests/support

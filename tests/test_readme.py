@@ -15,6 +15,7 @@ import subprocess
 import sys
 
 import pytest
+from support.quick_compiles import QUICK
 
 from moe_jax.config import parse_run_config
 from moe_jax.config.run_config import CONFIG_CLASSES
@@ -137,7 +138,7 @@ def run_command(command, folder):
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "XDG_CACHE_HOME": str(folder / "cache"),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # the tests' eight devices are the tests' own
+        "XLA_FLAGS": QUICK,  # the tests' eight devices are the tests' own
     }
     done = subprocess.run(
         [sys.executable, *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, timeout=240

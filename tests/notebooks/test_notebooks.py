@@ -8,6 +8,7 @@ import sys
 
 import nbformat
 import pytest
+from support.quick_compiles import QUICK
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "scripts" / "notebooks").glob("*.ipynb"))
@@ -31,7 +32,7 @@ def execute(path, folder):
     environment |= {
         "JUPYTER_PATH": str(folder),
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # the notebook sets the number of devices by itself
+        "XLA_FLAGS": QUICK,  # the notebook sets the number of devices by itself
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     }
     result = folder / "executed.ipynb"

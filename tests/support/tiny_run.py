@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+from support.quick_compiles import QUICK
+
 from moe_jax.config import parse_run_config
 from moe_jax.distributed.hosts import Hosts
 from moe_jax.training.run import RunOptions, run
@@ -68,7 +70,7 @@ def start(arguments, **keywords) -> subprocess.Popen:
     """Start a command from the repository's root with quiet output in pipes."""
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
     python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": python_path}
+    environment = {**os.environ, "XLA_FLAGS": QUICK, "PYTHONPATH": python_path}
     return subprocess.Popen(
         arguments,
         env=environment,

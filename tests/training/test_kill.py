@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.quick_compiles import QUICK
+
 REPOSITORY = Path(__file__).parents[2]
 
 
 def test_three_kills_change_nothing(tmp_path):
     command = [sys.executable, str(REPOSITORY / "scripts" / "kill_test.py"), "--times=3", f"--workdir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, "XLA_FLAGS": ""})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, "XLA_FLAGS": QUICK})
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["ok"] and not result["faults"]
