@@ -73,5 +73,5 @@ def test_a_block_wise_scan_stacks_as_little_of_each_half():
     sizes = collections.Counter(int(np.prod(one.shape)) for one in found if one.dtype == jnp.bfloat16)
     products = max(sizes)
     assert sizes == {T // 2 * M: 2 * 6, products * M // F: 2 * 2, products: 2 * 1}
-    wide = [one for one in found if one.dtype == jnp.float32 and int(np.prod(one.shape)) >= T // 2 * EXPERTS]
-    assert len(wide) == 2 * 2  # the gate's products, and the scores that XLA's attention keeps
+    sums = [one for one in found if one.dtype == jnp.float32 and int(np.prod(one.shape)) >= T // 2 * EXPERTS]
+    assert len(sums) == 2 * 2  # the gate's products, and the scores that XLA's attention keeps
