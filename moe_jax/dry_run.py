@@ -27,6 +27,7 @@ from moe_jax.mesh.roles import Roles
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import check_document_mask, missing_for_cudnn, resolve_attention
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
+from moe_jax.models.layer_loop import beside_exchanges
 from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel
 from moe_jax.models.segments import expert_counts, joined, segments_of, with_experts
@@ -89,7 +90,7 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
     check_sizes(run, roles, vocab_size)
     check_document_mask(resolve_attention(run.model, described), run.data.sequence_length)
     teacher = teacher_model(run, roles, build_tokenizer(run.data), vocab_size, described)
-    segments, schedule = _segment_lines(run, roles), _schedule_lines(run, roles)
+    segments, schedule = _segment_lines(run, roles), _schedule_lines(settle_overlap(run, roles, described), roles)
     sections = [
         _section("Config", config_text(run, bound).splitlines()),
         _section(
@@ -277,7 +278,10 @@ def _choice_lines(run: RunConfig, roles: Roles) -> list[str]:
     sentences = schedule_record(moe.schedule).sentences
     if sentences is None:
         return []
-    options, row_bytes = schedule_options(moe, model.sequence_parallel), model.model_dim * itemsize(model.dtype)
+    tokens //= 2 if model.block_wise.halves else 1
+    beside = beside_exchanges(model, moe, roles, tokens, run.data.sequence_length)
+    options = schedule_options(moe, model.sequence_parallel, beside)
+    row_bytes = model.model_dim * itemsize(model.dtype)
     return sentences(roles, layer_sizes(moe, roles, tokens), options, row_bytes, moe.sent_bytes(model.model_dim))
 
 

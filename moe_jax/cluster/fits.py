@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -115,24 +116,28 @@ def split_saa(rounds: Fit, whole: Fit, y_over_x: float) -> Fit:
     return Fit(whole.alpha, min(rounds.beta, whole.beta), max(0.0, whole.beta - rounds.beta) / y_over_x, whole.r2)
 
 
-def parm_choice(x: float, y: float, gathered: float, a2a: Fit, gather: Fit, saa: Fit | None = None) -> ParmChoice:
+def parm_choice(
+    x: tuple[float, float], y: float, gathered: float, a2a: Fit, gather: Fit, saa: Fit | None = None,
+    waits: Callable[[Sequence[float]], float] = sum,
+) -> ParmChoice:  # fmt: skip
     """Pick s1 or s2 for one layer from fitted collectives.
 
     Args:
-      x: size of one EP&ESP all-to-all, E C M N_ESP / N_MP.
+      x: sizes of the EP&ESP all-to-alls there and back, E C M N_ESP / N_MP each, less where rows leave as float8.
       y: size gathered by s2, E C M.
       gathered: size gathered by s1, N M.
       a2a, gather: fits of the all-to-all over EP&ESP and the all-gather over MP.
       saa: fit of the simultaneous form; without it s2 runs the two one after the other.
+      waits: seconds of the exchanges there and back -> those that a layer waits for: all, unless something hides them.
 
     Returns:
       the pick (s1 when equal) and both times.
 
     Source: Parm, equations 13 and 14.
     """
-    s1 = 2 * a2a.seconds(x) + gather.seconds(gathered)
-    last = a2a.seconds(x) + gather.seconds(y) if saa is None else saa.seconds(x, y)
-    s2 = a2a.seconds(x) + last
+    there, back = (a2a.seconds(size) for size in x)
+    s1 = waits((there, back)) + gather.seconds(gathered)
+    s2 = waits((there, back + gather.seconds(y) if saa is None else saa.seconds(x[1], y)))
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from moe_jax.cluster.layer_work import LayerFlops, matrices_of, preceding_flops
 from moe_jax.collectives.bucket_rows import round_up
 from moe_jax.collectives.gather import gather_tree
 from moe_jax.collectives.sparse_all_gather import Transfer
@@ -31,6 +32,7 @@ from moe_jax.models.segments import Segment, part_of
 from moe_jax.models.shared_experts import add_shared
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit
+from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import make_moe
 from moe_jax.moe.replicas import fetch_in_turn
 from moe_jax.placement import PlanShape
@@ -218,6 +220,8 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
         )
     group = group.part()
     tokens //= 2 if config.block_wise.halves else 1
+    length = tokens // group.rows
+    beside = beside_exchanges(config, segment.moe, roles, tokens, length)
     parts = roles.size(roles.dense)
     dims, wires = (of_moe(tree["units"]) for tree in (layout.gather, layout.wires))
     recompute = config.remat in ("block", "nothing_saveable")
@@ -240,7 +244,7 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
         stages=Stages(
             attend=attend,
             enter_moe=enter_moe,
-            moe=make_moe(segment.moe, roles, tokens, config.activation, own_plan, group.split, tokens // group.rows),
+            moe=make_moe(segment.moe, roles, tokens, config.activation, own_plan, group.split, length, beside),
             checkpoint=lambda function: body_of(function, config, roles),
             # the schedule's window `recompute` runs these stages again, so no checkpoint does
             moe_checkpoint=lambda function: function if recompute else body_of(function, config, roles),
@@ -264,6 +268,26 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
         return prefetcher(x, (mix, gate), grad_sink, Constants(bank, tables, token_ids, key, documents))
 
     return loop
+
+
+def beside_exchanges(config: ModelConfig, moe: MoEConfig, roles: Roles, tokens: int, length: int) -> LayerFlops | None:
+    """Return what a device computes of a layer beside the exchanges of its other half; None without halves.
+
+    Args:
+      tokens: of an MP group, of one half; length: of a sequence.
+    """
+    if not config.block_wise.halves:
+        return None
+    own, matrices = tokens / roles.size(roles.model), matrices_of(config.activation)
+    preceding = preceding_flops(
+        model_dim=config.model_dim,
+        length=length,
+        moe_every=config.moe_every,
+        matrices=matrices,
+        dense_hidden_dim=config.ffn_dim,
+    )
+    expert = 2 * matrices * config.model_dim * config.hidden_dim
+    return LayerFlops(attention=own * preceding, experts=own * moe.top_k * expert)
 
 
 def _half_of(plan: PlanShape | None) -> PlanShape | None:

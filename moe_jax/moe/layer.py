@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from moe_jax.cluster.layer_work import LayerFlops
 from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.collectives.ordering import wait_for
 from moe_jax.dispatch import from_lines, to_lines
@@ -177,7 +178,7 @@ class MoE:
 
 def make_moe(
     config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: PlanShape | None = None,
-    split_tokens: bool = False, length: int = 0,
+    split_tokens: bool = False, length: int = 0, beside: LayerFlops | None = None,
 ) -> MoE:  # fmt: skip
     """Return the layer as a function of this device's tokens; see `MoE`.
 
@@ -189,6 +190,7 @@ def make_moe(
       plan: sizes of the placements to come; None is an even one without replicas.
       split_tokens: x and y are this device's part [t / N_MP, M] of the MP group's tokens, instead of replicated.
       length: Sq, tokens of a sequence; 0 where that is not known.
+      beside: as in `ScheduleOptions`.
 
     Raises:
       UserError: as `make_schedule` and `check_router` do, or an unknown grouped matmul.
@@ -200,7 +202,7 @@ def make_moe(
         roles=roles,
         activation=activation,
         router=router,
-        chooser=make_schedule(config, roles, tokens, plan, split_tokens),
+        chooser=make_schedule(config, roles, tokens, plan, split_tokens, beside),
         decide=make_decide(roles, plan),
         late=plan is not None and plan.late is not None,
         find_implementation=grouped_matmul_finder(config, roles),
@@ -229,26 +231,30 @@ def grouped_matmul_finder(config: MoEConfig, roles: Roles) -> Callable:
 
 
 def make_schedule(
-    config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | None = None, split_tokens: bool = False
-) -> Chooser:
+    config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | None = None, split_tokens: bool = False,
+    beside: LayerFlops | None = None,
+) -> Chooser:  # fmt: skip
     """Return the schedule that a config names, for `tokens` tokens of an MP group; the mesh may be abstract.
 
     Raises:
       UserError: an unknown name, or a mesh on which that schedule, transport or group count is not possible.
     """
-    options = schedule_options(config, split_tokens)
+    options = schedule_options(config, split_tokens, beside)
     chooser = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
     return Float8Chooser(chooser) if config.dispatch_dtype == E4M3 else chooser
 
 
-def schedule_options(config: MoEConfig, split_tokens: bool = False) -> ScheduleOptions:
-    """Return what a config chooses within its schedule; split_tokens: of a model that is sequence-parallel."""
+def schedule_options(
+    config: MoEConfig, split_tokens: bool = False, beside: LayerFlops | None = None
+) -> ScheduleOptions:
+    """Return what a config chooses within its schedule; the others as in `ScheduleOptions`."""
     return ScheduleOptions(
         transport=config.transport,
         pairwise_groups=config.pairwise_groups,
         gather=config.gather,
         cluster=config.cluster,
         split_tokens=split_tokens,
+        beside=beside,
     )
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import numpy as np
 
 from moe_jax.cluster import Cluster, read_named_cluster
+from moe_jax.cluster.layer_work import matrices_of, preceding_flops
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
@@ -21,7 +22,6 @@ from moe_jax.placement import PlanShape, build_shape
 from moe_jax.planner import Cost, build_planner
 from moe_jax.planner.cost import slots_in
 from moe_jax.planner.late import with_late
-from moe_jax.planner.layer_work import matrices_of, preceding_flops
 from moe_jax.replan.planned_run import initial_placement, planned_run, segment_runs
 
 USUAL_VOCABULARY = 50304  # where neither the config nor a tokenizer says one yet: GPT-2's, a multiple of 128

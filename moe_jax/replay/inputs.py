@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from moe_jax.cluster import Cluster, read_cluster, read_named_cluster
+from moe_jax.cluster.layer_work import matrices_of, preceding_flops
 from moe_jax.errors import UserError
 from moe_jax.observe.load_trace import LoadsTrace, read_loads
 from moe_jax.observe.loads_origin import LoadsOrigin
 from moe_jax.observe.run_folder import RunFolder
-from moe_jax.planner.layer_work import matrices_of, preceding_flops
 from moe_jax.replay.older_runs import origin_of_folder
 
 MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES = 1024, 2048, 4  # of a trace file without its run's sizes

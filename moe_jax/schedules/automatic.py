@@ -3,17 +3,22 @@
 Inputs: what every schedule is built from. Outputs: the chosen one. Without a calibration file the two are compared
 by bytes, at one speed on all links; with one, by fitted times of the collectives on the groups of this mesh, or of
 whole layers. The choice is made once, for static sizes, and says which rule made it. Source: Parm, section V, algorithm
-1; that a small layer, bound by the start of its collectives, may run under `deepspeed` is our addition.
+1; that a small layer, bound by the start of its collectives, may run under `deepspeed` is our addition, and so is that
+of two halves of a batch only what outlasts the other half's computation counts of an exchange.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
+from collections.abc import Sequence
 
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
 from moe_jax.cluster.layer_seconds import layer_name, layer_seconds
 from moe_jax.cluster.volumes import LayerShape
 from moe_jax.mesh.roles import Roles
+from moe_jax.overlap import Prefetch, Times, stage_seconds
 from moe_jax.schedules.contract import (
     LayerSizes,
     Schedule,
@@ -28,6 +33,7 @@ from moe_jax.schedules.pause_after_gate import gather_sentences, whole_bucket_ro
 
 _LOG = logging.getLogger(__name__)
 _REQUESTED_BY = "MoEConfig.schedule 'parm'"
+_DEFAULTS = ScheduleOptions()
 _PARTS = {"gate", "regroup", "expert_step", "call"}
 _RULES = {
     "bytes": "the closed form of Parm's equations 13 and 14 on bytes (no MoEConfig.cluster)",
@@ -49,7 +55,7 @@ def parm_sentences(
     if _is_s1(roles, cluster):
         taken = "schedule 'parm' takes s1 without a comparison: with MeshConfig.model = 1 it is what s2 is"
     else:
-        taken = _sentence(_choose(roles, sizes, row_bytes, cluster, options, sent_bytes), cluster)
+        taken = _sentence(choose(roles, sizes, row_bytes, cluster, options, sent_bytes), cluster, options)
     return [taken, *(gather_sentences(roles, sizes, options, row_bytes) if roles.size(roles.model) > 1 else ())]
 
 
@@ -68,18 +74,11 @@ class Parm:
         """Return the schedule that is predicted to take less time."""
         if len(self.built) == 1:
             return self.built["s1"]
-        choice = _choose(self.roles, self.sizes, row_bytes, self.cluster, self.options, sent_bytes)
+        choice = choose(self.roles, self.sizes, row_bytes, self.cluster, self.options, sent_bytes)
         if choice not in self.said:
             self.said.add(choice)
-            _LOG.warning(_sentence(choice, self.cluster))
+            _LOG.warning(_sentence(choice, self.cluster, self.options))
         return self.built[choice.schedule]
-
-
-def _choose(
-    roles: Roles, sizes: LayerSizes, row_bytes: int, cluster: Cluster | None, options: ScheduleOptions, sent_bytes: int
-) -> ParmChoice:
-    how = options.gather, options.transport, options.split_tokens
-    return choose(roles, sizes, row_bytes, cluster, *how, sent_bytes)
 
 
 def choose(
@@ -87,24 +86,21 @@ def choose(
     sizes: LayerSizes,
     row_bytes: int,
     cluster: Cluster | None,
-    gather: str = "auto",
-    transport: str = "all_to_all",
-    split_tokens: bool = False,
+    options: ScheduleOptions = _DEFAULTS,
     sent_bytes: int = 0,
 ) -> ParmChoice:
     """Return Parm's choice for one layer, by `by_layers` where the cluster has fits for it, else by `by_equations`.
 
     Where tokens come split over the MP group, s1 needs no all-gather at its end, and the others need one at their
-    start.
+    start. Where something computes beside the exchanges and the cluster has `flops`, what it hides of them is no cost.
 
     Args:
-      sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements; gather: as in `MoEConfig`.
+      sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements; options: of the layer.
       sent_bytes: of a row on its way to experts where it travels as float8, else 0.
     """
     known = set() if cluster is None else {name for name, _ in cluster.fits}
-    if cluster is not None and known >= _PARTS:
-        return by_layers(roles, sizes, row_bytes, cluster, gather, transport, split_tokens, sent_bytes)
-    return by_equations(roles, sizes, row_bytes, cluster, gather, transport, split_tokens, sent_bytes)
+    by = by_layers if cluster is not None and known >= _PARTS else by_equations
+    return by(roles, sizes, row_bytes, cluster, options, sent_bytes)
 
 
 def by_layers(
@@ -112,9 +108,7 @@ def by_layers(
     sizes: LayerSizes,
     row_bytes: int,
     cluster: Cluster,
-    gather: str = "auto",
-    transport: str = "all_to_all",
-    split_tokens: bool = False,
+    options: ScheduleOptions = _DEFAULTS,
     sent_bytes: int = 0,
 ) -> ParmChoice:
     """Return the choice by `layer_seconds`: rule 'parts', or 'layers' where whole layers were timed too.
@@ -122,7 +116,8 @@ def by_layers(
     The whole step is compared but for the experts, which do the same work under all: s2 gates every token on each
     device of its MP group, and that may cost more than it saves. Only 'layers' compares `deepspeed` as well. There
     calibrations timed s2 with SAA, and the start of its layers belongs to that: under 'auto' s2 is judged so, even
-    where it will run with AAS.
+    where it will run with AAS. Layers whose exchanges have something beside them are compared by their parts: whole
+    ones were timed with nothing.
 
     Args:
       as for `choose`.
@@ -130,17 +125,28 @@ def by_layers(
     Raises:
       UserError: the cluster lacks a fit of the parts.
     """
-    whole = _knows_layers(cluster)
-    timed_with = "saa" if whole and gather == "auto" else gather
-    gather = _gather(roles, sizes, row_bytes, cluster, timed_with, transport)
+    whole, beside = _knows_layers(cluster), _beside(cluster, options)
+    if whole and beside is not None:
+        whole, cluster = False, _without_layers(cluster)
+    timed_with = "saa" if whole and options.gather == "auto" else options.gather
+    gather = _gather(roles, sizes, row_bytes, cluster, timed_with, options.transport)
     candidates = ["s1", "s2", "deepspeed"] if whole else ["s1", "s2"]
     seconds = {}
     for name in candidates:
-        shape = layer_shape(name, roles, sizes, row_bytes, split_tokens, transport=transport, sent_bytes=sent_bytes)
+        shape = layer_shape(
+            name, roles, sizes, row_bytes, options.split_tokens, transport=options.transport, sent_bytes=sent_bytes
+        )
         asked = layer_seconds(
-            name, shape, None, cluster, gather=gather, transport=transport, item=1, requested_by=_REQUESTED_BY
+            name, shape, None, cluster, gather=gather, transport=options.transport, item=1, requested_by=_REQUESTED_BY
         )
         seconds[name] = asked.total
+    if beside is not None:  # forward and backward
+        alone, shown = (
+            _equations(roles, sizes, row_bytes, cluster, options, sent_bytes, waits)
+            for waits in (sum, functools.partial(_waits, beside=beside))
+        )
+        seconds["s1"] -= 2 * (alone.s1_seconds - shown.s1_seconds)
+        seconds["s2"] -= 2 * (alone.s2_seconds - shown.s2_seconds)
     fastest = min(candidates, key=lambda name: seconds[name])
     return ParmChoice(fastest, seconds["s1"], seconds["s2"], seconds.get("deepspeed"), "layers" if whole else "parts")
 
@@ -150,9 +156,7 @@ def by_equations(
     sizes: LayerSizes,
     row_bytes: int,
     cluster: Cluster | None,
-    gather: str = "auto",
-    transport: str = "all_to_all",
-    split_tokens: bool = False,
+    options: ScheduleOptions = _DEFAULTS,
     sent_bytes: int = 0,
 ) -> ParmChoice:
     """Return the choice by the closed form, seconds of a forward; without a cluster these are bytes, rule 'bytes'.
@@ -165,27 +169,52 @@ def by_equations(
 
     Source: Parm, equations 13 and 14.
     """
-    gather = _gather(roles, sizes, row_bytes, cluster, gather, transport)
+    beside = None if cluster is None else _beside(cluster, options)
+    waits = sum if beside is None else functools.partial(_waits, beside=beside)
+    return _equations(roles, sizes, row_bytes, cluster, options, sent_bytes, waits)
+
+
+def _equations(roles, sizes, row_bytes, cluster, options, sent_bytes, waits) -> ParmChoice:
+    gather = _gather(roles, sizes, row_bytes, cluster, options.gather, options.transport)
     mp_size, ep_size = roles.size(roles.model), roles.size(roles.expert)
     esp_size = roles.size(roles.expert_shard)
-    x1 = layout_of(roles, sizes.split(mp_size).bucket_rows(ep_size), transport).total * esp_size * row_bytes
-    whole = layout_of(roles, whole_bucket_rows(sizes, roles), transport).total * row_bytes
+    x1 = layout_of(roles, sizes.split(mp_size).bucket_rows(ep_size), options.transport).total * esp_size
+    whole = layout_of(roles, whole_bucket_rows(sizes, roles), options.transport).total
     x2 = whole * esp_size // mp_size
     gathered = sizes.tokens * row_bytes
     if cluster is None:
         per_byte = Fit(0.0, 1.0)
-        a2a, gather_fit, saa = per_byte, per_byte, None
+        fits = a2a, gather_fit, saa = per_byte, per_byte, None
     else:
-        a2a, gather_fit, saa = fits_of(cluster, roles, gather, transport, _REQUESTED_BY)
+        fits = a2a, gather_fit, saa = fits_of(cluster, roles, gather, options.transport, _REQUESTED_BY)
     # buckets are rounded up differently, so each schedule has its own x
-    s1 = parm_choice(x1, whole, gathered, a2a, gather_fit, saa).s1_seconds
-    s2 = parm_choice(x2, whole, gathered, a2a, gather_fit, saa).s2_seconds
-    if sent_bytes:  # one of the two exchanges of a forward is smaller
-        s1 -= a2a.seconds(x1) - a2a.seconds(x1 // row_bytes * sent_bytes)
-        s2 -= a2a.seconds(x2) - a2a.seconds(x2 // row_bytes * sent_bytes)
-    if split_tokens:
+    both = [
+        parm_choice((x * (sent_bytes or row_bytes), x * row_bytes), whole * row_bytes, gathered, *fits, waits)
+        for x in (x1, x2)
+    ]
+    s1, s2 = both[0].s1_seconds, both[1].s2_seconds
+    if options.split_tokens:
         s1, s2 = s1 - gather_fit.seconds(gathered), s2 + gather_fit.seconds(gathered)
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2, rule="bytes" if cluster is None else "equations")
+
+
+def _beside(cluster: Cluster, options: ScheduleOptions) -> Times | None:
+    """Return the seconds of what computes beside the exchanges; None for nothing, or where devices have no rate."""
+    if options.beside is None or cluster.flops is None:
+        return None
+    return Times(attention=options.beside.attention / cluster.flops, experts=options.beside.experts / cluster.flops)
+
+
+def _waits(exchanges: Sequence[float], beside: Times) -> float:
+    """Return the seconds by which one half's exchanges outlast what computes beside them, mean of the two directions.
+
+    Args:
+      exchanges: seconds there and back; beside: of the other half.
+    """
+    halves, computing = Prefetch(halves=True), 3 * (beside.attention + beside.experts)
+    return sum(
+        (stage_seconds(halves, dataclasses.replace(beside, exchange=seconds)) - computing) / 4 for seconds in exchanges
+    )
 
 
 def _cluster_of(roles: Roles, options: ScheduleOptions) -> Cluster | None:
@@ -207,6 +236,11 @@ def _is_s1(roles: Roles, cluster: Cluster | None) -> bool:
 def _gather(roles, sizes, row_bytes, cluster, gather, transport) -> str:
     far_rows = layout_of(roles, whole_bucket_rows(sizes, roles), transport).rows.far
     return choose_gather(gather, roles, far_rows, row_bytes, cluster, transport).gather
+
+
+def _without_layers(cluster: Cluster) -> Cluster:
+    fits = {name: fit for name, fit in cluster.fits if not name.startswith(layer_name(""))}
+    return dataclasses.replace(cluster, fits=fits)
 
 
 def _knows_layers(cluster: Cluster | None) -> bool:
@@ -239,10 +273,12 @@ def layer_shape(
     )
 
 
-def _sentence(choice: ParmChoice, cluster: Cluster | None) -> str:
+def _sentence(choice: ParmChoice, cluster: Cluster | None, options: ScheduleOptions) -> str:
     unit, name = ("bytes", "") if cluster is None else ("s", cluster.name)
     others = "" if choice.deepspeed_seconds is None else f", deepspeed {choice.deepspeed_seconds:.4g} {unit}"
+    hidden = cluster is not None and _beside(cluster, options) is not None
+    less = ", less what the other half's computation hides of an exchange" if hidden else ""
     return (
-        f"schedule 'parm' takes {choice.schedule} by {_RULES[choice.rule].format(name)}: "
+        f"schedule 'parm' takes {choice.schedule} by {_RULES[choice.rule].format(name)}{less}: "
         f"s1 {choice.s1_seconds:.4g} {unit}, s2 {choice.s2_seconds:.4g} {unit}{others} in one layer"
     )

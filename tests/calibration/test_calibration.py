@@ -15,11 +15,12 @@ from moe_jax.calibration.timed_groups import Timed, machine_groups, mesh_groups
 from moe_jax.calibration.timing import interleaved_seconds, medians
 from moe_jax.cluster import Cluster, Fit, fit_layers, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import ExpertLoad, layer_seconds
+from moe_jax.cluster.layer_work import LayerFlops
 from moe_jax.cluster.volumes import LayerShape
 from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.schedules import LayerSizes
+from moe_jax.schedules import LayerSizes, ScheduleOptions
 from moe_jax.schedules.automatic import by_equations, choose
 
 ROOT = Path(__file__).parents[2]
@@ -209,6 +210,34 @@ def test_parm_counts_the_gate_when_it_was_timed():
     assert choose(roles, sizes, 256, None).rule == "bytes"
 
 
+def test_parm_counts_no_exchange_that_the_other_half_hides():
+    """s2 gathers more bytes than s1 here, but beside the other half's computation, where s1's gather is not."""
+    roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
+    sizes = LayerSizes(tokens=64, top_k=2, num_experts=8, groups=1, capacity=None, bucket_slack=1.5)
+    fits = {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-9), "saa:8,4,1": (0, 1e-9, 1e-9)}
+    alone = choose(roles, sizes, 256, Cluster(fits=fits, flops=1.0))
+    gathered = 64 * 256 * 1e-9
+    exchange = (alone.s1_seconds - gathered) / 2
+    assert alone.schedule == "s1" and alone.s2_seconds > alone.s1_seconds
+
+    def beside(seconds, flops=1.0, **more):
+        options = ScheduleOptions(beside=LayerFlops(attention=seconds, experts=seconds))
+        return choose(roles, sizes, 256, Cluster(fits={**fits, **more}, flops=flops), options)
+
+    hidden = beside(1.0)
+    assert hidden.schedule == "s2" and hidden[1:3] == pytest.approx((gathered, 0.0), abs=1e-15)
+    # half an exchange is computed beside it in the forward, all of it in the backward: a quarter waits in the mean
+    assert beside(exchange / 2).s1_seconds == pytest.approx(2 * exchange / 4 + gathered)
+    assert beside(0.0) == alone
+    assert beside(1.0, flops=None) == alone  # who does not know how long a half computes hides nothing
+    # forward and backward, with the other parts; whole layers were timed with nothing beside their exchanges
+    parts = {name: (0, 0) for name in ("gate", "regroup", "expert_step", "call")} | {"gate": (1.0, 0)}
+    layers = {f"layer:{name}": (5.0, 1.0, 1.0) for name in ("s1", "s2", "deepspeed")}
+    whole = beside(1.0, **parts, **layers)
+    assert whole.schedule == "s2" and whole.rule == "parts" and whole.deepspeed_seconds is None
+    assert whole[1:3] == pytest.approx((1.0 + 2 * gathered, 1.0), abs=1e-5)
+
+
 def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so():
     """With whole layers timed the baseline is asked too: here a layer of s1 or s2 takes a second to start."""
     roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
@@ -223,7 +252,8 @@ def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so():
     layers |= {"layer:deepspeed": (2.0, 1.0, 1.0), "layer:s2": (0.5, 1.0, 1.0)}
     fits["saa:8,4,1"] = (1.0, 0, 0)  # s2 was timed with SAA: what its layers take to start is no reason for AAS
     assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers}))[:3] == ("s1", 1.0, 2.5)
-    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers}), "aas")[:3] == ("s2", 1.0, 0.5)
+    aas = ScheduleOptions(gather="aas")
+    assert choose(roles, sizes, 256, Cluster(fits={**fits, **layers}), aas)[:3] == ("s2", 1.0, 0.5)
 
 
 @pytest.mark.parametrize(

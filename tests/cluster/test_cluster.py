@@ -182,11 +182,14 @@ def test_fit_needs_different_sizes():
 def test_parm_choice_by_hand():
     # a2a(4) = 1 + 2*4 = 9, gather(10) = 10, gather(2) = 2: s1 = 2*9 + 10 = 28, s2 = 9 + (9 + 2) = 20.
     a2a, gather = Fit(1.0, 2.0), Fit(0.0, 1.0)
-    assert parm_choice(4, 2, 10, a2a, gather)[:4] == ("s2", 28.0, 20.0, None)
+    assert parm_choice((4, 4), 2, 10, a2a, gather)[:4] == ("s2", 28.0, 20.0, None)
     # With K f > 1 s2 gathers more than s1 and loses: gather(20) = 20 -> s2 = 9 + 29 = 38.
-    assert parm_choice(4, 20, 10, a2a, gather).schedule == "s1"
+    assert parm_choice((4, 4), 20, 10, a2a, gather).schedule == "s1"
     # A measured SAA hides the gather: 1 + 2*4 + 0.1*20 = 11 -> s2 = 20.
-    assert parm_choice(4, 20, 10, a2a, gather, Fit(1.0, 2.0, 0.1))[:4] == ("s2", 28.0, 20.0, None)
+    assert parm_choice((4, 4), 20, 10, a2a, gather, Fit(1.0, 2.0, 0.1))[:4] == ("s2", 28.0, 20.0, None)
+    # Sent as a quarter of its bytes, a row leaves in 1 + 2 = 3. Of what remains s1 waits for its gather alone.
+    assert parm_choice((1, 4), 2, 10, a2a, gather)[1:3] == (22.0, 14.0)
+    assert parm_choice((4, 4), 2, 10, a2a, gather, waits=lambda seconds: max(seconds) - 9)[:3] == ("s2", 10.0, 2.0)
 
 
 def test_fit_starts_at_zero_or_above():

@@ -281,6 +281,8 @@ def test_dry_run_says_which_rule_parm_goes_by(tmp_path):
     assert "by the sum of a layer's parts" in section(lambda name: not name.startswith("layer:"))
     whole = section(lambda name: True)
     assert "by the whole-layer fits ('layer:SCHEDULE') of 'calibrated'" in whole and ", deepspeed " in whole
+    in_halves = section(lambda name: True, "ModelConfig.overlap = 'halves'")
+    assert "by the sum of a layer's parts" in in_halves and "less what the other half's computation hides" in in_halves
     assert "takes s1 without a comparison" in section(None, "MeshConfig.model = 1")
     s2 = "MoEConfig.schedule = 's2'"
     assert "returns by 'aas': MoEConfig.gather 'auto' without MoEConfig.cluster" in section(None, s2)

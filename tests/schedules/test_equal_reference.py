@@ -14,6 +14,7 @@ import pytest
 from support.layer_cases import PAIRS, draw, drop_groups, make_loss, moe_config, reference, roles_of
 from support.program_order import overtaking
 
+from moe_jax.moe.layer import schedule_options
 from moe_jax.schedules import schedule_record, schedules
 
 SCHEDULES = tuple(name for name in schedules() if schedule_record(name).moves_tokens)
@@ -99,7 +100,7 @@ def which(case, config, roles):
     from moe_jax.schedules.automatic import choose
 
     sizes = layer_sizes(config, roles, 64 // roles.size(roles.dense))
-    return choose(roles, sizes, 32, None, config.gather).schedule
+    return choose(roles, sizes, 32, None, schedule_options(config)).schedule
 
 
 def test_covering_set_is_complete():

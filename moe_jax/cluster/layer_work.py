@@ -1,11 +1,20 @@
-"""What a layer computes, for prices: matrices of an FFN, and the FLOPs of all that precedes an MoE layer.
+"""What a layer computes, for prices: matrices of an FFN, the FLOPs of its experts and of all that precedes them.
 
-Inputs: sizes of the model. Outputs: counts; a run's prices and those of a replay are both of these.
+Inputs: sizes of the model. Outputs: counts; a run's prices, those of a replay and `parm`'s are of these.
 
 Letters: docs/notation.md; Sq tokens of a sequence.
 """
 
 from __future__ import annotations
+
+import typing
+
+
+class LayerFlops(typing.NamedTuple):
+    """FLOPs of one device in a forward: of what precedes an MoE layer, and of its experts under even loads."""
+
+    attention: float
+    experts: float
 
 
 def matrices_of(activation: str) -> int:
