@@ -76,9 +76,9 @@ class ModelConfig:
       sequence_parallel: keep norms and residuals split over the tokens within an MP group (MeshConfig.model), with an
         all-gather before and a reduce-scatter after the matmuls of attention and dense FFN, instead of an all-reduce.
       refetch_replicas: with a prefetch, drop replicas after the forward, fetch them again in the backward (Hecate-RM).
-      stack: 'scan' (one program for all layers) or 'unrolled' (all layers written out). Without remat or a
-        block-wise schedule a scan keeps of each layer what `models/scan_residuals.py` says, and else all that is read
-        is kept.
+      stack: 'scan' (one program for all layers) or 'unrolled' (all layers written out). Without remat a scan keeps of
+        each layer, with a `prefetch` or `overlap` of each stage, what `models/scan_residuals.py` says; layers that are
+        written out keep all that is read.
       loss_chunk: tokens whose logits are alive at once in the cross-entropy, per device.
       document_mask: tokens of a packed sequence attend only to tokens of their own document, learned positions count
         from each document's first token (rotary ones, which are relative, go on), and a document's first token is no

@@ -323,12 +323,12 @@ def _in_turn(x: tuple, *rows, chunk: int) -> Iterator[tuple]:
     """Yield the parts of x, then of each of `rows` [t], in the order in which the loss takes them.
 
     Of two halves that is the beginning of a, all of b, the rest of a: so b's last exchange of the forward and its first
-    of the backward have some of the loss beside them. Both pieces of a are whole chunks where it has two of them.
+    of the backward have some of the loss beside them. The beginning of a is whole chunks where a has two of them.
     """
-    sizes = [part.shape[0] for part in x]
-    begin = sizes[0] // 2 // chunk * chunk or sizes[0] // 2
-    for parts in (x, *(jnp.split(array, sizes[:-1]) for array in rows)):
-        if len(sizes) == 1 or begin == 0:
+    size = x[0].shape[0]
+    begin = size // 2 // chunk * chunk or size // 2
+    for parts in (x, *(jnp.split(array, len(x)) for array in rows)):
+        if len(x) == 1 or begin == 0:
             yield tuple(parts)
         else:
             a, b = parts
@@ -369,7 +369,7 @@ def _make_trunk(
 
         if group.split:  # cast once: embedding and output head share the sum of their gradients over the group
             outer = cast_varying(outer, roles.model)
-        outer["norm"] = cast_varying(outer["norm"], roles.dense)  # so do the parts of x
+        outer["norm"] = cast_varying(outer["norm"], roles.dense)  # its gradients by part are summed over devices once
 
         units = nnx.merge(transformer, {**outer, "units": dense["units"]})
         positions = None if documents is None else document_positions(documents)

@@ -91,7 +91,7 @@ class ModelGroup:
     def to_loss(self, x: tuple):
         """Return the parts [t_i, M] of what this device takes to the loss, in the order of `own_flat`, from those of x.
 
-        Halves stay apart where no device of the group takes tokens of both as one row of its part.
+        Halves stay apart where a device takes its part of each; where it takes one of the whole batch they are joined.
         """
         if self.split or not self.axes:
             return tuple(part.reshape(-1, part.shape[-1]) for part in x)

@@ -45,6 +45,7 @@ class Backward(Direction):
         env, _, _ = self.run_loop(self.how.loop(self.how.schedule.backward), env, saved.stacked)
         self._write_held(env)
         dx = tuple(env["dx", 0, half] for half in self.how.halves)
+        dx = tuple(self.after(part, *dx) for part in dx)
         mix, gate, sums = (self._of_all_layers(env[name, None, None], like) for name, like in full.items())
         return dx, (mix, gate), sums
 
@@ -133,6 +134,11 @@ class Backward(Direction):
             return
         inputs = self.inputs(*at, self.replicas(*at, env, residuals) if stage in ("experts", "unpack") else ())
         residuals_of_stage = env.pop((stage, *at), None) or self.saved(stage, *at, residuals)
+        if stage == "unpack":  # on XLA:CPU a checkpoint would take the branch of later passes again at any time
+            d = env["dx", window.layer + 1, window.half]
+            residuals_of_stage = jax.tree.map(
+                lambda leaf: leaf if leaf.ndim else self.after(leaf, d), residuals_of_stage
+            )
         pull_back = residuals_of_stage.restore(known_arrays(inputs))
         getattr(self, "_" + stage)(window, env, pull_back)
         for move in window.beside if self.how.transfer is not None and stage in ("attention", "experts") else ():

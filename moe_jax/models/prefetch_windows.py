@@ -243,14 +243,20 @@ class Direction:
         return (main, *others)
 
     def pair(self, window: Window, env: dict, emit: dict, residuals: dict):
-        """Run a window and its `others`: neither starts before what both read is there."""
+        """Run a window and its `others`: neither starts before what both read is there; on XLA:CPU in turn."""
+        keys = [self.read_by(one, env, residuals) for one in window.pair[:2] if one.half is not None]
         if window.others:
-            keys = [self.read_by(one, env, residuals) for one in (window, window.others[0])]
-            first, second = self.start(env, tuple(env[key] for key in keys))
-            env.update(zip(keys, (self.after(first, second), self.after(second, first)), strict=True))
-        for one in (window, *window.others):
+            env.update(zip(keys, self.start(env, tuple(env[key] for key in keys)), strict=True))
+        for i, one in enumerate(window.pair):
+            if i < len(keys):
+                env[keys[i]] = self.after(env[keys[i]], *self.of_half(1 - one.half, env))
             for step in self.steps(one):
                 self.step(step, one, env, emit, residuals)
+
+    def of_half(self, half: int, env: dict) -> list:
+        """Return what the next windows of a half will read, as far as it is there."""
+        chain = {name for name, _ in READ[self.direction].values()}
+        return [value for (name, _, own), value in env.items() if own == half and name in chain]
 
     def start(self, env: dict, chains: tuple) -> tuple:
         """Return what a pair of windows reads; no part of it is used before all of it is there."""

@@ -223,8 +223,9 @@ def _halves(
     """Two halves, a and b: while the rows of one travel, the other computes.
 
     In the forward turn i begins when b's rows of layer i leave beside a's experts, and ends when a's rows of layer
-    i + 1 leave beside b's attention. In the backward it begins with the way back of the latter. Nothing stands beside
-    the last exchange of the forward and the first of the backward but the loss of half a, which waits for neither.
+    i + 1 leave beside b's attention. In the backward it begins with the way back of the latter. The last exchange
+    of the forward and the first of the backward have no window beside them that computes for long: the loss of half a,
+    which waits for neither, can stand there.
     """
     del recompute
     last = layers - 1

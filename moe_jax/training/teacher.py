@@ -109,7 +109,7 @@ def teacher_model(
         )
     with _named(config.distillation):
         check_pair(config, run, tokenizer, vocab_size)
-        model = dataclasses.replace(run.model, remat="none", prefetch="none", refetch_replicas=False)
+        model = dataclasses.replace(run.model, remat="none", prefetch="none", overlap="none", refetch_replicas=False)
         moe = dataclasses.replace(run.moe, transport=config.moe.transport, grouped_matmul=config.moe.grouped_matmul)
         built = LanguageModel(
             config=resolve_attention(model, device),

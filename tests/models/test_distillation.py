@@ -11,6 +11,7 @@ from support.equality_cases import BATCH, LENGTH, VOCAB, data, model_config, moe
 from support.placements import to_bank
 
 from moe_jax.dispatch import even_tables
+from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.distillation import Teacher
@@ -92,12 +93,17 @@ MESHES = {
     "data, expert and model parallel, tokens split": (
         {"data": 2, "expert": 4, "model": 2}, {"sequence_parallel": True}, {"schedule": "s1"}, 1, 3,
     ),
+    "a student in halves": ({"expert": 4}, {"overlap": "halves"}, {}, 1, 1),
     "experts split, dense parameters too": ({"data": 2, "expert": 2, "expert_shard": 2}, {}, {}, 3, 1),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "case", [name if "tokens split" in name else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
+    "case",
+    [
+        name if "tokens split" in name or "halves" in name else pytest.param(name, marks=pytest.mark.slow)
+        for name in MESHES
+    ],
 )
 def test_loss_and_every_gradient_equal_whole_logits(case):
     mesh, config, moe, zero, teacher_zero = MESHES[case]
@@ -115,6 +121,12 @@ def test_loss_and_every_gradient_equal_whole_logits(case):
     np.testing.assert_allclose([float(got), float(stats.kl)], [float(want), float(kl)], rtol=1e-10)
     assert_close(grads[0], stored(want_grads, *student, roles))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(grads[1])), "a gradient reaches the teacher"
+
+
+def test_tokens_of_halves_that_are_split_too_are_not_those_of_a_teacher():
+    student = model_config(**STUDENT, overlap="halves", sequence_parallel=True), moe_config(schedule="s1")
+    with pytest.raises(UserError, match=r"orders tokens as the teacher does not; set ModelConfig.overlap = 'none'"):
+        build({"expert": 2, "model": 2}, student, (model_config(**TEACHER), moe_config(num_experts=4)), ALPHA)
 
 
 @pytest.mark.slow

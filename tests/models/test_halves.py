@@ -5,7 +5,17 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from support.prefetch_cases import BATCH, LENGTH, VOCAB, model_config, moe_config, placements_of, run
+from jax.extend.core import jaxprs_in_params
+from support.prefetch_cases import (
+    BATCH,
+    LENGTH,
+    VOCAB,
+    gradient_step,
+    model_config,
+    moe_config,
+    placements_of,
+    run,
+)
 
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
@@ -46,3 +56,69 @@ def test_statistics_count_every_token_of_both_halves():
     np.testing.assert_array_equal(whole.loads, halves.loads)
     assert int(np.asarray(halves.loads).sum()) == config.moe_layers * BATCH * LENGTH * 2
     np.testing.assert_allclose(whole.gate_entropy, halves.gate_entropy, rtol=1e-12)
+
+
+def jaxprs_in(jaxpr):
+    """Yield a jaxpr and all that its equations hold."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for inner in jaxprs_in_params(equation.params):
+            yield from jaxprs_in(inner)
+
+
+def equations_in(equation):
+    """Return the equations that one holds."""
+    return [e for held in jaxprs_in_params(equation.params) for inner in jaxprs_in(held) for e in inner.eqns]
+
+
+def ancestors(jaxpr, given, marked, found):
+    """Return [the equations among `marked` that a result cannot do without], on any platform.
+
+    Args:
+      given: the same of the inputs; found: {id of an equation: the same of its operands}, filled here.
+    """
+    sources = dict(zip(map(id, jaxpr.invars), given, strict=True))
+    of = lambda atoms: [sources.get(id(atom), frozenset()) for atom in atoms]  # noqa: E731
+    for equation in jaxpr.eqns:
+        operands = of(equation.invars)
+        if equation.primitive.name in ("shard_map", "jit"):
+            inner = equation.params["jaxpr"]
+            results = ancestors(getattr(inner, "jaxpr", inner), operands, marked, found)
+        else:
+            on_cpu = equation.primitive.name == "custom_jvp_call" and any(
+                inner.primitive.name == "wait_for" for inner in equations_in(equation)
+            )
+            if on_cpu or equation.primitive.name == "wait_for":
+                operands = operands[:1]
+            found[id(equation)] = frozenset().union(*operands)
+            own = found[id(equation)] | ({id(equation)} if marked(equation) else frozenset())
+            results = [own] * len(equation.outvars)
+        sources |= dict(zip(map(id, equation.outvars), results, strict=True))
+    return of(jaxpr.outvars)
+
+
+def test_some_of_the_loss_waits_for_neither_the_last_exchange_nor_the_first_of_the_backward():
+    """The loss comes in three pieces: the beginning of a needs one exchange of rows less than b, whose last it is; and
+    b's gradient leaves without the third, the rest of a."""
+    config = model_config(overlap="halves", layers=2, stack="unrolled", loss_chunk=2)
+    placements, shape = placements_of(False, config.moe_layers, 4, number=1)
+    with jax.enable_x64(True):
+        step, arguments = gradient_step(config, "s1", {"expert": 4}, shape)
+        program = step.trace(*arguments(placements[0])).jaxpr.jaxpr
+
+    def is_loss(equation):
+        shapes = [out.aval.shape for inner in equations_in(equation) for out in inner.outvars]
+        return equation.primitive.name == "scan" and any(VOCAB in shape for shape in shapes)
+
+    def is_exchange(equation):
+        return equation.primitive.name == "all_to_all" and equation.invars[0].aval.dtype == np.float64
+
+    found = {}
+    ancestors(program, [frozenset()] * len(program.invars), lambda e: is_loss(e) or is_exchange(e), found)
+    order = {id(equation): equation for held in jaxprs_in(program) for equation in held.eqns}
+    begin, b, rest = (key for key, equation in order.items() if key in found and is_loss(equation))
+    exchanges = [key for key, equation in order.items() if key in found and is_exchange(equation)]
+    last = found[b].intersection(exchanges) - found[begin]
+    assert len(last) == 1 and list(last)[0] == [key for key in exchanges if key in found[rest]][-1]
+    first = [key for key in exchanges if b in found[key] and rest not in found[key]]
+    assert len(first) == 1 and first[0] == [key for key in exchanges if b in found[key]][0]

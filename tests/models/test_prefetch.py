@@ -27,7 +27,7 @@ CASES = {
     },
     "split_again_block_data2_halves": {
         "prefetch": "pro_prophet", "refetch_replicas": True, "remat": "block", "mesh": {"expert": 2, "data": 2},
-        "zero": 3, "shares": {"trans_share": 0.375, "agg_share": 0.75}, "overlap": "halves",
+        "zero": 3, "shares": {"trans_share": 0.375, "agg_share": 0.75}, "overlap": "halves", "loss_chunk": 3,
     },
     "expert_dots_s1_mp2_esp2_one_hot": {
         "prefetch": "pro_prophet", "prefetch_case": "expert", "remat": "dots", "schedule": "s1", "routing": "one_hot",

@@ -32,6 +32,7 @@ CASES = {
         "prefetch": "hecate", "refetch_replicas": True, "remat": "block", "mesh": {"expert": 4, "data": 2},
         "late": calibrated,
     },
+    "halves": {"prefetch": "hecate", "overlap": "halves", "mesh": {"expert": 4}, "late": calibrated},
     "split_s1_mp2_esp2": {
         "prefetch": "pro_prophet", "schedule": "s1", "mesh": {"expert": 4, "expert_shard": 2, "model": 2},
         "late": calibrated,
@@ -40,7 +41,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "hecate" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name", [name if name in ("hecate", "halves") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_equals_reference(name):
     check(**CASES[name])

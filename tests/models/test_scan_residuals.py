@@ -1,7 +1,7 @@
 """What a scan over layers stacks for its backward: what `scan_residuals.py` names, once each, in the compute dtype.
 
 Read off the traced gradient; nothing is compiled. That the gradients are right, test_equality.py says, whose models are
-scans without remat. Letters: docs/notation.md.
+scans without remat, and test_prefetch.py of block-wise schedules. Letters: docs/notation.md.
 """
 
 import collections

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.placements import random_placement, to_bank
+from support.program_order import overtaking
 
 from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
@@ -107,6 +108,7 @@ def run(config, schedule, mesh, shape, placements, zero=1, shares=None, routing=
     """Return [(loss, gradients, stats)] of each placement, from one executable."""
     step, arguments = gradient_step(config, schedule, mesh, shape, zero, shares, routing)
     compiled, out = step.lower(*arguments(placements[0])).compile(), []
+    assert not overtaking(compiled.as_text())
     for placement in placements:
         (value, stats), grads = compiled(*arguments(placement))
         out.append((float(value), grads, stats))
