@@ -87,6 +87,8 @@ class Run:
         """Start the command; its output goes to a log that begins anew."""
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+        flags = environment.get("XLA_FLAGS", "")  # --host_devices counts the devices
+        environment["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\S+", "", flags)
         with open(self.log, "wb") as log:
             return subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=REPOSITORY)
 

@@ -32,7 +32,7 @@ def measure(
     if (model or {}).get("attention") == "cudnn" and jax.devices()[0].platform == "cpu":
         raise NotHere("cuDNN attention needs a GPU")
     if moe and context.tiny:
-        raise NotHere("float8 needs dims that are multiples of 128")
+        raise NotHere(f"{next(iter(moe))} needs dims that are multiples of 128")
     changed = {**(model or {})}
     if chunk > 1:
         changed["loss_chunk"] = chunk * ModelConfig().loss_chunk

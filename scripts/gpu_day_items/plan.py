@@ -136,6 +136,7 @@ ITEMS = (
             _variant("loss_chunk x 4", chunk=4),
             _variant("loss_chunk x 16", chunk=16),
             _variant("overlap = 'halves'", model={"overlap": "halves"}),
+            _variant("grouped_matmul = 'mosaic'", moe={"grouped_matmul": "mosaic"}),
             _variant("expert_dtype = 'float8_e4m3'", moe={"expert_dtype": "float8_e4m3"}),
             _variant("document_mask = True", model={"document_mask": True}),
             _variant("base again"),
