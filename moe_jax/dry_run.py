@@ -29,7 +29,7 @@ from moe_jax.models.attention import check_document_mask, missing_for_cudnn, res
 from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
 from moe_jax.models.layer_loop import beside_exchanges
 from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
-from moe_jax.models.model_group import check_sequence_parallel
+from moe_jax.models.model_group import check_sequence_parallel, make_model_group
 from moe_jax.models.segments import expert_counts, joined, segments_of, with_experts
 from moe_jax.moe.layer import check_router, layer_sizes, make_schedule, schedule_options
 from moe_jax.placement import PlanShape, build_shape
@@ -90,7 +90,7 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
     check_sizes(run, roles, vocab_size)
     check_document_mask(resolve_attention(run.model, described), run.data.sequence_length)
     teacher = teacher_model(run, roles, build_tokenizer(run.data), vocab_size, described)
-    segments, schedule = _segment_lines(run, roles), _schedule_lines(settle_overlap(run, roles, described), roles)
+    segments, schedule = _segment_lines(run, roles), _schedule_lines(run, roles, described)
     sections = [
         _section("Config", config_text(run, bound).splitlines()),
         _section(
@@ -186,6 +186,7 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
             "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
     check_sequence_parallel(run.model.sequence_parallel, length, roles)
+    make_model_group(roles, rows // shards, run.model.sequence_parallel, run.model.block_wise.halves)
     check_transfer(run, roles)
     if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
         check_planner(run, roles)
@@ -241,16 +242,16 @@ def _segment_lines(run: RunConfig, roles: Roles) -> list[str]:
     return lines if len(segments) > 1 else []
 
 
-def _schedule_lines(run: RunConfig, roles: Roles) -> list[str]:
+def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list[str]:
     """Say what the schedule chooses for itself, and by what; nothing of those that choose nothing."""
-    runs = segment_runs(run, roles)
-    named = [(name, _schedule_lines_of(*own)) for name, own in runs.items()]
+    runs = segment_runs(settle_overlap(run, roles, target), roles)
+    named = [(name, _schedule_lines_of(*own, target)) for name, own in runs.items()]
     return [f"{name}: {line}" if len(runs) > 1 else line for name, lines in named for line in lines]
 
 
-def _schedule_lines_of(run: RunConfig, roles: Roles) -> list[str]:
+def _schedule_lines_of(run: RunConfig, roles: Roles, target: Target | None) -> list[str]:
     """Say it of one segment."""
-    return [*_float8_lines(run), *_choice_lines(run, roles)]
+    return [*_float8_lines(run), *_choice_lines(run, roles, target)]
 
 
 def _float8_lines(run: RunConfig) -> list[str]:
@@ -269,8 +270,8 @@ def _float8_lines(run: RunConfig) -> list[str]:
     return lines
 
 
-def _choice_lines(run: RunConfig, roles: Roles) -> list[str]:
-    """Say what a schedule chooses."""
+def _choice_lines(run: RunConfig, roles: Roles, target: Target | None) -> list[str]:
+    """Say what a schedule chooses before there is a plan with buckets of its own; target: None for CPU devices."""
     moe, model = run.moe, run.model
     tokens = run.train.batch_size // run.train.grad_accum_steps * run.data.sequence_length // roles.size(roles.dense)
     if moe.schedule == "pairwise":
@@ -279,7 +280,8 @@ def _choice_lines(run: RunConfig, roles: Roles) -> list[str]:
     if sentences is None:
         return []
     tokens //= 2 if model.block_wise.halves else 1
-    beside = beside_exchanges(model, moe, roles, tokens, run.data.sequence_length)
+    on_gpus = target is not None
+    beside = beside_exchanges(model, moe, roles, tokens, run.data.sequence_length) if on_gpus else None
     options = schedule_options(moe, model.sequence_parallel, beside)
     row_bytes = model.model_dim * itemsize(model.dtype)
     return sentences(roles, layer_sizes(moe, roles, tokens), options, row_bytes, moe.sent_bytes(model.model_dim))

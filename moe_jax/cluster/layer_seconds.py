@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Callable, Sequence
 
 from moe_jax.cluster.cluster import Cluster
 from moe_jax.cluster.fit_names import fit_name, strided_name
@@ -53,6 +54,7 @@ def layer_seconds(
     transport: str = "all_to_all",
     item: int = 4,
     requested_by: str = "the layer's cost",
+    waits: Callable[[Sequence[float]], float] = sum,
 ) -> LayerSeconds:
     """Predict one layer.
 
@@ -60,6 +62,8 @@ def layer_seconds(
       schedule: a name in `FORMULAS` of `volumes.py`.
       shape: its sizes, rows as `volumes.py` says; load: of the experts, None leaves them out; item: bytes of a number.
       gather, transport: as in `MoEConfig`; a transport is looked up under its name.
+      waits: seconds of the exchanges of one direction, there and back -> those that the layer waits for: all, unless
+        something hides them. There and back count as equally long; what an MP group gathers before or after is none.
 
     Raises:
       UserError: the cluster lacks a fit; it names the fit and `requested_by`.
@@ -68,7 +72,14 @@ def layer_seconds(
         ways = layer_transfers(schedule, shape, gather, transport)
     else:
         ways = [[_carried(move, transport) for move in way] for way in layer_transfers(schedule, shape, gather)]
-    moving = sum(transfer_seconds(way, shape, cluster, item, requested_by) for way in ways)
+    moving = 0.0
+    for way in ways:
+        exchanges = list(way)
+        outside = [move for move in shape.whole(formulas_of(schedule).in_parts) if move in way]
+        for move in outside:
+            exchanges.remove(move)
+        seconds = transfer_seconds(exchanges, shape, cluster, item, requested_by)
+        moving += transfer_seconds(outside, shape, cluster, item, requested_by) + waits((seconds / 2, seconds / 2))
     moving += transfer_seconds(index_transfers(schedule, shape, transport=transport), shape, cluster, 4, requested_by)
     work = formulas_of(schedule).work(shape)
     row = shape.model_dim * item

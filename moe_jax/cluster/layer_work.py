@@ -10,11 +10,18 @@ from __future__ import annotations
 import typing
 
 
-class LayerFlops(typing.NamedTuple):
-    """FLOPs of one device in a forward: of what precedes an MoE layer, and of its experts under even loads."""
+class HalfWork(typing.NamedTuple):
+    """What a device computes of a layer for one half of its tokens.
+
+    Attributes:
+      attention: FLOPs of a forward of what precedes the MoE layer; its backward takes twice that.
+      experts: FLOPs of a forward of the experts, even loads; shared experts are not counted.
+      recompute: whether the backward computes the MoE layer again.
+    """
 
     attention: float
     experts: float
+    recompute: bool = False
 
 
 def matrices_of(activation: str) -> int:

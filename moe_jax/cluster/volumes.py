@@ -352,20 +352,22 @@ class Formulas:
       indices: shape -> transfers of int32 of one pass.
       work: shape -> rows that are gated and moved on a device.
       carried: `MoEConfig.transport` says how its all-to-alls travel.
+      in_parts: it works on parts of an MP group's tokens, so that replicated ones are gathered at the end.
     """
 
     transfers: typing.Callable[[LayerShape, str], tuple[list[Transfer], list[Transfer]]]
     indices: typing.Callable[[LayerShape], list[Transfer]] = _counts
     work: typing.Callable[[LayerShape], RowWork] = _own_work
     carried: bool = True
+    in_parts: bool = False
 
 
 FORMULAS = {
     "deepspeed": Formulas(transfers=_deepspeed, indices=_deepspeed_indices, work=_deepspeed_work),
-    "s1": Formulas(transfers=_s1),
+    "s1": Formulas(transfers=_s1, in_parts=True),
     "s2": Formulas(transfers=_s2, indices=_s2_indices, work=_s2_work),
-    "pairwise": Formulas(transfers=_pairwise, carried=False),
-    "ring": Formulas(transfers=_ring, indices=_ring_indices),
+    "pairwise": Formulas(transfers=_pairwise, carried=False, in_parts=True),
+    "ring": Formulas(transfers=_ring, indices=_ring_indices, in_parts=True),
     "dp": Formulas(transfers=_dp, indices=lambda shape: []),
 }
 

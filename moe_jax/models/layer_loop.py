@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from moe_jax.cluster.layer_work import LayerFlops, matrices_of, preceding_flops
+from moe_jax.cluster.layer_work import HalfWork, matrices_of, preceding_flops
 from moe_jax.collectives.bucket_rows import round_up
 from moe_jax.collectives.gather import gather_tree
 from moe_jax.collectives.sparse_all_gather import Transfer
@@ -38,6 +38,8 @@ from moe_jax.moe.replicas import fetch_in_turn
 from moe_jax.placement import PlanShape
 from moe_jax.routers import build_router
 from moe_jax.schedules import schedule_record, schedules
+
+RECOMPUTED = ("block", "nothing_saveable")  # ModelConfig.remat under which the backward computes a layer again
 
 
 def make_layers(
@@ -221,10 +223,10 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
     group = group.part()
     tokens //= 2 if config.block_wise.halves else 1
     length = tokens // group.rows
-    beside = beside_exchanges(config, segment.moe, roles, tokens, length)
+    beside = None if _runs_on_cpus(roles) else beside_exchanges(config, segment.moe, roles, tokens, length)
     parts = roles.size(roles.dense)
     dims, wires = (of_moe(tree["units"]) for tree in (layout.gather, layout.wires))
-    recompute = config.remat in ("block", "nothing_saveable")
+    recompute = config.remat in RECOMPUTED
     own_plan = _half_of(plan) if config.block_wise.halves else plan
     shares = {} if plan is None else {"trans_share": plan.trans_share, "agg_share": plan.agg_share}
     schedule = config.block_wise.build(config.moe_layers, recompute=recompute, **shares)
@@ -270,8 +272,14 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
     return loop
 
 
-def beside_exchanges(config: ModelConfig, moe: MoEConfig, roles: Roles, tokens: int, length: int) -> LayerFlops | None:
+def _runs_on_cpus(roles: Roles) -> bool:
+    return roles.mesh.devices.flat[0].platform == "cpu"
+
+
+def beside_exchanges(config: ModelConfig, moe: MoEConfig, roles: Roles, tokens: int, length: int) -> HalfWork | None:
     """Return what a device computes of a layer beside the exchanges of its other half; None without halves.
+
+    Not for CPUs, on which windows run in turn.
 
     Args:
       tokens: of an MP group, of one half; length: of a sequence.
@@ -287,7 +295,11 @@ def beside_exchanges(config: ModelConfig, moe: MoEConfig, roles: Roles, tokens: 
         dense_hidden_dim=config.ffn_dim,
     )
     expert = 2 * matrices * config.model_dim * config.hidden_dim
-    return LayerFlops(attention=own * preceding, experts=own * moe.top_k * expert)
+    return HalfWork(
+        attention=own * preceding,
+        experts=own * moe.top_k * expert,
+        recompute=config.remat in RECOMPUTED,
+    )
 
 
 def _half_of(plan: PlanShape | None) -> PlanShape | None:

@@ -243,7 +243,11 @@ class Direction:
         return (main, *others)
 
     def pair(self, window: Window, env: dict, emit: dict, residuals: dict):
-        """Run a window and its `others`: neither starts before what both read is there; on XLA:CPU in turn."""
+        """Run a window and its `others`, of which the first reads what is there already and each the one before.
+
+        Neither side starts before what both read is there. On XLA:CPU every window of a half, alone or not, waits for
+        the results of the other half so far: branches that hold collectives would overtake others (`ordering.py`).
+        """
         keys = [self.read_by(one, env, residuals) for one in window.pair[:2] if one.half is not None]
         if window.others:
             env.update(zip(keys, self.start(env, tuple(env[key] for key in keys)), strict=True))

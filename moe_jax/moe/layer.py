@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moe_jax.cluster.layer_work import LayerFlops
+from moe_jax.cluster.layer_work import HalfWork
 from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.collectives.ordering import wait_for
 from moe_jax.dispatch import from_lines, to_lines
@@ -178,7 +178,7 @@ class MoE:
 
 def make_moe(
     config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: PlanShape | None = None,
-    split_tokens: bool = False, length: int = 0, beside: LayerFlops | None = None,
+    split_tokens: bool = False, length: int = 0, beside: HalfWork | None = None,
 ) -> MoE:  # fmt: skip
     """Return the layer as a function of this device's tokens; see `MoE`.
 
@@ -232,7 +232,7 @@ def grouped_matmul_finder(config: MoEConfig, roles: Roles) -> Callable:
 
 def make_schedule(
     config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | None = None, split_tokens: bool = False,
-    beside: LayerFlops | None = None,
+    beside: HalfWork | None = None,
 ) -> Chooser:  # fmt: skip
     """Return the schedule that a config names, for `tokens` tokens of an MP group; the mesh may be abstract.
 
@@ -244,9 +244,7 @@ def make_schedule(
     return Float8Chooser(chooser) if config.dispatch_dtype == E4M3 else chooser
 
 
-def schedule_options(
-    config: MoEConfig, split_tokens: bool = False, beside: LayerFlops | None = None
-) -> ScheduleOptions:
+def schedule_options(config: MoEConfig, split_tokens: bool = False, beside: HalfWork | None = None) -> ScheduleOptions:
     """Return what a config chooses within its schedule; the others as in `ScheduleOptions`."""
     return ScheduleOptions(
         transport=config.transport,

@@ -85,11 +85,16 @@ def window_exposes(window: Window, times: Times, backward: bool) -> dict[str, np
     return out
 
 
-def stage_seconds(prefetch: Prefetch, times: Times) -> np.ndarray | float:
-    """Return the seconds of all stages of one layer in the middle of the model, forward and backward, without moves."""
+def stage_seconds(prefetch: Prefetch, times: Times, recompute: bool = False) -> np.ndarray | float:
+    """Return the seconds of all stages of one layer in the middle of the model, forward and backward, without moves.
+
+    Args:
+      recompute: the backward computes the MoE layer again.
+    """
     if not prefetch.halves:
-        return 4 * times.exchange + 3 * (times.attention + times.experts)
-    total, schedule = 0.0, prefetch.build(layers=3)
+        again = times.stage("recompute", backward=True) if recompute else 0.0
+        return 4 * times.exchange + 3 * (times.attention + times.experts) + again
+    total, schedule = 0.0, prefetch.build(layers=3, recompute=recompute)
     for loop, backward in ((schedule.forward, False), (schedule.backward, True)):
         for window in loop.body:
             total = total + np.maximum(times.window(window, backward), times.beside(window, backward))

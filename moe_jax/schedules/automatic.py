@@ -4,15 +4,14 @@ Inputs: what every schedule is built from. Outputs: the chosen one. Without a ca
 by bytes, at one speed on all links; with one, by fitted times of the collectives on the groups of this mesh, or of
 whole layers. The choice is made once, for static sizes, and says which rule made it. Source: Parm, section V, algorithm
 1; that a small layer, bound by the start of its collectives, may run under `deepspeed` is our addition, and so is that
-of two halves of a batch only what outlasts the other half's computation counts of an exchange.
+in two halves only that part of an exchange counts which outlasts the computation of the other half.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice, read_cluster
 from moe_jax.cluster.layer_seconds import layer_name, layer_seconds
@@ -116,8 +115,7 @@ def by_layers(
     The whole step is compared but for the experts, which do the same work under all: s2 gates every token on each
     device of its MP group, and that may cost more than it saves. Only 'layers' compares `deepspeed` as well. There
     calibrations timed s2 with SAA, and the start of its layers belongs to that: under 'auto' s2 is judged so, even
-    where it will run with AAS. Layers whose exchanges have something beside them are compared by their parts: whole
-    ones were timed with nothing.
+    where it will run with AAS.
 
     Args:
       as for `choose`.
@@ -125,9 +123,7 @@ def by_layers(
     Raises:
       UserError: the cluster lacks a fit of the parts.
     """
-    whole, beside = _knows_layers(cluster), _beside(cluster, options)
-    if whole and beside is not None:
-        whole, cluster = False, _without_layers(cluster)
+    whole, waits = _knows_layers(cluster), _waits(cluster, options)
     timed_with = "saa" if whole and options.gather == "auto" else options.gather
     gather = _gather(roles, sizes, row_bytes, cluster, timed_with, options.transport)
     candidates = ["s1", "s2", "deepspeed"] if whole else ["s1", "s2"]
@@ -136,17 +132,8 @@ def by_layers(
         shape = layer_shape(
             name, roles, sizes, row_bytes, options.split_tokens, transport=options.transport, sent_bytes=sent_bytes
         )
-        asked = layer_seconds(
-            name, shape, None, cluster, gather=gather, transport=options.transport, item=1, requested_by=_REQUESTED_BY
-        )
-        seconds[name] = asked.total
-    if beside is not None:  # forward and backward
-        alone, shown = (
-            _equations(roles, sizes, row_bytes, cluster, options, sent_bytes, waits)
-            for waits in (sum, functools.partial(_waits, beside=beside))
-        )
-        seconds["s1"] -= 2 * (alone.s1_seconds - shown.s1_seconds)
-        seconds["s2"] -= 2 * (alone.s2_seconds - shown.s2_seconds)
+        how = {"gather": gather, "transport": options.transport, "item": 1, "waits": waits}
+        seconds[name] = layer_seconds(name, shape, None, cluster, requested_by=_REQUESTED_BY, **how).total
     fastest = min(candidates, key=lambda name: seconds[name])
     return ParmChoice(fastest, seconds["s1"], seconds["s2"], seconds.get("deepspeed"), "layers" if whole else "parts")
 
@@ -169,12 +156,6 @@ def by_equations(
 
     Source: Parm, equations 13 and 14.
     """
-    beside = None if cluster is None else _beside(cluster, options)
-    waits = sum if beside is None else functools.partial(_waits, beside=beside)
-    return _equations(roles, sizes, row_bytes, cluster, options, sent_bytes, waits)
-
-
-def _equations(roles, sizes, row_bytes, cluster, options, sent_bytes, waits) -> ParmChoice:
     gather = _gather(roles, sizes, row_bytes, cluster, options.gather, options.transport)
     mp_size, ep_size = roles.size(roles.model), roles.size(roles.expert)
     esp_size = roles.size(roles.expert_shard)
@@ -189,7 +170,9 @@ def _equations(roles, sizes, row_bytes, cluster, options, sent_bytes, waits) -> 
         fits = a2a, gather_fit, saa = fits_of(cluster, roles, gather, options.transport, _REQUESTED_BY)
     # buckets are rounded up differently, so each schedule has its own x
     both = [
-        parm_choice((x * (sent_bytes or row_bytes), x * row_bytes), whole * row_bytes, gathered, *fits, waits)
+        parm_choice(
+            (x * (sent_bytes or row_bytes), x * row_bytes), whole * row_bytes, gathered, *fits, _waits(cluster, options)
+        )
         for x in (x1, x2)
     ]
     s1, s2 = both[0].s1_seconds, both[1].s2_seconds
@@ -198,23 +181,28 @@ def _equations(roles, sizes, row_bytes, cluster, options, sent_bytes, waits) -> 
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2, rule="bytes" if cluster is None else "equations")
 
 
-def _beside(cluster: Cluster, options: ScheduleOptions) -> Times | None:
-    """Return the seconds of what computes beside the exchanges; None for nothing, or where devices have no rate."""
-    if options.beside is None or cluster.flops is None:
-        return None
-    return Times(attention=options.beside.attention / cluster.flops, experts=options.beside.experts / cluster.flops)
+def _hides(cluster: Cluster | None, options: ScheduleOptions) -> bool:
+    """Whether something computes beside the exchanges, at a known rate."""
+    return options.beside is not None and cluster is not None and cluster.flops is not None
 
 
-def _waits(exchanges: Sequence[float], beside: Times) -> float:
-    """Return the seconds by which one half's exchanges outlast what computes beside them, mean of the two directions.
+def _waits(cluster: Cluster | None, options: ScheduleOptions) -> Callable[[Sequence[float]], float]:
+    """Return a function of the seconds of one half's exchanges, there and back: those that a layer waits for.
 
-    Args:
-      exchanges: seconds there and back; beside: of the other half.
+    All of them, or in two halves what outlasts the other half's computation, in the mean of forward and backward and
+    with what the backward exchanges again. What an MP group gathers before or after is counted whole, though it may fit
+    beside the other half's exchange.
     """
-    halves, computing = Prefetch(halves=True), 3 * (beside.attention + beside.experts)
-    return sum(
-        (stage_seconds(halves, dataclasses.replace(beside, exchange=seconds)) - computing) / 4 for seconds in exchanges
-    )
+    if not _hides(cluster, options):
+        return sum
+    work, halves = options.beside, Prefetch(halves=True)
+    alone = Times(attention=work.attention / cluster.flops, experts=work.experts / cluster.flops)
+
+    def added(seconds: float) -> float:
+        with_it = dataclasses.replace(alone, exchange=seconds)
+        return float(stage_seconds(halves, with_it, work.recompute) - stage_seconds(halves, alone, work.recompute)) / 4
+
+    return lambda exchanges: sum(map(added, exchanges))
 
 
 def _cluster_of(roles: Roles, options: ScheduleOptions) -> Cluster | None:
@@ -236,11 +224,6 @@ def _is_s1(roles: Roles, cluster: Cluster | None) -> bool:
 def _gather(roles, sizes, row_bytes, cluster, gather, transport) -> str:
     far_rows = layout_of(roles, whole_bucket_rows(sizes, roles), transport).rows.far
     return choose_gather(gather, roles, far_rows, row_bytes, cluster, transport).gather
-
-
-def _without_layers(cluster: Cluster) -> Cluster:
-    fits = {name: fit for name, fit in cluster.fits if not name.startswith(layer_name(""))}
-    return dataclasses.replace(cluster, fits=fits)
 
 
 def _knows_layers(cluster: Cluster | None) -> bool:
@@ -276,8 +259,7 @@ def layer_shape(
 def _sentence(choice: ParmChoice, cluster: Cluster | None, options: ScheduleOptions) -> str:
     unit, name = ("bytes", "") if cluster is None else ("s", cluster.name)
     others = "" if choice.deepspeed_seconds is None else f", deepspeed {choice.deepspeed_seconds:.4g} {unit}"
-    hidden = cluster is not None and _beside(cluster, options) is not None
-    less = ", less what the other half's computation hides of an exchange" if hidden else ""
+    less = ", of exchanges what outlasts the other half's computation" if _hides(cluster, options) else ""
     return (
         f"schedule 'parm' takes {choice.schedule} by {_RULES[choice.rule].format(name)}{less}: "
         f"s1 {choice.s1_seconds:.4g} {unit}, s2 {choice.s2_seconds:.4g} {unit}{others} in one layer"

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from moe_jax.cluster.layer_work import LayerFlops
+from moe_jax.cluster.layer_work import HalfWork
 from moe_jax.collectives.bucket_rows import BucketLayout, BucketRows, bucket_layout, round_up
 from moe_jax.collectives.exchange import TRANSPORTS
 from moe_jax.dispatch import Choice, Lines, Routing, Tables
@@ -158,8 +158,8 @@ class ScheduleOptions:
         'auto' (the shorter one by `cluster`, without it 'aas').
       cluster: path of a calibration file for `parm` and 'auto'; '' lets `parm` compare bytes.
       split_tokens: tokens enter and leave as this device's part [t / N_MP, M], not replicated in the MP group.
-      beside: what a device computes beside the exchanges of a layer of these sizes, where those are one half of its
-        tokens and the other half computes meanwhile; None where nothing does.
+      beside: what a device computes of the other half beside the exchanges of one, whose tokens the sizes count; None
+        where nothing computes beside them.
     """
 
     transport: str = "all_to_all"
@@ -167,7 +167,7 @@ class ScheduleOptions:
     gather: str = "auto"
     cluster: str = ""
     split_tokens: bool = False
-    beside: LayerFlops | None = None
+    beside: HalfWork | None = None
 
     def __post_init__(self):
         if self.gather not in ("auto", "saa", "aas"):

@@ -17,6 +17,7 @@ from moe_jax.cluster import Cluster
 from moe_jax.config.run_config import RunConfig
 from moe_jax.inspection import Model, Target
 from moe_jax.mesh.roles import Roles
+from moe_jax.models.layer_loop import RECOMPUTED
 from moe_jax.overlap import Prefetch, Times, stage_seconds
 from moe_jax.replan.plan_cost import attention_seconds, plan_cost
 from moe_jax.replan.planned_run import segment_runs
@@ -90,10 +91,10 @@ def layer_seconds(config: RunConfig, roles: Roles, target: Target, segment: str)
         experts=float(cost.forward(computed, asked_by)),
         exchange=float(cost.exchange(computed * (1 - 1 / members), asked_by)),
     )
-    launches = MORE_KERNELS * Model().launch
+    launches, recompute = MORE_KERNELS * Model().launch, own.model.remat in RECOMPUTED
     return LayerSeconds(
-        none=float(stage_seconds(Prefetch(), times)),
-        halves=float(stage_seconds(Prefetch(halves=True), times)) + launches,
+        none=float(stage_seconds(Prefetch(), times, recompute)),
+        halves=float(stage_seconds(Prefetch(halves=True), times, recompute)) + launches,
     )
 
 

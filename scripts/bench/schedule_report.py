@@ -33,6 +33,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
     from moe_jax.calibration.layer_cases import GATHER, predict
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError
+    from moe_jax.schedules import ScheduleOptions
     from moe_jax.schedules.automatic import by_equations, by_layers, choose
 
     if not rows:
@@ -52,7 +53,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
         medians = {name: statistics.median(samples[name]) for name in SCHEDULES}
         predicted = {name: predict(name, layer, DEVICES, cluster, transport) for name in SCHEDULES}
         roles, sizes = layer.sizes(DEVICES)
-        asked = (roles, sizes, 4 * layer.model_dim, cluster, GATHER, transport)
+        asked = (roles, sizes, 4 * layer.model_dim, cluster, ScheduleOptions(gather=GATHER, transport=transport))
         for rule in (by_equations, by_layers):
             choice = rule(*asked)
             rules.setdefault(choice.rule, []).append((layer, medians, choice))

@@ -15,8 +15,9 @@ from moe_jax.calibration.timed_groups import Timed, machine_groups, mesh_groups
 from moe_jax.calibration.timing import interleaved_seconds, medians
 from moe_jax.cluster import Cluster, Fit, fit_layers, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import ExpertLoad, layer_seconds
-from moe_jax.cluster.layer_work import LayerFlops
+from moe_jax.cluster.layer_work import HalfWork
 from moe_jax.cluster.volumes import LayerShape
+from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
@@ -210,32 +211,53 @@ def test_parm_counts_the_gate_when_it_was_timed():
     assert choose(roles, sizes, 256, None).rule == "bytes"
 
 
+MP4 = {"roles": MeshConfig(expert=8, model=4), "fits": {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-9)}}
+PARTS = {name: (0, 0) for name in ("gate", "regroup", "expert_step", "call")}
+
+
+def in_halves(attention, experts, recompute=False, fits=None, flops=1.0, sent_bytes=0, **sizes):
+    """Return the choice of a layer whose other half computes for so many seconds."""
+    roles = build_mesh(MP4["roles"], jax.devices()[:8])
+    dims = {"tokens": 64, "top_k": 2, "num_experts": 8, "groups": 1, "capacity": None, "bucket_slack": 1.5}
+    options = ScheduleOptions(beside=None if attention is None else HalfWork(attention, experts, recompute))
+    cluster = Cluster(fits={**MP4["fits"], **(fits or {})}, flops=flops)
+    return choose(roles, LayerSizes(**{**dims, **sizes}), 256, cluster, options, sent_bytes)
+
+
 def test_parm_counts_no_exchange_that_the_other_half_hides():
     """s2 gathers more bytes than s1 here, but beside the other half's computation, where s1's gather is not."""
-    roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
-    sizes = LayerSizes(tokens=64, top_k=2, num_experts=8, groups=1, capacity=None, bucket_slack=1.5)
-    fits = {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-9), "saa:8,4,1": (0, 1e-9, 1e-9)}
-    alone = choose(roles, sizes, 256, Cluster(fits=fits, flops=1.0))
+    alone, hidden = in_halves(None, None), in_halves(1.0, 1.0)
     gathered = 64 * 256 * 1e-9
     exchange = (alone.s1_seconds - gathered) / 2
     assert alone.schedule == "s1" and alone.s2_seconds > alone.s1_seconds
-
-    def beside(seconds, flops=1.0, **more):
-        options = ScheduleOptions(beside=LayerFlops(attention=seconds, experts=seconds))
-        return choose(roles, sizes, 256, Cluster(fits={**fits, **more}, flops=flops), options)
-
-    hidden = beside(1.0)
     assert hidden.schedule == "s2" and hidden[1:3] == pytest.approx((gathered, 0.0), abs=1e-15)
-    # half an exchange is computed beside it in the forward, all of it in the backward: a quarter waits in the mean
-    assert beside(exchange / 2).s1_seconds == pytest.approx(2 * exchange / 4 + gathered)
-    assert beside(0.0) == alone
-    assert beside(1.0, flops=None) == alone  # who does not know how long a half computes hides nothing
-    # forward and backward, with the other parts; whole layers were timed with nothing beside their exchanges
-    parts = {name: (0, 0) for name in ("gate", "regroup", "expert_step", "call")} | {"gate": (1.0, 0)}
-    layers = {f"layer:{name}": (5.0, 1.0, 1.0) for name in ("s1", "s2", "deepspeed")}
-    whole = beside(1.0, **parts, **layers)
-    assert whole.schedule == "s2" and whole.rule == "parts" and whole.deepspeed_seconds is None
-    assert whole[1:3] == pytest.approx((1.0 + 2 * gathered, 1.0), abs=1e-5)
+    # an exchange stands once beside half of attention and once beside half of the experts, which take twice as long in
+    # the backward: 1/2 and 3/4 of it beside, then all of it and all of it
+    some = in_halves(exchange / 2, exchange * 3 / 4)
+    assert some.s1_seconds == pytest.approx(2 * exchange * (1 / 2 + 1 / 4) / 4 + gathered)
+    assert in_halves(0.0, 0.0)[1:3] == pytest.approx(alone[1:3])
+    assert in_halves(1.0, 1.0, flops=None) == alone  # who does not know how long a half computes hides nothing
+    # computed again: an exchange has unpacking alone beside it in the forward, and goes back twice in the backward
+    assert in_halves(exchange, exchange, recompute=True).s1_seconds > in_halves(exchange, exchange).s1_seconds
+    assert in_halves(0.0, 0.0, recompute=True).s1_seconds == pytest.approx(3 * exchange + gathered)
+
+
+@pytest.mark.parametrize("planned", [None, BucketRows(own=64, node=32, far=8)])
+@pytest.mark.parametrize("sent_bytes", [0, 64])
+def test_parm_hides_what_its_parts_and_layers_charge(planned, sent_bytes):
+    """Forward and backward with gate and moved rows: what is hidden is what was charged, whatever travels."""
+    fits = {**PARTS, "gate": (1.0, 0), "all_to_all:4": (0, 1e-12), "saa:8,4,1": (0, 1e-9, 1e-9)}
+    how = {"planned_rows": planned, "sent_bytes": sent_bytes}
+    parts = in_halves(1.0, 1.0, fits=fits, **how)
+    assert (parts.rule, parts.schedule) == ("parts", "s2")
+    counts = 8 * 8 * 4 * 1e-9 / 8  # of rows per expert, ahead of them
+    assert parts[1:3] == pytest.approx((1.0 + 2 * 64 * 256e-9 + counts, 1.0 + counts), abs=1e-6)
+    # a layer that was timed whole keeps its start; what hides is of its communication
+    layers = {f"layer:{name}": (start, 2.0, 1.0) for name, start in (("s1", 5.0), ("s2", 6.0), ("deepspeed", 4.0))}
+    whole = in_halves(1.0, 1.0, fits={**fits, **layers, "all_gather:4": (0, 1e-5)}, **how)
+    assert whole.rule == "layers" and whole.s2_seconds == pytest.approx(6.0 + 1.0, abs=0.01)
+    assert whole.s1_seconds == pytest.approx(5.0 + 1.0 + 2 * 2 * 64 * 256e-5, abs=0.01)
+    assert whole.deepspeed_seconds is not None and whole.schedule in ("s2", "deepspeed")
 
 
 def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so():
