@@ -326,9 +326,10 @@ def _float8_copies(planned: list[tuple[_Bank, PlanShape | None]], compute_itemsi
     """Return the most bytes that quantising experts' weights takes beside the bank.
 
     Each matrix of a layer, all groups of a device together, is gathered, quantised and brought back, in float32 where
-    the compute dtype is smaller and no kernel multiplies 8 bits; one of them at a time is also transposed and looked at
-    as integers. A scan holds the copies of one matrix. Layers that are written out may hold those of all: they depend
-    on parameters alone, so the compiler is free to make them early, and shares those of forward and backward.
+    the compute dtype is smaller and no kernel multiplies 8 bits; one of them at a time is also transposed, looked at as
+    integers, and copied once more (by jax 0.12). A scan holds the copies of one matrix. Layers that are written out may
+    hold those of all: they depend on parameters alone, so the compiler is free to make them early, and shares those of
+    forward and backward.
     """
     brought_back, held, largest = max(4, compute_itemsize), 0, 0
     for bank, plan in planned:
@@ -343,7 +344,7 @@ def _float8_copies(planned: list[tuple[_Bank, PlanShape | None]], compute_itemsi
         else:
             held += config.moe_layers * (3 if config.activation == "swiglu" else 2) * one
         largest = max(largest, elements)
-    return held + 2 * brought_back * largest
+    return held + 3 * brought_back * largest
 
 
 def _overflow(sizes: Sizes, roles: Roles, plan: PlanShape, compute_itemsize: int, local_bank: int) -> int:

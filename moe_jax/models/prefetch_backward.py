@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from moe_jax.collectives.varying import cast_varying, varying_axes
 from moe_jax.models.prefetch_windows import AFTER, READ, Direction, Saved, fence
+from moe_jax.models.residuals import Residuals
 from moe_jax.models.stages import known_arrays
 from moe_jax.overlap.blocks import Window
 
@@ -134,17 +135,27 @@ class Backward(Direction):
             return
         inputs = self.inputs(*at, self.replicas(*at, env, residuals) if stage in ("experts", "unpack") else ())
         residuals_of_stage = env.pop((stage, *at), None) or self.saved(stage, *at, residuals)
-        if stage == "unpack":  # on XLA:CPU a checkpoint would take the branch of later passes again at any time
-            d = env["dx", window.layer + 1, window.half]
-            residuals_of_stage = jax.tree.map(
-                lambda leaf: leaf if leaf.ndim else self.after(leaf, d), residuals_of_stage
-            )
-        pull_back = residuals_of_stage.restore(known_arrays(inputs))
+        pull_back = self._in_turn(stage, at, residuals_of_stage, env).restore(known_arrays(inputs))
         getattr(self, "_" + stage)(window, env, pull_back)
         for move in window.beside if self.how.transfer is not None and stage in ("attention", "experts") else ():
             if move.kind == "agg" and move.stop == 1.0:
                 del env["dheld_replicas", move.layer, None]
                 self.write("sums", move.layer, env.pop(("home", move.layer, None)), env)
+
+    def _in_turn(self, stage: str, at: tuple, residuals: Residuals, env: dict) -> Residuals:
+        """Return what a stage saved; on XLA:CPU what its backward makes again of it waits for the stage's cotangent.
+
+        That is the branch of later passes, whose number is a scalar, and the tokens that an MP group gathers again.
+        """
+        waits = {
+            "unpack": lambda leaf: leaf.ndim == 0,
+            "attention": lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating),
+        }
+        if stage not in waits:
+            return residuals
+        name, ahead = READ["backward"][stage]
+        d = env[name, at[0] + ahead, at[1]]
+        return jax.tree.map(lambda leaf: self.after(leaf, d) if waits[stage](leaf) else leaf, residuals)
 
     def _again(self, stage: str, at: tuple, env: dict, residuals: dict):
         """Run a stage of the forward again, and keep what its backward needs."""

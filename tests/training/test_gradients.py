@@ -53,9 +53,13 @@ def test_gradients_are_those_of_one_device(zero, microbatches, tmp_path):
 
 def summed_elements(text: str) -> int:
     """Return how many floats the all-reduces of several devices in a lowered program sum, one turn of each loop."""
-    elements = 0
+    elements, sizes = 0, dict(re.findall(r'"(\w+)"=(\d+)', text))
     for part in text.split("stablehlo.all_reduce")[1:]:
-        devices = int(re.search(r"replica_groups = dense<.*?> : tensor<\d+x(\d+)xi64>", part).group(1))
+        if listed := re.match(r"[^<]*<\{[^}]*replica_groups = dense<.*?> : tensor<\d+x(\d+)xi64>", part):
+            devices = int(listed.group(1))
+        else:  # as jax 0.12 writes it: axes of a mesh
+            axes = re.search(r"replica_group_mesh_axes<mesh = @\w+, axes = \[(.*?)\]>", part).group(1)
+            devices = math.prod(int(sizes[name]) for name in re.findall(r'name = "(\w+)"', axes))
         operands = re.search(r"\}\) : \((.*?)\) ->", part).group(1)
         for shape in re.findall(r"tensor<((?:\d+x)*)f32>", operands):
             elements += (devices > 1) * math.prod(int(size) for size in shape.split("x") if size)
