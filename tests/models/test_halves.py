@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from support.prefetch_cases import (
     BATCH,
     LENGTH,
@@ -16,6 +15,7 @@ from support.prefetch_cases import (
     placements_of,
     run,
 )
+from support.traced_programs import equations_in, jaxprs_in
 
 from moe_jax.errors import UserError
 from moe_jax.mesh import MeshConfig, build_mesh
@@ -56,19 +56,6 @@ def test_statistics_count_every_token_of_both_halves():
     np.testing.assert_array_equal(whole.loads, halves.loads)
     assert int(np.asarray(halves.loads).sum()) == config.moe_layers * BATCH * LENGTH * 2
     np.testing.assert_allclose(whole.gate_entropy, halves.gate_entropy, rtol=1e-12)
-
-
-def jaxprs_in(jaxpr):
-    """Yield a jaxpr and all that its equations hold."""
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for inner in jaxprs_in_params(equation.params):
-            yield from jaxprs_in(inner)
-
-
-def equations_in(equation):
-    """Return the equations that one holds."""
-    return [e for held in jaxprs_in_params(equation.params) for inner in jaxprs_in(held) for e in inner.eqns]
 
 
 def ancestors(jaxpr, given, marked, found):

@@ -11,8 +11,8 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from support.prefetch_cases import check, gradient_step, model_config, placements_of
+from support.traced_programs import equations_in, jaxprs_in
 
 from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.errors import UserError
@@ -156,19 +156,11 @@ def test_what_is_sent_is_packed_before_the_window_opens(prefetch, by_node):
     assert all(found.values()), found
 
 
-def jaxprs_in(jaxpr):
-    """Yield a jaxpr and all that its equations hold."""
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for inner in jaxprs_in_params(equation.params):
-            yield from jaxprs_in(inner)
-
-
 def holds_transfer(equation):
     """Return whether an equation is, or holds, an exchange of parameters: those of tokens are in other scopes."""
-    inside = [e for j in jaxprs_in_params(equation.params) for inner in jaxprs_in(j) for e in inner.eqns]
     return any(
-        e.primitive.name == "all_to_all" and "sparse_" in str(e.source_info.name_stack) for e in (equation, *inside)
+        e.primitive.name == "all_to_all" and "sparse_" in str(e.source_info.name_stack)
+        for e in (equation, *equations_in(equation))
     )
 
 
