@@ -17,14 +17,13 @@ from moe_jax.cluster import Cluster
 from moe_jax.config.run_config import RunConfig
 from moe_jax.inspection import Model, Target
 from moe_jax.mesh.roles import Roles
-from moe_jax.models.layer_loop import RECOMPUTED
 from moe_jax.overlap import Prefetch, Times, stage_seconds
 from moe_jax.replan.plan_cost import attention_seconds, plan_cost
 from moe_jax.replan.planned_run import segment_runs
 from moe_jax.routers import build_router
 from moe_jax.schedules import schedule_record
 
-MORE_KERNELS = 98  # of one layer in two halves, both ways: (2,682 - 1,511) / 12 on GPT-MoE-S (docs/bench/inspect.md)
+MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S (docs/bench/inspect.md)
 
 
 class LayerSeconds(typing.NamedTuple):
@@ -91,7 +90,7 @@ def layer_seconds(config: RunConfig, roles: Roles, target: Target, segment: str)
         experts=float(cost.forward(computed, asked_by)),
         exchange=float(cost.exchange(computed * (1 - 1 / members), asked_by)),
     )
-    launches, recompute = MORE_KERNELS * Model().launch, own.model.remat in RECOMPUTED
+    launches, recompute = MORE_KERNELS * Model().launch, own.model.recomputes
     return LayerSeconds(
         none=float(stage_seconds(Prefetch(), times, recompute)),
         halves=float(stage_seconds(Prefetch(halves=True), times, recompute)) + launches,
