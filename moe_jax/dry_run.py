@@ -26,8 +26,7 @@ from moe_jax.mesh.abstract import assumed_devices, build_abstract_roles
 from moe_jax.mesh.roles import Roles
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import check_document_mask, missing_for_cudnn, resolve_attention
-from moe_jax.models.counts import forward_flops_per_token, parameter_counts, training_flops_per_token
-from moe_jax.models.layer_loop import beside_exchanges
+from moe_jax.models.counts import forward_flops_per_token, half_work, parameter_counts, training_flops_per_token
 from moe_jax.models.memory import Sizes, device_bytes, itemsize, moment_layout
 from moe_jax.models.model_group import check_sequence_parallel, make_model_group
 from moe_jax.models.segments import expert_counts, joined, segments_of, with_experts
@@ -280,8 +279,8 @@ def _choice_lines(run: RunConfig, roles: Roles, target: Target | None) -> list[s
     if sentences is None:
         return []
     tokens //= 2 if model.block_wise.halves else 1
-    on_gpus = target is not None
-    beside = beside_exchanges(model, moe, roles, tokens, run.data.sequence_length) if on_gpus else None
+    own, hides = tokens // roles.size(roles.model), model.block_wise.halves and target is not None
+    beside = half_work(model, moe, own, run.data.sequence_length) if hides else None
     options = schedule_options(moe, model.sequence_parallel, beside)
     row_bytes = model.model_dim * itemsize(model.dtype)
     return sentences(roles, layer_sizes(moe, roles, tokens), options, row_bytes, moe.sent_bytes(model.model_dim))

@@ -207,11 +207,16 @@ class ModelConfig:
         )
 
     @property
+    def recomputes(self) -> bool:
+        """Whether the backward computes a layer, with its exchanges, again."""
+        return self.remat in ("block", "nothing_saveable")
+
+    @property
     def replica_layers(self) -> int:
         """Layers whose replicas are in memory at a time."""
         if self.block_wise.is_block_wise:
             return self.block_wise.build(self.moe_layers).layers_alive()
-        return 1 if self.remat in ("block", "nothing_saveable") else self.moe_layers
+        return 1 if self.recomputes else self.moe_layers
 
     @property
     def head_size(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from moe_jax.cluster.layer_work import HalfWork, matrices_of, preceding_flops
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.segments import Segment, path_of, segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
@@ -210,3 +211,28 @@ def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int
 def training_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> int:
     """Return the model FLOPs of one token in training: three times the forward, whatever is recomputed."""
     return 3 * forward_flops_per_token(config, moe, vocab_size, length)
+
+
+def flops_before_moe(config: ModelConfig, length: int) -> int:
+    """Return the forward FLOPs of one token between two MoE layers; length: Sq."""
+    return preceding_flops(
+        model_dim=config.model_dim,
+        length=length,
+        moe_every=config.moe_every,
+        matrices=matrices_of(config.activation),
+        dense_hidden_dim=config.ffn_dim,
+    )
+
+
+def half_work(config: ModelConfig, moe: MoEConfig, tokens: int, length: int) -> HalfWork:
+    """Return what a device computes of a layer for one half of its tokens, beside the other half's exchanges.
+
+    Args:
+      tokens: of this device in one half; length: Sq.
+    """
+    expert = 2 * matrices_of(config.activation) * config.model_dim * config.hidden_dim
+    return HalfWork(
+        attention=tokens * flops_before_moe(config, length),
+        experts=tokens * moe.top_k * expert,
+        recompute=config.recomputes,
+    )

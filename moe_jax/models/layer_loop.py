@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from moe_jax.cluster.layer_work import HalfWork, matrices_of, preceding_flops
 from moe_jax.collectives.bucket_rows import round_up
 from moe_jax.collectives.gather import gather_tree
 from moe_jax.collectives.sparse_all_gather import Transfer
@@ -24,6 +23,7 @@ from moe_jax.collectives.varying import cast_varying
 from moe_jax.errors import UserError
 from moe_jax.mesh.roles import Roles
 from moe_jax.models.config import ModelConfig
+from moe_jax.models.counts import half_work
 from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import Constants, Prefetcher
@@ -32,14 +32,11 @@ from moe_jax.models.segments import Segment, part_of
 from moe_jax.models.shared_experts import add_shared
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit
-from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import make_moe
 from moe_jax.moe.replicas import fetch_in_turn
 from moe_jax.placement import PlanShape
 from moe_jax.routers import build_router
 from moe_jax.schedules import schedule_record, schedules
-
-RECOMPUTED = ("block", "nothing_saveable")  # ModelConfig.remat under which the backward computes a layer again
 
 
 def make_layers(
@@ -223,10 +220,12 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
     group = group.part()
     tokens //= 2 if config.block_wise.halves else 1
     length = tokens // group.rows
-    beside = None if _runs_on_cpus(roles) else beside_exchanges(config, segment.moe, roles, tokens, length)
+    own = tokens // roles.size(roles.model)
+    hides = config.block_wise.halves and roles.mesh.devices.flat[0].platform != "cpu"  # there windows run in turn
+    beside = half_work(config, segment.moe, own, length) if hides else None
     parts = roles.size(roles.dense)
     dims, wires = (of_moe(tree["units"]) for tree in (layout.gather, layout.wires))
-    recompute = config.remat in RECOMPUTED
+    recompute = config.recomputes
     own_plan = _half_of(plan) if config.block_wise.halves else plan
     shares = {} if plan is None else {"trans_share": plan.trans_share, "agg_share": plan.agg_share}
     schedule = config.block_wise.build(config.moe_layers, recompute=recompute, **shares)
@@ -270,36 +269,6 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
         return prefetcher(x, (mix, gate), grad_sink, Constants(bank, tables, token_ids, key, documents))
 
     return loop
-
-
-def _runs_on_cpus(roles: Roles) -> bool:
-    return roles.mesh.devices.flat[0].platform == "cpu"
-
-
-def beside_exchanges(config: ModelConfig, moe: MoEConfig, roles: Roles, tokens: int, length: int) -> HalfWork | None:
-    """Return what a device computes of a layer beside the exchanges of its other half; None without halves.
-
-    Not for CPUs, on which windows run in turn.
-
-    Args:
-      tokens: of an MP group, of one half; length: of a sequence.
-    """
-    if not config.block_wise.halves:
-        return None
-    own, matrices = tokens / roles.size(roles.model), matrices_of(config.activation)
-    preceding = preceding_flops(
-        model_dim=config.model_dim,
-        length=length,
-        moe_every=config.moe_every,
-        matrices=matrices,
-        dense_hidden_dim=config.ffn_dim,
-    )
-    expert = 2 * matrices * config.model_dim * config.hidden_dim
-    return HalfWork(
-        attention=own * preceding,
-        experts=own * moe.top_k * expert,
-        recompute=config.remat in RECOMPUTED,
-    )
 
 
 def _half_of(plan: PlanShape | None) -> PlanShape | None:

@@ -12,10 +12,11 @@ import dataclasses
 import numpy as np
 
 from moe_jax.cluster import Cluster, read_named_cluster
-from moe_jax.cluster.layer_work import matrices_of, preceding_flops
+from moe_jax.cluster.layer_work import matrices_of
 from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.mesh.roles import Roles
+from moe_jax.models.counts import flops_before_moe
 from moe_jax.models.memory import Sizes, device_bytes, itemsize
 from moe_jax.models.segments import joined
 from moe_jax.placement import PlanShape, build_shape
@@ -99,14 +100,7 @@ def attention_seconds(config: RunConfig, roles: Roles, flops: float) -> float:
     """Return the modelled forward time of what precedes an MoE layer, for one device's tokens of one microbatch."""
     model, length = config.model, config.data.sequence_length
     tokens = config.train.batch_size * length / config.train.grad_accum_steps / roles.num_devices
-    work = preceding_flops(
-        model_dim=model.model_dim,
-        length=length,
-        moe_every=model.moe_every,
-        matrices=matrices_of(model.activation),
-        dense_hidden_dim=model.ffn_dim,
-    )
-    return tokens * work / flops
+    return tokens * flops_before_moe(model, length) / flops
 
 
 def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:

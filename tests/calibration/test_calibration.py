@@ -211,16 +211,16 @@ def test_parm_counts_the_gate_when_it_was_timed():
     assert choose(roles, sizes, 256, None).rule == "bytes"
 
 
-MP4 = {"roles": MeshConfig(expert=8, model=4), "fits": {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-9)}}
+EXCHANGES = {"all_to_all:8": (0, 1e-9), "all_gather:4": (0, 1e-9)}
 PARTS = {name: (0, 0) for name in ("gate", "regroup", "expert_step", "call")}
 
 
 def in_halves(attention, experts, recompute=False, fits=None, flops=1.0, sent_bytes=0, **sizes):
     """Return the choice of a layer whose other half computes for so many seconds."""
-    roles = build_mesh(MP4["roles"], jax.devices()[:8])
+    roles = build_mesh(MeshConfig(expert=8, model=4), jax.devices()[:8])
     dims = {"tokens": 64, "top_k": 2, "num_experts": 8, "groups": 1, "capacity": None, "bucket_slack": 1.5}
     options = ScheduleOptions(beside=None if attention is None else HalfWork(attention, experts, recompute))
-    cluster = Cluster(fits={**MP4["fits"], **(fits or {})}, flops=flops)
+    cluster = Cluster(fits={**EXCHANGES, **(fits or {})}, flops=flops)
     return choose(roles, LayerSizes(**{**dims, **sizes}), 256, cluster, options, sent_bytes)
 
 

@@ -14,6 +14,7 @@ from moe_jax.models import Batch, LanguageModel, ModelConfig
 from moe_jax.models.counts import (
     choices_per_token,
     forward_flops_per_token,
+    half_work,
     leaf_sizes,
     parameter_counts,
     training_flops_per_token,
@@ -224,3 +225,12 @@ def test_activations_estimate_is_within_a_factor_of_two_of_the_compiler():
     )  # fmt: skip
     ratio = (held.gradients + held.activations) / compiled.memory_analysis().temp_size_in_bytes
     assert 0.5 < ratio < 2, ratio
+
+
+def test_work_of_a_half_by_hand():
+    """M = 16, F = 24, Sq = 8: attention 8 M^2 + 4 Sq M = 2,560 a token; two of them, and a dense FFN of three matrices
+    16 x 40, 3,840 FLOPs, where every second block is MoE; an expert of two matrices 1,536, of three 2,304."""
+    moe = MoEConfig(num_experts=4, top_k=2)
+    assert half_work(ModelConfig(**SIZES), moe, 10, 8) == (10 * 2560, 10 * 2 * 1536, False)
+    other = ModelConfig(**SIZES, moe_every=2, activation="swiglu", dense_hidden_dim=40, remat="block")
+    assert half_work(other, moe, 10, 8) == (10 * (2 * 2560 + 3840), 10 * 2 * 2304, True)

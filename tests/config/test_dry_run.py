@@ -330,6 +330,11 @@ def test_dry_run_says_what_it_assumed():
         ),
         (["MoEConfig.schedule = 'dp'"], 8, "MoEConfig.schedule ('dp') needs MeshConfig.expert = 1, not 8"),
         (
+            ["ModelConfig.overlap = 'halves'", "train.batch_size = 8"],
+            8,
+            "ModelConfig.overlap ('halves') cuts the 1 sequences of a device into two halves; make train.batch_size an",
+        ),
+        (
             [
                 "MoEConfig.transport = 'two_level'",
                 "MoEConfig.num_experts = 6",

@@ -154,6 +154,11 @@ def test_what_two_halves_hide_by_hand():
     # forward: four pairs that last 1.5 each; backward: four that last 2
     np.testing.assert_allclose(stage_seconds(halves, times), 4 * 1.5 + 4 * 2.0)
     np.testing.assert_allclose(stage_seconds(Prefetch(), times), 4 * 3.0 + 3 * 4.0)
+    # computed again: attention a alone and four exchanges in the forward; in the backward five exchanges that outlast
+    # what is beside them, three beside experts or attention on their way back, and attention a alone
+    again = 1.0 + 4 * 1.5 + 5 * 1.5 + 3 * 2.0 + 2.0
+    np.testing.assert_allclose(stage_seconds(halves, times, recompute=True), again)
+    np.testing.assert_allclose(stage_seconds(Prefetch(), times, recompute=True), 4 * 3.0 + 3 * 4.0 + 2 * 3.0 + 2.0)
     # Trans beside combine b and attention a, where the links have no time left; 0.5 are left for Agg in the backward
     np.testing.assert_allclose(exposed(halves, times), [1.0, 0.5])  # in windows of 1 and of 2
     bars = timeline(halves.build(4), times)

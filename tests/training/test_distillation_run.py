@@ -28,9 +28,10 @@ STUDENT = ("ModelConfig.layers = 1", "DistillationConfig.until = 4", MESH, *FLAT
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """A folder with a teacher of two layers, in bfloat16 and with noise, and a student of one that ran through."""
+    """A teacher of two layers, in bfloat16, in halves and with noise, and a student of one that ran through."""
     folder = tmp_path_factory.mktemp("taught")
     own = ("ModelConfig.dtype = 'bfloat16'", "MoEConfig.gate_noise = 0.1", "MoEConfig.num_experts = 4")
+    own += ("ModelConfig.overlap = 'halves'", "train.batch_size = 16")
     assert run_here(folder, folder / "teacher", *own, MESH, "train.steps = 3")
     assert run_here(folder, folder / "whole", *STUDENT, by(folder / "teacher"))
     return folder
@@ -159,6 +160,7 @@ def test_dry_run_counts_the_teacher(taught):
         next(line for line in text.splitlines() if line.startswith("  teacher   ")).split()[1].replace(",", "")
     )
     session = build_session(config, jax.devices())
+    assert session.teacher.model.config.overlap == "none"  # its tokens in the student's order
     params = load_teacher(session.teacher, config.distillation)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
     assert held < teacher_bytes < 4 * held + 2**20
