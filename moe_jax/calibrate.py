@@ -56,15 +56,14 @@ def command(argv: list[str]) -> None:
     """Carry out the command line."""
     _parse(argv)
     mesh = _mesh()
-    from moe_jax.mesh.host_devices import set_up_devices
+    from moe_jax.parallel.host_devices import set_up_devices
 
     set_up_devices(_HOST_DEVICES.value)
     import jax
 
-    from moe_jax.calibration import CalibrationOptions, calibrate
-    from moe_jax.calibration.figures import draw_fits, write_points
+    from moe_jax.analysis.calibrate import CalibrationOptions, calibrate, draw_fits, write_points
     from moe_jax.cluster import write_cluster
-    from moe_jax.distributed.hosts import HostsConfig, start_hosts
+    from moe_jax.training.hosts import HostsConfig, start_hosts
 
     options = CalibrationOptions(
         smallest=_SMALLEST.value,

@@ -38,7 +38,7 @@ def command(argv: list[str]) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # files to files: no GPU is taken
-    from moe_jax.huggingface import Upcycling, export_folder, import_folder
+    from moe_jax.inference.conversion import Upcycling, export_folder, import_folder
     from moe_jax.models.counts import parameter_counts
 
     for flag in (_UPCYCLE_TOP_K, _UPCYCLE_NOISE, _UPCYCLE_SEED):

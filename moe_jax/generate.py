@@ -78,15 +78,15 @@ def command(argv: list[str]) -> int:
         raise UserError("--workdir is needed: the folder of a run that has trained, such as --workdir=runs/demo")
     if bool(_PROMPT.value) == bool(_PROMPT_IDS.value):
         raise UserError("give either --prompt (text, may repeat) or --prompt_ids (a JSON file of id lists)")
-    from moe_jax.distributed.hosts import HostsConfig, start_hosts
     from moe_jax.inference import Sampling
+    from moe_jax.training.hosts import HostsConfig, start_hosts
 
     if _OUT.value and not pathlib.Path(_OUT.value).absolute().parent.is_dir():
         raise UserError(
             f"--out={_OUT.value} cannot be written: its folder does not exist; name a file in one that does"
         )
-    from moe_jax.inference.prompts import read_prompt_ids
-    from moe_jax.mesh.host_devices import set_up_devices
+    from moe_jax.inference.generator import read_prompt_ids
+    from moe_jax.parallel.host_devices import set_up_devices
 
     sampling = Sampling(
         temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value, seed=_SEED.value

@@ -89,17 +89,17 @@ def command(argv: list[str]) -> int:
 
 def inspect_target(argv: list[str], options: dict[str, str]) -> int:
     """Inspect a program for a described topology."""
-    from moe_jax import inspection
+    from moe_jax.cluster.targets import parse_target
 
     if _PROFILE.value or _HOST_DEVICES.value:
         raise UserError(
             "--profile and --host_devices need real devices; leave --target out to take those of this machine"
         )
-    target = inspection.parse_target(_TARGET.value)
+    target = parse_target(_TARGET.value)
     if _HLO.value:
         write_all(read_text(_HLO.value), target, model_of_flags(), {}, buckets_of_flags(target))
         return 0
-    from moe_jax import compile_ahead, cuda_wheels
+    from moe_jax.analysis import compile_ahead, cuda_wheels
 
     model = model_of_flags()
     target.check_compilable(cuda_wheels.installed_cuda() or 13)
@@ -109,71 +109,70 @@ def inspect_target(argv: list[str], options: dict[str, str]) -> int:
         return code
     compile_ahead.prepare_process()
     devices = compile_ahead.described_devices(target)
-    compiled = compile_program(config, devices, options, real=False)
-    rest = compile_program(config, devices, options, real=False, complete=True) if wants_both(compiled) else None
+    compiled, rest = compile_programs(config, devices, options, real=False)
     write_all(compiled.text, target, model, facts_of(compiled), compiled.buckets, compiled, rest)
     return 0
 
 
-def compile_program(config, devices, options: dict[str, str], *, real: bool, complete: bool = False):
-    """Return the compiled step that the flags ask for, or the complete one."""
-    from moe_jax import compile_ahead
+def compile_programs(config, devices, options: dict[str, str], *, real: bool):
+    """Return the compiled step that the flags ask for, and with --complete the complete one beside a common one."""
+    from moe_jax.analysis.compile_ahead import compile_step
 
-    return compile_ahead.compile_step(
+    compiled = compile_step(
         config, devices, skew=_SKEW.value, options=options, real=real, bare=_BARE.value,
-        complete=complete or _PROGRAM.value == "complete", dump=not complete,
+        complete=_PROGRAM.value == "complete", dump=True,
     )  # fmt: skip
-
-
-def wants_both(compiled) -> bool:
-    """Say whether the complete program is to be compiled beside this one."""
-    return _COMPLETE.value and compiled.common
+    rest = None
+    if _COMPLETE.value and compiled.common:
+        rest = compile_step(
+            config, devices, skew=_SKEW.value, options=options, real=real, bare=_BARE.value, complete=True
+        )
+    return compiled, rest
 
 
 def inspect_here(options: dict[str, str]) -> int:
     """Inspect the program for the devices of this machine, and with --profile run it."""
     import jax
 
-    from moe_jax import compile_ahead, inspection, recorded_trace
+    from moe_jax.analysis import compile_ahead
+    from moe_jax.analysis.instructions import compare_instructions, instructions_text, read_spans, record_steps
+    from moe_jax.analysis.program_report import add_measured, measured_text, report_text
+    from moe_jax.cluster.targets import device_named, parse_target, target_names
 
     if _HOST_DEVICES.value:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", _HOST_DEVICES.value)
     devices = jax.devices()
     kind, per_node = devices[0].device_kind, jax.local_device_count()
-    name = _RATES.value or inspection.device_named(kind)
+    name = _RATES.value or device_named(kind)
     if name is None:
         raise UserError(
             f"no GPU that is known here ({len(devices)} x {kind}); name a topology to compile for, such as "
-            f"--target=h200:4x8, or with --rates={inspection.target_names()[0]} whose rates the model should take"
+            f"--target=h200:4x8, or with --rates={target_names()[0]} whose rates the model should take"
         )
     model = model_of_flags()
-    target = inspection.parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
+    target = parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
     config = compile_ahead.on_target(read_config(), target)
-    compiled = compile_program(config, devices, options, real=True)
-    rest = compile_program(config, devices, options, real=True, complete=True) if wants_both(compiled) else None
-    report, module = write_all(
-        compiled.text, target, model, facts_of(compiled), compiled.buckets, compiled, rest,
-        print_it=not _PROFILE.value,
-    )  # fmt: skip
+    compiled, rest = compile_programs(config, devices, options, real=True)
+    report, module = write_all(compiled.text, target, model, facts_of(compiled), compiled.buckets, compiled, rest)
     if _PROFILE.value:
         folder = Path(_OUT.value) / "profile"
-        seconds = recorded_trace.record_steps(config, devices, compiled, folder, PROFILED_STEPS, PLAIN_STEPS)
-        spans = recorded_trace.read_spans(folder, module.name)
-        measured = inspection.compare_instructions(module, target, model, spans, PROFILED_STEPS, seconds)
-        report = inspection.add_measured(report, spans, PROFILED_STEPS)
+        seconds = record_steps(config, devices, compiled, folder, PROFILED_STEPS, PLAIN_STEPS)
+        spans = read_spans(folder, module.name)
+        measured = compare_instructions(module, target, model, spans, PROFILED_STEPS, seconds)
+        report = add_measured(report, spans, PROFILED_STEPS)
         report = {**report, "instructions": measured, "constants": measured["constants"]}
         (Path(_OUT.value) / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(inspection.report_text(report) + inspection.measured_text(report), end="")
-        print(inspection.instructions_text(measured), end="")
+        print(report_text(report) + measured_text(report), end="")
+        print(instructions_text(measured), end="")
     return 0
 
 
 def model_of_flags():
     """Return the cost model, with the constants of --constants."""
-    from moe_jax import inspection
+    from moe_jax.cluster.timeline import Model, read_constants
 
-    return inspection.read_constants(_CONSTANTS.value) if _CONSTANTS.value else inspection.Model()
+    return read_constants(_CONSTANTS.value) if _CONSTANTS.value else Model()
 
 
 def read_config():
@@ -206,7 +205,7 @@ def buckets_of_flags(target):
     """Return the buckets of the run that a saved schedule is of, if its config is given beside it; else ()."""
     if not (_GIN_FILES.value or _GIN_BINDINGS.value):
         return ()
-    from moe_jax import compile_ahead
+    from moe_jax.analysis import compile_ahead
 
     return compile_ahead.buckets_on_target(compile_ahead.on_target(read_config(), target), target, _SKEW.value)
 
@@ -219,19 +218,21 @@ def assumed(module, target, model, buckets, compiled, complete) -> dict:
       compiled: what the text is of, None for a saved one, of which it is not known what overflows cost.
       complete: the complete program beside a common one, None where it was not compiled.
     """
-    from moe_jax import inspection
+    from moe_jax.analysis.program_report import cores_record, count_thunks, overflow_record, rows_record
+    from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.timeline import play
 
-    found = {"cores": inspection.cores_record(module, target, model, buckets)}
+    found = {"cores": cores_record(module, target, model, buckets)}
     if buckets:
-        found["rows"] = inspection.rows_record(module, target, model, buckets)
+        found["rows"] = rows_record(module, target, model, buckets)
     if compiled and compiled.common:
-        rest = inspection.play(inspection.parse_module(complete.text), target, model) if complete else None
-        own = inspection.play(module, target, model)
-        found["overflow"] = inspection.overflow_record(own, buckets, rest)
+        rest = play(parse_module(complete.text), target, model) if complete else None
+        own = play(module, target, model)
+        found["overflow"] = overflow_record(own, buckets, rest)
         if complete:
             found["overflow"]["complete_compile_seconds"] = complete.compile_seconds
     if compiled and compiled.thunks:
-        found["thunks"] = dataclasses.asdict(inspection.count_thunks(*compiled.thunks, module))
+        found["thunks"] = dataclasses.asdict(count_thunks(*compiled.thunks, module))
     return found
 
 
@@ -252,31 +253,34 @@ def without_places(text: str) -> str:
                   r"| source_file=\"[^\"]*\"", "", text)  # fmt: skip
 
 
-def write_all(text: str, target, model, facts: dict, buckets=(), compiled=None, complete=None, print_it: bool = True):
+def write_all(text: str, target, model, facts: dict, buckets=(), compiled=None, complete=None):
     """Model a schedule, print the report and fill the folder; return the report and the program (`Module`).
 
     Args:
       buckets, compiled, complete: see `assumed`.
     """
-    from moe_jax import inspection
+    from moe_jax.analysis.draw import draw_timeline, write_chrome_trace
+    from moe_jax.analysis.program_report import build_report, report_text
+    from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.timeline import play
 
-    module = inspection.parse_module(text)
-    timeline = inspection.play(module, target, model)
+    module = parse_module(text)
+    timeline = play(module, target, model)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     facts = {**facts, **assumed(module, target, model, buckets, compiled, complete)}
-    report = inspection.build_report(timeline, target, model, date=today, **facts)
+    report = build_report(timeline, target, model, date=today, **facts)
     out = Path(_OUT.value)
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         (out / "schedule.hlo.gz").write_bytes(gzip.compress(without_places(text).encode(), mtime=0))
-        inspection.write_chrome_trace(timeline, out / "trace.json")
+        write_chrome_trace(timeline, out / "trace.json")
     except OSError as error:
         raise UserError(f"--out ({_OUT.value!r}) cannot be written: {error}") from error
-    if print_it:
-        print(inspection.report_text(report), end="")
+    if not _PROFILE.value:  # else it is printed with what was measured
+        print(report_text(report), end="")
     try:
-        inspection.draw_timeline(timeline, out / "timeline.png", f"{target.nodes} x {target.per_node} {target.device}")
+        draw_timeline(timeline, out / "timeline.png", f"{target.nodes} x {target.per_node} {target.device}")
     except ModuleNotFoundError:
         print("timeline.png needs matplotlib, which is not installed; pip install matplotlib")
     print(f"wrote {out}/report.json, timeline.png, trace.json, schedule.hlo.gz")

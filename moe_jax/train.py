@@ -56,7 +56,7 @@ def command(argv: list[str]) -> int:
 
     config, config_text, operative_text = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)
     if _DRY_RUN.value:
-        from moe_jax.dry_run import print_dry_run
+        from moe_jax.analysis.dry_run import print_dry_run
 
         bound = bound_in(config_text)
         print_dry_run(config, host_devices=_HOST_DEVICES.value, target=_TARGET.value, bound=bound)
@@ -70,9 +70,9 @@ def command(argv: list[str]) -> int:
         raise UserError("--workdir is needed: the folder that the run is written to, such as --workdir=runs/try")
     import jax
 
-    from moe_jax.distributed.hosts import HostsConfig, start_hosts
-    from moe_jax.mesh.host_devices import set_up_devices
-    from moe_jax.training.compilation_cache import set_up_compilation_cache
+    from moe_jax.parallel.host_devices import set_up_devices
+    from moe_jax.training.compiling import set_up_compilation_cache
+    from moe_jax.training.hosts import HostsConfig, start_hosts
     from moe_jax.training.run import RunOptions, run
 
     set_up_devices(_HOST_DEVICES.value)

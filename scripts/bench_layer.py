@@ -33,11 +33,11 @@ def moe_case(dtype):
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.dispatch import even_tables, local
-    from moe_jax.mesh import MeshConfig, build_mesh
     from moe_jax.moe import MoEConfig, make_moe
-    from moe_jax.moe.bank import open_grad_sink, with_grad_sink
-    from moe_jax.moe.layer import init_bank
+    from moe_jax.moe.bank import init_bank, open_grad_sink, with_grad_sink
+    from moe_jax.moe.routers import RouterInputs
+    from moe_jax.moe.tables import even_tables, local
+    from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
     experts, tokens, dim, hidden = _EXPERTS.value, _TOKENS.value, _MODEL_DIM.value, _HIDDEN_DIM.value
     roles = build_mesh(MeshConfig(), jax.devices()[:1])
@@ -55,7 +55,7 @@ def moe_case(dtype):
         held = {name: value.astype(dtype) for name, value in held.items()}
         grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         ids = jnp.arange(tokens, dtype=jnp.int32)
-        y, stats, _ = apply(x, ids, w_gate, held, grad_sink, layer)
+        y, stats, _ = apply(x, w_gate, RouterInputs(None, ids, layer), held, grad_sink)
         return jnp.sum((y * cotangent).astype(jnp.float32)), stats.counts
 
     gradient = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
@@ -101,8 +101,8 @@ def executed_rows(counts, name: str) -> float | None:
     """Return rows that the grouped matmul computed over rows that there are, where the implementation tells."""
     import numpy as np
 
-    from moe_jax.grouped_matmul.blocked import choose_heights
-    from moe_jax.grouped_matmul.row_blocks import rows_computed
+    from moe_jax.kernels.blocked import choose_heights
+    from moe_jax.kernels.row_blocks import rows_computed
 
     if name not in ("fused", "blocked"):
         return None
@@ -116,7 +116,7 @@ def measure() -> dict:
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.grouped_matmul import choose_implementation
+    from moe_jax.kernels.matmul import choose_implementation
 
     dtype = jnp.dtype(_DTYPE.value)
     moe, moe_arguments, counts = moe_case(dtype)

@@ -10,11 +10,10 @@ all-reduce of gradients is left out, as in the paper. All schedules of a layer a
         python scripts/bench_schedules.py --out=DIR --place=lab --seconds=420
     python scripts/bench_schedules.py --out=DIR --cluster=cluster.json --report         # tables, plots, one JSON line
 
-Rows are appended to DIR/PLACE_TRANSPORT.csv; what is there is not measured again. `parm` runs one of s1 and s2, so its
+Rows are appended to DIR/PLACE.csv; what is there is not measured again. `parm` runs one of s1 and s2, so its
 times are theirs: --report asks the calibration file which, and says how often each of `parm`'s two rules, equations 13
 and 14 on fits of collectives and `layer_seconds`, names the shortest measured. s2 returns by SAA.
-XLA_FLAGS=--xla_cpu_use_fusion_emitters=false halves the compile time. --transport=ppermute lets rows travel in rounds,
-under every schedule alike; --report takes it too.
+XLA_FLAGS=--xla_cpu_use_fusion_emitters=false halves the compile time.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ import time
 import numpy as np
 from absl import app, flags
 
-from moe_jax.calibration.layer_cases import SCHEDULES, LayerCase, schedules_of
+from moe_jax.analysis.timed_layers import SCHEDULES, LayerCase, schedules_of
 
 _OUT = flags.DEFINE_string("out", None, "Folder for CSV files, tables and plots.", required=True)
 _PLACE = flags.DEFINE_enum("place", "host", ["host", "lab"], "Which sweep: one process, or two hosts of four devices.")
 _SECONDS = flags.DEFINE_float("seconds", 1e9, "Start no further layer after so many seconds.")
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Interleaved rounds.")
-_TRANSPORT = flags.DEFINE_string("transport", "all_to_all", "How rows travel, the same for all schedules.")
 _REPORT = flags.DEFINE_bool("report", False, "Read the CSV file and report; measures nothing.")
 _CLUSTER = flags.DEFINE_string("cluster", None, "Calibration file of this place, for --report.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Devices that the CPU is split into.")
@@ -96,13 +94,13 @@ def append_row(path: pathlib.Path, layer: LayerCase, seconds: dict[str, list[flo
 
 def time_layer(layer: LayerCase, devices, rounds: int) -> dict[str, list[float]]:
     """Compile and time the three schedules of one layer; with N_MP = 1 s1 and s2 are one program."""
-    from moe_jax.calibration import interleaved_seconds
-    from moe_jax.calibration.layer_cases import build_layer
+    from moe_jax.analysis.timed_layers import build_layer
+    from moe_jax.analysis.timed_parts import interleaved_seconds
 
     names = schedules_of(layer)
 
     def build(name):
-        return build_layer(name, layer, devices, _TRANSPORT.value)
+        return build_layer(name, layer, devices)
 
     if len({device.process_index for device in devices}) == 1:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -115,8 +113,8 @@ def time_layer(layer: LayerCase, devices, rounds: int) -> dict[str, list[float]]
 
 def measure(path: pathlib.Path) -> None:
     """Measure what the CSV file lacks, until the time is up."""
-    from moe_jax.distributed.hosts import HostsConfig, start_hosts
-    from moe_jax.mesh.host_devices import set_up_devices
+    from moe_jax.parallel.host_devices import set_up_devices
+    from moe_jax.training.hosts import HostsConfig, start_hosts
 
     began = time.monotonic()
     set_up_devices(_HOST_DEVICES.value)
@@ -143,13 +141,13 @@ def measure(path: pathlib.Path) -> None:
 
 
 def main(_):
-    path = pathlib.Path(_OUT.value) / f"{_PLACE.value}_{_TRANSPORT.value}.csv"
+    path = pathlib.Path(_OUT.value) / f"{_PLACE.value}.csv"
     if not _REPORT.value:
         measure(path)
         return
     from bench.schedule_report import report
 
-    report(path, read_rows(path), _CLUSTER.value, _TRANSPORT.value)
+    report(path, read_rows(path), _CLUSTER.value)
 
 
 if __name__ == "__main__":

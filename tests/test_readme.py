@@ -43,11 +43,6 @@ NOT_RUN = {
     "bash scripts/demo.sh": "makes an environment and trains for minutes",
     "bash scripts/test.sh": "makes an environment and runs the tests",
     "pip ": "installs",
-    "sbatch ": "needs Slurm",
-    "kubectl ": "needs Kubernetes",
-    "python -m moe_jax.convert": "needs a checkpoint of transformers; tests/huggingface converts small ones",
-    "python -m moe_jax.train --gin_file=runs/olmoe": "needs what the conversion before it has made",
-    "python -m moe_jax.train ... --coordinator": "one of several processes; tests/distributed starts such jobs",
     "python -m moe_jax.inspect": "needs the CUDA wheels, 2 GB; pytest -m gpu_compile compiles for GPUs",
     "python scripts/gpu_day": "needs a GPU; tests/gpu_day tries its items in tiny sizes",
 }
@@ -153,7 +148,7 @@ def test_commands_name_what_exists(page):
     for command in commands:
         check_words(command)
     if page in ("README.md", "BUILD.md"):
-        assert len(commands) > 8
+        assert len(commands) > 4
         for command in commands_of(page):
             added_words(command)
 
@@ -183,7 +178,7 @@ def test_commands_run(page, tmp_path):
         if added_words(command) is not None
     }
     assert len(outputs) >= 2
-    if page == "README.md":
+    if page == "BUILD.md":
         (trained,) = (out for command, out in outputs.items() if added_words(command) == SMALL_RUN)
         assert "held-out loss" in trained and "unigram entropy" in trained
         assert any("step 6: held-out loss" in out for out in outputs.values())
@@ -194,7 +189,6 @@ def test_commands_run(page, tmp_path):
 def paths_in(text):
     """Return the paths of this repository that a text names: source files, folders, and targets of links."""
     text = re.sub(r"https?://\S+|~/\S+", "", text)
-    text = re.sub(r"^\| old \|.*?\n\n", "", text, flags=re.MULTILINE | re.DOTALL)  # the glossary's table of old names
     words = {word.rstrip(".-") for word in re.findall(r"(?<![\w./=])[\w*-][\w.*-]*(?:/[\w.*-]+)*", text)}
     named = {word for word in words if re.search(r"\w\.(py|sh|md|gin|ipynb|sbatch)$", word)}
     named |= {word for word in words if "/" in word and word.split("/")[0] in TOP}
@@ -249,7 +243,7 @@ def test_the_search_sees_what_is_missing():
     assert missing_in(there, "README.md") == []
 
 
-def test_readme_names_every_package():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    packages = [path.parent.name for path in (ROOT / "moe_jax").glob("*/__init__.py")]
-    assert len(packages) > 15 and [name for name in packages if f"| `{name}/` |" not in text] == []
+def test_the_architecture_names_every_package():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    packages = [path.parent.relative_to(ROOT / "moe_jax") for path in (ROOT / "moe_jax").rglob("*/__init__.py")]
+    assert len(packages) > 10 and [name for name in packages if f"| `{name.as_posix()}/` |" not in text] == []

@@ -1,8 +1,7 @@
 """The machines: sizes, links, speeds, fitted collectives, and the presets of the papers' clusters."""
 
-from moe_jax.cluster.cluster import AbsentFigureError, Cluster
-from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_layers, fit_saa, parm_choice, split_saa
-from moe_jax.cluster.link_seconds import (
+from moe_jax.cluster.cluster import AbsentFigureError, Cluster, read_cluster, read_named_cluster, write_cluster
+from moe_jax.cluster.collectives import (
     LinkTraffic,
     all_reduce_bytes,
     exchange_seconds,
@@ -11,7 +10,7 @@ from moe_jax.cluster.link_seconds import (
     received_seconds,
     uniform_seconds,
 )
-from moe_jax.cluster.read import read_cluster, read_named_cluster, write_cluster
+from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_layers, fit_saa, parm_choice, split_saa
 
 __all__ = [
     "AbsentFigureError",

@@ -1,19 +1,31 @@
-"""What is known about the machines: sizes, link speeds, compute speed, fitted collectives.
+"""What is known about the machines: sizes, links, compute speed, fitted collectives; read from and written to files.
 
-Inputs: numbers from a preset or from calibration. Outputs: a frozen, checked `Cluster`. A figure that was not given is
-None; `need` raises an error that names the field and the requester instead of inventing a number.
-
-Units: bytes, seconds, FLOP/s; bandwidths count one direction.
+A figure that was not given is None; `need` raises an error that names the field and the requester instead of inventing
+a number. Files are presets (lines `Cluster.field = value`, valid gin too) or calibrate's JSON; values are Python
+literals, nothing is executed. Units: bytes, seconds, FLOP/s; bandwidths count one direction.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import json
 import math
+import os
+import pathlib
+import re
 
 from moe_jax.cluster.fits import Fit
-from moe_jax.cluster.presets import presets_with
 from moe_jax.errors import UserError
+
+FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
+
+
+def presets_with(field: str) -> str:
+    """Return '; it stands in configs/cluster/: a, b' for the presets that have the field, '' where none has."""
+    line = re.compile(rf"^Cluster\.{re.escape(field)}\s*=", re.MULTILINE)
+    names = [path.stem for path in sorted(FOLDER.glob("*.gin")) if line.search(path.read_text(encoding="utf-8"))]
+    return f"; it stands in configs/cluster/: {', '.join(names)}" if names else ""
 
 
 class AbsentFigureError(UserError):
@@ -32,7 +44,8 @@ class Cluster:
       cards_per_node: network cards of a node, each with an equal part of inter_bandwidth and of the devices.
       switches_per_node: PCIe switches or CPU sockets of a node, each with an equal part of its devices.
       switch_bandwidth: bytes/s between one of them and the rest of its node.
-      intra_latency, inter_latency: seconds of an empty message.
+      intra_latency, inter_latency: seconds of an empty message, with the start of its collective.
+      intra_step, inter_step: seconds that each message of a collective of many adds to that start.
       flat: every device is connected to one switch by a link of its own; nodes then share no link.
       flops: FLOP/s that one device reaches in large matrix products.
       memory_bytes: memory of one device.
@@ -47,6 +60,8 @@ class Cluster:
     inter_bandwidth: float | None = None
     intra_latency: float | None = None
     inter_latency: float | None = None
+    intra_step: float | None = None
+    inter_step: float | None = None
     cards_per_node: int = 1
     switches_per_node: int = 1
     switch_bandwidth: float | None = None
@@ -70,7 +85,7 @@ class Cluster:
                 raise UserError(f"Cluster.{field} ({value!r}) must be a whole number of at least 1")
         for field in ("intra_bandwidth", "inter_bandwidth", "switch_bandwidth", "flops", "memory_bytes"):
             self._check_number(field, above_zero=True)
-        for field in ("intra_latency", "inter_latency"):
+        for field in ("intra_latency", "inter_latency", "intra_step", "inter_step"):
             self._check_number(field, above_zero=False)
         if not isinstance(self.flat, bool):
             raise UserError(f"Cluster.flat ({self.flat!r}) must be True or False")
@@ -157,3 +172,68 @@ class Cluster:
                 f"{what} has {devices} devices, but cluster {self.name!r} has nodes ({self.nodes}) x devices_per_node "
                 f"({self.devices_per_node}) = {self.devices}; set both so that their product is {devices}"
             )
+
+
+_LINE = re.compile(r"^Cluster\.(\w+)\s*=\s*(.+)$")
+
+
+def read_cluster(path: str | pathlib.Path) -> Cluster:
+    """Return the cluster of a `.gin` preset or a `.json` calibration file.
+
+    Raises:
+      UserError: no such file, a line that is no binding of Cluster, or a field that Cluster does not have.
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise UserError(
+            f"cluster file {str(path)!r} does not exist; give a configs/cluster/NAME.gin or calibrate's file"
+        )
+    text = path.read_text(encoding="utf-8")
+    fields = _from_json(path, text) if path.suffix == ".json" else _from_bindings(path, text)
+    known = [field.name for field in dataclasses.fields(Cluster)]
+    unknown = [name for name in fields if name not in known]
+    if unknown:
+        raise UserError(f"{path.name}: Cluster has no field {unknown[0]!r}; its fields are {', '.join(known)}")
+    return Cluster(**{"name": path.stem, **fields})
+
+
+def read_named_cluster(path: str) -> Cluster:
+    """Read a cluster file, named from here or from beside the package."""
+    beside = pathlib.Path(__file__).parents[2] / path
+    return read_cluster(beside if not os.path.exists(path) and beside.exists() else path)
+
+
+def write_cluster(cluster: Cluster, path: str | pathlib.Path) -> None:
+    """Write a cluster as JSON with the fields of a preset; absent ones are null."""
+    fields = dataclasses.asdict(cluster)
+    fields["fits"] = {name: dataclasses.asdict(fit) for name, fit in cluster.fits}
+    pathlib.Path(path).write_text(json.dumps({"cluster": fields}, indent=1) + "\n", encoding="utf-8")
+
+
+def _from_json(path: pathlib.Path, text: str) -> dict:
+    try:
+        fields = json.loads(text)["cluster"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{path.name} is not a calibration file (JSON with an object 'cluster'): {error}") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{path.name}: 'cluster' must be an object of Cluster's fields, not {type(fields).__name__}")
+    return fields
+
+
+def _from_bindings(path: pathlib.Path, text: str) -> dict:
+    fields: dict = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.match(line)
+        if match is None:
+            raise UserError(f"{path.name}:{number}: {line!r} is not a line 'Cluster.field = value'")
+        name, value = match.groups()
+        if name in fields:
+            raise UserError(f"{path.name}:{number}: Cluster.{name} is bound twice")
+        try:
+            fields[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError) as error:
+            raise UserError(f"{path.name}:{number}: {value!r} of Cluster.{name} is not a Python literal") from error
+    return fields

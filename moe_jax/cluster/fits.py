@@ -1,7 +1,8 @@
-"""Times of collectives as straight lines, and the choice between two schedules that follows from them.
+"""Times of collectives as straight lines (seconds = alpha + beta x + gamma y), their names, and Parm's choice by them.
 
-Inputs: measured sizes and seconds. Outputs: `Fit` (seconds = alpha + beta x + gamma y) with its R^2, and Parm's choice.
-Sizes are in whatever unit the caller measured; alpha is in seconds.
+Sizes are in whatever unit the caller measured; alpha is in seconds. A group of n devices is n neighbours in the order
+of the device index, or n devices a stride apart; MP, ESP and EP&ESP are neighbours and EP stands N_ESP apart, so one
+calibration serves all meshes of a machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moe_jax.errors import UserError
+
+
+def fit_name(collective: str, size: int, *others: int) -> str:
+    """Return for example 'all_to_all:8' or 'saa:8,2,4'.
+
+    Args:
+      collective: its name; size: devices of the group; others: for SAA, N_MP and N_ESP.
+    """
+    return f"{collective}:{','.join(map(str, (size, *others)))}"
+
+
+def strided_name(collective: str, size: int, stride: int) -> str:
+    """Return the name for a group of `size` devices that stand `stride` apart."""
+    return fit_name(collective, size) if stride == 1 else f"{collective}:{size}x{stride}"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -49,8 +64,8 @@ class Fit:
 class ParmChoice(typing.NamedTuple):
     """The faster of Parm's two schedules, the predicted seconds of both, and the baseline's where it was asked for.
 
-    `rule` says what was compared: 'equations' (Parm's 13 and 14 on fits), 'bytes' (the same without fits), 'parts' or
-    'layers' (`layer_seconds`, the latter with fits of whole layers).
+    `rule` says what was compared: 'equations' (Parm's 13 and 14 on fits), 'links' (on bandwidths and start-ups),
+    'bytes' (without a cluster), 'parts' or 'layers' (`layer_seconds`, the latter with fits of whole layers).
     """
 
     schedule: str

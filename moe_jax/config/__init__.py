@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moe_jax.config.distillation_config import DistillationConfig
     from moe_jax.config.gin_files import parse_run_config
     from moe_jax.config.run_config import (
         ABSENT,
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
         config_text,
         may_differ,
     )
-    from moe_jax.config.train_config import TrainConfig
+    from moe_jax.config.train_config import DistillationConfig, TrainConfig
 
 __all__ = [
     "ABSENT",
@@ -41,7 +40,7 @@ __all__ = [
 
 _DEFINED_IN = {  # the others: run_config
     "parse_run_config": "gin_files",
-    "DistillationConfig": "distillation_config",
+    "DistillationConfig": "train_config",
     "TrainConfig": "train_config",
 }
 

@@ -6,14 +6,19 @@ that a command can still choose its devices afterwards.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from absl import flags
 
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
 
 EXIT_CODES = {UserError: 2, NonFiniteError: 3, HostLostError: 4}
+COMPILING = "moe_jax compiling"  # name of threads that write nothing, and that the end of a command does not wait for
 
 # the command's own flags; those of every imported module too
 HELP, HELP_FULL = ("--help", "-help", "-h", "--helpshort", "-helpshort"), ("--helpfull", "-helpfull")
@@ -30,6 +35,23 @@ def run_command(command: Callable[[list[str]], int | None]) -> None:
     except tuple(EXIT_CODES) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind)))
+    finally:
+        if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
+            _exit_now(sys.exc_info()[1])
+
+
+def _exit_now(error: BaseException | None) -> NoReturn:
+    """End the process as `error` would, without Python's wait for its threads.
+
+    A compilation cannot be stopped, and takes minutes. As a daemon thread it would abort the process instead, because
+    Python ends such a thread inside XLA, where C++ does not expect it.
+    """
+    code = error.code if isinstance(error, SystemExit) else 1
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def parse_flags(argv: list[str], command: str, flag: str) -> None:
@@ -45,7 +67,10 @@ def parse_flags(argv: list[str], command: str, flag: str) -> None:
     """
     words = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
     if any(word in HELP + HELP_FULL for word in words):
-        print(help_text(command, full=any(word in HELP_FULL for word in words)))
+        about = (sys.modules["__main__"].__doc__ or f"python -m {command}").strip()
+        full = any(word in HELP_FULL for word in words)  # the flags of imported modules too, such as those of logging
+        listed = flags.FLAGS.get_help() if full else flags.FLAGS.main_module_help()
+        print(f"{about}\n\nFlags:\n{listed.rstrip()}")
         sys.exit(0)
     try:
         rest = flags.FLAGS(argv)
@@ -53,15 +78,3 @@ def parse_flags(argv: list[str], command: str, flag: str) -> None:
         raise UserError(f"{str(error).splitlines()[0]}; python -m {command} --help lists all flags") from None
     if len(rest) > 1:
         raise UserError(f"{rest[1]!r} is no flag; did you mean --{flag}={rest[1]}?")
-
-
-def help_text(command: str, full: bool) -> str:
-    """Return the docstring of a command's module, and its flags with types and defaults.
-
-    Args:
-      command: the module that was started.
-      full: add the flags of the modules that it imports, such as those of logging.
-    """
-    about = (sys.modules["__main__"].__doc__ or f"python -m {command}").strip()
-    listed = flags.FLAGS.get_help() if full else flags.FLAGS.main_module_help()
-    return f"{about}\n\nFlags:\n{listed.rstrip()}"

@@ -1,87 +1,61 @@
 """From gin files and bindings to one checked `RunConfig`. This is the only file that imports gin.
 
 Inputs: names of gin files, binding strings, folders to search. Outputs: (RunConfig, its canonical text, gin's operative
-text), or a UserError of one line. Files are read twice: first statement by statement with gin's own parser, so that
-every mistake is named with its file and line, and what gin lets pass is caught (a mistyped macro, a scope that nothing
-enters, a value of the wrong type, a file that includes itself, an `import`, which would run code); then gin gets the
-same statements, flattened, for its operative config. gin is left as empty as a fresh process has it, so that a notebook
-may parse again.
+text), or a UserError of one line. gin's own parser reads every file, included ones too, before gin itself gets a line:
+gin runs an `import` while it parses, and lets a scope, a mistyped macro and a value of the wrong type pass. gin is left
+as empty as a fresh process has it, so that a notebook may parse again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import io
 import os
-import re
 import tokenize
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moe_jax.config.run_config import BOUND, CONFIG_CLASSES, RunConfig, config_text
-from moe_jax.config.values import fitted
 from moe_jax.errors import UserError
-from moe_jax.renames import BINDINGS as OLD_BINDINGS
-from moe_jax.renames import REPLACED, binding_of_today, value_of_today
 
 BINDINGS = "--gin_bindings"
 MODULE = "moe_jax"
+WORDS = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text in quotes"}  # else None
+
+
+class Reference(str):
+    """A value `%macro`, `@name` or `@name()`; its repr is how gin writes it, inside tuples and lists too."""
+
+    __repr__ = str.__str__
+
+
+class _Delegate:
+    """What gin's parser calls for a `Reference`."""
+
+    def configurable_reference(self, scoped_configurable_name, evaluate):
+        return Reference(f"@{scoped_configurable_name}{'()' if evaluate else ''}")
+
+    def macro(self, macro_name):
+        return Reference(f"%{macro_name}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Macro:
-    """A value `%name`; its repr is gin's way to write it, inside tuples and lists too."""
-
-    name: str
-
-    def __repr__(self):
-        return f"%{self.name}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """A value `@name` or `@name()`, which no field of ours takes."""
-
-    name: str
-    evaluate: bool
-
-    def __repr__(self):
-        return f"@{self.name}{'()' if self.evaluate else ''}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Statement:
-    """One `key = value`.
+class Binding:
+    """One `target = value`.
 
     Attributes:
-      scope: '' or what stands before the last slash.
-      name: of a configurable, or of a macro where `field` is ''.
-      field: of the configurable.
-      value: as gin reads it, with `Macro` and `Reference` inside.
+      target: 'Name.field', or the name of a macro.
+      value: as gin reads it, with `Reference` inside.
       place: 'file:line' or the flag.
-      in_file: False for a statement from the command line.
-      stored: a run wrote it, so its names and values may be those of an older version.
-      marked: a run wrote it, and marked it as set by somebody; what it did not mark were defaults.
+      is_default: a run wrote it down without having been given it.
     """
 
-    scope: str
-    name: str
-    field: str
+    target: str
     value: object
     place: str
-    in_file: bool
-    stored: bool = False
-    marked: bool = False
-
-    @property
-    def key(self) -> str:
-        return f"{self.scope}/{self.target}" if self.scope else self.target
-
-    @property
-    def target(self) -> str:
-        return f"{self.name}.{self.field}" if self.field else self.name
+    is_default: bool = False
 
 
 def parse_run_config(
@@ -101,265 +75,107 @@ def parse_run_config(
     Raises:
       UserError: whatever is wrong, in one line.
     """
-    reader = _Reader(search_paths)
-    for name in gin_files:
-        reader.read_file(name, "--gin_file")
-    reader.read_text("\n".join(gin_bindings), BINDINGS, in_file=False)
-    macros = {s.name: s for s in reader.statements if not s.field}
-    _check_names_are_of_today(reader.statements)
-    for statement in reader.statements:
-        _check_target(statement, macros)
-    bindings = {s.target: s for s in reader.statements if s.field}
-    _check_macros_are_used(reader.statements, macros)
+    root = Path(__file__).resolve().parents[2]
+    folders = ["", *search_paths, *([str(root)] if (root / "configs").is_dir() else [])]
+    read = [binding for name in gin_files for binding in _read_file(name, "--gin_file", folders, ())]
+    in_files = {binding.target for binding in read}
+    read += _read_text("\n".join(gin_bindings), BINDINGS, folders, ())
+    bindings = {binding.target: binding for binding in read if "." in binding.target}
+    macros = {binding.target: binding for binding in read if "." not in binding.target}
+    _check_macros(bindings, macros, in_files)
     values: dict[str, dict] = {name: {} for name in CONFIG_CLASSES}
-    for target, statement in list(bindings.items()):
-        value = _resolve(statement.value, statement, macros, ())
-        if (today := value_of_today(target, value)) != value:
-            if statement.stored:
-                value = today
-                bindings[target] = dataclasses.replace(statement, value=today)
-            elif target not in REPLACED:
-                raise UserError(
-                    f"{target}: {value!r} is called {today!r} now ({statement.place}); write {target} = {today!r}"
-                )
-        annotation = _annotations(statement.name)[statement.field]
-        values[statement.name][statement.field] = fitted(statement.target, annotation, value, statement.place)
-    run = RunConfig(**_build(values))
-    used = {name for statement in bindings.values() for name in _macro_names(statement.value, macros)}
-    lines = [f"{name} = {macros[name].value!r}" for name in sorted(used)]
-    lines += [f"{MODULE}.{statement.target} = {statement.value!r}" for statement in bindings.values()]
-    return run, config_text(run, _set_by_somebody(run, bindings)), _operative_text(lines)
+    for target, binding in bindings.items():
+        name, field = target.split(".")
+        values[name][field] = fitted(target, _types(name)[field], _resolved(binding, macros), binding.place)
+    parts = (cls(**values[name]) for name, cls in CONFIG_CLASSES.items())
+    run = RunConfig(**dict(zip((field.name for field in dataclasses.fields(RunConfig)), parts, strict=True)))
+    bound = {target for target, binding in bindings.items() if not binding.is_default}
+    lines = [f"{name} = {macro.value!r}" for name, macro in macros.items()]
+    lines += [f"{MODULE}.{target} = {binding.value!r}" for target, binding in bindings.items()]
+    return run, config_text(run, bound), _operative_text(lines)
 
 
-def _set_by_somebody(run: RunConfig, bindings: dict[str, Statement]) -> set[str]:
-    """Return the bindings that are not only there because a run writes down its defaults too."""
-    now, defaults = run.by_name(), RunConfig().by_name()
-
-    def is_set(s: Statement) -> bool:
-        return not s.stored or s.marked or getattr(now[s.name], s.field) != getattr(defaults[s.name], s.field)
-
-    return {target for target, statement in bindings.items() if is_set(statement)}
+# Reading.
 
 
-def _build(values: dict[str, dict]) -> dict:
-    fields = [field.name for field in dataclasses.fields(RunConfig)]
-    built = (cls(**values[name]) for name, cls in CONFIG_CLASSES.items())
-    return dict(zip(fields, built, strict=True))
+def _read_file(name: str, place: str, folders: list[str], open_files: tuple[str, ...]) -> list[Binding]:
+    """Return the bindings of one file; `place` is where it was asked for, `open_files` those that include it."""
+    path = _find(name, place, folders)
+    if os.path.realpath(path) in open_files:
+        raise UserError(f"gin file {name!r} includes itself ({place}); take one of the include lines out")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"gin file {name!r} cannot be read: {why} ({place}); name another file") from error
+    found = _read_text(text, name, folders, (*open_files, os.path.realpath(path)))
+    if Path(path).name not in ("config.gin", "operative_config.gin"):
+        return found
+    lines, defaults = text.splitlines(), RunConfig().by_name()  # a run wrote the file, and marked what it was given
+
+    def is_default(binding: Binding) -> bool:
+        file, _, line = binding.place.rpartition(":")
+        part, _, field = binding.target.partition(".")
+        is_as_default = bool(field) and binding.value == getattr(defaults[part], field)
+        return file == name and is_as_default and not lines[int(line) - 1].endswith(BOUND)
+
+    return [dataclasses.replace(binding, is_default=is_default(binding)) for binding in found]
 
 
-def _annotations(name: str) -> dict[str, object]:
-    """Return field -> type of the config class that gin binds as `name`."""
-    cls = CONFIG_CLASSES[name]
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+def _find(name: str, place: str, folders: list[str]) -> str:
+    """Return the path of a gin file."""
+    name = os.path.expanduser(name)
+    paths = [os.path.join(folder, name) for folder in folders]
+    for path in paths:
+        if os.path.isfile(path):
+            return path
+        if os.path.isdir(path):
+            raise UserError(f"gin file {name!r} is a folder ({place}); name a file in it")
+    beside = [os.path.dirname(path) or "." for path in paths]
+    near = [near for folder in beside if os.path.isdir(folder) for near in _near(Path(name).name, os.listdir(folder))]
+    hint = f"did you mean {os.path.join(os.path.dirname(name), near[0])!r}?" if near else "or add --gin_search_paths"
+    raise UserError(f"gin file {name!r} does not exist ({place}); check the name, {hint}")
 
 
-class _Delegate:
-    """What gin's parser calls for `@name` and `%name`."""
-
-    def configurable_reference(self, scoped_configurable_name, evaluate):
-        return Reference(scoped_configurable_name, evaluate)
-
-    def macro(self, macro_name):
-        return Macro(macro_name)
-
-
-class _Reader:
-    """Collect the statements of files, of the files they include, and of the command line, in order."""
-
-    def __init__(self, search_paths: Sequence[str]):
-        root = Path(__file__).resolve().parents[2]
-        beside = [str(root)] if (root / "configs").is_dir() else []
-        self.folders = ["", *search_paths, *beside]
-        self.statements: list[Statement] = []
-        self.open_files: list[str] = []
-
-    def read_file(self, name: str, place: str):
-        """Read one file; `place` is where it was asked for."""
-        path = self._find(name, place)
-        real = os.path.realpath(path)
-        if real in self.open_files:
-            raise UserError(f"gin file {name!r} includes itself ({place}); take one of the include lines out")
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise UserError(f"gin file {name!r} cannot be read: {why} ({place}); name another file") from error
-        self.open_files.append(real)
-        self.read_text(text, name, in_file=True, stored=_is_of_a_run_folder(Path(path)))
-        self.open_files.pop()
-
-    def _find(self, name: str, place: str) -> str:
-        folder, base = os.path.split(os.path.expanduser(name))
-        near = None
-        for root in self.folders:
-            path = os.path.join(root, folder, base)
-            if os.path.isfile(path):
-                return path
-            if os.path.isdir(path):
-                raise UserError(f"gin file {name!r} is a folder ({place}); name a file in it")
-            beside = os.path.join(root, folder) or "."
-            near = near or (os.path.isdir(beside) and _closest(base, os.listdir(beside)))
-        hint = f"did you mean {os.path.join(folder, near)!r}?" if near else "check the name, or add --gin_search_paths"
-        raise UserError(f"gin file {name!r} does not exist ({place}); {hint}")
-
-    def read_text(self, text: str, source: str, *, in_file: bool, stored: bool = False):
-        """Read statements; `source` is the file's name or the flag, `stored` says that a run wrote them."""
-        lines = text.splitlines()
-        for kind, line, statement in _parse(text, source):
-            place = f"{source}:{line}" if in_file else source
-            if kind == "IncludeStatement":
-                self.read_file(statement.filename, place)
-            elif kind == "ImportStatement":
+def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str, ...]) -> list[Binding]:
+    """Return the bindings in a text, and in what it includes; `source` is the file's name or the flag."""
+    found = []
+    for statement in _statements(text, source):
+        place = source if source == BINDINGS else f"{source}:{statement.location.line_num}"
+        match type(statement).__name__:
+            case "IncludeStatement":
+                found += _read_file(statement.filename, place, folders, open_files)
+            case "ImportStatement":
                 raise UserError(
                     f"{place}: {statement.format()!r} would run the code of a module, and no binding of a run needs "
                     "one; take the line out"
                 )
-            elif kind == "BindingStatement":
-                # a macro has no dot: gin reads it as a selector without an argument
-                scope, name, field, value, _ = statement
-                if stored and field:
-                    name, field = binding_of_today(f"{name}.{field}").split(".")
-                marked = stored and lines[line - 1].endswith(BOUND)
-                self.statements.append(Statement(scope, name, field, value, place, in_file, stored, marked))
+            case "BindingStatement":
+                found.append(_checked(statement, place))
+    return found
 
 
-def _is_of_a_run_folder(path: Path) -> bool:
-    """Say whether a run wrote the file: that is read whatever version wrote it; a user's own has today's names."""
-    return path.name in ("config.gin", "operative_config.gin") and (path.parent / "environment.json").exists()
-
-
-def _closest(word: str, candidates) -> str | None:
-    """Return the candidate that looks most like `word`, whatever its case, or None."""
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
-    return by_lower[near[0]] if near else None
-
-
-def _parse(text: str, source: str) -> Iterator[tuple[str, int, typing.Any]]:
-    """Yield (kind, line number, statement) as gin's parser sees them."""
+def _statements(text: str, source: str) -> Iterator[typing.Any]:
+    """Yield the statements of a text as gin's parser sees them."""
     gin = _import_gin()
-    lines = text.splitlines()
-
-    def failed(what: str, line: int | None):
-        number = min(max(line or 1, 1), max(len(lines), 1))
-        shown = lines[number - 1].strip() if lines else ""
-        place = f"{source}:{number}" if source != BINDINGS else source
-        why = " ".join(what.split()).rstrip(".")
-        return UserError(
-            f"{place}: {shown!r} is not a line 'Name.field = value' ({why}); text stands in quotes, a macro after %"
-        )
-
-    if "\0" in text:  # Python's own tokenizer raises on it
-        raise failed("it holds a NUL character", text[: text.index("\0")].count("\n") + 1)
+    lines = text.splitlines() or [""]
     try:
-        parser = gin.config_parser.ConfigParser(io.StringIO(text), _Delegate())
-        while (statement := parser.parse_statement()) is not None:
-            yield type(statement).__name__, statement.location.line_num, statement
-    except SyntaxError as error:
-        token = re.search(r"Failed to parse token (.+)", str(error.msg))
-        what = f"{token.group(1)} is no value" if token else str(error.msg)
-        raise failed(what, error.lineno) from error
-    except tokenize.TokenError as error:
-        raise failed(error.args[0], error.args[1][0]) from error
-    except (StopIteration, ValueError, TypeError, RecursionError) as error:
-        raise failed(str(error) or "it ends too early", None) from error
-
-
-def _check_names_are_of_today(statements: list[Statement]):
-    """Refuse old names, all of them in one line."""
-    today = {}
-    for statement in statements:
-        if (target := binding_of_today(statement.target)) != statement.target:
-            write = f"{target} = {value_of_today(target, statement.value)!r}"
-            today[f"{statement.target} is called {target} now ({statement.place})"] = write
-    if today:
-        raise UserError(f"{', '.join(today)}; write {', '.join(today.values())}")
-
-
-def _check_target(statement: Statement, macros: dict[str, Statement]):
-    """Refuse a scope, an unknown configurable and an unknown field."""
-    if statement.scope:
+        if "\0" in text:  # Python's tokenizer, which gin uses, raises errors of its own on it
+            raise SyntaxError("it holds a NUL character", ("", text[: text.index("\0")].count("\n") + 1, 0, ""))
+        yield from gin.config_parser.ConfigParser(text, _Delegate())
+    except (SyntaxError, tokenize.TokenError, StopIteration, ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, tokenize.TokenError):
+            why, number = error.args[0], error.args[1][0]
+        else:
+            why, number = getattr(error, "msg", None) or str(error) or "it ends too early", getattr(error, "lineno", 1)
+        if "Failed to parse token" in why:
+            why = f"{why.split()[-1]} is no value"
+        number = min(max(number or 1, 1), len(lines))
+        place = source if source == BINDINGS else f"{source}:{number}"
         raise UserError(
-            f"{statement.key!r} has a scope ({statement.scope!r}), and no part of a run enters a scope; write "
-            f"{statement.target} = {statement.value!r} ({statement.place})"
-        )
-    if not statement.field:
-        return
-    name, field = statement.name, statement.field
-    if name not in CONFIG_CLASSES:
-        aliases = {alias: known for known, cls in CONFIG_CLASSES.items() for alias in (known, cls.__name__)}
-        near = _closest(name.split(".")[-1], aliases)
-        known = f"known names: {', '.join(CONFIG_CLASSES)}"
-        hint = f"did you mean {binding_of_today(f'{aliases[near]}.{field}')}?" if near else known
-        raise UserError(f"unknown name {name!r} in {statement.target} ({statement.place}); {hint}")
-    fields = _annotations(name)
-    if field in fields:
-        return
-    raise UserError(f"{name} has no field {field!r} ({statement.place}); {_field_hint(name, field)}")
-
-
-def _field_hint(name: str, field: str) -> str:
-    """Return what the user may have meant by `name.field`."""
-    fields = _annotations(name)
-    elsewhere = [f"{other}.{field}" for other in CONFIG_CLASSES if field in _annotations(other)]
-    elsewhere += _today_of_field(field)
-    near = _closest(field, fields)
-    if elsewhere:
-        return f"did you mean {' or '.join(elsewhere)}?"
-    if near:
-        return f"did you mean {name}.{near}?"
-    return f"its fields are {', '.join(sorted(fields))}"
-
-
-def _today_of_field(field: str) -> list[str]:
-    """Return today's bindings of those whose field an older version called `field`."""
-    return [today for old, today in OLD_BINDINGS.items() if old.partition(".")[2] == field]
-
-
-def _check_macros_are_used(statements: list[Statement], macros: dict[str, Statement]):
-    """Refuse a macro that stands on the command line alone: it is a mistyped macro or a binding without its class."""
-    used = {name for statement in statements for name in _macro_names(statement.value)}
-    in_files = {statement.name for statement in statements if not statement.field and statement.in_file}
-    for statement in macros.values():
-        if statement.name in used | in_files:
-            continue
-        near = [name for name in (_closest(statement.name, used | in_files),) if name]
-        near += [f"{name}.{statement.name}" for name in CONFIG_CLASSES if statement.name in _annotations(name)]
-        near += _today_of_field(statement.name)
-        known = ", ".join(sorted(in_files)) or "none"
-        hint = f"did you mean {' or '.join(near)}?" if near else f"macros of the files: {known}"
-        raise UserError(
-            f"{statement.place} sets the macro {statement.name!r}, which no gin file defines and nothing uses; {hint}"
-        )
-
-
-def _macro_names(value, macros: dict[str, Statement] | None = None) -> Iterator[str]:
-    """Yield the macros in a value; with `macros`, which have no cycle, those that they lead to as well."""
-    if isinstance(value, Macro):
-        yield value.name
-        if macros:
-            yield from _macro_names(macros[value.name].value, macros)
-    elif isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from _macro_names(entry, macros)
-
-
-def _resolve(value, statement: Statement, macros: dict[str, Statement], open_macros: tuple[str, ...]):
-    """Return a value with its macros replaced."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_resolve(entry, statement, macros, open_macros) for entry in value)
-    if not isinstance(value, Macro):
-        return value
-    if value.name not in macros:
-        near = _closest(value.name, macros)
-        hint = f"did you mean %{near}?" if near else f"define it by a line {value.name} = ..."
-        where = f"{statement.target} ({statement.place})"
-        raise UserError(f"{where} uses the macro %{value.name}, which is not defined; {hint}")
-    if value.name in open_macros:
-        chain = " -> ".join(f"%{name}" for name in (*open_macros, value.name))
-        raise UserError(f"{statement.target}: the macros {chain} lead back to themselves; give one of them a value")
-    return _resolve(macros[value.name].value, statement, macros, (*open_macros, value.name))
+            f"{place}: {lines[number - 1].strip()!r} is not a line 'Name.field = value' "
+            f"({' '.join(why.split()).rstrip('.')}); text stands in quotes, a macro after %"
+        ) from error
 
 
 def _import_gin():
@@ -374,8 +190,128 @@ def _import_gin():
     return gin
 
 
+# What gin lets pass.
+
+
+def _checked(statement, place: str) -> Binding:
+    """Return a binding of a known field, or of a macro; refuse scopes."""
+    name, field = statement.selector, statement.arg_name
+    target = f"{name}.{field}" if field else name
+    if statement.scope:
+        raise UserError(
+            f"'{statement.scope}/{target}' has a scope ({statement.scope!r}), and no part of a run enters a scope; "
+            f"write {target} = {statement.value!r} ({place})"
+        )
+    if field and name not in CONFIG_CLASSES:
+        near = _near(name.split(".")[-1], (*CONFIG_CLASSES, "TrainConfig"))
+        near = [f"{'train' if found == 'TrainConfig' else found}.{field}" for found in near]
+        raise UserError(
+            f"unknown name {name!r} in {target} ({place}); {_did_you_mean(near, 'known names', CONFIG_CLASSES)}"
+        )
+    if field and field not in _types(name):
+        near = [f"{other}.{field}" for other in CONFIG_CLASSES if field in _types(other)]
+        near = near or [f"{name}.{found}" for found in _near(field, _types(name))]
+        hint = _did_you_mean(near, "its fields are", sorted(_types(name)))
+        raise UserError(f"{name} has no field {field!r} ({place}); {hint}")
+    return Binding(target, statement.value, place)
+
+
+def _check_macros(bindings: dict[str, Binding], macros: dict[str, Binding], in_files: set[str]):
+    """Refuse a macro that stands on the command line alone: it is a mistyped macro or a binding without its class."""
+    used = {name for binding in (*bindings.values(), *macros.values()) for name in _macro_names(binding.value)}
+    for name, macro in macros.items():
+        if name in used or name in in_files:
+            continue
+        near = _near(name, used | {target for target in in_files if "." not in target})
+        near += [f"{other}.{name}" for other in CONFIG_CLASSES if name in _types(other)]
+        hint = _did_you_mean(near, "macros of the files", sorted(in_files & set(macros)))
+        raise UserError(f"{macro.place} sets the macro {name!r}, which no gin file defines and nothing uses; {hint}")
+
+
+def _macro_names(value) -> set[str]:
+    """Return the names of the macros in a value."""
+    if isinstance(value, Reference):
+        return {value[1:]} if value.startswith("%") else set()
+    return set().union(*map(_macro_names, value)) if isinstance(value, (tuple, list)) else set()
+
+
+def _resolved(binding: Binding, macros: dict[str, Binding], inside: tuple[str, ...] = ()):
+    """Return the value of a binding with its macros replaced, those of `inside` being replaced already."""
+    value = binding.value
+    if isinstance(value, (tuple, list)):
+        return tuple(_resolved(dataclasses.replace(binding, value=entry), macros, inside) for entry in value)
+    if not (isinstance(value, Reference) and value.startswith("%")):
+        return value
+    if value[1:] not in macros:
+        near = [f"%{near}" for near in _near(value[1:], macros)]
+        hint = _did_you_mean(near, "define it by a line", [f"{value[1:]} = ..."])
+        raise UserError(f"{binding.target} ({binding.place}) uses the macro {value}, which is not defined; {hint}")
+    if value in inside:
+        chain = " -> ".join((*inside, value))
+        raise UserError(f"{binding.target}: the macros {chain} lead back to themselves; give one of them a value")
+    return _resolved(dataclasses.replace(binding, value=macros[value[1:]].value), macros, (*inside, value))
+
+
+def fitted(target: str, annotation, value, place: str):
+    """Return a value as a field annotated `annotation` holds it: a list for a tuple and an int for a float will do.
+
+    Raises:
+      UserError: the value does not fit; it names the binding, the value and what is expected.
+    """
+    fits, result = _fit(annotation, value)
+    if fits:
+        return result
+    kinds = {bool: "a truth value", str: "text", float: "a number", tuple: "a tuple", dict: "a dict"}
+    kind = f", {kinds[type(value)]}" if type(value) in kinds else ""
+    raise UserError(f"{target} ({value!r}{kind}) must be {_in_words(annotation)} ({place})")
+
+
+def _fit(annotation, value) -> tuple[bool, object]:
+    """Return (whether the value fits, the value in the annotated type)."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return next((found for found in (_fit(own, value) for own in arguments) if found[0]), (False, None))
+    if origin is tuple:
+        if not isinstance(value, (tuple, list)):
+            return False, None
+        if arguments[-1] is Ellipsis:
+            arguments = arguments[:1] * len(value)
+        found = [_fit(own, entry) for own, entry in zip(arguments, value, strict=False)]
+        return len(arguments) == len(value) and all(fits for fits, _ in found), tuple(entry for _, entry in found)
+    if annotation is float and type(value) in (int, float):
+        return abs(value) < 1e308, float(value) if abs(value) < 1e308 else None
+    return type(value) is annotation, value
+
+
+def _in_words(annotation) -> str:
+    """Return what a field of this type takes."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_in_words, arguments))
+    if origin is tuple:
+        size = "a tuple" if arguments[-1] is Ellipsis else f"a tuple of {len(arguments)} entries"
+        return f"{size}, each {_in_words(arguments[0])}"
+    return WORDS.get(annotation, "None")
+
+
+def _types(name: str) -> dict[str, object]:
+    """Return field -> type of the config class that gin binds as `name`."""
+    hints = typing.get_type_hints(CONFIG_CLASSES[name])
+    return {field.name: hints[field.name] for field in dataclasses.fields(CONFIG_CLASSES[name])}
+
+
+def _near(word: str, candidates) -> list[str]:
+    """Return the candidate that looks most like `word`, whatever its case, as a list of at most one."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    return [by_lower[near] for near in difflib.get_close_matches(word.lower(), by_lower, n=1)]
+
+
+def _did_you_mean(near: list[str], otherwise: str, known) -> str:
+    return f"did you mean {' or '.join(near)}?" if near else f"{otherwise}: {', '.join(known) or 'none'}"
+
+
 def _operative_text(lines: list[str]) -> str:
-    """Return gin's operative config of a run with these statements, and leave gin empty."""
+    """Return gin's operative config of a run with these bindings, and leave gin empty."""
     gin = _import_gin()
     gin.clear_config()
     try:

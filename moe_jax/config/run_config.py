@@ -13,15 +13,13 @@ import fnmatch
 from collections.abc import Collection
 from typing import Any
 
-from moe_jax.config.distillation_config import DistillationConfig
-from moe_jax.config.train_config import TrainConfig
+from moe_jax.config.train_config import DistillationConfig, TrainConfig
 from moe_jax.data.config import DataConfig
 from moe_jax.errors import UserError
-from moe_jax.mesh.roles import MeshConfig
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.config import MoEConfig
-from moe_jax.planner.config import PlannerConfig
-from moe_jax.renames import config_text_of_today
+from moe_jax.parallel.mesh import MeshConfig
+from moe_jax.planning.config import PlannerConfig
 
 CONFIG_CLASSES: dict[str, type] = {
     "train": TrainConfig,
@@ -117,7 +115,7 @@ def config_text(run: RunConfig, bound: Collection[str] = ()) -> str:
 
 def bound_in(text: str) -> set[str]:
     """Return the bindings that a config text marks as set."""
-    return {line.partition(" = ")[0] for line in config_text_of_today(text).splitlines() if line.endswith(BOUND)}
+    return {line.partition(" = ")[0] for line in text.splitlines() if line.endswith(BOUND)}
 
 
 def config_differences(old_text: str, new_text: str) -> list[tuple[str, str, str]]:
@@ -169,9 +167,9 @@ def check_resumable(old_text: str, new_text: str, workdir: str = "") -> list[tup
 
 
 def _values(text: str) -> dict[str, str]:
-    """Return {binding: value as written} of a config text, old names and values as those of today."""
+    """Return {binding: value as written} of a config text."""
     values = {}
-    for number, line in enumerate(config_text_of_today(text).splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue

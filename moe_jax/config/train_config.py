@@ -6,6 +6,53 @@ import dataclasses
 
 from moe_jax.errors import UserError
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """Knowledge distillation from a finished run; a mixture of students where the student is an MoE with fewer layers.
+
+    A target token's loss is CE + alpha KL(teacher || student), temperature 1. Source: DeepSpeed-MoE (Rajbhandari et al.
+    2022), on its mixture of students, where a teacher that stays for a part of the steps is called staged.
+
+    Attributes:
+      teacher: run folder of the teacher, with its config.gin and a finished checkpoint; '' learns from the text alone,
+        and the other fields must then be left as they are.
+      teacher_step: step of the teacher's checkpoint; None takes the newest.
+      alpha: weight of the divergence.
+      until: steps that learn from the teacher; later ones have the cross-entropy alone, in a program without the
+        teacher, which leaves the devices' memory. None: all steps.
+    """
+
+    teacher: str = ""
+    teacher_step: int | None = None
+    alpha: float = 1.0
+    until: int | None = None
+
+    def __post_init__(self):
+        if self.teacher_step is not None and self.teacher_step < 0:
+            raise UserError(f"DistillationConfig.teacher_step ({self.teacher_step}) must not be negative")
+        if self.alpha < 0:
+            raise UserError(
+                f"DistillationConfig.alpha ({self.alpha}) must not be negative; 0 only measures the divergence"
+            )
+        if self.until is not None and self.until < 1:
+            raise UserError(
+                f"DistillationConfig.until ({self.until}) must be at least 1, or None for all steps; for a run without "
+                "a teacher leave it out, and set DistillationConfig.teacher = ''"
+            )
+        for field in () if self.teacher else dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                raise UserError(
+                    f"DistillationConfig.{field.name} ({value!r}) is not read without DistillationConfig.teacher, the "
+                    f"run folder to learn from; name one, or leave {field.name} at {field.default!r}"
+                )
+
+    def applies(self, step: int) -> bool:
+        """Say whether step number `step` (from 0) learns from a teacher."""
+        return bool(self.teacher) and (self.until is None or step < self.until)
+
+
 OPTIMIZERS = ("adamw", "adafactor", "muon", "lion")
 LEARNING_RATE_SCHEDULES = ("cosine", "constant", "linear", "wsd")
 DECAY_SHAPES = ("linear", "1-sqrt")
@@ -31,7 +78,8 @@ class TrainConfig:
       weight_decay: of every optimizer, multiplied by the learning rate; norms, biases and gates are not decayed.
       beta1, beta2, epsilon: of AdamW; lion has the first two, muon's momentum is beta1, adafactor has its own.
       first_moment_dtype: of AdamW's first moment and of lion's and muon's momentum: 'bfloat16', or '' for the dtype of
-        the parameters. Second moments keep that dtype always: docs/log.md has what rounding them does.
+        the parameters. Second moments keep that dtype always: with beta2 = 0.999 a step changes them by less than half
+        a unit of bfloat16's last place, so that they would freeze (`scripts/bench/moments.py`: 49% too large).
       min_dim_size_to_factor: adafactor keeps rows and columns of matrices whose two largest dims are at least this, and
         whole second moments of all other leaves.
       clip_norm: largest global gradient norm; 0 does not clip.
@@ -48,10 +96,11 @@ class TrainConfig:
       loads_every: steps between recorded expert loads.
       log_every: steps between lines of progress where there is no terminal.
       guide_scheduler: on GPUs, compile twice, the second time with modelled seconds of the first program's instructions
-        for the compiler's scheduler (`training/guided.py`). Where that is not possible it is left out, logged once.
+        for the compiler's scheduler (`training/compiling.py`). Where that is not possible it is left out, logged once.
       optimistic: run a program without later passes, which has no conditionals, and run a step again by the complete
         one where a bucket of its dropless layers overflowed (`training/optimistic.py`); results are the same, and both
-        programs are compiled. None: on GPUs, where each conditional waits for the host to read a flag.
+        programs are compiled. None: on GPUs, where each conditional waits for the host to read a flag. If that other
+        program does not compile, or not fit, None saves and stops the run, and True goes on until a bucket overflows.
       deterministic: on GPUs, compile every program of the model with kernels that give the same bits every time
         (`xla_gpu_deterministic_ops`), which is slower; docs/determinism.md says what holds where. CPUs always do.
       profile_steps: (first, last) steps whose trace is recorded, or None.

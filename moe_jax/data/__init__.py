@@ -1,12 +1,17 @@
 """Text in, windows of tokens out. Imports NumPy and absl, never jax; `tokenizers` is imported when it is used."""
 
-from moe_jax.data.cache import CacheMeta, TokenCache, build_cache
+from moe_jax.data.cache import CacheMeta, TokenCache, TokenSpan, build_cache
 from moe_jax.data.config import DataConfig
 from moe_jax.data.corpus import Source, find_documents, iterate_texts
-from moe_jax.data.held_out_split import TokenSpan
-from moe_jax.data.masking import mask_tokens
-from moe_jax.data.prefetch import prefetch
-from moe_jax.data.stream import HeldOutBatch, TokenStream, held_out_batches, held_out_entropy, unigram_entropy
+from moe_jax.data.stream import (
+    HeldOutBatch,
+    TokenStream,
+    held_out_batches,
+    held_out_entropy,
+    mask_tokens,
+    prefetch,
+    unigram_entropy,
+)
 from moe_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
 
 __all__ = [

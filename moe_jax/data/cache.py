@@ -7,6 +7,8 @@ be taken for one, and of several builders (on several hosts, too) the first to r
 elsewhere.
 """
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json
@@ -23,9 +25,135 @@ from absl import logging
 
 from moe_jax.data.config import DataConfig, cache_root
 from moe_jax.data.corpus import Source, find_documents
-from moe_jax.data.held_out_split import TokenSpan, split_documents
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = 6
+
+
+def hash64(*words) -> np.ndarray:
+    """Hash integers to 64 bits that look independent.
+
+    Each word is mixed with the hash of the words before it by the finaliser of SplitMix64.
+
+    Args:
+      words: ints or integer arrays that broadcast together.
+
+    Returns:
+      uint64, at least 1-d, of the broadcast shape.
+
+    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (2014), figure 13 (mix64variant13).
+    """
+    state = np.zeros(1, np.uint64)
+    for word in words:
+        word = np.array([word & 0xFFFFFFFFFFFFFFFF], np.uint64) if isinstance(word, int) else word.astype(np.uint64)
+        state = state * np.uint64(3) + word + _GOLDEN
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    return state
+
+
+def uniform(*words) -> np.ndarray:
+    """Return float64 numbers in [0, 1) at the addresses that the words give."""
+    return (hash64(*words) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def shuffled(index: np.ndarray, count: int, *key) -> np.ndarray:
+    """Return which item of `count` stands at each place of a shuffled order, without making the order.
+
+    A Feistel network is a bijection of [0, 4^k); applying it again until the value is below `count` makes it one of
+    [0, count). That takes at most four applications on average, and no memory whatever the size of the corpus.
+
+    Args:
+      index: int64 [n], places, each in [0, count).
+      count: items.
+      key: words of `hash64`; an array among them has the shape [n].
+
+    Returns:
+      int64 [n], each in [0, count); distinct for distinct places under the same key.
+
+    Source: Black, Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), cycle walking and generalised Feistel.
+    """
+    half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
+    low = (np.uint64(1) << half) - np.uint64(1)
+
+    def permute(value, keys):
+        left, right = value >> half, value & low
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (hash64(*keys, turn, right) & low)
+        return (left << half) | right
+
+    value = permute(index.astype(np.uint64), key)
+    while (outside := np.flatnonzero(value >= np.uint64(count))).size:
+        keys = [word if isinstance(word, int) else word[outside] for word in key]
+        value[outside] = permute(value[outside], keys)
+    return value.astype(np.int64)
+
+
+_PURPOSE = 3  # keeps these numbers apart from those of stream.py and masking.py
+
+
+def split_documents(ends: np.ndarray, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Divide a corpus between training and held-out text.
+
+    Whether a document is held out is decided by a hash of its index, not by the seed or by the documents after it.
+    Where the documents so chosen hold less than half or more than twice the share that was asked for (few documents,
+    or one that outweighs the rest), the last tokens of the corpus are held out instead.
+
+    Args:
+      ends: int64 [documents], one past the last token of each.
+      held_out_fraction: of all tokens.
+
+    Returns:
+      train, held_out: int64 [runs, 2], start and end of each run of tokens, ascending; no token in both.
+
+    Raises:
+      UserError: for a corpus of fewer than 4 tokens.
+    """
+    total = int(ends[-1])
+    if total < 4:
+        raise UserError(f"the corpus has {total} tokens and must have at least 4; name more text in DataConfig.path")
+    starts = np.concatenate([[0], ends[:-1]])
+    held = uniform(_PURPOSE, np.arange(ends.size)) < held_out_fraction
+    count = int((ends - starts)[held].sum())
+    if count >= 2 and held_out_fraction / 2 <= count / total <= min(2 * held_out_fraction, 0.5):
+        border = np.flatnonzero(np.diff(held, prepend=not held[0]))
+        runs = np.stack([starts[border], np.append(starts[border[1:]], total)], axis=1)
+        return runs[~held[border]], runs[held[border]]
+    tail = max(2, round(total * held_out_fraction))  # two tokens make one target
+    return np.array([[0, total - tail]]), np.array([[total - tail, total]])
+
+
+class TokenSpan:
+    """Read some runs of the corpus as one array of tokens.
+
+    Args:
+      tokens: ids of the whole corpus, integers [n].
+      runs: int64 [runs, 2], start and end of each run.
+    """
+
+    def __init__(self, tokens: np.ndarray, runs: np.ndarray):
+        self._tokens = tokens
+        self._runs = runs
+        self._ends = np.cumsum(runs[:, 1] - runs[:, 0])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens start to before stop, int32; fewer where the span ends earlier."""
+        stop = min(stop, len(self))
+        parts, run = [], int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            here = min(stop, int(self._ends[run])) - start
+            first = int(self._runs[run, 1] - self._ends[run]) + start
+            parts.append(self._tokens[first : first + here])
+            start += here
+            run += 1
+        return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+
 
 FORMAT = 1
 BATCH_CHARACTERS = 4 << 20  # text handed to the tokenizer at once

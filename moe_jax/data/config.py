@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_jax import user_cache
+from moe_jax.data import user_cache
 from moe_jax.errors import UserError
 
 

@@ -9,18 +9,94 @@ depend on hosts, devices or threads, and a resumed run needs its step only.
 Letters: docs/notation.md.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from moe_jax.data.cache import TokenCache
-from moe_jax.data.documents import inside_documents
-from moe_jax.data.held_out_split import TokenSpan
-from moe_jax.data.keyed_random import shuffled
+from moe_jax.data.cache import TokenCache, TokenSpan, hash64, shuffled, uniform
 from moe_jax.errors import UserError
 
-_PURPOSE = 1  # keeps these numbers apart from those of masking.py
+_ORDER, _MASKS = 1, 2  # keyed numbers for one purpose are apart from those for another; cache.py has 3
+
+
+def mask_tokens(
+    tokens: np.ndarray,
+    step: int,
+    rows: int | np.ndarray,
+    seed: int,
+    vocab_size: int,
+    mask_id: int,
+    rate: float = 0.15,
+    special_ids: Sequence[int] = (),
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Hide `rate` of the tokens: 80% become the mask, 10% a random token, and 10% stay as they are.
+
+    Args:
+      tokens: integers [b, Sq].
+      step: the training step.
+      rows: the global row of each, int [b]; or of tokens[0], where they follow one another.
+      seed: `train.seed`.
+      vocab_size: the tokenizer's, so that a random token is one of its tokens.
+      mask_id: the tokenizer's.
+      rate: the chance of each token to be hidden.
+      special_ids: ids that are neither hidden nor drawn, such as the end of a document.
+
+    Returns:
+      inputs: int32 [b, Sq], tokens with some hidden.
+      targets: int32 [b, Sq], the tokens as they were.
+      weights: float32 [b, Sq], 1 where a token was chosen and the loss counts, else 0.
+
+    Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018), section 3.1.
+    """
+    row = (rows + np.arange(len(tokens)) if isinstance(rows, int) else rows)[:, None]
+    column = np.arange(tokens.shape[1])[None, :]
+    special = np.unique([mask_id, *special_ids])
+
+    chosen = (uniform(_MASKS, seed, step, 0, row, column) < rate) & ~np.isin(tokens, special)
+    fate = uniform(_MASKS, seed, step, 1, row, column)
+    drawn = (hash64(_MASKS, seed, step, 2, row, column) % np.uint64(vocab_size - special.size)).astype(np.int64)
+    for skipped in special:  # ascending, so that each id that is not special is reached exactly once
+        drawn += drawn >= skipped
+
+    inputs = np.where(chosen & (fate < 0.8), mask_id, tokens)
+    inputs = np.where(chosen & (fate >= 0.8) & (fate < 0.9), drawn, inputs)
+    return inputs.astype(np.int32), tokens.astype(np.int32), chosen.astype(np.float32)
+
+
+def document_numbers(tokens: np.ndarray, end_id: int) -> np.ndarray:
+    """Return the number of each token's document in its window: how many ends of documents precede it there.
+
+    Args:
+      tokens: integers [b, n]; of a masked language model, before any is hidden.
+      end_id: that closes each document; it is part of the document it closes.
+
+    Returns:
+      int32 [b, n], ascending along n.
+    """
+    ends = tokens == end_id
+    return (np.cumsum(ends, axis=1) - ends).astype(np.int32)
+
+
+def inside_documents(tokens: np.ndarray, end_id: int) -> np.ndarray:
+    """Return which targets are in the document of the token that predicts them, bool [b, n - 1] of tokens [b, n].
+
+    The end of a document is such a target; the first token of the document after it is none.
+    """
+    return tokens[:, :-1] != end_id
+
+
+def cut_documents(ids: Sequence[int], end_id: int) -> list[list[int]]:
+    """Return the documents of a window one by one, each with its end id where it has one."""
+    cuts = [place + 1 for place, one in enumerate(ids) if one == end_id and place + 1 < len(ids)]
+    return [list(ids[first:last]) for first, last in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
 _CHUNK = 1 << 22
 
 
@@ -65,7 +141,7 @@ class TokenStream:
         """
         row = np.arange(self.batch_size, dtype=np.int64)[slice(None) if rows is None else rows]
         epoch, place = np.divmod(step * self.batch_size + row, self.windows)
-        window = shuffled(place, self.windows, _PURPOSE, self.seed, epoch)
+        window = shuffled(place, self.windows, _ORDER, self.seed, epoch)
         out = np.empty((row.size, self.sequence_length + 1), np.int32)
         for i, start in enumerate((window * self.sequence_length).tolist()):
             out[i] = self._span.read(start, start + self.sequence_length + 1)
@@ -202,3 +278,41 @@ def _span(cache: TokenCache, split: str) -> TokenSpan:
     if split not in ("train", "held_out"):
         raise UserError(f"split ({split!r}) must be 'train' or 'held_out'; name one of the two")
     return cache.train if split == "train" else cache.held_out
+
+
+Batch = TypeVar("Batch")
+
+
+def prefetch(
+    read: Callable[[int], Batch], start: int, stop: int | None = None, depth: int = 2
+) -> Iterator[tuple[int, Batch]]:
+    """Yield (step, read(step)) from `start` to before `stop`, with up to `depth` reads ahead.
+
+    An error of read(step) is raised where that step would have been yielded. To end the thread, close the iterator or
+    exhaust it.
+
+    Args:
+      read: a pure function of the step, such as TokenStream.batch.
+      start: the first step.
+      stop: the step after the last; None goes on for ever.
+      depth: batches held ready, at least 1.
+    """
+    steps = iter(range(start, stop) if stop is not None else count(start))
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+    ahead = deque()
+
+    def send():
+        step = next(steps, None)
+        if step is not None:
+            ahead.append((step, pool.submit(read, step)))
+
+    try:
+        for _ in range(depth):
+            send()
+        while ahead:
+            step, future = ahead.popleft()
+            batch = future.result()
+            send()
+            yield step, batch
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -2,6 +2,6 @@
 
 from moe_jax.inference.generator import Generated, Generator
 from moe_jax.inference.load import load
-from moe_jax.inference.sampling import Sampling
+from moe_jax.inference.programs import Sampling
 
 __all__ = ["Generated", "Generator", "Sampling", "load"]

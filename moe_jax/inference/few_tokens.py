@@ -1,21 +1,19 @@
 """The MoE layer for few tokens: each device applies the experts that it holds to all of them, and one sum joins these.
 
-Inputs: tokens x [t, M] of an MP group, and of each whether it is real. Outputs: y [t, M], and the experts that they
-took. Inside `shard_map`, for decoding alone: nothing is differentiated.
-
-While training, rows are sorted by expert and travel in buckets. For one token of every sequence that index work takes
-longer than reading the weights, and a grouped matmul may read all weights of a layer, where a token needs K experts.
-Here the tokens of all devices that share the experts are gathered (an MP group holds them already), each device
-computes the choices that are its own, in one of three ways,
+For one token of every sequence, sorting rows into buckets takes longer than reading the weights, and a grouped matmul
+may read all weights of a layer, where a token needs K experts. Here the tokens of all devices that share the experts
+are gathered (an MP group holds them already), each device computes the choices that are its own, in one of three ways,
 
     in turn      one expert after the other, the few rows that chose it: for CPUs, whose matmuls read one matrix
     by choice    all at once, each by the matrices of its expert, which are read in place: for GPUs, few choices
     by slot      all tokens by the matrices of each slot: for GPUs, choices that would read most weights several times
 
-and parts are summed over the devices of the experts and of their shards, each device taking its own tokens. Sums run in
-at least float32. Rows travel directly, each device to each: one message long, where an all-reduce takes several turns,
-and for few rows turns are what counts.
-Letters: docs/notation.md; T tokens of all devices that share the experts; G slots of a device in a layer.
+and parts are summed, in at least float32, over the devices of the experts and of their shards. Rows travel directly,
+each device to each: one message long, where an all-reduce takes several turns, and for few rows turns are what counts.
+T tokens of all devices that share the experts; G slots of a device in a layer.
+
+Experts may be kept as int8 with a scale for each output channel, the largest magnitude over 127, so each weight is off
+by at most half a scale. A block of weights is cast as its matmul reads it, so no float copy of a bank is ever made.
 """
 
 from __future__ import annotations
@@ -26,17 +24,80 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from moe_jax.collectives.replicated import varying_to_replicated
-from moe_jax.collectives.varying import cast_varying, varying_axes
-from moe_jax.dispatch import Tables, destinations
-from moe_jax.grouped_matmul.row_blocks import RowBlock, for_each_block
-from moe_jax.inference.int8 import SCALE
-from moe_jax.mesh.roles import Roles
+from moe_jax.kernels.matmul import grouped_matmul
+from moe_jax.kernels.row_blocks import RowBlock, for_each_block
 from moe_jax.models.model_group import ModelGroup
+from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.layer import MoE
-from moe_jax.routers import RouterInputs
+from moe_jax.moe.routers import RouterInputs
+from moe_jax.moe.tables import Tables, destinations
+from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.replicated import varying_to_replicated
+from moe_jax.parallel.varying import cast_varying, varying_axes
+
+SCALE = "_scale"
+IMPLEMENTATION = "blocked"  # casts a block of weights as it reads it
+
+
+def quantized_specs(specs: dict) -> dict:
+    """Return the PartitionSpecs of a bank in int8 from those of the bank [Rb, K, N]."""
+    scales = {name + SCALE: PartitionSpec(*(tuple(spec) + (None,) * 3)[:3:2]) for name, spec in specs.items()}
+    return {**specs, **scales}
+
+
+def quantize_bank(bank: dict) -> dict:
+    """Return a bank in int8 on the same devices; the arrays given are deleted one by one."""
+
+    def one(leaf):
+        sharding = leaf.sharding
+        scale = NamedSharding(sharding.mesh, quantized_specs({"w": sharding.spec})["w" + SCALE])
+        pair = jax.block_until_ready(jax.jit(quantize, out_shardings=(sharding, scale))(leaf))
+        leaf.delete()  # not two banks at once
+        return pair
+
+    found = {}
+    for name, leaf in bank.items():
+        found[name], found[name + SCALE] = one(leaf)
+    return found
+
+
+def quantize(weight):
+    """Return (int8 [Rb, K, N], scale float32 [Rb, N]) of weights [Rb, K, N]; a channel of zeros has scale 1."""
+    weight = weight.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(weight), axis=1)
+    scale = jnp.where(largest > 0, largest / 127, 1)
+    return jnp.round(weight / scale[:, None]).astype(jnp.int8), scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8MoE(MoE):
+    """The layer on a bank of `quantize_bank`; everything but its experts is as ever."""
+
+    def experts(self, rows, group_sizes, weights: ExpertWeights):
+        """Apply the experts to rows [R, M] in group order."""
+        with jax.named_scope("experts"):
+            edges = jnp.cumsum(group_sizes)
+            group = jnp.searchsorted(edges, jnp.arange(rows.shape[0], dtype=edges.dtype), side="right")
+            group = jnp.minimum(group, group_sizes.shape[0] - 1)  # rows of no group are zero
+            acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
+
+            def times(lhs, name):
+                out = grouped_matmul(lhs, group_sizes, weights.operands(name), implementation=IMPLEMENTATION)
+                scale = weights.bank[name + SCALE][weights.home_row][group]
+                return out.astype(acc_dtype) * scale.astype(acc_dtype)
+
+            *ins, last = weight_names(self.activation)
+            hidden = apply_activation(self.activation, *(times(rows, name) for name in ins)).astype(rows.dtype)
+            return times(hidden, last).astype(rows.dtype)
+
+
+def with_int8(moe: MoE) -> Int8MoE:
+    """Return the layer for a bank of `quantize_bank`."""
+    return Int8MoE(**{field.name: getattr(moe, field.name) for field in dataclasses.fields(moe)})
+
 
 HEIGHTS = (1, 4, 8)  # rows of an expert that a CPU multiplies at once; two take it longer than four
 LEAST_RESULTS = 1 << 13  # of sums over rows of a matrix, that each core of a GPU has some

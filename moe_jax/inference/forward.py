@@ -1,40 +1,149 @@
-"""A model's forward over a cache: prompts from position 0, or one more token of each sequence.
+"""A model's forward over a cache of keys and values: prompts from position 0, or one more token of each sequence.
 
-Inputs: the parameters of the training model, tables, a cache, token ids [b, Sq] with positions and whether they are
-real. Outputs: activations [b, Sq, M] after the last norm, the cache, and the experts that every token took. Inside
-`shard_map`. The modules, the MoE layer with its schedules and the loop over units are those of training; only attention
-looks at a cache, and padding goes to no expert.
-Letters: docs/notation.md.
+The modules, the MoE layer with its schedules and the loop over units are those of training; only attention looks at a
+cache, and padding goes to no expert. Inside `shard_map`. A cache is {segment: {attention of its unit: Entry}}; a
+token's keys stand in the row of its position, so prompts of different lengths need no shift: padding behind a prompt is
+overwritten before anything may look at it. Sequences are split over the data-parallel devices and heads over the
+model-parallel ones. Hkv heads of keys and values divide H; T rows of a sequence in the cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from moe_jax.collectives.replicated import join_parts, own_part
-from moe_jax.collectives.varying import cast_varying
-from moe_jax.dispatch import local
-from moe_jax.inference.cache import Entry, attend_cached, store_prompts, store_tokens
-from moe_jax.inference.few_tokens import FewTokens, FewTokensGroup, alike, on_cpu, way_of
-from moe_jax.inference.int8 import with_int8
-from moe_jax.inference.real_tokens import RealTokens
-from moe_jax.inference.transport import settle_transport
-from moe_jax.mesh.roles import Roles
+from moe_jax.cluster import read_named_cluster
+from moe_jax.cluster.collectives import ALL_TO_ALLS as KINDS
+from moe_jax.cluster.collectives import all_to_all_seconds
+from moe_jax.errors import UserError
+from moe_jax.inference.few_tokens import FewTokens, FewTokensGroup, alike, on_cpu, way_of, with_int8
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import attend
-from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.param_dtype_gradients import in_dtype, project
+from moe_jax.models.model_group import ModelGroup, in_dtype, project
 from moe_jax.models.segments import Segment, part_of
-from moe_jax.models.shared_experts import add_shared
-from moe_jax.models.transformer import Transformer, Unit
-from moe_jax.moe.layer import MoE, make_moe
-from moe_jax.placement import PlanShape
+from moe_jax.models.transformer import Transformer, Unit, add_shared
+from moe_jax.moe import MoEConfig
+from moe_jax.moe.build import make_moe
+from moe_jax.moe.layer import MoE
+from moe_jax.moe.routers import Router, RouterInputs
+from moe_jax.moe.routers.statistics import count_experts
+from moe_jax.moe.routing import record
+from moe_jax.moe.tables import local
+from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.replicated import join_parts, own_part
+from moe_jax.parallel.varying import cast_varying
+from moe_jax.planning.plan_shape import PlanShape
+
+
+class RealTokens:
+    """Ask `router`, then take the padding out of what it chose; all else is the router's own."""
+
+    def __init__(self, router: Router):
+        self._router = router
+
+    def __getattr__(self, name):
+        return getattr(self._router, name)
+
+    def choose(self, x, params, inputs: RouterInputs):
+        """Return (Choice, GateStats); `inputs.token_ids` int32 [t] must be there. Choices leave with the statistics."""
+        choice, stats = self._router.choose(x, params, inputs)
+        real = (inputs.token_ids >= 0)[:, None]
+        expert_ids = jnp.where(real, choice.expert_ids, -1)
+        choice = dataclasses.replace(
+            choice,
+            expert_ids=expert_ids,
+            weights=jnp.where(real, choice.weights, 0),
+            keep_mask=choice.keep_mask & real,
+        )
+        counts = count_experts(expert_ids, stats.counts.shape[0])
+        return choice, dataclasses.replace(stats, counts=counts, choices=expert_ids)
+
+
+@record
+class Entry:
+    """Of one attention in all units of a segment: keys and values [U, b, Hkv, T, Dh]."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+def attentions_of(segment: Segment) -> tuple[str, ...]:
+    """Return the names of a unit's attentions, in their order."""
+    names = ("dense_attention",) if segment.config.moe_every != 1 else ()
+    return (*names, "attention") if segment.has_experts else names
+
+
+def cache_specs(model: LanguageModel) -> dict:
+    """Return the PartitionSpec of every array of a cache."""
+    roles = model.roles
+    spec = P(None, roles.dense, roles.model or None)
+    return {segment.name: {name: Entry(spec, spec) for name in attentions_of(segment)} for segment in model.segments}
+
+
+def store_prompts(new: dict, held: int) -> dict:
+    """Return a segment's cache with room for `held` tokens; new: {attention: (k, v)}, each [U, b, Sq, Hkv, Dh]."""
+
+    def one(array):
+        by_head = jnp.swapaxes(array, 2, 3)
+        return jnp.pad(by_head, ((0, 0), (0, 0), (0, 0), (0, held - by_head.shape[3]), (0, 0)))
+
+    return {name: Entry(*map(one, pair)) for name, pair in new.items()}
+
+
+def store_tokens(cache: dict, new: dict, positions) -> dict:
+    """Return a segment's cache with one more token of each sequence; new: (k, v) [U, b, 1, Hkv, Dh] each.
+
+    Args:
+      positions: int32 [b], below T.
+    """
+    row = jnp.arange(positions.shape[0])
+
+    def one(held, array):
+        return held.at[:, row, :, positions].set(jnp.swapaxes(array[:, :, 0], 0, 1))
+
+    return {name: Entry(one(cache[name].keys, k), one(cache[name].values, v)) for name, (k, v) in new.items()}
+
+
+def attend_cached(entry: Entry, q, k, v, positions, in_place: bool = False):
+    """Return softmax(q k^T / sqrt(Dh)) v over the tokens before `positions` and the new one: [b, 1, H, Dh].
+
+    The new token's keys and values stand in for the rows of its position, which the cache does not hold yet.
+
+    Args:
+      entry: of this unit, [b, Hkv, T, Dh]; q: [b, 1, H, Dh], consecutive H / Hkv of which share a head of keys.
+      k, v: [b, 1, Hkv, Dh], of the new token; positions: int32 [b], where it stands, below T.
+      in_place: multiply keys and values where they lie, without a matmul, which copies them first.
+    """
+    rows, _, heads, dim = q.shape
+    shared = k.shape[2]
+    acc_dtype = jnp.promote_types(q.dtype, jnp.float32)
+    place = jnp.arange(entry.keys.shape[2], dtype=jnp.int32)[None] - positions[:, None]
+    new = (place == 0)[:, None, :, None]
+    keys = jnp.where(new, jnp.swapaxes(k, 1, 2), entry.keys)
+    values = jnp.where(new, jnp.swapaxes(v, 1, 2), entry.values)
+
+    def times(spec, a, b, summed):
+        if not in_place:
+            return jnp.einsum(spec, a, b, preferred_element_type=acc_dtype)
+        return jnp.sum(a.astype(acc_dtype) * b[:, :, None].astype(acc_dtype), axis=summed)
+
+    grouped = q[:, 0].reshape(rows, shared, heads // shared, dim)
+    row = grouped[:, :, :, None] if in_place else grouped
+    scores = times("bhgd,bhtd->bhgt", row, keys, -1) / math.sqrt(dim)
+    scores = jnp.where((place <= 0)[:, None, None], scores, jnp.finfo(acc_dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    row = weights[..., None] if in_place else weights
+    mixed = times("bhgt,bhtd->bhgd", row, values, -2)
+    return mixed.astype(q.dtype).reshape(rows, 1, heads, dim)
+
 
 UNROLL = 16  # units in a turn of a GPU's loop over single tokens, where the loop's own small kernels count
 
@@ -137,6 +246,7 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_p
             return x + y.reshape(x.shape), (new, choices)
 
         pairs = None if cache is None else {name: (entry.keys, entry.values) for name, entry in cache.items()}
+        # The loop only reads the cache and hands out what is new: written inside, all of it would be copied every turn.
         x, (new, choices) = lax.scan(body, x, (units, tables, pairs), unroll=UNROLL if in_place else 1)
         return x, new, choices
 
@@ -164,7 +274,7 @@ def _make_layer(
             return of_few(x, index, gate, bank, tables)
         x = jnp.pad(x, ((0, whole - tokens), (0, 0)))
         index = jnp.pad(index, (0, whole - tokens), constant_values=-1)
-        y, stats, _ = moe(x, index, gate, bank, {}, tables)
+        y, stats, _ = moe(x, gate, RouterInputs(None, index, tables), bank, {})
         return y[:tokens], stats.choices
 
     return layer
@@ -187,3 +297,42 @@ def logits_of(x, table, axes: tuple[str, ...], in_place: bool = False):
     else:
         part = project("bm,vm->bv", x, own, out=acc_dtype)
     return join_parts(part, split, dim=1)
+
+
+_LOG = logging.getLogger(__name__)
+COORDINATED = ("s1", "s2")  # schedules that have it
+
+
+def settle_transport(config: MoEConfig, roles: Roles, tokens: int, row_bytes: int) -> MoEConfig:
+    """Return the config with another transport than 'auto'; every other one stays.
+
+    Args:
+      tokens: of an MP group; row_bytes: of one row of M elements.
+
+    Raises:
+      UserError: 'auto' without a cluster file, or one that lacks a latency, step or bandwidth.
+    """
+    if config.transport != "auto":
+        return config
+    if not config.cluster:
+        raise UserError(
+            "MoEConfig.transport ('auto') chooses by a cluster's latencies and bandwidths; set MoEConfig.cluster to "
+            f"its file, such as configs/cluster/h200.gin, or name one of {', '.join(KINDS)}"
+        )
+    shards, devices = roles.size(roles.expert_shard), roles.size(roles.expert + roles.expert_shard)
+    # the part of the MP group in which the coordinated exchange has its second and third collective
+    slicing = shards * roles.size(tuple(axis for axis in roles.expert if axis in roles.model))
+    near = min(roles.config.devices_per_node, devices)
+    if devices % near or near % slicing:
+        return dataclasses.replace(config, transport="all_to_all")
+    cluster = read_named_cluster(config.cluster).sized(None, near)
+    sent = -(-tokens // roles.size(roles.model)) * config.top_k * row_bytes * shards
+    seconds = {
+        kind: value
+        for kind, value in all_to_all_seconds(cluster, devices, slicing, shards, sent).items()
+        if kind != "coordinated" or config.schedule in COORDINATED
+    }
+    chosen = min(seconds, key=lambda kind: seconds[kind])
+    listed = ", ".join(f"{kind} {value:.3g} s" for kind, value in seconds.items())
+    _LOG.warning("transport 'auto' is %r for %d tokens of a group: %s", chosen, tokens, listed)
+    return dataclasses.replace(config, transport=chosen)

@@ -1,39 +1,210 @@
-"""A loaded model: prompts in, continuations out.
+"""A loaded model: prompts in, continuations out, and replicas of hot experts.
 
-Inputs: prompts as text or token ids. Outputs: `Generated`. The host only counts and hands out tokens; a token's id
-goes into the next call without leaving the devices, and is read while that call runs.
-Letters: docs/notation.md.
+The host only counts and hands out tokens; a token's id goes into the next call without leaving the devices, and is read
+while that call runs. Replicas are planned from observed loads and stay: parameters do not change here, so a replica is
+one more row of its device's bank, all slots are home slots to a program, and nothing is fetched. A bank's row of slot g
+in layer l is l G + g.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import time
 from collections.abc import Callable, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from moe_jax.cluster import Cluster
 from moe_jax.data import Tokenizer
 from moe_jax.errors import UserError
-from moe_jax.inference.int8 import quantize_bank, quantized_specs
+from moe_jax.inference.few_tokens import quantize_bank, quantized_specs
 from moe_jax.inference.programs import (
     LEAST_LENGTH,
     Chosen,
     Knobs,
     Parameters,
+    Sampling,
     bucket,
     by_sequence,
     make_decode,
     make_prefill,
     make_score,
+    prompt_keys,
 )
-from moe_jax.inference.prompts import check_prompts, to_ids
-from moe_jax.inference.replicas import even_placement, move_bank, plan_replicas, reside
-from moe_jax.inference.sampling import Sampling, prompt_keys
-from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.models import LanguageModel
-from moe_jax.models.segments import joined
-from moe_jax.placement import Placement
+from moe_jax.models.segments import Segment, joined
+from moe_jax.moe.tables import Tables
+from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.cost import Cost
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
+
+
+def read_prompt_ids(path: str | os.PathLike[str]) -> list[list[int]]:
+    """Return the id lists of a JSON file.
+
+    Raises:
+      UserError: it cannot be read, or is not a list of lists of whole numbers.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--prompt_ids={path} cannot be read ({error}); give a JSON file such as [[5, 17], [8]]"
+        ) from error
+    whole = isinstance(found, list) and all(isinstance(row, list) for row in found)
+    if not whole or not all(type(value) is int for row in found for value in row):
+        raise UserError(f"--prompt_ids={path} must be a JSON list of lists of whole numbers, such as [[5, 17], [8]]")
+    return found
+
+
+def to_ids(prompts: Sequence, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Return each prompt's ids; texts get the tokenizer's special tokens.
+
+    Raises:
+      UserError: a text without a tokenizer.
+    """
+    found = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            found.append([int(value) for value in prompt])
+            continue
+        if tokenizer is None:
+            raise UserError(
+                "a prompt is text, and this run has no tokenizer (DataConfig.tokenizer, or tokenizer.json in its "
+                "folder); give token ids with --prompt_ids"
+            )
+        found.append(tokenizer.encode_prompt(prompt).tolist())
+    return found
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocabulary: int, longest: int | None) -> None:
+    """Refuse what the model cannot continue.
+
+    Args:
+      vocabulary: ids below it exist; longest: positions of the model, None where they have no end.
+
+    Raises:
+      UserError: no prompt, an empty one, an id outside the vocabulary, a prompt longer than the model, or no new token.
+    """
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens ({max_new_tokens}) must be at least 1")
+    if not prompts:
+        raise UserError("there is no prompt; give one with --prompt or --prompt_ids")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"prompt {index} is empty; give it at least one token")
+        wrong = next((value for value in prompt if not 0 <= value < vocabulary), None)
+        if wrong is not None:
+            raise UserError(f"prompt {index} holds the id {wrong}; this model has 0 to {vocabulary - 1}")
+        if longest is not None and len(prompt) > longest:
+            raise UserError(
+                f"prompt {index} has {len(prompt)} tokens, and the model has ModelConfig.max_length ({longest}) "
+                f"positions; give it at most {longest}"
+            )
+
+
+PLANNERS = ("balanced", "eplb")  # those that need no prices, only loads and a number of slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Residence:
+    """Where the experts of one segment are.
+
+    Attributes:
+      placement: homes and replicas; shape: what programs are built for; tables: that say so, NumPy arrays.
+      slot_expert: int32 [D, L, G], the expert in each slot, -1 for none.
+    """
+
+    placement: Placement
+    shape: PlanShape
+    tables: Tables
+    slot_expert: np.ndarray
+
+
+def reside(placement: Placement) -> Residence:
+    """Return how a placement is kept for good."""
+    shape = build_shape(placement)
+    filled = fill_tables(shape, placement)
+    devices, layers, slots = filled.slot_expert.shape
+    rows = np.arange(layers * slots, dtype=np.int32).reshape(1, layers, slots)
+    tables = Tables(filled.dest_slot, filled.dest_num, filled.dest_den, np.broadcast_to(rows, (devices, layers, slots)))
+    shape = dataclasses.replace(shape, home_slots=slots, bank_rows=layers * slots, ahead=None)
+    return Residence(placement, shape, tables, filled.slot_expert)
+
+
+def even_placement(model: LanguageModel, segment: Segment) -> Placement:
+    """Return a segment's homes without replicas."""
+    roles = model.roles_of(segment)
+    devices, near = roles.size(roles.expert), roles.members_per_node
+    return Placement.even(segment.config.moe_layers, segment.moe.num_experts, devices, near)
+
+
+def plan_replicas(
+    model: LanguageModel, experts: Sequence[np.ndarray], planner: str, replica_slots: int
+) -> dict[str, Placement]:
+    """Return {segment: placement} for the loads that were seen.
+
+    Args:
+      experts: int32 [tokens, L, K] of each prompt, as `Generated.experts`; sources count as alike.
+      planner: one of `PLANNERS`; replica_slots: replicas that a device may hold in each layer.
+
+    Raises:
+      UserError: another planner, or a negative number of slots.
+    """
+    if planner not in PLANNERS:
+        raise UserError(f"planner ({planner!r}) must be one of {', '.join(PLANNERS)}, which plan by loads alone")
+    if replica_slots < 0:
+        raise UserError(f"replica_slots ({replica_slots}) must be at least 0")
+    found, taken = {}, np.concatenate(list(experts))
+    for segment in model.expert_segments:
+        start = even_placement(model, segment)
+        layers = range(segment.first_layer, segment.first_layer + start.layers)
+        counts = [np.bincount(taken[:, at][taken[:, at] >= 0], minlength=start.experts) for at in layers]
+        loads = np.repeat(np.asarray(counts, np.float64)[:, None], start.devices, axis=1) / start.devices
+        cost = Cost(
+            cluster=Cluster(),
+            model_dim=segment.config.model_dim,
+            hidden_dim=segment.config.hidden_dim,
+            replica_slots=replica_slots,
+        )
+        found[segment.name] = build_planner(PlannerConfig(name=planner)).propose(loads, start, cost)
+    return found
+
+
+def move_bank(bank: dict, old: np.ndarray, new: np.ndarray) -> dict:
+    """Return a segment's bank in the order of other slots; the arrays given are deleted one by one.
+
+    Args:
+      bank: {name: [D Rb, ...]}; old, new: `Residence.slot_expert` before and after.
+    """
+    source = _source_rows(old, new)
+
+    def one(leaf):
+        moved = jax.jit(lambda leaf: jnp.take(leaf, source, axis=0), out_shardings=leaf.sharding)(leaf)
+        jax.block_until_ready(moved)
+        leaf.delete()  # not two banks at once
+        return moved
+
+    return {name: one(leaf) for name, leaf in bank.items()}
+
+
+def _source_rows(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Return int32 [D Rb], for each row of the new bank the old bank's row of its expert; any where there is none."""
+    devices, layers, slots = old.shape
+    row_of = np.zeros((layers, max(int(old.max()), int(new.max())) + 1), np.int32)
+    device, layer, slot = np.nonzero(old >= 0)
+    row_of[layer, old[device, layer, slot]] = (device * layers + layer) * slots + slot
+    layer = np.broadcast_to(np.arange(layers)[None, :, None], new.shape)
+    return row_of[layer, np.maximum(new, 0)].reshape(-1)
+
 
 QUANTIZE = ("none", "int8")
 DECODE = ("gather", "exchange")
@@ -74,7 +245,7 @@ class Generator:
       tokenizer: between text and ids, None for ids alone.
       end_ids: that end a text.
       vocabulary: ids below it may be chosen; a model's own may be rounded up.
-      quantize: 'int8' keeps the experts so (`int8.py`) and deletes those given; 'none' keeps these.
+      quantize: 'int8' keeps the experts so and deletes those given; 'none' keeps these.
       decode: 'gather' brings few tokens to all devices that share the experts (`few_tokens.py`); 'exchange' sends each
         to its experts by the run's schedule and all-to-all, as prompts always are.
 
@@ -228,14 +399,11 @@ class _Request:
         self.parts = roles.size(roles.dense)
         self.rows = bucket(-(-len(prompts) // self.parts))
         longest = max(map(len, prompts))
-        self.left = [self._most(prompt, max_new) for prompt in prompts]
+        # how many tokens may follow each: the last one needs no position of its own
+        limit = owner.longest
+        self.left = [max_new if limit is None else min(max_new, limit - len(prompt) + 1) for prompt in prompts]
         most = max(len(prompt) + left for prompt, left in zip(prompts, self.left, strict=True))
         self.length, self.held = self._fit(longest), max(self._fit(longest), self._fit(most - 1))
-
-    def _most(self, prompt: list[int], max_new: int) -> int:
-        """Return how many tokens may follow: the last one needs no position of its own."""
-        limit = self.owner.longest
-        return max_new if limit is None else min(max_new, limit - len(prompt) + 1)
 
     def _fit(self, tokens: int) -> int:
         limit = self.owner.longest
@@ -273,7 +441,7 @@ class _Request:
         *arrays, knobs = self.inputs()
         started, seconds = time.perf_counter(), []
         said: list[list[int]] = [[] for _ in self.prompts]
-        taken = _Experts(self, want_experts)
+        taken: list[list[np.ndarray]] = [[] for _ in self.prompts]  # of each prompt [tokens, L, K]
         state, chosen = prefill(owner.params, owner.tables, *arrays, knobs)
         for step in range(max(self.left)):
             following = None
@@ -285,40 +453,25 @@ class _Request:
                 said[row].append(int(ids[row]))
                 if on_token is not None:
                     on_token(int(row), int(ids[row]))
-            taken.add(chosen)
-            if following is None or (ids < 0).all() or all(map(self._ended, range(len(said)), said)):
+            if want_experts:
+                found = self._experts(chosen, 1 if step else self.length)
+                for row, tokens in enumerate(taken):
+                    tokens.append(found[row][found[row, :, 0, 0] >= 0])  # padding has no expert
+            ended = (
+                len(new) >= most or bool(new) and new[-1] in self.end_ids
+                for new, most in zip(said, self.left, strict=True)
+            )  # fmt: skip
+            if following is None or (ids < 0).all() or all(ended):
                 break
             chosen = following
-        return said, taken.of_prompts(), np.asarray(seconds)
+        return said, [np.concatenate(tokens) for tokens in taken] if want_experts else None, np.asarray(seconds)
 
-    def _ended(self, index: int, new: list[int]) -> bool:
-        return len(new) >= self.left[index] or bool(new) and new[-1] in self.end_ids
-
-
-class _Experts:
-    """The experts of every token, gathered call by call."""
-
-    def __init__(self, request: _Request, wanted: bool):
-        self.request, self.wanted = request, wanted
-        self.tokens: list[list[np.ndarray]] = [[] for _ in request.prompts]  # of each prompt [tokens, L, K]
-        self.calls = 0
-
-    def add(self, chosen: Chosen) -> None:
-        """Take up what one program call found."""
-        if not self.wanted:
-            return
-        request, model = self.request, self.request.owner.model
-        length = 1 if self.calls else request.length
-        self.calls += 1
+    def _experts(self, chosen: Chosen, length: int) -> np.ndarray:
+        """Return the experts of the tokens that went into one program call, [B, Sq, L, K], -1 for none."""
+        model = self.owner.model
         most = max(segment.moe.top_k for segment in model.expert_segments)
         layers = []
         for segment in model.expert_segments:
-            own = by_sequence(np.asarray(chosen.choices[segment.name]), request.parts, request.rows, length)
+            own = by_sequence(np.asarray(chosen.choices[segment.name]), self.parts, self.rows, length)
             layers.append(np.pad(own, ((0, 0), (0, 0), (0, 0), (0, most - own.shape[-1])), constant_values=-1))
-        found = np.concatenate(layers).transpose(1, 2, 0, 3)  # [B, Sq, L, K]
-        for row, tokens in enumerate(self.tokens):
-            real = found[row, :, 0, 0] >= 0
-            tokens.append(found[row][real])
-
-    def of_prompts(self) -> list[np.ndarray] | None:
-        return [np.concatenate(tokens) for tokens in self.tokens] if self.wanted else None
+        return np.concatenate(layers).transpose(1, 2, 0, 3)

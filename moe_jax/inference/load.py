@@ -1,8 +1,4 @@
-"""From a run folder to a model that generates: config, mesh, parameters of a checkpoint, tokenizer, end of text.
-
-Inputs: a run folder, and the mesh to run on. Outputs: a `Generator`. Parameters are read under any mesh, whatever the
-run trained on; matrices are kept in the compute dtype.
-"""
+"""A run folder as a `Generator`, and what of its config differs when the model generates."""
 
 from __future__ import annotations
 
@@ -17,18 +13,51 @@ from jax.sharding import NamedSharding, PartitionSpec
 from moe_jax.config import parse_run_config
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import Tokenizer, build_tokenizer
-from moe_jax.data.end_ids import END_FILES, read_end_ids
+from moe_jax.data.tokenizer import END_FILES, read_end_ids
 from moe_jax.errors import UserError
-from moe_jax.inference.config import inference_configs
-from moe_jax.inference.generator import Generator
-from moe_jax.inference.replicas import even_placement
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.models import LanguageModel
+from moe_jax.inference.generator import Generator, even_placement
+from moe_jax.kernels.float8_blocks import COMPUTE
+from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.segments import expert_counts, joined
+from moe_jax.moe import MoEConfig
+from moe_jax.moe.routers.registry import find
 from moe_jax.observe import RunFolder
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import padded_vocabulary
+
+PER_TOKEN = "topk"  # what a user may choose by token instead
+
+
+def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, MoEConfig]:
+    """Return both as a generating program takes them: nothing saved for a backward, no noise, no capacity,
+    and experts in the compute dtype: float8 is how a run trains faster, and is not how single tokens are decoded.
+
+    Raises:
+      UserError: a model that does not predict the next token, or a router that chooses for a whole batch at once.
+    """
+    if model.kind != "gpt":
+        raise UserError(
+            f"ModelConfig.kind ({model.kind!r}) cannot generate: it sees what follows a token; give a run with "
+            "ModelConfig.kind = 'gpt'"
+        )
+    names = dict.fromkeys([moe.router, *(str(run.get("router", moe.router)) for run in model.runs)])
+    for name in names:
+        if not find(name).router.by_token:
+            raise UserError(
+                f"MoEConfig.router ({name!r}) lets a token's experts depend on the other tokens of its batch, so text "
+                f"would depend on what is generated beside it; bind MoEConfig.router = {PER_TOKEN!r}, by which each "
+                "token chooses for itself"
+            )
+    changes = {"remat": "none", "prefetch": "none", "refetch_replicas": False, "sequence_parallel": False}
+    model = dataclasses.replace(model, **changes)
+    # A capacity bounds what an expert takes of the tokens gated together, so a prompt's text would depend on what is
+    # generated beside it, on its batch's padding, and on whether a token is read with its prompt or by itself.
+    moe = dataclasses.replace(moe, capacity_factor=None, gate_noise=0.0, balance_over="batch", record_choices=False)
+    moe = dataclasses.replace(moe, expert_dtype=COMPUTE, dispatch_dtype=COMPUTE)
+    return model, moe
+
 
 MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out", "head")  # of attention, FFNs, and an untied head
 TOKENIZER = "tokenizer.json"
@@ -48,7 +77,7 @@ def load(
       averaged: take the moving average of the parameters.
       bindings: lines 'Name.field = value' that win over the run's config, such as MoEConfig.schedule.
       devices: to run on; None takes all.
-      quantize: 'int8' keeps the experts' weights so, for a small change of the loss (`int8.py`).
+      quantize: 'int8' keeps the experts' weights so, for a small change of the loss.
       decode: how single tokens meet their experts, 'gather' or 'exchange', as `Generator` says.
 
     Raises:

@@ -1,32 +1,119 @@
 """The compiled programs of generation: prompts in one pass, then one token of every sequence at a time; and scores.
 
-Inputs: parameters, tables, prompts or a `State`. Outputs: the next `State`, and of the token that was chosen its id,
-its logits and the experts that the tokens before it took. One `shard_map` encloses a program, collectives and choice of
-the token included. A program is compiled for sizes that are rounded up, so that few of them serve all requests.
-Letters: docs/notation.md; B sequences of all data-parallel devices, rows that only fill a batch included.
+One `shard_map` encloses a program, collectives and choice of the token included. A program is compiled for sizes that
+are rounded up, so that few of them serve all requests. B sequences of all data-parallel devices, rows that only fill a
+batch included.
+
+A draw depends on the seed, the prompt, how many equal prompts precede it, and the token's position; neither on the mesh
+nor on what else is generated. Noise is drawn for every token of the vocabulary and added to the scaled logits (the
+largest sum is a draw from their softmax), so it belongs to a token whatever top-k and top-p leave.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.collectives.replicated import join_parts, own_part
-from moe_jax.dispatch.route import record
-from moe_jax.inference.cache import cache_specs
+from moe_jax.errors import UserError
 from moe_jax.inference.few_tokens import on_cpu
-from moe_jax.inference.forward import logits_of, make_forward, whole_tokens
-from moe_jax.inference.sampling import choose_tokens
+from moe_jax.inference.forward import cache_specs, logits_of, make_forward, whole_tokens
 from moe_jax.models import LanguageModel
 from moe_jax.models.cross_entropy import chunked_cross_entropy
 from moe_jax.models.segments import joined
-from moe_jax.placement import PlanShape
+from moe_jax.moe.routing import record
+from moe_jax.parallel.replicated import join_parts, own_part
+from moe_jax.planning.plan_shape import PlanShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen.
+
+    Attributes:
+      temperature: logits are divided by it; 0 takes the most probable token (greedy).
+      top_k: only the k most probable tokens may be drawn; 0 is all.
+      top_p: only the fewest tokens whose probabilities sum to at least this; 1 is all. After top_k.
+      seed: of the draws.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature ({self.temperature}) must be 0 (greedy) or positive; 1 leaves logits alone")
+        if self.top_k < 0:
+            raise UserError(f"top_k ({self.top_k}) must be at least 0; 0 lets every token be drawn")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p ({self.top_p}) must lie above 0 and at most at 1; 1 lets every token be drawn")
+        if not 0 <= self.seed < 1 << 32:
+            raise UserError(f"seed ({self.seed}) must lie between 0 and {(1 << 32) - 1}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def compiled(self) -> tuple[bool, int, bool]:
+        """What a program is compiled for: greedy, top_k, whether top_p cuts."""
+        return (True, 0, False) if self.greedy else (False, self.top_k, self.top_p < 1)
+
+
+def prompt_keys(prompts: Sequence[Sequence[int]], seed: int) -> np.ndarray:
+    """Return uint32 [B, 3], from which each prompt's draws follow: seed, hash of its ids, equal ones before it."""
+    seen: dict[bytes, int] = {}
+    keys = []
+    for prompt in prompts:
+        data = np.asarray(prompt, np.int32).tobytes()
+        keys.append((seed, zlib.crc32(data), seen.get(data, 0)))
+        seen[data] = seen.get(data, 0) + 1
+    return np.asarray(keys, np.uint32).reshape(-1, 3)
+
+
+def choose_tokens(logits, keys, positions, compiled: tuple[bool, int, bool], temperature, top_p):
+    """Return int32 [b], the tokens that follow.
+
+    Args:
+      logits: float [b, V], -inf where a token may not come.
+      keys: uint32 [b, 3] of `prompt_keys`; positions: int32 [b], of the tokens to be chosen.
+      compiled: of a `Sampling`; temperature, top_p: float32 [], its own.
+    """
+    greedy, top_k, cuts = compiled
+    if greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    scaled = logits / temperature.astype(logits.dtype)
+    noisy = scaled + jax.vmap(_noise, in_axes=(0, 0, None))(keys, positions, logits.shape[1:]).astype(logits.dtype)
+    size = logits.shape[1]
+    if not top_k and not cuts:
+        return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
+    best, token_ids = jax.lax.top_k(scaled, min(top_k or size, size))
+    noisy = jnp.take_along_axis(noisy, token_ids, axis=-1)
+    if cuts:
+        probs = jax.nn.softmax(best, axis=-1)
+        before = jnp.cumsum(probs, axis=-1) - probs
+        noisy = jnp.where(before < top_p.astype(probs.dtype), noisy, -jnp.inf)
+    picked = jnp.argmax(noisy, axis=-1)[:, None]
+    return jnp.take_along_axis(token_ids, picked, axis=-1)[:, 0].astype(jnp.int32)
+
+
+def _noise(key, position, shape):
+    """Return Gumbel noise of one sequence's token at one position."""
+    seed, prompt, number = key
+    folded = jax.random.key(seed)
+    for value in (prompt, number, position.astype(jnp.uint32)):
+        folded = jax.random.fold_in(folded, value)
+    return jax.random.gumbel(folded, shape, jnp.float32)
+
 
 LEAST_LENGTH = 16  # of a prompt or cache: shorter ones share a program
 
@@ -102,12 +189,6 @@ def state_specs(model: LanguageModel) -> State:
     return State(cache_specs(model), rows, rows, rows, rows, rows)
 
 
-def _chosen_specs(model: LanguageModel) -> Chosen:
-    roles = model.roles
-    choices = P(None, roles.dense + roles.model)
-    return Chosen(P(), P(roles.dense), {segment.name: choices for segment in model.expert_segments})
-
-
 def tables_specs(model: LanguageModel):
     """Return the PartitionSpec of the tables; of several segments with experts {segment: that}."""
     return joined({segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments})
@@ -158,8 +239,7 @@ def make_decode(model: LanguageModel, parameters: Parameters, vocabulary: int, r
             params["dense"], params["bank"], tables, state.cache, state.ids[:, None], state.positions[:, None],
             state.live[:, None],
         )  # fmt: skip
-        state = State(cache, state.ids, state.positions, state.live, state.left, state.keys)
-        return next_token(state, x[:, 0], table, choices, knobs)
+        return next_token(dataclasses.replace(state, cache=cache), x[:, 0], table, choices, knobs)
 
     in_specs = parameters.specs, tables_specs(model), state_specs(model), Knobs(P(), P(), P())
     return _compiled(model, body, in_specs, donate=(2,))
@@ -178,8 +258,13 @@ def make_score(model: LanguageModel, parameters: Parameters, rows: int, length: 
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], inputs.shape)
         real = positions < lengths[:, None]
         x, table, *_ = forward(params["dense"], params["bank"], tables, length, inputs, positions, real)
-        flat = (array.reshape((rows * length,) + array.shape[2:]) for array in (x, targets, real))
-        x, targets, real = (own_part(array, roles.model) for array in _padded(flat, roles.size(roles.model)))
+        spare = whole_tokens(rows * length, roles.size(roles.model)) - rows * length
+
+        def own(array):  # tokens that fill up the last device's part are zero, and not real
+            flat = array.reshape((rows * length,) + array.shape[2:])
+            return own_part(jnp.pad(flat, ((0, spare),) + ((0, 0),) * (flat.ndim - 1)), roles.model)
+
+        x, targets, real = own(x), own(targets), own(real)
         weights = real.astype(x.dtype)
         total = chunked_cross_entropy((x,), table, (targets,), (weights,), model.config.loss_chunk)
         return lax.psum(total, roles.all)
@@ -187,13 +272,6 @@ def make_score(model: LanguageModel, parameters: Parameters, rows: int, length: 
     specs = P(roles.dense)
     in_specs = parameters.specs, tables_specs(model), specs, specs, specs
     return jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=P()))
-
-
-def _padded(arrays, parts: int):
-    """Yield arrays [t, ...] as [t', ...], t' a multiple of `parts`; what is added is zero."""
-    for array in arrays:
-        spare = whole_tokens(array.shape[0], parts) - array.shape[0]
-        yield jnp.pad(array, ((0, spare),) + ((0, 0),) * (array.ndim - 1))
 
 
 def _make_next(model: LanguageModel, vocabulary: int, compiled: tuple) -> Callable:
@@ -211,22 +289,18 @@ def _make_next(model: LanguageModel, vocabulary: int, compiled: tuple) -> Callab
             left = state.left - state.live
             live = state.live & ~ended & (left > 0)
             said = join_parts(jnp.where(state.live, ids, -1), roles.dense)
-        after = State(
-            cache=state.cache,
-            ids=jnp.where(live, ids, state.ids),
-            positions=jnp.where(live, positions, state.positions),
-            live=live,
-            left=left,
-            keys=state.keys,
-        )
+        ids, positions = jnp.where(live, ids, state.ids), jnp.where(live, positions, state.positions)
+        after = dataclasses.replace(state, ids=ids, positions=positions, live=live, left=left)
         return after, Chosen(said, logits, choices)
 
     return next_token
 
 
 def _compiled(model: LanguageModel, body: Callable, in_specs: tuple, donate: tuple[int, ...] = ()) -> Callable:
-    out_specs = state_specs(model), _chosen_specs(model)
-    sharded = jax.shard_map(body, mesh=model.roles.mesh, in_specs=in_specs, out_specs=out_specs)
+    roles = model.roles
+    choices = {segment.name: P(None, roles.dense + roles.model) for segment in model.expert_segments}
+    out_specs = state_specs(model), Chosen(P(), P(roles.dense), choices)
+    sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=out_specs)
     return jax.jit(sharded, donate_argnums=donate)
 
 

@@ -17,10 +17,10 @@ import logging
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.documents import same_document
 from moe_jax.models.residuals import residuals_of
 
 _LOG = logging.getLogger(__name__)
@@ -180,3 +180,19 @@ def _version(text: str) -> tuple[int, ...]:
 @functools.cache
 def _say_fallback(reason: str) -> None:
     _LOG.warning("ModelConfig.attention 'auto' is 'xla' here, not 'cudnn': %s", reason)
+
+
+# Documents packed into one sequence: `Batch.documents` is equal exactly for tokens of one document, whose tokens are
+# neighbours. Only attention mixes tokens, so a document of a packed sequence gets the logits that it would have alone,
+# as long as its tokens go to the same experts. They do in dropless layers; routers that look at a whole batch, and
+# capacities, see all documents of it.
+def same_document(documents):
+    """Return bool [b, 1, Sq, Sq], True where query i and key j are of one document."""
+    return documents[:, None, :, None] == documents[:, None, None, :]
+
+
+def document_positions(documents):
+    """Return int32 [b, Sq], the place of each token in its document, from 0 where it or the window begins."""
+    index = jnp.broadcast_to(jnp.arange(documents.shape[1], dtype=jnp.int32), documents.shape)
+    begins = jnp.concatenate([jnp.ones_like(documents[:, :1], bool), documents[:, 1:] != documents[:, :-1]], axis=1)
+    return index - lax.cummax(jnp.where(begins, index, 0), axis=1)

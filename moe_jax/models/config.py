@@ -6,8 +6,33 @@ import dataclasses
 from typing import Any
 
 from moe_jax.errors import UserError
-from moe_jax.models.segment_text import layer_runs
-from moe_jax.overlap.blocks import CASES, SCHEDULES, Prefetch
+from moe_jax.planning.block_schedule import CASES, SCHEDULES, Prefetch
+
+MODEL_FIELDS = ("layers", "moe_every", "hidden_dim", "dense_hidden_dim")
+MOE_FIELDS = ("num_experts", "top_k", "router")
+FIELDS = (*MODEL_FIELDS, *MOE_FIELDS)
+WORDS = ("router",)  # whose values are names, not numbers
+
+
+def read_segment(index: int, text: str) -> dict[str, Any]:
+    """Return what one text such as 'layers=4 moe_every=2 num_experts=16' says."""
+    place = f"ModelConfig.segments[{index}] ({text!r})"
+    found: dict[str, Any] = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        readable = bool(value) if name in WORDS else value.isascii() and value.isdecimal()
+        if name not in FIELDS or not readable:
+            known = ", ".join(f"{field}=NAME" if field in WORDS else f"{field}=N" for field in FIELDS)
+            raise UserError(
+                f"{place}: {word!r} is none of {known}; write such as 'layers=4 moe_every=2 num_experts=16'"
+            )
+        if name in found:
+            raise UserError(f"{place} says {name} twice; leave one of them out")
+        found[name] = value if name in WORDS else int(value)
+    if found.get("layers", 0) < 1:
+        raise UserError(f"{place} must say how many layers it has, at least 1, such as 'layers=4'")
+    return found
+
 
 CHOICES = {
     "kind": ("gpt", "bert"),
@@ -77,7 +102,7 @@ class ModelConfig:
         all-gather before and a reduce-scatter after the matmuls of attention and dense FFN, instead of an all-reduce.
       refetch_replicas: with a prefetch, drop replicas after the forward, fetch them again in the backward (Hecate-RM).
       stack: 'scan' (one program for all layers) or 'unrolled' (all layers written out). Without remat a scan keeps of
-        each layer, with a `prefetch` or `overlap` of each stage, what `models/scan_residuals.py` says; layers that are
+        each layer, with a `prefetch` or `overlap` of each stage, what `models/residuals.py` says; layers that are
         written out keep all that is read.
       loss_chunk: tokens whose logits are alive at once in the cross-entropy, per device.
       document_mask: tokens of a packed sequence attend only to tokens of their own document, learned positions count
@@ -135,20 +160,14 @@ class ModelConfig:
                 f"ModelConfig.moe_every ({self.moe_every}) must be 1 (every block) or 2 (every second block), or 0 in "
                 "a segment without experts"
             )
-        self._check_runs()
-        self._check_heads()
-        for name in ("norm_epsilon", "rotary_base", "rotary_factor"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"ModelConfig.{name} ({getattr(self, name)}) must be positive")
-        if self.refetch_replicas and self.prefetch == "none":
-            raise UserError(
-                "ModelConfig.refetch_replicas (True) needs ModelConfig.prefetch = 'hecate' or 'pro_prophet', "
-                "not 'none': only those schedules say when replicas come again"
-            )
-        if not 0 < self.mask_rate < 1:
-            raise UserError(f"ModelConfig.mask_rate ({self.mask_rate}) must lie between 0 and 1")
-
-    def _check_heads(self):
+        for index, run in enumerate(self.runs):
+            every = run.get("moe_every", self.moe_every)
+            if every and run["layers"] % every:
+                where = "ModelConfig.layers" if len(self.runs) == 1 else f"the layers of segment {index}"
+                raise UserError(
+                    f"{where} ({run['layers']}) must be divisible by ModelConfig.moe_every ({every}); add a layer, or "
+                    "set moe_every = 1"
+                )
         for name in ("kv_heads", "head_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -163,27 +182,68 @@ class ModelConfig:
             )
         if self.positions == "rotary" and self.head_size % 2:
             raise UserError(f"rotary positions need an even head size, and {self.head_size_in_words}")
-
-    def _check_runs(self):
-        for index, run in enumerate(self.runs):
-            every = run.get("moe_every", self.moe_every)
-            if every and run["layers"] % every:
-                where = "ModelConfig.layers" if len(self.runs) == 1 else f"the layers of segment {index}"
-                raise UserError(
-                    f"{where} ({run['layers']}) must be divisible by ModelConfig.moe_every ({every}); add a layer, or "
-                    "set moe_every = 1"
-                )
+        for name in ("norm_epsilon", "rotary_base", "rotary_factor"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"ModelConfig.{name} ({getattr(self, name)}) must be positive")
+        if self.refetch_replicas and self.prefetch == "none":
+            raise UserError(
+                "ModelConfig.refetch_replicas (True) needs ModelConfig.prefetch = 'hecate' or 'pro_prophet', "
+                "not 'none': only those schedules say when replicas come again"
+            )
+        if not 0 < self.mask_rate < 1:
+            raise UserError(f"ModelConfig.mask_rate ({self.mask_rate}) must lie between 0 and 1")
 
     @property
     def runs(self) -> tuple[dict[str, Any], ...]:
-        """The runs of equal units: the fields in which each differs from this config, 'layers' always among them."""
-        return layer_runs(
-            layers=self.layers,
-            moe_every=self.moe_every,
-            segments=self.segments,
-            experts_per_layer=self.experts_per_layer,
-            first_dense=self.first_dense,
-        )
+        """The runs of equal units, first layers first: the fields in which each differs, 'layers' always among them.
+
+        Raises:
+          UserError: texts that cannot be read, runs that do not add up to the layers, or two ways to say it at once.
+        """
+        segments, experts_per_layer, first_dense = self.segments, self.experts_per_layer, self.first_dense
+        layers, moe_every = self.layers, self.moe_every
+        if segments:
+            if experts_per_layer or first_dense:
+                raise UserError(
+                    f"ModelConfig.segments {segments} says all that experts_per_layer {experts_per_layer} and "
+                    f"first_dense ({first_dense}) could say; leave out the one or the others"
+                )
+            runs = tuple(read_segment(index, text) for index, text in enumerate(segments))
+            total = sum(run["layers"] for run in runs)
+            if total != layers:
+                added = " + ".join(str(run["layers"]) for run in runs)
+                raise UserError(
+                    f"ModelConfig.segments have {added} = {total} layers, but ModelConfig.layers is {layers}; make "
+                    f"them equal, for instance by ModelConfig.layers = {total}"
+                )
+            return runs
+        if not 0 <= first_dense < layers:
+            raise UserError(
+                f"ModelConfig.first_dense ({first_dense}) must be at least 0 and below ModelConfig.layers ({layers}); "
+                "some layers must have experts"
+            )
+        rest = layers - first_dense
+        dense = ({"layers": first_dense, "moe_every": 0},) if first_dense else ()
+        if not experts_per_layer:
+            return (*dense, {"layers": rest})
+        if not moe_every:
+            raise UserError(
+                "ModelConfig.experts_per_layer gives experts to layers, and ModelConfig.moe_every (0) says that none "
+                "has any; set moe_every to 1 or 2"
+            )
+        if len(experts_per_layer) * moe_every != rest:
+            counted = f" - first_dense ({first_dense})" if first_dense else ""
+            raise UserError(
+                f"ModelConfig.experts_per_layer has {len(experts_per_layer)} numbers for ModelConfig.layers ({layers})"
+                f"{counted} with moe_every = {moe_every}; give {rest // moe_every}, one for each MoE layer"
+            )
+        runs = []
+        for experts in experts_per_layer:
+            if runs and runs[-1]["num_experts"] == experts:
+                runs[-1]["layers"] += moe_every
+            else:
+                runs.append({"layers": moe_every, "num_experts": experts})
+        return (*dense, *runs)
 
     @property
     def moe_layers(self) -> int:
@@ -198,7 +258,7 @@ class ModelConfig:
 
     @property
     def block_wise(self) -> Prefetch:
-        """What runs beside what, as `moe_jax.overlap` takes it."""
+        """What runs beside what, as `planning/block_schedule.py` takes it."""
         return Prefetch(
             schedule=self.prefetch,
             case=self.prefetch_case,

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.varying import cast_varying, match_varying, varying_axes
+from moe_jax.models.model_group import in_dtype, project
+from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
 
 
 def token_losses(logits, targets):
@@ -120,3 +121,47 @@ def _logits(x, held):
 
 def _sum_dtype(x):
     return jnp.promote_types(x.dtype, jnp.float32)
+
+
+# A student that learns from a frozen teacher: both logits of a chunk are formed in the same pass, so neither is ever in
+# memory as [t, V]. Temperature 1. Source: DeepSpeed-MoE (Rajbhandari et al. 2022), on its mixture of students: the
+# divergence of the two predictions, times alpha, is added to the student's own loss.
+def divergence(teacher_logits, logits):
+    """Return KL(teacher || student) [n] in nats, sum_v p (log p - log q), of logits [n, V] of teacher and student.
+
+    The gradient goes to the student's logits alone: q - p.
+    """
+    teacher = jax.nn.log_softmax(lax.stop_gradient(teacher_logits), axis=-1)
+    return jnp.sum(jnp.exp(teacher) * (teacher - jax.nn.log_softmax(logits, axis=-1)), axis=-1)
+
+
+def chunked_distillation(student: tuple, teacher: tuple, targets, weights, chunk: int):
+    """Return (sum_i weights_i CE_i, sum_i weights_i KL_i), with at most `chunk` rows of each logits in memory.
+
+    Args:
+      student: (x [t, M], table [V, M]), as `chunked_cross_entropy` takes them.
+      teacher: (x [t, M'] of the same tokens, table [V, M']). Neither gets a gradient.
+      targets: int32 [t]; weights: float [t], 0 where a token is no target.
+      chunk: tokens per chunk; the last chunk is padded with weight 0.
+    """
+    x, table = student
+    acc_dtype = _sum_dtype(x)
+    held = in_dtype(table, x.dtype)
+    teacher_x, teacher_table = lax.stop_gradient(teacher)
+    teacher_held = in_dtype(teacher_table, teacher_x.dtype).held
+    if held.grad_sink is not None:  # else the table's gradient would be summed over devices inside the loop
+        x, held = match_varying(x, held)
+
+    @jax.checkpoint  # the backward computes a chunk's logits again, so that none are kept
+    def piece(totals, rows):
+        x, teacher_x, targets, weights = rows
+        logits = project("tm,vm->tv", x, held, out=acc_dtype)
+        losses, _ = token_losses(logits, targets)
+        teacher_logits = jnp.einsum("tm,vm->tv", teacher_x, teacher_held, preferred_element_type=acc_dtype)
+        counted = weights.astype(acc_dtype)
+        by_token = losses, divergence(teacher_logits, logits)
+        return tuple(total + jnp.sum(each * counted) for total, each in zip(totals, by_token, strict=True)), None
+
+    axes = varying_axes(x, table, teacher_x, teacher_table, targets, weights)
+    zero = cast_varying(jnp.zeros((), acc_dtype), axes)
+    return lax.scan(piece, (zero, zero), in_chunks(chunk, x, teacher_x, targets, weights))[0]

@@ -12,19 +12,25 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 
-from moe_jax.dispatch.route import record
 from moe_jax.errors import UserError
-from moe_jax.mesh.roles import Roles
-from moe_jax.mesh.sharding import dense_specs, expert_specs
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.segments import Segment, joined, part_of, segments_of, with_experts
 from moe_jax.models.transformer import Transformer
+from moe_jax.moe.bank import init_bank
+from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_schedule
 from moe_jax.moe.config import MoEConfig, first_pass_of
-from moe_jax.moe.layer import check_float8, check_hidden_dim, init_bank, layer_sizes, make_schedule
-from moe_jax.placement import PlanShape
-from moe_jax.schedules import schedule_record
+from moe_jax.moe.routing import record
+from moe_jax.moe.schedules import schedule_record
+from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.sharding import dense_specs, expert_specs
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import PlanShape
 
 
 @record
@@ -71,15 +77,13 @@ class StepStats:
       aux_loss: float [], mean over layers of the load-balancing loss, unweighted; the loss holds their weighted sum.
       z_loss: float [], mean over layers of the gate's z-loss, unweighted; the loss holds their weighted sum.
       loads: int32 [L, sources, E], choices of each source's tokens per expert; where segments differ, as many sources
-        and experts as the largest has, those that a layer lacks with 0 (`own_loads` of `segments.py` cuts them off).
+        and experts as the largest has, those that a layer lacks with 0.
       gate_entropy: float [L], mean entropy of the gate's softmax, in nats.
       dropped: int32 [L], choices that a capacity dropped.
       passes: int32 [L], passes that each MoE layer took, or in a `first_pass_model` should have taken; 1 without
         overflow.
       kl: float [], KL(teacher || student) per target token, in nats; None without a teacher.
       completed: int32 [L], tokens that the router `base` placed after its auction; None where no layer has it.
-      needed: int32 [L, E, bins], `GateStats.needed` of all tokens, E as in `loads`; None where no layer has the router
-        `quantile_bias`.
       choices: int32 [L, N, K], every token's experts in the order of the batch, by MoEConfig.record_choices; else None.
       teacher_passes: `passes` of the teacher's layers; None without one.
     """
@@ -93,7 +97,6 @@ class StepStats:
     passes: jax.Array
     kl: jax.Array | None = None
     completed: jax.Array | None = None
-    needed: jax.Array | None = None
     choices: jax.Array | None = None
     teacher_passes: jax.Array | None = None
 
@@ -109,6 +112,9 @@ class Layout:
       wires: matching pytree of the names of the dtypes in which they are gathered: the compute dtype where a leaf is
         read in it alone, else the leaf's own.
       dp_stage: ZeRO stage of the experts under the `dp` schedule, else None.
+      apart: which dense parameters have a copy on each data-parallel device, whose gradients are that device's own:
+        'none', 'outer' (what lies outside the layers and has moments that are split: embedding, head, last norm) or
+        'all'. See `with_own_leaves`.
     """
 
     params: dict
@@ -117,6 +123,7 @@ class Layout:
     gather: dict
     wires: dict
     dp_stage: int | None
+    apart: str = "none"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,17 +234,14 @@ class LanguageModel:
         abstract = nnx.eval_shape(lambda: Transformer(self.config, self.moe, self.vocab_size, nnx.Rngs(0)))
         flat = {path: leaf for path, leaf in nnx.to_flat_state(nnx.state(abstract))}
 
-        def of_path(path, leaf, function):
-            keys = tuple(entry.key for entry in path)
-            return function(keys, leaf)
-
         dense = shapes["dense"]
-        with_path = lambda function: jax.tree_util.tree_map_with_path(  # noqa: E731
-            lambda path, leaf: of_path(path, leaf, function), dense
-        )
-        model_dims = with_path(lambda keys, _: flat[keys].get_metadata().get("model_dim", -1))
-        is_operand = with_path(lambda keys, _: flat[keys].get_metadata().get("operand", False))
-        stacked = with_path(lambda keys, _: keys[0] == "units")
+        keys = jax.tree_util.tree_map_with_path(lambda path, _: tuple(entry.key for entry in path), dense)
+
+        def metadata(name, default):
+            return jax.tree.map(lambda _, at: flat[at].get_metadata().get(name, default), dense, keys)
+
+        model_dims, is_operand = metadata("model_dim", -1), metadata("operand", False)
+        stacked = jax.tree.map(lambda _, at: at[0] == "units", dense, keys)
         params, state, gather = dense_specs(
             jax.tree.map(lambda leaf: tuple(leaf.shape), dense), model_dims, stacked, self.roles, self.zero_stage
         )
@@ -260,20 +264,17 @@ class LanguageModel:
 
     def layout_of(self, layout: Layout, segment: Segment) -> Layout:
         """Return the layout of one segment: its own units and bank; what lies outside the layers is as it was."""
-        gather, wires = (
-            {**tree, "units": part_of(tree["units"], segment, self.segments)} for tree in (layout.gather, layout.wires)
-        )
-        parts = (layout.params["bank"], layout.state["bank"], layout.grad_sink)
+        parts = layout.params["bank"], layout.state["bank"], layout.grad_sink
         if segment.has_experts:
             parts = tuple(self.own_part(tree, segment) for tree in parts)
         bank_params, bank_state, grad_sink = parts
-        return Layout(
+        return dataclasses.replace(
+            layout,
             params={**layout.params, "bank": bank_params},
             state={**layout.state, "bank": bank_state},
             grad_sink=grad_sink,
-            gather=gather,
-            wires=wires,
-            dp_stage=layout.dp_stage,
+            gather={**layout.gather, "units": part_of(layout.gather["units"], segment, self.segments)},
+            wires={**layout.wires, "units": part_of(layout.wires["units"], segment, self.segments)},
         )
 
 
@@ -298,3 +299,131 @@ def has_later_passes(model: LanguageModel, tokens: int, plan: PlanShape | dict[s
         return chooser.for_rows(row_bytes, segment.moe.sent_bytes(dim)).passes.most > 1
 
     return any(may_overflow(segment) for segment in model.expert_segments)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """A frozen model that a student learns from; its parameters are an input of the step.
+
+    Attributes:
+      model: on the student's mesh, with the student's vocabulary.
+      layout: where its parameters lie.
+      alpha: weight of the divergence beside the cross-entropy.
+    """
+
+    model: LanguageModel
+    layout: Layout
+    alpha: float
+
+    @property
+    def home(self) -> np.ndarray | dict[str, np.ndarray]:
+        """int32 [L, E], home device of every expert of the teacher, of several segments {segment: that}.
+
+        Its experts stay where they are.
+        """
+        model, homes = self.model, {}
+        for segment in model.expert_segments:
+            roles, layers = model.roles_of(segment), segment.config.moe_layers
+            homes[segment.name] = Placement.even(layers, segment.moe.num_experts, roles.size(roles.expert)).home
+        return joined(homes)
+
+    def shardings(self) -> dict:
+        """Return where every leaf of the parameters lies, as NamedShardings."""
+        mesh = self.model.roles.mesh
+        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.layout.params, is_leaf=is_spec)
+
+    def stored_params(self) -> dict:
+        """Return the parameters as they stand in a checkpoint, as ShapeDtypeStructs with shardings."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.model.shapes(),
+            self.shardings(),
+        )
+
+    def held_params(self) -> dict:
+        """Return the parameters as a step takes them: the bank in the compute dtype, since nobody updates it."""
+        stored = self.stored_params()
+        dtype = jnp.dtype(self.model.config.dtype)
+        return {**stored, "bank": jax.tree.map(lambda leaf: leaf.update(dtype=dtype), stored["bank"])}
+
+
+# Gradients that each data-parallel device keeps for itself until they are summed, once: a copy of a parameter is on its
+# device already, so it moves nothing; its gradient is that device's own, and `summed` adds them up where the optimizer
+# wants them: under ZeRO-1 by a reduce-scatter, half the bytes of an all-reduce. Leaves that are split (ZeRO-3) and the
+# experts stay as they are, and the model sums their gradients. Traced, outside the model's `shard_map`.
+def kept_apart(microbatches: int, zero_stage: int, parts: int) -> str:
+    """Return 'none', 'outer' or 'all' for a step of so many microbatches on `parts` data-parallel devices.
+
+    Of one microbatch each layer's gradient is summed beside the backward of the layers before it; only what comes last,
+    the embedding's, has nothing beside it.
+    """
+    if parts == 1:
+        return "none"
+    if microbatches > 1:
+        return "all"
+    return "outer" if zero_stage == 1 else "none"
+
+
+def is_own(layout: Layout, roles: Roles):
+    """Return bool for every dense leaf: whether each device has a copy of its own."""
+
+    def one(path, dim, place):
+        if layout.apart == "none" or dim >= 0:
+            return False
+        return layout.apart == "all" or (path[0].key != "units" and _split_dim(place, roles) is not None)
+
+    return jax.tree_util.tree_map_with_path(one, layout.gather, layout.state["dense"])
+
+
+def _split_dim(place: P, roles: Roles) -> int | None:
+    """Return the dim that is split over the data-parallel devices; None where none is."""
+    dims = [at for at, axes in enumerate(place) if (axes if isinstance(axes, tuple) else (axes,)) == roles.dense]
+    return dims[0] if dims else None
+
+
+def own_specs(layout: Layout, roles: Roles):
+    """Return the PartitionSpecs of what `with_own_leaves` makes of the dense parameters."""
+    own, specs = is_own(layout, roles), layout.params["dense"]
+    return jax.tree.map(lambda own, spec: P(roles.dense, *spec) if own else spec, own, specs)
+
+
+def own_leaves(dense, layout: Layout, roles: Roles):
+    """Return this device's dense parameters, inside `shard_map`."""
+    return jax.tree.map(lambda leaf, own: leaf[0] if own else leaf, dense, is_own(layout, roles))
+
+
+def with_own_leaves(params, layout: Layout, roles: Roles):
+    """Return the parameters with the dense leaves of which devices have copies as [devices, ...]."""
+    parts, mesh = roles.size(roles.dense), roles.mesh
+
+    def copied(leaf, own, spec):
+        if not own:
+            return leaf
+        every = jnp.broadcast_to(leaf[None], (parts, *leaf.shape))
+        return lax.with_sharding_constraint(every, NamedSharding(mesh, spec))
+
+    own, specs = is_own(layout, roles), own_specs(layout, roles)
+    return {**params, "dense": jax.tree.map(copied, params["dense"], own, specs)}
+
+
+def summed(grads, layout: Layout, roles: Roles):
+    """Return the parameters' gradient from that of `with_own_leaves`; what is summed here lies as the moments do."""
+    own = is_own(layout, roles)
+    places = jax.tree.map(
+        lambda own, param, state: state if own else param, own, layout.params["dense"], layout.state["dense"]
+    )
+
+    def one(leaf, own, place):
+        if not own:
+            return leaf
+        dim = _split_dim(place, roles)
+        if dim is None:
+            return lax.psum(leaf[0], roles.dense)
+        return lax.psum_scatter(leaf[0], roles.dense, scatter_dimension=dim, tiled=True)
+
+    def over_devices(dense):
+        return jax.tree.map(one, dense, own, places)
+
+    add = jax.shard_map(over_devices, mesh=roles.mesh, in_specs=(own_specs(layout, roles),), out_specs=places)
+    return {**grads, "dense": add(grads["dense"])}

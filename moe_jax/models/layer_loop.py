@@ -16,46 +16,40 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from moe_jax.collectives.bucket_rows import round_up
-from moe_jax.collectives.gather import gather_tree
-from moe_jax.collectives.sparse_all_gather import Transfer
-from moe_jax.collectives.varying import cast_varying
 from moe_jax.errors import UserError
-from moe_jax.mesh.roles import Roles
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.counts import half_work
 from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.prefetch import Constants, Prefetcher
-from moe_jax.models.scan_residuals import keep_what_is_dear, named
+from moe_jax.models.prefetch import Prefetcher
+from moe_jax.models.residuals import named, save_expensive_residuals
 from moe_jax.models.segments import Segment, part_of
-from moe_jax.models.shared_experts import add_shared
 from moe_jax.models.stages import Stages
-from moe_jax.models.transformer import Unit
-from moe_jax.moe.layer import make_moe
-from moe_jax.moe.replicas import fetch_in_turn
-from moe_jax.placement import PlanShape
-from moe_jax.routers import build_router
-from moe_jax.schedules import schedule_record, schedules
+from moe_jax.models.transformer import Unit, add_shared
+from moe_jax.moe.bank import fetch_in_turn
+from moe_jax.moe.build import make_moe, schedule_options
+from moe_jax.moe.routers import RouterInputs, build_router
+from moe_jax.moe.schedules import schedule_record, schedules
+from moe_jax.parallel.bucket_rows import round_up
+from moe_jax.parallel.gather import gather_tree
+from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.sparse_all_gather import Transfer
+from moe_jax.parallel.varying import cast_varying
+from moe_jax.planning.plan_shape import PlanShape
 
 
 def make_layers(
-    model: LanguageModel, layout: Layout, tokens: int, training: bool, plan, make_bank_store: Callable,
-    group: ModelGroup,
-) -> Callable:  # fmt: skip
-    """Return layers(x, units, bank, grad_sink, tables, token_ids, key, replay, documents) -> (x, found).
+    model: LanguageModel, layout: Layout, tokens: int, plan, make_bank_store: Callable, group: ModelGroup
+) -> Callable:
+    """Return layers(x, units, grad_sink, constants) -> (x, {segment: (GateStats [L, ...], passes int32 [L])}).
 
-    x is a tuple of what `ModelGroup` keeps of each part: of all sequences, or of either half. found is {segment:
-    (GateStats, passes)}.
-
-    GateStats are [L, ...] and passes int32 [L] of each segment that has experts. Where the model has several segments,
-    units, bank, grad_sink, tables and `plan` are dictionaries with each one's, see `segments.py`. `replay` is int32
-    [L, t, K], choices of before of all MoE layers to be taken again, or None; `documents` is int32 [b, Sq], or None.
+    x is a tuple of what `ModelGroup` keeps of each part: of all sequences, or of either half. Found are the statistics
+    of each segment that has experts. Where the model has several segments, units, grad_sink and `plan` are dictionaries
+    with each one's, see `segments.py`; constants: `Constants`.
 
     Args:
       model, layout: the model, and the layout of its parameters.
       tokens: t of this device's MP group.
-      training: with gate noise, if the gate has any.
       plan: sizes of the placements to come; None is an even placement without replicas.
       make_bank_store: function (layout, roles) of a segment -> what one MoE layer computes with, see `loss.py`.
       group: the MP group, which decides whether x is whole or split over tokens.
@@ -68,135 +62,128 @@ def make_layers(
         own, roles = model.layout_of(layout, segment), model.roles_of(segment)
         if segment.has_experts:
             own_plan, bank_store = model.own_part(plan, segment), make_bank_store(own, roles)
-            loops[segment] = _make_moe_loop(segment, roles, own, tokens, training, own_plan, bank_store, group)
+            loops[segment] = _make_moe_loop(segment, roles, own, tokens, own_plan, bank_store, group)
         else:
             loops[segment] = _make_dense_loop(segment, roles, own, group)
 
-    def layers(x, units, bank, grad_sink, tables, token_ids, key, replay=None, documents=None):
+    def layers(x, units, grad_sink, constants):
         found = {}
         for segment, loop in loops.items():
             own_units = part_of(units, segment, model.segments)
-            if segment.has_experts:
-                parts = (model.own_part(tree, segment) for tree in (bank, grad_sink, tables))
-                replayed = _own_choices(replay, segment)
-                x, *found[segment] = loop(x, own_units, *parts, token_ids, key, replayed, documents)
-            else:
-                x = loop(x, own_units, documents)
+            if not segment.has_experts:
+                x = loop(x, own_units, constants.documents)
+                continue
+            choices = constants.choices
+            if choices is not None and choices.shape[-1] != segment.moe.top_k:
+                raise UserError(
+                    f"Batch.choices have {choices.shape[-1]} experts for each token, but layers of the model take "
+                    f"top_k = {segment.moe.top_k}; replay what was recorded of this model"
+                )
+            own = dataclasses.replace(
+                constants,
+                bank=model.own_part(constants.bank, segment),
+                tables=model.own_part(constants.tables, segment),
+                key=constants.key if build_router(segment.moe).draws else None,
+                choices=None if choices is None else choices[_layers_of(segment)],
+            )
+            x, *found[segment] = loop(x, own_units, model.own_part(grad_sink, segment), own)
         return x, found
 
     return layers
 
 
-def _own_choices(replay, segment: Segment):
-    """Return the choices of a segment's layers, of those [L, t, K] of all."""
-    if replay is None:
-        return None
-    if replay.shape[-1] != segment.moe.top_k:
-        raise UserError(
-            f"Batch.choices have {replay.shape[-1]} experts for each token, but layers of the model take top_k = "
-            f"{segment.moe.top_k}; replay what was recorded of this model"
-        )
-    return replay[segment.first_layer : segment.first_layer + segment.config.moe_layers]
+def _layers_of(segment: Segment) -> slice:
+    """Return which of all MoE layers are this segment's."""
+    return slice(segment.first_layer, segment.first_layer + segment.config.moe_layers)
+
+
+def _graph_of(segment: Segment):
+    """Return the modules of a unit without their parameters."""
+    return nnx.split(nnx.eval_shape(lambda: Unit(segment.config, segment.moe, nnx.Rngs(0))))[0]
+
+
+def _run(body: Callable, x, inputs, config: ModelConfig):
+    """Return (x, what body(x, inputs of a layer) returns beside it, stacked): a scan, or all layers written out."""
+    if config.stack == "scan":
+        return lax.scan(body, x, inputs)
+    outputs = []
+    for layer in range(config.units):
+        x, out = body(x, jax.tree.map(lambda leaf, at=layer: leaf[at], inputs))
+        outputs.append(out)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
 
 def _make_dense_loop(segment: Segment, roles: Roles, layout: Layout, group: ModelGroup) -> Callable:
     """Return loop(x, units, documents) -> x over units without experts."""
-    config = segment.config
-    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
+    graph = _graph_of(segment)
     parts, gather, wires = roles.size(roles.dense), layout.gather["units"], layout.wires["units"]
 
-    def loop(x, units, documents=None):
+    def loop(x, units, documents):
         def body(x, unit_params):
             unit = nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts, wires))
             of_parts = [None] * group.parts if documents is None else jnp.split(documents, group.parts)
             both = zip(x, of_parts, strict=True)
             return tuple(unit.attend(part, group.part(), documents=own) for part, own in both), None
 
-        body = body_of(body, config, roles)
-        if config.stack == "scan":
-            return lax.scan(body, x, units)[0]
-        for layer in range(segment.units):
-            x, _ = body(x, jax.tree.map(lambda leaf, at=layer: leaf[at], units))
-        return x
+        return _run(body_of(body, segment.config, roles), x, units, segment.config)[0]
 
     return loop
 
 
 def _make_moe_loop(
-    segment: Segment, roles: Roles, layout: Layout, tokens: int, training: bool, plan: PlanShape | None,
-    bank_store: Callable, group: ModelGroup,
+    segment: Segment, roles: Roles, layout: Layout, tokens: int, plan: PlanShape | None, bank_store: Callable,
+    group: ModelGroup,
 ) -> Callable:  # fmt: skip
-    """Return loop(x, units, bank, grad_sink, tables, token_ids, key, replay, documents) -> (x, GateStats, passes)."""
-    config = segment.config
-    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
-    parts, gather, wires = roles.size(roles.dense), layout.gather["units"], layout.wires["units"]
-    noisy = training and build_router(segment.moe).draws
-
+    """Return loop(x, units, grad_sink, constants) -> (x, GateStats, passes)."""
+    config, graph = segment.config, _graph_of(segment)
     if config.block_wise.is_block_wise:
-        return _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group)
-    moe = make_moe(segment.moe, roles, tokens, config.activation, plan, group.split, tokens // group.rows)
-    first, last = segment.first_layer, segment.first_layer + config.moe_layers
+        return _make_prefetcher(segment, roles, layout, graph, tokens, plan, group)
+    parts, gather, wires = roles.size(roles.dense), layout.gather["units"], layout.wires["units"]
+    options = schedule_options(segment.moe, group.split)
+    moe = make_moe(segment.moe, roles, tokens, config.activation, plan, tokens // group.rows, options)
 
     def whole_unit(params):
         return gather_tree(params, gather, roles.dense, parts, wires)
 
-    def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None, documents=None):
-        (x,) = x
+    def loop(x, units, grad_sink, constants):
+        (x,), bank = x, constants.bank
 
         def body(x, inputs):
             unit_params, layer_grad_sink, layer_tables, layer, choices = inputs
-            noise_key = jax.random.fold_in(key, layer) if noisy else None
+            noise_key = None if constants.key is None else jax.random.fold_in(constants.key, layer)
             x, params, layer_grad_sink, replicas = fetch_in_turn(
                 x, unit_params, whole_unit, bank, layer_grad_sink, layer_tables, plan, roles.expert
             )
             unit = nnx.merge(graph, params)
-            x = named(unit.attend(x, group, documents=documents), "attended")
+            x = named(unit.attend(x, group, documents=constants.documents), "attended")
             with jax.named_scope("moe"):
                 normed, beside = unit.enter_moe(x, group)
                 weights, gathered_grad_sink, here = bank_store(bank, layer_grad_sink, layer_tables)
-                y, stats, passes = moe(
-                    normed, token_ids, unit.gate.router_params(), weights, gathered_grad_sink, here, noise_key,
-                    replicas, choices,
-                )  # fmt: skip
+                inputs = RouterInputs(noise_key, constants.token_ids, here, choices)
+                y, stats, passes = moe(normed, unit.gate.router_params(), inputs, weights, gathered_grad_sink, replicas)
                 y = add_shared(y, *beside)
             return x + y.reshape(x.shape), (stats, passes)
 
-        body = body_of(body, config, roles)
-        inputs = (units, grad_sink, tables, jnp.arange(first, last, dtype=jnp.int32), replay)
-        if config.stack == "scan":
-            x, (stats, passes) = lax.scan(body, x, inputs)
-            return (x,), stats, passes
-        outputs = []
-        for layer in range(config.moe_layers):
-            x, out = body(x, jax.tree.map(lambda leaf, at=layer: leaf[at], inputs))
-            outputs.append(out)
-        return (x,), *jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+        at = _layers_of(segment)
+        inputs = (
+            units, grad_sink, constants.tables, jnp.arange(at.start, at.stop, dtype=jnp.int32), constants.choices
+        )  # fmt: skip
+        x, (stats, passes) = _run(body_of(body, config, roles), x, inputs, config)
+        return (x,), stats, passes
 
     return loop
 
 
-def policy_of(remat: str):
-    """Return the policy of `jax.checkpoint` that `ModelConfig.remat` names, None for 'block'."""
-    if remat == "block":
-        return None
-    return getattr(jax.checkpoint_policies, "dots_with_no_batch_dims_saveable" if remat == "dots" else remat)
-
-
-def checkpointed(function, remat: str):
-    """Wrap a function in the activation checkpointing policy that `ModelConfig.remat` names."""
-    if remat == "none":
-        return function
-    return jax.checkpoint(function, policy=policy_of(remat), prevent_cse=False)
-
-
 def body_of(function, config: ModelConfig, roles: Roles):
     """Return a layer as the body of a loop that JAX differentiates: what it keeps for its backward is chosen."""
-    if config.remat == "none" and config.stack == "scan":
-        return keep_what_is_dear(function, roles.model)
-    return checkpointed(function, config.remat)
+    if config.remat == "none":
+        return save_expensive_residuals(function, roles.model) if config.stack == "scan" else function
+    policies = {"block": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    policy = policies[config.remat] if config.remat in policies else getattr(jax.checkpoint_policies, config.remat)
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
-def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
+def _make_prefetcher(segment, roles, layout, graph, tokens, plan, group):
     config = segment.config
     name, value = ("overlap", config.overlap) if config.block_wise.halves else ("prefetch", config.prefetch)
     if layout.dp_stage is not None:
@@ -226,7 +213,9 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
     parts = roles.size(roles.dense)
     dims, wires = (of_moe(tree["units"]) for tree in (layout.gather, layout.wires))
     recompute = config.recomputes
-    own_plan = _half_of(plan) if config.block_wise.halves else plan
+    own_plan = plan
+    if config.block_wise.halves and plan is not None and plan.bucket_rows is not None:  # buckets half as long
+        own_plan = dataclasses.replace(plan, bucket_rows=plan.bucket_rows.each(lambda rows: round_up(rows / 2, 8)))
     shares = {} if plan is None else {"trans_share": plan.trans_share, "agg_share": plan.agg_share}
     schedule = config.block_wise.build(config.moe_layers, recompute=recompute, **shares)
 
@@ -240,12 +229,13 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
         trees = zip((mix, gate), dims, wires, strict=True)
         return tuple(gather_tree(tree, dim, roles.dense, parts, wire) for tree, dim, wire in trees)
 
+    options = schedule_options(segment.moe, group.split, beside)
     prefetcher = Prefetcher(
         schedule=schedule,
         stages=Stages(
             attend=attend,
             enter_moe=enter_moe,
-            moe=make_moe(segment.moe, roles, tokens, config.activation, own_plan, group.split, length, beside),
+            moe=make_moe(segment.moe, roles, tokens, config.activation, own_plan, length, options),
             checkpoint=lambda function: body_of(function, config, roles),
             # the schedule's window `recompute` runs these stages again, so no checkpoint does
             moe_checkpoint=lambda function: function if recompute else body_of(function, config, roles),
@@ -255,27 +245,19 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, noisy, plan, group):
         prepare=prepare,
         scan=config.stack == "scan",
         recompute=recompute,
-        noisy=noisy,
         first_layer=segment.first_layer,
     )
 
-    def loop(x, units, bank, grad_sink, tables, token_ids, key, replay=None, documents=None):
-        if replay is not None:
+    def loop(x, units, grad_sink, constants):
+        if constants.choices is not None:
             raise UserError(
                 f"Batch.choices cannot be replayed with ModelConfig.{name} = {value!r}; set ModelConfig.{name} = 'none'"
             )
-        mix, gate = of_moe(units)
-        bank = cast_varying(bank, roles.all)  # as rows vary: a cast inside a stage would be saved for its backward
-        return prefetcher(x, (mix, gate), grad_sink, Constants(bank, tables, token_ids, key, documents))
+        # as rows vary: a cast inside a stage would be saved for its backward
+        constants = dataclasses.replace(constants, bank=cast_varying(constants.bank, roles.all))
+        return prefetcher(x, of_moe(units), grad_sink, constants)
 
     return loop
-
-
-def _half_of(plan: PlanShape | None) -> PlanShape | None:
-    """Return the plan as half of a device's sequences meet it: buckets half as long."""
-    if plan is None or plan.bucket_rows is None:
-        return plan
-    return dataclasses.replace(plan, bucket_rows=plan.bucket_rows.each(lambda rows: round_up(rows / 2, 8)))
 
 
 def of_moe(units: dict) -> tuple[dict, dict]:

@@ -1,4 +1,4 @@
-"""The residuals of a stage's backward, without the arrays that it has anyway.
+"""What a backward keeps: residuals of a stage without the arrays it has anyway, and of a scan what is expensive.
 
 Inputs: the function that `jax.vjp` returned, and arrays that the backward will have again (parameters, the bank,
 tables, replicas of experts). Outputs: `Residuals`, a pytree of the other arrays that it holds. `restore` joins the two,
@@ -8,10 +8,14 @@ replicas of experts can be fetched a second time instead of being saved.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.parallel.varying import cast_varying, varying_axes
 
 
 @jax.tree_util.register_pytree_node_class
@@ -31,19 +35,14 @@ class Residuals:
     def restore(self, known):
         """Return the function; `known` is the tree that was given to `residuals_of`, with arrays of the same shapes."""
         tree, places = self.plan
-        there = jax.tree.leaves(known)
-        sources = {"known": there, "own": self.arrays}
-        leaves = [_leaf(kind, at, sources) for kind, at in places]
+        sources, leaves = {"known": jax.tree.leaves(known), "own": self.arrays}, []
+        for kind, at in places:
+            if kind == "empty":
+                shape, dtype, axes = at
+                leaves.append(cast_varying(jnp.zeros(shape, dtype), axes))
+            else:
+                leaves.append(at if kind == "static" else sources[kind][at])
         return jax.tree.unflatten(tree, leaves)
-
-
-def _leaf(kind, at, sources):
-    if kind == "static":
-        return at
-    if kind == "empty":
-        shape, dtype, axes = at
-        return cast_varying(jnp.zeros(shape, dtype), axes)
-    return sources[kind][at]
 
 
 def residuals_of(pull_back, known) -> Residuals:
@@ -64,3 +63,51 @@ def residuals_of(pull_back, known) -> Residuals:
         else:  # JAX's placeholder for an argument that it does not need
             places.append(("static", leaf))
     return Residuals(arrays, (tree, tuple(places)))
+
+
+# queries, keys and values as attention reads them; x before the MoE half; experts' products with their input weights
+NAMES = ("heads", "attended", "products")
+RECOMPUTED = frozenset(
+    """
+    abs add and bitcast_convert_type broadcast_in_dim cbrt ceil clamp concatenate convert_element_type copy cos div
+    dynamic_slice eq eq_to erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota is_finite le le_to
+    log log1p logistic lt lt_to max min mul ne neg not or pad pcast pow pvary rem reshape rev round rsqrt select_n sign
+    sin slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
+    """.split()
+)
+
+
+# What a scan over layers keeps of each where `ModelConfig.remat` is 'none'. Without a policy the scan stacks whatever
+# its backward happens to read: normed activations, in the compute dtype or once more as the gate's float32 copy, the
+# hidden rows of experts beside the products that they are made of, weights cast to the compute dtype. Writing and
+# reading those costs more than making them again.
+# Kept are the values of NAMES and what is expensive: results of matmuls, attention, exchanges, sorts, gathers and
+# scatters, and counts. Made again is what functions of single values, casts and moves make of them (RECOMPUTED), sums
+# over rows of floats, which are those of norms, and, as in Megatron's sequence parallelism, the tokens that an MP group
+# gathers. A layer that is written out, not looped over, keeps all that it reads: nothing is stacked there.
+def named(value, name: str):
+    """Return a value, or a tree of them, under one of NAMES. `moe/experts.py` names its own."""
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), value)
+
+
+def save_expensive_residuals(function: Callable, model_axes: tuple[str, ...]) -> Callable:
+    """Return the body of a scan, which keeps for its backward what `_is_kept` says.
+
+    Args:
+      model_axes: mesh axes of the MP group.
+    """
+    return jax.checkpoint(function, policy=functools.partial(_is_kept, set(model_axes)), prevent_cse=False)
+
+
+def _is_kept(model_axes: set[str], primitive, *operands, **params) -> bool:
+    """Say whether the result of an operation is kept; operands: their types."""
+    if primitive.name == "name":
+        return params["name"] in NAMES
+    if primitive.name in ("reduce_sum", "reduce_max", "reduce_min"):
+        return not jnp.issubdtype(operands[0].dtype, jnp.floating)
+    if primitive.name.startswith("all_gather"):
+        axes = params["axis_name"]
+        return not model_axes & set(axes if isinstance(axes, tuple) else (axes,))
+    if primitive.name == "custom_vjp_call":  # one that only repeats what it is given is made again
+        return sum(out.size for out in params["call_jaxpr"].out_avals) <= sum(one.size for one in operands)
+    return primitive.name not in RECOMPUTED

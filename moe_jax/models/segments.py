@@ -22,13 +22,46 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from moe_jax.errors import UserError
-from moe_jax.mesh.roles import MeshConfig, Roles, ep_degree
-from moe_jax.models.config import ModelConfig
-from moe_jax.models.leaf_names import SEGMENT
-from moe_jax.models.segment_text import MODEL_FIELDS, MOE_FIELDS
+from moe_jax.models.config import MODEL_FIELDS, MOE_FIELDS, ModelConfig
 from moe_jax.moe.config import MoEConfig
-from moe_jax.routers import check_knobs
+from moe_jax.moe.routers import Router, build_router, check_knobs
+from moe_jax.parallel.mesh import MeshConfig, Roles, ep_degree
+
+BANK = "bank"
+SEGMENT = "segment_"  # the names of a model's segments begin so (`segments.py`)
+
+
+def flatten(tree, prefix: str = "") -> dict[str, Any]:
+    """Return {name: leaf} of a tree, names such as 'params/dense/units/gate/w_gate' or 'opt_state/1/0/mu/bank/w_in'."""
+    flat = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name = "/".join([prefix, *map(_text, path)] if prefix else map(_text, path))
+        assert name not in flat, f"two leaves are called {name}"
+        flat[name] = leaf
+    return flat
+
+
+def is_bank(name: str) -> bool:
+    """Say whether a leaf is part of the expert bank (or of a moment of it)."""
+    return BANK in name.split("/")
+
+
+def segment_of(name: str) -> str | None:
+    """Return the segment that a leaf of the bank is of, None in a model whose bank is one segment's."""
+    after = name.split("/")[name.split("/").index(BANK) + 1]
+    return after if after.startswith(SEGMENT) else None
+
+
+def _text(entry) -> str:
+    """Return one step of a path: a dictionary's key, a named tuple's field, or an index."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    raise TypeError(f"a state has no {type(entry).__name__}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,18 +181,51 @@ def path_of(segment: Segment, segments: tuple[Segment, ...]) -> tuple[str, ...]:
     return () if len(segments) == 1 else (segment.name,)
 
 
-def own_layers(array, segment: Segment):
-    """Return a segment's part [L, E, ...] of what is known of all layers and experts [all MoE layers, most, ...]."""
+def own_layers(counts, segment: Segment):
+    """Return a segment's counts [L, E] of those of all MoE layers, without the zeros of the experts that it lacks."""
     layers = slice(segment.first_layer, segment.first_layer + segment.config.moe_layers)
-    return array[layers, : segment.moe.num_experts]
+    return counts[layers, : segment.moe.num_experts]
 
 
-def own_loads(loads, segment: Segment, sources: int):
-    """Return a segment's counts [L, sources, E] of those of all layers, without the zeros of what it lacks.
+# What routers keep beside parameters: leaves in the gate of their layer, so that checkpoints, --init_from and
+# evaluation have them, which no optimizer moves but the router itself.
+def with_router_state(segments: tuple[Segment, ...], before, after, loads):
+    """Return the parameters `after` an update, with the routers' state moved on from `before`; the rest is `after`.
 
     Args:
-      loads: integers [all MoE layers, most sources, most experts].
-      sources: D of the segment's expert-parallel group.
+      segments: of the model.
+      loads: int32 [L, sources, E] of the whole step, all its microbatches together, as in `StepStats`.
     """
-    layers = slice(segment.first_layer, segment.first_layer + segment.config.moe_layers)
-    return loads[layers, :sources, : segment.moe.num_experts]
+    for path, segment, router in _with_state(segments):
+        gate, counts = _at(before, path), own_layers(jnp.sum(loads, axis=1), segment)
+        after = _replaced(after, path, router.next_state({name: gate[name] for name in router.state}, counts))
+    return after
+
+
+def with_same_router_state(segments: tuple[Segment, ...], tree, params):
+    """Return a tree like `params`, such as their moving average, with the routers' state of `params`."""
+    for path, _, router in _with_state(segments):
+        gate = _at(params, path)
+        tree = _replaced(tree, path, {name: gate[name] for name in router.state})
+    return tree
+
+
+def _with_state(segments: tuple[Segment, ...]) -> list[tuple[tuple[str, ...], Segment, Router]]:
+    """Return (path of the gates in the parameters, segment, its router) where the router has a state."""
+    found = [
+        (("dense", "units", *path_of(segment, segments), "gate"), segment, build_router(segment.moe))
+        for segment in with_experts(segments)
+    ]
+    return [(path, segment, router) for path, segment, router in found if router.state]
+
+
+def _at(tree: dict, path: tuple[str, ...]) -> dict:
+    """Return the dict at a path of nested ones."""
+    return _at(tree[path[0]], path[1:]) if path else tree
+
+
+def _replaced(tree: dict, path: tuple[str, ...], leaves: dict) -> dict:
+    """Return the nested dict with other leaves at a path."""
+    if not path:
+        return {**tree, **leaves}
+    return {**tree, path[0]: _replaced(tree[path[0]], path[1:], leaves)}

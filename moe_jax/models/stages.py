@@ -1,7 +1,7 @@
 """One layer as six functions, and the residuals that each of them saves for its backward.
 
 Inputs: this device's activations, one layer's parameters and tables, its part of the bank, its replicas. Outputs: the
-results of each stage, and `Residuals`. `prefetch_windows.py` runs them in a schedule's order, beside transfers.
+results of each stage, and `Residuals`. `prefetch.py` runs them in a schedule's order, beside transfers.
 Letters: docs/notation.md.
 """
 
@@ -16,10 +16,34 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.collectives.varying import cast_varying
 from moe_jax.models.residuals import Residuals, residuals_of
-from moe_jax.models.shared_experts import add_shared
-from moe_jax.moe.layer import ExpertWeights, MoE
+from moe_jax.models.transformer import add_shared
+from moe_jax.moe.bank import ExpertWeights
+from moe_jax.moe.layer import MoE
+from moe_jax.moe.routers import RouterInputs
+from moe_jax.moe.routing import record
+from moe_jax.parallel.varying import cast_varying
+
+
+@record
+class Constants:
+    """What all layers of a stack read and never differentiate.
+
+    Attributes:
+      bank: {name: [Rb, ...]} in the compute dtype; tables: leaves [L, ...]. Where a model has several segments, both
+        are dictionaries with each one's, see `segments.py`.
+      token_ids: int32 [t].
+      key: of the gates' noise; None where they have none.
+      documents: int32 [b, Sq], or None.
+      choices: int32 [L, t, K], recorded expert ids to replay, or None.
+    """
+
+    bank: dict
+    tables: Any
+    token_ids: jax.Array
+    key: jax.Array | None
+    documents: jax.Array | None = None
+    choices: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +109,10 @@ class Stages:
             schedule = self.moe.schedule_of(tokens)
             routed, stats, _, late = self.moe.route(
                 tokens,
-                inputs.token_ids,
                 router_params,
+                RouterInputs(inputs.noise_key, inputs.token_ids, inputs.tables),
                 inputs.bank,
                 home_sink,
-                inputs.tables,
-                inputs.noise_key,
             )
             packed = schedule.pack(routed, 0)
             before = lax.stop_gradient(stats) if schedule.most_passes > 1 else None  # later passes wait for them

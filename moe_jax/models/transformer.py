@@ -16,17 +16,118 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.norms import HeadNorm, as_last, build_norm
-from moe_jax.models.param_dtype_gradients import add_bias, in_dtype
-from moe_jax.models.scan_residuals import named
+from moe_jax.models.model_group import ModelGroup, add_bias, in_dtype
+from moe_jax.models.residuals import named
 from moe_jax.models.segments import Segment, joined, segments_of
-from moe_jax.models.shared_experts import SharedExperts
 from moe_jax.moe.config import MoEConfig
-from moe_jax.routers import build_router
+from moe_jax.moe.experts import apply_activation, weight_names
+from moe_jax.moe.routers import build_router
+from moe_jax.parallel.row_sums import spread
+
+# Norms, in at least float32. Sources: Ba et al. 2016; Zhang and Sennrich 2019; of queries and keys: Dehghani et al.
+# 2023, section 2.
+#     LayerNorm   y = (x - mean) / sqrt(variance + epsilon) * scale + bias
+#     RMSNorm     y = x / sqrt(mean(x^2) + epsilon) * scale
+
+# else a loop over layers saves float32 intermediates of each
+recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
+    """Return the norm of a model's residual stream, over its M features."""
+    norm = RMSNorm if config.norm == "rms" else LayerNorm
+    return norm(config.model_dim, config.param_dtype, config.norm_epsilon)
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation over the last dim."""
+
+    def __init__(self, dim: int, dtype, epsilon: float = 1e-5):
+        self.scale = nnx.Param(jnp.ones((dim,), dtype))
+        self.bias = nnx.Param(jnp.zeros((dim,), dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x):
+        return _normalize(x, self.scale[...], self.bias[...], self.epsilon)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation over the last dim."""
+
+    def __init__(self, dim: int, dtype, epsilon: float):
+        self.scale = nnx.Param(jnp.ones((dim,), dtype))
+        self.epsilon = epsilon
+
+    def __call__(self, x):
+        return _divide_by_root(x, self.scale[...], self.epsilon)
+
+
+class HeadNorm(nnx.Module):
+    """RMSNorm of queries or keys [b, Sq, H, Dh]: each head by itself, or all heads of a token together.
+
+    The scale is [Dh], alike for all heads, or [H, Dh], of which each device of an MP group holds its heads' part.
+    """
+
+    def __init__(self, config: ModelConfig, heads: int):
+        self.whole, self.epsilon = config.qk_norm == "width", config.norm_epsilon
+        self.features = heads * config.head_size
+        if self.whole:
+            self.scale = nnx.Param(jnp.ones((heads, config.head_size), config.param_dtype), model_dim=0)
+        else:
+            self.scale = nnx.Param(jnp.ones((config.head_size,), config.param_dtype))
+
+    def __call__(self, x, group: ModelGroup):
+        """Return x normalised; over all heads the squares are summed over the MP group, which holds them together."""
+        if not self.whole:
+            return _divide_by_root(x, self.scale[...], self.epsilon)
+        squares = _sum_of_squares(x)
+        squares = lax.psum(squares, group.axes) if group.axes else squares
+        return _times_rsqrt(x, squares / self.features, self.scale[...], self.epsilon)
+
+
+def as_last(vector, like):
+    """Return a vector [n] with as many dims as `like` [..., n], ready to add or multiply."""
+    return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)
+
+
+@functools.partial(recomputed, static_argnums=3)
+def _normalize(x, scale, bias, epsilon):
+    upcast = _upcast(x)
+    mean = jnp.mean(upcast, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(upcast - mean), axis=-1, keepdims=True)
+    normed = (upcast - mean) * lax.rsqrt(variance + epsilon)
+    scale, bias = (spread(vector.astype(upcast.dtype), upcast) for vector in (scale, bias))
+    return (normed * scale + bias).astype(x.dtype)
+
+
+@functools.partial(recomputed, static_argnums=2)
+def _divide_by_root(x, scale, epsilon):
+    mean_square = jnp.mean(jnp.square(_upcast(x)), axis=-1, keepdims=True)
+    return _scaled(x, mean_square, scale, epsilon)
+
+
+@functools.partial(recomputed, static_argnums=3)
+def _times_rsqrt(x, mean_square, scale, epsilon):
+    return _scaled(x, mean_square, scale, epsilon)
+
+
+@recomputed
+def _sum_of_squares(x):
+    """Return [b, Sq, 1, 1] of [b, Sq, H, Dh]."""
+    return jnp.sum(jnp.square(_upcast(x)), axis=(-2, -1), keepdims=True)
+
+
+def _scaled(x, mean_square, scale, epsilon):
+    upcast = _upcast(x)
+    return (upcast * lax.rsqrt(mean_square + epsilon) * spread(scale.astype(upcast.dtype), upcast)).astype(x.dtype)
+
+
+def _upcast(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def normal(key, shape, scale, dtype):
@@ -270,3 +371,64 @@ class Transformer(nnx.Module):
         units = {segment.name: make_units(segment) for segment in segments_of(config, moe)}
         self.units = joined(units) if len(units) == 1 else nnx.Dict(units)
         self.norm = build_norm(config)
+
+
+class SharedExperts(nnx.Module):
+    """A dense FFN on every token of an MoE layer, beside its routed experts, and w_mix where the mix is learned.
+
+        residual = 'sum'       y = FFN(x) + routed(x)
+        residual = 'learned'   y = c_0 FFN(x) + c_1 routed(x), c = softmax(x w_mix), w_mix [M, 2]
+
+    n shared experts of hidden dim Fs are one FFN of hidden dim n Fs, without norm and biases, as the routed ones are.
+    With one shared expert and top-1 routing the layer is DeepSpeed-MoE's residual MoE; the paper's formula is the sum,
+    its release learns the mix.
+    """
+
+    # The hidden dim is split over the MP group as that of dense FFNs is, so the schedules that gate all tokens on each
+    # device of the group do not compute the FFN N_MP times; the price is its all-reduce (or, with split tokens, an
+    # all-gather and a reduce-scatter) over the group. The FFN needs nothing of the exchange, so it can run next to it.
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs, depth: int | None = None):
+        dim, hidden, dtype = config.model_dim, moe.shared_ffn_dim(config.hidden_dim), config.param_dtype
+
+        def normal(shape, scale):
+            return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+
+        self.activation, self.learned = config.activation, moe.residual == "learned"
+        for name in weight_names(config.activation)[:-1]:
+            setattr(self, name, nnx.Param(normal((dim, hidden), dim**-0.5), model_dim=1, operand=True))
+        scale = (2 * (depth or config.layers) * hidden) ** -0.5
+        self.w_out = nnx.Param(normal((hidden, dim), scale), model_dim=0, operand=True)
+        if self.learned:
+            self.w_mix = nnx.Param(normal((dim, 2), dim**-0.5))
+
+    def __call__(self, x, group: ModelGroup):
+        """Return (addend of the shape of x, factor of the routed experts' result: float [..., 1], or None for 1)."""
+        names = weight_names(self.activation)[:-1]
+        with jax.named_scope("shared_experts"):
+            weights = [in_dtype(getattr(self, name)[...], x.dtype) for name in names]
+            pre = group.project(x, functools.partial(_times_each, group), *weights)
+            hidden = jax.checkpoint(_activate, prevent_cse=False, static_argnums=0)(self.activation, *pre)
+            out = group.reduce(group.times("bsf,fm->bsm", hidden, in_dtype(self.w_out[...], x.dtype)))
+            if not self.learned:
+                return out, None
+            acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+            logits = jnp.dot(x.astype(acc_dtype), self.w_mix[...].astype(acc_dtype), precision=lax.Precision.HIGHEST)
+            mix = jax.nn.softmax(logits, axis=-1)
+            return _weighted(mix[..., :1], out), mix[..., 1:]
+
+
+def add_shared(y, addend, factor):
+    """Return what the layer computes, from the routed experts' y and what `SharedExperts` returned, or (None, None)."""
+    routed = y if factor is None else _weighted(factor, y)
+    return routed if addend is None else routed + addend
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers saves float32 rows of each
+def _weighted(weight, rows):
+    return (weight * rows.astype(weight.dtype)).astype(rows.dtype)
+
+
+def _activate(activation, *pre):
+    acc_dtype = jnp.promote_types(pre[0].dtype, jnp.float32)
+    return apply_activation(activation, *(array.astype(acc_dtype) for array in pre)).astype(pre[0].dtype)

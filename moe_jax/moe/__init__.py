@@ -1,11 +1,12 @@
 """The MoE layer: gate, experts and what lies between them. See README.md."""
 
-from moe_jax.grouped_matmul import GroupedWeights, grouped_matmul
+from moe_jax.kernels.grouped import GroupedWeights
+from moe_jax.kernels.matmul import grouped_matmul
+from moe_jax.moe.build import make_moe
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.flax_layer import MoELayer
-from moe_jax.moe.layer import make_moe
 from moe_jax.moe.reference import reference_moe
-from moe_jax.routers import GateStats, balance_loss, choose_experts, z_loss
+from moe_jax.moe.routers import GateStats, balance_loss, choose_experts, z_loss
 
 __all__ = [
     "GateStats",

@@ -1,21 +1,88 @@
-"""The expert bank: where the parameters of all experts of all layers are stored, and how gradients return to the owner.
+"""The expert bank: the weights of all experts of all layers, replicas of other devices' experts, and their gradients.
 
-Inputs: one array per weight, [D Rb, ...], sharded over the expert axis, Rb = L E / D rows per device. Tables say which
-expert a row belongs to, so an expert may be stored on any device and nothing is copied per layer.
+One array per weight, [D Rb, ...], sharded over the expert axis, Rb = L E / D rows per device. Tables say which expert a
+row belongs to, so an expert may be stored on any device and nothing is copied per layer.
 
 A loop over layers that differentiated the whole bank would add a bank-sized gradient in every turn. So the bank enters
 the loop without a gradient, and beside it goes a *grad_sink*: zeros of the bank's shape whose value is never read, and
-whose cotangent is the bank's gradient. `with_grad_sink` makes the pair, `open_grad_sink` cuts the grad_sink into one
-small part per layer.
-Letters: docs/notation.md.
+whose cotangent is the bank's gradient.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from moe_jax.collectives.varying import cast_varying, varying_axes
+from moe_jax.kernels.grouped import GroupedWeights
+from moe_jax.moe.experts import weight_names
+from moe_jax.parallel.ordering import gradients_in_turn, wait_for, wait_for_tree
+from moe_jax.parallel.sparse_all_gather import Transfer, open_replicas
+from moe_jax.parallel.varying import cast_varying, varying_axes
+from moe_jax.planning.plan_shape import PlanShape
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertWeights:
+    """Where the parameters of a layer's experts come from, and where their gradients go.
+
+    Attributes:
+      bank: {name: [Rb, ...]}; grad_sink: {name: [Hs, ...]}, or {} where nothing is differentiated.
+      home_row: int32 [Hs], the bank row of each home slot.
+      replicas: a tuple of (values {name: [m, ...]}, their grad_sink) for each transfer, in the order of their slots.
+      constant: bank and replicas have no gradient but through the grad_sinks.
+    """
+
+    bank: dict
+    grad_sink: dict
+    home_row: jax.Array
+    replicas: tuple
+    constant: bool = False
+
+    def operands(self, name: str) -> tuple[GroupedWeights, ...]:
+        """Return the operands of one weight: home slots in the bank, then the replica slots of each transfer."""
+        sources = [(self.bank, self.home_row, self.grad_sink)]
+        for values, grad_sink in self.replicas:
+            sources.append((values, jnp.arange(values[name].shape[0], dtype=jnp.int32), grad_sink))
+        return tuple(
+            GroupedWeights(
+                bank=values[name],
+                slots=slots,
+                grad_sink=grad_sink[name] if self.grad_sink else None,
+                constant=self.constant,
+            )
+            for values, slots, grad_sink in sources
+        )
+
+
+def init_expert(key, model_dim: int, hidden_dim: int, activation: str, dtype, output_scale: float = 1.0) -> dict:
+    """Return the weights of one expert, {name: [M, F] or [F, M]}; normal, scaled by 1 / sqrt(fan in)."""
+    weights = {}
+    for index, name in enumerate(weight_names(activation)):
+        shape = (hidden_dim, model_dim) if name == "w_out" else (model_dim, hidden_dim)
+        scale = shape[0] ** -0.5 * (output_scale if name == "w_out" else 1.0)
+        weights[name] = (scale * jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)).astype(dtype)
+    return weights
+
+
+def init_bank(key, layers: int, experts: int, devices: int, **sizes) -> dict:
+    """Return the bank {name: [D Rb, ...]} of an even placement; expert (l, e) depends on fold_in(layer, expert) alone.
+
+    Args:
+      key: PRNG key.
+      layers: L; experts: E; devices: D; sizes: as in `init_expert`.
+    """
+    held = experts // devices
+    device, layer, place = np.meshgrid(np.arange(devices), np.arange(layers), np.arange(held), indexing="ij")
+    layer_ids = jnp.asarray(layer.reshape(-1))
+    expert_ids = jnp.asarray((device * held + place).reshape(-1))
+
+    def one(layer_id, expert_id):
+        return init_expert(jax.random.fold_in(jax.random.fold_in(key, layer_id), expert_id), **sizes)
+
+    return jax.vmap(one)(layer_ids, expert_ids)
 
 
 @jax.custom_vjp
@@ -70,3 +137,47 @@ def open_grad_sink(grad_sink, rows):
     """
     rows = cast_varying(rows, varying_axes(grad_sink))
     return _open_grad_sink(grad_sink, rows)
+
+
+def fetch_replicas(bank, grad_sink, tables, plan: PlanShape | None, axes: tuple[str, ...], like) -> tuple:
+    """Return ((replicas {name: [m, ...]} of one layer, their grad_sink),), or () where the plan has none ahead.
+
+    They depend on the bank and the tables alone: called before attention, the transfer can run beside it. Their
+    gradients leave through that grad_sink, in the dtype of the one given, and are summed into its cotangent.
+
+    Args:
+      bank, grad_sink, tables: of this layer, as `make_moe`'s function takes them.
+      axes: mesh axes of the expert-parallel group.
+      like: array that varies over all mesh axes over which the tokens do.
+    """
+    if plan is None or plan.ahead is None:
+        return ()
+    bank, grad_sink = cast_varying((bank, grad_sink), varying_axes(like))
+    return (open_replicas(bank, tables.home_row, grad_sink, tables.transfer, Transfer(plan.ahead, axes)),)
+
+
+def fetch_in_turn(x, params, gather, bank, grad_sink, tables, plan: PlanShape | None, axes: tuple[str, ...]):
+    """Return (x, gathered params, grad_sink, replicas) of a layer, in an order of collectives that XLA:CPU keeps.
+
+    Replicas that come after the gate come in a branch (see `moe_jax.parallel.ordering`). So what is fetched ahead
+    waits for x and the parameters, and x, on which all other collectives of the layer depend, waits for it. In the
+    backward it waits for the gradients of x and of the gathered parameters, the sums of those over devices wait for it,
+    and the preceding layer for the sums.
+
+    Args:
+      x: input of the layer.
+      params: its dense parameters; gather(params) returns them as the layer computes with them.
+      bank, grad_sink, tables, plan, axes: as `fetch_replicas` takes them.
+    """
+    if plan is None or plan.late is None:
+        return x, gather(params), grad_sink, fetch_replicas(bank, grad_sink, tables, plan, axes, x)
+    count = tables.home_row[0]
+    x, params = gradients_in_turn(x, params, count)
+    params = gather(wait_for_tree(params, count, x))
+    (x, params), grad_sink = gradients_in_turn((x, params), grad_sink, count)
+    if plan.ahead is None:
+        return x, params, grad_sink, ()
+    turn = dataclasses.replace(tables.transfer, offer=wait_for(tables.transfer.offer, count, x, params))
+    replicas = fetch_replicas(bank, grad_sink, dataclasses.replace(tables, transfer=turn), plan, axes, x)
+    replicas, (x, params) = gradients_in_turn(replicas, (wait_for(x, count, replicas), params), count)
+    return x, params, grad_sink, replicas

@@ -6,8 +6,8 @@ import dataclasses
 import typing
 
 from moe_jax.errors import UserError
-from moe_jax.float8 import COMPUTE, DTYPES, E4M3, bytes_of_row
-from moe_jax.routers.config import RouterConfig
+from moe_jax.kernels.float8_blocks import COMPUTE, DTYPES, E4M3, bytes_of_row
+from moe_jax.moe.routers.config import RouterConfig
 
 RESIDUALS = ("sum", "learned")
 
@@ -19,14 +19,14 @@ class MoEConfig(RouterConfig):
     Attributes:
       aux_loss_weight: weight of the load-balancing loss.
       z_loss_weight: weight of the squared log-partition loss of the gate.
-      schedule: how the layer moves bytes; a name of `moe_jax.schedules`.
-      transport: how rows travel in an exchange: 'all_to_all', 'ppermute', 'two_level', 'ragged', or with the schedules
-        s1 and s2 'coordinated', among devices of equal place in their groups (DeepSpeed-MoE); generation also takes
-        'auto', the shortest by `cluster`.
+      schedule: how the layer moves bytes; a name of `moe_jax.moe.schedules`.
+      transport: how rows travel in an exchange: 'all_to_all', 'two_level', or with the schedules s1 and s2
+        'coordinated', among devices of equal place in their groups (DeepSpeed-MoE); generation also takes 'auto', the
+        shortest by `cluster`.
       pairwise_groups: groups of the schedule 'pairwise'; 0 makes one of the expert-parallel devices of each node.
       gather: how the schedule 's2' returns: 'saa' (all-to-all and all-gather at the same time), 'aas' (in turn), or
         'auto', the one that `cluster` finds shorter; without it 'aas' (a modelled step of 61.9 ms, not 73.7:
-        docs/bench/inspect.md). Sums are the same; their last bits may differ.
+        docs/results.md). Sums are the same; their last bits may differ.
       grouped_matmul: implementation of the grouped matmul; 'auto' takes the device's default.
       bucket_slack: dropless only: rows of one (source, destination) bucket over the mean number of rows.
       overflow_chance: dropless only: instead of a slack, as many rows as even loads need when drawn at random: the
@@ -36,9 +36,9 @@ class MoEConfig(RouterConfig):
       shared_experts: n, experts that every token goes to, beside those it chooses; 0 is none.
       shared_hidden_dim: hidden dim of each of them; 0 takes that of the routed ones.
       expert_dtype: of the operands of the experts' matmuls: 'compute', ModelConfig.dtype; or 'float8_e4m3' with a scale
-        for each block of 128, forward and for the gradients of rows (`grouped_matmul/float8.py`).
+        for each block of 128, forward and for the gradients of rows (`kernels/float8_ffn.py`).
       dispatch_dtype: of the rows that travel to experts: 'compute', or 'float8_e4m3', about half of bfloat16's bytes;
-        the way back and all gradients travel in the compute dtype (`schedules/float8_dispatch.py`).
+        the way back and all gradients travel in the compute dtype (`moe/schedules/float8_dispatch.py`).
       residual: with shared experts: 'sum' adds them to the routed ones, 'learned' mixes the two by a softmax over each
         token.
     """

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moe_jax.collectives.varying import match_varying
-from moe_jax.grouped_matmul.contract import FusedFfn, Operands, find_implementation
-from moe_jax.grouped_matmul.matmul import (
+from moe_jax.kernels.grouped import FusedFfn, Operands, find_implementation
+from moe_jax.kernels.matmul import (
     check_operands,
     grad_sink_cotangents,
     grad_sink_dtypes,
@@ -26,6 +25,7 @@ from moe_jax.grouped_matmul.matmul import (
     without_bank_gradient,
     without_grad_sinks,
 )
+from moe_jax.parallel.varying import match_varying
 
 Array = jax.Array
 

@@ -15,15 +15,15 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.dispatch import even_tables, local
 from moe_jax.errors import UserError
-from moe_jax.mesh.roles import Roles
-from moe_jax.mesh.sharding import expert_specs
-from moe_jax.moe.bank import open_grad_sink, with_grad_sink
+from moe_jax.moe.bank import init_bank, init_expert, open_grad_sink, with_grad_sink
+from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_moe
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
-from moe_jax.moe.layer import check_float8, check_hidden_dim, init_bank, init_expert, layer_sizes, make_moe
-from moe_jax.routers import build_router, z_loss
+from moe_jax.moe.routers import RouterInputs, build_router, z_loss
+from moe_jax.moe.tables import even_tables, local
+from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.sharding import expert_specs
 
 
 class MoELayer(nnx.Module):
@@ -57,7 +57,7 @@ class MoELayer(nnx.Module):
         Args:
           config: gate, capacity and schedule.
           model_dim: M; hidden_dim: F.
-          roles: the mesh, from `moe_jax.mesh.build_mesh`.
+          roles: the mesh, from `moe_jax.parallel.mesh.build_mesh`.
           rngs: Flax random streams; `params` is used.
           activation: 'gelu' or 'swiglu'.
           dtype: of the parameters.
@@ -145,7 +145,7 @@ def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: s
         tables = local(tables)  # of one layer
         grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
-        y, stats, _ = apply(x, token_ids, gate, bank, grad_sink, layer, noise_key)
+        y, stats, _ = apply(x, gate, RouterInputs(noise_key, token_ids, layer), bank, grad_sink)
         sums = lax.psum(stats.sums, roles.dense)
         per_source = lax.psum(stats.counts, inside) if inside else stats.counts
         sums = dataclasses.replace(sums, counts=lax.psum(stats.counts, roles.all))

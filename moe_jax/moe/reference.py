@@ -44,8 +44,10 @@ def reference_weights(probs, config: MoEConfig, drop_groups: int):
         if config.drop == "position":
             earlier = jnp.cumsum(mine, axis=0) - mine
         else:
-            # before[i, j, e]: token j precedes token i in expert e's queue
+            # before[i, j, e]: token j precedes token i in expert e's queue; last bits say nothing of tokens that tie
             index = jnp.arange(group)
+            bits = jnp.finfo(prob.dtype)
+            prob = jax.lax.reduce_precision(prob, bits.nexp, 3 * bits.nmant // 4)
             more = prob[None] > prob[:, None]
             tie = (prob[None] == prob[:, None]) & (index[None, :, None] < index[:, None, None])
             earlier = jnp.sum((more | tie) & mine[None], axis=1)

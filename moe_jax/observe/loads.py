@@ -12,20 +12,318 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
+import math
 import os
 import zipfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.observe.atomic import TEMPORARY_SUFFIX, atomic_file, disk_errors_named
-from moe_jax.observe.load_trace import read_loads
-from moe_jax.observe.loads_origin import LoadsOrigin, origin_arrays
-from moe_jax.observe.run_folder import RunFolder
+from moe_jax.observe.run_folder import TEMPORARY_SUFFIX, RunFolder, atomic_file, disk_errors_named
+
+
+def device_loads(loads: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:
+    """Sum the tokens that each device computes when every expert runs at its home.
+
+    Args:
+      loads: integers [L, S, E], tokens that source s routed to expert e.
+      home: integers [L, E], the device_id that owns each expert, in 0 .. devices - 1.
+      devices: D.
+
+    Returns:
+      int64 [L, D], tokens.
+    """
+    loads, home = np.asarray(loads), np.asarray(home)
+    L, _, E = loads.shape
+    if home.shape != (L, E):
+        raise ValueError(f"home {list(home.shape)} must be [layers, experts] = [{L}, {E}], as in loads")
+    if home.size and not 0 <= home.min() <= home.max() < devices:
+        raise ValueError(f"home holds device_ids {home.min()} .. {home.max()}; they must be in 0 .. {devices - 1}")
+    per_device = np.zeros((L, devices), np.int64)
+    np.add.at(per_device, (np.arange(L)[:, None], home), loads.sum(axis=1, dtype=np.int64))
+    return per_device
+
+
+def device_load_max_over_mean(loads: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:
+    """Divide the fullest device's tokens by the mean over devices: max_d H[d] / mean_d H[d].
+
+    1 when balanced, D at worst. A step waits for its fullest device, so this is the factor by which expert compute
+    exceeds the balanced one.
+
+    Args:
+      loads: integers [L, S, E].
+      home: integers [L, E].
+      devices: D.
+
+    Returns:
+      float64 [L]. A layer without any token is balanced: 1.
+    """
+    per_device = device_loads(loads, home, devices)
+    mean = per_device.mean(axis=1)
+    return np.where(mean > 0, per_device.max(axis=1) / np.where(mean > 0, mean, 1.0), 1.0)
+
+
+def dead_experts(loads: np.ndarray) -> np.ndarray:
+    """Count the experts of each layer that got no token in this step.
+
+    Args:
+      loads: integers [L, S, E].
+
+    Returns:
+      int64 [L], from 0 to E.
+    """
+    return np.count_nonzero(np.asarray(loads).sum(axis=1, dtype=np.int64) == 0, axis=1)
+
+
+class LoadsTrace(NamedTuple):
+    """A recorded trace.
+
+    Attributes:
+      loads: [Nt, L, S, E], non-negative integers.
+      iterations: [Nt], rising integers.
+      sources: [Nt], S of each sample; None where the file does not say, which means that all are the array's.
+      origins: the run behind each sample, Nt of them, None where the file does not say.
+    """
+
+    loads: np.ndarray
+    iterations: np.ndarray
+    sources: np.ndarray | None = None
+    origins: tuple[LoadsOrigin | None, ...] = ()
+
+
+def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
+    """Read and check a trace of loads.
+
+    Args:
+      path: an npz file with `loads` [Nt, L, S, E], whole numbers of any dtype, and `iterations` [Nt]; without
+        `iterations` samples are numbered from 0; `sources` and what `loads_origin.py` names are read where they are;
+        other keys are ignored.
+
+    Returns:
+      A `LoadsTrace`.
+
+    Raises:
+      UserError: the file is missing or no npz, lacks `loads`, or its arrays break a rule above; names the first bad
+        entry.
+    """
+    arrays = _arrays(path)
+    loads, iterations = check_loads(arrays["loads"], arrays["iterations"], path)[:2]
+    sources = arrays.get("sources")
+    if sources is not None and (sources.shape != iterations.shape or sources.dtype.kind not in "iu"):
+        sources = None  # a key of another program
+    return LoadsTrace(loads, iterations, sources, read_origins(arrays, len(loads), path))
+
+
+def check_loads(loads: np.ndarray, iterations: np.ndarray, path: str | os.PathLike[str]) -> LoadsTrace:
+    """Return the arrays of a trace as integers, or raise a UserError that names `path`; see `read_loads`."""
+    if loads.ndim != 4:
+        raise UserError(f"{path}: loads has shape {list(loads.shape)}; it must be [steps, layers, sources, experts]")
+    if loads.dtype.kind not in "iuf":
+        raise UserError(f"{path}: loads has dtype {loads.dtype}; they are counts of tokens and must be whole numbers")
+    if iterations.dtype.kind not in "iu" or iterations.shape != loads.shape[:1]:
+        raise UserError(
+            f"{path}: iterations is {iterations.dtype} {list(iterations.shape)}; it must be integers [{len(loads)}],"
+            " one for each step of loads"
+        )
+    wrong = loads < 0
+    if loads.dtype.kind == "f":
+        wrong |= ~np.isfinite(loads) | (loads != np.floor(loads))
+    if wrong.any():
+        sample, layer, source, expert = np.argwhere(wrong)[0].tolist()
+        value = loads[sample, layer, source, expert]
+        raise UserError(
+            f"{path}: loads[{sample}, {layer}, {source}, {expert}] ({value}: layer {layer}, source {source}, expert"
+            f" {expert}) is not a whole number of at least 0; they are counts of tokens"
+        )
+    if (np.diff(iterations.astype(np.int64)) <= 0).any():
+        sample = int(np.argmax(np.diff(iterations.astype(np.int64)) <= 0)) + 1
+        raise UserError(
+            f"{path}: iterations[{sample}] ({iterations[sample]}) must be later than the one before it"
+            f" ({iterations[sample - 1]})"
+        )
+    return LoadsTrace(loads if loads.dtype.kind in "iu" else loads.astype(np.int64), iterations)
+
+
+def _arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Return `loads`, `iterations` and what else is known here, as they stand in the file."""
+    try:
+        # Opened here, since np.load leaves a damaged file open.
+        with open(path, "rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
+                raise UserError(f"{path} is a single array; a trace is an npz file with `loads` and `iterations`")
+            if "loads" not in archive:
+                raise UserError(f"{path} has no loads; it has {sorted(archive)}")
+            loads = archive["loads"]
+            names = ("iterations", "sources", *KEYS, SEGMENTS, PRECEDING)
+            known = (name for name in names if name in archive)
+            return {"loads": loads, "iterations": np.arange(len(loads)), **{name: archive[name] for name in known}}
+    except UserError:
+        raise
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is not a readable npz file of plain arrays ({error})") from error
+
+
+LAYER_KEYS = {
+    "activation": "activation",
+    "moe_every": "moe_every",
+    "dense_hidden_dim": "dense_F",
+    "sequence_length": "sequence_length",
+}  # field -> key
+KEYS = ("M", "F", "K", "dtype", "mesh", "devices_per_node", "cluster", "mesh_index", *LAYER_KEYS.values())
+SEGMENTS, PRECEDING = "segments", "preceding"  # where there are any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadsOrigin:
+    """Describe the run that recorded a sample.
+
+    Attributes:
+      model_dim, hidden_dim, top_k: M, F and K.
+      dtype: what the model computes in.
+      mesh: (axis, size) of the device mesh, slowest axis first.
+      devices_per_node: devices of an expert-parallel group that share a node.
+      cluster: path of the cluster file that the run named, or ''.
+      activation, moe_every, dense_hidden_dim, sequence_length: of the layer and what precedes it.
+      segments: (MoE layers, E, F, K) of each run of equal layers, where they differ or do not fill the mesh; then F, K,
+        moe_every and dense_hidden_dim above are those of the first.
+      preceding: (moe_every, dense_hidden_dim) of each of them.
+    """
+
+    model_dim: int
+    hidden_dim: int
+    top_k: int
+    dtype: str
+    mesh: tuple[tuple[str, int], ...]
+    devices_per_node: int
+    cluster: str = ""
+    activation: str = ""
+    moe_every: int = 0
+    dense_hidden_dim: int = 0
+    sequence_length: int = 0
+    segments: tuple[tuple[int, int, int, int], ...] = ()
+    preceding: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def model(self) -> tuple[int, int, int, str, tuple]:
+        """M, F, K, dtype and segments, which do not change within a run."""
+        return self.model_dim, self.hidden_dim, self.top_k, self.dtype, self.segments
+
+    @property
+    def sources(self) -> int:
+        """S, members of the largest expert-parallel group."""
+        devices = math.prod(size for axis, size in self.mesh if axis.partition("_of_")[0] in ("expert", "expert_mp"))
+        return min(devices, max((experts for _, experts, _, _ in self.segments), default=devices))
+
+    @property
+    def expert_shards(self) -> int:
+        """N_ESP, devices that share the hidden dim of an expert; 1 where the mesh is not known."""
+        return math.prod(size for axis, size in self.mesh if axis in ("expert_shard", "expert_shard_mp"))
+
+    def describe_mesh(self) -> str:
+        """Return the mesh in words, such as 'data 2 x expert 4'."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.mesh)
+
+
+def origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray]:
+    """Return the arrays of the docstring for one origin per sample; {} where none is known.
+
+    Raises:
+      UserError: the samples are of two models.
+    """
+    known = [origin for origin in origins if origin is not None]
+    if not known:
+        return {}
+    models = list(dict.fromkeys(origin.model for origin in known))
+    if len(models) > 1:
+        raise UserError(
+            f"samples have (M, F, K, dtype, segments) {models}: they are not of one model; use one folder for each"
+        )
+    meshes = list(dict.fromkeys((o.mesh, o.devices_per_node, o.cluster) if o else ((), 0, "") for o in origins))
+    places = {mesh: index for index, mesh in enumerate(meshes)}
+    M, F, K, dtype, segments = models[0]
+    index = [places[(o.mesh, o.devices_per_node, o.cluster) if o else ((), 0, "")] for o in origins]
+    return {
+        "M": np.int64(M),
+        "F": np.int64(F),
+        "K": np.int64(K),
+        "dtype": np.array(dtype),
+        "mesh": np.array([json.dumps(dict(mesh)) if mesh else "" for mesh, _, _ in meshes]),
+        "devices_per_node": np.array([per_node for _, per_node, _ in meshes], np.int64),
+        "cluster": np.array([cluster for _, _, cluster in meshes]),
+        "mesh_index": np.array(index, np.int64),
+        **{key: np.array(getattr(known[-1], field)) for field, key in LAYER_KEYS.items()},
+        **({SEGMENTS: np.array(segments, np.int64)} if segments else {}),
+        **({PRECEDING: np.array(known[-1].preceding, np.int64)} if segments else {}),
+    }
+
+
+def _read_segments(arrays: Mapping[str, np.ndarray]) -> tuple[tuple[int, int, int, int], ...]:
+    found = []
+    for layers, experts, hidden_dim, top_k in arrays.get(SEGMENTS, np.zeros((0, 4), np.int64)).tolist():
+        found.append((int(layers), int(experts), int(hidden_dim), int(top_k)))
+    return tuple(found)
+
+
+def _read_preceding(arrays: Mapping[str, np.ndarray]) -> tuple[tuple[int, int], ...]:
+    found = []
+    for moe_every, dense_hidden_dim in arrays.get(PRECEDING, np.zeros((0, 2), np.int64)).tolist():
+        found.append((int(moe_every), int(dense_hidden_dim)))
+    if len(found) != len(arrays.get(SEGMENTS, ())):
+        raise ValueError(f"{PRECEDING} must have a row for each of the {SEGMENTS}")
+    return tuple(found)
+
+
+def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -> tuple[LoadsOrigin | None, ...]:
+    """Return the origin of each of `samples` samples, None where the file does not say.
+
+    Args:
+      arrays: of the npz file, those of `KEYS` that it has.
+      path: of the file, for errors.
+
+    Raises:
+      UserError: the keys are all there and do not fit together.
+    """
+    if not all(key in arrays for key in KEYS):  # a file of another program
+        return (None,) * samples
+    try:
+        layer = {field: arrays[key].item() for field, key in LAYER_KEYS.items()}
+        known: list[LoadsOrigin | None] = [
+            None
+            if not str(mesh)
+            else LoadsOrigin(
+                model_dim=int(arrays["M"]),
+                hidden_dim=int(arrays["F"]),
+                top_k=int(arrays["K"]),
+                dtype=str(arrays["dtype"]),
+                mesh=tuple((str(axis), int(size)) for axis, size in json.loads(str(mesh)).items()),
+                devices_per_node=int(per_node),
+                cluster=str(cluster),
+                segments=_read_segments(arrays),
+                preceding=_read_preceding(arrays),
+                **layer,
+            )
+            for mesh, per_node, cluster in zip(
+                arrays["mesh"], arrays["devices_per_node"], arrays["cluster"], strict=True
+            )
+        ]
+        index = arrays["mesh_index"].tolist()
+        if len(index) != samples or not all(0 <= place < len(known) for place in index):
+            raise ValueError(f"mesh_index must be {samples} numbers below {len(known)}")
+        return tuple(known[place] for place in index)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{path}: what it says of its run ({', '.join(KEYS)}) does not fit together ({error}); save it again with "
+            "loads and iterations alone"
+        ) from error
+
 
 PART_RECORDS = 64
 PART_BYTES = 4 << 20

@@ -11,16 +11,15 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.observe.atomic import disk_errors_named
-from moe_jax.observe.run_folder import METRICS, RunFolder
-from moe_jax.renames import metrics_of_today
+from moe_jax.observe.run_folder import EVALUATIONS, METRICS, RunFolder, disk_errors_named
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _log = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ def read_metrics(folder: str | os.PathLike[str], *, file_name: str = METRICS) ->
     Raises:
       UserError: a line before the last one is not a record; names file and line.
     """
-    return [metrics_of_today(_with_floats(record)) for _, record in _complete_lines(Path(folder) / file_name)]
+    return [_with_floats(record) for _, record in _complete_lines(Path(folder) / file_name)]
 
 
 def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -201,3 +200,154 @@ def _with_floats(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_floats(item) for key, item in value.items()}
     return value
+
+
+class TensorBoardWriter:
+    """Write scalars; without tensorboardX log it once and count what was not written."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
+        """Open a new event file.
+
+        Args:
+          folder: the run folder.
+          resume_step: the last step that the restored checkpoint contains; TensorBoard hides what earlier files say of
+            later steps. None starts a new run.
+        """
+        self.records_missed = 0
+        self._writer = None
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            _log.warning("no TensorBoard events: tensorboardX cannot be imported (%s); pip install tensorboardX", error)
+            return
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # a line per NaN; a skipped step has several
+        path = RunFolder(folder).tensorboard
+        purge_step = 0 if resume_step is None else resume_step + 1
+        with disk_errors_named(path):
+            self._writer = SummaryWriter(os.fspath(path), purge_step=purge_step, flush_secs=10)
+
+    @property
+    def available(self) -> bool:
+        return self._writer is not None
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        """Write the numbers of a step; text and nested records are left to metrics.jsonl."""
+        if self._writer is None:
+            self.records_missed += 1
+            return
+        for tag, value in scalars(record).items():
+            self._writer.add_scalar(tag, value, step)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> TensorBoardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Flatten a record to tag -> number: a list gives `tag/mean`, `tag/min` and `tag/max`; the step is no tag."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if name == "step" or value is None or isinstance(value, str | Mapping):
+            continue
+        values = np.asarray(value, np.float64)
+        if values.ndim == 0:
+            found[name] = float(values)
+        elif values.size:
+            found |= {
+                f"{name}/{key}": float(f(values)) for key, f in (("mean", np.mean), ("min", np.min), ("max", np.max))
+            }
+    return {tag: value if math.isfinite(value) else math.nan for tag, value in found.items()}
+
+
+Records = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """Losses in nats per token; medians leave out steps that compiled; device load is max over mean, 1 = balanced."""
+
+    steps: int | None
+    loss_last: float | None
+    held_out_loss_first: float | None
+    held_out_loss_last: float | None
+    unigram_entropy: float | None
+    tokens_per_second: float | None
+    model_flops_per_second: float | None
+    step_seconds: float | None
+    peak_device_bytes: float | None
+    device_load_mean: float | None
+    device_load_worst: float | None
+    dropped_fraction: float | None
+    overflow_steps: int | None
+    skipped_steps: int | None = None
+    steps_run_again: int | None = None
+    held_out_loss_ema: float | None = None
+    compilations: int
+    compile_seconds: float
+    rejit_stall_seconds: float | None
+
+    @property
+    def below_unigram_entropy(self) -> float | None:
+        """How far the last held-out loss lies below the unigram entropy, as a fraction of it."""
+        if self.held_out_loss_last is None or not self.unigram_entropy:
+            return None
+        return 1.0 - self.held_out_loss_last / self.unigram_entropy
+
+
+def summarize(metrics: Records, evaluations: Records) -> RunSummary:
+    """Condense records.
+
+    Args:
+      metrics: as `read_metrics` returns them, with the fields that the training loop writes; any may be absent.
+        `overflow_steps` and `rejit_stall_seconds` count what happened in that record's step, and are summed;
+        `skipped_steps` and `steps_run_again` count from the start of the run.
+      evaluations: records with `held_out_loss` and, in at least one, `unigram_entropy`.
+    """
+    steady = [record for record in metrics if not record.get("compile_seconds")] or metrics
+    compilations = column(metrics, "compile_seconds")[1]
+    held_out = column(evaluations, "held_out_loss")[1]
+    return RunSummary(
+        steps=metrics[-1]["step"] if metrics else None,
+        loss_last=_reduced(np.ravel(column(metrics, "loss")[1])[-1:], np.mean),
+        held_out_loss_first=_reduced(held_out[:1], np.mean),
+        held_out_loss_last=_reduced(held_out[-1:], np.mean),
+        held_out_loss_ema=_reduced(column(evaluations, "held_out_loss_ema")[1][-1:], np.mean),
+        unigram_entropy=_reduced(column(evaluations, "unigram_entropy")[1][-1:], np.mean),
+        tokens_per_second=_reduced(column(steady, "tokens_per_second")[1], np.median),
+        model_flops_per_second=_reduced(column(steady, "model_flops_per_second")[1], np.median),
+        step_seconds=_reduced(column(steady, "step_seconds")[1], np.median),
+        peak_device_bytes=_reduced(column(metrics, "peak_device_bytes")[1], np.max),
+        device_load_mean=_reduced(column(metrics, "device_load_max_over_mean")[1], np.mean),
+        device_load_worst=_reduced(column(metrics, "device_load_max_over_mean")[1], np.max),
+        dropped_fraction=_reduced(column(metrics, "dropped_fraction")[1], np.mean),
+        overflow_steps=_whole(_reduced(column(metrics, "overflow_steps")[1], np.sum)),
+        skipped_steps=_whole(_reduced(column(metrics, "skipped_steps")[1], np.max)),
+        steps_run_again=_whole(_reduced(column(metrics, "steps_run_again")[1], np.max)),
+        compilations=int(np.count_nonzero(compilations)),
+        compile_seconds=float(np.nansum(compilations)),
+        rejit_stall_seconds=_reduced(column(metrics, "rejit_stall_seconds")[1], np.sum),
+    )
+
+
+def summarize_run(folder: str | os.PathLike[str]) -> RunSummary:
+    """Condense the records of a run folder."""
+    return summarize(read_metrics(folder), read_metrics(folder, file_name=EVALUATIONS))
+
+
+def _reduced(values: np.ndarray, reduce: Any) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(reduce(finite)) if finite.size else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

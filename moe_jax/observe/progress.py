@@ -18,7 +18,7 @@ _PLAIN_BAR = ("=", ">", ".")
 _WIDTH_WITHOUT_ANSWER = 80
 _SHORTEST_BAR, _LONGEST_BAR = 8, 32
 _SECONDS_BETWEEN_DRAWS = 0.1
-_SHOWN = ("loss", "skipped", "again", "speed", "load", "left")  # in this order, as far as they fit
+_SHOWN = ("loss", "skipped", "again", "speed", "load", "plan", "left")  # in this order, as far as they fit
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +60,7 @@ class Progress:
         device_load: float | None = None,
         skipped_steps: int = 0,
         steps_run_again: int = 0,
+        plan: str | None = None,
     ) -> None:
         """Show a finished step.
 
@@ -70,6 +71,7 @@ class Progress:
           device_load: max over mean of tokens per device, over all layers (1 is balanced).
           skipped_steps: left out so far because they were not finite; shown where there are any.
           steps_run_again: so far, because a bucket overflowed; shown where there are any.
+          plan: what the planner says of its plan.
         """
         now = self._clock()
         self._step = step
@@ -81,6 +83,7 @@ class Progress:
             "left": self._time_left(now),
             "speed": None if tokens_per_second is None else f"{with_prefix(tokens_per_second)} tokens/s",
             "load": None if device_load is None else f"load {device_load:.2f}x",
+            "plan": plan,
         }
         last = step >= self._total
         if self.live:
@@ -96,6 +99,7 @@ class Progress:
                 numbers["again"],
                 numbers["speed"],
                 load,
+                plan,
                 numbers["left"],
             )
             self._emit(" | ".join(word for word in words if word) + "\n")

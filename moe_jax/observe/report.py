@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_jax.observe.atomic import write_atomically
+from moe_jax.observe.metrics_file import RunSummary, summarize_run
 from moe_jax.observe.plots import draw_all
 from moe_jax.observe.progress import with_prefix
-from moe_jax.observe.run_folder import RunFolder, read_text
-from moe_jax.observe.summary import RunSummary, summarize_run
+from moe_jax.observe.run_folder import RunFolder, read_text, write_atomically
 
 _CAPTIONS = {
     "loss.png": "Cross-entropy on the training batches and on held-out text, above the learning rate.",

@@ -13,14 +13,77 @@ folder that holds another config is an error is decided by the caller.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
-from collections.abc import Mapping
+import platform
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from moe_jax.errors import UserError
-from moe_jax.observe.atomic import disk_errors_named, write_atomically
+
+TEMPORARY_SUFFIX = ".tmp"
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NOT_ALLOWED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_WRONG_KIND = {errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
+
+
+@contextmanager
+def disk_errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an `OSError` raised while `path` is written into one line that names the file, the cause and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            remedy = "free space on its disk, then give the same command again"
+        elif error.errno in _NOT_ALLOWED:
+            remedy = "choose a --workdir that you may write to"
+        elif error.errno in _WRONG_KIND:
+            remedy = "a file stands where a folder is needed, or the reverse: move it away or choose another --workdir"
+        else:
+            remedy = "check its disk or choose another --workdir"
+        raise UserError(f"cannot write {os.fspath(path)} ({error.strerror or error}); {remedy}") from error
+
+
+@contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yield a file to write; it takes the place of `path` only when the block ends without an error.
+
+    The temporary file has one fixed name beside `path`, so a kill leaves at most one, which the next write reuses:
+    each path has a single writer (process 0).
+    """
+    target = Path(path)
+    temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
+    with disk_errors_named(target):
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            # Frees space on a full disk; a temporary file that cannot be removed must not hide the first error.
+            try:
+                temporary.unlink(missing_ok=True)
+            except OSError:
+                pass
+            raise
+
+
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> Path:
+    """Replace the content of `path` in one move. Text is written as UTF-8."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    with atomic_file(path) as file:
+        file.write(data)
+    return Path(path)
+
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
@@ -170,3 +233,81 @@ def _trimmed(text: str) -> list[str]:
 
 def _ending_in_newline(text: str) -> str:
     return text if text.endswith("\n") else text + "\n"
+
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def environment_record(
+    *,
+    devices: Iterable[Mapping[str, Any]] = (),
+    mesh: Mapping[str, int] | None = None,
+    processes: int = 1,
+    now: datetime | None = None,
+) -> dict[str, Any]:
+    """Describe the machine and its software.
+
+    Args:
+      devices: one record per device, at least `kind` and `platform`; other fields are ignored.
+      mesh: axis name -> size, in the mesh's order.
+      processes: processes of the run.
+      now: the date to state (default: today, UTC).
+
+    Returns:
+      Plain data for JSON.
+    """
+    kinds = Counter((str(device["platform"]), str(device["kind"])) for device in devices)
+    return {
+        "date": (now or datetime.now(UTC)).date().isoformat(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "machine": {
+            "system": platform.system(),
+            "architecture": platform.machine(),
+            "cpu_count": os.cpu_count(),
+        },
+        "devices": [{"platform": where, "kind": kind, "count": count} for (where, kind), count in kinds.items()],
+        "mesh": {str(axis): int(size) for axis, size in (mesh or {}).items()},
+        "processes": int(processes),
+        **git_state(),
+    }
+
+
+def git_state(package: Path | None = None) -> dict[str, Any]:
+    """Return the commit of the checkout that holds the package, and whether the package's files differ from it.
+
+    Both are None when the package is not tracked by git, for instance when it is installed into a virtual environment
+    inside the checkout of another project.
+    """
+    package = package or Path(__file__).resolve().parent.parent
+    unknown = {"commit": None, "uncommitted_changes": None}
+    # From inside the package, so that git answers for the checkout that the package lies in.
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return unknown
+    commit, changes = _git(package, "rev-parse", "HEAD"), _git(package, "status", "--porcelain", "--", ".")
+    if commit is None or changes is None:
+        return unknown
+    return {"commit": commit, "uncommitted_changes": bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,10 +1,10 @@
-"""The expert bank in the order of a file: by (layer, expert), independent of mesh and placement.
+"""Rows of the expert bank: in the order of a checkpoint's file, and moved to the experts' new homes.
 
-Inputs: one leaf of a segment's bank, [D Rb, ...] over the expert axis, and the home of every expert. Outputs: the same
-numbers as [L, E, ...], the expert dim over that axis; and the way back. Both run on the devices, layer by layer, so
-that no device ever holds more than one layer's experts beside its own part. Where every expert's home is the device
-that stores it in the file (plain expert parallelism), nothing moves between devices. Values are copied, never computed
-with.
+Inputs: leaves of a segment's bank, [D Rb, ...] over the expert axis, and the home of every expert. Outputs: the same
+numbers as [L, E, ...] by (layer, expert), independent of mesh and placement, and the way back; or a state whose experts
+changed their homes. All run on the devices, layer by layer, so that no device ever holds more than one layer's experts
+beside its own part. Where every expert's home is the device that stores it in the file (plain expert parallelism),
+nothing moves between devices. Values are copied, never computed with.
 Letters: docs/notation.md; e experts of a layer on one device in the file.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.collectives.varying import cast_varying, varying_axes
-from moe_jax.models.leaf_names import is_bank, segment_of
-from moe_jax.placement import Placement, bank_rows
+from moe_jax.models.segments import flatten, is_bank, segment_of
+from moe_jax.parallel.varying import cast_varying, varying_axes
+from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
 
 Homes = np.ndarray | dict[str, np.ndarray]  # int [L, E]; of several segments with experts {segment: that}
 
@@ -139,3 +140,99 @@ def _from_file(sharding: NamedSharding, exchange: bool, bank_size: int):
 
     moved = jax.shard_map(body, mesh=sharding.mesh, in_specs=(stored.spec, P(), P()), out_specs=sharding.spec)
     return jax.jit(moved, out_shardings=sharding)
+
+
+def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:
+    """Sort the moves of a permutation into rounds.
+
+    Args:
+      source: int [D Rb]; row r takes what row source[r] holds.
+
+    Returns:
+      stay int32 [D, Rb]: the own row that each row takes, Rb where it comes from another device; send int32 [D, Rb, D]:
+      the row that a device sends to each other in a round, Rb for none; place int32 [D, Rb, D]: where it puts the row
+      of each other; rounds int32 []: rounds in use.
+    """
+    rows = len(source) // devices
+    target = np.arange(len(source))
+    owner, new = source // rows, target // rows
+    stay = np.where(owner == new, source % rows, rows).reshape(devices, rows)
+    moved = np.flatnonzero(owner != new)
+    pair = owner[moved] * devices + new[moved]
+    order = np.argsort(pair, kind="stable")
+    ranked = pair[order]
+    start = np.searchsorted(ranked, ranked, side="left")
+    turn = np.empty(len(moved), np.int64)
+    turn[order] = np.arange(len(moved)) - start
+    send = np.full((devices, rows, devices), rows, np.int32)
+    place = np.full((devices, rows, devices), rows, np.int32)
+    send[owner[moved], turn, new[moved]] = source[moved] % rows
+    place[new[moved], turn, owner[moved]] = moved % rows
+    return {
+        "stay": stay.astype(np.int32),
+        "send": send,
+        "place": place,
+        "rounds": np.int32(turn.max(initial=-1) + 1),
+    }
+
+
+# A change of homes: parameters and moments of all experts move to the bank rows of a new placement, every leaf in its
+# own dtype, in rounds of one all-to-all, in which a device sends at most one row to each other device: beside the leaf
+# and its new version memory holds D rows and the D that arrive, however many move. The rounds are data: the program is
+# compiled once.
+def reshard(
+    state: dict, old: Placement, new: Placement, rows: int, segment: str | None = None,
+    share: Callable[[Callable], Callable] = lambda move: move,
+) -> dict:  # fmt: skip
+    """Return the state with the experts where `new` homes them. The given state is donated.
+
+    Args:
+      rows: Rb.
+      segment: whose bank moves, None where the bank is one segment's.
+      share: jitted move -> what runs it; the move is the same object for banks of the same shapes and shardings.
+    """
+    names = [name for name in flatten(state) if is_bank(name) and segment_of(name) == segment]
+    leaves, tree = jax.tree.flatten(state)
+    at = [index for index, name in enumerate(flatten(state)) if name in set(names)]
+    bank = tuple(
+        jax.ShapeDtypeStruct(leaves[index].shape, leaves[index].dtype, sharding=leaves[index].sharding) for index in at
+    )
+    tables = move_tables(reshard_permutation(old, new, rows), old.devices)
+    for index, leaf in zip(at, share(_mover(bank))([leaves[index] for index in at], tables), strict=True):
+        leaves[index] = leaf
+    return jax.tree.unflatten(tree, leaves)
+
+
+@functools.lru_cache(maxsize=8)
+def _mover(bank: tuple):
+    """Return the jitted move of all leaves of a bank, one after the other; bank: their shapes with shardings."""
+
+    def move(leaves, tables):
+        return [_move_leaf(leaf, tables, kind.sharding) for leaf, kind in zip(leaves, bank, strict=True)]
+
+    return jax.jit(move, donate_argnums=0, out_shardings=[kind.sharding for kind in bank])
+
+
+def _move_leaf(leaf, tables, sharding):
+    first = sharding.spec[0]
+    axes = () if first is None else (first,) if isinstance(first, str) else tuple(first)
+
+    def body(bank, stay, send, place, rounds):
+        stay, send, place = stay[0], send[0], place[0]
+        new = jnp.take(bank, stay, axis=0, mode="fill", fill_value=0)
+
+        def one_round(turn, new):
+            sent = jnp.take(bank, send[turn], axis=0, mode="fill", fill_value=0)  # [D, ...], a row for each device
+            arrived = lax.all_to_all(sent, axes, 0, 0, tiled=True) if axes else sent
+            return new.at[place[turn]].set(arrived, mode="drop")
+
+        return lax.fori_loop(0, rounds, one_round, cast_varying(new, varying_axes(bank, send)))
+
+    by_device = P(axes or None)
+    moved = jax.shard_map(
+        body,
+        mesh=sharding.mesh,
+        in_specs=(sharding.spec, by_device, by_device, by_device, P()),
+        out_specs=sharding.spec,
+    )
+    return moved(leaf, tables["stay"], tables["send"], tables["place"], tables["rounds"])

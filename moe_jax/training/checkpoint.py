@@ -17,30 +17,75 @@ time limit. Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import errno
 import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from absl import logging as absl_logging
 from etils import epath
 from jax.sharding import NamedSharding
 
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.models.leaf_names import flatten
+from moe_jax.models.segments import flatten
 from moe_jax.training.bank_order import FileOrder, FileOrders, Homes, file_sharding
-from moe_jax.training.checkpoint_format import FORMAT, agreed_part, check_same_leaves
+
+FORMAT = "moe_jax checkpoint 1"
+OPTIONAL = "ema"  # the part of a state that a run may keep or not
+
+
+def agreed_part(stored: dict[str, Any], state: dict) -> tuple[dict[str, Any], dict]:
+    """Return leaves of a file and a state to be read, both without the optional part where one of them lacks it."""
+    kept = {name: leaf for name, leaf in stored.items() if not name.startswith(f"{OPTIONAL}/")}
+    if OPTIONAL in state and len(kept) < len(stored):
+        return stored, state
+    return kept, {name: part for name, part in state.items() if name != OPTIONAL}
+
+
+def check_same_leaves(path, stored: dict[str, Any], needed: dict[str, Any]) -> None:
+    """Compare names, shapes and dtypes; orbax by itself casts dtypes silently.
+
+    Args:
+      path: of the checkpoint, for the message.
+      stored, needed: {name: anything with shape and dtype}, in the file and in this run; in the file's order of dims.
+
+    Raises:
+      UserError: names the first leaf that differs, with both values.
+    """
+    names = [*needed, *(name for name in stored if name not in needed)]
+    differing = [name for name in names if _described(stored, name) != _described(needed, name)]
+    if not differing:
+        return
+    name = differing[0]
+    more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
+    raise UserError(
+        f"checkpoint {path} is not of this model: {name} is {_described(stored, name)} in the checkpoint and "
+        f"{_described(needed, name)} in this run{more}; use the model, optimizer and tokenizer that it was trained "
+        "with, or another --workdir"
+    )
+
+
+def _described(leaves: dict[str, Any], name: str) -> str:
+    if name not in leaves:
+        return "absent"
+    leaf = leaves[name]
+    return f"{np.dtype(leaf.dtype).name} {list(leaf.shape)}"
+
 
 _UNFINISHED = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
 _WRITE_SECONDS = 1200
@@ -107,7 +152,7 @@ class Checkpointer:
         Args:
           step: of a finished checkpoint.
           abstract_state: ShapeDtypeStructs with NamedShardings of this run's mesh; any mesh.
-          home: int [L, E], where the experts are to be stored, bank rows numbered as `moe_jax.placement.bank_rows`
+          home: int [L, E], where the experts are to be stored, bank rows numbered as `placement.bank_rows`
             does; of several segments with experts {segment: that}.
 
         Raises:
@@ -401,3 +446,117 @@ def _quiet_orbax() -> None:
     log = absl_logging.get_absl_logger()
     if not any(isinstance(known, _OrbaxIsQuiet) for known in log.filters):
         log.addFilter(_OrbaxIsQuiet())
+
+
+_BATCH_BYTES = 64 * 2**20
+_CACHE_BYTES = 2**26
+Index = tuple[int | slice, ...]  # of a part: a number keeps one row of that dim, slice(None) all of it
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafParts:
+    """A leaf that is not there yet, but for its parts.
+
+    Attributes:
+      shape, dtype: of the leaf, as the file holds it ([L, E, ...] for a leaf of the bank).
+      indices: of all parts, which together are the leaf; each keeps rows of the same dims.
+      read: function (index) -> array, one part. It is called once for each.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    indices: list[Index]
+    read: Callable[[Index], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def chunk(self) -> list[int]:
+        """The shape of a part with all dims of the leaf: what the file stores in one piece."""
+        whole = (slice(None),) * (len(self.shape) - len(self.indices[0]))
+        return [n if isinstance(at, slice) else 1 for n, at in zip(self.shape, (*self.indices[0], *whole), strict=True)]
+
+
+class _PartsHandler(ocp.type_handlers.NumpyHandler):
+    """Orbax's way to write an array, which asks for its parts one after the other instead of for the array."""
+
+    def __init__(self):
+        super().__init__(deepcopy_host_arrays=False)
+        self._turn = asyncio.Lock()  # leaves in turn: orbax starts all at once
+
+    async def _open_and_write(self, value, tspec, ts_context):
+        tspec["metadata"]["chunks"] = value.chunk
+        async with self._turn:
+            store = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
+            for batch in _batches(value):  # many at once: each commit to the store costs a file
+                await asyncio.gather(*(store[index].write(value.read(index)) for index in batch))
+
+
+def _batches(leaf: LeafParts) -> Iterator[list[Index]]:
+    """Yield the indices of a leaf's parts, as many at a time as fit into `_BATCH_BYTES`, one at least."""
+    number = max(1, _BATCH_BYTES // (math.prod(leaf.chunk) * np.dtype(leaf.dtype).itemsize))
+    for first in range(0, len(leaf.indices), number):
+        yield leaf.indices[first : first + number]
+
+
+def write_params(folder: Path, leaves: dict[str, LeafParts], host: dict) -> None:
+    """Write `folder`/00000000, a checkpoint of step 0.
+
+    Args:
+      folder: the run's folder of checkpoints; exists.
+      leaves: {name such as 'params/dense/norm/scale': its parts}.
+      host: JSON data; 'config' is the text of the run's config.
+    """
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, ocp.type_handlers.ArrayHandler()), (LeafParts, _PartsHandler())
+    )
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
+    custom = {"format": FORMAT, "step": 0, "host": host}
+    with ocp.Checkpointer(handler) as writer:
+        writer.save(
+            epath.Path(folder.absolute() / f"{0:08d}"), args=ocp.args.PyTreeSave(leaves, custom_metadata=custom)
+        )
+
+
+class PartsReader:
+    """Parts of the leaves of a finished checkpoint.
+
+    A program that trains stores what one device held of a leaf in one piece, and a part of it is read with the whole
+    piece; pieces are kept for the parts that are asked for next, up to 64 MiB.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], step: int):
+        self.path = Path(folder).absolute() / f"{step:08d}"
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        self._stores: dict[str, Any] = {}
+
+    def leaf(self, name: str) -> Any:
+        """Return the store of a leaf: it has a shape, a dtype, and parts that are read when they are asked for.
+
+        Raises:
+          UserError: there is no such leaf, or it cannot be read.
+        """
+        if name not in self._stores:
+            kvstore = {"driver": "ocdbt", "base": f"file://{self.path}/", "path": f"{name}/"}
+            with self._errors_named(name):
+                spec = {"driver": "zarr", "kvstore": kvstore, "recheck_cached_data": False}
+                self._stores[name] = ts.open(spec, open=True, context=self._context).result()
+        return self._stores[name]
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Return one part of a leaf."""
+        store = self.leaf(name)
+        with self._errors_named(name):
+            return store[index].read().result()
+
+    @contextlib.contextmanager
+    def _errors_named(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            line = str(error).splitlines()[0][:200]
+            raise UserError(
+                f"cannot read {name} of checkpoint {self.path} ({line}); give the folder of a run"
+            ) from error

@@ -2,7 +2,7 @@
 
 Inputs: the FFN's shape and the implementation's name. Outputs: the entry that is furthest off, and by how much. Whole
 models cannot be compared so: there a rounding that flips a choice of the gate sends a token to another expert, and two
-right kernels come out 3 to 7% apart at 12 layers (docs/log.md). Here rows are given, so only rounding is left.
+right kernels come out 3 to 7% apart at 12 layers. Here rows are given, so only rounding is left.
 
 The cases hold what kernels often get wrong: groups that are empty (first, between, last), of one row, longer than two
 tiles with a part of a tile at the end, and a multiple of a tile; a number of rows that no tile divides; NaN in the rows
@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.grouped_matmul import GroupedWeights
-from moe_jax.grouped_matmul.float8 import PREFIX
+from moe_jax.kernels.float8_ffn import PREFIX
+from moe_jax.kernels.grouped import GroupedWeights
 from moe_jax.moe.experts import apply_activation, expert_ffn, weight_names
 
 Array = jax.Array

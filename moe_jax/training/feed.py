@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import Tokenizer, TokenStream, held_out_batches, mask_tokens
 from moe_jax.data.cache import TokenCache
-from moe_jax.data.documents import document_numbers, inside_documents
+from moe_jax.data.stream import document_numbers, inside_documents
 from moe_jax.models import Batch, ModelConfig
 
 

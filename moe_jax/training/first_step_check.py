@@ -1,12 +1,11 @@
-"""Compare an unproven exchange or kernel with a proven one before training on it.
+"""Compare an unproven grouped matmul with a proven one before training on it.
 
 Inputs: a `Session`, before it has a state, and the job's processes. Outputs: the session, with a proven grouped matmul
-where 'auto' had chosen one that does not hold, and a record for environment.json. Some things that a run may use are
-not proven by the tests of this project: `ragged_all_to_all`, which is new, with reports of wrong gradients; the
-`hopper` and `mosaic` grouped matmuls, never run here on the GPUs that they are for; and `lax.ragged_dot` on GPUs, which
-newer compilers lower to cuDNN. A run that uses one compares it first, with a few MB: one expert FFN (`expert_check`),
-one exchange on the run's mesh (`exchange_check`). Outcomes are kept (`verdicts`), so the next start costs nothing, and
-neither does a run that uses none of them.
+where 'auto' had chosen one that does not hold, and a record for environment.json. Some are not proven by the tests of
+this project: `hopper` and `mosaic`, never run here on the GPUs that they are for; and `lax.ragged_dot` on GPUs, which
+newer compilers lower to cuDNN. A run that uses one compares it first, with a few MB, on one expert FFN
+(`expert_check`). Outcomes are kept (`Verdict`), so the next start costs nothing, and neither does a run that uses none
+of them.
 
     outcome                  field says 'auto'                      field names it
     equal but for rounding   goes on                                goes on
@@ -18,126 +17,208 @@ All processes of a job decide alike: by the worst of their outcomes.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import datetime
+import functools
+import hashlib
 import json
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 
-from moe_jax.distributed.hosts import Hosts
+from moe_jax.data.user_cache import read_cached, user_cache_folder, write_cached
 from moe_jax.errors import UserError
-from moe_jax.float8 import E4M3
-from moe_jax.grouped_matmul import choose_implementation
-from moe_jax.training.compiler_options import compiler_options
-from moe_jax.training.exchange_check import compare_exchange
+from moe_jax.training.compiling import compiler_options
 from moe_jax.training.expert_check import ExpertShape, compare_expert
-from moe_jax.training.session import Session
-from moe_jax.training.verdicts import (
-    DIFFERS,
-    FAILS,
-    NO_MEMORY,
-    OUTCOMES,
-    PASSES,
-    Verdict,
-    keep_verdict,
-    read_verdict,
-    verdict_key,
-    verdict_path,
-)
+from moe_jax.training.hosts import Hosts
+from moe_jax.training.program import Session
 
 _LOG = logging.getLogger(__name__)
-PROVEN = {"transport": "all_to_all", "grouped_matmul": "fused"}  # fields of MoEConfig: what to take instead
+FOLDER = "verdicts"
+DRIVER = Path("/proc/driver/nvidia/version")
+PASSES, DIFFERS, FAILS, NO_MEMORY = "passes", "differs", "fails", "no memory"
+CHECKS = ("moe_jax.training.expert_check",)
+OUTCOMES = (PASSES, NO_MEMORY, FAILS, DIFFERS)  # from best to worst
+
+
+# Outcomes are kept in the user's cache under all that they depend on (kernel, sizes, device, driver, versions). A file
+# that is missing, damaged, or of another key is no verdict; with a cache that cannot be used the check runs at every
+# start, logged once.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Outcome of one check.
+
+    Attributes:
+      outcome: 'passes', 'differs', 'fails' (it raised), or 'no memory' (it did not fit, so nothing is known).
+      detail: what differs, or why it failed; one line.
+    """
+
+    outcome: str
+    detail: str = ""
+
+    def __post_init__(self):
+        if self.outcome not in OUTCOMES or not isinstance(self.detail, str):
+            raise ValueError(f"no verdict: {self.outcome!r}, {self.detail!r}")
+
+
+def verdict_key(device: jax.Device, **what) -> dict:
+    """Return the key of a check on a device: `what`, and what runs it.
+
+    Args:
+      what: plain data for JSON.
+    """
+    return {
+        **what,
+        "device": device.device_kind,
+        "platform": device.client.platform_version,  # of CUDA, as jaxlib was built for
+        "driver": driver_version(),
+        "flags": os.environ.get("XLA_FLAGS", ""),  # kernels depend on them too
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "source": source_digest(),
+    }
+
+
+def driver_version() -> str:
+    """Return the line in which the NVIDIA driver names its version, empty without one."""
+    try:
+        return DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
+    except OSError:
+        return ""
+
+
+@functools.cache
+def source_digest() -> str:
+    """Return a digest of the checks and of what they import of this package: another version is checked again."""
+    digest = hashlib.sha256()
+    for path in (Path(__file__).resolve().with_name("first_step_check.py"), *imported_sources(CHECKS)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def imported_sources(modules: Iterable[str]) -> list[Path]:
+    """Return the files of these modules and of those of this package that their imports name, in functions too."""
+    package = Path(__file__).resolve().parents[1]
+    waiting, found = list(modules), {}
+    while waiting:
+        name = waiting.pop()
+        base = package.parent.joinpath(*name.split("."))
+        path = next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+        if name in found or path is None or package not in path.parents:
+            continue
+        found[name] = path
+        # A parent's __init__ runs too, but counts only where it is named itself: that of `moe` exports the whole layer.
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [found[name] for name in sorted(found)]
+
+
+def read_verdict(key: dict) -> Verdict | None:
+    """Return the verdict kept under a key, None where there is none."""
+    path = verdict_path(key)
+    text = None if path is None else read_cached(path)
+    try:
+        held = json.loads(text or b"null")
+        return Verdict(outcome=held["outcome"], detail=held["detail"]) if held["key"] == key else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def keep_verdict(key: dict, verdict: Verdict) -> None:
+    """Keep a verdict under a key; where that cannot be done, log it once and go on."""
+    path = verdict_path(key)
+    if path is None or verdict.outcome == NO_MEMORY:  # more memory may be free next time
+        return
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    record = {"key": key, **dataclasses.asdict(verdict), "date": today}
+    try:
+        write_cached(path, json.dumps(record, indent=1) + "\n")
+    except UserError as error:
+        _say_uncached(str(error))
+
+
+def verdict_path(key: dict) -> Path | None:
+    """Return the file of a key, None where the user's cache cannot be used."""
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    try:
+        return user_cache_folder(FOLDER) / f"{name}.json"
+    except UserError as error:
+        _say_uncached(str(error))
+        return None
+
+
+@functools.cache
+def _say_uncached(why: str) -> None:
+    _LOG.warning("kernels are compared again at every start: %s", why)
+
+
+PROVEN = "fused"
 KERNELS = ("hopper", "mosaic", "mosaic_sparing")  # grouped matmuls that no GPU has run for this project
 WAIT_SECONDS = 900.0  # for another process' compilations
 
 
 def settle_unproven(session: Session, hosts: Hosts) -> tuple[Session, dict]:
-    """Compare the unproven parts that the session uses, before anything large is in the devices' memory.
+    """Compare the unproven grouped matmul that the session uses, before anything large is in the devices' memory.
 
     Args:
       session: with the config as the user gave it.
       hosts: all processes of the job call this together.
 
     Returns:
-      the session to train with, and {field of MoEConfig: {'wanted', 'used', 'outcome', 'detail'}} of what was compared.
+      the session to train with, and {'grouped_matmul': {'wanted', 'compared', 'used', 'outcome', 'detail'}} where one
+      was compared, else {}.
 
     Raises:
       UserError: the config names something that differs or fails, or a kernel has made the device unusable.
     """
-    record = {}
-    for field, (used, check, key) in unproven(session).items():
-        wanted, instead = getattr(session.config.moe, field), PROVEN[field]
-        verdict = agree(hosts, field, kept_by_all(hosts, field, key) or fresh_verdict(check, key))
-        taken = used
-        if verdict.outcome != PASSES:
-            taken = decide(field, wanted, used, instead, verdict, session)
-            if taken != used:
-                session = with_field(session, field, taken)
-        record[field] = {"wanted": wanted, "compared": used, "used": taken, **dataclasses.asdict(verdict)}
-    return session, record
+    found = unproven(session)
+    if found is None:
+        return session, {}
+    compared, check, key = found
+    wanted, used = session.config.moe.grouped_matmul, compared
+    verdict = agree(hosts, kept_by_all(hosts, key) or fresh_verdict(check, key))
+    if verdict.outcome != PASSES:
+        used = decide(wanted, compared, verdict, session)
+        if used != compared:
+            session = with_grouped_matmul(session, used)
+    record = {"wanted": wanted, "compared": compared, "used": used, **dataclasses.asdict(verdict)}
+    return session, {"grouped_matmul": record}
 
 
-def unproven(session: Session) -> dict[str, tuple[str, Callable[[], Verdict], dict]]:
-    """Return {field: (what is used, its check, the verdict's key)} of what the session uses unproven."""
-    config, roles = session.config, session.roles
+def unproven(session: Session) -> tuple[str, Callable[[], Verdict], dict] | None:
+    """Return (the unproven grouped matmul that the session uses, its check, the verdict's key), None without one."""
     device = local_device(session)
-    # what concerns several processes is set for all programs of a process (`distributed/hosts.py`)
-    options = compiler_options(device.platform, deterministic=config.train.deterministic)
-    found = {}
-    if config.moe.transport == "ragged" and roles.size(roles.expert + roles.expert_shard) > 1:
-        width, dtype = config.model.model_dim, config.model.dtype
-        mesh = {axis: int(size) for axis, size in roles.mesh.shape.items()}
-        key = verdict_key(
-            device, check="exchange", transport="ragged", width=width, dtype=dtype, mesh=mesh,
-            per_node=roles.config.devices_per_node, processes=jax.process_count(), options=options,
-        )  # fmt: skip
-        found["transport"] = "ragged", lambda: check_exchange(session, "ragged", options), key
-    matmuls = [(matmul_in_use(session, shape), shape) for shape in expert_shapes(session)]
-    doubted = [(name, shape) for name, shape in matmuls if _is_doubted(name, device)]
-    if doubted:
-        (matmul, shape), *others = doubted
-        rest = {"others": [(name, dataclasses.asdict(other)) for name, other in others]} if others else {}
-        key = verdict_key(
-            device, check="expert", implementation=matmul, options=options, **dataclasses.asdict(shape), **rest
-        )
-        found["grouped_matmul"] = matmul, lambda: check_experts(doubted, device, options), key
-    return found
-
-
-def _is_doubted(name: str, device: jax.Device) -> bool:
-    """Say whether a grouped matmul, or the one that it stands over, is not proven on this device."""
-    below = name.rpartition(":")[2]
-    return below in KERNELS or (below == "ragged" and on_gpu(device))
-
-
-def on_gpu(device: jax.Device) -> bool:
-    """Say whether a device is a GPU."""
-    return device.platform in ("gpu", "cuda")
-
-
-def expert_shapes(session: Session) -> list[ExpertShape]:
-    """Return the shapes of the experts' FFN, one for each hidden dim that a segment of the model has."""
-    config, shards = session.config.model, session.roles.size(session.roles.expert_shard)
-    hidden_dims = dict.fromkeys(segment.config.hidden_dim for segment in session.model.expert_segments)
-    return [
-        ExpertShape(
-            model_dim=config.model_dim,
-            hidden_dim=hidden_dim // shards,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            activation=config.activation,
-        )
-        for hidden_dim in hidden_dims
-    ]
-
-
-def matmul_in_use(session: Session, shape: ExpertShape) -> str:
-    """Return the grouped matmul that layers with experts of this shape use, 'auto' resolved."""
-    device, dims = session.roles.mesh.devices.flat[0], (shape.model_dim, shape.hidden_dim)
-    moe, dtype = session.config.moe, jnp.dtype(shape.dtype)
-    return choose_implementation(moe.grouped_matmul, device, dtype, dims, moe.expert_dtype == E4M3)
+    config, doubted = session.config.model, []
+    for hidden_dim, name in session.grouped_matmuls.items():
+        below = name.rpartition(":")[2]  # the one that it stands over
+        if below in KERNELS or (below == "ragged" and device.platform in ("gpu", "cuda")):
+            shape = ExpertShape(
+                model_dim=config.model_dim,
+                hidden_dim=hidden_dim,
+                dtype=config.dtype,
+                param_dtype=config.param_dtype,
+                activation=config.activation,
+            )
+            doubted.append((name, shape))
+    if not doubted:
+        return None
+    # what concerns several processes is set for all programs of a process (`training/hosts.py`)
+    options = compiler_options(device.platform, deterministic=session.config.train.deterministic)
+    (matmul, shape), *others = doubted
+    rest = {"others": [(name, dataclasses.asdict(other)) for name, other in others]} if others else {}
+    key = verdict_key(
+        device, check="expert", implementation=matmul, options=options, **dataclasses.asdict(shape), **rest
+    )
+    return matmul, lambda: check_experts(doubted, device, options), key
 
 
 def local_device(session: Session) -> jax.Device:
@@ -145,10 +226,10 @@ def local_device(session: Session) -> jax.Device:
     return next(d for d in session.roles.mesh.devices.flat if d.process_index == jax.process_index())
 
 
-def kept_by_all(hosts: Hosts, field: str, key: dict) -> Verdict | None:
+def kept_by_all(hosts: Hosts, key: dict) -> Verdict | None:
     """Return this process' kept verdict if every process has one: a check may be collective, so all or none run it."""
     kept = read_verdict(key)
-    if "no" in hosts.gather_text(f"kept verdict of {field}", "no" if kept is None else "yes", WAIT_SECONDS):
+    if "no" in hosts.gather_text("kept verdict of grouped_matmul", "no" if kept is None else "yes", WAIT_SECONDS):
         return None
     assert kept is not None
     if kept.outcome == PASSES:
@@ -168,61 +249,54 @@ def fresh_verdict(check: Callable[[], Verdict], key: dict) -> Verdict:
     except UserError:
         raise
     except Exception as error:  # whatever lowering, compiling or running it may raise
-        verdict = Verdict(outcome=NO_MEMORY if out_of_memory(error) else FAILS, detail=first_line(error))
+        # A lack of a kernel's shared memory has one size on every start, so the kernel fails always.
+        text = str(error).lower()
+        full = isinstance(error, MemoryError) or "resource_exhausted" in text or "out of memory" in text
+        outcome = NO_MEMORY if full and "shared memory" not in text else FAILS
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # some have only their name
+        verdict = Verdict(outcome=outcome, detail=lines[0] if lines else type(error).__name__)
     keep_verdict(key, verdict)
     return verdict
 
 
-def check_expert(implementation: str, shape: ExpertShape, device, options: dict | None = None) -> Verdict:
-    """Compare a grouped matmul with plain matmuls on one expert FFN of these dims."""
-    worst = compare_expert(implementation, shape, device, options)
-    return Verdict(outcome=PASSES) if worst.explained else Verdict(outcome=DIFFERS, detail=str(worst))
-
-
 def check_experts(used: list[tuple[str, ExpertShape]], device, options: dict | None = None) -> Verdict:
-    """Compare each of these grouped matmuls on its FFN; the first verdict that is not good counts."""
-    verdicts = [check_expert(implementation, shape, device, options) for implementation, shape in used]
-    return next((verdict for verdict in verdicts if verdict.outcome != PASSES), verdicts[0])
+    """Compare each of these grouped matmuls with plain matmuls on its FFN; the first that differs counts."""
+    worst = [compare_expert(implementation, shape, device, options) for implementation, shape in used]
+    differing = [str(found) for found in worst if not found.explained]
+    return Verdict(outcome=DIFFERS, detail=differing[0]) if differing else Verdict(outcome=PASSES)
 
 
-def check_exchange(session: Session, transport: str, options: dict | None = None) -> Verdict:
-    """Compare a transport with the padded all-to-all on the session's mesh."""
-    model = session.config.model
-    off = compare_exchange(session.roles, transport, model.model_dim, model.dtype, PROVEN["transport"], options)
-    wrong = ", ".join(f"{count} entries with rows spread {name!r}" for name, count in off.items() if count)
-    return Verdict(outcome=DIFFERS, detail=wrong) if wrong else Verdict(outcome=PASSES)
-
-
-def agree(hosts: Hosts, field: str, verdict: Verdict) -> Verdict:
+def agree(hosts: Hosts, verdict: Verdict) -> Verdict:
     """Return the worst verdict of all processes, of the first process that has it; a barrier."""
-    texts = hosts.gather_text(f"check of {field}", json.dumps(dataclasses.asdict(verdict)), WAIT_SECONDS)
+    own = json.dumps(dataclasses.asdict(verdict))
+    texts = hosts.gather_text("check of grouped_matmul", own, WAIT_SECONDS)
     return max((Verdict(**json.loads(text)) for text in texts), key=lambda given: OUTCOMES.index(given.outcome))
 
 
-def decide(field: str, wanted: str, used: str, instead: str, verdict: Verdict, session: Session) -> str:
-    """Return the implementation that the run takes, and log the reason; see the table at the top.
+def decide(wanted: str, used: str, verdict: Verdict, session: Session) -> str:
+    """Return the grouped matmul that the run takes, and log the reason; see the table at the top.
 
     Raises:
       UserError: as in the table, or because the device no longer works.
     """
     what = {
-        DIFFERS: f"computes something else than {instead!r}: {verdict.detail}",
+        DIFFERS: f"computes something else than {PROVEN!r}: {verdict.detail}",
         FAILS: f"fails before the first step: {verdict.detail}",
-        NO_MEMORY: f"could not be compared with {instead!r}, since not even that fits into memory: {verdict.detail}",
+        NO_MEMORY: f"could not be compared with {PROVEN!r}, since not even that fits into memory: {verdict.detail}",
     }[verdict.outcome]
-    remedy = f"set MoEConfig.{field} = {instead!r}"
+    remedy = f"set MoEConfig.grouped_matmul = {PROVEN!r}"
     if wanted != "auto":
         if verdict.outcome != NO_MEMORY:
-            raise UserError(f"MoEConfig.{field} ({used!r}) {what}; {remedy}")
-        _say(f"MoEConfig.{field} ({used!r}) {what}; the run goes on with it, unchecked")
+            raise UserError(f"MoEConfig.grouped_matmul ({used!r}) {what}; {remedy}")
+        _say(f"MoEConfig.grouped_matmul ({used!r}) {what}; the run goes on with it, unchecked")
         return used
     if not usable(local_device(session)):
         raise UserError(
-            f"MoEConfig.{field} ('auto': {used!r}) {what}; the device does not answer any more: give the same command "
-            f"again, or {remedy}"
+            f"MoEConfig.grouped_matmul ('auto': {used!r}) {what}; the device does not answer any more: give the same "
+            f"command again, or {remedy}"
         )
-    _say(f"MoEConfig.{field} ('auto'): {used!r} {what}; the run takes {instead!r}, which is slower")
-    return instead
+    _say(f"MoEConfig.grouped_matmul ('auto'): {used!r} {what}; the run takes {PROVEN!r}, which is slower")
+    return PROVEN
 
 
 def usable(device: jax.Device) -> bool:
@@ -233,28 +307,12 @@ def usable(device: jax.Device) -> bool:
         return False
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the device has no memory left.
-
-    A lack of a kernel's shared memory does not count: that has one size on every start, so the kernel fails always.
-    """
-    text = str(error)
-    if "shared memory" in text.lower():
-        return False
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
-
-
-def first_line(error: BaseException) -> str:
-    """Return an error's message in one line; some have only their name."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def with_field(session: Session, field: str, value: str) -> Session:
-    """Return the session with a field of its MoEConfig changed; layout and shardings do not depend on those."""
+def with_grouped_matmul(session: Session, name: str) -> Session:
+    """Return the session with another grouped matmul; layout and shardings do not depend on it."""
     config, teacher = session.config, session.teacher
 
     def changed(owner):  # the config, or a model
-        return dataclasses.replace(owner, moe=dataclasses.replace(owner.moe, **{field: value}))
+        return dataclasses.replace(owner, moe=dataclasses.replace(owner.moe, grouped_matmul=name))
 
     if teacher is not None:
         teacher = dataclasses.replace(teacher, model=changed(teacher.model))

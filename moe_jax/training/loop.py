@@ -15,25 +15,37 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from moe_jax.data import held_out_entropy, prefetch
-from moe_jax.distributed.hosts import Hosts, StopSignal
+from moe_jax.data import held_out_entropy
+from moe_jax.data.stream import prefetch
+from moe_jax.errors import UserError
 from moe_jax.models.counts import choices_per_token, forward_flops_per_token, training_flops_per_token
 from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
-from moe_jax.replan.rejit import RejitEngine
+from moe_jax.observe.progress import with_prefix
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.optimistic import Overflows
-from moe_jax.training.session import Session
+from moe_jax.training.hosts import Hosts, StopSignal
+from moe_jax.training.optimistic import Programs
+from moe_jax.training.plan_state import by_name
+from moe_jax.training.program import Session
 from moe_jax.training.step import ema_params, leaf_names
 from moe_jax.training.step_metrics import check_finite, loads_origin, step_record
 from moe_jax.training.stepper import Stepper
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How a call of `train` ended: the steps finished in all, and whether a signal asked it to stop."""
+@dataclasses.dataclass
+class Memory:
+    """What a checkpoint remembers of a run beside its state and its plan, for the run that goes on from it.
 
-    step: int
-    stopped: bool
+    Attributes:
+      config_text: of the run.
+      checkpoint: step of the last finished checkpoint, None before the first.
+      skipped_steps: so far, as read from metrics.
+      teacher: identity of the teacher, kept after it has left too; None without one.
+    """
+
+    config_text: str
+    checkpoint: int | None = None
+    skipped_steps: int = 0
+    teacher: dict | None = None
 
 
 class Writers:
@@ -90,6 +102,12 @@ def allocated_peak(devices) -> int | None:
     return int(max(peaks)) if peaks else None
 
 
+def device_memory(devices) -> int | None:
+    """Return the bytes that a program may take on each of these devices, None where they do not say (CPUs)."""
+    limits = [stats["bytes_limit"] for d in devices if "bytes_limit" in (stats := d.memory_stats() or {})]
+    return int(min(limits)) if limits else None
+
+
 def compiled_peak(executable) -> int | None:
     """Return the most bytes that a program needs on one device, as the compiler counts them."""
     analysis = executable.memory_analysis()
@@ -103,38 +121,33 @@ class Loop:
     """One call of `train`: holds the state, and what is in flight."""
 
     def __init__(
-        self, session: Session, state: dict, checkpoints: Checkpointer, writers: Writers | None, progress: Progress,
-        hosts: Hosts, config_text: str, last_checkpoint: int | None, engine: RejitEngine | None = None,
-        skipped_steps: int = 0, teacher_params: dict | None = None, teacher_identity: dict | None = None,
-        overflows: Overflows | None = None,
-    ):  # fmt: skip
-        self.session, self.checkpoints, self.writers = session, checkpoints, writers
-        self.stepper = Stepper(
-            session, state, engine, teacher_params=teacher_params, overflows=overflows, before_wait=self.before_wait
-        )
-        self.teacher_identity = teacher_identity  # kept in checkpoints after the teacher has left, too
-        self.progress, self.hosts, self.config_text = progress, hosts, config_text
-        self.last_checkpoint = last_checkpoint
-        self.engine = engine
-        self.skipped_steps = skipped_steps  # so far, as read from metrics
-        self.names = leaf_names(state["params"])
-        self.evaluation_step = session.evaluation_step() if engine is None else None
+        self,
+        stepper: Stepper,
+        memory: Memory,
+        checkpoints: Checkpointer,
+        writers: Writers | None,
+        progress: Progress,
+        hosts: Hosts,
+    ):
+        self.stepper, self.memory, self.checkpoints, self.writers = stepper, memory, checkpoints, writers
+        self.progress, self.hosts = progress, hosts
+        self.session, self.engine = stepper.session, stepper.engine
+        self.names = leaf_names(stepper.state["params"])
+        self.evaluation_step = self.session.evaluation_step() if self.engine is None else None
         self.compile_seconds: float | None = None
         self.profiling = False
+        self.watched: Programs | None = None  # whose complete program was looked at, once it was compiled
+        self.ends_at_overflow = ""  # why, if the run stops because of it
         self.clock = time.monotonic()
-
-    @property
-    def state(self) -> dict:
-        """The training state after the last step that was dispatched."""
-        return self.stepper.state
+        stepper.before_wait = self.before_wait
 
     @property
     def step(self) -> int:
         """How many steps were dispatched, of the whole run."""
         return self.stepper.step
 
-    def run(self, stop: StopSignal) -> Outcome:
-        """Train until the last step or an agreed stop; the state is saved at the end in either case."""
+    def run(self, stop: StopSignal) -> bool:
+        """Train to the last step; return False if all agreed to stop before. The state is saved in either case."""
         train = self.session.config.train
         self.hosts.touch(self.step)
         if self.step == 0:
@@ -142,6 +155,7 @@ class Loop:
         self.hosts.rest()  # compiling may take long
         self.compile_seconds = self.stepper.compile()
         self.compiled_peak = compiled_peak(self.stepper.executable)
+        self.show_programs()
         feed = self.session.feed
         batches = prefetch(lambda step: feed.read(step, feed.own), self.step, train.steps)
         self.clock = time.monotonic()
@@ -174,14 +188,52 @@ class Loop:
         if not stopped:
             self.evaluate()
         self.checkpoints.wait()
+        if stopped and self.ends_at_overflow:
+            raise UserError(self.ends_at_overflow)
         self.hosts.rest()  # the others may have to wait for process 0's pictures
-        return Outcome(step=self.step, stopped=stopped)
+        return not stopped
 
     def before_wait(self):
         """Say that the first overflow has come before the program for it is compiled."""
         self.hosts.rest()
         if self.writers:
             self.progress.note(f"step {self.step}: a bucket overflowed, and the complete program is still compiling")
+
+    def show_programs(self):
+        """Say before the first step what the programs of optimistic steps take of the devices' memory."""
+        if not self.writers or self.stepper.programs.common is None or self.compiled_peak is None:
+            return
+        shape = None if self.engine is None else by_name(self.engine.names, self.engine.shape)
+        complete = self.compiled_peak + self.session.overflow_bytes(shape)
+        memory = device_memory(self.session.roles.mesh.local_devices)
+        self.progress.note(
+            f"step {self.step}: optimistic steps take {with_prefix(self.compiled_peak)}B of a device's memory"
+            f"{'' if memory is None else f' of {with_prefix(memory)}B'}, and where a bucket overflows about "
+            f"{with_prefix(complete)}B, by a program that is being compiled"
+        )
+
+    def watch_complete(self, stop: StopSignal):
+        """Once the complete program of optimistic steps is compiled, see that a step which overflows could run it.
+
+        Where it could not, a run whose `train.optimistic` is None saves and stops; one with True goes on.
+        """
+        programs = self.stepper.programs
+        if programs is self.watched or programs.common is None or not programs.future.done():
+            return
+        self.watched, error = programs, programs.future.exception()
+        if error is not None:
+            why = f"could not be compiled ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        else:
+            needed, memory = compiled_peak(programs.complete()), device_memory(self.session.roles.mesh.local_devices)
+            if needed is None or memory is None or needed <= memory:
+                return
+            why = f"needs {with_prefix(needed)}B of each device's memory, which has {with_prefix(memory)}B"
+        line = f"step {self.step}: the complete program {why}, so the first bucket that overflows ends the run"
+        if self.session.config.train.optimistic is None:
+            self.ends_at_overflow = f"{line}; saved and stopped; with train.optimistic = True it goes on until then"
+            stop.request()
+        elif self.writers:
+            self.progress.note(f"{line}; it goes on until then (train.optimistic = True)")
 
     def leave_teacher(self, stop: StopSignal):
         """Go on without the teacher: the next step is another program, which is compiled now."""
@@ -195,6 +247,7 @@ class Loop:
 
     def read_metrics(self, stop: StopSignal, until: int | None = None):
         """Take in the metrics of all steps up to `until` (from 0, as dispatched); None takes all in flight."""
+        self.watch_complete(stop)
         for step, metrics in self.stepper.finished(until):
             stop.observe(int(metrics["stop"]), step)
             self.hosts.touch(step)
@@ -204,25 +257,27 @@ class Loop:
         """Check, record and show the finished step number `step` (from 1)."""
         now = time.monotonic()
         seconds, self.clock = now - self.clock, now
-        session, moe = self.session, self.session.config.moe
-        allowed = session.config.train.max_skipped_steps
-        self.skipped_steps += int(metrics.get("skipped", 0))
-        check_finite(step, metrics, self.names, self.last_checkpoint, skipped=self.skipped_steps, allowed=allowed)
+        session, memory, train = self.session, self.memory, self.session.config.train
+        allowed = train.max_skipped_steps
+        memory.skipped_steps += int(metrics.get("skipped", 0))
+        check_finite(step, metrics, self.names, memory.checkpoint, skipped=memory.skipped_steps, allowed=allowed)
         peak = allocated_peak(session.roles.mesh.local_devices)  # by now the step is done, and grows it no more
         tokens = session.tokens_per_step
-        record = step_record(
-            metrics,
-            seconds=seconds,
-            tokens=tokens,
-            choices=tokens * choices_per_token(session.config.model, moe),
-            flops=tokens * self.flops_per_token(taught="kl" in metrics),
-            peak_device_bytes=self.compiled_peak if peak is None else peak,
-            compile_seconds=self.compile_seconds,
-            homes=session.homes,
-        )  # fmt: skip
-        self.compile_seconds = None
+        length = session.config.data.sequence_length
+        model, moe = session.config.model, session.config.moe
+        flops = training_flops_per_token(model, moe, session.model.vocab_size, length)
+        if "kl" in metrics:  # the teacher's forward
+            teacher = session.teacher.model
+            flops += forward_flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length)
+        record = step_record(metrics, tokens * choices_per_token(model, moe), session.homes.values())
+        record["tokens_per_second"] = tokens / seconds
+        record["model_flops_per_second"] = tokens * flops / seconds
+        record["step_seconds"] = seconds
+        record["peak_device_bytes"] = self.compiled_peak if peak is None else peak
+        if self.compile_seconds is not None:
+            record["compile_seconds"], self.compile_seconds = self.compile_seconds, None
         if allowed:
-            record["skipped"], record["skipped_steps"] = int(metrics["skipped"]), self.skipped_steps
+            record["skipped"], record["skipped_steps"] = int(metrics["skipped"]), memory.skipped_steps
         if "run_again" in metrics:
             record["run_again"], record["steps_run_again"] = metrics["run_again"], self.stepper.overflows.run_again
         if self.engine is not None:
@@ -230,41 +285,34 @@ class Loop:
         if self.writers:
             self.writers.step(step, record, metrics["loads"])
             if record.get("skipped"):
-                self.progress.note(f"step {step}: not finite, skipped ({self.skipped_steps} of at most {allowed})")
+                self.progress.note(f"step {step}: not finite, skipped ({memory.skipped_steps} of at most {allowed})")
             self.progress.update(
                 step,
                 loss=record["loss"],
                 tokens_per_second=record["tokens_per_second"],
                 device_load=float(np.mean(record["device_load_max_over_mean"])),
-                skipped_steps=self.skipped_steps,
+                skipped_steps=memory.skipped_steps,
                 steps_run_again=record.get("steps_run_again", 0),
+                plan=record.get("plan_remark"),
             )
-
-    def flops_per_token(self, taught: bool) -> float:
-        """Return the model FLOPs of one token, forward and backward, and of the teacher's forward if `taught`."""
-        session, length = self.session, self.session.config.data.sequence_length
-        flops = training_flops_per_token(session.config.model, session.config.moe, session.model.vocab_size, length)
-        if taught:
-            teacher = session.teacher.model
-            flops += forward_flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length)
-        return flops
 
     def save(self):
         """Save the state, unless this very step is saved already."""
-        if self.last_checkpoint == self.step:
+        memory = self.memory
+        if memory.checkpoint == self.step:
             return
-        host = {"config": self.config_text, "data": self.session.feed.stream.position(self.step)}
-        if self.skipped_steps:
-            host["skipped_steps"] = self.skipped_steps
+        host = {"config": memory.config_text, "data": self.session.feed.stream.position(self.step)}
+        if memory.skipped_steps:
+            host["skipped_steps"] = memory.skipped_steps
         if self.stepper.overflows.steps:
             host["overflows"] = self.stepper.overflows.state()
-        if self.teacher_identity is not None:
-            host["teacher"] = self.teacher_identity
+        if memory.teacher is not None:
+            host["teacher"] = memory.teacher
         if self.engine is not None:
             host["plan"] = self.engine.state()
         home = self.session.home if self.engine is None else self.engine.home
-        self.checkpoints.save(self.step, self.state, home, host)
-        self.last_checkpoint = self.step
+        self.checkpoints.save(self.step, self.stepper.state, home, host)
+        memory.checkpoint = self.step
         self.hosts.touch(self.step)
 
     def evaluate(self):
@@ -275,12 +323,12 @@ class Loop:
         def held_out_loss(params) -> float:  # for the watchdog a batch counts as a step: held-out text may be long
             return evaluate(session, step_function, params, tables, lambda: self.hosts.touch(self.step))
 
-        loss = held_out_loss(self.state["params"])
+        loss = held_out_loss(self.stepper.state["params"])
         record = {"held_out_loss": loss}
         averaged = ""
-        if "ema" in self.state:
+        if "ema" in self.stepper.state:
             if self.step:  # before the first step it is the parameters
-                loss = held_out_loss(ema_params(self.state["ema"], session.state_shardings))
+                loss = held_out_loss(ema_params(self.stepper.state["ema"], session.state_shardings))
             record["held_out_loss_ema"] = loss
             averaged = f", {loss:.4f} with averaged parameters"
         if self.step == 0:
@@ -310,6 +358,6 @@ class Loop:
 
     def stop_profile(self):
         if self.profiling:
-            jax.block_until_ready(self.state)
+            jax.block_until_ready(self.stepper.state)
             jax.profiler.stop_trace()
             self.profiling = False

@@ -20,6 +20,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from moe_jax.config.command_line import COMPILING
+
 WINDOW, MOST = 8, 1
 
 
@@ -45,7 +47,7 @@ class Programs:
     @classmethod
     def of_common(cls, common, compile_complete: Callable[[], Any]) -> Programs:
         """Return the programs of an optimistic step; the complete one is being compiled from now on, in a thread."""
-        thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="complete")
+        thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=COMPILING)
         future = thread.submit(compile_complete)
         thread.shutdown(wait=False)
         return cls(common, future)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,102 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
-from moe_jax.training.learning_rate import build_learning_rate
-from moe_jax.training.per_matrix import per_matrix
+from moe_jax.models.segments import SEGMENT
+from moe_jax.moe import MoEConfig
+from moe_jax.moe.routers import build_router
+
+
+def build_learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Return the learning rate of update n (from 0).
+
+    It rises linearly from peak / warmup at update 0 to the peak at update `warmup`. Then 'constant' stays at the peak;
+    the others fall to final_learning_rate x peak at update `steps`: 'cosine' by half a cosine, 'linear' linearly. 'wsd'
+    (warm-up, stable, decay) stays at the peak until update steps - decay and then falls linearly, or by '1-sqrt', where
+    the share of the fall that is done after k of `decay` updates is sqrt(k / decay).
+
+    Source: WSD from Hu et al., "MiniCPM" (2024), section 4; 1-sqrt from Haegele et al., "Scaling Laws and
+    Compute-Optimal Training Beyond Fixed Training Durations" (2024).
+    """
+    warmup = min(config.warmup_steps, max(config.steps - 1, 0))
+    steps = max(config.steps, warmup + 1)
+    peak, last = config.learning_rate, config.learning_rate * config.final_learning_rate
+    if config.learning_rate_schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            init_value=peak / max(warmup, 1) if warmup else peak,
+            peak_value=peak,
+            warmup_steps=warmup,
+            decay_steps=steps,
+            end_value=last,
+        )
+    if config.learning_rate_schedule == "constant":
+        after = optax.constant_schedule(peak)
+    elif config.learning_rate_schedule == "linear":
+        after = optax.linear_schedule(peak, last, steps - warmup)
+    else:
+        decay = config.decays_over
+        fall = optax.linear_schedule(peak, last, decay)
+        if config.decay_shape == "1-sqrt":
+
+            def fall(count):  # optax has none of this shape
+                return peak + (last - peak) * jnp.sqrt(jnp.clip(count / decay, 0, 1))
+
+        after = optax.join_schedules([optax.constant_schedule(peak), fall], [steps - warmup - decay])
+    if not warmup:
+        return after
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup), after], [warmup])
+
+
+# For transformations that look at whole leaves (their factors, their root mean square): state leaves get the stack's
+# first dim, so that those of an expert move with it; step counts stay scalars.
+def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `transform` over every matrix of bank and units, and over all other leaves as they are."""
+
+    def labels(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: stack_of([entry.key for entry in path]), params)
+
+    def parts(params) -> optax.GradientTransformation:
+        found, stacked = set(jax.tree.leaves(labels(params))), over_first_dim(transform)
+        names = sorted(found, key=lambda name: (name == "outer", name))  # the order of the updates in the program
+        return optax.partition({name: transform if name == "outer" else stacked for name in names}, labels)
+
+    def update(updates, state, params=None):
+        return parts(updates).update(updates, state, params)
+
+    return optax.GradientTransformation(lambda params: parts(params).init(params), update)
+
+
+def stack_of(names: list[str]) -> str:
+    """Return the name of the leaves that are stacked alike with the one at this path of the parameters, or 'outer'."""
+    if names[0] == "bank":
+        kind, rest = "experts", names[1:]
+    elif names[:2] == ["dense", "units"]:
+        kind, rest = "units", names[2:]
+    else:
+        return "outer"
+    return f"{kind}_{rest[0]}" if rest[0].startswith(SEGMENT) else kind
+
+
+def over_first_dim(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `transform` mapped over the first dim of all leaves, which all have the same; counts are shared."""
+
+    def axes_of(params):
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
+        is_count = lambda leaf: leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)  # noqa: E731
+        return jax.tree.map(lambda leaf: None if is_count(leaf) else 0, jax.eval_shape(transform.init, one))
+
+    def init(params):
+        if not jax.tree.leaves(params):
+            return transform.init(params)
+        return jax.vmap(transform.init, out_axes=axes_of(params))(params)
+
+    def update(updates, state, params=None):
+        if not jax.tree.leaves(updates):
+            return transform.update(updates, state, params)
+        axes = axes_of(params)
+        return jax.vmap(transform.update, in_axes=(0, axes, 0), out_axes=(0, axes))(updates, state, params)
+
+    return optax.GradientTransformation(init, update)
+
 
 MUON_RMS = 0.2  # of an update's entries, about AdamW's; so one learning rate serves both
 
@@ -37,8 +131,24 @@ def decays(path: tuple, leaf) -> bool:
     return not (names[-1].endswith("bias") or "gate" in names or any("norm" in name for name in names))
 
 
-def _decay_mask(params):
-    return jax.tree_util.tree_map_with_path(decays, params)
+def line_on_gates(config: TrainConfig, layers: Iterable[MoEConfig]) -> str:
+    """Say where Lion, whose update is a sign, moves gates whose gradient is rounding alone; '' where it does not.
+
+    Weights over their own sum do not depend on the softmax's denominator, the only way to an expert that no token
+    chose; one weight over itself depends on nothing.
+    """
+    if config.optimizer != "lion" or not any(
+        moe.renormalize
+        and "renormalize" not in build_router(moe).ignores
+        and moe.aux_loss_weight == moe.z_loss_weight == 0
+        for moe in layers
+    ):
+        return ""
+    return (
+        "train.optimizer 'lion' moves every entry by the learning rate, however small its gradient: without a gate "
+        "loss w_gate moves on rounding noise, of experts that no token chose, with MoEConfig.top_k = 1 of all; set "
+        "MoEConfig.z_loss_weight or aux_loss_weight above 0, or MoEConfig.renormalize = False"
+    )
 
 
 def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -48,8 +158,20 @@ def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
       UserError: the installed optax does not have it.
     """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    rate, dtype = build_learning_rate(config), config.first_moment_dtype or None
+    beta1, beta2, weight_decay = config.beta1, config.beta2, config.weight_decay
     try:
-        return optax.chain(clip, _BUILDERS[config.optimizer](config))
+        if config.optimizer == "adamw":
+            update = optax.adamw(
+                rate, beta1, beta2, config.epsilon, mu_dtype=dtype, weight_decay=weight_decay, mask=_decay_mask
+            )
+        elif config.optimizer == "lion":  # Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), alg. 2
+            update = optax.lion(rate, beta1, beta2, mu_dtype=dtype, weight_decay=weight_decay, mask=_decay_mask)
+        else:
+            scale = _muon(config) if config.optimizer == "muon" else _adafactor(config)
+            decay = optax.add_decayed_weights(weight_decay, _decay_mask)  # decoupled
+            update = optax.chain(scale, decay, optax.scale_by_learning_rate(rate))
+        return optax.chain(clip, update)
     except AttributeError as error:
         raise UserError(
             f"train.optimizer ({config.optimizer!r}) needs what optax {importlib.metadata.version('optax')} lacks "
@@ -57,38 +179,12 @@ def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         ) from error
 
 
-def _adamw(config: TrainConfig) -> optax.GradientTransformation:
-    return optax.adamw(
-        build_learning_rate(config),
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        mu_dtype=config.first_moment_dtype or None,
-        weight_decay=config.weight_decay,
-        mask=_decay_mask,
-    )
-
-
-def _lion(config: TrainConfig) -> optax.GradientTransformation:
-    """Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2."""
-    return optax.lion(
-        build_learning_rate(config),
-        b1=config.beta1,
-        b2=config.beta2,
-        mu_dtype=config.first_moment_dtype or None,
-        weight_decay=config.weight_decay,
-        mask=_decay_mask,
-    )
-
-
-def _scaled(config: TrainConfig, *scale: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return the updates that `scale` makes, with decoupled weight decay, times the learning rate."""
-    decay = optax.add_decayed_weights(config.weight_decay, _decay_mask)
-    return optax.chain(*scale, decay, optax.scale_by_learning_rate(build_learning_rate(config)))
+def _decay_mask(params):
+    return jax.tree_util.tree_map_with_path(decays, params)
 
 
 def _adafactor(config: TrainConfig) -> optax.GradientTransformation:
-    """Return Adafactor without momentum; the learning rate is relative to the size of each matrix.
+    """Return how Adafactor without momentum scales a gradient; the learning rate is relative to a matrix' size.
 
     Each expert's and each layer's matrix has its own factors and sizes. Weight decay is decoupled as AdamW's is, by the
     learning rate; that of `optax.adafactor` is not multiplied by it.
@@ -99,11 +195,11 @@ def _adafactor(config: TrainConfig) -> optax.GradientTransformation:
         optax.clip_by_block_rms(1.0),
         optax.scale_by_param_block_rms(),
     )
-    return _scaled(config, per_matrix(one_matrix))
+    return per_matrix(one_matrix)
 
 
 def _muon(config: TrainConfig) -> optax.GradientTransformation:
-    """Return Muon for hidden matrices, each orthogonalised by itself, and AdamW's update for all other leaves.
+    """Return Muon's update of hidden matrices, each orthogonalised by itself, and AdamW's of all other leaves.
 
     Source: Jordan et al., "Muon" (2024); the size of the update from Liu et al., "Muon is Scalable for LLM Training"
     (2025), equation 4, so that one learning rate serves all leaves.
@@ -129,7 +225,7 @@ def _muon(config: TrainConfig) -> optax.GradientTransformation:
     )
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon, mu_dtype=dtype)
     parts = {"muon": optax.chain(muon, optax.stateless(resize)), "adam": adam}
-    return _scaled(config, optax.partition(parts, labels))
+    return optax.partition(parts, labels)
 
 
 def muon_dims(path: tuple) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -146,14 +242,6 @@ def muon_dims(path: tuple) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         return None
     of_attention = {"qkv": ((1,), (3, 4)), "kv": ((1,), (3, 4)), "q": ((1,), (2, 3)), "out": ((1, 2), (3,))}
     return of_attention.get(names[-1], ((1,), (2,)) if names[-1] in ("w_in", "w_gate", "w_out") else None)
-
-
-_BUILDERS: dict[str, Callable[[TrainConfig], optax.GradientTransformation]] = {
-    "adamw": _adamw,
-    "adafactor": _adafactor,
-    "muon": _muon,
-    "lion": _lion,
-}
 
 
 def state_specs(opt_state, shapes, specs):

@@ -2,7 +2,7 @@
 
 Inputs: a run's config, its mesh, and the rates of its devices. Outputs: the config with the choice, and the seconds of
 one MoE layer both ways, even loads. It is 'none' without rates, on CPU devices, inside one node, whose exchanges the
-compiler hides by itself (docs/bench/overlap.md), and where tokens are not gated each by itself: halves would change
+compiler hides by itself (docs/results.md), and where tokens are not gated each by itself: halves would change
 which tokens compete for a place. Host side; no arrays on devices.
 """
 
@@ -14,16 +14,17 @@ import typing
 import numpy as np
 
 from moe_jax.cluster import Cluster
+from moe_jax.cluster.targets import Target
+from moe_jax.cluster.timeline import Model
 from moe_jax.config.run_config import RunConfig
-from moe_jax.inspection import Model, Target
-from moe_jax.mesh.roles import Roles
-from moe_jax.overlap import Prefetch, Times, stage_seconds
-from moe_jax.replan.plan_cost import attention_seconds, plan_cost
-from moe_jax.replan.planned_run import segment_runs
-from moe_jax.routers import build_router
-from moe_jax.schedules import schedule_record
+from moe_jax.moe.routers import build_router
+from moe_jax.moe.schedules import schedule_record
+from moe_jax.parallel.mesh import Roles
+from moe_jax.planning.block_schedule import Prefetch
+from moe_jax.planning.block_times import Times, stage_seconds
+from moe_jax.training.plan_cost import attention_seconds, plan_cost, segment_runs
 
-MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S (docs/bench/inspect.md)
+MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S (docs/results.md)
 
 
 class LayerSeconds(typing.NamedTuple):

@@ -1,46 +1,55 @@
-"""What a run computes, without data or arrays: mesh, model, layout, and the training step as a program.
+"""What a run computes: mesh, model, layout, the training step as a program; and with its data, a session.
 
 Inputs: a RunConfig and devices, which may be real ones or those of a described topology. Outputs: a `Program`, whose
-training step can be lowered and compiled from shapes alone. Nothing is read, and nothing is allocated on a device.
+training step can be lowered and compiled from shapes alone, with nothing read and nothing allocated on a device; or a
+`Session`, which has the feed too, and the tables of the first plan on the devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
+from moe_jax.cluster.targets import Target
 from moe_jax.config.run_config import RunConfig
-from moe_jax.data import Tokenizer, build_tokenizer
-from moe_jax.dispatch import Tables, even_tables
-from moe_jax.inspection import Target
-from moe_jax.mesh import Roles, build_mesh
+from moe_jax.data import Tokenizer, build_cache, build_tokenizer
+from moe_jax.kernels.float8_blocks import E4M3
+from moe_jax.kernels.matmul import choose_implementation
 from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
-from moe_jax.models.distillation import Teacher
-from moe_jax.models.language_model import has_later_passes
-from moe_jax.models.segments import expert_counts, joined
-from moe_jax.moe.layer import check_router
-from moe_jax.placement import PlanShape, table_shapes
-from moe_jax.replan.replanner import check_transfer
-from moe_jax.training.compiler_options import compiler_options
-from moe_jax.training.feed import padded_vocabulary
-from moe_jax.training.guided import compile_guided, find_target
+from moe_jax.models.counts import device_bytes
+from moe_jax.models.language_model import Teacher, has_later_passes
+from moe_jax.models.segments import joined
+from moe_jax.moe.build import check_router
+from moe_jax.moe.tables import Tables, even_tables
+from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.parallel.mesh import Roles, build_mesh
+from moe_jax.planning.plan_shape import PlanShape, table_shapes
+from moe_jax.training.compiling import SharedFunction, compile_guided, compiler_options, find_target
+from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimistic import Programs
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.overlap_choice import settle_overlap
+from moe_jax.training.plan_cost import sizes_of
+from moe_jax.training.replanner import check_transfer
 from moe_jax.training.step import (
     StateShardings,
     abstract_state,
     build_state_shardings,
+    init_state,
     make_common_step,
+    make_evaluation_step,
     make_train_step,
     of_each_table,
+    state_of_params,
 )
-from moe_jax.training.teacher import build_teacher
+from moe_jax.training.teacher import build_teacher, mesh_experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,25 +80,22 @@ class Program:
         return self.config.train.batch_size * self.config.data.sequence_length
 
     @property
-    def group_sizes(self) -> dict[str, int]:
-        """{segment: D of its expert-parallel group}, of the segments with experts, first layers first."""
-        roles = {segment.name: self.model.roles_of(segment) for segment in self.model.expert_segments}
-        return {name: own.size(own.expert) for name, own in roles.items()}
+    def homes(self) -> dict[str, tuple[np.ndarray, int]]:
+        """{segment: (int32 [L, E], D)}, each expert's home when a run starts and the size of its group, of the segments
+        with experts, first layers first.
+        """
+        found = {}
+        for segment in self.model.expert_segments:
+            roles, experts = self.model.roles_of(segment), segment.moe.num_experts
+            devices = roles.size(roles.expert)
+            own = np.repeat(np.arange(devices, dtype=np.int32), experts // devices)
+            found[segment.name] = own[None].repeat(segment.config.moe_layers, axis=0), devices
+        return found
 
     @property
     def home(self) -> np.ndarray | dict[str, np.ndarray]:
         """int32 [L, E], home device of every expert when a run starts; of several segments {segment: that}."""
-        return joined(dict(zip(self.group_sizes, (home for home, _ in self.homes), strict=True)))
-
-    @property
-    def homes(self) -> list[tuple[np.ndarray, int]]:
-        """(int32 [L, E], D) of each segment with experts, first layers first."""
-        found = []
-        for segment, devices in zip(self.model.expert_segments, self.group_sizes.values(), strict=True):
-            layers, experts = segment.config.moe_layers, segment.moe.num_experts
-            own = np.repeat(np.arange(devices, dtype=np.int32), experts // devices)
-            found.append((own[None].repeat(layers, axis=0), devices))
-        return found
+        return joined({name: home for name, (home, _) in self.homes.items()})
 
     def resolved(self) -> dict[str, str | bool]:
         """Return what 'auto' and None are on these devices, under the names of the bindings."""
@@ -97,25 +103,28 @@ class Program:
         return {
             "ModelConfig.attention": model.attention,
             "ModelConfig.overlap": model.overlap,
+            "MoEConfig.grouped_matmul": ", ".join(dict.fromkeys(self.grouped_matmuls.values())),
             "train.optimistic": self.is_optimistic(),
+            "train.guide_scheduler": self.guiding_target() is not None,
+        }
+
+    @property
+    def grouped_matmuls(self) -> dict[int, str]:
+        """{hidden dim of an expert on one device: its grouped matmul}, 'auto' resolved."""
+        moe, dtype = self.config.moe, jnp.dtype(self.config.model.dtype)
+        device, shards = self.roles.mesh.devices.flat[0], self.roles.size(self.roles.expert_shard)
+        hidden_dims = dict.fromkeys(segment.config.hidden_dim // shards for segment in self.model.expert_segments)
+        return {
+            hidden_dim: choose_implementation(
+                moe.grouped_matmul, device, dtype, (self.config.model.model_dim, hidden_dim), moe.expert_dtype == E4M3
+            )
+            for hidden_dim in hidden_dims
         }
 
     def even_tables(self) -> Tables | dict[str, Tables]:
         """Return the tables of even homes without a planner, as NumPy arrays; of several segments {segment: that}."""
-        return joined(
-            {
-                segment.name: even_tables(segment.config.moe_layers, segment.moe.num_experts, devices)
-                for segment, devices in zip(self.model.expert_segments, self.group_sizes.values(), strict=True)
-            }
-        )
-
-    def abstract_tables(self, tables) -> Tables | dict[str, Tables]:
-        """Return the shapes of tables with their places on the mesh, as ShapeDtypeStructs."""
-
-        def one(array, sharding):
-            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-        return jax.tree.map(one, tables, of_each_table(self.state_shardings.tables, tables))
+        homes = self.homes.items()
+        return joined({name: even_tables(*home.shape, devices) for name, (home, devices) in homes})
 
     def abstract_state(self) -> dict:
         """Return the training state as ShapeDtypeStructs with shardings."""
@@ -149,6 +158,10 @@ class Program:
         rows = self.config.train.batch_size // self.config.train.grad_accum_steps // self.roles.size(self.roles.dense)
         return rows * self.config.data.sequence_length
 
+    def overflow_bytes(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> int:
+        """Return about how many bytes the complete program takes on each device beyond the common one."""
+        return device_bytes(sizes_of(self.config, self.model.vocab_size), self.roles, shape).overflow
+
     def lower_train_step(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> jax.stages.Lowered:
         """Return the training step, the complete program, for exactly these shapes and shardings, not compiled yet.
 
@@ -156,21 +169,30 @@ class Program:
           shape: of the plans whose tables will come, of several segments with experts {segment: that}; None is even
             homes for good, without a planner.
         """
-        return self._lower(make_train_step, shape)
+        return self.trace_step(shape).lower()
 
     def lower_common_step(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> jax.stages.Lowered:
         """Return the common program of optimistic steps, not compiled yet; shape: as in `lower_train_step`."""
-        halted = jax.ShapeDtypeStruct((), np.bool_, sharding=self.state_shardings.replicated)
-        return self._lower(make_common_step, shape, halted)
+        return self.trace_step(shape, common=True).lower()
 
-    def _lower(self, make, shape, *after_state) -> jax.stages.Lowered:
-        length = self.config.data.sequence_length
+    def trace_step(
+        self, shape: PlanShape | dict[str, PlanShape] | None = None, common: bool = False
+    ) -> jax.stages.Traced:
+        """Return what `lower_common_step` or `lower_train_step` lowers: its equations alone, on any machine."""
+        make, length = make_common_step if common else make_train_step, self.config.data.sequence_length
         step = make(self.model, self.layout, self.config.train, self.state_shardings, length, shape, self.teacher)
-        tables = self.abstract_tables(self.even_tables() if shape is None else empty_tables(shape))
+        halted = jax.ShapeDtypeStruct((), np.bool_, sharding=self.state_shardings.replicated)
+        tables = self.even_tables() if shape is None else empty_tables(shape)
+        tables = jax.tree.map(
+            lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
+            tables,
+            of_each_table(self.state_shardings.tables, tables),
+        )
         host_signals = (self.roles.num_devices,) if shape is None else (self.roles.num_devices, 3)
         host_signals = jax.ShapeDtypeStruct(host_signals, np.int32, sharding=self.state_shardings.host_signals)
         frozen = () if self.teacher is None else (self.teacher.held_params(),)
-        return step.lower(self.abstract_state(), *after_state, self.abstract_batch(), tables, host_signals, *frozen)
+        state = (self.abstract_state(), halted) if common else (self.abstract_state(),)
+        return step.trace(*state, self.abstract_batch(), tables, host_signals, *frozen)
 
     def compiler_options(self) -> dict[str, str]:
         """Return the options that the training step is compiled with on these devices."""
@@ -225,8 +247,7 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     Raises:
       UserError: whatever in the config does not fit together, or fit the devices.
     """
-    counts = expert_counts(config.model, config.moe, config.mesh, len(devices))
-    roles = build_mesh(config.mesh, devices, counts)
+    roles = build_mesh(config.mesh, devices, mesh_experts(config, len(devices)))
     if config.model.overlap == "auto":
         target = find_target(list(roles.mesh.devices.flat), roles.config.devices_per_node)
         config = settle_overlap(config, roles, target)
@@ -255,3 +276,65 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
         config=config, roles=roles, model=model, layout=layout, optimizer=optimizer, state_shardings=state_shardings,
         teacher=teacher,
     )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Session(Program):
+    """The parts of a run that do not change while it trains.
+
+    Attributes:
+      feed: batches.
+      tables: the plan's tables, on the devices; of several segments with experts {segment: that}.
+    """
+
+    feed: Feed
+    tables: Tables | dict[str, Tables]
+
+    def fresh_state(self) -> dict:
+        """Return the state of step 0."""
+        return init_state(self.model, self.optimizer, self.state_shardings, self.config.train.seed)
+
+    def state_from(self, params) -> dict:
+        """Return the state of step 0 that starts from given parameters."""
+        return state_of_params(params, self.optimizer, self.state_shardings)
+
+    def evaluation_step(self, shape: PlanShape | dict[str, PlanShape] | None = None):
+        """Return the evaluation step; it compiles when first called."""
+        step = make_evaluation_step(
+            self.model, self.layout, self.config.train, self.state_shardings, self.config.data.sequence_length,
+            shape,
+        )  # fmt: skip
+        return self.shared(step)
+
+    def shared(self, function: Callable) -> Callable:
+        """Return a jitted function as one that process 0 compiles for all at its first call, where devices need that.
+
+        Args:
+          function: all its calls have the same shapes and shardings.
+        """
+        options, devices = self.compiler_options(), list(self.roles.mesh.devices.flat)
+        return SharedFunction(function, options, devices) if options else function
+
+    def host_signals(self, flag: int):
+        """Return this process' request to stop, 1 or 0, as the step's input."""
+        return to_devices(np.full((self.roles.num_devices,), flag, np.int32), self.state_shardings.host_signals)
+
+
+def build_session(config: RunConfig, devices) -> Session:
+    """Build a run on the given devices.
+
+    Raises:
+      UserError: whatever in the config does not fit together, fit the devices, or fit the data.
+    """
+    tokenizer = build_tokenizer(config.data)
+    program = build_program(config, devices, tokenizer)
+    tables = program.even_tables()
+    cache = build_cache(config.data, tokenizer, vocab_size=program.model.vocab_size)
+    parts = {field.name: getattr(program, field.name) for field in dataclasses.fields(program)}
+    return Session(
+        **parts,
+        feed=Feed(
+            cache, tokenizer, config.train, config.model, config.data.sequence_length, program.state_shardings.batch
+        ),
+        tables=to_devices(tables, of_each_table(program.state_shardings.tables, tables)),
+    )

@@ -14,19 +14,20 @@ from collections.abc import Iterator
 
 import jax
 
-from moe_jax.config.distillation_config import DistillationConfig
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
-from moe_jax.distributed.hosts import Hosts, StopSignal
+from moe_jax.config.train_config import DistillationConfig
 from moe_jax.errors import UserError
 from moe_jax.observe import Progress, RunFolder, draw_all, environment_record, summarize_run, write_report
-from moe_jax.replan.rejit import RejitEngine, build_engine
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.first_step_check import settle_unproven
-from moe_jax.training.loop import Loop, Writers, evaluate
+from moe_jax.training.hosts import Hosts, StopSignal
+from moe_jax.training.loop import Loop, Memory, Writers, evaluate
 from moe_jax.training.optimistic import Overflows
-from moe_jax.training.session import Session, build_session
+from moe_jax.training.optimizer import line_on_gates
+from moe_jax.training.program import Session, build_session
+from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.step import start_ema
-from moe_jax.training.stepper import lag_of
+from moe_jax.training.stepper import Stepper, lag_of
 from moe_jax.training.teacher import load_teacher, settle_teacher
 
 
@@ -72,7 +73,11 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         if latest is not None and latest >= config.train.steps and not options.eval_only:
             say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
             return True
-        config, identity = settle_run_teacher(config, checkpoints, latest, options, hosts)
+        past = None if latest is None else checkpoints.read_host(latest)
+        if options.eval_only:  # needs no teacher
+            config, identity = dataclasses.replace(config, distillation=DistillationConfig()), None
+        else:
+            config, identity = settle_teacher(config, latest or 0, past, hosts)
         devices = jax.devices()
         session = build_session(with_node_size(config, devices, hosts), devices)
         check_same_corpus(session, hosts)
@@ -84,8 +89,14 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         if hosts.is_main:
             folder.write_config(config_text)
             folder.write_operative_config(operative_text)
-            folder.write_environment({**environment(session, hosts), "compared_before_first_step": compared})
-        return train(session, state, checkpoints, latest, folder, config_text, hosts, engine, identity)
+            found = [{"platform": d.platform, "kind": d.device_kind} for d in session.roles.mesh.devices.flat]
+            mesh, processes = dict(session.roles.mesh.shape), hosts.process_count
+            record = environment_record(devices=found, mesh=mesh, processes=processes)
+            node = session.roles.config.devices_per_node
+            record["resolved"] = {"MeshConfig.devices_per_node": node, **session.resolved()}
+            folder.write_environment({**record, "compared_before_first_step": compared})
+        memory = Memory(config_text, checkpoint=latest, teacher=identity)
+        return train(session, state, engine, memory, folder, checkpoints, hosts)
 
 
 @contextlib.contextmanager
@@ -97,22 +108,17 @@ def run_folder(options: RunOptions, config_text: str, hosts: Hosts) -> Iterator[
     """
     made = RunFolder(options.workdir, create=not options.eval_only) if hosts.is_main else None
     try:
-        check_same_config(config_text, hosts)
+        texts = hosts.gather_text("config", config_text)
+        for index, text in enumerate(texts):
+            for binding, first, other in config_differences(texts[0], text):
+                raise UserError(
+                    f"{binding} is {first} on process 0 and {other} on process {index}; start all processes with the "
+                    "same flags"
+                )
         yield made or RunFolder(options.workdir, create=False)
     finally:
         if made is not None:
             made.remove_if_unused()
-
-
-def check_same_config(config_text: str, hosts: Hosts):
-    """Raise UserError if the processes of the job were started with different configs; all of them call this."""
-    texts = hosts.gather_text("config", config_text)
-    for index, text in enumerate(texts):
-        for binding, first, other in config_differences(texts[0], text):
-            raise UserError(
-                f"{binding} is {first} on process 0 and {other} on process {index}; start all processes with the same "
-                "flags"
-            )
 
 
 def with_node_size(config: RunConfig, devices, hosts: Hosts) -> RunConfig:
@@ -153,7 +159,12 @@ def check_folder(
         if not host.get("parameters_only"):
             check_resumable(host["config"], config_text, str(folder.path))
         elif options.eval_only:
-            check_resumable(_model_lines(host["config"]), _model_lines(config_text), str(folder.path))
+            parts = ("ModelConfig.", "MoEConfig.")
+            held, given = (
+                "\n".join(line for line in text.splitlines() if line.startswith(parts))
+                for text in (host["config"], config_text)
+            )
+            check_resumable(held, given, str(folder.path))
         else:
             raise UserError(
                 f"{options.workdir} holds parameters alone, as moe_jax.convert makes it; start a run of its own from "
@@ -161,20 +172,6 @@ def check_folder(
             )
     elif (held := folder.held_config(config_text)) is not None:
         check_resumable(held, config_text, str(folder.path))
-
-
-def _model_lines(config_text: str) -> str:
-    """Return what a config text says of model and layer."""
-    return "\n".join(line for line in config_text.splitlines() if line.startswith(("ModelConfig.", "MoEConfig.")))
-
-
-def settle_run_teacher(
-    config: RunConfig, checkpoints: Checkpointer, latest: int | None, options: RunOptions, hosts: Hosts
-) -> tuple[RunConfig, dict | None]:
-    """Return the config to go on with and the teacher's identity; what is only evaluated needs no teacher."""
-    if options.eval_only:
-        return dataclasses.replace(config, distillation=DistillationConfig()), None
-    return settle_teacher(config, latest or 0, None if latest is None else checkpoints.read_host(latest), hosts)
 
 
 def starting_state(
@@ -191,7 +188,12 @@ def starting_state(
             home = engine.home
         state, host = checkpoints.restore(latest, session.abstract_state(), home)
         session.feed.stream.check_position(host["data"])
-        _keep_or_drop_ema(session, checkpoints, latest, state, hosts)
+        decay = session.config.train.ema_decay
+        if decay and "ema" not in state:
+            state["ema"] = start_ema(state["params"], session.state_shardings)
+            say(hosts, f"train.ema_decay ({decay}): the average starts from the parameters of step {latest}")
+        elif not decay and checkpoints.has_ema(latest):
+            say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {latest} holds is dropped")
         say(hosts, f"resuming at step {latest}")
         return state
     if options.init_from:
@@ -215,16 +217,6 @@ def starting_state(
     return session.fresh_state()
 
 
-def _keep_or_drop_ema(session: Session, checkpoints: Checkpointer, step: int, state: dict, hosts: Hosts):
-    """Start the moving average that a restored state lacks; say so, and say when a stored one is left behind."""
-    decay = session.config.train.ema_decay
-    if decay and "ema" not in state:
-        state["ema"] = start_ema(state["params"], session.state_shardings)
-        say(hosts, f"train.ema_decay ({decay}): the average starts from the parameters of step {step}")
-    elif not decay and checkpoints.has_ema(step):
-        say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {step} holds is dropped")
-
-
 def evaluate_only(
     session: Session, checkpoints: Checkpointer, latest: int | None, folder: RunFolder, hosts: Hosts
 ) -> bool:
@@ -242,61 +234,40 @@ def evaluate_only(
     return True
 
 
-def environment(session: Session, hosts: Hosts) -> dict:
-    """Return the record of environment.json."""
-    devices = [{"platform": d.platform, "kind": d.device_kind} for d in session.roles.mesh.devices.flat]
-    record = environment_record(devices=devices, mesh=dict(session.roles.mesh.shape), processes=hosts.process_count)
-    resolved = {"MeshConfig.devices_per_node": session.roles.config.devices_per_node, **session.resolved()}
-    return {**record, "resolved": resolved}
-
-
 def train(
-    session: Session, state: dict, checkpoints: Checkpointer, latest: int | None, folder: RunFolder, config_text: str,
-    hosts: Hosts, engine: RejitEngine | None = None, identity: dict | None = None,
+    session: Session, state: dict, engine: RejitEngine | None, memory: Memory, folder: RunFolder,
+    checkpoints: Checkpointer, hosts: Hosts,
 ) -> bool:  # fmt: skip
-    """Train to the end or to a signal; draw the plots and print the headline; `identity` is the teacher's."""
-    steps = session.config.train.steps
-    writers = Writers(folder, session, latest) if hosts.is_main else None
+    """Train to the end, draw the plots and print the headline; or to a signal, and return False."""
+    writers = Writers(folder, session, memory.checkpoint) if hosts.is_main else None
     if writers and (older := writers.loads.describe_older()) is not None:
         say(hosts, older)
-    start, taught = latest or 0, None
+    config = session.config.train
+    if line := line_on_gates(config, [segment.moe for segment in session.model.expert_segments]):
+        say(hosts, line)
+    past = {} if memory.checkpoint is None else checkpoints.read_host(memory.checkpoint)
+    stepper = Stepper(session, state, engine, overflows=Overflows(**past.get("overflows", {})))
+    memory.skipped_steps = past.get("skipped_steps", 0)
     if session.teacher is not None:
-        taught = load_teacher(session.teacher, session.config.distillation)
-        say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
-    past = {} if latest is None else checkpoints.read_host(latest)
+        stepper.teacher_params = load_teacher(session.teacher, session.config.distillation)
+        say(hosts, f"learning from {memory.teacher['folder']}, step {memory.teacher['step']}")
+    del state  # the stepper alone holds it: a step donates it
     with (
-        StopSignal(processes=hosts.process_count, lag=lag_of(session)) as stop,
-        Progress(steps, sys.stdout, start_step=start, every=session.config.train.log_every) as progress,
+        StopSignal(processes=hosts.process_count, lag=stepper.lag) as stop,
+        Progress(config.steps, sys.stdout, start_step=stepper.step, every=config.log_every) as progress,
     ):
-        loop = Loop(
-            session,
-            state,
-            checkpoints,
-            writers,
-            progress,
-            hosts,
-            config_text,
-            latest,
-            engine,
-            past.get("skipped_steps", 0),
-            taught,
-            identity,
-            Overflows(**past.get("overflows", {})),
-        )
-        del state, taught
         try:
-            outcome = loop.run(stop)
+            finished = Loop(stepper, memory, checkpoints, writers, progress, hosts).run(stop)
         finally:
             if writers:
                 writers.close()
             if engine is not None:
                 engine.close()
-    if outcome.stopped:
-        say(hosts, f"stopped by a signal after step {outcome.step}; the same command goes on from there")
-        return False
-    if hosts.is_main:
+    if not finished:
+        say(hosts, f"stopped by a signal after step {stepper.step}; the same command goes on from there")
+    elif hosts.is_main:
         report(folder)
-    return True
+    return finished
 
 
 def report(folder: RunFolder):
@@ -312,7 +283,8 @@ def report(folder: RunFolder):
         print(f"                  {summary.held_out_loss_ema:.4f} after training, with averaged parameters")
     if summary.unigram_entropy is not None:
         below = summary.below_unigram_entropy
-        share = "" if below is None else f"; the held-out loss ends {_below_or_above(below)} it"
+        side = "below" if (below or 0) >= 0 else "above"
+        share = "" if below is None else f"; the held-out loss ends {100 * abs(below):.1f}% {side} it"
         print(f"unigram entropy   {summary.unigram_entropy:.4f} of the held-out text{share}")
     if summary.skipped_steps:
         print(f"skipped steps     {summary.skipped_steps}, whose loss or gradient was not finite")
@@ -321,8 +293,3 @@ def report(folder: RunFolder):
     for picture in pictures:
         print(f"plot              {picture}")
     print(f"report            {page}")
-
-
-def _below_or_above(fraction: float) -> str:
-    """Return a share as text, such as '31.0% below' for 0.31 and '4.0% above' for -0.04."""
-    return f"{100 * abs(fraction):.1f}% {'below' if fraction >= 0 else 'above'}"

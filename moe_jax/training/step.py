@@ -21,14 +21,64 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
-from moe_jax.models.distillation import Teacher
-from moe_jax.models.language_model import StepStats, first_pass_model
-from moe_jax.models.router_state import with_router_state, with_same_router_state
-from moe_jax.models.segments import joined
-from moe_jax.placement import PlanShape
-from moe_jax.training.gradients import make_gradients
-from moe_jax.training.learning_rate import build_learning_rate
-from moe_jax.training.optimizer import build_optimizer, finished_updates, state_specs
+from moe_jax.models.language_model import Teacher, first_pass_model, kept_apart, summed, with_own_leaves
+from moe_jax.models.segments import joined, with_router_state, with_same_router_state
+from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.training.optimizer import build_learning_rate, build_optimizer, finished_updates, state_specs
+
+
+# Of one microbatch the model sums each layer's gradient over the data-parallel devices while the layers before it run
+# backward; under ZeRO-1 those of embedding and head are reduce-scattered at the end. Of several, each device sums those
+# of its own sequences first, and the devices are summed once a step: with Nm microbatches an Nm-th of the bytes. That
+# is for the parameters that every device holds; ZeRO-3's parts and experts that several devices hold are summed in
+# every microbatch.
+def make_gradients(
+    model: LanguageModel, layout: Layout, config: TrainConfig, length: int, plan: PlanShape | None = None,
+    teacher: Teacher | None = None,
+) -> Callable:  # fmt: skip
+    """Return gradients(params, batch, tables, key, *teacher_params) -> (gradients, StepStats [Nm, ...]).
+
+    Raises:
+      UserError: as `make_loss` does.
+    """
+    microbatches = config.grad_accum_steps
+    rows = config.batch_size // microbatches
+    roles = model.roles
+    apart = kept_apart(microbatches, model.zero_stage, roles.size(roles.dense))
+    layout = dataclasses.replace(layout, apart=apart)
+    loss = make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher)
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+
+    def of_one(params, batch, tables, key, normalizer, *frozen):
+        microbatch = jax.tree.map(lambda array: array[0], batch)
+        (_, stats), grads = value_and_grad(params, microbatch, tables, key, jnp.int32(0), normalizer, *frozen)
+        return grads, jax.tree.map(lambda leaf: leaf[None], stats)
+
+    def of_several(params, batch, tables, key, normalizer, *frozen):
+        def body(carry, inputs):
+            (total, counted), (microbatch, index) = carry, inputs
+            microbatch = dataclasses.replace(microbatch, counted=counted)
+            (_, stats), grads = value_and_grad(params, microbatch, tables, key, index * rows, normalizer, *frozen)
+            counted = None if counted is None else counted + jnp.sum(stats.loads, axis=1, dtype=jnp.int32)
+            return (jax.tree.map(jnp.add, total, grads), counted), stats
+
+        layers, experts = model.config.moe_layers, max(part.moe.num_experts for part in model.expert_segments)
+        counted = jnp.zeros((layers, experts), jnp.int32) if model.moe.balance_over == "step" else None
+        start = jax.tree.map(jnp.zeros_like, params), counted
+        (grads, _), stats = lax.scan(body, start, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
+        return grads, stats
+
+    of_all = of_one if microbatches == 1 else of_several
+
+    def gradients(params, batch, tables, key, *frozen):
+        normalizer = jnp.maximum(jnp.sum(batch.weights), 1)
+        if apart == "none":
+            return of_all(params, batch, tables, key, normalizer, *frozen)
+        own = with_own_leaves(params, layout, roles)
+        grads, stats = of_all(own, batch, tables, key, normalizer, *frozen)
+        return summed(grads, layout, roles), stats
+
+    return gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +98,11 @@ class StateShardings:
     tables: NamedSharding | dict[str, NamedSharding]
     host_signals: NamedSharding
     replicated: NamedSharding
+
+    def inputs(self, teacher: Teacher | None) -> tuple:
+        """Return the shardings of a step's inputs after the state."""
+        frozen = () if teacher is None else (teacher.shardings(),)
+        return self.batch, self.tables, self.host_signals, *frozen
 
 
 def build_state_shardings(
@@ -138,15 +193,15 @@ def make_train_step(
 ) -> Callable:  # fmt: skip
     """Return train_step(state, batch, tables, host_signals) -> (state, metrics), jitted; the state is donated.
 
-    It is the complete program: all passes that an overflow may need. See `Update` for metrics and further arguments.
+    It is the complete program: all passes that an overflow may need. See `make_update` for metrics and arguments.
     """
-    update = Update(model, layout, config, length, plan, teacher)
+    update = make_update(model, layout, config, length, plan, teacher)
 
     def train_step(state, *inputs):
         return update(state, *inputs)
 
-    inputs, outputs = _shardings(state_shardings, teacher)
-    return jax.jit(train_step, donate_argnums=0, in_shardings=(state_shardings.state, *inputs), out_shardings=outputs)
+    state, replicated, inputs = state_shardings.state, state_shardings.replicated, state_shardings.inputs(teacher)
+    return jax.jit(train_step, donate_argnums=0, in_shardings=(state, *inputs), out_shardings=(state, replicated))
 
 
 def make_common_step(
@@ -161,100 +216,62 @@ def make_common_step(
     returned, so that nothing happens after an overflow until the host has read it (`training/stepper.py`).
     """
     first = None if teacher is None else dataclasses.replace(teacher, model=first_pass_model(teacher.model))
-    update = Update(first_pass_model(model), layout, config, length, plan, first)
+    update = make_update(first_pass_model(model), layout, config, length, plan, first)
 
     def common_step(state, halted, *inputs):
         new_state, metrics = update(state, *inputs)
         halted = halted | (metrics["most_passes"] > 1)
         return _select(halted, state, new_state), {**metrics, "halted": halted}
 
-    inputs, outputs = _shardings(state_shardings, teacher)
-    return jax.jit(
-        common_step,
-        donate_argnums=0,
-        in_shardings=(state_shardings.state, state_shardings.replicated, *inputs),
-        out_shardings=outputs,
-    )
+    state, replicated, inputs = state_shardings.state, state_shardings.replicated, state_shardings.inputs(teacher)
+    given = (state, replicated, *inputs)
+    return jax.jit(common_step, donate_argnums=0, in_shardings=given, out_shardings=(state, replicated))
 
 
-def _shardings(state_shardings: StateShardings, teacher: Teacher | None):
-    """Return the shardings of a step's inputs after the state, and of (state, metrics)."""
-    inputs = (
-        state_shardings.batch,
-        state_shardings.tables,
-        state_shardings.host_signals,
-        *(() if teacher is None else (teacher.shardings(),)),
-    )
-    return inputs, (state_shardings.state, state_shardings.replicated)
+def make_update(
+    model: LanguageModel, layout: Layout, config: TrainConfig, length: int, plan: PlanShape | None = None,
+    teacher: Teacher | None = None,
+) -> Callable:  # fmt: skip
+    """Return update(state, batch, tables, host_signals, *teacher_params) -> (state, metrics), one optimizer step.
 
-
-class Update:
-    """One optimizer step as a pure function of global arrays, to be jitted.
-
-    Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float []; square_norms float [leaves], squared norm of
-    each gradient leaf in the order of `leaf_names(params)`; loads int32 [L, sources, E], as in `StepStats`;
-    gate_entropy float [L]; dropped, passes int32 [L]; most_passes int32 [], of all layers, a teacher's among them; stop
-    int32 [], 1 if any host asked to stop; under the router `base` also completed int32 [L], tokens that it placed after
-    its auction.
+    A pure function of global arrays, to be jitted. Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float [];
+    square_norms float [leaves], squared norm of each gradient leaf in the order of `leaf_names(params)`; loads int32
+    [L, sources, E], as in `StepStats`; gate_entropy float [L]; dropped, passes int32 [L]; most_passes int32 [], of all
+    layers, a teacher's among them; stop int32 [], 1 if any host asked to stop; under the router `base` also completed
+    int32 [L], tokens that it placed after its auction.
 
     `host_signals` is int32 [devices], 1 where a host asks to stop. With a plan it is int32 [devices, 3]: stop, number
     of the newest shape ready, hash of the plan; metrics then also have `ready`, the least of all, `plan_hash_least`
-    and `plan_hash_most`.
-
-    With a teacher its parameters are one more argument, which is not donated, and metrics have `kl` float [], nats per
-    target token: KL(teacher || student), which is no part of `loss`.
-
-    Where `max_skipped_steps` allows it, a step whose loss or gradient norm is not finite in any microbatch leaves the
-    state as it was but for `step`: the batch is left out, and neither moments nor schedule move. Metrics then have
-    `skipped` bool []. The choice is made on the device, so it does not involve the host and has no limit: the host
-    counts. (`optax.apply_if_finite` looks at the gradients only, and at its limit lets them through.)
+    and `plan_hash_most`. With a teacher metrics have `kl` float [], nats per target token: KL(teacher || student),
+    which is no part of `loss`; the teacher's parameters are not donated.
     """
+    optimizer, schedule = build_optimizer(config), build_learning_rate(config)
+    gradients = make_gradients(model, layout, config, length, plan, teacher)
+    moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), layout.state)
 
-    def __init__(
-        self, model: LanguageModel, layout: Layout, config: TrainConfig, length: int, plan: PlanShape | None = None,
-        teacher: Teacher | None = None,
-    ):  # fmt: skip
-        self.model, self.config, self.plan, self.taught = model, config, plan, teacher is not None
-        self.optimizer, self.schedule = build_optimizer(config), build_learning_rate(config)
-        self.gradients = make_gradients(model, layout, config, length, plan, teacher)
-        self.moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), layout.state)
+    def update(state, batch, tables, host_signals, *frozen):
+        key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
+        grads, stats = gradients(state["params"], batch, tables, key, *frozen)
+        grads = lax.with_sharding_constraint(grads, moments)
 
-    def __call__(self, state, batch, tables, host_signals, *frozen):
-        """Return (state, metrics)."""
-        key = jax.random.fold_in(jax.random.key(self.config.seed + 1), state["step"])
-        grads, stats = self.gradients(state["params"], batch, tables, key, *frozen)
-        grads = lax.with_sharding_constraint(grads, self.moments)
-        new_state = self._updated(state, grads, stats)
-        metrics = {**self._metrics(state, grads, stats), **self._of_hosts(host_signals)}
-        if self.config.max_skipped_steps > 0:
-            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
-            kept = {name: leaf for name, leaf in state.items() if name != "step"}
-            new_state |= _select(finite, {name: new_state[name] for name in kept}, kept)
-            metrics |= {"skipped": ~finite, "learning_rate": self.schedule(finished_updates(state["opt_state"]))}
-        return new_state, metrics
-
-    def _updated(self, state, grads, stats: StepStats) -> dict:
-        """Return the state after the optimizer, the routers and the moving average."""
-        params, segments = state["params"], self.model.segments
-        updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
-        needed = None if stats.needed is None else jnp.sum(stats.needed, axis=0)
+        # The state after the optimizer, the routers and the moving average.
+        params = state["params"]
+        updates, opt_state = optimizer.update(grads, state["opt_state"], params)
         updated = optax.apply_updates(params, updates)
-        new_params = with_router_state(segments, params, updated, jnp.sum(stats.loads, axis=0), needed)
+        new_params = with_router_state(model.segments, params, updated, jnp.sum(stats.loads, axis=0))
         new_state = {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}
-        if self.config.ema_decay:
-            ema = optax.incremental_update(new_params, state["ema"], 1 - self.config.ema_decay)
-            new_state["ema"] = with_same_router_state(segments, ema, new_params)
-        return new_state
+        if config.ema_decay:
+            ema = optax.incremental_update(new_params, state["ema"], 1 - config.ema_decay)
+            new_state["ema"] = with_same_router_state(model.segments, ema, new_params)
 
-    def _metrics(self, state, grads, stats: StepStats) -> dict:
-        """Return what the microbatches' statistics [Nm, ...] and the gradients say of the step."""
+        # What the microbatches' statistics [Nm, ...] and the gradients say of the step.
         square_norms = jnp.stack([jnp.sum(jnp.square(g)).astype(jnp.float32) for g in jax.tree.leaves(grads)])
         metrics = {
             "loss": jnp.sum(stats.cross_entropy),
             "aux_loss": jnp.mean(stats.aux_loss),
             "z_loss": jnp.mean(stats.z_loss),
             "grad_norm": jnp.sqrt(jnp.sum(square_norms)),
-            "learning_rate": self.schedule(state["step"]),
+            "learning_rate": schedule(state["step"]),
             "square_norms": square_norms,
             "loads": jnp.sum(stats.loads, axis=0),
             "gate_entropy": jnp.mean(stats.gate_entropy, axis=0),
@@ -262,23 +279,31 @@ class Update:
             "passes": jnp.max(stats.passes, axis=0),
         }
         metrics["most_passes"] = jnp.max(metrics["passes"])
-        if self.taught:
+        if teacher is not None:
             metrics["most_passes"] = jnp.maximum(metrics["most_passes"], jnp.max(stats.teacher_passes))
             metrics["kl"] = jnp.sum(stats.kl)
         if stats.completed is not None:
             metrics["completed"] = jnp.sum(stats.completed, axis=0)
-        return metrics
 
-    def _of_hosts(self, host_signals) -> dict:
-        """Return what the hosts told each other."""
-        if self.plan is None:
-            return {"stop": jnp.max(host_signals)}
-        return {
-            "stop": jnp.max(host_signals[:, 0]),
-            "ready": jnp.min(host_signals[:, 1]),
-            "plan_hash_least": jnp.min(host_signals[:, 2]),
-            "plan_hash_most": jnp.max(host_signals[:, 2]),
-        }
+        # What the hosts told each other.
+        metrics["stop"] = jnp.max(host_signals if plan is None else host_signals[:, 0])
+        if plan is not None:
+            metrics["ready"] = jnp.min(host_signals[:, 1])
+            metrics["plan_hash_least"] = jnp.min(host_signals[:, 2])
+            metrics["plan_hash_most"] = jnp.max(host_signals[:, 2])
+
+        # A step that is not finite in any microbatch leaves the state as it was but for `step`: the batch is left out,
+        # and neither moments nor schedule move. The choice is made on the device, so it does not involve the host and
+        # has no limit: the host counts. (`optax.apply_if_finite` looks at the gradients only, and at its limit lets
+        # them through.)
+        if config.max_skipped_steps > 0:
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            kept = {name: leaf for name, leaf in state.items() if name != "step"}
+            new_state |= _select(finite, {name: new_state[name] for name in kept}, kept)
+            metrics |= {"skipped": ~finite, "learning_rate": schedule(finished_updates(state["opt_state"]))}
+        return new_state, metrics
+
+    return update
 
 
 def _select(condition, new, old):
@@ -295,12 +320,10 @@ def make_evaluation_step(
     The first is the sum of the losses of the targets that count, the second how many count: a process that holds only
     some of the rows cannot count them. Weights are 0 or 1.
     """
-    loss = make_loss(model, layout, config.batch_size // config.grad_accum_steps, length, training=False, plan=plan)
+    loss = make_loss(model, layout, config.batch_size // config.grad_accum_steps, length, plan=plan)
 
     def evaluate(params, batch, tables):
-        _, stats = loss(
-            params, jax.tree.map(lambda a: a[0], batch), tables, jax.random.key(0), jnp.int32(0), jnp.float32(1)
-        )
+        _, stats = loss(params, jax.tree.map(lambda a: a[0], batch), tables, None, jnp.int32(0), jnp.float32(1))
         return stats.cross_entropy, jnp.sum(batch.weights.astype(jnp.int32))
 
     return jax.jit(

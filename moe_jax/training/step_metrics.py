@@ -1,12 +1,12 @@
 """From the arrays of one step to one record of metrics, and the check that the step was finite. Host side.
 
 Inputs: the step's metrics as NumPy arrays, times, and the plan's homes. Outputs: a dictionary for metrics.jsonl.
-Where a planner runs, `replan/rejit.py` adds the plan's metrics and counts replicas in `device_load_max_over_mean`.
+Where a planner runs, `training/rejit.py` adds the plan's metrics and counts replicas in `device_load_max_over_mean`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -47,26 +47,12 @@ def check_finite(
     )
 
 
-def step_record(
-    metrics: dict,
-    *,
-    seconds: float,
-    tokens: int,
-    choices: float,
-    flops: float,
-    peak_device_bytes: int | None,
-    compile_seconds: float | None,
-    homes: Sequence[tuple[np.ndarray, int]],
-) -> dict:
-    """Return one object of metrics.jsonl.
+def step_record(metrics: dict, choices: int, homes: Iterable[tuple[np.ndarray, int]]) -> dict:
+    """Return one object of metrics.jsonl, without times and memory, which the loop adds.
 
     Args:
       metrics: of the step, as NumPy; see `make_train_step`.
-      seconds: wall-clock seconds since the step before.
-      tokens: tokens of the step; choices: of experts, by all tokens in all MoE layers.
-      flops: model FLOPs of the step, forward and backward.
-      peak_device_bytes: most bytes in use on one device so far, or None where unknown.
-      compile_seconds: where a compilation preceded the step.
+      choices: of experts, by all tokens of the step in all MoE layers.
       homes: of each segment with experts, first layers first: int [L, E], the device that computes each expert, and
         D, devices of its expert-parallel group.
     """
@@ -82,10 +68,6 @@ def step_record(
         "z_loss": float(metrics["z_loss"]),
         "learning_rate": float(metrics["learning_rate"]),
         "grad_norm": float(metrics["grad_norm"]),
-        "tokens_per_second": tokens / seconds,
-        "model_flops_per_second": flops / seconds,
-        "step_seconds": seconds,
-        "peak_device_bytes": peak_device_bytes,
         "dropped_fraction": float(metrics["dropped"].sum() / choices),
         "overflow_steps": int(metrics["passes"].max() > 1),
         "passes": metrics["passes"],
@@ -97,8 +79,6 @@ def step_record(
         record["kl"] = float(metrics["kl"])
     if "completed" in metrics:
         record["completed"] = metrics["completed"]
-    if compile_seconds is not None:
-        record["compile_seconds"] = compile_seconds
     return record
 
 

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from moe_jax.config.run_config import RunConfig
-from moe_jax.mesh.global_arrays import to_devices
-from moe_jax.replan.rejit import RejitEngine, build_engine
+from moe_jax.parallel.global_arrays import to_devices
 from moe_jax.training.optimistic import Overflows, Programs
-from moe_jax.training.session import Session, build_session
+from moe_jax.training.program import Session, build_session
+from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.teacher import load_teacher
 
 
@@ -53,6 +53,7 @@ class Stepper:
       programs: of the newest step; executable: the one of them that ran last.
       overflows: which steps overflowed, where they are optimistic.
       teacher_params: of the teacher that the next step learns from, None where it has none.
+      before_wait: called when a step has to wait until the complete program is compiled.
       in_flight: steps whose metrics nobody has asked for yet.
     """
 
@@ -64,7 +65,6 @@ class Stepper:
         change_state: Callable | None = None,
         teacher_params: dict | None = None,
         overflows: Overflows | None = None,
-        before_wait: Callable[[], None] = lambda: None,
     ):
         """Start from `state`.
 
@@ -73,12 +73,12 @@ class Stepper:
           change_state: function (state, step) -> state, called by `run` before each step.
           teacher_params: on the devices, if the session has a teacher; see `load_teacher`.
           overflows: of the steps before, None where nothing is known of them.
-          before_wait: called when a step has to wait until the complete program is compiled.
         """
         self.session, self.state, self.engine, self.change_state = session, state, engine, change_state
         self.teacher_params = teacher_params
         self.step = int(state["step"])
-        self.lag, self.before_wait = lag_of(session), before_wait
+        self.lag = lag_of(session)
+        self.before_wait: Callable[[], None] = lambda: None
         self.programs: Any = None
         self.executable: Any = None
         self.overflows = overflows or Overflows()

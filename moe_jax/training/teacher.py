@@ -3,7 +3,7 @@
 Inputs: a `RunConfig` whose `DistillationConfig.teacher` names a run folder. Outputs: a `Teacher` for the step, its
 parameters on the devices, and its identity {'folder', 'step', 'config', 'parameters'}, which the student's checkpoints
 hold instead of its weights. The teacher computes as its own config says (dtype, schedule, ZeRO stages, ...), on the
-student's mesh and with the student's transport and grouped matmul, which are compared before the first step; always
+student's mesh, with the student's transport and its grouped matmul, which may be compared before the first step; always
 without a planner, noise, or anything saved for a backward.
 """
 
@@ -17,21 +17,22 @@ from collections.abc import Iterator
 
 import jax
 
-from moe_jax.config.distillation_config import DistillationConfig
 from moe_jax.config.gin_files import parse_run_config
 from moe_jax.config.run_config import RunConfig, may_differ
+from moe_jax.config.train_config import DistillationConfig
 from moe_jax.data import Tokenizer, build_tokenizer
-from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
-from moe_jax.mesh import Roles
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import resolve_attention
-from moe_jax.models.distillation import Teacher
+from moe_jax.models.language_model import Teacher
 from moe_jax.models.model_group import check_sequence_parallel
-from moe_jax.moe.layer import make_schedule
+from moe_jax.models.segments import expert_counts
+from moe_jax.moe.build import make_schedule
 from moe_jax.observe import RunFolder
+from moe_jax.parallel.mesh import Roles, mesh_axes
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import padded_vocabulary
+from moe_jax.training.hosts import Hosts
 
 
 @contextlib.contextmanager
@@ -78,6 +79,23 @@ def _checkpoints(config: DistillationConfig) -> Checkpointer:
     return Checkpointer(RunFolder(config.teacher, create=False).checkpoints, keep=1)
 
 
+def mesh_experts(config: RunConfig, devices: int) -> tuple[int, ...]:
+    """Return E of each segment with experts that the mesh of so many devices is to hold, a teacher's among them.
+
+    Raises:
+      UserError: E that does not spread over the expert axis, or groups of the teacher that cut across the student's.
+    """
+    mesh, own = config.mesh.resolve(devices), expert_counts(config.model, config.moe, config.mesh, devices)
+    if not config.distillation.teacher:
+        return own
+    mesh_axes(mesh, devices, own)  # what does not fit without the teacher is not the teacher's error
+    run = read_teacher(config.distillation)
+    with _named(config.distillation):
+        both = own + expert_counts(run.model, run.moe, mesh, devices)
+        mesh_axes(mesh, devices, both)
+    return both
+
+
 def build_teacher(config: RunConfig, roles: Roles, tokenizer: Tokenizer, vocab_size: int) -> Teacher | None:
     """Return the teacher of a step, None where `config` names none; arguments and errors as below."""
     model = teacher_model(config, roles, tokenizer, vocab_size, roles.mesh.devices.flat[0])
@@ -119,22 +137,12 @@ def teacher_model(
             zero_stage=run.train.zero_stage,
             expert_zero_stage=run.train.expert_zero_stage,
         )
-        _check_alike(built)
         rows, length = config.train.batch_size // config.train.grad_accum_steps, config.data.sequence_length
         check_sequence_parallel(model.sequence_parallel, length, roles)
         tokens = rows // roles.size(roles.dense) * length
-        make_schedule(moe, roles, tokens, split_tokens=model.sequence_parallel)
+        for segment in built.expert_segments:
+            make_schedule(segment.moe, built.roles_of(segment), tokens, split_tokens=model.sequence_parallel)
         return built
-
-
-def _check_alike(teacher: LanguageModel) -> None:
-    """Raise UserError for a teacher whose layers differ, or have fewer experts than the expert axis has devices."""
-    (first, *others), devices = teacher.segments, teacher.roles.size(teacher.roles.expert)
-    if others or first.moe.num_experts % devices:
-        raise UserError(
-            f"its layers differ, or its {first.moe.num_experts} experts do not fill the expert axis ({devices}); a "
-            "teacher has one segment, with a multiple of that number of experts"
-        )
 
 
 def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -243,10 +251,13 @@ def load_teacher(teacher: Teacher, config: DistillationConfig) -> dict:
     step = teacher_step(config)
     with _named(config):
         params = _checkpoints(config).restore_params(step, teacher.stored_params(), teacher.home)
-    for name, wanted in teacher.held_params()["bank"].items():
-        leaf = params["bank"][name]
-        if leaf.dtype != wanted.dtype:
-            cast = jax.jit(lambda leaf, dtype=wanted.dtype: leaf.astype(dtype), out_shardings=wanted.sharding)
-            params["bank"][name] = jax.block_until_ready(cast(leaf))
-            leaf.delete()  # not two banks at once
-    return params
+
+    def cast(leaf, wanted):
+        if leaf.dtype == wanted.dtype:
+            return leaf
+        function = jax.jit(lambda leaf: leaf.astype(wanted.dtype), out_shardings=wanted.sharding)
+        held = jax.block_until_ready(function(leaf))
+        leaf.delete()  # not two banks at once
+        return held
+
+    return {**params, "bank": jax.tree.map(cast, params["bank"], teacher.held_params()["bank"])}

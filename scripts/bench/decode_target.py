@@ -39,10 +39,10 @@ def lower(config, devices):
     import jax
     import numpy as np
 
-    from moe_jax.inference.cache import Entry, attentions_of
+    from moe_jax.inference.forward import Entry, attentions_of
+    from moe_jax.inference.generator import even_placement, reside
     from moe_jax.inference.load import build_model, is_matrix
     from moe_jax.inference.programs import Knobs, Parameters, State, make_decode, state_specs, tables_specs
-    from moe_jax.inference.replicas import even_placement, reside
     from moe_jax.models.segments import joined
 
     model = build_model(config, devices, None)
@@ -109,10 +109,13 @@ def floor_bytes(model, params) -> float:
 
 
 def main(_):
-    from moe_jax import compile_ahead, inspection
+    from moe_jax.analysis import compile_ahead
+    from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.targets import parse_target
+    from moe_jax.cluster.timeline import Model, play
     from moe_jax.config import parse_run_config
 
-    target = inspection.parse_target(_TARGET.value)
+    target = parse_target(_TARGET.value)
     compile_ahead.prepare_process()
     config = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0]
     config = compile_ahead.on_target(config, target)
@@ -122,7 +125,7 @@ def main(_):
     if _OUT.value:
         with open(_OUT.value, "w", encoding="utf-8") as file:
             file.write(text)
-    timeline = inspection.play(inspection.parse_module(text), target, inspection.Model())
+    timeline = play(parse_module(text), target, Model())
     read = floor_bytes(model, params)
     floor = read / target.memory_bandwidth
     record = {

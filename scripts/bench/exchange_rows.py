@@ -15,12 +15,12 @@ import tempfile
 import numpy as np
 from absl import app, flags
 
-from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.config import parse_run_config
-from moe_jax.mesh.abstract import build_abstract_roles
-from moe_jax.placement import routing
-from moe_jax.placement.buckets import exchange_bytes, fullest_pairs
-from moe_jax.replan.replanner import Replanner
+from moe_jax.parallel.abstract import build_abstract_roles
+from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.planning import routing
+from moe_jax.planning.buckets import exchange_bytes, fullest_pairs
+from moe_jax.training.replanner import Replanner
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("trace", None, "npz of recorded loads", required=True)

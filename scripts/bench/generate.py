@@ -28,7 +28,9 @@ _PROMPT_TOKENS = flags.DEFINE_integer("prompt_tokens", 64, "Tokens of a prompt."
 _NEW_TOKENS = flags.DEFINE_integer("new_tokens", 64, "Tokens that follow each.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Interleaved rounds.")
 _MODELLED = flags.DEFINE_string("modelled", "", "Cluster file, such as configs/cluster/h200.gin.")
-_LATENCIES = flags.DEFINE_list("latencies", [], "With --modelled: assumed seconds of a message, in a node and across.")
+_LATENCIES = flags.DEFINE_list(
+    "latencies", [], "With --modelled: assumed seconds of a start in a node and across, then of a step in each."
+)
 _HELD_OUT = flags.DEFINE_integer("held_out_windows", 0, "Windows of held-out text; 0 = times are measured.")
 _QUANTIZE = flags.DEFINE_string("quantize", "none", "Experts' weights: 'none' or 'int8'.")
 
@@ -79,7 +81,7 @@ def print_measured():
     import numpy as np
 
     from moe_jax.inference import load
-    from moe_jax.mesh.host_devices import set_up_devices
+    from moe_jax.parallel.host_devices import set_up_devices
 
     set_up_devices(_HOST_DEVICES.value)
     if _WORKDIR.value:
@@ -104,12 +106,13 @@ def print_measured():
 def print_modelled():
     """Print seconds of one exchange of decode's rows: batch 1 for each device, M = 2048, K = 2, bfloat16."""
     from moe_jax.cluster import read_cluster
-    from moe_jax.cluster.all_to_all import KINDS, all_to_all_seconds
+    from moe_jax.cluster.collectives import ALL_TO_ALLS as KINDS
+    from moe_jax.cluster.collectives import all_to_all_seconds
 
     cluster = read_cluster(_MODELLED.value)
     if _LATENCIES.value:
-        inside, across = map(float, _LATENCIES.value)
-        cluster = dataclasses.replace(cluster, intra_latency=inside, inter_latency=across)
+        fields = ("intra_latency", "inter_latency", "intra_step", "inter_step")
+        cluster = dataclasses.replace(cluster, **dict(zip(fields, map(float, _LATENCIES.value), strict=True)))
     rows, row = 2, 2048 * 2
     print(f"us of one exchange, {rows} rows of {row} bytes from each device, on {cluster.name}\n")
     print("| devices | tensor slicing | " + " | ".join(KINDS) + " |")
@@ -117,7 +120,7 @@ def print_modelled():
     for devices in (8, 16, 32, 64, 128, 256):
         for slicing in (1, min(8, cluster.need("devices_per_node", "the table"))):
             sized = dataclasses.replace(cluster, nodes=max(1, devices // cluster.need("devices_per_node", "the table")))
-            seconds = all_to_all_seconds(sized, devices, slicing, float(rows * row * slicing))
+            seconds = all_to_all_seconds(sized, devices, slicing, slicing, float(rows * row * slicing))
             shown = " | ".join(f"{seconds[kind] * 1e6:.1f}" for kind in KINDS)
             print(f"| {devices} | {slicing} | {shown} |")
 
@@ -127,10 +130,10 @@ def print_losses():
     import jax
 
     from moe_jax.data import build_cache, held_out_batches
-    from moe_jax.data.documents import cut_documents
+    from moe_jax.data.stream import cut_documents
     from moe_jax.inference import load
     from moe_jax.inference.load import run_config
-    from moe_jax.mesh.host_devices import set_up_devices
+    from moe_jax.parallel.host_devices import set_up_devices
 
     set_up_devices(_HOST_DEVICES.value)
     data = run_config(_WORKDIR.value, _GIN_BINDINGS.value).data

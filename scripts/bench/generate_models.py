@@ -92,7 +92,7 @@ def measure(generators: dict, batches: list[int]) -> dict:
 def main(_):
     import numpy as np
 
-    from moe_jax.mesh.host_devices import set_up_devices
+    from moe_jax.parallel.host_devices import set_up_devices
 
     set_up_devices(1)
     built = {name: build(lines) for name, lines in models(_DIM.value, _LAYERS.value, _EXPERTS.value).items()}

@@ -87,8 +87,8 @@ def theirs(model, way: str, cache: str):
 
 def ours(folder: pathlib.Path, workdir: pathlib.Path):
     """Return generate(prompts, new) -> (new ids, seconds) by this project, from the folder that transformers wrote."""
-    from moe_jax.huggingface import import_folder
     from moe_jax.inference import Sampling, load
+    from moe_jax.inference.conversion import import_folder
 
     import_folder(folder, workdir)
     model = load(workdir)
@@ -133,7 +133,7 @@ def main(_):
     transformers.logging.set_verbosity_error()
     import numpy as np
 
-    from moe_jax.mesh.host_devices import set_up_devices
+    from moe_jax.parallel.host_devices import set_up_devices
 
     set_up_devices(1)
     with tempfile.TemporaryDirectory() as scratch:

@@ -19,9 +19,9 @@ import pathlib
 import sys
 
 from absl import app, flags
+from compile_cases import Case, compile_case
 
-from moe_jax import compile_ahead
-from moe_jax.compile_cases import Case, compile_case
+from moe_jax.analysis import compile_ahead
 
 SYSTEMS = {
     "Hecate": ("ModelConfig.prefetch = 'hecate'",),

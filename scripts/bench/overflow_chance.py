@@ -19,17 +19,18 @@ import dataclasses
 import numpy as np
 from absl import app, flags
 
-from moe_jax.collectives.bucket_rows import BucketRows, bucket_layout
-from moe_jax.compile_ahead import skewed_loads
+from moe_jax.analysis.compile_ahead import skewed_loads
 from moe_jax.config import parse_run_config
 from moe_jax.config.run_config import RunConfig
-from moe_jax.mesh import Roles
-from moe_jax.mesh.abstract import build_abstract_roles
-from moe_jax.moe.layer import layer_sizes
-from moe_jax.placement import Placement, routing
-from moe_jax.placement.buckets import pairs_by_kind
-from moe_jax.replan.planned_run import initial_placement
-from moe_jax.replan.replanner import Replanner
+from moe_jax.moe.build import layer_sizes
+from moe_jax.parallel.abstract import build_abstract_roles
+from moe_jax.parallel.bucket_rows import BucketRows, bucket_layout
+from moe_jax.parallel.mesh import Roles
+from moe_jax.planning import routing
+from moe_jax.planning.buckets import pairs_by_kind
+from moe_jax.planning.placement import Placement
+from moe_jax.training.plan_cost import initial_placement
+from moe_jax.training.replanner import Replanner
 
 FLAGS = flags.FLAGS
 

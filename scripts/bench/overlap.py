@@ -20,9 +20,9 @@ import pathlib
 import sys
 
 from absl import app, flags
+from compile_cases import Case, Outcome, compile_case
 
-from moe_jax import compile_ahead
-from moe_jax.compile_cases import Case, Outcome, compile_case
+from moe_jax.analysis import compile_ahead
 
 SCHEDULES = {
     "expert parallel": (0, ()),

@@ -48,7 +48,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 4, "Interleaved rounds.")
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps of each side in a round.")
 _SETTLE = flags.DEFINE_integer("settle", 6, "Steps of each side before the rounds.")
 _SLACKS = flags.DEFINE_list("slacks", ["1.5", "3", "6"], "Bucket sizes tried for EP, over the mean.")
-_TRANSPORTS = flags.DEFINE_list("transports", ["all_to_all", "ppermute", "two_level"], "Transports tried for EP.")
+_TRANSPORTS = flags.DEFINE_list("transports", ["all_to_all", "two_level"], "Transports tried for EP.")
 _EP = flags.DEFINE_string("ep", "", "TRANSPORT:SLACK of plain EP as an earlier run chose it; '' tries them all.")
 _REPLICA_SLOTS = flags.DEFINE_integer("replica_slots", 4, "Replicas of a device in a layer.")
 _SPLIT = flags.DEFINE_enum(
@@ -81,9 +81,9 @@ def install_counted_gate(axes: tuple[str, ...]) -> None:
     import jax.numpy as jnp
     from jax import lax
 
-    from moe_jax.dispatch import Choice
-    from moe_jax.routers.statistics import GateStats, count_experts
-    from moe_jax.routers.topk import TopK
+    from moe_jax.moe.routers.statistics import GateStats, count_experts
+    from moe_jax.moe.routers.topk import TopK
+    from moe_jax.moe.routing import Choice
 
     def choose(router, x, params, inputs):
         config, tokens, top_k = router.config, x.shape[0], router.config.top_k
@@ -135,7 +135,7 @@ def rate_bytes(rate: str) -> float:
 
 def change_for(routing: str):
     """Return (state, step) -> state that gives the gate its skew."""
-    from moe_jax.mesh.global_arrays import to_devices
+    from moe_jax.parallel.global_arrays import to_devices
 
     devices, seen = _HOSTS.value * _DEVICES.value, {}
     if routing == "trace":
@@ -243,8 +243,8 @@ def worker(routing: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
     jax.config.update("jax_enable_compilation_cache", False)
-    from moe_jax.distributed.hosts import HostsConfig, start_hosts
-    from moe_jax.mesh import build_mesh
+    from moe_jax.parallel.mesh import build_mesh
+    from moe_jax.training.hosts import HostsConfig, start_hosts
     from moe_jax.training.stepper import build_stepper
 
     place = {"coordinator": None, "num_processes": None, "process_id": None}

@@ -15,8 +15,11 @@ import numpy as np
 from absl import app, flags
 
 from moe_jax.cluster import Cluster
-from moe_jax.placement import Placement
-from moe_jax.planner import NAMES, Cost, PlannerConfig, build_planner
+from moe_jax.planning import NAMES
+from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.cost import Cost
+from moe_jax.planning.placement import Placement
 
 SIZES = ((64, 32, 8, 1.0), (256, 256, 8, 10.0))  # experts, devices, devices per node, bar in ms
 

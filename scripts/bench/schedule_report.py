@@ -15,7 +15,7 @@ import subprocess
 
 import numpy as np
 
-from moe_jax.calibration.layer_cases import SCHEDULES
+from moe_jax.analysis.timed_layers import SCHEDULES
 
 DEVICES, NEAR = 8, 1.03
 
@@ -28,13 +28,13 @@ def interval(samples: list[float], base: list[float], rng, draws: int = 400) -> 
     return tuple(float(q) for q in np.quantile(ratio, (0.025, 0.975)))
 
 
-def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: str) -> None:
+def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
     """Print tables and the JSON line; draw beside the CSV file."""
-    from moe_jax.calibration.layer_cases import GATHER, predict
+    from moe_jax.analysis.timed_layers import GATHER, predict
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError
-    from moe_jax.schedules import ScheduleOptions
-    from moe_jax.schedules.automatic import by_equations, by_layers, choose
+    from moe_jax.moe.schedules import ScheduleOptions
+    from moe_jax.moe.schedules.automatic import by_equations, by_layers, choose
 
     if not rows:
         raise SystemExit(f"error: {path} holds no measured layer; run the sweep first")
@@ -51,9 +51,9 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
     candidates = ("s1", "s2", "deepspeed") if knows_layers else ("s1", "s2")  # what parm chooses from
     for layer, samples in rows.items():
         medians = {name: statistics.median(samples[name]) for name in SCHEDULES}
-        predicted = {name: predict(name, layer, DEVICES, cluster, transport) for name in SCHEDULES}
+        predicted = {name: predict(name, layer, DEVICES, cluster) for name in SCHEDULES}
         roles, sizes = layer.sizes(DEVICES)
-        asked = (roles, sizes, 4 * layer.model_dim, cluster, ScheduleOptions(gather=GATHER, transport=transport))
+        asked = (roles, sizes, 4 * layer.model_dim, cluster, ScheduleOptions(gather=GATHER))
         for rule in (by_equations, by_layers):
             choice = rule(*asked)
             rules.setdefault(choice.rule, []).append((layer, medians, choice))
@@ -65,7 +65,6 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None, transport: 
     table = _table(layers)
     answer = {
         "place": path.stem,
-        "transport": transport,
         "layers": len(layers),
         "speedup": table,
         **_choice(layers, candidates),

@@ -29,8 +29,8 @@ def prepare(config, devices):
 
     import jax
 
-    from moe_jax.mesh.global_arrays import to_devices
-    from moe_jax.training.session import build_session
+    from moe_jax.parallel.global_arrays import to_devices
+    from moe_jax.training.program import build_session
 
     mesh = config.mesh if len(devices) > 1 else type(config.mesh)()
     session = build_session(dataclasses.replace(config, mesh=mesh), devices)

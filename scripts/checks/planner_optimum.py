@@ -16,10 +16,12 @@ import numpy as np
 from absl import app, flags
 
 from moe_jax.cluster import Cluster
-from moe_jax.placement import Placement, routing
-from moe_jax.placement.transfer_sizes import placement_sizes
-from moe_jax.planner import Cost, PlannerConfig, build_planner
-from moe_jax.planner.contract import replicated_everywhere
+from moe_jax.planning import routing
+from moe_jax.planning.balancer import build_planner, replicated_everywhere
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.cost import Cost
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.transfer_sizes import placement_sizes
 
 E, D, PER_NODE = 8, 4, 2
 

@@ -51,9 +51,9 @@ def model_gradients(config, dtype: str, batch, params=None):
     import numpy as np
 
     from moe_jax.data import build_tokenizer
-    from moe_jax.dispatch import even_tables
-    from moe_jax.mesh import build_mesh
     from moe_jax.models import LanguageModel, make_loss
+    from moe_jax.moe.tables import even_tables
+    from moe_jax.parallel.mesh import build_mesh
     from moe_jax.training.feed import padded_vocabulary
 
     roles = build_mesh(config.mesh, jax.devices())

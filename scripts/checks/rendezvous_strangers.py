@@ -24,8 +24,7 @@ import threading
 import time
 from pathlib import Path
 
-from moe_jax.distributed.job_token import seal
-from moe_jax.distributed.rendezvous import versions
+from moe_jax.training.rendezvous import seal, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED_SECONDS = 1.0
@@ -78,7 +77,7 @@ def work(arguments: argparse.Namespace) -> None:
     """Run one process of a job: join, process 1 after a line on stdin, and print the time."""
     import jax
 
-    from moe_jax.distributed.hosts import HostsConfig, start_hosts
+    from moe_jax.training.hosts import HostsConfig, start_hosts
 
     jax.config.update("jax_platforms", "cpu")
     print("ready", flush=True)

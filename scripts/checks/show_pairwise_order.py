@@ -5,9 +5,9 @@
 needs the CUDA wheels of this jax in the environment, and no GPU. Eight devices in four groups of two: in step s a
 group sends rows to the group s places back (S_s), multiplies what it received (C_s) and returns the results (R_s): one
 stream of transfers, kept in order by barriers, and matmuls that each wait for the rows of one step. A step of several
-transfers has most of them beside nothing, which is why `moe_jax/schedules/pairwise.py` makes it one. Printed is the
+transfers has most of them beside nothing, which is why `moe_jax/moe/schedules/pairwise.py` makes it one. Printed is the
 order in which the compiler launches them, as it schedules by itself and guided by modelled seconds
-(`training/guided.py`), with --permutes=1 too, where a step is one transfer, not one a member: '<' starts a transfer,
+(`training/compiling.py`), with --permutes=1 too, where a step is one transfer, not one a member: '<' starts a transfer,
 '>' waits for it, 'C' is a matmul, all of S_s and R_s by number.
 """
 
@@ -17,7 +17,9 @@ import re
 
 from absl import app, flags
 
-from moe_jax import compile_ahead, inspection
+from moe_jax.analysis import compile_ahead
+from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.targets import parse_target
 
 GROUPS, DEVICES, ROWS, DIM = 4, 8, 2048, 1024
 _PERMUTES = flags.DEFINE_multi_integer("permutes", [2, 1], "Transfers of a step, each of its share of the rows.")
@@ -52,7 +54,7 @@ def exchange(blocks, w_in, w_out, permutes: int):
 
 def order(text: str) -> str:
     """Return the launches of a scheduled program as words."""
-    module, words = inspection.parse_module(text), []
+    module, words = parse_module(text), []
     started: dict[str, str] = {}
     for instruction in module.entry.instructions:
         name = re.search(r"/([SRC]\d)/", instruction.op_name + "/")
@@ -75,9 +77,9 @@ def main(argv: list[str]) -> None:
     from jax.sharding import AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from moe_jax.training.guided import compile_with_profile, profile_of
+    from moe_jax.training.compiling import compile_with_profile, profile_of
 
-    target = inspection.parse_target("h200:4x2")
+    target = parse_target("h200:4x2")
     mesh = Mesh(np.array(compile_ahead.described_devices(target)), ("d",), axis_types=(AxisType.Auto,))
 
     def shape(*dims, spec=()):

@@ -41,11 +41,13 @@ def _case(context, name: str):
     import jax
     import numpy as np
 
-    from moe_jax.after_gate import RULES
     from moe_jax.cluster import Cluster
-    from moe_jax.placement import Placement, build_shape, fill_tables
-    from moe_jax.planner import Cost, PlannerConfig, build_planner
-    from moe_jax.planner.late import with_late, with_late_prices
+    from moe_jax.moe.after_gate_rules import RULES
+    from moe_jax.planning.balancer import build_planner, with_late
+    from moe_jax.planning.config import PlannerConfig
+    from moe_jax.planning.cost import Cost, with_late_prices
+    from moe_jax.planning.placement import Placement
+    from moe_jax.planning.plan_shape import build_shape, fill_tables
 
     devices, experts, node, replicas = context.of_size((32, 64, 8, 4), (8, 16, 4, 3))
     cluster = Cluster(
@@ -69,7 +71,9 @@ def _case(context, name: str):
 
 def _launches(text: str) -> tuple[int, int]:
     """Return (kernels launched, loops) of a compiled program."""
-    from moe_jax import inspection
+    from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.targets import parse_target
+    from moe_jax.cluster.timeline import play
 
-    timeline = inspection.play(inspection.parse_module(text), inspection.parse_target("h200:1x1"))
+    timeline = play(parse_module(text), parse_target("h200:1x1"))
     return sum(event.row == "compute" for event in timeline.events), text.count(" while(")

@@ -21,9 +21,9 @@ def measure(
     """
     import jax
 
-    from moe_jax.mesh.global_arrays import to_devices
     from moe_jax.models.config import ModelConfig
-    from moe_jax.training.session import build_session
+    from moe_jax.parallel.global_arrays import to_devices
+    from moe_jax.training.program import build_session
 
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     missing = [name for name in model or {} if name not in fields]

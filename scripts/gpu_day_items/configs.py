@@ -76,10 +76,10 @@ def target_here():
     """Return the target whose rates the model takes for one of these devices, and whether it is this very device."""
     import jax
 
-    from moe_jax import inspection
+    from moe_jax.cluster.targets import device_named, parse_target
 
     kind = jax.devices()[0].device_kind
-    name = inspection.device_named(kind)
+    name = device_named(kind)
     if name is None and jax.devices()[0].platform != "cpu":
         return None, False
-    return inspection.parse_target(f"{name or 'h200'}:1x1"), name is not None
+    return parse_target(f"{name or 'h200'}:1x1"), name is not None

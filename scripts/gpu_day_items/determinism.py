@@ -24,9 +24,9 @@ def gradient(context):
     import jax.numpy as jnp
     import numpy as np
 
-    from moe_jax.mesh.global_arrays import to_devices
     from moe_jax.models import make_loss
-    from moe_jax.training.session import build_session
+    from moe_jax.parallel.global_arrays import to_devices
+    from moe_jax.training.program import build_session
     from moe_jax.training.step import leaf_names
 
     session = build_session(_config(context), jax.devices()[:1])
@@ -124,7 +124,7 @@ def _workdir(context, name: str, kind: str):
 def _run(context, name: str, kind: str):
     import moe_jax.training.run as training_run
     from moe_jax.config.run_config import config_text
-    from moe_jax.distributed.hosts import Hosts
+    from moe_jax.training.hosts import Hosts
     from moe_jax.training.run import RunOptions
 
     config = _config(context)

@@ -67,7 +67,7 @@ def measure(context, implementation: str, of: str = "", option: str = ""):
 
 def measure_others(context):
     """Check and time what is registered beside the implementations that have parts of their own."""
-    from moe_jax.grouped_matmul import implementations
+    from moe_jax.kernels.grouped import implementations
 
     others = [name for name in implementations() if name not in KNOWN]
     if not others:
@@ -80,7 +80,7 @@ def _check_device(name: str, context):
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.grouped_matmul import hopper
+    from moe_jax.kernels import hopper
 
     device = jax.devices()[0]
     if name.removeprefix(FLOAT8) in KERNELS and not hopper.fits(device, jnp.bfloat16, (128, 128)):
@@ -92,7 +92,7 @@ def _registered(name: str):
     import jax
     import jax.numpy as jnp
 
-    from moe_jax.grouped_matmul.contract import GroupedWeights, find_implementation
+    from moe_jax.kernels.grouped import GroupedWeights, find_implementation
 
     found = find_implementation(name)
 
@@ -183,12 +183,12 @@ def _as_float8_reads(array):
     import jax.numpy as jnp
     import numpy as np
 
-    from moe_jax import float8
+    from moe_jax.kernels.float8_blocks import dequantise_rows, dequantise_weights, quantise_rows, quantise_weights
 
     if array.ndim == 2:
-        found = float8.dequantise_rows(*float8.quantise_rows(jnp.asarray(array)), jnp.float32)
+        found = dequantise_rows(*quantise_rows(jnp.asarray(array)), jnp.float32)
     else:
-        found = float8.dequantise_weights(*float8.quantise_weights(jnp.asarray(array)), jnp.float32)
+        found = dequantise_weights(*quantise_weights(jnp.asarray(array)), jnp.float32)
     return np.asarray(found)
 
 

@@ -1,4 +1,4 @@
-"""A day as Markdown, ready to paste into docs/bench/gpu.md. Standard library alone."""
+"""A day as Markdown, ready to paste into docs/results.md. Standard library alone."""
 
 from __future__ import annotations
 

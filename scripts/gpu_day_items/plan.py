@@ -38,7 +38,7 @@ class Item:
     """One item of the day.
 
     Attributes:
-      number, name, title: as in docs/bench/gpu.md.
+      number, name, title: as in docs/results.md.
       budget: seconds of all its parts; least: seconds that must be left for it to be begun.
     """
 

@@ -13,23 +13,28 @@ def measure(context):
     """Compile the step of item 2 (from the cache, where that ran), record a trace, put it beside the model."""
     import jax
 
-    from moe_jax import compile_ahead, inspection, recorded_trace
+    from moe_jax.analysis import compile_ahead
+    from moe_jax.analysis import instructions as recorded_trace
+    from moe_jax.analysis.instructions import compare_instructions
+    from moe_jax.analysis.program_report import add_measured, build_report
+    from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.timeline import Model, play
 
     choice = context.scratch / whole.CHOICE
     grouped_matmul = json.loads(choice.read_text(encoding="utf-8")) if choice.exists() else "auto"
     config, devices = whole.config_of(context, grouped_matmul), jax.devices()[:1]
     target, known = configs.target_here()
     if target is None:
-        raise NotHere(f"the rates of {devices[0].device_kind} are not known; add moe_jax/inspection/devices/NAME.txt")
+        raise NotHere(f"the rates of {devices[0].device_kind} are not known; add moe_jax/cluster/devices/NAME.txt")
     config = compile_ahead.on_target(config, target)
     compiled = compile_ahead.compile_step(config, devices, skew=1.0, options={}, real=True)
-    model, module = inspection.Model(), inspection.parse_module(compiled.text)
-    report = inspection.build_report(inspection.play(module, target, model), target, model, memory=compiled.memory)
+    model, module = Model(), parse_module(compiled.text)
+    report = build_report(play(module, target, model), target, model, memory=compiled.memory)
     folder, steps = context.scratch / "profile", context.of_size(3, 2)
     seconds = recorded_trace.record_steps(config, devices, compiled, folder, steps, 2 * steps)
     spans = recorded_trace.read_spans(folder, module.name)
-    measured = inspection.compare_instructions(module, target, model, spans, steps, seconds)
-    report = {**inspection.add_measured(report, spans, steps), "instructions": measured}
+    measured = compare_instructions(module, target, model, spans, steps, seconds)
+    report = {**add_measured(report, spans, steps), "instructions": measured}
     _keep(context, compiled.text, folder, {**report, "constants": measured["constants"]})
     context.record(
         grouped_matmul=grouped_matmul,

@@ -1,6 +1,6 @@
 """Item 6: routing alone: top-k on exact ties, the ways to search sorted keys, sorts and what stands around them.
 
-t = 16,384 tokens, K = 2, E = 64 on one device, as `moe_jax.dispatch.route` calls them.
+t = 16,384 tokens, K = 2, E = 64 on one device, as `moe_jax.moe.routing.route` calls them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def sorts(context):
     import jax.numpy as jnp
     from jax import lax
 
-    from moe_jax.dispatch.route import Choice, largest_bucket, pack, rank_within, route
+    from moe_jax.moe.routing import Choice, largest_bucket, pack, rank_within, route
 
     tokens, chosen, experts = _sizes(context)
     count = tokens * chosen

@@ -28,7 +28,7 @@ def train(context, grouped_matmul: str):
     """Train, then compile the same step again to read it."""
     import moe_jax.training.run as training_run
     from moe_jax.config.run_config import config_text
-    from moe_jax.distributed.hosts import Hosts
+    from moe_jax.training.hosts import Hosts
     from moe_jax.training.loop import Loop
     from moe_jax.training.run import RunOptions
 
@@ -82,7 +82,9 @@ def _record_model(context, config):
     """Record what inspect says of the step, compiled on this device with the options of training."""
     import jax
 
-    from moe_jax import compile_ahead, inspection
+    from moe_jax.analysis import compile_ahead
+    from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.timeline import play
 
     target, known = configs.target_here()
     if target is None:
@@ -90,7 +92,7 @@ def _record_model(context, config):
         return
     config = compile_ahead.on_target(config, target)
     compiled = compile_ahead.compile_step(config, jax.devices()[:1], skew=1.0, options={}, real=True)
-    timeline = inspection.play(inspection.parse_module(compiled.text), target)
+    timeline = play(parse_module(compiled.text), target)
     launches = sum(event.row == "compute" for event in timeline.events)
     conditionals = sum(record["executions"] for record in timeline.skipped.values())
     context.record(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.distributed.hosts import Hosts, start_hosts
+from moe_jax.training.hosts import Hosts, start_hosts
 
 
 def make_ring(elements: int) -> Callable[[], float]:

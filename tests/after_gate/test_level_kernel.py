@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from moe_jax.after_gate.level_kernel import fits_one_kernel, level_in_one_kernel
-from moe_jax.after_gate.shares import ShareRule, edges_of
-from moe_jax.compile_ahead import described_devices
-from moe_jax.inspection import parse_module, parse_target, play
+from moe_jax.analysis.compile_ahead import described_devices
+from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.targets import parse_target
+from moe_jax.cluster.timeline import play
+from moe_jax.moe.after_gate_shares import ShareRule, edges_of
+from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
 
 SWEEPS, NODE = 8, 4
 LOADS = ("random", "equal", "unused", "none", "one")

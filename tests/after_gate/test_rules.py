@@ -13,18 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.after_gate import RULES
-from moe_jax.after_gate.contract import late_size as late_size_on_device
-from moe_jax.after_gate.contract import slots_of
-from moe_jax.after_gate.late_transfer import fit_late
 from moe_jax.cluster import Cluster
-from moe_jax.collectives.slices import shrunk
-from moe_jax.collectives.transfer_shape import TransferShape
-from moe_jax.placement import Placement, build_shape, fill_tables, routing, transfer_sizes
-from moe_jax.placement.late_sizes import late_size
-from moe_jax.placement.transfer_sizes import fit_replicas
-from moe_jax.planner import Cost, PlannerConfig, build_planner
-from moe_jax.planner.late import with_late_prices
+from moe_jax.moe.after_gate import late_size as late_size_on_device
+from moe_jax.moe.after_gate import slots_of
+from moe_jax.moe.after_gate_rules import RULES
+from moe_jax.moe.late_transfer import fit_late
+from moe_jax.parallel.slices import shrunk
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning import routing
+from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.cost import Cost, with_late_prices
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import build_shape, fill_tables
+from moe_jax.planning.transfer_sizes import fit_replicas, late_size, transfer_sizes
 
 DEVICES, EXPERTS, SLOTS, NODE, HOMES = 8, 16, 3, 4, 4
 KINDS = ["skewed", "mild", "one_hot", "unused"]

@@ -4,7 +4,7 @@ import json
 
 from bench.schedule_report import hit_rates, report
 
-from moe_jax.calibration.layer_cases import LayerCase
+from moe_jax.analysis.timed_layers import LayerCase
 from moe_jax.cluster import ParmChoice
 
 
@@ -38,7 +38,7 @@ def test_a_report_of_two_layers(tmp_path, capsys):
     samples = {"deepspeed": [0.03, 0.031], "s1": [0.02, 0.021], "s2": [0.025, 0.026]}
     longer = {name: [2 * second for second in seconds] for name, seconds in samples.items()}
     rows = {LayerCase(2, 2, 256, 64, 64, 1.0, 1): samples, LayerCase(4, 2, 512, 64, 64, 1.0, 2): longer}
-    report(tmp_path / "sweep.csv", rows, "docs/bench/cluster_host.json", "all_to_all")
+    report(tmp_path / "sweep.csv", rows, "docs/bench/cluster_host.json")
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["layers"] == 2 and set(answer["rules"]) == {"equations", "layers"}
     assert answer == json.loads((tmp_path / "sweep_summary.json").read_text())

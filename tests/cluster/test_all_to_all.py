@@ -1,15 +1,20 @@
-"""Messages and bytes of the three all-to-alls by hand, and which one wins where the paper says so."""
+"""The three all-to-alls: messages and bytes as rows that are followed device by device, and which one wins where."""
 
+import collections
 import dataclasses
 import pathlib
 
 import pytest
 
 from moe_jax.cluster import Cluster, read_cluster
-from moe_jax.cluster.all_to_all import Messages, all_to_all_seconds, messages
+from moe_jax.cluster.collectives import Messages, all_to_all_seconds, messages
 from moe_jax.errors import UserError
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
+STEPS = Cluster(  # messages alone: no start-up, no bytes to speak of
+    devices_per_node=8, nodes=64, intra_latency=0, inter_latency=0, intra_step=1, inter_step=1, intra_bandwidth=1e30,
+    inter_bandwidth=1e30,
+)  # fmt: skip
 
 
 def shortest(*arguments):
@@ -18,35 +23,110 @@ def shortest(*arguments):
     return min(seconds, key=seconds.get)
 
 
-def test_messages_by_hand():
-    """16 devices on nodes of 4, groups of 2 that slice tensors, 32 bytes sent in all by each device."""
-    assert messages("all_to_all", 16, 4, 2, 32) == Messages(3, 6, 12, 24)
-    assert messages("two_level", 16, 4, 2, 32) == Messages(3, 24, 3, 24)
-    # 2 places in a node: 1 partner inside and 2 on each of 3 other nodes, 2 bytes each; then 16 bytes in the group
-    assert messages("coordinated", 16, 4, 2, 32) == Messages(2, 18, 6, 12)
-    assert messages("coordinated", 4, 8, 1, 32) == messages("all_to_all", 4, 8, 1, 32) == Messages(3, 24, 0, 0)
+def followed(kind, devices, per_node, slicing, shards):
+    """Return what each collective of device 0 sends, as `messages` does, by following blocks of one byte.
+
+    A device has one block for each expert home (`shards` devices), which all shards of the home are to get.
+    """
+    homes = devices // shards
+
+    def hops(source, home):
+        """Yield, by collective, the (from, to) of one block."""
+        targets = range(home * shards, (home + 1) * shards)
+        if kind == "all_to_all":
+            yield [(source, target) for target in targets]
+        elif kind == "two_level":
+            node, place = source // per_node * per_node, [target % per_node for target in targets]
+            yield [(source, node + p) for p in place]
+            yield [(node + p, target) for p, target in zip(place, targets, strict=True)]
+        else:
+            there = home * shards // slicing * slicing + source % slicing  # the same place in the home's group
+            mine = home * shards + source % shards
+            yield [(source, there)]
+            yield [(there, mine)]
+            yield [(mine, target) for target in targets]
+
+    sent = collections.defaultdict(lambda: collections.defaultdict(int))
+    for source in range(devices):
+        for home in range(homes):
+            for turn, moves in enumerate(hops(source, home)):
+                for origin, target in moves:
+                    if origin == 0 and target != 0:
+                        sent[turn][target] += 1
+    parts = []
+    for turn in range({"all_to_all": 1, "two_level": 2, "coordinated": 3}[kind]):
+        near = [n for target, n in sent[turn].items() if target < per_node]
+        far = [n for target, n in sent[turn].items() if target >= per_node]
+        parts.append(Messages(len(near), sum(near), len(far), sum(far)))
+    return tuple(parts)
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_node", "slicing", "shards"),
+    [(16, 4, 2, 2), (16, 4, 4, 2), (16, 8, 4, 1), (8, 8, 2, 2), (32, 8, 8, 8), (16, 4, 1, 1)],
+)
+def test_messages_are_those_of_rows_that_are_followed(devices, per_node, slicing, shards):
+    for kind in ("all_to_all", "two_level", "coordinated"):
+        # Z: a block for each home, of which the flat exchange sends a copy to every shard
+        got = messages(kind, devices, per_node, slicing, shards, float(devices))
+        want = followed(kind, devices, per_node, slicing, shards)
+        assert got == tuple(map(pytest.approx, want)), kind
+
+
+def test_seconds_by_hand():
+    """16 devices on nodes of 4, groups of 2 that slice tensors and experts, 32 bytes sent in all by each device."""
     cluster = Cluster(
-        devices_per_node=4, nodes=4, intra_latency=1, inter_latency=10, intra_bandwidth=2, inter_bandwidth=2
-    )
-    seconds = all_to_all_seconds(cluster, 16, 2, 32)  # a device has half a byte a second to other nodes
-    assert seconds == {"all_to_all": 3 + 3 + 120 + 48, "two_level": 3 + 12 + 30 + 48, "coordinated": 2 + 9 + 60 + 24}
+        devices_per_node=4, nodes=4, intra_latency=100, inter_latency=1000, intra_step=1, inter_step=10,
+        intra_bandwidth=2, inter_bandwidth=2,
+    )  # fmt: skip
+    assert all_to_all_seconds(cluster, 16, 2, 2, 32) == {  # a device has half a byte a second to other nodes
+        "all_to_all": 1000 + 3 + 120 + 48,
+        "two_level": (100 + 3 + 12) + (1000 + 30 + 48),
+        # 2 places in a node: 1 partner inside and 2 on each of 3 other nodes, 2 bytes each; 16 bytes in the group
+        "coordinated": (1000 + 1 + 60 + 24) + (100 + 1 + 8),
+    }
 
 
-def test_fewer_messages_win_where_messages_are_small():
-    """As the paper says: flat inside a node, hierarchical across nodes, coordinated with tensor slicing."""
+def test_a_collective_starts_once():
+    """8 KB of each of 256 H200s: 18 us, and 248 / 256 of them over 50 GB/s, beside what 255 messages add."""
+    h200 = dataclasses.replace(read_cluster(str(PRESETS / "h200.gin")), nodes=32)
+    quick = dataclasses.replace(h200, intra_step=0, inter_step=0)
+    once = 18e-6 + 8192 * 248 / 256 / 50e9
+    assert all_to_all_seconds(quick, 256, 1, 1, 8192.0)["all_to_all"] == pytest.approx(once)
+    assert all_to_all_seconds(h200, 256, 1, 1, 8192.0)["all_to_all"] == pytest.approx(once + 7 * 1.1e-6 + 248 * 1e-6)
+
+
+@pytest.mark.parametrize("slicing", [1, 2, 8])
+@pytest.mark.parametrize("devices", [16, 64, 512])
+def test_messages_grow_as_the_paper_says(devices, slicing):
+    """O(P), O(G + P / G), and O(P / L) + O(L)."""
+    assert all_to_all_seconds(STEPS, devices, slicing, slicing, 1.0) == pytest.approx({
+        "all_to_all": devices - 1,
+        "two_level": 7 + devices // 8 - 1,
+        "coordinated": devices // slicing - 1 + slicing - 1,
+    })  # fmt: skip
+
+
+def test_each_of_the_three_wins_where_the_paper_says():
+    """On H200s: flat inside a node and where bytes count, hierarchical across nodes, coordinated with slicing."""
     cluster = dataclasses.replace(read_cluster(str(PRESETS / "h200.gin")), nodes=32)
-    small, large = 64e3, 4e9
-    assert shortest(cluster, 8, 1, small) == "all_to_all"
+    token, prompts = 8192.0, 4e9
+    assert shortest(cluster, 8, 1, 1, token) == "all_to_all"
+    assert shortest(cluster, 16, 1, 1, token) == "all_to_all"  # 7 messages fewer do not pay for a second start-up
     for devices in (32, 128, 256):
-        assert shortest(cluster, devices, 1, small) == "two_level"
-        flat, _, coordinated = all_to_all_seconds(cluster, devices, 8, small).values()
-        assert coordinated < flat / 3
-    assert shortest(cluster, 16, 8, small) == "coordinated"
-    assert shortest(cluster, 256, 1, large) == "all_to_all"  # there bytes count, and two levels send twice
+        assert shortest(cluster, devices, 1, 1, token) == "two_level"
+        assert shortest(cluster, devices, 8, 8, 8 * token) == "coordinated"  # rows go to 8 shards: fewer bytes across
+        flat, _, coordinated = all_to_all_seconds(cluster, devices, 8, 8, 8 * token).values()
+        assert (flat > 3 * coordinated) == (devices == 256)
+    assert shortest(cluster, 256, 1, 1, prompts) == "all_to_all"  # there bytes count, and two levels send twice
+    assert shortest(cluster, 256, 8, 8, prompts) == "coordinated"
 
 
-def test_absent_latencies_and_uneven_groups_are_one_line():
-    with pytest.raises(UserError, match="Cluster.intra_latency"):
-        shortest(read_cluster(str(PRESETS / "hpwnv.gin")), 16, 1, 1e3)
+def test_absent_figures_and_uneven_groups_are_one_line():
+    h200 = read_cluster(str(PRESETS / "h200.gin"))
+    with pytest.raises(UserError, match="Cluster.inter_latency"):
+        shortest(read_cluster(str(PRESETS / "hpwnv.gin")), 16, 1, 1, 1e3)
+    with pytest.raises(UserError, match="Cluster.inter_step"):
+        shortest(dataclasses.replace(h200, inter_step=None), 16, 1, 1, 1e3)
     with pytest.raises(UserError, match="whole nodes"):
-        messages("all_to_all", 12, 8, 1, 1)
+        messages("all_to_all", 12, 8, 1, 1, 1)

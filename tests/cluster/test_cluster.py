@@ -1,6 +1,7 @@
 """Cluster files, absent figures, link traffic, and fits with known answers."""
 
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -20,9 +21,7 @@ from moe_jax.cluster import (
     uniform_seconds,
     write_cluster,
 )
-from moe_jax.cluster.layer_seconds import ExpertLoad
-from moe_jax.cluster.pipeline import pairwise_seconds
-from moe_jax.cluster.volumes import LayerShape
+from moe_jax.cluster.layer_seconds import ExpertLoad, LayerShape, pairwise_seconds
 from moe_jax.errors import UserError
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
@@ -53,6 +52,15 @@ def test_presets_carry_the_papers_figures(name, nodes, per_node, inter):
     assert (cluster.nodes, cluster.devices_per_node, cluster.inter_bandwidth) == (nodes, per_node, inter)
     # what derives tau and prices a plan: a device's links and FLOP/s
     assert cluster.intra_bandwidth > inter / per_node and cluster.flops > 5e13
+
+
+@pytest.mark.parametrize(("name", "device"), [("hecate_a", "v100"), ("hecate_b", "a100"), ("h200", "h200")])
+def test_presets_count_nvlink_one_way(name, device):
+    """Data sheets, and Hecate, give both directions together: the description of the same GPU has one."""
+    text = (PRESETS.parents[1] / "moe_jax" / "cluster" / "devices" / f"{device}.txt").read_text()
+    one_way = float(re.search(r"^Target.intra_bandwidth = (\S+)", text, re.MULTILINE).group(1))
+    both_ways = float(re.search(r"NVLink (\d+) GB/s both ways", text).group(1)) * 1e9
+    assert read_cluster(PRESETS / f"{name}.gin").intra_bandwidth == one_way == both_ways / 2
 
 
 def test_json_keeps_every_field(tmp_path):

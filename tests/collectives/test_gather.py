@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.collectives.gather import gather_tree
-from moe_jax.collectives.varying import cast_varying
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.mesh.sharding import spec_of
+from moe_jax.parallel.gather import gather_tree
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.sharding import spec_of
+from moe_jax.parallel.varying import cast_varying
 
 TREE = {  # leaf -> (global shape, dim that is split over the eight devices or -1)
     "columns": ((3, 16), 1),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.collectives.row_sums import MOST_ROWS, spread, sum_rows
+from moe_jax.parallel.row_sums import MOST_ROWS, spread, sum_rows
 
 
 @pytest.mark.parametrize("rows", [1, 7, 2 * MOST_ROWS, 3 * MOST_ROWS + 6, 2 * MOST_ROWS + 1, 20 * MOST_ROWS])

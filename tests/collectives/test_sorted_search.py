@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.collectives.sorted_search import MOST_COMPARED, first_places
-from moe_jax.dispatch import Choice, regroup, route
+from moe_jax.moe.routing import Choice, regroup, route
+from moe_jax.parallel.sorted_search import MOST_COMPARED, first_places
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -15,8 +15,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.placements import random_placement
 
-from moe_jax.collectives.slices import PARTS, shrunk, sum_by_target
-from moe_jax.collectives.sparse_all_gather import (
+from moe_jax.errors import UserError
+from moe_jax.moe.tables import local
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.slices import PARTS, shrunk, sum_by_target
+from moe_jax.parallel.sparse_all_gather import (
     Transfer,
     empty_replicas,
     fetch_part,
@@ -24,11 +27,9 @@ from moe_jax.collectives.sparse_all_gather import (
     sparse_all_gather,
     sparse_reduce_scatter,
 )
-from moe_jax.collectives.transfer_shape import TransferShape
-from moe_jax.dispatch import local
-from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.placement import Placement, bank_rows, build_shape, fill_tables
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.placement import Placement, bank_rows
+from moe_jax.planning.plan_shape import build_shape, fill_tables
 
 DEVICES, LAYERS, EXPERTS, SLOTS = 8, 2, 16, 3
 SHAPES = {"w_in": (3, 2), "w_out": (17,)}

@@ -9,15 +9,15 @@ from pathlib import Path
 import jax
 import pytest
 
+from moe_jax.analysis.dry_run import dry_run, print_dry_run
 from moe_jax.config import bound_in, parse_run_config
-from moe_jax.dry_run import dry_run, print_dry_run
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.mesh.abstract import build_abstract_roles
 from moe_jax.models import LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.replan.replanner import Replanner
+from moe_jax.parallel.abstract import build_abstract_roles
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.program import build_program
+from moe_jax.training.replanner import Replanner
 
 ROOT = Path(__file__).parent.parent.parent
 MODELS = sorted(path.stem for path in (ROOT / "configs" / "model").glob("*.gin"))
@@ -222,6 +222,37 @@ def test_dry_run_says_what_auto_attention_is_and_counts_it():
         dry_run(run, 2, "h200:1x2")
 
 
+# Hecate's section 4.2 by hand, tau = T_attention W / bytes of an expert: attention is 8 M^2 + 4 Sq M FLOPs a token, an
+# expert 2 x M x 2 M numbers of 2 bytes, so that tau = tokens of a device x (1 + Sq / 2 M) x W / P
+# for 4,096 and 16,384 tokens; W / P is 12.5e9 / 125e12 = 1e-4 on cluster A, 50e9 / 312e12 = 1.603e-4 on B.
+HECATES_TAU = {
+    ("a", "hecate_gpt_moe_s"): (0, 3),  # 0.956, 3.82
+    ("a", "hecate_gpt_moe_l"): (0, 2),  # 0.683, 2.73
+    ("a", "hecate_bert_moe"): (0, 2),  # 0.512, 2.05
+    ("b", "hecate_gpt_moe_s"): (1, 6),  # 1.53, 6.13
+    ("b", "hecate_gpt_moe_l"): (1, 4),  # 1.09, 4.38
+    ("b", "hecate_bert_moe"): (0, 3),  # 0.821, 3.28
+}
+
+
+@pytest.mark.parametrize(("cluster", "name"), HECATES_TAU, ids=["-".join(case) for case in HECATES_TAU])
+def test_dry_run_says_hecates_tau_by_its_papers_formula(cluster, name):
+    said = []
+    for tokens in (4096, 16384):
+        length = 512 if "bert" in name else 2048
+        run, _, _ = parse_run_config(
+            [f"configs/model/{name}.gin"],
+            ["PlannerConfig.name = 'hecate'", f"PlannerConfig.cluster = 'configs/cluster/hecate_{cluster}.gin'",
+             f"train.batch_size = {32 * tokens // length}", "MeshConfig.devices_per_node = 8"],
+        )  # fmt: skip
+        said.append(re.search(r"PlannerConfig.name 'hecate' for \S+: tau (\d+)(.*)\n", dry_run(run, 32)).groups())
+    assert tuple(int(tau) for tau, _ in said) == HECATES_TAU[cluster, name]
+    for tau, why in said:
+        reason = re.fullmatch(r": an expert travels (\S+) ms, attention takes (\S+) ms", why)
+        assert bool(reason) == (tau == "0"), why
+        assert reason is None or float(reason[1]) > float(reason[2]) > 0
+
+
 def test_dry_run_counts_the_masks_of_documents():
     """Of the unit whose backward runs: a byte for each pair of tokens, or of cuDNN's bias and its gradient 4."""
     kept = {}
@@ -261,6 +292,15 @@ def test_dry_run_of_pairwise_tells_its_bound(tmp_path):
     assert "unknown: the bound of" in section(f"MoEConfig.cluster = '{tmp_path / 'bare.gin'}'")
     bare = ("PlannerConfig.name = 'none'", "PlannerConfig.when = 'ahead'", "PlannerConfig.cluster = ''")
     assert "unknown: name a file in MoEConfig.cluster" in section(*bare)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_file_that_names_a_gate_binds_it_or_says_that_it_does_not(name):
+    head = (ROOT / "configs" / "model" / f"{name}.gin").read_text().replace("\n# ", " ")
+    run, _, _ = parse_run_config([f"configs/model/{name}.gin"])
+    for gate, router in (("GShard's top-2 gate", "gshard"), ("BASE", "base")):
+        if gate in head and run.moe.router != router:
+            assert f"MoEConfig.router = '{router}'" in head and "not bound here" in head
 
 
 def test_dry_run_says_which_rule_parm_goes_by(tmp_path):
@@ -347,7 +387,11 @@ def test_dry_run_says_what_it_assumed():
             "needs groups that fill whole nodes; 3 devices exchange rows and 2 share a node; set "
             "MeshConfig.devices_per_node to a divisor of 3",
         ),
-        (["MoEConfig.transport = 'carrier'"], 8, "MoEConfig.transport ('carrier') must be one of all_to_all, ppermute"),
+        (
+            ["MoEConfig.transport = 'carrier'"],
+            8,
+            "MoEConfig.transport ('carrier') must be one of all_to_all, two_level",
+        ),
         (["MoEConfig.gather = 'later'"], 8, "MoEConfig.gather ('later') must be 'auto', 'saa' or 'aas'"),
         (
             ["DataConfig.sequence_length = 33", "MeshConfig.model = 2", "train.batch_size = 4"],
@@ -407,7 +451,7 @@ for name in ("devices", "local_devices", "device_count", "local_device_count", "
 from jax._src import xla_bridge
 xla_bridge.backends = xla_bridge.get_backend = refuse
 from moe_jax.config import bound_in, parse_run_config
-from moe_jax.dry_run import dry_run
+from moe_jax.analysis.dry_run import dry_run
 for arguments in ([], ["train.zero_stage = 3", "MeshConfig.data = 2"]):
     print(dry_run(parse_run_config(["configs/run/demo.gin"], arguments)[0], 8).count("8 devices"))
 assert not xla_bridge._backends

@@ -116,7 +116,7 @@ def test_scripts_gpu_compile_takes_another_jax(flags, environment, tmp_path):
     lines = log.read_text().splitlines()
     assert "version_info < (3, 12)" in lines[0] and lines[-1] == "-m pytest -m gpu_compile -x"
     assert any(line.endswith("jax[cuda13]==0.12.0.1") for line in lines)
-    code = "from moe_jax import cuda_wheels; print(cuda_wheels.folder('0.12.0.1'))"
+    code = "from moe_jax.analysis import cuda_wheels; print(cuda_wheels.folder('0.12.0.1'))"
     env = {**os.environ, "MOE_JAX_VENV": str(tmp_path / "venv")}
     named = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, env=env)
     assert (tmp_path / "venv-cuda-0.12.0.1").is_dir() and named.stdout.strip() == str(tmp_path / "venv-cuda-0.12.0.1")

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from moe_jax.config import CONFIG_CLASSES, RunConfig, config_differences, parse_run_config
+from moe_jax.config import CONFIG_CLASSES, RunConfig, bound_in, config_differences, parse_run_config
+from moe_jax.config.gin_files import fitted
 from moe_jax.config.train_config import TrainConfig
-from moe_jax.config.values import fitted
 from moe_jax.errors import UserError
 
 
@@ -83,12 +83,12 @@ def test_parse_finds_files_by_search_path_and_beside_the_package(tmp_path, monke
         ("MoeConfig.top_k = 3", ["unknown name 'MoeConfig'", "did you mean MoEConfig.top_k?"]),
         ("ModelConfig.num_experts = 3", ["did you mean MoEConfig.num_experts?"]),
         ("foo.bar = 3", ["unknown name 'foo'", "train, DataConfig, ModelConfig"]),
-        ("ModelConfig.zzz = 3", ["ModelConfig has no field 'zzz'", "its fields are activation, attention"]),
+        ("ModelConfig.zzz = 3", ["ModelConfig has no field 'zzz'", "its fields are: activation, attention"]),
         ("steps = 3", ["the macro 'steps'", "did you mean train.steps?"]),
         ("eval/train.steps = 3", ["has a scope ('eval')", "write train.steps = 3"]),
-        ("train.steps = %STEPS", ["the macro %STEPS, which is not defined", "a line STEPS = ..."]),
+        ("train.steps = %STEPS", ["the macro %STEPS, which is not defined", "a line: STEPS = ..."]),
         ("A = %B\nB = %A\ntrain.steps = %A", ["%A -> %B -> %A"]),
-        ("train.steps = '40'", ["train.steps ('40', text) must be a whole number", "train.steps = 8"]),
+        ("train.steps = '40'", ["train.steps ('40', text) must be a whole number (--gin_bindings)"]),
         ("train.steps = True", ["train.steps (True, a truth value) must be a whole number"]),
         ("train.steps = 4.0", ["train.steps (4.0, a number) must be a whole number"]),
         ("train.steps = None", ["train.steps (None) must be a whole number"]),
@@ -176,7 +176,7 @@ def test_parse_without_gin_says_so(monkeypatch):
 
 def test_fitted_tuples_of_any_length():
     assert fitted("a.b", tuple[float, ...], [1, 2], "here") == (1.0, 2.0)
-    with pytest.raises(UserError, match="a tuple, each entry a finite number"):
+    with pytest.raises(UserError, match="a tuple, each a finite number"):
         fitted("a.b", tuple[float, ...], [1, "2"], "here")
 
 
@@ -188,3 +188,15 @@ def test_fitted_covers_every_field():
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             assert fitted(f"{name}.{field.name}", hints[field.name], field.default, "default") == field.default
+
+
+def test_a_config_of_a_run_keeps_its_marks(tmp_path):
+    """Every value stands in config.gin, so a command that names it sets those alone that it marks or that differ."""
+    (tmp_path / "environment.json").write_text("{}")
+    _, text, operative = parse_run_config((), ["train.steps = 100", "train.seed = 3"])  # 100 is the default, and set
+    (tmp_path / "config.gin").write_text(text)
+    file = [str(tmp_path / "config.gin")]
+    assert parse_run_config(file, ())[1] == text
+    assert bound_in(parse_run_config(file, ["MoEConfig.top_k = 2"])[1]) == bound_in(text) | {"MoEConfig.top_k"}
+    (tmp_path / "operative_config.gin").write_text(operative)  # which has no marks
+    assert bound_in(parse_run_config([str(tmp_path / "operative_config.gin")], ())[1]) == {"train.seed"}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moe_jax.data.documents import cut_documents, document_numbers, inside_documents
+from moe_jax.data.stream import cut_documents, document_numbers, inside_documents
 
 # 9 ends a document: one that the window cuts at its start, one of an end alone, one whole, one cut at the end
 TOKENS = np.array([[1, 2, 9, 9, 3, 9, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8], [9, 1, 2, 3, 4, 5, 6, 9]])

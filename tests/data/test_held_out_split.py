@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_jax.data.held_out_split import TokenSpan, split_documents
-from moe_jax.data.keyed_random import uniform
+from moe_jax.data.cache import TokenSpan, split_documents, uniform
 from moe_jax.errors import UserError
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_jax.data.keyed_random import hash64, shuffled, uniform
+from moe_jax.data.cache import hash64, shuffled, uniform
 
 LOW64 = (1 << 64) - 1
 

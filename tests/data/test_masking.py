@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moe_jax.data import mask_tokens
-from moe_jax.data.keyed_random import hash64, uniform
+from moe_jax.data.cache import hash64, uniform
 
 
 def oracle(tokens, step, rows, seed, vocab_size, mask_id, rate, special_ids):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from moe_jax.data import prefetch
+from moe_jax.data.stream import prefetch
 
 
 def test_prefetch_keeps_the_order_whatever_a_read_takes():

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from moe_jax.dispatch import Choice
+from moe_jax.moe.routing import Choice
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.collectives.bucket_rows import BucketRows, bucket_layout
-from moe_jax.dispatch import Choice, largest_bucket, pack, regroup, route
+from moe_jax.moe.routing import Choice, largest_bucket, pack, regroup, route
+from moe_jax.parallel.bucket_rows import BucketRows, bucket_layout
 
 ROUTE = jax.jit(route, static_argnames=("num_destinations", "num_groups"))
 PACK = jax.jit(pack, static_argnames=("rows", "top_k", "num_groups"))

@@ -6,17 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.dispatch import (
-    Grouping,
-    Parcel,
-    pack,
-    permute_rows,
-    permute_tokens,
-    regroup,
-    route,
-    unpermute_rows,
-    unpermute_tokens,
-)
+from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
+from moe_jax.moe.routing import Grouping, Parcel, pack, regroup, route
 
 DIM = 3
 # Two tokens, two choices; five rows. Choice 0 travels in row 3, choice 1 in row 0, choice 2 in no row of this pass,

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.after_gate import ShareRule
-from moe_jax.dispatch import Choice, Tables, destinations, local
-from moe_jax.dispatch.tables import share_of
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models.loss import check_token_numbers
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.layer import make_moe
-from moe_jax.moe.replicas import fetch_replicas
-from moe_jax.placement import Placement, build_shape, fill_tables, routing
-from moe_jax.schedules import LayerSizes, build_schedule
+from moe_jax.moe.after_gate_shares import ShareRule
+from moe_jax.moe.bank import fetch_replicas
+from moe_jax.moe.build import make_moe
+from moe_jax.moe.routers import RouterInputs
+from moe_jax.moe.routing import Choice
+from moe_jax.moe.schedules import LayerSizes, build_schedule
+from moe_jax.moe.tables import Tables, destinations, local, share_of
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning import routing
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import build_shape, fill_tables
 
 COUNTS = [0, 1, 2, 3, 65_535, 65_536, 65_537, 70_000, 131_072, 1 << 20, (1 << 24) + 1, (1 << 31) - 1, (1 << 32) - 1]
 
@@ -75,7 +78,8 @@ def test_layer_with_70000_choices_of_one_expert():
     def body(x, w_gate, bank, tables):
         here = jax.tree.map(lambda array: array[0], local(tables))
         replicas = fetch_replicas(bank, {n: jnp.zeros_like(v) for n, v in bank.items()}, here, shape, roles.expert, x)
-        y, stats, _ = apply(x, jnp.arange(tokens, dtype=jnp.int32), w_gate, bank, None, here, replicas=replicas)
+        inputs = RouterInputs(None, jnp.arange(tokens, dtype=jnp.int32), here)
+        y, stats, _ = apply(x, w_gate, inputs, bank, None, replicas)
         return y, stats.counts[None]
 
     rows, held = P(roles.all), P(roles.expert)

@@ -1,7 +1,7 @@
 """One process of a job of several, for test_hosts.py: steps of a psum until a signal stops it.
 
 Each process prints `step N` now and then, and `stopped at N` when all have agreed on it. Mistakes end it as
-moe_jax.distributed.hosts ends any process.
+moe_jax.training.hosts ends any process.
 """
 
 import argparse
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.distributed.hosts import HostsConfig, StopSignal, exit_code_of, start_hosts
 from moe_jax.errors import NonFiniteError, UserError
+from moe_jax.training.hosts import HostsConfig, StopSignal, exit_code_of, start_hosts
 
 
 def main() -> None:

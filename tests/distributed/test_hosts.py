@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from support.ports import free_port
 
-from moe_jax.distributed.hosts import (
+from moe_jax.errors import HostLostError, NonFiniteError, UserError
+from moe_jax.training.hosts import (
     Hosts,
     HostsConfig,
     StopSignal,
@@ -27,9 +28,7 @@ from moe_jax.distributed.hosts import (
     resolve_hosts,
     start_hosts,
 )
-from moe_jax.distributed.listeners import held_port
-from moe_jax.distributed.nodes import machine_id, node_size
-from moe_jax.errors import HostLostError, NonFiniteError, UserError
+from moe_jax.training.rendezvous import held_port, machine_id, node_size
 
 _ROOT = Path(__file__).parents[2]
 _WORKER = Path(__file__).with_name("hosts_worker.py")
@@ -386,7 +385,7 @@ def test_stop_signal_of_one_process_follows_its_own_flag():
 def test_stop_signal_ends_at_once_on_a_second_signal_though_the_main_thread_is_busy_in_c():
     program = """
 import ctypes
-from moe_jax.distributed.stop_signal import StopSignal
+from moe_jax.training.hosts import StopSignal
 stop = StopSignal()
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
 libc.pthread_mutex_init(mutex, None)

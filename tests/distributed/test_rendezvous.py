@@ -8,11 +8,19 @@ import time
 import pytest
 from support.ports import free_port
 
-from moe_jax.distributed import listeners, rendezvous
-from moe_jax.distributed.job_token import derive_token, seal, unseal
-from moe_jax.distributed.peer import MAX_MESSAGE_BYTES, MalformedMessage, Peer
-from moe_jax.distributed.rendezvous import Place, connect, gather_peers
 from moe_jax.errors import HostLostError, UserError
+from moe_jax.training import rendezvous
+from moe_jax.training.rendezvous import (
+    MAX_MESSAGE_BYTES,
+    MalformedMessage,
+    Peer,
+    Place,
+    connect,
+    derive_token,
+    gather_peers,
+    seal,
+    unseal,
+)
 
 TOKEN = b"of the job"
 
@@ -315,7 +323,7 @@ def test_token_is_the_same_for_a_job_and_another_for_others():
 
 
 def test_process_0_listens_at_the_coordinators_address_only():
-    opened = listeners.listen("127.0.0.1", free_port(), time.monotonic())
+    opened = rendezvous.listen("127.0.0.1", free_port(), time.monotonic())
     try:
         assert [listener.getsockname()[0] for listener in opened] == ["127.0.0.1"]
     finally:
@@ -345,7 +353,7 @@ def test_process_0_listens_everywhere_where_its_address_is_not_its_own(host, fou
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     port = free_port()
-    (listener,) = listeners.listen(host, port, time.monotonic())
+    (listener,) = rendezvous.listen(host, port, time.monotonic())
     with listener, socket.create_connection(("127.0.0.1", port)):
         pass
     (record,) = caplog.records

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from moe_jax.distributed import watchdog
+from moe_jax.training import watchdog
 
 
 class Judge(watchdog.Watchdog):

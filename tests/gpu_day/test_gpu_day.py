@@ -14,8 +14,8 @@ import types
 
 import pytest
 
+from moe_jax.cluster.timeline import read_constants
 from moe_jax.config import parse_run_config
-from moe_jax.inspection import read_constants
 
 ROOT = pathlib.Path(__file__).parents[2]
 

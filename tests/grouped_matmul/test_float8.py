@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from moe_jax.compile_ahead import described_devices
+from moe_jax.analysis.compile_ahead import described_devices
+from moe_jax.cluster.targets import parse_target
 from moe_jax.errors import UserError
-from moe_jax.float8 import dequantise_rows, dequantise_weights, quantise_rows, quantise_weights
-from moe_jax.grouped_matmul import GroupedWeights, choose_implementation, grouped_matmul, implementations
-from moe_jax.grouped_matmul.contract import find_implementation
-from moe_jax.inspection import parse_target
+from moe_jax.kernels.float8_blocks import dequantise_rows, dequantise_weights, quantise_rows, quantise_weights
+from moe_jax.kernels.grouped import GroupedWeights, find_implementation, implementations
+from moe_jax.kernels.matmul import choose_implementation, grouped_matmul
 from moe_jax.training.expert_check import ExpertShape, compare_expert
 
 # R is no multiple of 8; groups of one row, of none, across tiles, that end where a tile ends; unowned rows are NaN

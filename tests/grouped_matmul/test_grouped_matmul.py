@@ -9,16 +9,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.grouped_matmul import (
-    GroupedWeights,
-    choose_implementation,
-    default_implementation,
-    grouped_matmul,
-    implementations,
-    register,
-)
-from moe_jax.grouped_matmul.blocked import choose_heights
-from moe_jax.grouped_matmul.row_blocks import block_heights, for_each_block
+from moe_jax.kernels.blocked import choose_heights
+from moe_jax.kernels.grouped import GroupedWeights, implementations, register
+from moe_jax.kernels.matmul import choose_implementation, default_implementation, grouped_matmul
+from moe_jax.kernels.row_blocks import block_heights, for_each_block
 
 ON_CPU = ("blocked", "fused", "ragged", "reference")
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from moe_jax.compile_ahead import described_devices
-from moe_jax.grouped_matmul import GroupedWeights
-from moe_jax.grouped_matmul.contract import find_implementation
-from moe_jax.grouped_matmul.mosaic import parts_of
-from moe_jax.grouped_matmul.tile_schedule import row_tiles, tile_bound
-from moe_jax.inspection import parse_target
+from moe_jax.analysis.compile_ahead import described_devices
+from moe_jax.cluster.targets import parse_target
+from moe_jax.kernels.grouped import GroupedWeights, find_implementation
+from moe_jax.kernels.hopper import parts_of
+from moe_jax.kernels.row_blocks import row_tiles, tile_bound
 
 SCHEDULES = {
     "uneven": (1000, [3, 480, 60, 130, 5, 200, 40, 30]),
@@ -118,7 +117,7 @@ def test_kernels_equal_loops(name, interpreted):
 
 def test_parts_of_a_group_add_up(interpreted):
     """A group's rows, cut into three; a range of groups whose gradient nobody wants is left out."""
-    from moe_jax.grouped_matmul.mosaic_kernels import rows_by_rows
+    from moe_jax.kernels.mosaic_kernels import rows_by_rows
 
     rng = np.random.default_rng(1)
     sizes = (9, 200, 5)

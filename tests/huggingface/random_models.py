@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_jax.huggingface.config_keys import read_config
-from moe_jax.huggingface.tensors import tensor_places
+from moe_jax.inference.config_keys import read_config
+from moe_jax.inference.tensors import tensor_places
 
 HERE = Path(__file__).parent
 SIZES = {

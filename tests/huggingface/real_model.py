@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.dispatch.tables import even_tables
-from moe_jax.huggingface.conversion import file_shapes
-from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.inference.conversion import file_shapes
 from moe_jax.models import Batch, LanguageModel, make_loss
 from moe_jax.models.loss import _make_trunk, _tables_specs
 from moe_jax.moe.bank import with_grad_sink
+from moe_jax.moe.tables import even_tables
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.checkpoint import Checkpointer
 
 
@@ -47,19 +47,20 @@ class RealModel:
     def logits_function(self, rows, length):
         """Return `logits` of tokens of one shape, compiled once."""
         layout = self.layout
-        trunk = _make_trunk(self.model, layout, rows, length, False, None)
+        trunk = _make_trunk(self.model, layout, rows, length, None)
 
-        def body(dense, bank, grad_sink, inputs, tables, key, first_row):
-            x, table, _ = trunk(dense, bank, grad_sink, inputs, tables, key, first_row)
+        def body(dense, bank, grad_sink, inputs, tables, first_row):
+            batch = Batch(inputs, None, None)
+            x, table, _ = trunk((dense, bank, grad_sink), batch, tables, None, first_row)
             return jnp.concatenate(x) @ table.T
 
         specs = (
-            layout.params["dense"], layout.params["bank"], layout.grad_sink, P(), _tables_specs(self.model), P(), P(),
+            layout.params["dense"], layout.params["bank"], layout.grad_sink, P(), _tables_specs(self.model), P(),
         )  # fmt: skip
         mesh = self.model.roles.mesh
         sharded = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
         bank, grad_sink = with_grad_sink(self.params["bank"])
-        rest = (self._tables(), jax.random.key(0), np.int32(0))
+        rest = (self._tables(), np.int32(0))
 
         def logits(tokens):
             found = sharded(self.params["dense"], bank, grad_sink, np.asarray(tokens, np.int32), *rest)
@@ -71,10 +72,10 @@ class RealModel:
         """Return (float, {name of our leaf as in the file: array in the file's shape})."""
         tokens = np.asarray(tokens, np.int32)
         rows, length = tokens.shape[0], tokens.shape[1] - 1
-        loss = make_loss(self.model, self.layout, rows, length, training=False)
+        loss = make_loss(self.model, self.layout, rows, length)
         batch = Batch(tokens[:, :-1], tokens[:, 1:], np.ones((rows, length), np.float32))
         value, grads = jax.jit(jax.value_and_grad(lambda *a: loss(*a)[0]))(
-            self.params, batch, self._tables(), jax.random.key(0), np.int32(0), np.float32(rows * length)
+            self.params, batch, self._tables(), None, np.int32(0), np.float32(rows * length)
         )
         flat = _flat(grads)
         shapes = file_shapes(self.model.config, self.model.moe)

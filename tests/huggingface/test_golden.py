@@ -20,9 +20,9 @@ from huggingface.real_model import RealModel  # noqa: E402
 from moe_jax.config import parse_run_config  # noqa: E402
 from moe_jax.convert import command  # noqa: E402
 from moe_jax.errors import UserError  # noqa: E402
-from moe_jax.huggingface import export_folder, import_folder  # noqa: E402
-from moe_jax.huggingface.config_keys import read_config  # noqa: E402
-from moe_jax.huggingface.files import TensorFolder  # noqa: E402
+from moe_jax.inference.config_keys import read_config  # noqa: E402
+from moe_jax.inference.conversion import export_folder, import_folder  # noqa: E402
+from moe_jax.inference.tensors import TensorFolder  # noqa: E402
 from moe_jax.models.counts import parameter_counts  # noqa: E402
 
 FOLDER = Path(__file__).parent / "golden"

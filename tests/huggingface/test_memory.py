@@ -10,9 +10,12 @@ import pytest
 
 pytest.importorskip("safetensors")
 
-from moe_jax.huggingface.config_keys import read_config  # noqa: E402
-from moe_jax.huggingface.files import TensorFolder, TensorWriter  # noqa: E402
-from moe_jax.huggingface.tensors import tensor_places  # noqa: E402
+from moe_jax.inference.config_keys import read_config  # noqa: E402
+from moe_jax.inference.tensors import (  # noqa: E402
+    TensorFolder,
+    TensorWriter,
+    tensor_places,  # noqa: E402
+)
 
 ROOT = Path(__file__).parents[2]
 KEYS = {

@@ -18,10 +18,10 @@ from moe_jax import convert  # noqa: E402
 from moe_jax.config import config_text, parse_run_config  # noqa: E402
 from moe_jax.config.command_line import run_command  # noqa: E402
 from moe_jax.data import build_cache  # noqa: E402
-from moe_jax.distributed.hosts import Hosts  # noqa: E402
 from moe_jax.errors import UserError  # noqa: E402
-from moe_jax.huggingface import export_folder, import_folder  # noqa: E402
-from moe_jax.huggingface.files import TensorFolder  # noqa: E402
+from moe_jax.inference.conversion import export_folder, import_folder  # noqa: E402
+from moe_jax.inference.tensors import TensorFolder  # noqa: E402
+from moe_jax.training.hosts import Hosts  # noqa: E402
 from moe_jax.training.run import RunOptions, run  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden" / "olmoe"  # 40 ids, of which 2 ends a text

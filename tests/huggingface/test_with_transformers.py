@@ -16,8 +16,8 @@ from huggingface.random_models import TOKENS, build, numbers, save  # noqa: E402
 from huggingface.real_model import RealModel  # noqa: E402
 from huggingface.test_golden import compare_gradients  # noqa: E402
 
-from moe_jax.huggingface import Upcycling, export_folder, import_folder  # noqa: E402
-from moe_jax.huggingface.files import TensorFolder  # noqa: E402
+from moe_jax.inference.conversion import Upcycling, export_folder, import_folder  # noqa: E402
+from moe_jax.inference.tensors import TensorFolder  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.inference.cache import Entry, attend_cached, store_prompts, store_tokens
+from moe_jax.inference.forward import Entry, attend_cached, store_prompts, store_tokens
 from moe_jax.models.attention import attend
 
 

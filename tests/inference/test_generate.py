@@ -11,17 +11,15 @@ from support.generation_cases import PROMPTS, build, configs, reference_of
 
 from moe_jax.errors import UserError
 from moe_jax.inference import Sampling, few_tokens, forward, programs
-from moe_jax.inference.config import inference_configs
 from moe_jax.inference.few_tokens import FewTokensGroup
-from moe_jax.inference.generator import DECODE, _Request
-from moe_jax.inference.prompts import check_prompts, read_prompt_ids, to_ids
-from moe_jax.inference.real_tokens import RealTokens
-from moe_jax.inference.sampling import choose_tokens, prompt_keys
+from moe_jax.inference.forward import RealTokens
+from moe_jax.inference.generator import DECODE, _Request, check_prompts, read_prompt_ids, to_ids
+from moe_jax.inference.load import inference_configs
+from moe_jax.inference.programs import choose_tokens, prompt_keys
 from moe_jax.models import ModelConfig
-from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.param_dtype_gradients import Weight
+from moe_jax.models.model_group import ModelGroup, Weight
 from moe_jax.moe import MoEConfig
-from moe_jax.routers import RouterInputs, build_router
+from moe_jax.moe.routers import RouterInputs, build_router
 
 GREEDY = Sampling(temperature=0)
 SWIGLU = {"activation": "swiglu", "positions": "rotary", "moe_every": 1}
@@ -34,7 +32,7 @@ CASES = {
     "EP x ESP x MP": ({"expert": 2, "expert_shard": 2, "model": 2, "data": 2}, QWEN, {"capacity_factor": 1.0}),
     "EP 4, MP 4, s2": ({"expert": 4, "expert_shard": 2, "model": 4}, OLMOE, {"schedule": "s2", "shared_experts": 1}),
     "EP 8": ({"expert": 8}, SWIGLU, {"schedule": "s1", "router": "sigmoid_bias"}),
-    "EP 2": ({"expert": 2}, {}, {"schedule": "pairwise", "transport": "ppermute"}),
+    "EP 2": ({"expert": 2}, {}, {"schedule": "pairwise"}),
     "MP 4": ({"expert": 2, "data": 2, "model": 4}, {}, {"schedule": "ring", "top_k": 3}),
     "ESP 4": ({"expert_shard": 4, "expert": 1}, SWIGLU, {"schedule": "deepspeed", "router": "switch", "top_k": 1}),
     "coordinated": ({"expert": 4, "expert_shard": 2, "model": 2}, QWEN, {"schedule": "s1", "transport": "coordinated"}),
@@ -172,7 +170,6 @@ def test_prompts_that_cannot_be_continued_are_refused_in_one_line(prompts, new, 
     ("model", "moe", "words"),
     [
         ({"kind": "bert"}, {}, "ModelConfig.kind ('bert') cannot generate"),
-        ({}, {"router": "expert_choice"}, "MoEConfig.router ('expert_choice')"),
         ({}, {"router": "base", "top_k": 1}, "MoEConfig.router ('base')"),
         ({"segments": ("layers=2", "layers=2 router=forced_balance")}, {}, "MoEConfig.router ('forced_balance')"),
     ],

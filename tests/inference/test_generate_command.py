@@ -15,8 +15,8 @@ from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.inference import Sampling, few_tokens, forward, load, programs
 from moe_jax.inference.load import find_tokenizer
-from moe_jax.mesh import MeshConfig
 from moe_jax.models import ModelConfig
+from moe_jax.parallel.mesh import MeshConfig
 
 GREEDY = Sampling(temperature=0)
 BFLOAT16 = [

@@ -6,11 +6,10 @@ import numpy as np
 from support.generation_cases import PROMPTS, build, configs
 
 from moe_jax.inference import Generator
-from moe_jax.inference.few_tokens import FewTokens
-from moe_jax.inference.int8 import SCALE, quantize
-from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.inference.few_tokens import SCALE, FewTokens, quantize
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.layer import make_moe
+from moe_jax.moe.build import make_moe
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 
 def test_quantize_rounds_each_channel_by_its_largest_weight():

@@ -2,13 +2,9 @@
 
 from support.toy import LOOP, MODEL, TARGET
 
-from moe_jax.inspection import parse_module, play
-from moe_jax.inspection.beside import beside_text, seconds, shared
-
-
-def test_spans_are_counted_once():
-    assert seconds([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]) == 4.0
-    assert shared([(0.0, 2.0), (4.0, 5.0)], [(1.0, 4.5)]) == 1.5
+from moe_jax.analysis.program_report import beside_text
+from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.timeline import play
 
 
 def test_experts_beside_rows_of_a_loop_of_three_turns():

@@ -6,9 +6,9 @@ import random
 import pytest
 from support.toy import BRANCH, MODEL, TARGET
 
+from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.timeline import Model, Sample, fit_constants, play, read_constants
 from moe_jax.errors import UserError
-from moe_jax.inspection import Model, parse_module, play, read_constants
-from moe_jax.inspection.constants import Sample, fit_constants, weighted_quantile
 
 
 def samples_of(model, conditional=0.0, outliers=0):
@@ -45,11 +45,6 @@ def test_fit_without_samples_says_so():
     constants, fit = fit_constants([], Model())
     assert constants == {}
     assert fit["conditional"] == {"value": None, "before": 0.0, "samples": 0, "quartiles": None}
-
-
-def test_weighted_quantile_by_hand():
-    points = [(3.0, 1.0), (1.0, 2.0), (2.0, 1.0)]
-    assert [weighted_quantile(points, share) for share in (0.25, 0.5, 0.75, 1.0)] == [1.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("wrap", [lambda record: record, lambda record: {"schema": 1, "constants": record}])

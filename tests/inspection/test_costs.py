@@ -3,8 +3,8 @@
 import pytest
 from support.toy import HEAD
 
-from moe_jax.inspection.costs import cost_of
-from moe_jax.inspection.hlo import parse_module
+from moe_jax.cluster.costs import cost_of
+from moe_jax.cluster.hlo import parse_module
 
 
 def cost(body: str, name: str, others: str = ""):

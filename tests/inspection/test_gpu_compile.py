@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from moe_jax.cluster.targets import read_device, target_names
 from moe_jax.inspect import read_text
-from moe_jax.inspection import read_device, target_names
 
 WORDS = ("Found", "Missing")  # of XLA, after it looked the program's instructions up in the profile
 TINY = {
@@ -29,7 +29,7 @@ TINY = {
 # what lays the step out in another way, around the call of cuDNN
 FORMS = {
     "prefetch": ("ModelConfig.prefetch = 'hecate'", "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 2",
-                 "PlannerConfig.overlap_degree = 2"),
+                 "PlannerConfig.overlap_degree = 2", "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'"),
     "model and sequence parallel": ("MeshConfig.model = 2", "ModelConfig.sequence_parallel = True"),
     "every second block, dots": ("ModelConfig.layers = 4", "ModelConfig.moe_every = 2", "ModelConfig.remat = 'dots'"),
     "block, ZeRO-3, microbatches": ("ModelConfig.remat = 'block'", "train.zero_stage = 3",
@@ -89,7 +89,7 @@ def test_the_training_step_compiles_for_a_topology(device, tmp_path):
 @pytest.mark.parametrize("attention", ["cudnn", "xla"])
 @pytest.mark.parametrize("target", ["h200:1x1", "h200:1x8"])
 def test_every_attention_compiles_in_every_stack(target, attention, stack, tmp_path):
-    """jax 0.11.2 crashed on cudnn in a scan over several GPUs (docs/bench/inspect.md has all versions)."""
+    """jax 0.11.2 crashed on cudnn in a scan over several GPUs (docs/results.md has all versions)."""
     bindings = (f"ModelConfig.attention = '{attention}'", f"ModelConfig.stack = '{stack}'")
     report = inspect(target, tmp_path, *(f"--gin_bindings={binding}" for binding in bindings))
     assert report["resolved"]["ModelConfig.attention"] == attention
@@ -127,9 +127,7 @@ def test_what_overflows_cost_is_compiled_too(tmp_path):
 @pytest.mark.gpu_compile
 def test_a_guided_scheduler_hides_no_less(tmp_path):
     """Replicas, sent beside attention: with modelled seconds nobody waits longer for them than without."""
-    replicas = ("ModelConfig.prefetch = 'hecate'", "PlannerConfig.name = 'hecate'", "PlannerConfig.replica_slots = 2")
-    replicas += ("PlannerConfig.overlap_degree = 2",)
-    replicas = [f"--gin_bindings={binding}" for binding in replicas]
+    replicas = [f"--gin_bindings={binding}" for binding in FORMS["prefetch"]]
     exposed = {}
     for name, arguments in (("own", ("--bare",)), ("guided", ())):
         report = inspect("h200:2x2", tmp_path / name, *replicas, *arguments)

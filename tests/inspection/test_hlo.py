@@ -1,10 +1,8 @@
 import pytest
 from support.toy import HEAD, LOOP
 
+from moe_jax.cluster.hlo import Array, parse_module, pass_of, replica_groups, role_of, scope_of, source_target_pairs
 from moe_jax.errors import UserError
-from moe_jax.inspection.hlo import Array, parse_module
-from moe_jax.inspection.replica_groups import replica_groups, source_target_pairs
-from moe_jax.inspection.scopes import pass_of, role_of, scope_of
 
 
 def test_parse_module_reads_loops_and_pairs():

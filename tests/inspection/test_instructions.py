@@ -8,10 +8,11 @@ import pytest
 from support.gpu_trace import write_gpu_trace
 from support.toy import BRANCH, LOOP, MODEL, TARGET
 
-from moe_jax.inspection import Model, compare_instructions, instructions_text, parse_module, parse_target
-from moe_jax.inspection.instructions import modelled_instructions
-from moe_jax.inspection.measured import Span
-from moe_jax.recorded_trace import read_spans
+from moe_jax.analysis.instructions import compare_instructions, instructions_text, modelled_instructions, read_spans
+from moe_jax.analysis.program_report import Span
+from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.targets import parse_target
+from moe_jax.cluster.timeline import Model
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 H200 = parse_target("h200:2x2")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from support.toy import TARGET
 
-from moe_jax.inspection.links import traffic
+from moe_jax.cluster.collectives import traffic
 
 ALL = ((0, 1, 2, 3),)
 

@@ -4,10 +4,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.toy import LOOP, MODEL, TARGET
 
+from moe_jax.analysis.instructions import read_spans
+from moe_jax.analysis.program_report import Span, add_measured, build_report, measured_text
+from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.timeline import play
 from moe_jax.errors import UserError
-from moe_jax.inspection import add_measured, build_report, measured_text, parse_module, play
-from moe_jax.inspection.measured import Span
-from moe_jax.recorded_trace import read_spans
 
 
 def report_of_loop():

@@ -5,9 +5,10 @@ import re
 import pytest
 from support.toy import HEAD, LOOP, MODEL, TARGET
 
+from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.targets import parse_target
+from moe_jax.cluster.timeline import Model, scheduler_profile, scheduling_name, unguided_share
 from moe_jax.inspect import read_text
-from moe_jax.inspection import Model, parse_module, parse_target, scheduler_profile
-from moe_jax.inspection.profile import scheduling_name, unguided_share
 
 
 def entries(text, model, target):

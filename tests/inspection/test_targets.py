@@ -2,10 +2,10 @@ import pathlib
 
 import pytest
 
-from moe_jax import cuda_wheels
+from moe_jax.analysis import cuda_wheels
+from moe_jax.cluster.targets import check_mesh, device_named, parse_target, read_device, target_names
 from moe_jax.errors import UserError
-from moe_jax.inspection import check_mesh, device_named, parse_target, read_device, target_names
-from moe_jax.mesh.roles import MeshConfig
+from moe_jax.parallel.mesh import MeshConfig
 
 
 def test_every_device_has_figures_and_a_description():

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from support.toy import LOOP
 
-from moe_jax import compile_ahead, cuda_wheels
+from moe_jax.analysis import compile_ahead, cuda_wheels
+from moe_jax.analysis.program_report import count_thunks
+from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.targets import parse_target
 from moe_jax.errors import UserError
-from moe_jax.inspection import count_thunks, parse_module, parse_target
 
 # a loop of 3 turns around a buffer, a transfer, and a conditional with an inner loop in its longer branch
 SEQUENCE = """\

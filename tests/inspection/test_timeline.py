@@ -10,8 +10,10 @@ import json
 import pytest
 from support.toy import HEAD, LOOP, MODEL, TARGET
 
-from moe_jax.inspection import Model, build_report, parse_module, play, report_text
-from moe_jax.inspection.draw import middle_turns, write_chrome_trace
+from moe_jax.analysis.draw import middle_turns, write_chrome_trace
+from moe_jax.analysis.program_report import build_report, report_text
+from moe_jax.cluster.hlo import parse_module
+from moe_jax.cluster.timeline import Model, play
 
 
 def only(timeline):

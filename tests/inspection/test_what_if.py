@@ -6,13 +6,22 @@ import pathlib
 import pytest
 from support.toy import BRANCH, LOOP, MODEL, TARGET
 
+from moe_jax.analysis.program_report import build_report, cores_record, overflow_record, report_text, rows_record
+from moe_jax.analysis.stated_buckets import stated_buckets
+from moe_jax.cluster.costs import (
+    Buckets,
+    Variant,
+    exchanged_rows,
+    multiplied_rows,
+    overflow_chance,
+    row_bytes,
+    used_share,
+)
+from moe_jax.cluster.hlo import arrays_of, parse_module
+from moe_jax.cluster.targets import parse_target
+from moe_jax.cluster.timeline import play
 from moe_jax.config import parse_run_config
-from moe_jax.inspection import Buckets, Variant, build_report, parse_module, parse_target, play, report_text
-from moe_jax.inspection.buckets import exchanged_rows, multiplied_rows, overflow_chance, row_bytes, used_share
-from moe_jax.inspection.hlo import arrays_of
-from moe_jax.inspection.what_if import cores_record, overflow_record, rows_record
-from moe_jax.mesh.abstract import build_abstract_roles
-from moe_jax.stated_buckets import stated_buckets
+from moe_jax.parallel.abstract import build_abstract_roles
 
 RUN = pathlib.Path(__file__).parents[2] / "configs/run/gpt_moe_s_h200.gin"
 HALF = Buckets(segment="all", by_shape=8, expected=4.0, exchanges=3, overflow=0.01)

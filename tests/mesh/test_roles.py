@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.mesh.roles import mesh_axes
+from moe_jax.parallel.mesh import MeshConfig, build_mesh, mesh_axes
 
 SIZES = [  # (data, expert, expert_shard, model): all powers of two on eight devices, model from 1 to 8
     (data, expert, 8 // (data * expert), model)

@@ -4,8 +4,8 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.mesh.sharding import dense_specs, divisible_dim, expert_specs, spec_of
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.sharding import dense_specs, divisible_dim, expert_specs, spec_of
 
 
 def roles_of(**sizes):

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from support import placement_cases as cases
 
-from moe_jax.after_gate import CalibrateRule, ShadowRule, ShareRule
-from moe_jax.after_gate.contract import late_size
-from moe_jax.collectives.transfer_shape import TransferShape
-from moe_jax.placement import build_shape, fill_tables, grow
+from moe_jax.moe.after_gate import late_size
+from moe_jax.moe.after_gate_calibrate import CalibrateRule
+from moe_jax.moe.after_gate_shadow import ShadowRule
+from moe_jax.moe.after_gate_shares import ShareRule
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.plan_shape import build_shape, fill_tables, grow
 
 SLOTS = 2
 # mesh, and whether transfers go by node: of half the expert-parallel group each

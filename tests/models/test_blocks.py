@@ -15,9 +15,9 @@ import pytest
 from support.equality_cases import assert_equal, model_config, moe_config
 
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.models.attention import attend
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 PLAIN = {
     "norm": "rms", "norm_epsilon": 1e-6, "attention_bias": False, "ffn_bias": False, "activation": "swiglu",

@@ -4,19 +4,17 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.distillation import assert_close, taught_loss
 from support.equality_cases import BATCH, LENGTH, VOCAB, data, model_config, moe_config
-from support.placements import to_bank
+from support.segment_cases import banks, tables_of
 
-from moe_jax.dispatch import even_tables
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, make_loss
-from moe_jax.models.distillation import Teacher
-from moe_jax.models.reference import reference_log_probs
-from moe_jax.placement import Placement
+from moe_jax.models.language_model import Teacher
+from moe_jax.models.segments import expert_counts, joined
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 ALPHA = 0.7
 STUDENT = {"layers": 2, "max_length": LENGTH}
@@ -42,50 +40,35 @@ def drawn(seed, config, moe):
         noisy = [a + 0.1 * jax.random.normal(k, a.shape, a.dtype) for a, k in zip(leaves, keys, strict=True)]
         return jax.tree.unflatten(tree, noisy)
 
-    params, shape = draw(jax.random.key(seed)), (config.moe_layers, moe.num_experts)
-    return {
-        "dense": params["dense"],
-        "experts": {n: v.reshape(*shape, *v.shape[1:]) for n, v in params["bank"].items()},
-    }
+    params, experts = draw(jax.random.key(seed)), {}
+    for segment in model.expert_segments:
+        shape, own = (segment.config.moe_layers, segment.moe.num_experts), model.own_part(params["bank"], segment)
+        experts[segment.name] = {n: v.reshape(*shape, *v.shape[1:]) for n, v in own.items()}
+    return {"dense": params["dense"], "experts": joined(experts)}
 
 
 def stored(params, config, moe, roles):
     """Return the same parameters with their experts in a bank of even homes."""
-    even = Placement.even(config.moe_layers, moe.num_experts, roles.size(roles.expert))
-    return {"dense": params["dense"], "bank": to_bank(params["experts"], even)}
+    model = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles)
+    return {"dense": params["dense"], "bank": banks(model, params["experts"])}
 
 
 def build(mesh, student, teacher, alpha, zero=1, teacher_zero=1):
     """Return (loss(params, teacher_params) -> (loss, stats), plain loss(params), roles) of two (config, moe)."""
     count = int(np.prod([size for name, size in mesh.items() if name != "model"]))
-    roles = build_mesh(MeshConfig(**mesh), jax.devices()[:count])
+    sizes = MeshConfig(**mesh)
+    experts = [number for pair in (student, teacher) for number in expert_counts(*pair, sizes, count)]
+    roles = build_mesh(sizes, jax.devices()[:count], experts)
     model, taught = (
         LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles, zero_stage=stage)
         for (config, moe), stage in ((student, zero), (teacher, teacher_zero))
     )
     batch = data(model.config.dtype, weighted=True)
-    tables = even_tables(model.config.moe_layers, model.moe.num_experts, roles.size(roles.expert))
-    rest = batch, tables, jax.random.key(11), np.int32(0), np.sum(batch.weights)
+    rest = batch, tables_of(model), jax.random.key(11), np.int32(0), np.sum(batch.weights)
     kind = Teacher(model=taught, layout=taught.layout(), alpha=alpha)
     with_teacher = make_loss(model, model.layout(), BATCH, LENGTH, teacher=kind)
     plain = make_loss(model, model.layout(), BATCH, LENGTH)
     return lambda params, frozen: with_teacher(params, *rest, frozen), lambda params: plain(params, *rest), roles
-
-
-def oracle(params, frozen, student, teacher):
-    """Return (loss, KL) by whole log probabilities on one device."""
-    batch = data(student[0].dtype, weighted=True)
-    log_probs, gate_loss, _ = reference_log_probs(params, batch.inputs, *student)
-    taught, _, _ = reference_log_probs(frozen, batch.inputs, *teacher)
-    kl = jnp.sum(jnp.sum(jnp.exp(taught) * (taught - log_probs), -1) * batch.weights) / np.sum(batch.weights)
-    picked = jnp.take_along_axis(log_probs, batch.targets[..., None], -1)[..., 0]
-    return gate_loss - jnp.sum(picked * batch.weights) / np.sum(batch.weights) + ALPHA * kl, kl
-
-
-def assert_close(got, want, tolerance=1e-10):
-    for (path, a), b in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert np.max(np.abs(a - b)) <= tolerance * np.max(np.abs(a)) + 1e-30, jax.tree_util.keystr(path)
 
 
 MESHES = {
@@ -95,6 +78,9 @@ MESHES = {
     ),
     "a student in halves": ({"expert": 4}, {"overlap": "halves"}, {}, 1, 1),
     "experts split, dense parameters too": ({"data": 2, "expert": 2, "expert_shard": 2}, {}, {}, 3, 1),
+    "segments of both in groups of 2, 4 and 8": (
+        {"expert": 8, "model": 2}, {"segments": ("layers=1 num_experts=8", "layers=1 num_experts=4")}, {}, 1, 3,
+    ),
 }  # fmt: skip
 
 
@@ -109,13 +95,14 @@ def test_loss_and_every_gradient_equal_whole_logits(case):
     mesh, config, moe, zero, teacher_zero = MESHES[case]
     student = model_config(**STUDENT, **config), moe_config(gate_noise=0.0, **moe)
     # its gate noise is for its own training: a teacher draws none
-    teacher = model_config(**TEACHER), moe_config(num_experts=4, top_k=1, gate_noise=0.5)
+    parts = ("layers=1 num_experts=2", "layers=2 num_experts=8 hidden_dim=20") if "segments" in case else ()
+    teacher = model_config(**TEACHER, segments=parts), moe_config(num_experts=4, top_k=1, gate_noise=0.5)
     params, frozen = drawn(1, *student), drawn(5, *teacher)
     loss, _, roles = build(mesh, student, teacher, ALPHA, zero, teacher_zero)
     both = stored(params, *student, roles), stored(frozen, *teacher, roles)
     (got, stats), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*both)
-    (want, kl), want_grads = jax.jit(jax.value_and_grad(oracle, has_aux=True), static_argnums=(2, 3))(
-        params, frozen, student, teacher
+    (want, kl), want_grads = jax.jit(jax.value_and_grad(taught_loss, has_aux=True), static_argnums=(3, 4, 5))(
+        params, frozen, data("float64", weighted=True), student, teacher, ALPHA
     )
     assert float(kl) > 0.1
     np.testing.assert_allclose([float(got), float(stats.kl)], [float(want), float(kl)], rtol=1e-10)

@@ -17,8 +17,7 @@ from support.segment_cases import banks, build, reference_params, tables_of
 
 from moe_jax.errors import UserError
 from moe_jax.models import attention, make_loss
-from moe_jax.models.attention import attend
-from moe_jax.models.documents import document_positions
+from moe_jax.models.attention import attend, document_positions
 from moe_jax.models.reference import reference_logits
 
 # schedule, mesh, ZeRO stage, model

@@ -8,10 +8,10 @@ import pytest
 from support import prefetch_cases
 from support.prefetch_cases import BATCH, EXPERTS, LENGTH, VOCAB, batch, model_config, moe_config, placements_of, run
 
-from moe_jax.dispatch.tables import even_tables
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.moe import MoEConfig
+from moe_jax.moe.tables import even_tables
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 E4M3 = "float8_e4m3"
 

@@ -18,8 +18,8 @@ from support.prefetch_cases import (
 from support.traced_programs import equations_in, jaxprs_in
 
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, make_loss
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 
 def build(mesh, batch=BATCH, model=None, **moe):

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.collectives.transfer_shape import TransferShape
-from moe_jax.dispatch.tables import even_tables
-from moe_jax.float8 import COMPUTE, E4M3
-from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.kernels.float8_blocks import COMPUTE, E4M3
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
-from moe_jax.models.memory import Sizes, device_bytes
+from moe_jax.models.counts import Sizes, device_bytes, teacher_bytes
 from moe_jax.moe import MoEConfig
-from moe_jax.placement import Placement, build_shape, table_shapes
+from moe_jax.moe.tables import even_tables
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import build_shape, table_shapes
 
 DEVICES, EXPERTS, VOCAB = 4, 8, 32
 
@@ -168,3 +169,18 @@ def test_float8_stays_below_the_bound(stack):
     used = found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes
     print(f"\n{stack}: {used:,} bytes, at most {held.at_most:,}, of these float8 {held.float8:,}")
     assert held.at_most - held.float8 < used <= held.at_most < 2 * used
+
+
+def test_a_teacher_is_counted_by_the_largest_of_its_segments():
+    """The order of two segments changes neither what is held nor the largest unit of the forward."""
+    parts = ("layers=1 num_experts=8 top_k=1", "layers=1 num_experts=8 top_k=4")
+    runs = [
+        Sizes(
+            config=ModelConfig(layers=2, model_dim=16, heads=4, hidden_dim=64, max_length=16, segments=segments),
+            moe=MoEConfig(), vocab_size=128, length=16, batch_size=8, grad_accum_steps=1, zero_stage=1,
+            expert_zero_stage=1,
+        )
+        for segments in (parts, parts[::-1])
+    ]  # fmt: skip
+    first, last = (teacher_bytes(run, build_mesh(MeshConfig(), jax.devices()[:2])) for run in runs)
+    assert first == last

@@ -23,13 +23,14 @@ from support.placement_cases import (
     runner,
 )
 
-from moe_jax.collectives.bucket_rows import BucketRows
-from moe_jax.dispatch import Choice, local
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.moe.layer import layer_sizes
-from moe_jax.placement import build_shape, fill_tables, fits, grow
-from moe_jax.schedules import build_schedule
-from moe_jax.schedules.passes import add_later_passes
+from moe_jax.moe.build import layer_sizes
+from moe_jax.moe.routing import Choice
+from moe_jax.moe.schedules import build_schedule
+from moe_jax.moe.schedules.passes import add_later_passes
+from moe_jax.moe.tables import local
+from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow
 
 SHAPES = {
     "flat": (False, {"expert": 8}, "deepspeed", None),

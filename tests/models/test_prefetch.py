@@ -14,11 +14,11 @@ import pytest
 from support.prefetch_cases import check, gradient_step, model_config, placements_of
 from support.traced_programs import equations_in, jaxprs_in
 
-from moe_jax.collectives.bucket_rows import BucketRows
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.moe import MoEConfig
+from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 FEW = BucketRows(own=16, node=16, far=8)
 CASES = {

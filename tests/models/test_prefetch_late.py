@@ -7,8 +7,9 @@ counted. float64, 1e-10 of the largest reference entry of each leaf.
 import pytest
 from support.prefetch_cases import check
 
-from moe_jax.after_gate import CalibrateRule, ShadowRule
-from moe_jax.collectives.transfer_shape import TransferShape
+from moe_jax.moe.after_gate_calibrate import CalibrateRule
+from moe_jax.moe.after_gate_shadow import ShadowRule
+from moe_jax.parallel.transfer_shape import TransferShape
 
 
 def calibrated(shape):

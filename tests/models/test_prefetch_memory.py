@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.placement import Placement, build_shape, fill_tables
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import build_shape, fill_tables
 
 DEVICES, EXPERTS, LAYERS, SLOTS, VOCAB, BATCH, LENGTH = 4, 8, 6, 6, 32, 16, 8
 MODEL_DIM, HIDDEN_DIM = 128, 256

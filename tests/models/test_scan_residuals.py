@@ -1,4 +1,4 @@
-"""What a scan over layers stacks for its backward: what `scan_residuals.py` names, once each, in the compute dtype.
+"""What a scan over layers stacks for its backward: what `residuals.py` names, once each, in the compute dtype.
 
 Read off the traced gradient; nothing is compiled. That the gradients are right, test_equality.py says, whose models are
 scans without remat, and test_prefetch.py of block-wise schedules. Letters: docs/notation.md.
@@ -12,10 +12,10 @@ import numpy as np
 from support.equality_cases import BATCH, EXPERTS, LENGTH, VOCAB, data, model_config, moe_config
 from support.sums_in_programs import constants_and_carries
 
-from moe_jax.dispatch.tables import even_tables
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.language_model import first_pass_model
+from moe_jax.moe.tables import even_tables
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 LAYERS, M, F = 4, 32, 48
 T = BATCH * LENGTH // 2  # tokens of one of the two devices

@@ -7,10 +7,10 @@ from support.equality_cases import LENGTH
 from support.segment_cases import PYRAMID, assert_equal, build, model_config, moe_config, tables_of
 
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, ModelConfig, make_loss
 from moe_jax.models.segments import segments_of
 from moe_jax.moe import MoEConfig
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 # segments, mesh, ZeRO stage, further changes of model and layer
 CASES = {

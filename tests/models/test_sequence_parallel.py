@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from support.equality_cases import BATCH, EXPERTS, LENGTH, VOCAB, assert_equal, data, model_config, moe_config
 
-from moe_jax.dispatch.tables import even_tables
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, make_loss
+from moe_jax.moe.tables import even_tables
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 # schedule, mesh, ZeRO stage, model
 CASES = {

@@ -11,9 +11,9 @@ import pytest
 from support.equality_cases import assert_equal, model_config, moe_config
 
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel
 from moe_jax.moe import MoEConfig
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 MP_ESP = {"expert": 4, "expert_shard": 2, "model": 2}
 RESIDUAL = {"shared_experts": 1, "top_k": 1, "renormalize": False, "residual": "learned"}

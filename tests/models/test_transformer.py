@@ -12,8 +12,7 @@ from moe_jax.models import ModelConfig, reference
 from moe_jax.models.attention import attend
 from moe_jax.models.cross_entropy import chunked_cross_entropy, token_losses
 from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.norms import LayerNorm
-from moe_jax.models.transformer import Attention, FeedForward, rotate
+from moe_jax.models.transformer import Attention, FeedForward, LayerNorm, rotate
 
 BATCH, LENGTH, DIM, HEADS = 2, 6, 8, 4
 

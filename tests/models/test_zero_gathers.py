@@ -13,11 +13,11 @@ import pytest
 from support.equality_cases import BATCH, EXPERTS, LENGTH, VOCAB, data, model_config, moe_config, reference_params
 from support.placements import to_bank
 
-from moe_jax.dispatch.tables import even_tables
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.counts import leaf_sizes
-from moe_jax.placement import Placement
+from moe_jax.moe.tables import even_tables
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.placement import Placement
 
 EXACT = {"xla_allow_excess_precision": False}  # else XLA:CPU leaves out the rounding of a weight that it has in float32
 MODELS = {  # model, layer, mesh beside 2 expert-parallel devices

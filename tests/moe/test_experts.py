@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.grouped_matmul import GroupedWeights
+from moe_jax.kernels.grouped import GroupedWeights
 from moe_jax.moe.experts import expert_ffn, weight_names
 
 ON_CPU = ("blocked", "fused", "ragged", "reference")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.collectives import sorted_search
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.moe import MoEConfig, MoELayer, reference_moe
-from moe_jax.routers.scores import gate_noise
+from moe_jax.moe.routers.scores import gate_noise
+from moe_jax.parallel import sorted_search
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXPERTS, MODEL_DIM, HIDDEN_DIM, TOKENS = 8, 8, 12, (4, 16)

@@ -10,14 +10,14 @@ import moe_jax.moe
 SIGNATURES = {
     "GateStats": (
         "(counts, probability, squared_logsumexp, entropy, dropped, first_counts=None, completed=None, "
-        "sequence_balance=None, needed=None, choices=None)"
+        "sequence_balance=None, choices=None)"
     ),
     "GroupedWeights": "(*, bank, slots, grad_sink=None, constant=False)",
     "MoEConfig": (
         "(*, num_experts=8, top_k=2, router='topk', capacity_factor=None, min_capacity=4, drop='position', "
         "renormalize=True, gate_noise=0.0, router_dtype='auto', balance_over='batch', cluster='', "
         "record_choices=False, remote_fraction=None, topology_release=False, expert_groups=0, kept_groups=1, "
-        "routed_scale=1.0, quantile_bins=512, bias_rate=0.001, auction_eps=0.01, auction_rounds=500, "
+        "routed_scale=1.0, bias_rate=0.001, auction_eps=0.01, auction_rounds=500, "
         "aux_loss_weight=0.01, z_loss_weight=0.001, schedule='deepspeed', transport='all_to_all', pairwise_groups=0, "
         "gather='auto', grouped_matmul='auto', bucket_slack=1.5, overflow_chance=0.0, shared_experts=0, "
         "shared_hidden_dim=0, expert_dtype='compute', dispatch_dtype='compute', residual='sum')"
@@ -28,7 +28,7 @@ SIGNATURES = {
     "balance_loss": "(counts, probability, tokens, top_k)",
     "choose_experts": "(x, w_gate, config, *, noise_key=None, token_ids=None)",
     "grouped_matmul": "(lhs, group_sizes, operands, *, implementation)",
-    "make_moe": "(config, roles, tokens, activation, plan=None, split_tokens=False, length=0, beside=None)",
+    "make_moe": "(config, roles, tokens, activation, plan=None, length=0, options=None)",
     "reference_moe": "(x, w_gate, experts, config, *, noise=None, drop_groups=1, shared=None, route=None)",
     "z_loss": "(squared_logsumexp, tokens)",
 }

@@ -3,7 +3,7 @@ import errno
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.observe.atomic import atomic_file, disk_errors_named, write_atomically
+from moe_jax.observe.run_folder import atomic_file, disk_errors_named, write_atomically
 
 
 def test_write_atomically_replaces_text(tmp_path):

@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 
 from moe_jax.observe import LoadsTrace, draw_all
-from moe_jax.observe.figures import smoothed, windowed
-from moe_jax.observe.heat_maps import colour_reach, expert_load_heat_maps, load_grid, panel_grid
-from moe_jax.observe.plots import device_load_figure, loss_figure
+from moe_jax.observe.plots import (
+    colour_reach,
+    device_load_figure,
+    expert_load_heat_maps,
+    load_grid,
+    loss_figure,
+    panel_grid,
+    smoothed,
+    windowed,
+)
 
 from .conftest import write_run
 

@@ -69,6 +69,14 @@ def test_live_line_shows_all_numbers(terminal):
     ]
 
 
+def test_what_the_planner_says_stands_in_both_kinds_of_lines(terminal):
+    plain = io.StringIO()
+    for stream in (terminal, plain):
+        Progress(10, stream, every=1).update(1, loss=2.0, plan="tau 0: an expert travels 2 ms")
+    assert "  loss 2.0000  tau 0: an expert travels 2 ms" in terminal.screen()[0]
+    assert plain.getvalue() == "step 1/10 | loss 2.0000 | tau 0: an expert travels 2 ms\n"
+
+
 def test_time_left_leaves_the_first_compilation_out(terminal):
     clock = Clock()
     progress = Progress(10, terminal, start_step=2, clock=clock)

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from moe_jax.observe import TensorBoardWriter
-from moe_jax.observe.tensorboard import scalars
+from moe_jax.observe.metrics_file import scalars
 
 
 def test_scalars_flatten_lists_and_leave_text_out():

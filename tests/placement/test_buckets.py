@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from moe_jax.collectives.bucket_rows import BucketRows
-from moe_jax.placement.buckets import exchange_bytes, fullest_pairs
+from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.planning.buckets import exchange_bytes, fullest_pairs
 
 PAIRS = np.array(
     [

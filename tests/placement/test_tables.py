@@ -7,20 +7,10 @@ import pytest
 from support.placements import random_placement
 
 from moe_jax.errors import UserError
-from moe_jax.placement import (
-    Placement,
-    bank_rows,
-    build_shape,
-    fill_tables,
-    fits,
-    grow,
-    misfits,
-    reshard_permutation,
-    routing,
-    table_shapes,
-    transfer_sizes,
-)
-from moe_jax.placement.buckets import bucket_rows
+from moe_jax.planning import routing
+from moe_jax.planning.buckets import bucket_rows
+from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
+from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow, misfits, table_shapes
 
 SIZES = {"layers": 3, "experts": 8, "devices": 8, "replica_slots": 3, "per_node": 4}
 FORMS = [False, True]
@@ -130,21 +120,6 @@ def test_what_does_not_fit_is_named():
         size = getattr(shape.ahead, name)
         assert misfits(dataclasses.replace(shape, ahead=small), first) == [f"{name}: {size} > {size - 1}"]
     assert misfits(shape, Placement.even(2, 8, 8, 4)) == ["layers: 2 is not 3"]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_sizes_of_single_layers_by_loops(seed):
-    placement = random_placement(seed, **SIZES)
-    got = transfer_sizes(placement.home, placement.holds, 4)
-    for layer in range(3):
-        rows = [(int(e), int(d)) for row, e, d in placement.replicas if row == layer]
-        home = {e: int(placement.home[layer, e]) for e, _ in rows}
-        offers = np.bincount([home[e] for e in home], minlength=1)
-        crossings = {(home[e] // 4, d // 4, e) for e, d in rows if home[e] // 4 != d // 4}
-        pairs = [(a, b) for a, b, _ in crossings]
-        assert got.offers[layer] == offers.max()
-        assert got.slots[layer] == np.bincount([d for _, d in rows]).max()
-        assert got.crossing[layer] == max((pairs.count(pair) for pair in pairs), default=0)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from support.placements import random_placement
 
-from moe_jax.placement import Placement
-from moe_jax.placement.transfer_sizes import RunningSizes, placement_sizes, transfer_sizes
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.transfer_sizes import RunningSizes, placement_sizes, transfer_sizes
 
 
 def test_sizes_by_hand():

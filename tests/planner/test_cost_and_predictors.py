@@ -6,21 +6,15 @@ import numpy as np
 import pytest
 
 from moe_jax.cluster import Cluster
-from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.errors import UserError
-from moe_jax.overlap import Prefetch
-from moe_jax.placement import Placement, build_shape
-from moe_jax.placement.transfer_sizes import TransferSizes
-from moe_jax.planner import (
-    Cost,
-    PlannerConfig,
-    PlanSession,
-    build_predictor,
-    predicted_layer_seconds,
-    slots_in,
-    standing_replica_bytes,
-    worth_a_swap,
-)
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.block_schedule import Prefetch
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.cost import Cost, predicted_layer_seconds, slots_in, standing_replica_bytes, worth_a_swap
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_session import PlanSession, Predictor
+from moe_jax.planning.plan_shape import build_shape
+from moe_jax.planning.transfer_sizes import TransferSizes
 
 
 def make_cost(**fields):
@@ -111,7 +105,7 @@ def test_swaps_pay_over_the_horizon():
 
 
 def run(kind, history, **fields):
-    predictor = build_predictor(PlannerConfig(predictor=kind, **fields))
+    predictor = Predictor(PlannerConfig(predictor=kind, **fields).settled())
     for value in history:
         predictor.observe(np.array([[[value, 100 - value]]]))
     return predictor
@@ -143,7 +137,7 @@ def test_error_is_the_share_of_tokens_guessed_wrong():
 
 
 def test_predicting_before_observing_and_changing_shape_are_errors():
-    predictor = build_predictor(PlannerConfig())
+    predictor = Predictor(PlannerConfig().settled())
     with pytest.raises(UserError, match="observe first"):
         predictor.predict()
     predictor.observe(np.ones((1, 2, 3), int))
@@ -218,7 +212,7 @@ def test_predicted_seconds_follow_the_placement():
     assert predicted_layer_seconds(shadowed, loads, hiding, late, start).tolist() == [12 + 9]
 
 
-def test_tau_is_what_hides_behind_attention():
+def test_tau_by_the_executor_is_what_hides_behind_attention():
     """Two nodes of two, by node, a card of 20 bytes/s: every crossing is two slices of 5 bytes, half a second."""
     cluster = Cluster(
         name="two by two", nodes=2, devices_per_node=2, intra_bandwidth=1e9, inter_bandwidth=20.0, cards_per_node=2
@@ -226,9 +220,11 @@ def test_tau_is_what_hides_behind_attention():
     cost = Cost(cluster=cluster, model_dim=1, hidden_dim=5, dtype_bytes=1, replica_slots=4, transfer="by_node")
     assert cost.expert_bytes == 10
 
-    def tau(seconds):
-        return dataclasses.replace(cost, attention_seconds=seconds).overlap("hecate")
+    def tau(seconds, rule="executor", price="executor"):
+        own = dataclasses.replace(cost, attention_seconds=seconds, overlap_degree=rule, price=price)
+        return own.overlap("hecate")
 
-    assert [tau(0.49), tau(0.51), tau(1.01), tau(1.51)] == [0, 2, 4, 6]  # Cp = ceil(tau / 2) slices of 5 bytes
-    paper = dataclasses.replace(cost, price="paper", attention_seconds=7.0)
-    assert paper.overlap("hecate") == 14  # floor(7 s x 20 bytes/s / 10 bytes)
+    for price in ("executor", "paper"):  # the price of plans has no part in tau
+        found = [tau(seconds, price=price) for seconds in (0.49, 0.51, 1.01, 1.51)]
+        assert found == [0, 2, 4, 6]  # Cp = ceil(tau / 2) slices of 5 bytes
+        assert [tau(7.0, None, price), tau(0.49, None, price)] == [14, 0]  # floor(7 s x 20 bytes/s / 10 bytes)

@@ -7,8 +7,12 @@ import pytest
 
 from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
-from moe_jax.placement import Placement, build_shape, routing
-from moe_jax.planner import AFTER_GATE, NAMES, Cost, PlannerConfig, build_planner, registry
+from moe_jax.planning import AFTER_GATE, NAMES, routing
+from moe_jax.planning.balancer import BALANCERS, balancer, build_planner, knob
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.cost import Cost
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import build_shape
 
 L, S, E, D = 4, 8, 16, 8
 CLUSTER = Cluster(name="test", nodes=2, devices_per_node=4, flat=True, intra_bandwidth=3e9, flops=3e13)
@@ -125,6 +129,8 @@ def test_hecate_without_overlap_degree_or_attention_time_says_so():
         ({"name": "best"}, r"PlannerConfig.name \('best'\) must be one of none, balanced, eplb, fastermoe"),
         ({"replica_slots": -1}, r"PlannerConfig.replica_slots \(-1\) must be a whole number of at least 0"),
         ({"interval": 0}, r"PlannerConfig.interval \(0\)"),
+        ({"overlap_degree": -1}, r"PlannerConfig.overlap_degree \(-1\) must be a whole number of at least 0"),
+        ({"overlap_degree": "ours"}, r"PlannerConfig.overlap_degree \('ours'\) must be one of executor"),
         ({"skipped_devices": "all"}, r"PlannerConfig.skipped_devices \('all'\)"),
         ({"name": "eplb", "when": "after_gate"}, r"'after_gate' works with balanced, fastermoe, .*, not with 'eplb'"),
         ({"balance_threshold": 0.0}, r"PlannerConfig.balance_threshold \(0.0\) must be above 0"),
@@ -140,11 +146,11 @@ def test_wrong_choices_are_named(fields, message):
 def test_two_planners_with_one_knob_are_refused_by_name():
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Knobs:
-        late_slots: int = registry.knob(1, "as hecate's")
+        late_slots: int = knob(1, "as hecate's")
 
     with pytest.raises(AssertionError, match="planners 'hecate' and 'newest' both have a knob late_slots"):
-        registry.balancer("newest", knobs=Knobs)(type("Newest", (), {}))
-    assert "newest" not in registry.BALANCERS
+        balancer("newest", knobs=Knobs)(type("Newest", (), {}))
+    assert "newest" not in BALANCERS
 
 
 def test_more_replica_slots_than_memory_names_the_most_that_fit():

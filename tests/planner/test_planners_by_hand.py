@@ -6,19 +6,21 @@ import numpy as np
 import pytest
 
 from moe_jax.cluster import Cluster
-from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.errors import UserError
-from moe_jax.overlap import Prefetch
-from moe_jax.placement import Placement, build_shape, routing, transfer_sizes
-from moe_jax.placement.transfer_sizes import placement_sizes
-from moe_jax.planner import Cost, PlannerConfig, build_planner
-from moe_jax.planner.balanced import add_spares, fill_gaps
-from moe_jax.planner.eplb import rebalance
-from moe_jax.planner.hecate import slots_by_load
-from moe_jax.planner.late import with_late_prices
-from moe_jax.planner.packed_homes import choose_homes
-from moe_jax.planner.sharding import shard_homes
-from moe_jax.planner.shares import fill_level, level_quotas, share_rows, starting_quotas
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning import routing
+from moe_jax.planning.balanced import add_spares, fill_gaps
+from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.block_schedule import Prefetch
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.cost import Cost, with_late_prices
+from moe_jax.planning.eplb import choose_homes, rebalance
+from moe_jax.planning.hecate import slots_by_load
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import build_shape
+from moe_jax.planning.sharding import shard_homes
+from moe_jax.planning.shares import fill_level, level_quotas, share_rows, starting_quotas
+from moe_jax.planning.transfer_sizes import placement_sizes, transfer_sizes
 
 
 def make_cost(bandwidth, flops, **fields):
@@ -149,11 +151,6 @@ def test_hecate_takes_nodes_without_the_expert_first():
     roomy = make_cost(1, 1, replica_slots=2, overlap_degree=1)
     assert plan("hecate", loads, roomy, start).replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
     assert not len(plan("hecate", loads, cost, start, materialize=False).replicas)
-
-
-def test_hecate_derives_tau_from_attention_time():
-    # tau = floor(T W / bytes) = floor(7 x 1 / 2) = 3 experts of 2 bytes.
-    assert make_cost(1, 1, attention_seconds=7.0).overlap("hecate") == 3
 
 
 def test_hecate_calibrates_only_where_a_late_gather_pays():

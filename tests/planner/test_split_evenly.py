@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.placement import SHARE_ONE, Placement, routing
-from moe_jax.planner import PlannerConfig
-from moe_jax.planner.shares import split_evenly
+from moe_jax.planning import routing
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.placement import SHARE_ONE, Placement
+from moe_jax.planning.shares import split_evenly
 
 
 def test_by_hand():

@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.placement import Placement, bank_rows
-from moe_jax.replan.reshard import _mover, move_tables, reshard
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.placement import Placement, bank_rows
+from moe_jax.training.bank_order import _mover, move_tables, reshard
 
 LAYERS, EXPERTS = 3, 8
 
@@ -55,7 +55,7 @@ def test_memory_is_the_leaf_and_the_rows_of_a_round():
     sharding = NamedSharding(roles.mesh, P(roles.expert))
     leaf = jax.ShapeDtypeStruct((8 * rows, row_bytes // 4), np.float32, sharding=sharding)
     tables = move_tables(np.random.default_rng(0).permutation(8 * rows), devices=8)
-    memory = _mover((sharding,)).lower([leaf], tables).compile().memory_analysis()
+    memory = _mover((leaf,)).lower([leaf], tables).compile().memory_analysis()
     assert memory.alias_size_in_bytes == rows * row_bytes  # donated
     assert memory.temp_size_in_bytes <= rows * row_bytes + 2 * 8 * row_bytes + 2048
 

@@ -7,17 +7,17 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.collectives.transfer_shape import TransferShape
 from moe_jax.config.run_config import RunConfig
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
-from moe_jax.planner import PlannerConfig
-from moe_jax.replan.plan_cost import attention_seconds, largest_shapes, plan_cost, with_replica_slots
-from moe_jax.replan.transfer_shares import split_shares
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.training.plan_cost import attention_seconds, largest_shapes, plan_cost, with_replica_slots
+from moe_jax.training.replanner import split_shares
 
 # 2 x 4 devices, one link of 1e9 B/s, 1e9 FLOP/s: 64 tokens a device, M = 8 and Sq = 16 make
 # 64 (8 * 64 + 4 * 16 * 8) = 65,536 FLOPs of attention, 65.5 us

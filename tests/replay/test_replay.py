@@ -10,12 +10,15 @@ import sys
 import numpy as np
 import pytest
 
+from moe_jax.analysis import replay_report as report
+from moe_jax.analysis import simulate
 from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
 from moe_jax.observe import LoadsTrace, read_loads
-from moe_jax.placement import Placement
-from moe_jax.planner import NAMES, Cost, PlannerConfig
-from moe_jax.replay import report, simulate
+from moe_jax.planning import NAMES
+from moe_jax.planning.config import PlannerConfig
+from moe_jax.planning.cost import Cost
+from moe_jax.planning.placement import Placement
 
 ROOT = pathlib.Path(__file__).parents[2]
 FLAT = ROOT / "configs/cluster/flat_3gbs_30tflops.gin"
@@ -206,6 +209,29 @@ def test_what_transfers_send_by_hand():
     assert report.summarize(none, none, COST)["sent_experts"] == 0
 
 
+def test_roofline_counts_what_a_layer_waits_for():
+    """H = 40 tokens on every device, no exchange: where attention hides the transfers the experts never wait."""
+    loads = np.zeros((3, 1, 4, 8), int)
+    loads[..., 0] = 40
+    cost = dataclasses.replace(COST, attention_seconds=1.0)
+    shown = simulate_one("topk_all", LoadsTrace(loads=loads, iterations=np.arange(3)), cost=cost, top_k=1)
+    hidden = dataclasses.replace(shown, hiding="hecate")
+    work, moving = 40 * 12 * 64 * 128 / 3e13, 2 * 3 * 65536 / 3e9
+    ratio, reached = report.roofline(shown, cost)
+    assert (ratio, reached) == pytest.approx((work / moving, 3e13 * work / (work + moving)))
+    assert report.roofline(hidden, cost) == pytest.approx((ratio, 3e13))
+
+
+def test_the_hosts_seconds_are_not_added_to_modelled_ones():
+    trace = make_trace(samples=4)
+    base, after = simulate_one("none", trace), simulate_one("fastermoe_after_gate", trace)
+    slow = dataclasses.replace(after, search=after.search + 3600)
+    quick, slow = (report.summarize(records, base, COST) for records in (after, slow))
+    assert slow["search_seconds"] > 1000 > quick["search_seconds"]
+    for key in ("layer_seconds", "speedup_over_ep"):
+        assert slow[key] == quick[key]
+
+
 def test_every_system_hides_as_its_own_schedule_does():
     trace = make_trace(samples=4)
     attention = {"attention_seconds": 1e-3}
@@ -238,8 +264,25 @@ def test_absent_figures_leave_seconds_empty_but_balance_known():
     assert report.roofline(none, bare) is None
 
 
+def test_ablations_run_the_papers_tokens(tmp_path):
+    """16,384 tokens of an iteration on 16 devices, and Hecate's sequences of 2,048, whatever the trace has."""
+    save_trace(tmp_path / "loads.npz", make_trace(samples=2))
+    code = f"""
+from absl import flags
+import ablations
+from moe_jax.observe import read_loads
+flags.FLAGS(["ablations", "--trace=x", "--devices_per_node=2"])
+for system in ("pro_prophet", "hecate"):
+    trace, _, _ = ablations.setting(read_loads({str(tmp_path / "loads.npz")!r}), system)
+    print(trace.loads.sum(axis=(2, 3)).mean() / 4 / 2)
+"""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts/bench'}"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert [float(line) for line in done.stdout.split()] == pytest.approx([16384 / 16, 2048], rel=0.01)
+
+
 def test_replay_imports_neither_jax_nor_heavy_packages():
-    code = "import sys, moe_jax.replay.simulate, moe_jax.replay.report, moe_jax.replay.plots, moe_jax.replay.__main__; "
+    code = "import sys, moe_jax.analysis.simulate, moe_jax.analysis.replay_report, moe_jax.replay; "
     code += "print([m for m in ('jax', 'scipy', 'matplotlib', 'gin') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -12,8 +12,8 @@ import numpy as np
 from routers.oracles import ORACLES, Given, even_assignment
 from support.equality_cases import LENGTH
 
-from moe_jax.routers import build_router
-from moe_jax.routers.scores import gate_noise, token_draws
+from moe_jax.moe.routers import build_router
+from moe_jax.moe.routers.scores import gate_noise, token_draws
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def dense_route(config, key, tokens: int, groups: Groups):
             rows = [(chosen[i : i + LENGTH], probs[i : i + LENGTH]) for i in range(0, tokens, LENGTH)]
             fractions = [(jnp.sum(c, axis=0) / (config.top_k * LENGTH), jnp.mean(p, axis=0)) for c, p in rows]
             balance = sum(experts * jnp.sum(f * p) for f, p in fractions) / len(rows)
-        balance = jnp.zeros(()) if config.router in ("base", "expert_choice") else balance
+        balance = jnp.zeros(()) if config.router == "base" else balance
         return jnp.where(keep, weights, 0), loads, balance
 
     return route
@@ -71,11 +71,11 @@ def dense_route(config, key, tokens: int, groups: Groups):
 def weigh(config, noisy, chosen):
     """Return the weights [N, E] of the chosen experts, and the probabilities of the balance loss."""
     probs = jax.nn.softmax(noisy, axis=1)
-    scores = jax.nn.sigmoid(noisy) if config.router in ("sigmoid_bias", "quantile_bias", "base") else probs
+    scores = jax.nn.sigmoid(noisy) if config.router in ("sigmoid_bias", "base") else probs
     weights = jnp.where(chosen, scores, 0)
-    if config.renormalize and config.router not in ("switch", "base", "expert_choice"):
+    if config.renormalize and config.router not in ("switch", "base"):
         weights = weights / jnp.sum(weights, axis=1, keepdims=True)
-    scale = 1.0 if config.router in ("base", "expert_choice", "switch") else config.routed_scale
+    scale = 1.0 if config.router in ("base", "switch") else config.routed_scale
     return scale * weights, probs if config.router == "base" else scores / jnp.sum(scores, axis=1, keepdims=True)
 
 

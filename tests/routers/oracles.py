@@ -1,8 +1,7 @@
-"""Every router again, in loops over tokens and experts, in NumPy: what `moe_jax.routers` must equal.
+"""Every router again, in loops over tokens and experts, in NumPy: what `moe_jax.moe.routers` must equal.
 
 Inputs: `Given`, the logits of one drop group's tokens and what else the router reads. Outputs: for each token a list of
-(expert, weight, kept), in the order of its choices; for `expert_choice` in the order of experts. No code is shared with
-the package.
+(expert, weight, kept), in the order of its choices. No code is shared with the package.
 """
 
 import dataclasses
@@ -98,8 +97,14 @@ def in_order(config, ids, scores):
     """Return the (token, place) in the order of `MoEConfig.drop`."""
     asked = [(token, k) for token in range(len(ids)) for k in range(len(ids[token]))]
     if config.drop == "probability":
-        asked.sort(key=lambda at: -scores[at[0]][ids[at[0]][at[1]]])  # stable: ties to the earlier token
+        asked.sort(key=lambda at: -certain(scores[at[0]][ids[at[0]][at[1]]]))  # stable: ties to the earlier token
     return asked
+
+
+def certain(value):
+    """Return a float64 rounded to 40 of its 53 bits, which no order of summation changes."""
+    fraction, power = math.frexp(value)
+    return math.ldexp(round(math.ldexp(fraction, 40)), power - 40)
 
 
 def joined(ids, weights, keep):
@@ -154,24 +159,6 @@ def sigmoid_bias(config, given):
             picked = [value / (sum(picked) + 1e-20) for value in picked]
         weights.append([config.routed_scale * value for value in picked])
     return joined(ids, weights, served(config, ids, in_order(config, ids, scores)))
-
-
-def needed_biases(config, logits, bias):
-    """Return the bias after a step of `quantile_bias` with these tokens, from a histogram counted one by one."""
-    experts, bins, low, high = len(bias), config.quantile_bins, min(bias) - 1, max(bias) + 1
-    counts = [[0] * bins for _ in range(experts)]
-    for row in logits:
-        scores = [sigmoid(value) for value in row]
-        cutoff = sorted((s + b for s, b in zip(scores, bias, strict=True)), reverse=True)[config.top_k]
-        for e, score in enumerate(scores):
-            counts[e][min(bins - 1, max(0, math.floor((cutoff - score - low) / (high - low) * bins)))] += 1
-    wanted, moved = config.top_k / experts * len(logits), []
-    for row in counts:
-        at, before = 0, 0
-        while before + row[at] < wanted:
-            before, at = before + row[at], at + 1
-        moved.append(low + (at + (wanted - before) / row[at]) / bins * (high - low))
-    return [value - sum(moved) / experts for value in moved]
 
 
 def topology(config, given):
@@ -236,17 +223,6 @@ def keep_highest(owner, bids, experts, each):
             owner[i] = None
 
 
-def expert_choice(config, given):
-    tokens = len(given.logits)
-    probs = [softmax(row) for row in noisy_logits(config, given)]
-    each = min(tokens, math.ceil(config.top_k * (config.capacity_factor or 1) * tokens / config.num_experts))
-    chosen = [[] for _ in range(tokens)]
-    for e in range(config.num_experts):
-        for i in sorted(range(tokens), key=lambda i: (-probs[i][e], i))[:each]:
-            chosen[i].append((e, probs[i][e], True))
-    return chosen
-
-
 ORACLES = {
     "topk": topk,
     "switch": topk,
@@ -255,8 +231,6 @@ ORACLES = {
     "forced_balance": forced_balance,
     "gshard": gshard,
     "sigmoid_bias": sigmoid_bias,
-    "quantile_bias": sigmoid_bias,
     "topology": topology,
     "base": base,
-    "expert_choice": expert_choice,
 }

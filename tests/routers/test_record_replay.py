@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from support.equality_cases import BATCH, EXPERTS, LENGTH, VOCAB, data, model_config, moe_config
 
-from moe_jax.dispatch import even_tables
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.language_model import by_token
+from moe_jax.moe.tables import even_tables
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 KEY = jax.random.key(11)
 

@@ -9,23 +9,27 @@ import sys
 import jax
 import numpy as np
 import pytest
+from routers.test_layer_bfloat16 import LAYERS
+from support.layer_cases import draw, make_loss, moe_config, plan_of, roles_of
 
-import moe_jax.routers
-from moe_jax.collectives.bucket_rows import BucketRows
+import moe_jax.moe.routers
+from moe_jax.analysis.dry_run import dry_run
 from moe_jax.config import parse_run_config
-from moe_jax.dispatch import local
-from moe_jax.dry_run import dry_run
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.layer import layer_sizes
-from moe_jax.placement import Placement, build_shape, fill_tables
-from moe_jax.routers import RouterPlace, build_router, routers
-from moe_jax.routers.topology_limited import remote_fraction
+from moe_jax.moe.after_gate_shares import ShareRule
+from moe_jax.moe.build import layer_sizes
+from moe_jax.moe.routers import RouterPlace, build_router, routers
+from moe_jax.moe.routers.topology_limited import remote_fraction
+from moe_jax.moe.tables import local
+from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import build_shape, fill_tables
 from moe_jax.training.program import build_program
 
 EXPERTS = 8
-PACKAGE = pathlib.Path(moe_jax.routers.__file__).parent
+PACKAGE = pathlib.Path(moe_jax.moe.routers.__file__).parent
 
 
 def place(slots=1, late=False, splits=True, **mesh):
@@ -56,9 +60,6 @@ def test_a_router_refuses_a_place_in_one_line(layer, where, message):
     [
         (("router = 'base'", "top_k = 1", "num_experts = 8", "train.batch_size = 8", "DataConfig.sequence_length = 12"),
          r"the 12 tokens that a device gates must be divisible by MoEConfig.num_experts \(8\) and by the 8 devices"),
-        (("router = 'expert_choice'", "schedule = 's1'", "MeshConfig.model = 2", "train.batch_size = 8",
-          "MeshConfig.data = 2", "DataConfig.sequence_length = 10"),
-         r"must be divisible by MoEConfig.num_experts \(8\) x MeshConfig.model \(2\) with .* = 'expert_choice'"),
         (("router = 'topology'", "remote_fraction = 0.1", "MeshConfig.devices_per_node = 1"),
          r"top_k \(2\) must be at most the 1 experts of a node .* \(8 experts on 8 nodes\)"),
         (("router = 'topology'", "remote_fraction = 0.1", "MeshConfig.devices_per_node = 4", "MeshConfig.model = 2",
@@ -105,14 +106,6 @@ def test_a_refusal_is_one_line_and_exit_code_2():
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: MoEConfig.top_k (2) must be at most the 1 experts of a node"), done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
-
-
-def test_expert_choice_needs_an_even_number_of_choices():
-    """10 tokens of a group of 2: 2 x 10 / 8 rounds up to 3 per expert, and twice 2 x 5 / 8 to 4."""
-    router = build_router(MoEConfig(num_experts=EXPERTS, router="expert_choice"), place(expert=8, model=2))
-    with pytest.raises(UserError, match=r"must be divisible by MoEConfig.num_experts \(8\) x MeshConfig.model \(2\)"):
-        router.choices(10)
-    assert router.choices(16).lines == 32 and router.choices(16).capacity == 4
 
 
 @pytest.mark.parametrize("name", ["gshard", "base", "topology", "sigmoid_bias"])
@@ -168,6 +161,22 @@ def test_local_experts_are_those_whose_tokens_stay_on_the_node():
             fill_tables(shape, placement)
         )
         np.testing.assert_array_equal(found, want, rule)
+
+
+AFTER_GATE = sorted({*LAYERS} - {"topology"})  # which refuses such planners
+
+
+@pytest.mark.parametrize("name", AFTER_GATE)
+def test_counts_of_every_router_reach_a_planner_after_the_gate(name):
+    """Where an MP group gates its tokens on each device: a rule sums counts over devices, which differ."""
+    roles = roles_of(2, 2)
+    config = moe_config("s2", router=name, **LAYERS[name])
+    shape = plan_of(roles, None)
+    plan = dataclasses.replace(shape, candidates=shape.devices, after_gate=ShareRule(sweeps=1))
+    x, w_gate, experts, cotangent = draw(False, np.float32)
+    leaves = build_router(config).leaves(x.shape[1])
+    gate = {"w_gate": w_gate, **{leaf: np.zeros(size, np.float32) for leaf, size in leaves.items()}}
+    jax.eval_shape(make_loss(config, roles, plan=plan), x, gate, experts, cotangent)
 
 
 def test_topology_sizes_buckets_by_what_may_leave_the_node():

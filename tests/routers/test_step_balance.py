@@ -1,6 +1,6 @@
 """The balance loss over the microbatches of a step: probabilities of each meet the loads of all up to it.
 
-The model has two segments of different numbers of experts, of which one has a router with a statistic of its own.
+The model has two segments of different numbers of experts, of which one has a router with a state.
 """
 
 import dataclasses
@@ -8,17 +8,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
-from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.models import make_loss
-from moe_jax.routers import build_router, counts_so_far
-from moe_jax.training.session import build_session
+from moe_jax.moe.routers import build_router, counts_so_far
+from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.training.program import build_session
 
 EXPERTS, MICROBATCHES = (8, 4), 2  # E of each layer
 CHANGES = (
-    "ModelConfig.segments = ('layers=1 num_experts=8', 'layers=1 num_experts=4 router=quantile_bias')",
+    "ModelConfig.segments = ('layers=1 num_experts=8', 'layers=1 num_experts=4 router=sigmoid_bias')",
     "MoEConfig.balance_over = 'step'", f"train.grad_accum_steps = {MICROBATCHES}", "MeshConfig.data = 2",
 )  # fmt: skip
 
@@ -30,8 +31,14 @@ def test_counts_so_far():
     np.testing.assert_array_equal(counts_so_far(counts, jnp.zeros_like(before)), counts)
 
 
-def test_a_step_balances_over_its_microbatches(tmp_path):
-    config, _, _ = parse_run_config((), bindings_of(tmp_path, *CHANGES))
+@pytest.fixture(params=["float32", "float64"])
+def dtype(request):
+    with jax.enable_x64(request.param == "float64"):
+        yield request.param
+
+
+def test_a_step_balances_over_its_microbatches(tmp_path, dtype):
+    config, _, _ = parse_run_config((), bindings_of(tmp_path, *CHANGES, f"ModelConfig.dtype = {dtype!r}"))
     session = build_session(config, jax.devices()[:2])
     rows, length = config.train.batch_size // MICROBATCHES, config.data.sequence_length
     evaluate = jax.jit(make_loss(session.model, session.layout, rows, length, microbatches=MICROBATCHES))
@@ -40,17 +47,17 @@ def test_a_step_balances_over_its_microbatches(tmp_path):
     key = jax.random.fold_in(jax.random.key(config.train.seed + 1), 0)
 
     def look(index, counted):
-        """Return (balance loss, choices int [L, E], `needed`) of a microbatch after earlier choices int [L, E]."""
+        """Return (balance loss, choices int [L, E]) of a microbatch after earlier choices int [L, E]."""
         microbatch = jax.tree.map(lambda leaf: leaf[index], batch)
         microbatch = dataclasses.replace(microbatch, counted=np.asarray(counted, np.int32))
         _, stats = evaluate(
             state["params"], microbatch, session.tables, key, np.int32(index * rows), np.float32(rows * length)
         )
-        return float(stats.aux_loss), np.asarray(stats.loads).sum(axis=1), np.asarray(stats.needed)
+        return float(stats.aux_loss), np.asarray(stats.loads).sum(axis=1)
 
     none = np.zeros((2, max(EXPERTS)), int)
-    first, counts, needed = look(0, none)
-    second, other, needed_later = look(1, counts)
+    first, counts = look(0, none)
+    second, other = look(1, counts)
     assert abs(look(1, none)[0] - second) > 1e-4, "the microbatches differ"
     total = counts + other
     assert not counts[1, EXPERTS[1] :].any()
@@ -73,12 +80,10 @@ def test_a_step_balances_over_its_microbatches(tmp_path):
     np.testing.assert_allclose(metrics["aux_loss"], (first + second) / 2, rtol=1e-5)
     np.testing.assert_array_equal(np.sum(metrics["loads"], axis=1), total)
 
-    # every token says what it needs of each expert of the one layer that asks, and of no other
-    np.testing.assert_array_equal(needed.sum(axis=2), [[0] * 8, [rows * length] * 4 + [0] * 4])
+    # the state of the one layer that has one moves by the choices of its own experts in all microbatches
     segment = session.model.segments[1]
-    moved = build_router(segment.moe).next_state(
-        {"choice_bias": np.zeros((1, 4), np.float32)}, total[1:], (needed + needed_later)[1:, :4]
-    )["choice_bias"]
+    router, still = build_router(segment.moe), {"choice_bias": np.zeros((1, 4), np.float32)}
+    moved = router.next_state(still, total[1:, :4])["choice_bias"]
     gates = new_state["params"]["dense"]["units"]
     np.testing.assert_allclose(gates[segment.name]["gate"]["choice_bias"], moved, atol=1e-6)
     assert np.any(moved) and "choice_bias" not in gates["segment_0"]["gate"]

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from moe_jax.dispatch import route
-from moe_jax.dispatch.route import rank_within
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig, balance_loss, choose_experts, z_loss
 from moe_jax.moe.reference import reference_weights
-from moe_jax.routers.scores import gate_noise
+from moe_jax.moe.routers.scores import gate_noise
+from moe_jax.moe.routing import rank_within, route
 
 CHOOSE = jax.jit(choose_experts, static_argnames="config")  # one compile is quicker than one of each operation
 

@@ -10,15 +10,15 @@ import pytest
 from support.layer_cases import EXPERTS, draw, make_loss, make_reference, moe_config, plan_of
 from support.program_order import overtaking
 
-from moe_jax.collectives.bucket_rows import BucketRows, bucket_layout, carried
-from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.bucket_rows import BucketRows, bucket_layout, carried
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 TOKENS = 512  # of all devices: 128 choices of one device, 16 of them for a device on the mean
 ROWS = BucketRows(own=32, node=16, far=8)
 TARGETS = {"own": lambda d: d, "node": lambda d: d ^ 1, "far": lambda d: (d + 4) % 8, "one": lambda d: 5}
 CASES = {
     "s1": ("s1", {"expert": 8, "devices_per_node": 4}, {"top_k": 1}),
-    "s1-ppermute-esp2": ("s1", {"expert_shard": 2, "devices_per_node": 4}, {"transport": "ppermute"}),
+    "s1-two_level-esp2": ("s1", {"expert_shard": 2, "devices_per_node": 4}, {"transport": "two_level"}),
     "s1-two_level-data2": ("s1", {"data": 2, "expert": 4, "devices_per_node": 2}, {"transport": "two_level"}),
     "s1-esp_is_a_node": ("s1", {"expert_shard": 4, "devices_per_node": 4}, {}),
     "deepspeed-esp2-mp2": ("deepspeed", {"expert_shard": 2, "model": 2, "devices_per_node": 4}, {}),

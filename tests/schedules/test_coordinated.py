@@ -6,8 +6,8 @@ import pytest
 from support.layer_cases import draw, drop_groups, make_loss, moe_config, reference, roles_of
 
 from moe_jax.errors import UserError
-from moe_jax.moe.layer import make_moe
-from moe_jax.schedules import ScheduleOptions
+from moe_jax.moe.build import make_moe
+from moe_jax.moe.schedules import ScheduleOptions
 
 # (schedule, (N_MP, N_ESP), tokens on one expert): groups that are the same; MP over two EP members; the rest
 CASES = [("s1", (2, 2), False), ("s2", (2, 2), True), ("s1", (4, 2), True)]

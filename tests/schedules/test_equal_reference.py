@@ -3,19 +3,25 @@
 Tolerance 1e-12 of the largest entry of each array: sums of some hundred terms of order one, in another order. In
 capacity mode the reference drops within the same groups of tokens. The suite runs a set of cases in which every two
 values of any two factors meet; the full product stands behind the marker `slow` and prints a line for the table in
-docs/bench/schedules.md (pytest -m slow -s).
+docs/results.md (pytest -m slow -s).
 """
 
 import itertools
+import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from routers.dense_router import Groups, dense_route
 from support.layer_cases import PAIRS, draw, drop_groups, make_loss, moe_config, reference, roles_of
 from support.program_order import overtaking
 
-from moe_jax.moe.layer import schedule_options
-from moe_jax.schedules import schedule_record, schedules
+from moe_jax.cluster import Cluster, write_cluster
+from moe_jax.moe.build import schedule_options
+from moe_jax.moe.reference import reference_expert, reference_moe
+from moe_jax.moe.schedules import schedule_record, schedules
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 SCHEDULES = tuple(name for name in schedules() if schedule_record(name).moves_tokens)
 FACTORS = {
@@ -25,7 +31,7 @@ FACTORS = {
     "skewed": (False, True),
     "capacity": (False, True),
     "data": (1, 2),
-    "transport": ("all_to_all", "ppermute", "two_level"),
+    "transport": ("all_to_all", "two_level"),
     "gather": ("saa", "aas"),
 }
 
@@ -96,8 +102,8 @@ def which(case, config, roles):
     """Return the schedule that runs: parm's choice, whose drop groups the reference needs."""
     if case["schedule"] != "parm" or roles.size(roles.model) == 1:
         return case["schedule"]
-    from moe_jax.moe.layer import layer_sizes
-    from moe_jax.schedules.automatic import choose
+    from moe_jax.moe.build import layer_sizes
+    from moe_jax.moe.schedules.automatic import choose
 
     sizes = layer_sizes(config, roles, 64 // roles.size(roles.dense))
     return choose(roles, sizes, 32, None, schedule_options(config)).schedule
@@ -124,6 +130,73 @@ def dp_case(top_k, capacity):
 def test_dp_equals_reference(capacity):
     case = dp_case(2, capacity)
     check(case, *build(case, "reference"))
+
+
+@pytest.mark.parametrize("taken", ["s2", "deepspeed"])
+@pytest.mark.parametrize("router", ["topk", "base"])
+def test_parm_equals_reference_where_tokens_are_gated_together(router, taken, tmp_path, caplog):
+    """parm takes what pauses after the gate, and an MP group's tokens share a capacity or one auction."""
+    free, key = (0.0, 0.0), jax.random.key(5)
+    names = "gate", "regroup", "expert_step", "call", "all_to_all:8", "all_to_all:4x2"
+    names += "all_gather:2", "all_reduce:2", "reduce_scatter:2"
+    layers = {f"layer:{name}": (1.0 if name == taken else 2.0, 0.0, 0.0) for name in ("s1", "s2", "deepspeed")}
+    cluster = Cluster(nodes=1, devices_per_node=8, fits={**dict.fromkeys(names, free), **layers})
+    write_cluster(cluster, tmp_path / "c.json")
+    changes = {"router": router, "cluster": str(tmp_path / "c.json"), "gather": "aas"}
+    together = router == "base"
+    config = moe_config("parm", 1 if together else 2, capacity=not together, **changes)
+    roles = roles_of(2, 2)
+    groups = drop_groups(taken, roles)
+    with jax.enable_x64(True):
+        drawn = draw(True)
+        loss = make_loss(config, roles, noise_key=jax.random.fold_in(key, 0) if together else None)
+        with caplog.at_level(logging.WARNING):
+            (got, (y, loads, _)), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*drawn)
+        assert f"'parm' takes {taken} by the whole-layer fits" in caplog.text
+        if together:
+            choose_experts = dense_route(config, key, len(drawn[0]), Groups(groups, np.ones((groups, 8), bool)))
+
+        def dense(x, w_gate, experts, cotangent, groups=groups):
+            route = (lambda x: choose_experts(0, {"w_gate": w_gate}, x)) if together else None
+            y, balance, z, loads = reference_moe(x, w_gate, experts, config, drop_groups=groups, route=route)
+            return jnp.sum(y * cotangent) + (1 if together else balance) + z, (y, loads)  # 1: loads are even
+
+        (want, (want_y, want_loads)), want_grads = jax.value_and_grad(dense, (0, 1, 2), has_aux=True)(*drawn)
+        if not together:  # in the groups of s1 other tokens would be dropped
+            assert np.max(np.abs(dense(*drawn, groups=drop_groups("s1", roles))[1][0] - want_y)) > 0.1
+    np.testing.assert_allclose(float(got), float(want), rtol=1e-12)
+    np.testing.assert_array_equal(np.sum(loads, axis=0), want_loads)
+    for a, b in zip(jax.tree.leaves((want_y, want_grads)), jax.tree.leaves((y, grads)), strict=True):
+        assert np.max(np.abs(np.asarray(a) - np.asarray(b))) <= 1e-12 * np.max(np.abs(a))
+
+
+def test_drops_of_tied_tokens_do_not_depend_on_the_mesh():
+    """On 1, 2 and 8 devices, one MP group each, an expert that is full takes the lowest ids of those that tie.
+
+    Tokens are of zeros and ones, which the gate reads twice: those with as many ones have one probability, as the sum
+    of the same eight terms in another order.
+    """
+    tokens, capacity = 40, 7
+    config = moe_config("deepspeed", capacity_factor=0.7, min_capacity=1, drop="probability", renormalize=False)
+    assert config.capacity(tokens) == capacity
+    with jax.enable_x64(True):
+        experts = draw(False)[2]
+        x = np.random.default_rng(1).integers(0, 2, (tokens, 4)).astype(float)
+        w_gate = np.concatenate([np.eye(4), np.eye(4)], axis=1)
+        probs = np.exp(x @ w_gate) / np.sum(np.exp(x @ w_gate), axis=1, keepdims=True)
+        want, queues = np.zeros_like(x), [[] for _ in range(8)]
+        for token, row in enumerate(np.round(probs, 12)):
+            for expert in np.argsort(-row, kind="stable")[:2]:
+                queues[expert].append((-row[expert], token))
+        assert max(map(len, queues)) > capacity
+        for expert, queue in enumerate(queues):
+            output = reference_expert(x, {name: leaf[expert] for name, leaf in experts.items()})
+            for _, token in sorted(queue)[:capacity]:
+                want[token] += probs[token, expert] * np.asarray(output[token])
+        for devices in (1, 2, 8):
+            roles = build_mesh(MeshConfig(expert=devices, model=devices), jax.devices()[:devices])
+            _, (y, _, _) = jax.jit(make_loss(config, roles, tokens))(x, w_gate, experts, np.ones_like(x))
+            np.testing.assert_allclose(y, want, atol=1e-12, err_msg=f"{devices} devices")
 
 
 PRODUCT = list(itertools.product((*SCHEDULES, "s2-aas"), PAIRS))

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.cluster.volumes import FORMULAS
-from moe_jax.collectives.bucket_rows import BucketRows
-from moe_jax.dispatch import Choice
-from moe_jax.dispatch.tables import even_tables
+from moe_jax.cluster.layer_seconds import FORMULAS
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.schedules import LayerSizes, build_schedule, register, schedule_record, schedules
-from moe_jax.schedules.passes import add_later_passes
+from moe_jax.moe.routing import Choice
+from moe_jax.moe.schedules import LayerSizes, build_schedule, register, schedule_record, schedules
+from moe_jax.moe.schedules.passes import add_later_passes
+from moe_jax.moe.tables import even_tables
+from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 TOKENS, TOP_K, EXPERTS, DIM = 16, 2, 8, 5  # tokens of one device
 DEVICES = 4

@@ -9,19 +9,19 @@ import pytest
 from support.float8_oracle import expert, in_float8
 from support.layer_cases import DIM, EXPERTS, draw, make_loss, moe_config, roles_of
 
+from moe_jax.analysis.dry_run import dry_run
 from moe_jax.cluster import Cluster
 from moe_jax.cluster.layer_seconds import layer_seconds
 from moe_jax.config import parse_run_config
-from moe_jax.dry_run import dry_run
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.moe import reference
-from moe_jax.moe.layer import check_float8, make_moe
-from moe_jax.planner.cost import Cost
-from moe_jax.schedules import LayerSizes, automatic
-from moe_jax.schedules.automatic import choose, layer_shape
-from moe_jax.schedules.contract import layout_of
-from moe_jax.schedules.float8_dispatch import Float8Dispatch
+from moe_jax.moe.build import check_float8, make_moe
+from moe_jax.moe.schedules import LayerSizes, automatic
+from moe_jax.moe.schedules.automatic import choose, layer_shape
+from moe_jax.moe.schedules.contract import layout_of
+from moe_jax.moe.schedules.float8_dispatch import Float8Dispatch
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.cost import Cost
 
 ROOT = Path(__file__).parents[2]
 

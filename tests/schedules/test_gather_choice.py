@@ -8,8 +8,8 @@ import pytest
 from support.layer_cases import draw, make_loss, moe_config
 
 from moe_jax.cluster import Cluster, write_cluster
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.schedules.gather_choice import choose_gather
+from moe_jax.moe.schedules.gather_choice import choose_gather
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 # D = 4, Ns = 2, N_MP = 2: C = 8 rows of 4 bytes give y = 4 * 8 * 4 = 128 bytes gathered and x = 128 exchanged
 MESH = MeshConfig(expert=4, expert_shard=2, model=2)
@@ -36,8 +36,8 @@ def test_without_fits_it_is_aas_and_a_name_is_obeyed(roles):
     assert choose_gather("auto", roles, 8, 4, None) == ("aas", "MoEConfig.gather 'auto' without MoEConfig.cluster")
     lacking = choose_gather("auto", roles, 8, 4, Cluster(fits=IN_TURN))
     assert lacking.gather == "aas" and "has no fit 'saa:8,2,2'" in lacking.why
-    other = choose_gather("auto", roles, 8, 4, Cluster(fits={**IN_TURN, "saa:8,2,2": (0, 0, 0)}), "ppermute")
-    assert other.gather == "aas" and "has no fit 'ppermute:8'" in other.why
+    other = choose_gather("auto", roles, 8, 4, Cluster(fits={**IN_TURN, "saa:8,2,2": (0, 0, 0)}), "two_level")
+    assert other.gather == "aas" and "has no fit 'two_level:8'" in other.why
     for name in ("saa", "aas"):
         assert choose_gather(name, roles, 8, 4, Cluster(fits={**IN_TURN, "saa:8,2,2": (0, 0, 0)})).gather == name
 

@@ -6,10 +6,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.layer_cases import roles_of
 
-from moe_jax.collectives.bucket_rows import bucket_layout
-from moe_jax.schedules.expert_group import build_expert_group
-from moe_jax.schedules.pairwise import Ring
-from moe_jax.schedules.pause_after_gate import make_collect
+from moe_jax.moe.schedules.expert_group import build_expert_group
+from moe_jax.moe.schedules.pairwise import Ring
+from moe_jax.moe.schedules.pause_after_gate import make_collect
+from moe_jax.parallel.bucket_rows import bucket_layout
 
 
 def waits(mapped, arguments, kind):
@@ -48,7 +48,5 @@ def test_phases_of_saa_wait_for_the_gather_before_the_last():
     """Phase j + 1 starts beside gather j, when gather j - 1 is through; 4 members of 2 shards, 2 permutes a phase."""
     roles = roles_of(2, 2)
     collect = make_collect(roles, build_expert_group(roles), "saa", bucket_layout(1, 4))
-    mapped = jax.shard_map(
-        lambda rows: collect(rows, None, None), mesh=roles.mesh, in_specs=P(roles.all), out_specs=P(roles.dense)
-    )
+    mapped = jax.shard_map(collect, mesh=roles.mesh, in_specs=P(roles.all), out_specs=P(roles.dense))
     assert waits(mapped, (jnp.zeros((8 * 8, 4)),), "all_gather_invariant")[1:] == [0, 0, 1, 1, 2, 2]

@@ -1,4 +1,4 @@
-"""What each schedule moves: the collectives of the lowered program against the formulas of `cluster/volumes.py`.
+"""What each schedule moves: the collectives of the lowered program against the formulas of `cluster/layer_seconds.py`.
 
 Every collective of the program has to be one of the formula's, with its kind, group, elements and calls; floats and
 integers apart. Buckets are wide enough for one pass, so that nothing stands in the program twice.
@@ -16,18 +16,19 @@ from support.layer_cases import DIM, EXPERTS, TOKENS, draw, moe_config, plan_of,
 from support.prefetch_cases import gradient_step, model_config, placements_of
 from support.program_volumes import collectives, groups_of
 
-from moe_jax.cluster.volumes import LayerShape, Transfer, index_transfers, layer_transfers
-from moe_jax.collectives.bucket_rows import BucketRows
-from moe_jax.dispatch import even_tables, local
+from moe_jax.cluster.layer_seconds import LayerShape, Transfer, index_transfers, layer_transfers
 from moe_jax.errors import UserError
-from moe_jax.float8 import bytes_of_row
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.mesh.sharding import expert_specs
+from moe_jax.kernels.float8_blocks import bytes_of_row
 from moe_jax.moe.bank import open_grad_sink
-from moe_jax.moe.layer import layer_sizes, make_moe
-from moe_jax.schedules import LayerSizes, schedule_record, schedules
-from moe_jax.schedules.contract import layout_of
-from moe_jax.schedules.pairwise import choose_groups
+from moe_jax.moe.build import layer_sizes, make_moe, schedule_options
+from moe_jax.moe.routers import RouterInputs
+from moe_jax.moe.schedules import LayerSizes, schedule_record, schedules
+from moe_jax.moe.schedules.contract import layout_of
+from moe_jax.moe.schedules.pairwise import choose_groups
+from moe_jax.moe.tables import even_tables, local
+from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.sharding import expert_specs
 
 WIDE = {"bucket_slack": 100.0}
 ROUNDS = "rounds"  # messages between pairs name no group
@@ -40,18 +41,17 @@ CASES += [
     ("s1", (1, 1), {}),
     ("pairwise", (1, 1), {"pairwise_groups": 4}),
     ("pairwise", (1, 2), {"pairwise_groups": 2}),
-    ("s1", (2, 2), {"transport": "ppermute"}),
     ("deepspeed", (2, 2), {"transport": "two_level"}),
     ("s1", (2, 2), {"transport": "two_level"}),
 ]
 CASES += [(schedule, (2, 2), {"tokens": "split"}) for schedule in SCHEDULES]
 THREE = {"rows": BucketRows(own=24, node=16, far=8)}
 CASES += [(schedule, pair, THREE) for schedule in SCHEDULES if schedule != "ring" for pair in ((1, 1), (2, 2))]
-CASES += [("s1", (1, 2), THREE | {"transport": "two_level"}), ("s1", (1, 2), THREE | {"transport": "ppermute"})]
+CASES += [("s1", (1, 2), THREE | {"transport": "two_level"})]
 PLACE = {"transport": "coordinated"}
 CASES += [("s1", pair, PLACE) for pair in ((1, 2), (2, 2), (4, 2))] + [("s2", (2, 2), PLACE | {"gather": "aas"})]
 CASES += [("s1", (1, 2), THREE | PLACE)]
-CASES += [("s2", (2, 2), THREE | {"gather": "aas"}), ("deepspeed", (2, 2), THREE | {"transport": "ppermute"})]
+CASES += [("s2", (2, 2), THREE | {"gather": "aas"}), ("deepspeed", (2, 2), THREE | {"transport": "two_level"})]
 BYTES = {"dispatch_dtype": "float8_e4m3"}
 CASES += [
     ("s1", (2, 2), THREE | BYTES),
@@ -70,7 +70,9 @@ def name_of(case):
 
 def lower(config, roles, split=False, plan=None):
     """Return the lowered forward and forward with backward of a layer, of its tokens and passes alone."""
-    apply = make_moe(config, roles, TOKENS // roles.size(roles.dense), "gelu", plan, split_tokens=split)
+    apply = make_moe(
+        config, roles, TOKENS // roles.size(roles.dense), "gelu", plan, options=schedule_options(config, split)
+    )
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
 
     def body(x, w_gate, bank, grad_sink, tables):
@@ -78,7 +80,7 @@ def lower(config, roles, split=False, plan=None):
         grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
         ids = jnp.arange(TOKENS // roles.size(roles.dense), dtype=jnp.int32)
-        y, _, passes = apply(x, ids, w_gate, bank, grad_sink, layer)
+        y, _, passes = apply(x, w_gate, RouterInputs(None, ids, layer), bank, grad_sink)
         return y, passes
 
     bank = expert_specs({"w_in": (1, 1, 1), "w_out": (1, 1, 1)}, roles, 0, None)[0]
@@ -121,8 +123,11 @@ def shape_of(config, roles, split=False, plan=None):
     )
 
 
-def formula(transfers, is_float, roles, inside=1):
-    """Count transfers as the program's are counted: a group is its devices; `inside` of them in one of pairwise's."""
+def formula(transfers, is_float, roles, inside=1, local=1):
+    """Count transfers as the program's are counted: a group is its devices.
+
+    `inside` of them are in one of pairwise's, and `local` of a group in one node under `two_level`.
+    """
     axes = {
         "model": roles.model,
         "expert": roles.expert,
@@ -134,8 +139,11 @@ def formula(transfers, is_float, roles, inside=1):
     }
     out = collections.Counter()
     for kind, group, elements, calls, item in transfers:
+        group, _, level = group.partition(":")
         if kind == "permute":
             devices = ROUNDS
+        elif level:
+            devices = levels(groups_of(roles, axes[group]), local)[level]
         elif group == "pairwise_group":
             devices = neighbours(groups_of(roles, axes["expert+expert_shard"]), inside)
         elif group == "node":
@@ -153,6 +161,15 @@ def neighbours(groups, size):
     """Cut groups of devices into those of `size` neighbours in each."""
     ordered = [sorted(group) for group in groups]
     return frozenset(frozenset(group[i : i + size]) for group in ordered for i in range(0, len(group), size))
+
+
+def levels(groups, local):
+    """Return {'near', 'far'}: groups cut into `local` neighbours each, and into those of equal place in these."""
+    tables = [np.array(sorted(group)).reshape(-1, local) for group in groups]
+    return {
+        "near": frozenset(frozenset(row) for table in tables for row in table.tolist()),
+        "far": frozenset(frozenset(row) for table in tables for row in table.T.tolist()),
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -178,12 +195,12 @@ def test_program_moves_what_the_formula_says(case, monkeypatch):
     seen_forward, seen_both = (collectives(program, roles, {ROUNDS}) for program in lowered)
     integers = formula(index_transfers(schedule, shape, transport=config.transport), False, roles)
     inside = shape.ep_size * shape.esp_size // shape.groups
-    assert seen_forward == formula(forward, True, roles, inside) + integers
+    assert seen_forward == formula(forward, True, roles, inside, within) + integers
     # gradients of replicated parameters are summed over the devices that hold them: no term of the layer's
     sums = collections.Counter(
         {key: n for key, n in seen_both.items() if key[0] and key[1] == "all_reduce" and key[3] == DIM * EXPERTS}
     )
-    assert seen_both - sums == formula(forward + backward, True, roles, inside) + integers
+    assert seen_both - sums == formula(forward + backward, True, roles, inside, within) + integers
 
 
 def test_a_second_pass_moves_the_same_again():

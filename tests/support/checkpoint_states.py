@@ -15,11 +15,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from moe_jax.config.train_config import TrainConfig
-from moe_jax.distributed.hosts import HostsConfig, start_hosts
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.moe import MoEConfig
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.hosts import HostsConfig, start_hosts
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.step import abstract_state, build_state_shardings
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from support.equality_cases import BATCH, LENGTH, VOCAB
 from support.segment_cases import banks, tables_of
 
-from moe_jax.data.documents import document_numbers, inside_documents
+from moe_jax.data.stream import document_numbers, inside_documents
 from moe_jax.models import Batch
 from moe_jax.models.loss import _group_of, _make_trunk, _tables_specs
 from moe_jax.moe.bank import with_grad_sink
@@ -59,12 +59,12 @@ def make_mesh_logits(model, layout):
     """Return logits(params, batch) -> NumPy array [B, Sq, V] of the whole model, in the order of the batch."""
     roles = model.roles
     rows = BATCH // roles.size(roles.dense)
-    group, trunk = _group_of(model, rows), _make_trunk(model, layout, rows, LENGTH, False, None)
+    group, trunk = _group_of(model, rows), _make_trunk(model, layout, rows, LENGTH, None)
     number = np.arange(BATCH * LENGTH, dtype=np.int32).reshape(BATCH, LENGTH)
 
     def body(dense, bank, grad_sink, inputs, documents, number, tables):
-        key, first = jax.random.key(0), jnp.int32(0)
-        x, table, _ = trunk(dense, bank, grad_sink, inputs, tables, key, first, None, documents)
+        batch = Batch(inputs, None, None, documents=documents)
+        x, table, _ = trunk((dense, bank, grad_sink), batch, tables, None, jnp.int32(0))
         x = jnp.concatenate(x)
         return x @ table.T.astype(x.dtype), group.own_flat(number)
 

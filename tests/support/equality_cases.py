@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 from support.placements import to_bank
 
-from moe_jax.dispatch.tables import even_tables
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.placement import Placement
-from moe_jax.routers.scores import gate_noise
+from moe_jax.moe.routers.scores import gate_noise
+from moe_jax.moe.tables import even_tables
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.placement import Placement
 
 EXPERTS, BATCH, LENGTH, VOCAB = 8, 8, 8, 31
 NOISE = 0.1

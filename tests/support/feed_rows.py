@@ -14,10 +14,10 @@ import numpy as np
 from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
-from moe_jax.data.held_out_split import TokenSpan
-from moe_jax.distributed.hosts import HostsConfig, start_hosts
+from moe_jax.data.cache import TokenSpan
+from moe_jax.training.hosts import HostsConfig, start_hosts
 from moe_jax.training.loop import evaluate
-from moe_jax.training.session import build_session
+from moe_jax.training.program import build_session
 
 BERT = ("ModelConfig.kind = 'bert'",)
 # name: (order of the eight devices, rows of a microbatch of 8 that each process holds, bindings)

@@ -7,11 +7,11 @@ from support.equality_cases import EXPERTS, VOCAB, model_config, moe_config, ref
 from support.placements import to_bank
 
 from moe_jax.inference import Generator
-from moe_jax.inference.config import inference_configs
-from moe_jax.mesh import MeshConfig, build_mesh
+from moe_jax.inference.load import inference_configs
 from moe_jax.models import LanguageModel
 from moe_jax.models.reference import reference_log_probs
-from moe_jax.placement import Placement
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.placement import Placement
 
 LENGTH = 16
 PROMPTS = [[1, 2, 3], [5], [7, 8, 9, 10, 11, 12, 13, 14, 15]]

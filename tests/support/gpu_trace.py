@@ -9,7 +9,7 @@ the host has its own process.
 import gzip
 import json
 
-from moe_jax.inspection import play
+from moe_jax.cluster.timeline import play
 
 DEVICE, HOST, COMPUTE, LINKS, OPS, MODULES = 1, 701, 20, 31, 2, 3
 

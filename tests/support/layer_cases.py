@@ -13,16 +13,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.dispatch import even_tables, local
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.mesh.sharding import expert_specs
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
-from moe_jax.moe.layer import make_moe
+from moe_jax.moe.build import make_moe
 from moe_jax.moe.reference import reference_moe
-from moe_jax.placement import Placement, build_shape
-from moe_jax.routers import balance_loss, z_loss
-from moe_jax.schedules import schedule_record
+from moe_jax.moe.routers import RouterInputs, balance_loss, z_loss
+from moe_jax.moe.schedules import schedule_record
+from moe_jax.moe.tables import even_tables, local
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.sharding import expert_specs
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import build_shape, fill_tables
 
 EXPERTS, TOKENS, DIM, HIDDEN = 8, 64, 4, 8  # all devices together
 PAIRS = [(mp, esp) for mp in (1, 2, 4) for esp in (1, 2, 4)]
@@ -57,18 +58,21 @@ def draw(skewed, dtype=np.float64, tokens=TOKENS):
     return jax.tree.map(lambda a: np.asarray(a, dtype), arrays)
 
 
-def make_loss(config, roles, tokens=TOKENS, plan=None):
+def make_loss(config, roles, tokens=TOKENS, plan=None, noise_key=None):
     """Return loss(x, w_gate, experts, cotangent) -> (loss, (y, loads [sources, E], passes)) on global arrays."""
     apply = make_moe(config, roles, tokens // roles.size(roles.dense), "gelu", plan)
-    tables = even_tables(1, EXPERTS, roles.size(roles.expert))
+    members = roles.size(roles.expert)
+    tables = even_tables(1, EXPERTS, members)
+    if plan is not None:
+        tables = fill_tables(plan, Placement.even(1, EXPERTS, members, roles.members_per_node))
     outside = tuple(axis for axis in roles.all if axis not in roles.expert)
 
     def body(x, w_gate, bank, grad_sink, cotangent, tables):
         tables = local(tables)
         grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
-        ids = jnp.arange(x.shape[0], dtype=jnp.int32)
-        y, stats, passes = apply(x, ids, w_gate, bank, grad_sink, layer)
+        ids = lax.axis_index(roles.dense) * x.shape[0] + jnp.arange(x.shape[0], dtype=jnp.int32)
+        y, stats, passes = apply(x, w_gate, RouterInputs(noise_key, ids, layer), bank, grad_sink)
         probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
         loads = lax.psum(stats.counts, outside)
         total = lax.psum(stats.counts, roles.all)

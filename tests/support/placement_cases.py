@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 from support.placements import random_placement, to_bank
 from support.program_order import overtaking
 
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.placement import fill_tables
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.plan_shape import fill_tables
 
 EXPERTS, BATCH, LENGTH, VOCAB, LAYERS, SLOTS = 8, 8, 8, 31, 2, 3
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -111,7 +111,7 @@ def runner(shape, mesh, schedule):
         arguments = (params, rest[0], tables, *rest[1:])
         if not compiled:
             compiled.append(step.lower(*arguments).compile())
-            if shape.late is None or schedule != "s2":  # replicas after the gate under s2: see docs/log.md
+            if shape.late is None or schedule != "s2":  # whose branch of late replicas does not wait
                 assert not overtaking(compiled[0].as_text())
         (value, stats), grads = compiled[0](*arguments)
         return float(value), grads, stats

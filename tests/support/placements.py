@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moe_jax.placement import SHARE_ONE, Placement, bank_rows
+from moe_jax.planning.placement import SHARE_ONE, Placement, bank_rows
 
 
 def random_placement(seed, *, layers, experts, devices, replica_slots, fewest=0, rules="nearest", per_node=None):

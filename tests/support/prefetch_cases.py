@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from support.placements import random_placement, to_bank
 from support.program_order import overtaking
 
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.placement import build_shape, fill_tables, grow
-from moe_jax.routers.scores import gate_noise
+from moe_jax.moe.routers.scores import gate_noise
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.plan_shape import build_shape, fill_tables, grow
 
 EXPERTS, BATCH, LENGTH, VOCAB, SLOTS, NOISE = 8, 8, 8, 31, 2, 0.1
 
@@ -108,7 +108,7 @@ def run(config, schedule, mesh, shape, placements, zero=1, shares=None, routing=
     """Return [(loss, gradients, stats)] of each placement, from one executable."""
     step, arguments = gradient_step(config, schedule, mesh, shape, zero, shares, routing)
     compiled, out = step.lower(*arguments(placements[0])).compile(), []
-    if config.block_wise.is_block_wise:  # else remat may take a branch again at any time (docs/log.md)
+    if config.block_wise.is_block_wise:  # else remat may take a branch again at any time
         assert not overtaking(compiled.as_text())
     for placement in placements:
         (value, stats), grads = compiled(*arguments(placement))

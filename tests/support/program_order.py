@@ -1,6 +1,6 @@
 """Which collectives of a compiled program XLA:CPU may run beside a branch or loop that holds collectives.
 
-It starts such a branch and goes on; only operations that read its result wait (see `collectives/ordering.py`).
+It starts such a branch and goes on; only operations that read its result wait (see `parallel/ordering.py`).
 """
 
 import re

@@ -7,14 +7,14 @@ from routers.dense_router import Groups, dense_route
 from support.equality_cases import BATCH, LENGTH, NOISE, VOCAB, data
 from support.placements import to_bank
 
-from moe_jax.dispatch.tables import even_tables
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, ModelConfig, make_loss
 from moe_jax.models.reference import reference_loss
 from moe_jax.models.segments import expert_counts, joined
 from moe_jax.moe import MoEConfig
-from moe_jax.placement import Placement
-from moe_jax.routers.scores import gate_noise
+from moe_jax.moe.routers.scores import gate_noise
+from moe_jax.moe.tables import even_tables
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.placement import Placement
 
 PYRAMID = (
     "layers=1 num_experts=2", "layers=2 moe_every=2 num_experts=4 hidden_dim=20", "layers=2 num_experts=8 top_k=3",

@@ -7,7 +7,7 @@ import sys
 from support.quick_compiles import QUICK
 
 from moe_jax.config import parse_run_config
-from moe_jax.distributed.hosts import Hosts
+from moe_jax.training.hosts import Hosts
 from moe_jax.training.run import RunOptions, run
 
 BINDINGS = (

@@ -1,6 +1,7 @@
 """A device whose times are whole numbers, and small schedules written for it by hand."""
 
-from moe_jax.inspection import Model, Target
+from moe_jax.cluster.targets import Target
+from moe_jax.cluster.timeline import Model
 
 # 2 nodes of 2 devices; 100 bytes/s inside, 10 bytes/s a node by one adapter; 1 FLOP/s, 1000 bytes/s of memory
 TARGET = Target(

@@ -1,5 +1,6 @@
 """One of two processes for test_shared_program.py: programs that process 0 compiles, in each way that can go."""
 
+import functools
 import sys
 import time
 
@@ -7,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.distributed.hosts import HostsConfig, start_hosts
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.training import shared_program
-from moe_jax.training.shared_program import SharedFunction, compile_for_all
+from moe_jax.planning.placement import Placement, bank_rows
+from moe_jax.training import compiling
+from moe_jax.training.bank_order import reshard
+from moe_jax.training.compiling import SharedFunction, compile_for_all
+from moe_jax.training.hosts import HostsConfig, start_hosts
 
 
 def main(port: str, index: int) -> None:
@@ -50,12 +54,27 @@ def main(port: str, index: int) -> None:
         run("handed out", 2.0)
         shared = SharedFunction(step(3.0), {}, devices)
         print("function", float(shared(x_D)[0]), float(shared(x_D)[0]), flush=True)
-        serialize = shared_program.serialize_executable.serialize
-        shared_program.serialize_executable.serialize = lambda executable: 1 / 0
+        serialize = compiling.serialize_executable.serialize
+        compiling.serialize_executable.serialize = lambda executable: 1 / 0
         run("each", 4.0)
         run("once more", 2.0, seconds=0.5)  # handed out before; now each compiles it, and nobody takes the old one
-        shared_program.serialize_executable.serialize = serialize
+        compiling.serialize_executable.serialize = serialize
         print("compiled:", compiled, flush=True)
+
+        here = compiling.compiled
+        compiled.clear()
+        compiling.compiled = lambda *given: compiled.append(1) or here(*given)
+        share = functools.cache(lambda move: SharedFunction(move, {}, devices))
+        homes = [Placement.even(2, 4, 4), Placement([[3, 2, 1, 0], [0, 0, 2, 3]], devices=4)]
+        rows = np.arange(12.0, dtype=np.float32)  # three a device, one empty; expert (l, e) is 4 l + e
+        rows[[0, 1, 3, 4, 6, 7, 9, 10]] = [0, 4, 1, 5, 2, 6, 3, 7]
+        state = {"bank": {"w": jax.make_array_from_callback((12,), split, lambda part: rows[part])}}
+        for old, new in ((0, 1), (1, 0)):
+            state = reshard(state, homes[old], homes[new], 3, None, share)
+            held = multihost_utils.process_allgather(state["bank"]["w"], tiled=True)
+            at = (homes[new].home * 3 + bank_rows(homes[new])).ravel()
+            print("moved", held[at].astype(int).tolist(), len(compiled), flush=True)
+        compiling.compiled = here
         if index == 0:
             held = distributed.global_state.client.key_value_dir_get_bytes("moe_jax/program/")
             print("held:", len({key.rsplit("/", 2)[0] for key, _ in held if key.endswith("/head")}), flush=True)
@@ -65,7 +84,7 @@ def main(port: str, index: int) -> None:
 
         for kind in (UserError, HostLostError):
             lowered = step(5.0 if kind is UserError else 6.0).lower(x_D)
-            shared_program.WAIT_SECONDS = 60 if kind is UserError else 0.5
+            compiling.WAIT_SECONDS = 60 if kind is UserError else 0.5
             try:
                 if index == 1 or kind is UserError:  # process 0 never comes to the other one
                     compile_for_all(lowered, fails, lambda text: None, devices)

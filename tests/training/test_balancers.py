@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from moe_jax.config import parse_run_config
-from moe_jax.distributed.hosts import Hosts
 from moe_jax.observe import read_metrics
+from moe_jax.training.hosts import Hosts
 from moe_jax.training.run import RunOptions, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")]
@@ -45,13 +45,15 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", BALANCERS)
-def test_loss_curve_equals_that_of_plain_expert_parallelism(base, name):
+def test_loss_curve_equals_that_of_plain_expert_parallelism(base, name, capsys):
     folder, want = base
     records = train(name, folder / name, folder / "cache", *BALANCERS[name])
     assert len(want) == 40
     np.testing.assert_allclose(losses(records), want, rtol=1e-4)
     assert records[-1]["plan_id"] >= 10
     assert any("reshard_seconds" in record for record in records) == (name in MOVES_HOMES)
+    assert {record.get("plan_remark") for record in records} == {"tau 8" if name == "hecate" else None}
+    assert ("| tau 8 |" in capsys.readouterr().out) == (name == "hecate")
     assert all(record["dropped_fraction"] == 0 for record in records)
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from support.tiny_run import bindings_of, command, finish, run_here, start
 
+from moe_jax.analysis.dry_run import dry_run
 from moe_jax.config import parse_run_config
-from moe_jax.distributed.hosts import Hosts
-from moe_jax.dry_run import dry_run
 from moe_jax.errors import UserError
 from moe_jax.observe import read_metrics
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.session import build_session
+from moe_jax.training.hosts import Hosts
+from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper
 from moe_jax.training.teacher import load_teacher, settle_teacher
 
@@ -127,13 +127,15 @@ def test_another_teacher_is_refused_in_one_line(taught):
         ("ModelConfig.kind = 'bert'", "its ModelConfig.kind is 'gpt', and this run's 'bert'"),
         ("ModelConfig.document_mask = True", "its ModelConfig.document_mask is False, and this run's True"),
         ("ModelConfig.dtype = 'float64'", "its ModelConfig.dtype is 'bfloat16', and this run's 'float64'"),
-        ("MeshConfig.data = 1", "num_experts|experts"),  # four of them on eight devices
+        ("DistillationConfig.teacher = '{0}/three'", r"num_experts \(3\) must be divisible by the expert axis \(2\)"),
         ("DataConfig.sequence_length = 32", "it has learned 16 positions"),
     ],
 )
 def test_a_teacher_that_cannot_be_is_refused_before_anything_compiles(taught, change, says, monkeypatch):
     (taught / "empty").mkdir(exist_ok=True)
     shutil.copy(taught / "teacher" / "config.gin", taught / "empty")
+    three = shutil.copytree(taught / "teacher", taught / "three", dirs_exist_ok=True) / "config.gin"
+    three.write_text(three.read_text().replace("MoEConfig.num_experts = 4", "MoEConfig.num_experts = 3"))
     monkeypatch.setattr("moe_jax.training.program.Program.compile_train_step", lambda *_: pytest.fail("compiled"))
     changes = (*STUDENT, "ModelConfig.max_length = 64", by(taught / "teacher"), change.format(taught))
     for refuse in (

@@ -8,13 +8,13 @@ from support.tiny_run import bindings_of, run_here
 
 from moe_jax.config import parse_run_config
 from moe_jax.config.train_config import TrainConfig
-from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
-from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.observe import read_metrics, summarize_run
+from moe_jax.parallel.global_arrays import to_devices
 from moe_jax.training.checkpoint import Checkpointer
+from moe_jax.training.hosts import Hosts
+from moe_jax.training.program import build_session
 from moe_jax.training.run import RunOptions, starting_state
-from moe_jax.training.session import build_session
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 

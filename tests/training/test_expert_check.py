@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.grouped_matmul import contract, register
-from moe_jax.grouped_matmul.portable import RaggedMatmul, clear_unowned_rows, split_gradient
+from moe_jax.kernels import grouped as contract
+from moe_jax.kernels.blocked import RaggedMatmul, clear_unowned_rows, split_gradient
+from moe_jax.kernels.grouped import register
 from moe_jax.training import expert_check
 from moe_jax.training.expert_check import CASES, ExpertShape, compare_expert, make_arrays, programs, rounding_limit
 

@@ -12,11 +12,11 @@ from support import feed_rows
 from support.tiny_run import bindings_of, finish, start, write_corpus
 
 from moe_jax.config import parse_run_config
-from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
+from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import evaluate
+from moe_jax.training.program import build_session
 from moe_jax.training.run import RunOptions, check_same_corpus, run
-from moe_jax.training.session import build_session
 
 HELPER = Path(feed_rows.__file__)
 

@@ -1,27 +1,26 @@
-"""A run on a transport or a kernel that computes something else does not start, or goes on with a proven one."""
+"""A run on a kernel that computes something else does not start, or goes on with a proven one."""
 
+import cProfile
 import dataclasses
 import functools
-import itertools
 import json
 import logging
+import shutil
+from pathlib import Path
 
 import jax
 import pytest
 from support.tiny_run import bindings_of, run_here
 
-from moe_jax import user_cache
-from moe_jax.collectives import exchange
 from moe_jax.config import parse_run_config
-from moe_jax.distributed.hosts import Hosts
+from moe_jax.data import user_cache
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
-from moe_jax.training import first_step_check, verdicts
+from moe_jax.training import first_step_check
 from moe_jax.training import run as run_module
-from moe_jax.training.exchange_check import compare_exchange
-from moe_jax.training.first_step_check import settle_unproven
-from moe_jax.training.session import build_session
-from moe_jax.training.verdicts import DIFFERS, FAILS, NO_MEMORY, PASSES, Verdict
+from moe_jax.training.expert_check import ExpertShape, compare_expert
+from moe_jax.training.first_step_check import DIFFERS, FAILS, NO_MEMORY, PASSES, Verdict, settle_unproven
+from moe_jax.training.hosts import Hosts
+from moe_jax.training.program import build_session
 
 NO_ROOM = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.\nmore")
 SMALL_CHIP = jax.errors.JaxRuntimeError(
@@ -43,7 +42,7 @@ class TwoProcesses(Hosts):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    for said in (verdicts._say_uncached, user_cache._say_elsewhere):
+    for said in (first_step_check._say_uncached, user_cache._say_elsewhere):
         said.cache_clear()
     return tmp_path / "xdg" / "moe_jax" / "verdicts"
 
@@ -68,8 +67,8 @@ def session(tmp_path, cache, monkeypatch):
                 raise outcome
             return outcome
 
-        key = verdicts.verdict_key(jax.devices()[0], check="expert", implementation="blocked")
-        monkeypatch.setattr(first_step_check, "unproven", lambda s: {"grouped_matmul": ("blocked", check, key)})
+        key = first_step_check.verdict_key(jax.devices()[0], check="expert", implementation="blocked")
+        monkeypatch.setattr(first_step_check, "unproven", lambda s: ("blocked", check, key))
         return session, asked
 
     return make
@@ -94,12 +93,12 @@ def test_the_second_start_costs_nothing(session, cache):
     assert settle_unproven(made, Hosts())[1] == first and asked == [1, 1]
     key = json.loads(file.read_text())["key"]
     assert {"device", "platform", "jax", "jaxlib", "source", "implementation"} <= set(key)
-    assert verdicts.read_verdict({**key, "jax": "0.0"}) is None
+    assert first_step_check.read_verdict({**key, "jax": "0.0"}) is None
 
 
 def test_another_driver_or_other_flags_are_asked_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(verdicts, "DRIVER", tmp_path / "version")
-    key = functools.partial(verdicts.verdict_key, jax.devices()[0], check="expert")
+    monkeypatch.setattr(first_step_check, "DRIVER", tmp_path / "version")
+    key = functools.partial(first_step_check.verdict_key, jax.devices()[0], check="expert")
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64  580.65.06\nGCC version: 12\n")
     before = key()
     assert before["driver"] == "NVRM version: NVIDIA UNIX x86_64  580.65.06" and key() == before
@@ -107,6 +106,28 @@ def test_another_driver_or_other_flags_are_asked_again(tmp_path, monkeypatch):
     newer = key()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_exhaustive_tiling_search=true")
     assert len({json.dumps(each, sort_keys=True) for each in (before, newer, key())}) == 3
+
+
+def test_edited_code_of_a_check_is_asked_again(tmp_path, monkeypatch):
+    """Code that runs in a check here, and kernels that cannot; code of the layer around the experts does not count."""
+    package = Path(first_step_check.__file__).parents[1]
+    shape = ExpertShape(model_dim=24, hidden_dim=40, dtype="float32", param_dtype="float32", activation="gelu")
+    with cProfile.Profile() as ran:
+        compare_expert("float8:blocked", shape, jax.devices()[0])
+    ran = {Path(entry.code.co_filename) for entry in ran.getstats() if not isinstance(entry.code, str)}
+    files = {file.relative_to(package) for file in ran if package in file.parents}
+    assert {"experts.py", "blocked.py", "float8_ffn.py", "row_blocks.py"} <= {file.name for file in files}
+    kernels = [Path("kernels") / name for name in ("hopper.py", "mosaic_kernels.py", "float8_kernels.py")]
+    copy = shutil.copytree(package, tmp_path / "moe_jax", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(first_step_check, "__file__", str(copy / "training" / "first_step_check.py"))
+    digest = first_step_check.source_digest.__wrapped__
+    kept, before = [], digest()
+    for file in sorted({*files, *kernels, Path("moe/schedules/ring.py")}):
+        with (copy / file).open("a") as text:
+            text.write("# edited\n")
+        after = digest()
+        kept, before = [*kept, *([str(file)] if after == before else [])], after
+    assert kept == ["moe/schedules/ring.py"]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +214,7 @@ def test_a_run_records_what_was_compared(tmp_path, monkeypatch):
     key = {"check": "none"}
     monkeypatch.setattr(first_step_check, "keep_verdict", lambda key, verdict: None)
     differs = Verdict(outcome=DIFFERS, detail="all of it")
-    found = {"grouped_matmul": ("blocked", lambda: differs, key)}
+    found = ("blocked", lambda: differs, key)
     monkeypatch.setattr(first_step_check, "unproven", lambda session: found)
     trained = []
     monkeypatch.setattr(run_module, "train", lambda session, *rest: trained.append(session.model.moe) or True)
@@ -204,7 +225,9 @@ def test_a_run_records_what_was_compared(tmp_path, monkeypatch):
         "MeshConfig.devices_per_node": 8,
         "ModelConfig.attention": "xla",
         "ModelConfig.overlap": "none",
+        "MoEConfig.grouped_matmul": "fused",
         "train.optimistic": False,
+        "train.guide_scheduler": False,
     }
     assert environment["compared_before_first_step"]["grouped_matmul"] == {
         "wanted": "auto", "compared": "blocked", "used": "fused", "outcome": DIFFERS, "detail": "all of it"
@@ -214,77 +237,11 @@ def test_a_run_records_what_was_compared(tmp_path, monkeypatch):
 def test_only_what_is_unproven_is_compared(tmp_path, cache, monkeypatch):
     changes = ("ModelConfig.dtype = 'bfloat16'", "ModelConfig.hidden_dim = 128", "ModelConfig.model_dim = 64")
     session = session_of(tmp_path, *changes)
-    assert first_step_check.unproven(session) == {}
-    with_kernel = first_step_check.with_field(session, "grouped_matmul", "hopper")
-    ragged = first_step_check.with_field(with_kernel, "transport", "ragged")
-    found = first_step_check.unproven(ragged)
-    assert {field: used for field, (used, _, _) in found.items()} == {"grouped_matmul": "hopper", "transport": "ragged"}
-    keys = {json.dumps(key, sort_keys=True) for _, _, key in found.values()}
-    assert len(keys) == 2
-    ours = first_step_check.unproven(first_step_check.with_field(session, "grouped_matmul", "mosaic_sparing"))
-    assert ours["grouped_matmul"][0] == "mosaic_sparing"
-    assert first_step_check.unproven(first_step_check.with_field(session, "grouped_matmul", "ragged")) == {}
+    assert first_step_check.unproven(session) is None
+    with_kernel = first_step_check.with_grouped_matmul(session, "hopper")
+    assert first_step_check.unproven(with_kernel)[0] == "hopper"
+    ours = first_step_check.unproven(first_step_check.with_grouped_matmul(session, "mosaic_sparing"))
+    assert ours[0] == "mosaic_sparing"
+    assert first_step_check.unproven(first_step_check.with_grouped_matmul(session, "ragged")) is None
     with pytest.raises(UserError, match=r"MoEConfig.grouped_matmul \('hopper'\) fails before the first step"):
         settle_unproven(with_kernel, Hosts())  # on a CPU
-
-
-def wrong_rounds(monkeypatch, forward, backward):
-    """Change what the rounds of 'ppermute' do."""
-
-    def wrong(move):
-        @jax.custom_vjp
-        def exchange(x):
-            return forward(move(x))
-
-        exchange.defvjp(lambda x: (forward(move(x)), None), lambda _, d: (backward(move(d)),))
-        return exchange
-
-    real = exchange._own_transpose
-    monkeypatch.setattr(
-        exchange, "_own_transpose", lambda move: wrong(move) if move.func is exchange._rounds else real(move)
-    )
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("where", ["nowhere", "forward", "backward"])
-def test_a_wrong_transport_is_found(monkeypatch, where, dtype):
-    """Rounds that go the wrong way round, in the backward alone too: the loss is right then, and no gradient."""
-    roles = build_mesh(MeshConfig(data=2, expert=2, expert_shard=2), jax.devices())
-    turned, same = (lambda x: x[::-1]), (lambda x: x)
-    ways = {"nowhere": (same, same), "forward": (turned, same), "backward": (same, turned)}
-    wrong_rounds(monkeypatch, *ways[where])
-    off = compare_exchange(roles, "ppermute", 16, dtype)
-    assert set(off) == {"full", "uneven", "all to one", "a single row", "none"} and off["none"] == 0
-    if where == "nowhere":
-        assert not any(off.values())
-    else:
-        assert all(count > 0 for name, count in off.items() if name != "none")
-
-
-def test_a_wrong_transport_is_refused(tmp_path, cache, monkeypatch):
-    session = session_of(tmp_path, "MoEConfig.transport = 'ppermute'")
-    key = verdicts.verdict_key(jax.devices()[0], check="exchange", transport="ppermute")
-    check = lambda: first_step_check.check_exchange(session, "ppermute")  # noqa: E731
-    monkeypatch.setattr(first_step_check, "unproven", lambda session: {"transport": ("ppermute", check, key)})
-    wrong_rounds(monkeypatch, lambda x: x, lambda d: d[::-1])
-    with pytest.raises(UserError) as caught:
-        settle_unproven(session, Hosts())
-    message = str(caught.value)
-    assert message.startswith("MoEConfig.transport ('ppermute') computes something else than 'all_to_all': ")
-    assert "entries with rows spread 'uneven'" in message and "\n" not in message
-    assert message.endswith("; set MoEConfig.transport = 'all_to_all'")
-
-
-def test_ragged_is_refused_on_a_cpu(tmp_path):
-    with pytest.raises(
-        UserError, match=r"MoEConfig.transport \('ragged'\) needs GPUs; XLA has no such exchange on cpu"
-    ):
-        session_of(tmp_path, "MoEConfig.transport = 'ragged'")
-
-
-def test_names_of_spreads_are_counted_by_every_transport():
-    from moe_jax.training.exchange_check import BLOCK_ROWS, spreads
-
-    for devices, peers in itertools.product((2, 8), (2, 4)):
-        for counts in spreads(devices, peers, BLOCK_ROWS).values():
-            assert counts.shape == (devices, peers) and 0 <= counts.min() <= counts.max() <= BLOCK_ROWS

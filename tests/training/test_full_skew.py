@@ -13,11 +13,11 @@ import pytest
 from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
-from moe_jax.mesh.global_arrays import to_devices
-from moe_jax.models.memory import Sizes, device_bytes
-from moe_jax.replan.rejit import build_engine
+from moe_jax.models.counts import Sizes, device_bytes
+from moe_jax.parallel.global_arrays import to_devices
 from moe_jax.training.loop import compiled_peak
-from moe_jax.training.session import build_session
+from moe_jax.training.program import build_session
+from moe_jax.training.rejit import build_engine
 
 SIZES = (
     "ModelConfig.model_dim = 64", "ModelConfig.hidden_dim = 128", "MoEConfig.num_experts = 8", "MoEConfig.top_k = 1",

@@ -9,9 +9,9 @@ import pytest
 from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
-from moe_jax.mesh.global_arrays import to_devices
-from moe_jax.training.gradients import make_gradients
-from moe_jax.training.session import build_session
+from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.training.program import build_session
+from moe_jax.training.step import make_gradients
 
 SIZES = (
     "ModelConfig.layers = 1",  # so that the bank of any mesh is in the order of one device's

@@ -9,7 +9,7 @@ import pytest
 from moe_jax.config.run_config import RunConfig, check_resumable, config_text
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
-from moe_jax.training.learning_rate import build_learning_rate
+from moe_jax.training.optimizer import build_learning_rate
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import types
 import pytest
 
 from moe_jax.config import parse_run_config
-from moe_jax.distributed.hosts import Hosts
 from moe_jax.errors import UserError
+from moe_jax.training.hosts import Hosts
 from moe_jax.training.run import with_node_size
 
 DEVICES = [types.SimpleNamespace(id=i, process_index=i // 2) for i in range(8)]
@@ -30,8 +30,3 @@ def test_bound_size_wins():
     assert sized(unequal, "MeshConfig.devices_per_node = 2").devices_per_node == 2
     with pytest.raises(UserError, match=r"different numbers of devices \(\[2, 6\]\)"):
         sized(unequal)
-
-
-def test_one_process_is_one_node(capsys):
-    assert sized(Hosts()).devices_per_node == 8
-    assert capsys.readouterr().out == ""

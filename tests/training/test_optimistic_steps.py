@@ -1,6 +1,9 @@
 """Steps without later passes, and those that overflow run again: the same curves and states as complete steps give."""
 
 import re
+import threading
+import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,11 +12,17 @@ from support.ports import free_port
 from support.tiny_run import bindings_of, command, finish, run_here, start
 
 from moe_jax.config import parse_run_config
+from moe_jax.errors import UserError
+from moe_jax.models.counts import device_bytes
 from moe_jax.observe import read_metrics, summarize_run
+from moe_jax.observe.progress import with_prefix
 from moe_jax.training import stepper as stepper_module
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed
+from moe_jax.training.loop import compiled_peak
 from moe_jax.training.optimistic import MOST, WINDOW, Overflows, Programs
+from moe_jax.training.plan_cost import sizes_of
+from moe_jax.training.program import Program, build_session
 from moe_jax.training.stepper import Stepper, build_stepper
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
@@ -44,6 +53,7 @@ CASES = {
         ),
     ),
     "halves": ((3,), None, ("ModelConfig.overlap = 'halves'", "ModelConfig.stack = 'unrolled'")),
+    "prefetch": ((3,), None, ("ModelConfig.prefetch = 'pro_prophet'",)),
     "every": (range(12), None, EVERY),
     "none": ((), None, ()),
 }
@@ -93,7 +103,8 @@ def agree(stepper: Stepper, other: Stepper, records, wanted, tolerance: float):
 
 
 @pytest.mark.parametrize(
-    "case", ["now_and_then", "halves", *(pytest.param(n, marks=pytest.mark.slow) for n in ("every", "none"))]
+    "case",
+    ["now_and_then", "halves", "prefetch", *(pytest.param(n, marks=pytest.mark.slow) for n in ("every", "none"))],
 )
 def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_in_flight, float64):
     alike, poisoned, changes = CASES[case]
@@ -182,6 +193,97 @@ def test_two_processes_run_the_same_steps_again(tmp_path):
     two, one = read_metrics(tmp_path / "two"), read_metrics(tmp_path / "one")
     np.testing.assert_allclose(losses_of(two), losses_of(one), rtol=1e-5)
     assert sum(record["run_again"] for record in two) > 0
+
+
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_short_run_does_not_wait_for_its_complete_program(processes, tmp_path):
+    """It is being compiled on process 0, or waited for on process 1, when the run ends; no bucket has overflowed."""
+    changes = (SIZES[0], *SIZES[2:], "ModelConfig.layers = 1", "train.steps = 3")
+    flags, port, started = (), free_port(), []
+    for index in range(processes):
+        if processes > 1:
+            flags = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}", f"--process_id={index}"]
+        arguments = command(tmp_path, tmp_path / "run", *changes, devices=2 // processes, flags=flags)
+        module = arguments.index("-m")
+        arguments[module : module + 2] = [str(Path(__file__).with_name("slow_complete_worker.py"))]
+        started.append(start(arguments))
+    try:
+        for process in started:
+            code, out, err = finish(process)
+            assert code == 0, out[-2000:] + err[-4000:]
+        written = max(file.stat().st_mtime for file in (tmp_path / "run").rglob("*"))
+        assert time.time() - written < 5.0
+    finally:
+        for process in started:
+            process.kill()
+    assert len(read_metrics(tmp_path / "run")) == 3 and (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.parametrize("fault", ["fails", pytest.param("too_large", marks=pytest.mark.slow)])
+def test_a_complete_program_that_cannot_run_is_noticed_before_an_overflow(fault, tmp_path, monkeypatch, capsys):
+    """It is compiled behind step 3, and no bucket overflows: the run saves and stops, or goes on where it says so."""
+    begin, end, compile_train_step, read = *(threading.Event() for _ in range(2)), Program.compile_train_step, Feed.read
+
+    def compile_later(self, shape=None):
+        begin.wait(60)
+        try:
+            if fault == "fails":
+                raise RuntimeError("INTERNAL: no such instruction\nmore of it")
+            return compile_train_step(self, shape)
+        finally:
+            end.set()
+
+    def reads(self, step, *arguments):
+        if step >= 5:  # read ahead of the step, by two at most
+            begin.set()
+            end.wait(60)
+        return read(self, step, *arguments)
+
+    monkeypatch.setattr(Program, "compile_train_step", compile_later)
+    monkeypatch.setattr(Feed, "read", reads)
+    monkeypatch.setattr(Program, "is_optimistic", lambda self, shape=None: True)  # None is, as on GPUs
+    if fault == "too_large":
+        monkeypatch.setattr("moe_jax.training.loop.device_memory", lambda devices: 1000)
+    said = {
+        "fails": r"could not be compiled \(INTERNAL: no such instruction\)",
+        "too_large": r"needs \S+B of each device's memory, which has 1.00kB",
+    }[fault]
+    mesh = ("MeshConfig.data = 4", "MeshConfig.expert = 2", "train.learning_rate = 1e-6")
+    changes = ("ModelConfig.layers = 1", *SIZES[2:], *mesh, "train.steps = 400")
+    with pytest.raises(UserError, match=rf"^step \d+: the complete program {said}, so .*; saved and stopped; [^\n]*$"):
+        run_here(tmp_path, tmp_path / "run", *changes)
+    folder = Checkpointer(tmp_path / "run" / "checkpoints", keep=1)
+    stopped = folder.latest()
+    end.clear()
+    assert 3 <= stopped < 400 and len(read_metrics(tmp_path / "run")) == stopped
+    assert "goes on" not in capsys.readouterr().out
+    steps = f"train.steps = {stopped + 8}"
+    assert run_here(tmp_path, tmp_path / "run", *changes, "train.optimistic = True", steps)
+    out = capsys.readouterr().out
+    assert len(re.findall(rf"step \d+: the complete program {said}, so .*; it goes on until then", out)) == 1
+
+
+def test_memory_of_the_complete_program_is_counted_and_shown(tmp_path, capsys):
+    """Large experts and few tokens, without a planner: what later passes take, by the compiler and as predicted."""
+    sizes = (
+        "ModelConfig.model_dim = 64",
+        "ModelConfig.hidden_dim = 256",
+        "MeshConfig.data = 2",
+        "MeshConfig.expert = 4",
+    )
+    changes = ("train.optimistic = True", "MoEConfig.bucket_slack = 1.25", *sizes)
+    config, _, _ = parse_run_config((), bindings_of(tmp_path, *changes, "train.steps = 1"))
+    session = build_session(config, jax.devices())
+    common, complete = (compiled_peak(session_compile()[0]) for session_compile in (
+        session.compile_common_step, session.compile_train_step
+    ))  # fmt: skip
+    more = device_bytes(sizes_of(config), session.roles).overflow
+    assert (complete - common) / 2 < more < 2 * (complete - common)
+    assert run_here(tmp_path, tmp_path / "run", *changes, "train.steps = 1")
+    line = r"step 0: optimistic steps take (\S+)B of a device's memory, and where a bucket overflows about (\S+)B, .*"
+    out = capsys.readouterr().out
+    assert re.search(line, out).groups() == (with_prefix(common), with_prefix(common + more))
+    assert out.index("optimistic steps take") < out.index("step 1/1 |")
 
 
 def test_overflow_is_rare_or_not_by_the_last_steps_that_are_known():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from moe_jax.config.train_config import OPTIMIZERS, TrainConfig
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.moe import MoEConfig
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.optimizer import build_optimizer, decays
 
 # Every leaf of a model that has them all: pairs of a dense and an MoE block, SwiGLU, learned positions.

@@ -1,22 +1,26 @@
 """Every optimizer by name: updates by hand, the same numbers on any mesh, a state that moves with its experts."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.tiny_run import run_here
 
 from moe_jax.config.train_config import OPTIMIZERS, TrainConfig
 from moe_jax.errors import UserError
-from moe_jax.mesh import MeshConfig, build_mesh
 from moe_jax.models import LanguageModel, ModelConfig
-from moe_jax.models.leaf_names import flatten, is_bank
-from moe_jax.models.memory import Sizes, moment_layout
+from moe_jax.models.counts import Sizes, moment_layout
+from moe_jax.models.segments import flatten, is_bank
 from moe_jax.moe import MoEConfig
-from moe_jax.placement import Placement, bank_rows
-from moe_jax.replan.reshard import reshard
+from moe_jax.moe.routers import RouterInputs, build_router
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.planning.placement import Placement, bank_rows
+from moe_jax.training.bank_order import reshard
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.optimizer import build_optimizer, muon_dims, state_bytes
+from moe_jax.training.optimizer import build_optimizer, line_on_gates, muon_dims, state_bytes
 from moe_jax.training.step import abstract_state, build_state_shardings
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
@@ -87,6 +91,50 @@ def test_adafactor_takes_each_matrix_by_itself():
     np.testing.assert_allclose(factors["v_row"], np.broadcast_to(scale[:, 0] ** 2, (4, 8)), rtol=1e-6)
     np.testing.assert_allclose(factors["v_col"], np.broadcast_to(scale[:, 0] ** 2, (4, 16)), rtol=1e-6)
     assert factors["v"].shape == (4, 1)
+
+
+LION = {"aux_loss_weight": 0.0, "z_loss_weight": 0.0}
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [{}, {"top_k": 1}, {"top_k": 1, "renormalize": False}, {"renormalize": False}, {"top_k": 1, "router": "switch"}],
+    ids=str,
+)
+def test_lion_says_that_it_moves_gates_on_noise(layer):
+    """It says so where gradients that are zero in exact arithmetic are not in float32, and Lion's updates of them
+    are as large as any."""
+    moe, rng = MoEConfig(num_experts=EXPERTS, **LION, **layer), np.random.default_rng(0)
+    x, cotangent = rng.normal(size=(6, 16)), rng.normal(size=(6, moe.top_k))
+    w_gate = rng.normal(size=(16, EXPERTS)) * np.where(np.arange(EXPERTS) < 3, 0.01, 1.0)  # three rarely chosen
+
+    def gradient(dtype):
+        def weighted(w_gate):
+            choice, _ = build_router(moe).choose(jnp.asarray(x, dtype), {"w_gate": w_gate}, RouterInputs())
+            return jnp.sum(choice.weights * cotangent), choice.expert_ids
+
+        grad, ids = jax.grad(weighted, has_aux=True)(jnp.asarray(w_gate, dtype))
+        return grad, np.isin(np.arange(EXPERTS), ids)
+
+    with jax.enable_x64(True):
+        exact, chosen = gradient(jnp.float64)
+    grad, _ = gradient(jnp.float32)
+    assert not chosen.all()
+    zero = np.abs(exact) < 1e-14
+    assert zero.all(axis=0).tolist() in ([False] * EXPERTS, (~chosen).tolist(), [True] * EXPERTS)
+    config = config_of("lion", **NO_DECAY)
+    updates, _ = one_update(config, {"gate": jnp.asarray(w_gate, jnp.float32)}, {"gate": grad})
+    moved = np.abs(updates["gate"])[zero]
+    assert bool(line_on_gates(config, [moe])) == bool(moved.any())
+    assert not moved.any() or moved.max() == np.float32(0.1)
+    assert not line_on_gates(config, [dataclasses.replace(moe, z_loss_weight=0.001)])
+    assert not line_on_gates(config_of("adamw"), [moe])
+
+
+def test_a_run_says_it_at_its_start(tmp_path, capsys):
+    losses = ("MoEConfig.aux_loss_weight = 0.0", "MoEConfig.z_loss_weight = 0.0", "ModelConfig.layers = 1")
+    run_here(tmp_path, tmp_path / "run", *losses, "train.optimizer = 'lion'", "train.steps = 1")
+    assert "train.optimizer 'lion' moves every entry" in capsys.readouterr().out
 
 
 def test_lion_takes_the_sign():

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from moe_jax.config.distillation_config import DistillationConfig
+from moe_jax.cluster.targets import parse_target
 from moe_jax.config.run_config import RunConfig
-from moe_jax.inspection import parse_target
-from moe_jax.mesh import MeshConfig
-from moe_jax.mesh.abstract import build_abstract_roles
+from moe_jax.config.train_config import DistillationConfig
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
+from moe_jax.parallel.abstract import build_abstract_roles
+from moe_jax.parallel.mesh import MeshConfig
 from moe_jax.training.overlap_choice import layer_seconds, settle_overlap, why_not_halves
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from support.tiny_run import run_here
 
+from moe_jax.analysis.replay_inputs import GivenFlags, build_inputs
 from moe_jax.errors import NonFiniteError, UserError
 from moe_jax.observe import read_loads, read_metrics
-from moe_jax.replay.inputs import GivenFlags, build_inputs
 from moe_jax.training.checkpoint import Checkpointer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")

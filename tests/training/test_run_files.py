@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from moe_jax.config import parse_run_config
-from moe_jax.distributed.hosts import Hosts
 from moe_jax.observe import read_metrics
+from moe_jax.training.hosts import Hosts
 from moe_jax.training.run import RunOptions, run
 
 STEPS = 30

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from support.tiny_run import bindings_of, run_here
 
+from moe_jax.analysis.dry_run import dry_run
+from moe_jax.analysis.replay_inputs import GivenFlags, build_inputs
 from moe_jax.config import parse_run_config
-from moe_jax.dry_run import dry_run
 from moe_jax.errors import UserError
-from moe_jax.mesh.global_arrays import to_devices
 from moe_jax.observe import read_metrics
-from moe_jax.observe.load_trace import read_loads
-from moe_jax.replay.inputs import GivenFlags, build_inputs
+from moe_jax.observe.loads import read_loads
+from moe_jax.parallel.global_arrays import to_devices
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.session import build_session
+from moe_jax.training.program import build_session
 
 PYRAMID = (
     "ModelConfig.layers = 3",

@@ -1,10 +1,19 @@
 """Two real processes whose programs process 0 compiles: handed out, not to be handed out, failed, never done."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import jax
+from support.tiny_run import bindings_of
+
+from moe_jax.config import parse_run_config
+from moe_jax.training import compiling
+from moe_jax.training.program import Program
+from moe_jax.training.stepper import build_stepper
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +41,7 @@ def test_one_process_compiles_for_two():
     assert said[0] == [
         *ran,
         "compiled: ['handed out by handed out', 'each by each', 'once more by once more']",
+        *2 * ["moved [0, 1, 2, 3, 4, 5, 6, 7] 1"],
         "held: 1",  # all that both have read are deleted
         "failed: UserError the mesh (3) does not fit",
         "end 1.0",
@@ -39,8 +49,32 @@ def test_one_process_compiles_for_two():
     assert said[1] == [
         *ran,
         'compiled: ["each by process 0\'s text", "once more by process 0\'s text"]',
+        *2 * ["moved [0, 1, 2, 3, 4, 5, 6, 7] 0"],
         "failed: UserError process 0 could not compile this program: the mesh (3) does not fit",
         "failed: HostLostError process 0 did not hand out its compiled program within 0.5 s; see its log",
         "end 1.0",
     ]
     assert "cannot be handed to the other processes (ZeroDivisionError: division by zero)" in done[0][1]
+
+
+def test_the_move_of_experts_is_compiled_for_all(tmp_path, monkeypatch):
+    """Homes move often; options as GPUs have them, which say that a program is shared."""
+    changes = (
+        "MeshConfig.expert = 4", "PlannerConfig.name = 'eplb'", "PlannerConfig.interval = 2",
+        "PlannerConfig.swap_after = 2", "ModelConfig.layers = 1",
+        "PlannerConfig.cluster = 'configs/cluster/host_devices.gin'",
+    )  # fmt: skip
+    shared, compile_for_all = [], compiling.compile_for_all
+
+    def spy(lowered, *others):
+        shared.append(re.search(r"module @(\w+)", lowered.as_text())[1])
+        return compile_for_all(lowered, *others)
+
+    monkeypatch.setattr(compiling, "compile_for_all", spy)
+    monkeypatch.setattr(Program, "compiler_options", lambda self: {"xla_embed_ir_in_executable": "False"})
+    config, _, _ = parse_run_config((), bindings_of(tmp_path, *changes))
+    stepper = build_stepper(config, jax.devices()[:4])
+    records = stepper.run(8)
+    stepper.engine.close()
+    assert sum("reshard_seconds" in record for record in records) > 1
+    assert shared == ["jit_move"]  # at the first move; evaluations, which are shared too, are the loop's

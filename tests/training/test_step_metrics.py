@@ -56,15 +56,8 @@ def test_step_record():
         "loads": loads,
         "gate_entropy": np.float32([1.0, 0.5]),
     }
-    arguments = {
-        "seconds": 0.5,
-        "tokens": 8,
-        "choices": 32,  # 8 tokens, 2 each, 2 layers
-        "flops": 100.0,
-        "peak_device_bytes": None,
-        "homes": [(np.array([[0, 0, 1, 1]]), 2), (np.array([[0, 1, 0, 1]]), 2)],  # two segments of a layer each
-    }
-    record = step_record(metrics, compile_seconds=None, **arguments)
+    homes = [(np.array([[0, 0, 1, 1]]), 2), (np.array([[0, 1, 0, 1]]), 2)]  # two segments of a layer each
+    record = step_record(metrics, 32, homes)  # 8 tokens, 2 each, 2 layers
     assert record.pop("passes") is metrics["passes"] and record.pop("gate_entropy") is metrics["gate_entropy"]
     # layer 0: devices compute 6 and 10 of 16; layer 1: 16 and 0
     np.testing.assert_array_equal(record.pop("device_load_max_over_mean"), [10 / 8, 2])
@@ -75,11 +68,6 @@ def test_step_record():
         "z_loss": 0.5,
         "learning_rate": 0.25,
         "grad_norm": 4.0,
-        "tokens_per_second": 16.0,
-        "model_flops_per_second": 200.0,
-        "step_seconds": 0.5,
-        "peak_device_bytes": None,
         "dropped_fraction": 4 / 32,
         "overflow_steps": 1,
     }
-    assert step_record(metrics, compile_seconds=1.5, **arguments)["compile_seconds"] == 1.5

@@ -1,0 +1,1 @@
+"""Compiled programs read and reported, planners replayed over traces, devices timed."""

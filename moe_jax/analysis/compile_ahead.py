@@ -1,0 +1,249 @@
+"""Compile the training step of a run for devices that need not be present, and return the compiler's output.
+
+Inputs: a RunConfig, and a target or the devices of this machine. Outputs: a `Compiled`: scheduled text, bytes per
+device, seconds. The step is the one that training runs; no array is made and no data is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import tempfile
+import time
+
+import numpy as np
+
+from moe_jax.cluster.costs import Buckets
+from moe_jax.cluster.targets import Target, check_mesh
+from moe_jax.config.run_config import RunConfig
+from moe_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """The output of the compiler.
+
+    Attributes:
+      text: the scheduled program; memory: bytes per device by kind.
+      lower_seconds: tracing and lowering; compile_seconds: the compiler alone.
+      options: that the compiler was given; guided: whether its scheduler was given modelled seconds.
+      mesh: axis -> size; resolved: what 'auto' is on these devices, by binding.
+      plan: shape of the plans that the step takes, None without a planner; plan_shape: the same in words.
+      executable: to run, where the devices are real; common: whether it is the common program of optimistic steps.
+      buckets: of the program's exchanges; model_flops: of one step on one device, without recomputation and padding.
+      thunks: (sequence, metadata) as XLA dumps what it launches, None where it was not asked or does not (CPUs).
+    """
+
+    text: str
+    memory: dict[str, int]
+    lower_seconds: float
+    compile_seconds: float
+    options: dict[str, str]
+    guided: bool
+    mesh: dict[str, int]
+    resolved: dict[str, str | bool]
+    plan: object
+    plan_shape: str
+    executable: object
+    common: bool
+    buckets: tuple[Buckets, ...]
+    model_flops: float
+    thunks: tuple[str, str] | None
+
+
+def prepare_process() -> None:
+    """Let jax start on a machine without a GPU although the CUDA plugin is installed; before jax is imported."""
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else the compiler warns that nothing was tuned
+
+
+def described_devices(target: Target) -> list:
+    """Return the devices of a topology that exists as a description only, in the order of their ids."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=target.name, topology=target.topology, target_config=target.config
+    )
+    return sorted(topology.devices, key=lambda device: device.id)
+
+
+def on_target(config: RunConfig, target: Target) -> RunConfig:
+    """Return the config with the target's node boundary.
+
+    Raises:
+      UserError: a mesh that does not fit the topology, or a dtype that the device does not multiply.
+    """
+    check_mesh(target, config.mesh)
+    target.check_dtype(config.model.dtype)
+    return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=target.per_node))
+
+
+def compile_step(
+    config: RunConfig, devices: list, *, skew: float, options: dict[str, str], real: bool, bare: bool = False,
+    complete: bool = False, dump: bool = False,
+) -> Compiled:  # fmt: skip
+    """Compile the training step; of optimistic steps the common program.
+
+    Args:
+      config: of the run, with its mesh on these devices.
+      devices: real or described.
+      skew: of the loads that a planner is shown, see `skewed_loads`.
+      options: compiler options beside those that training sets.
+      real: whether the devices can run the program; if not, kernels are not tuned.
+      bare: leave out those that training sets, and its guidance of the scheduler.
+      complete: of optimistic steps the complete program.
+      dump: return thunks too. The compiler then writes all that it makes into a passing folder, and JAX's compilation
+        cache does not find the program again.
+
+    Raises:
+      UserError: what training itself would refuse, or an option that the compiler does not have.
+    """
+    from moe_jax.analysis.stated_buckets import stated_buckets
+    from moe_jax.models.counts import training_flops_per_token
+    from moe_jax.models.segments import joined
+    from moe_jax.training.compiling import compile_guided
+    from moe_jax.training.program import build_program
+
+    program = build_program(config, devices)
+    plans = planned_shapes(program.config, program.roles, skew)
+    shape = None if plans is None else joined(plans)
+    started = time.monotonic()
+    common = not complete and program.is_optimistic(shape)
+    lowered = program.trace_step(shape, common).lower()
+    lowered_at = time.monotonic()
+    untuned = {} if real else {"xla_gpu_autotune_level": "0"}
+    options = {**untuned, **({} if bare else program.compiler_options()), **options}
+    try:
+        guide = None if bare else program.guiding_target()
+        with tempfile.TemporaryDirectory(prefix="moe_jax_dump_") as folder:
+            dumping = dump_options(devices, folder) if dump else {}
+            executable = compile_guided(lowered, {**options, **dumping}, guide)
+            thunks = dumped_thunks(pathlib.Path(folder))
+    except Exception as error:
+        what = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+        if what.startswith(("No such compile option", "While setting option")):
+            raise UserError(
+                f"--compiler_option: {what}; leave it out, or see what this jax's compiler knows"
+            ) from error
+        raise
+    compiled_at = time.monotonic()
+    return Compiled(
+        text=executable.as_text(),
+        memory=memory_of(executable),
+        lower_seconds=lowered_at - started,
+        compile_seconds=compiled_at - lowered_at,
+        options=options,
+        guided=guide is not None,
+        mesh=dict(program.roles.mesh.shape),
+        resolved=program.resolved(),
+        plan=shape,
+        plan_shape="" if shape is None else describe_shape(shape),
+        executable=executable if real else None,
+        common=common,
+        buckets=stated_buckets(program.config, program.roles, plans),
+        model_flops=training_flops_per_token(
+            program.config.model, program.config.moe, program.model.vocab_size, config.data.sequence_length
+        )
+        * program.tokens_per_step
+        / len(devices),
+        thunks=thunks,
+    )
+
+
+def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
+    """Return {segment: `PlanShape`} of the plans for loads of this skew, see `skewed_loads`; None without a planner."""
+    from moe_jax.training.plan_cost import segment_runs
+    from moe_jax.training.replanner import Replanner
+
+    if config.planner.name == "none":
+        return None
+    found = {}
+    for name in segment_runs(config, roles):
+        replanner = Replanner(config, roles, name)
+        loads = skewed_loads(replanner, config.train.batch_size * config.data.sequence_length, skew)
+        found[name], _ = replanner.planned(loads)
+    return found
+
+
+def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[Buckets, ...]:
+    """Return the buckets of a run on described devices, of which nothing but their number and rates is needed."""
+    from moe_jax.analysis.stated_buckets import stated_buckets
+    from moe_jax.models.segments import expert_counts
+    from moe_jax.parallel.abstract import build_abstract_roles
+    from moe_jax.training.overlap_choice import settle_overlap
+
+    counts = expert_counts(config.model, config.moe, config.mesh, target.devices)
+    roles = build_abstract_roles(config.mesh, target.devices, counts)
+    config = settle_overlap(config, roles, target)
+    return stated_buckets(config, roles, planned_shapes(config, roles, skew))
+
+
+def dump_options(devices: list, folder: str) -> dict[str, str]:
+    """Return the compiler options by which a compilation for GPUs leaves its thunks in a folder; {} on CPUs."""
+    return {"xla_dump_to": folder} if devices[0].platform in ("gpu", "cuda") else {}
+
+
+def dumped_thunks(folder: pathlib.Path) -> tuple[str, str] | None:
+    """Return (sequence, metadata) of the program that was compiled last into a folder, None where there is none."""
+    ending = ".thunk_sequence_after_thunk_passes.txt"
+    files = sorted(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_mtime_ns)
+    if not files:
+        return None
+    metadata = files[-1].with_name(files[-1].name.removesuffix(ending) + ".thunk_metadata.txt")
+    return files[-1].read_text(encoding="utf-8"), metadata.read_text(encoding="utf-8") if metadata.exists() else ""
+
+
+def memory_of(executable) -> dict[str, int]:
+    """Return bytes per device: arguments, outputs, outputs that reuse arguments, temporaries, and the peak of them."""
+    stats = executable.memory_analysis()
+    if stats is None:
+        return {}
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    reused, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+    return {
+        "arguments": arguments,
+        "outputs": outputs,
+        "reused": reused,
+        "temporaries": temporaries,
+        "peak": arguments + outputs - reused + temporaries,
+    }
+
+
+def skewed_loads(replanner, tokens: int, skew: float) -> np.ndarray:
+    """Return made-up counts int64 [L, D, E] of one step's tokens: the expert of rank r gets a share of (r + 1)^-skew.
+
+    The order of the experts differs from layer to layer and is the same in every run of the command; all sources are
+    alike, and each layer's counts add up to K times the tokens.
+
+    Args:
+      replanner: of the segment whose layers, devices and experts these are.
+    """
+    start = replanner.start
+    layers, experts, sources = start.layers, start.experts, start.devices
+    share = np.arange(1, experts + 1, dtype=np.float64) ** -skew
+    choices = tokens * replanner.config.moe.top_k // sources
+    counts = np.floor(choices * share / share.sum()).astype(np.int64)
+    counts[: choices - counts.sum()] += 1
+    order = np.random.default_rng(0)
+    rows = [counts[order.permutation(experts)] for _ in range(layers)]
+    return np.repeat(np.stack(rows)[:, None], sources, axis=1)
+
+
+def describe_shape(shape) -> str:
+    """Return in words what a plan's program is compiled for, of several segments one after the other."""
+    if isinstance(shape, dict):
+        return "; ".join(f"{name}: {describe_shape(own)}" for name, own in shape.items())
+    parts = [f"{shape.home_slots} home and {shape.replica_slots} replica slots a device and layer"]
+    for name, transfer in (("ahead", shape.ahead), ("late", shape.late)):
+        if transfer is not None:
+            sent = transfer.sent()
+            form = f"by node, {transfer.crossing} crossing" if transfer.by_node else "flat"
+            parts.append(
+                f"transfer {name} {form} of {transfer.offers} offers into {transfer.slots} slots, {sum(sent):.3g} "
+                f"experts sent by a device, {sent.across:.3g} of them to other nodes"
+            )
+    rows = shape.bucket_rows
+    sizes = "the default" if rows is None else f"{rows.own} (own), {rows.node} (same node) and {rows.far} (other nodes)"
+    return ", ".join([*parts, f"buckets of {sizes} rows"])

@@ -1,0 +1,292 @@
+"""The inputs of a replay: from the flags, else from the trace, else a default.
+
+Inputs: the flags that were given, and the path of a trace or of a run folder. Outputs: `ReplayInputs`, the trace's
+samples of one mesh with the model's sizes and a cluster of as many devices; `messages` tell the user where each figure
+comes from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from moe_jax.cluster import Cluster, read_cluster, read_named_cluster
+from moe_jax.cluster.layer_seconds import matrices_of, preceding_flops
+from moe_jax.errors import UserError
+from moe_jax.observe.loads import LoadsOrigin, LoadsTrace, read_loads
+from moe_jax.observe.run_folder import RunFolder
+
+MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES = 1024, 2048, 4  # of a trace file without its run's sizes
+TOP_K = 2  # of a trace that does not say
+# where neither a flag nor the trace says; a dense FFN has 4 M
+LAYER = {"activation": "gelu", "expert_shards": 1, "moe_every": 1, "sequence_length": 1024}
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+# Where no cluster is named; the figures of configs/cluster/flat_3gbs_30tflops.gin, which need not be installed.
+DEFAULT_CLUSTER = Cluster(name="flat_3gbs_30tflops", flat=True, intra_bandwidth=3e9, flops=30e12)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GivenFlags:
+    """The flags that decide the inputs; None where a flag was not given."""
+
+    trace: str | None
+    segment: int | None = None
+    cluster: str | None = None
+    nodes: int | None = None
+    devices_per_node: int | None = None
+    model_dim: int | None = None
+    hidden_dim: int | None = None
+    dtype_bytes: int | None = None
+    activation: str | None = None
+    expert_shards: int | None = None
+    moe_every: int | None = None
+    dense_hidden_dim: int | None = None
+    sequence_length: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayInputs:
+    """Everything about the trace, the model and the machines.
+
+    Attributes:
+      path: of the trace file.
+      trace: samples of one mesh, loads int64 [Nt, L, S, E].
+      cluster: of S devices, which have their part of links that expert shards share.
+      model_dim, hidden_dim, dtype_bytes: M, F, and bytes of one number.
+      activation, expert_shards: of an expert, whose F is split over N_ESP devices.
+      moe_every, dense_hidden_dim, sequence_length: of what precedes an MoE layer.
+      top_k: K of the run, None where the trace does not say.
+      messages: lines for the user.
+    """
+
+    path: Path
+    trace: LoadsTrace
+    cluster: Cluster
+    model_dim: int
+    hidden_dim: int
+    dtype_bytes: int
+    activation: str
+    expert_shards: int
+    moe_every: int
+    dense_hidden_dim: int
+    sequence_length: int
+    top_k: int | None
+    messages: tuple[str, ...]
+
+
+def build_inputs(given: GivenFlags) -> ReplayInputs:
+    """Return what a replay runs with.
+
+    Raises:
+      UserError: a flag is missing whose value the trace does not have, or what is given does not fit together.
+    """
+    if given.trace is None:
+        raise UserError("--trace is missing; give a run folder, or the path of an npz file with loads")
+    path = trace_path(given.trace)
+    recorded = read_loads(path)
+    if not recorded.loads.size:
+        raise UserError(f"{path}: loads {list(recorded.loads.shape)} is empty; give a trace with samples")
+    trace, messages = one_mesh(recorded, given)
+    origin = trace.origins[-1] if trace.origins else None
+    trace, origin = one_segment(trace, origin, given.segment, path)
+    if origin is None:
+        if given.cluster is None:
+            raise UserError(f"--cluster is missing; give a path, for {path.name} does not say which run it is of")
+        model_dim, hidden_dim, dtype_bytes = MODEL_DIM, HIDDEN_DIM, DTYPE_BYTES
+    else:
+        if origin.dtype not in BYTES and given.dtype_bytes is None:
+            raise UserError(f"{path}: dtype {origin.dtype!r} is unknown; give --dtype_bytes, the bytes of one number")
+        model_dim, hidden_dim, dtype_bytes = origin.model_dim, origin.hidden_dim, BYTES.get(origin.dtype, 0)
+        messages.append(
+            f"trace: M {model_dim}, F {hidden_dim}, K {origin.top_k}, {origin.dtype}, mesh {origin.describe_mesh()}, "
+            f"{origin.devices_per_node} devices of an expert-parallel group on a node"
+        )
+    cluster = find_cluster(given, origin, trace.loads.shape[2], path, messages)
+    model_dim = model_dim if given.model_dim is None else given.model_dim
+    layer = _layer(given, origin, model_dim)
+    return ReplayInputs(
+        path=path,
+        trace=trace,
+        cluster=cluster.part_of(layer["expert_shards"]),
+        model_dim=model_dim,
+        hidden_dim=hidden_dim if given.hidden_dim is None else given.hidden_dim,
+        dtype_bytes=dtype_bytes if given.dtype_bytes is None else given.dtype_bytes,
+        **layer,
+        top_k=None if origin is None else origin.top_k,
+        messages=tuple(messages),
+    )
+
+
+def _layer(given: GivenFlags, origin: LoadsOrigin | None, model_dim: int) -> dict:
+    """Return the sizes of the layer that ran, and of what precedes it, by the names of `ReplayInputs`.
+
+    Raises:
+      UserError: one is below 1.
+    """
+    found = {}
+    for name, default in {**LAYER, "dense_hidden_dim": 4 * model_dim}.items():
+        flag, recorded = getattr(given, name), getattr(origin, name, None)
+        found[name] = flag if flag is not None else recorded or default
+        if name != "activation" and found[name] < 1:
+            raise UserError(f"--{name} ({found[name]}) must be at least 1")
+    return found
+
+
+def layer_of(given: ReplayInputs) -> dict:
+    """Return the fields of `Cost` that say which layer ran, and on which links."""
+    return {
+        "cluster": given.cluster,
+        "model_dim": given.model_dim,
+        "hidden_dim": given.hidden_dim,
+        "matrices": matrices_of(given.activation),
+        "shards": given.expert_shards,
+        "dtype_bytes": given.dtype_bytes,
+        "param_bytes": max(4, given.dtype_bytes),  # parameters at home are float32 at least
+    }
+
+
+def attention_seconds(given: ReplayInputs) -> tuple[float, str]:
+    """Return the modelled forward seconds of what precedes an MoE layer, for one device's tokens, and what to say.
+
+    The cluster must have FLOP/s.
+    """
+    top_k, loads = given.top_k or TOP_K, given.trace.loads
+    tokens = loads.sum(axis=(2, 3)).mean() / loads.shape[2] / top_k / given.expert_shards
+    work = preceding_flops(
+        model_dim=given.model_dim,
+        length=given.sequence_length,
+        moe_every=given.moe_every,
+        matrices=matrices_of(given.activation),
+        dense_hidden_dim=given.dense_hidden_dim,
+    )
+    seconds = float(tokens * work / given.cluster.need("flops", "replay"))
+    blocks = (
+        "" if given.moe_every == 1 else f" of {given.moe_every} blocks and the dense FFN of F {given.dense_hidden_dim}"
+    )
+    return seconds, (
+        f"attention: {seconds:.4g} s forward{blocks}, modelled from {tokens:.0f} tokens a device (top-{top_k}), M "
+        f"{given.model_dim} and --sequence_length {given.sequence_length}; --attention_seconds gives a measured one"
+    )
+
+
+def trace_path(trace: str) -> Path:
+    """Return the trace file of a path that names it, or the run folder that it is in."""
+    path = Path(trace).expanduser()
+    if not path.is_dir():
+        return path
+    loads = RunFolder(path, create=False).loads
+    if not loads.exists():
+        raise UserError(
+            f"{path} has no {loads.name}, so --trace must name another run folder or an npz file; a run writes "
+            f"{loads.name} when it ends or is stopped, unless train.loads_every = 0"
+        )
+    return loads
+
+
+def one_mesh(recorded: LoadsTrace, given: GivenFlags) -> tuple[LoadsTrace, list[str]]:
+    """Return the samples of one mesh, without the zeros that fill them up, and what there is to say of it.
+
+    A run that was resumed on other meshes has samples of several: those with as many sources as the flags ask devices
+    for are taken, else those of the newest mesh.
+    """
+    loads, sources, origins = recorded.loads.astype(np.int64), recorded.sources, recorded.origins
+    if sources is None:
+        sources = np.full(len(loads), loads.shape[2])
+    meshes = [(int(S), o.mesh if o else None) for S, o in zip(sources, origins or [None] * len(loads), strict=True)]
+    wanted = meshes[-1]
+    if given.nodes is not None and given.devices_per_node is not None:
+        devices = given.nodes * given.devices_per_node
+        wanted = next((mesh for mesh in reversed(meshes) if mesh[0] == devices), wanted)
+    taken = np.flatnonzero([mesh == wanted for mesh in meshes])
+    messages = []
+    if len(taken) < len(loads):
+        messages.append(
+            f"trace: {len(taken)} of {len(loads)} samples, those of one mesh with {wanted[0]} sources; --nodes and "
+            "--devices_per_node choose another of the run's meshes"
+        )
+    trace = LoadsTrace(
+        loads[taken][:, :, : wanted[0]],
+        recorded.iterations[taken],
+        sources[taken],
+        tuple(origins[index] for index in taken) if origins else (),
+    )
+    return trace, messages
+
+
+def one_segment(
+    trace: LoadsTrace, origin: LoadsOrigin | None, wanted: int | None, path: Path
+) -> tuple[LoadsTrace, LoadsOrigin | None]:
+    """Return the samples of one segment of the model, and the run as if its layers were all those of the segment.
+
+    Args:
+      wanted: its number, from 0; None where the trace has one.
+
+    Raises:
+      UserError: a trace of several segments of which none was named, or one that is not there.
+    """
+    segments = origin.segments if origin is not None else ()
+    if wanted is not None and not 0 <= wanted < max(len(segments), 1):
+        raise UserError(f"--segment ({wanted}) must lie in 0..{max(len(segments), 1) - 1}, the segments of {path}")
+    if origin is None or not segments:
+        return trace, origin
+    if wanted is None and len(segments) > 1:
+        listed = "; ".join(f"{index}: {own[0]} MoE layers of {own[1]} experts" for index, own in enumerate(segments))
+        raise UserError(f"{path} is of a model with {len(segments)} segments ({listed}); name one by --segment=0")
+    index = wanted or 0
+    layers, experts, hidden_dim, top_k = segments[index]
+    first = sum(own[0] for own in segments[:index])
+    moe_every, dense_hidden_dim = origin.preceding[index]
+    own_origin = dataclasses.replace(
+        origin,
+        hidden_dim=hidden_dim,
+        top_k=top_k,
+        moe_every=moe_every,
+        dense_hidden_dim=dense_hidden_dim,
+        segments=(segments[index],),
+        preceding=(origin.preceding[index],),
+    )
+    sources = min(own_origin.sources, trace.loads.shape[2])
+    if sources % origin.devices_per_node:
+        own_origin = dataclasses.replace(own_origin, devices_per_node=sources)
+    loads = trace.loads[:, first : first + layers, :sources, :experts]
+    return trace._replace(loads=loads), own_origin
+
+
+def find_cluster(
+    given: GivenFlags, origin: LoadsOrigin | None, sources: int, path: Path, messages: list[str]
+) -> Cluster:
+    """Return the cluster of the flag, of the run, or the default one, with as many devices as the trace has sources.
+
+    Sizes come from the flags, then from the file that --cluster names, then from the trace.
+    """
+    if given.cluster is not None:
+        cluster = read_cluster(given.cluster).sized(given.nodes, given.devices_per_node)
+    else:
+        cluster = DEFAULT_CLUSTER
+        if origin is not None and origin.cluster:
+            try:
+                cluster = read_named_cluster(origin.cluster)
+            except UserError as error:
+                raise UserError(f"{path}: the run's cluster cannot be read ({error}); give --cluster") from error
+            messages.append(f"cluster: {cluster.name}, which the run named")
+        else:
+            messages.append(
+                f"cluster: {cluster.name} (every device on a link of {cluster.intra_bandwidth:g} bytes/s, "
+                f"{cluster.flops:g} FLOP/s), assumed because the run named none; --cluster names one"
+            )
+        cluster = dataclasses.replace(cluster, nodes=given.nodes, devices_per_node=given.devices_per_node)
+    nodes, per_node = cluster.nodes, cluster.devices_per_node
+    if origin is not None:
+        if per_node is None and nodes is not None:
+            per_node = sources // nodes or None
+        elif per_node is None:
+            per_node = origin.devices_per_node
+        if nodes is None and per_node is not None:
+            nodes = sources // per_node or 1
+        cluster = cluster.sized(nodes, per_node)
+    for field in ("nodes", "devices_per_node"):
+        cluster.need(field, f"replay (or set --{field})")
+    cluster.check_devices(sources, f"trace {path.name}")
+    return cluster

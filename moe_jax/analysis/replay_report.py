@@ -1,0 +1,275 @@
+"""Replayed planners: balance, bytes, modelled seconds, costs of the original systems; tables and pictures.
+
+Seconds are None where the cluster leaves a figure absent that the model needs. matplotlib is imported when a picture is
+drawn, never before. Letters: docs/notation.md; n samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import numpy as np
+
+from moe_jax.analysis.simulate import Records, split_name
+from moe_jax.planning.balancer import BALANCERS
+from moe_jax.planning.block_schedule import Prefetch
+from moe_jax.planning.cost import Cost
+
+WARM = 10  # in the first nine samples a plan from the past hardly helps: report without them too
+
+
+def imbalance(records: Records) -> np.ndarray:
+    """Return max over mean of the device loads: [n, L]; a layer without tokens is even."""
+    mean = records.computed.mean(axis=2)
+    return np.where(mean > 0, records.computed.max(axis=2) / np.where(mean > 0, mean, 1.0), 1.0)
+
+
+def summarize(records: Records, base: Records, cost: Cost) -> dict:
+    """Return the numbers of one planner; `base` holds plain expert parallelism over the same samples."""
+    ratio = imbalance(records)
+    warm = ratio[records.sample >= WARM]
+    spread, before = records.computed.std(axis=2).mean(), base.computed.std(axis=2).mean()
+    replicas = records.expert_replicas.sum(axis=2)
+    chunks = (records.expert_replicas > 0).mean(axis=2)
+    layers, devices = records.computed.shape[1:]
+    transfer = 2 * replicas * cost.expert_bytes
+    search = records.search / layers
+    return {
+        "max_over_mean": _number(ratio.mean()),
+        "max_over_mean_p95": _number(np.percentile(ratio, 95)),
+        "max_over_mean_from_10": _number(warm.mean()) if warm.size else None,
+        "max_over_mean_p95_from_10": _number(np.percentile(warm, 95)) if warm.size else None,
+        "rb": _number(before / max(spread, 1e-9)),
+        "replicas_per_layer": _number(replicas.mean()),
+        "replicas_per_device": _number(replicas.mean() / devices),
+        "replicas_most": int(records.device_replicas.max(initial=0)),
+        "bytes_moved": _number((transfer + records.moved * cost.state_bytes).sum(axis=1).mean()),
+        "lambda": _number(chunks.mean()),
+        "lambda_per_layer": [_number(value) for value in chunks.mean(axis=0)],
+        **_seconds(records, base, cost),
+        **_original(records, cost),
+        "planner_us_per_layer": _number(1e6 * search.mean()),
+        **_sent(records),
+        "hiding": records.hiding,
+        "shape_changes": len(records.transfers.changed),
+        "shape_changes_at": records.sample[list(records.transfers.changed)].tolist(),
+        **{f"counter_{name}": count for name, count in records.counters.items()},
+    }
+
+
+def add_ratios(summaries: dict[str, dict], reference: str) -> None:
+    """Add each planner's RB over that of the one named (Pro-Prophet, figure 16), None where that one was not run."""
+    base = summaries.get(reference, {}).get("rb")
+    for summary in summaries.values():
+        summary[f"rb_ratio_to_{reference}"] = None if not base else _number(summary["rb"] / base)
+
+
+def roofline(records: Records, cost: Cost) -> tuple[float, float] | None:
+    """Return (x, y) of the DDL-Roofline: computation over communication, FLOP/s per device reached.
+
+    Source: FasterMoE, section 3.3. T_e2e is that of the planner's own block-wise schedule: T_comp + T_comm, less what
+    of T_comm is hidden; the ratio counts both in full.
+    """
+    if not _timed(cost):
+        return None
+    end_to_end = float(sum(part.mean() for part in _parts(records, cost).values()))
+    in_turn = float(sum(part.mean() for part in _parts(dataclasses.replace(records, hiding="none"), cost).values()))
+    work = 3 * float(cost.forward(records.computed, "replay").mean())
+    tokens = records.computed.sum(axis=2).mean()
+    flops = 3 * cost.row_flops * tokens / records.computed.shape[2]
+    return work / max(in_turn - work, 1e-30), flops / max(end_to_end, 1e-30)
+
+
+def _seconds(records: Records, base: Records, cost: Cost) -> dict:
+    """Return modelled seconds of a layer by what they are spent on (Pro-Prophet, table I), and the speed-up over EP.
+
+    The search took seconds of this host, and stands apart: a modelled device's seconds never have it added, not even
+    after the gate, where the running program searches on its devices.
+    """
+    keys = ("layer_seconds", "place_seconds", "reduce_seconds", "others_seconds", "speedup_over_ep")
+    search = float(records.search.mean()) / records.computed.shape[1]
+    if not _timed(cost):
+        return {**dict.fromkeys(keys), "search_seconds": _number(search)}
+    parts = _parts(records, cost)
+    place, reduce, others = (float(parts[key].mean()) for key in ("place", "reduce", "others"))
+    layer = place + reduce + others
+    plain = float(sum(part.mean() for part in _parts(base, cost).values()))
+    numbers = (layer, place, reduce, others, plain / layer if layer else None)
+    return {**{key: _number(n) for key, n in zip(keys, numbers, strict=True)}, "search_seconds": _number(search)}
+
+
+def _original(records: Records, cost: Cost) -> dict:
+    """Return what the system that a planner comes from would move and hold, by its own rules.
+
+    Bytes count every receiver, per layer and step; memory is optimizer state kept for replicas, per device.
+    """
+    planner = BALANCERS[split_name(records.name)[0]]
+    each_step, moves, memory = planner.original_costs(records, cost)
+    total = each_step + moves
+    seconds = None
+    if _linked(cost):
+        seconds = _number(total.mean() / (records.computed.shape[2] * cost.bandwidth("replay")))
+    return {
+        "original": planner.original,
+        "original_bytes_per_layer": _number(total.mean()),
+        "original_seconds_per_layer": seconds,
+        "original_optimizer_bytes_per_device": _number(memory),
+    }
+
+
+def _parts(records: Records, cost: Cost) -> dict[str, np.ndarray]:
+    """Return seconds [n, L] by purpose, under the shapes in force and the planner's own block-wise schedule."""
+    cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=records.hiding))
+    paper = cost.price == "paper"
+    exchange = None if paper or np.isnan(records.exchange).any() else records.exchange
+    loads = (records.computed, records.received, records.transfers.needed)
+    parts = cost.parts(*loads, "replay", exchange=exchange, trans=_trans(records, cost))
+    late = 0.0 if paper else records.transfers.late_seconds
+    return {**parts, "place": parts["place"] + late, "reduce": parts["reduce"] + late}
+
+
+def _trans(records: Records, cost: Cost) -> np.ndarray:
+    """Return seconds [n, L] of one Trans ahead: of the shape in force, or by the papers' formula."""
+    needed = records.transfers.needed
+    if cost.price == "paper":
+        holders = records.expert_replicas + (records.expert_replicas > 0)  # those that came late included
+        return cost.trans(needed._replace(holders=holders.sum(axis=2)), records.computed.shape[2], "replay")
+    return np.broadcast_to(records.transfers.seconds[:, None], needed.slots.shape)
+
+
+def _sent(records: Records) -> dict:
+    """Return what the busiest device sends and receives for a layer's Trans, in experts, mean over samples and layers.
+
+    The transfer of the shape in force (`transfer_form`), and after the gate what came late; `least` with the smallest
+    shape of each plan, `own` with each layer's own sizes; then both forms of what is in force ahead.
+    """
+    moved = records.transfers
+    late = moved.late.mean(axis=(0, 1))
+    inside, across = (moved.in_force[moved.form].mean(axis=0) + late).tolist()
+    least, own = (moved.least.mean(axis=0) + late).tolist(), (moved.own.mean(axis=(0, 1)) + late).tolist()
+    found = {
+        "transfer_form": moved.form,
+        "sent_experts": _number(inside + across),
+        "sent_experts_across": _number(across),
+        "received_experts": _number(records.device_replicas.max(axis=2).mean()),
+        "sent_experts_least": _number(sum(least)),
+        "sent_experts_across_least": _number(least[1]),
+        "sent_experts_own": _number(sum(own)),
+        "sent_experts_across_own": _number(own[1]),
+    }
+    for form, sent in moved.in_force.items():
+        near, far = (sent.mean(axis=0) + late).tolist()
+        found |= {f"sent_experts_{form}": _number(near + far), f"sent_experts_across_{form}": _number(far)}
+    return found
+
+
+def _linked(cost: Cost) -> bool:
+    cluster = cost.cluster
+    return (cluster.intra_bandwidth if cluster.flat or cluster.nodes == 1 else cluster.inter_bandwidth) is not None
+
+
+def _timed(cost: Cost) -> bool:
+    return _linked(cost) and cost.cluster.flops is not None
+
+
+def _number(value) -> float:
+    return float(f"{float(value):.6g}")
+
+
+def table(summaries: dict[str, dict]) -> str:
+    """Return a table of the main columns, one planner a line."""
+    columns = (
+        ("max/mean", "max_over_mean"),
+        ("p95", "max_over_mean_p95"),
+        ("from 10", "max_over_mean_from_10"),
+        ("RB", "rb"),
+        ("replicas/dev", "replicas_per_device"),
+        ("sent", "sent_experts"),
+        ("across", "sent_experts_across"),
+        ("received", "received_experts"),
+        ("least", "sent_experts_least"),
+        ("form", "transfer_form"),
+        ("hiding", "hiding"),
+        ("lambda", "lambda"),
+        ("GB moved", "bytes_moved"),
+        ("layer ms", "layer_seconds"),
+        ("over EP", "speedup_over_ep"),
+        ("orig. ms", "original_seconds_per_layer"),
+        ("plan us", "planner_us_per_layer"),
+        ("shapes", "shape_changes"),
+    )
+    scale = {"bytes_moved": 1e-9, "layer_seconds": 1e3, "original_seconds_per_layer": 1e3}
+    widths = [max(13 if key == "hiding" else 11, len(title) + 2) for title, key in columns]
+    lines = ["planner".ljust(30) + "".join(title.rjust(w) for (title, _), w in zip(columns, widths, strict=True))]
+    for name, summary in summaries.items():
+        cells = []
+        for (_, key), width in zip(columns, widths, strict=True):
+            value = summary.get(key)
+            text = value if isinstance(value, str) else None if value is None else f"{value * scale.get(key, 1):.4g}"
+            cells.append((text or "-").rjust(width))
+        lines.append(name.ljust(30) + "".join(cells))
+    return "\n".join(lines)
+
+
+def _figure(width: float, height: float):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def plot_device_load(records: Records, layer: int, path: pathlib.Path) -> None:
+    """Draw tokens per device over the device mean, samples to the right, devices upwards, for one layer."""
+    figure = _figure(9, 3)
+    axes = figure.subplots()
+    loads = records.computed[:, layer].T
+    mean = loads.mean(axis=0)
+    shades = axes.imshow(
+        loads / np.where(mean > 0, mean, 1.0), aspect="auto", origin="lower", vmin=0, vmax=4, interpolation="nearest"
+    )
+    axes.set(xlabel="sample", ylabel="device", title=f"{records.name}: device load / mean, layer {layer}")
+    figure.colorbar(shades)
+    figure.savefig(path, dpi=90)
+
+
+def plot_replicas(records: Records, layer: int, path: pathlib.Path) -> None:
+    """Draw which experts are replicated, black where an expert has replicas (FasterMoE, figure 11), for one layer."""
+    figure = _figure(9, 3)
+    axes = figure.subplots()
+    axes.imshow(
+        records.expert_replicas[:, layer].T > 0,
+        aspect="auto",
+        origin="lower",
+        cmap="binary",
+        vmin=0,
+        vmax=1,
+        interpolation="nearest",
+    )
+    axes.set(xlabel="sample", ylabel="expert", title=f"{records.name}: replicated experts, layer {layer}")
+    figure.savefig(path, dpi=90)
+
+
+def plot_roofline(records: dict[str, Records], cost: Cost, path: pathlib.Path) -> bool:
+    """Draw every planner under the ideal and the synchronous roof; say whether the cluster's figures allow it.
+
+    Roofs: P min(1, x) and P x / (1 + x). Source: FasterMoE, section 3.3.
+    """
+    points = {name: roofline(record, cost) for name, record in records.items()}
+    known = {name: point for name, point in points.items() if point is not None}
+    if not known:
+        return False
+    peak = cost.cluster.need("flops", "the roofline")
+    figure = _figure(8, 6)
+    axes = figure.subplots()
+    ratio = np.logspace(-2, 2, 200)
+    axes.plot(ratio, peak * np.minimum(1, ratio) / 1e12, label="ideal: all overlaps")
+    axes.plot(ratio, peak * ratio / (1 + ratio) / 1e12, "--", label="synchronous")
+    for name, (x, y) in known.items():
+        axes.plot(x, y / 1e12, "o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="computation / communication", ylabel="TFLOP/s per device")
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=90)
+    return True

@@ -1,0 +1,315 @@
+"""What one instruction of a compiled program computes and moves (FLOPs of its matmuls, bytes), and its rows of buckets.
+
+Matmuls are counted wherever they stand, inside fusions too; of all else only the bytes. An operand that a fusion only
+slices counts the slice, and an array updated in place the update. Kernels written by hand are counted by their
+operands' shapes, as if every row were in use; a custom call of another form counts its bytes alone and is reported by
+name. A shape counts every row of every bucket; the expected rows are the choices that tokens make, which all have a row
+somewhere while nothing overflows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from moe_jax.cluster.hlo import Array, Computation, Instruction, Module
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """The buckets of one device in one exchange of one layer, of a segment of layers that are alike.
+
+    Attributes:
+      segment: name of the segment.
+      by_shape: rows of all of its buckets together.
+      expected: of them, those that hold a row under the stated loads, in the mean over devices.
+      exchanges: of tokens in one step, there and back counted once: layers x parts of a batch x microbatches.
+      overflow: the most that the chance of one of them is to overflow, None where that is not known.
+    """
+
+    segment: str
+    by_shape: int
+    expected: float
+    exchanges: int
+    overflow: float | None
+
+    @property
+    def used(self) -> float:
+        """The share of the rows that is expected to hold a token, at most 1."""
+        return min(1.0, self.expected / self.by_shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What a simulation assumes that the program does not say; the default assumes nothing.
+
+    Attributes:
+      buckets: of the program, for counting rows; () where they are not known.
+      expected_rows: the experts' matmuls and the exchanges of rows work on the rows that are expected, not on those of
+        their shapes.
+      taken: share of the device's cores that a transfer under way takes from the kernels beside it, all of which then
+        run at the rate of the rest.
+    """
+
+    buckets: tuple[Buckets, ...] = ()
+    expected_rows: bool = False
+    taken: float = 0.0
+
+
+@dataclasses.dataclass
+class Rows:
+    """Sums over the executions of instructions of one kind that work on rows of buckets.
+
+    Attributes:
+      executions; rows: by shape; expected: of them, to be used; seconds: modelled; flops: of matmuls; bytes: of one
+        device's operand or result of an exchange.
+    """
+
+    executions: int = 0
+    rows: int = 0
+    expected: float = 0.0
+    seconds: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+def used_share(buckets: Sequence[Buckets], rows: int) -> float:
+    """Return the share of `rows` that is expected to be used: of the segment with so many, else the mean of all."""
+    found = [own.used for own in buckets if own.by_shape == rows] or [own.used for own in buckets]
+    return sum(found) / len(found)
+
+
+def exchanged_rows(arrays: Iterable[Array]) -> int:
+    """Return the rows that an exchange moves by the shape of its result, 0 where it moves counts.
+
+    Rows are floats [..., M], or bytes [..., B] of rows in float8; counts are signed. What has a shorter last dim goes
+    with them (scales) and is not counted again.
+    """
+    arrays = list(arrays)
+    rows = _floats(arrays) + [array for array in arrays if array.dtype == "u8" and len(array.dims) >= 2]
+    last = max((array.dims[-1] for array in rows), default=0)
+    return sum(math.prod(array.dims[:-1]) for array in rows if array.dims[-1] == last)
+
+
+def multiplied_rows(arrays: Iterable[Array]) -> int:
+    """Return the rows R of a grouped matmul by the shapes of its operands and result, 0 where none is [R, ...]."""
+    return max((array.dims[0] for array in _floats(arrays) if len(array.dims) == 2), default=0)
+
+
+def row_bytes(arrays: Iterable[Array], rows: int) -> int:
+    """Return the bytes of the arrays that have a row for each of `rows`."""
+    return sum(array.bytes for array in _floats(arrays) if len(array.dims) == 2 and array.dims[0] == rows)
+
+
+def overflow_chance(buckets: Sequence[Buckets]) -> float:
+    """Return the most that the chance of a step is to overflow somewhere; that of every bucket is known."""
+    return min(1.0, sum(own.exchanges * (own.overflow or 0.0) for own in buckets))
+
+
+def _floats(arrays: Iterable[Array]) -> list[Array]:
+    return [array for array in arrays if array.dims and not array.dtype.startswith(("s", "u", "pred"))]
+
+
+FREE = frozenset(
+    "parameter constant bitcast tuple get-tuple-element partition-id replica-id after-all opt-barrier add-dependency "
+    "async-update copy-done domain rng-get-and-update-state".split()
+)
+SLICES = ("dynamic-slice", "slice", "gather")
+SORT_SWEEPS = 4  # a radix sort of 32-bit keys reads and writes everything about so often
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Work of one instruction on one device.
+
+    Attributes:
+      flops: of matmuls, by the kind of arithmetic: 'bf16' (any 16-bit or 8-bit float), 'tf32', 'f32' (float32 at
+        highest precision) or 'f64'.
+      bytes: read and written in device memory.
+      unknown: the custom call whose FLOPs are not counted, else ''.
+    """
+
+    flops: tuple[tuple[str, float], ...] = ()
+    bytes: float = 0.0
+    unknown: str = ""
+
+
+def cost_of(instruction: Instruction, computation: Computation, module: Module) -> Cost:
+    """Return the cost of one instruction; loops, branches and calls cost nothing themselves.
+
+    The start of an asynchronous kernel (`fusion-start`: how jax 0.11 and newer write a slice that is copied on a stream
+    of its own) costs what the kernel would, of the arrays that it takes and returns.
+    """
+    opcode = instruction.opcode
+    if opcode in FREE or opcode in ("while", "conditional", "call"):
+        return Cost()
+    if opcode == "copy-start":  # its result holds both copies
+        return Cost(bytes=2 * sum(operand.bytes for operand in computation.operands(instruction)))
+    opcode, result = opcode.removesuffix("-start"), instruction
+    if opcode != instruction.opcode and instruction.started:
+        result = dataclasses.replace(instruction, shape=instruction.started)
+    if opcode == "fusion":
+        return _fusion(result, computation, module)
+    operands = computation.operands(instruction)
+    read, written = sum(operand.bytes for operand in operands), result.bytes
+    if opcode == "dot":
+        return Cost(_dot_flops(result, computation), read + written)
+    if opcode == "custom-call":
+        return _custom_call(result, operands, read + written)
+    if opcode == "sort":
+        return Cost(bytes=SORT_SWEEPS * (read + written))
+    if opcode in SLICES:
+        return Cost(bytes=2 * written)
+    if opcode == "dynamic-update-slice":
+        return Cost(bytes=2 * operands[1].bytes if len(operands) > 1 else written)
+    return Cost(bytes=read + written)
+
+
+def _fusion(instruction: Instruction, computation: Computation, module: Module) -> Cost:
+    body = module.computations[instruction.called()[0]]
+    operands = computation.operands(instruction)
+    flops: dict[str, float] = {}
+    _add_flops(body, module, flops)
+    updated: set[str] = set()
+    written = _written(body, updated)
+    parameters = {i.parameter: i for i in body.instructions if i.opcode == "parameter"}
+    read = 0
+    for number, operand in enumerate(operands):
+        parameter = parameters.get(number)
+        if parameter is None or parameter.name in updated:
+            continue
+        read += min(operand.bytes, _bytes_read(body, parameter, module))
+    return Cost(tuple(sorted(flops.items())), read + written)
+
+
+def _bytes_read(body: Computation, value: Instruction, module: Module) -> float:
+    """Return the bytes of a parameter, or of a slice of one, that a fusion needs: slices where nothing else uses it."""
+    uses = _uses(body, value.name)
+    if not uses:
+        return value.bytes if value is body.root else 0
+    total = 0
+    for use, as_name in uses:
+        whole = value.bytes / body.by_name[as_name].bytes  # its own dtype over that in which it is used
+        if use.opcode in SLICES and use.operands[0] == as_name:
+            total += whole * min(use.bytes, _bytes_read(body, use, module))
+        elif use.opcode == "fusion":
+            inner = module.computations[use.called()[0]]
+            places = [n for n, name in enumerate(use.operands) if name == as_name]
+            named = {i.parameter: i for i in inner.instructions if i.opcode == "parameter"}
+            total += whole * sum(_bytes_read(inner, named[n], module) for n in places if n in named)
+        else:
+            return value.bytes
+    return total
+
+
+def _uses(body: Computation, name: str) -> list[tuple[Instruction, str]]:
+    """Return the users of a value, each with the name by which it takes it; users of a bitcast or cast count too."""
+    found = []
+    for instruction in body.instructions:
+        if name in instruction.operands:
+            same = instruction.opcode in ("bitcast", "convert")
+            found += _uses(body, instruction.name) if same else [(instruction, name)]
+    return found
+
+
+def _written(body: Computation, updated: set[str]) -> float:
+    """Return the bytes that a fusion writes; parameters that it updates in place go into `updated`."""
+    root = body.root
+    results = [body.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    total = 0.0
+    for result in results:
+        while result.opcode in ("bitcast", "copy") and result.operands and result.operands[0] in body.by_name:
+            result = body.by_name[result.operands[0]]
+        if result.opcode == "dynamic-update-slice":
+            target = body.by_name[result.operands[0]]
+            while target.opcode == "bitcast":
+                target = body.by_name[target.operands[0]]
+            if target.opcode == "parameter":
+                updated.add(target.name)
+            total += body.by_name[result.operands[1]].bytes
+        else:
+            total += result.bytes
+    return total
+
+
+def _add_flops(body: Computation, module: Module, flops: dict[str, float]) -> None:
+    for instruction in body.instructions:
+        if instruction.opcode == "dot":
+            for kind, count in _dot_flops(instruction, body):
+                flops[kind] = flops.get(kind, 0.0) + count
+        elif instruction.opcode in ("fusion", "call"):
+            for name in instruction.called():
+                _add_flops(module.computations[name], module, flops)
+
+
+def _dot_flops(dot: Instruction, computation: Computation) -> tuple[tuple[str, float], ...]:
+    """Return 2 x (values of the result) x (contracted size)."""
+    left = computation.operands(dot)[0].arrays[0]
+    contracted = math.prod(left.dims[dim] for dim in dot.numbers("lhs_contracting_dims"))
+    return ((_arithmetic(left.dtype, dot.attributes), 2.0 * dot.arrays[0].size * contracted),)
+
+
+def _arithmetic(dtype: str, attributes: str) -> str:
+    if dtype == "f64":
+        return "f64"
+    if dtype == "f32":
+        plain = re.search(r"operand_precision=\{highest", attributes) or "algorithm=dot_f32_f32_f32" in attributes
+        return "f32" if plain else "tf32"
+    return "bf16"
+
+
+def _custom_call(instruction: Instruction, operands: list[Instruction], moved: float) -> Cost:
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    name = target.group(1) if target else "custom-call"
+    arrays = [operand.arrays[0] for operand in operands if operand.arrays]
+    result = instruction.arrays[0]
+    if "gemm" in name or "matmul" in name:
+        dims = re.search(r'"lhs_contracting_dimensions":\["?(\d+)"?', instruction.attributes)
+        if dims and arrays:
+            kind = _arithmetic(arrays[0].dtype, instruction.attributes)
+            return Cost(((kind, 2.0 * result.size * arrays[0].dims[int(dims.group(1))]),), moved)
+    if "fmha" in name:
+        return Cost((("bf16", _attention_flops(arrays, name)),), moved)
+    if name.startswith("mosaic_gpu"):
+        flops = _grouped_flops(arrays, result)
+        if flops:
+            return Cost((("bf16", flops),), moved - _unread_bytes(operands))
+    if "triton" in name and "/level/" in instruction.attributes:  # moe/level_kernel.py has no matmuls
+        return Cost(bytes=moved)
+    return Cost(bytes=moved, unknown=name)
+
+
+def _attention_flops(arrays: list, name: str) -> float:
+    """Return 4 b H Sq^2 Dh of a fused attention forward, and 10 b H Sq^2 Dh backward; a causal mask deducts nothing.
+
+    The first operands are q, k and v, [b, Sq, H, Dh] or [b, H, Sq, Dh]; Sq is the larger of the two middle dims.
+    """
+    query = arrays[0].dims
+    batch, (first, second), head = query[0], query[1:3], query[3]
+    length, heads = max(first, second), min(first, second)
+    return (10.0 if "Backward" in name else 4.0) * batch * heads * length**2 * head
+
+
+def _grouped_flops(arrays: list, result) -> float:
+    """Return 2 R K N of a grouped matmul by its shapes: rows by banks [Rb, K, N], or rows by rows to [..., G, K, N]."""
+    floats = [array for array in arrays if not array.dtype.startswith(("s", "u", "pred"))]
+    floats = [array for array in floats if array.dtype.startswith("f8")] or floats  # beside their scales
+    rows = [array for array in floats if len(array.dims) == 2]
+    banks = [array for array in floats if len(array.dims) == 3]
+    if len(rows) == 1 and banks and len(result.dims) == 2:
+        return 2.0 * result.size * rows[0].dims[1]
+    if len(rows) == 2 and len(result.dims) in (3, 4):
+        return 2.0 * rows[0].size * rows[1].dims[1]
+    return 0.0
+
+
+def _unread_bytes(operands: list[Instruction]) -> float:
+    """Return the bytes of banks [Rb, K, N] that a grouped matmul does not read: one row for each of its slots [n]."""
+    slots = [i.arrays[0] for i in operands if i.arrays and i.arrays[0].dtype == "s32" and len(i.arrays[0].dims) == 1]
+    banks = [i for i in operands if i.arrays and len(i.arrays[0].dims) == 3]
+    if len(slots) != len(banks):
+        return 0.0
+    read = [min(1.0, slot.size / bank.arrays[0].dims[0]) for slot, bank in zip(slots, banks, strict=True)]
+    return sum(bank.bytes * (1 - share) for bank, share in zip(banks, read, strict=True))

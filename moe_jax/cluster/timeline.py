@@ -1,0 +1,666 @@
+"""Simulate a scheduled program: which compute runs while which collective is in flight, and how long the device waits.
+
+The device launches instructions in program order. Kernels run one after the other and take
+max(FLOPs / (efficiency x peak), bytes / (efficiency x memory bandwidth), launch); a collective starts when it is
+launched and its links are free (one transfer at a time inside nodes, one across), and a `-done` waits for its end:
+that wait is exposed. A synchronous collective is exposed whole. A loop runs as often as the compiler says (once where
+it does not know). Of a conditional the cheapest branch is taken: in this project the others hold overflow passes, which
+the report lists apart.
+
+The constants of the model are fitted to measured kernels by weighted medians, so that a few kernels that are slow for
+another reason do not move them. `scheduler_profile` writes modelled seconds for XLA's scheduler, which without them
+assumes that all fusions take equally long and every collective five times as long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_jax.cluster.collectives import KINDS, Traffic, traffic
+from moe_jax.cluster.costs import (
+    FREE,
+    Cost,
+    Rows,
+    Variant,
+    cost_of,
+    exchanged_rows,
+    multiplied_rows,
+    row_bytes,
+    used_share,
+)
+from moe_jax.cluster.hlo import (
+    EXCHANGE,
+    Computation,
+    Instruction,
+    Module,
+    arrays_of,
+    pass_of,
+    replica_groups,
+    role_of,
+    scope_of,
+    source_target_pairs,
+)
+from moe_jax.cluster.targets import Target
+from moe_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """What the cost model assumes beside a target's figures.
+
+    Attributes:
+      matmul_efficiency: of the peak FLOP/s, reached by large matmuls.
+      memory_efficiency: of the memory bandwidth, reached by kernels without matmuls.
+      launch: the least seconds of any kernel.
+      conditional: seconds that the device is idle at each conditional, beside the branch that it takes.
+    """
+
+    matmul_efficiency: float = 0.7
+    memory_efficiency: float = 0.8
+    launch: float = 2e-6
+    conditional: float = 0.0
+
+
+@dataclasses.dataclass
+class Flight:
+    """One collective of the program text, summed over its executions.
+
+    Attributes:
+      name, computation: where it stands; kind: without -start; scope, part, role: see `scopes`.
+      bytes: of one device's operand or result, whichever is larger, of one execution.
+      groups, group_size, nodes: how many groups, devices of one, nodes that the widest group touches.
+      traffic: on the links.
+      asynchronous: False where the program waits at once.
+      loops: turns of the loops around it, outermost first.
+      executions, seconds, exposed, waited_for_links: how often, modelled time, waits at its end, waits for its links.
+      beside_seconds: compute that ran between start and done; beside_kernels, beside_matmuls: executions with at least
+        one kernel there, and with at least one matmul.
+      beside: what computed there, name -> seconds.
+    """
+
+    name: str
+    computation: str
+    kind: str
+    scope: str
+    part: str
+    role: str
+    bytes: int
+    groups: int
+    group_size: int
+    nodes: int
+    traffic: Traffic
+    asynchronous: bool
+    loops: tuple[int, ...]
+    executions: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+    waited_for_links: float = 0.0
+    beside_seconds: float = 0.0
+    beside_kernels: int = 0
+    beside_matmuls: int = 0
+    beside: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One execution of a kernel, a transfer or a wait.
+
+    Attributes:
+      row: 'compute', 'inside nodes', 'across nodes' (transfers) or 'wait'.
+      name: of the instruction; label: its scope or role.
+      begin, end: seconds.
+    """
+
+    row: str
+    name: str
+    label: str
+    begin: float
+    end: float
+
+
+@dataclasses.dataclass
+class Timeline:
+    """What `play` returns.
+
+    Attributes:
+      flights: by instruction name.
+      turns: (loop, turn, begin, end) of every turn of every outermost loop.
+      events: in order of their begin on each row.
+      seconds: of the whole program; compute_seconds: of all kernels.
+      flops: by arithmetic; matmul_seconds: of kernels with matmuls.
+      kernels: launched, each turn of a loop counted; shortest: those of them that last no longer than a launch.
+      by_scope: (part, scope) -> compute seconds.
+      skipped: of each conditional, by name: scope, part, executions, seconds of the branch taken and of the others, and
+        collectives in those.
+      rows: (part, scope) -> sums over matmuls of experts and exchanges of rows, where the buckets are known.
+      unknown_loops: loops whose turns the compiler does not know; unknown_calls: custom calls without FLOPs.
+    """
+
+    flights: dict[str, Flight] = dataclasses.field(default_factory=dict)
+    events: list[Event] = dataclasses.field(default_factory=list)
+    turns: list[tuple[str, int, float, float]] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+    matmul_seconds: float = 0.0
+    kernels: int = 0
+    shortest: int = 0
+    flops: dict[str, float] = dataclasses.field(default_factory=dict)
+    by_scope: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    skipped: dict[str, dict] = dataclasses.field(default_factory=dict)
+    rows: dict[tuple[str, str], Rows] = dataclasses.field(default_factory=dict)
+    unknown_loops: set[str] = dataclasses.field(default_factory=set)
+    unknown_calls: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def play(module: Module, target: Target, model: Model | None = None, variant: Variant | None = None) -> Timeline:
+    """Return the modelled timeline of one execution of the program on one device of the target."""
+    player = _Player(module, target, model or Model(), variant or Variant())
+    player.run(module.entry, ())
+    player.timeline.seconds = player.now
+    return player.timeline
+
+
+def instruction_seconds(module: Module, target: Target, model: Model) -> dict[str, tuple[float, str]]:
+    """Return {name: (modelled seconds, name of its start, for a done)} of every instruction that takes time.
+
+    A collective has its seconds at its start and again, as the time between the two, at its done. Loops and branches
+    have the sum of what they run, without overlap.
+    """
+    player, found = _Player(module, target, model), {}
+    for computation in launched_computations(module):
+        for instruction in computation.instructions:
+            name, opcode = instruction.name, instruction.opcode
+            if collective_kind(instruction, module):
+                found[name] = player.flight(instruction, computation, ()).traffic.seconds, ""
+            elif opcode.endswith("-done"):
+                start = instruction.operands[0] if instruction.operands else ""
+                if start in found:
+                    found[name] = found[start][0], start
+            elif opcode not in FREE and opcode not in ("async-start", "async-update"):
+                found[name] = player.seconds_alone(instruction, computation), ""
+    return found
+
+
+def launched_computations(module: Module) -> list[Computation]:
+    """Return the computations whose instructions are launched: the entry, loops' bodies, branches and calls."""
+    found, left = {}, [module.entry]
+    while left:
+        computation = left.pop()
+        found[computation.name] = computation
+        for instruction in computation.instructions:
+            if instruction.opcode in ("while", "conditional", "call"):
+                left += [module.computations[name] for name in instruction.called() if name not in found]
+    return list(found.values())
+
+
+def collective_kind(instruction: Instruction, module: Module) -> str:
+    """Return the kind of a collective or of the start of one, '' for everything else."""
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode in KINDS:
+        return opcode
+    if opcode == "async" and instruction.opcode == "async-start":
+        body = module.computations[instruction.called()[0]]
+        return next((i.opcode for i in body.instructions if i.opcode in KINDS), "")
+    return ""
+
+
+class _Player:
+    """The state of a simulation: one device's compute stream, its links and the transfers in flight."""
+
+    def __init__(self, module: Module, target: Target, model: Model, variant: Variant | None = None):
+        self.module, self.target, self.model, self.variant = module, target, model, variant or Variant()
+        self.timeline = Timeline()
+        self.now = 0.0  # the compute stream's clock
+        self.link_free = {"intra": 0.0, "inter": 0.0}
+        self.open: list[dict] = []  # transfers in flight
+        self.kernels: dict[str, tuple[Cost, float, str]] = {}
+        self.rows: dict[str, int] = {}  # of instructions that work on buckets, by shape
+        self.estimates: dict[str, float] = {}
+
+    def run(self, computation: Computation, loops: tuple[int, ...]):
+        started: dict[str, dict] = {}
+        for instruction in computation.instructions:
+            opcode = instruction.opcode
+            if opcode == "while":
+                self._loop(instruction, loops)
+            elif opcode == "conditional":
+                self._branch(instruction, computation, loops)
+            elif opcode == "call":
+                self.run(self.module.computations[instruction.called()[0]], loops)
+            elif opcode.endswith("-done"):
+                if instruction.operands and instruction.operands[0] in started:
+                    self._finish(started.pop(instruction.operands[0]))
+            elif collective_kind(instruction, self.module):
+                transfer = self._start(instruction, computation, loops)
+                if opcode.endswith("-start"):
+                    started[instruction.name] = transfer
+                else:
+                    self._finish(transfer)
+            elif opcode == "async-update":
+                if instruction.operands[0] in started:
+                    started[instruction.name] = started.pop(instruction.operands[0])
+            elif opcode == "async-start":
+                self.run(self.module.computations[instruction.called()[0]], loops)
+            elif opcode not in FREE:
+                self._kernel(instruction, computation)
+        assert not started, f"{computation.name} ends while {sorted(started)} are in flight"
+
+    def _loop(self, instruction: Instruction, loops: tuple[int, ...]):
+        turns = instruction.trip_count
+        if turns is None:
+            self.timeline.unknown_loops.add(instruction.name)
+            turns = 1
+        body = self.module.computations[instruction.attribute("body")]
+        for turn in range(turns):
+            begin = self.now
+            self.run(body, (*loops, turns))
+            if not loops:
+                self.timeline.turns.append((instruction.name, turn, begin, self.now))
+
+    def _branch(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]):
+        branches = [self.module.computations[name] for name in instruction.called()]
+        times = [self.estimate(branch) for branch in branches]
+        taken = times.index(min(times))
+        record = self.timeline.skipped.setdefault(
+            instruction.name,
+            {
+                "scope": scope_of(instruction.op_name),
+                "part": pass_of(instruction.op_name),
+                "executions": 0,
+                "seconds_taken": times[taken],
+                "seconds_not_taken": [time for place, time in enumerate(times) if place != taken],
+                "collectives_not_taken": sum(
+                    self._collectives(branch) for place, branch in enumerate(branches) if place != taken
+                ),
+            },
+        )
+        record["executions"] += 1
+        self.now += self.model.conditional
+        self.run(branches[taken], loops)
+
+    def estimate(self, computation: Computation) -> float:
+        """Return seconds of a computation if nothing overlapped, by which the cheapest branch is chosen."""
+        if computation.name not in self.estimates:
+            total = sum(self.seconds_alone(instruction, computation) for instruction in computation.instructions)
+            self.estimates[computation.name] = total
+        return self.estimates[computation.name]
+
+    def seconds_alone(self, instruction: Instruction, computation: Computation) -> float:
+        """Return seconds of an instruction if nothing overlapped; a collective's are counted at its start."""
+        inner = [self.module.computations[name] for name in instruction.called()]
+        if instruction.opcode == "while":
+            return (instruction.trip_count or 1) * self.estimate(
+                self.module.computations[instruction.attribute("body")]
+            )
+        if instruction.opcode == "conditional":
+            return self.model.conditional + min(map(self.estimate, inner))
+        if instruction.opcode == "call":
+            return self.estimate(inner[0])
+        if collective_kind(instruction, self.module):
+            return self.flight(instruction, computation, ()).traffic.seconds
+        if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
+            return 0.0
+        return self._cost(instruction, computation)[1]
+
+    def _collectives(self, computation: Computation) -> int:
+        count = 0
+        for instruction in computation.instructions:
+            count += bool(collective_kind(instruction, self.module))
+            if instruction.opcode in ("while", "conditional", "call"):
+                count += sum(self._collectives(self.module.computations[name]) for name in instruction.called())
+        return count
+
+    # Kernels.
+
+    def _cost(self, instruction: Instruction, computation: Computation) -> tuple[Cost, float, str]:
+        key = instruction.name
+        if key not in self.kernels:
+            cost = cost_of(instruction, computation, self.module)
+            scope = scope_of(instruction.op_name) or scope_of(self._inner_name(instruction))
+            cost = self._of_rows(cost, scope, instruction, computation)
+            matmul = sum(count / self.target.peak(kind) for kind, count in cost.flops) / self.model.matmul_efficiency
+            memory = cost.bytes / (self.target.memory_bandwidth * self.model.memory_efficiency)
+            self.kernels[key] = cost, max(matmul, memory, self.model.launch), scope
+        return self.kernels[key]
+
+    def _of_rows(self, cost: Cost, scope: str, instruction: Instruction, computation: Computation) -> Cost:
+        """Return the cost of a kernel; of an experts' matmul its rows are noted, and perhaps those expected counted."""
+        if not (self.variant.buckets and cost.flops and "experts" in scope.split("/")):
+            return cost
+        arrays = [*instruction.arrays, *(a for operand in computation.operands(instruction) for a in operand.arrays)]
+        rows = multiplied_rows(arrays)
+        if not rows:
+            return cost
+        self.rows[instruction.name] = rows
+        if not self.variant.expected_rows:
+            return cost
+        used = used_share(self.variant.buckets, rows)
+        empty = (1 - used) * min(row_bytes(arrays, rows), cost.bytes)
+        flops = tuple((kind, used * count) for kind, count in cost.flops)
+        return dataclasses.replace(cost, flops=flops, bytes=cost.bytes - empty)
+
+    def _inner_name(self, instruction: Instruction) -> str:
+        """Return the op_name of a fusion's root, where the fusion itself has none."""
+        for name in instruction.called():
+            body = self.module.computations[name]
+            return next((i.op_name for i in reversed(body.instructions) if i.op_name), "")
+        return ""
+
+    def _kernel(self, instruction: Instruction, computation: Computation):
+        cost, seconds, scope = self._cost(instruction, computation)
+        line = self.timeline
+        line.shortest += seconds <= self.model.launch
+        begin, seconds = self.now, self._slowed(seconds)
+        self.now += seconds
+        line.events.append(Event("compute", instruction.name, scope or "other compute", begin, self.now))
+        line.compute_seconds += seconds
+        line.kernels += 1
+        key = (pass_of(instruction.op_name), scope)
+        line.by_scope[key] = line.by_scope.get(key, 0.0) + seconds
+        for kind, count in cost.flops:
+            line.flops[kind] = line.flops.get(kind, 0.0) + count
+        if cost.flops:
+            line.matmul_seconds += seconds
+        self._count_rows(instruction.name, key, seconds, flops=sum(count for _, count in cost.flops))
+        if cost.unknown:
+            line.unknown_calls[cost.unknown] = line.unknown_calls.get(cost.unknown, 0) + 1
+        label = scope or "other compute"
+        for transfer in self.open:
+            flight = transfer["flight"]
+            flight.beside_seconds += seconds
+            flight.beside[label] = flight.beside.get(label, 0.0) + seconds
+            transfer["kernel"] = True
+            transfer["matmul"] |= bool(cost.flops)
+
+    def _slowed(self, seconds: float) -> float:
+        """Return how long a kernel takes from now on that takes so long with all cores."""
+        if not (self.variant.taken and self.open):
+            return seconds
+        now, left, rate = self.now, seconds, 1 - self.variant.taken
+        for transfer in sorted(self.open, key=lambda transfer: transfer["begin"]):
+            alone = max(0.0, transfer["begin"] - now)
+            if left <= alone:
+                break
+            now, left = now + alone, left - alone
+            beside = min(left / rate, max(0.0, transfer["end"] - now))
+            now, left = now + beside, left - beside * rate
+        return now + left - self.now
+
+    def _count_rows(self, name: str, key: tuple[str, str], seconds: float, flops: float = 0.0, moved: float = 0.0):
+        rows = self.rows.get(name, 0)
+        if rows:
+            sums = self.timeline.rows.setdefault(key, Rows())
+            sums.executions += 1
+            sums.rows += rows
+            sums.expected += rows * used_share(self.variant.buckets, rows)
+            sums.seconds += seconds
+            sums.flops += flops
+            sums.bytes += moved
+
+    # Collectives.
+
+    def flight(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> Flight:
+        flights = self.timeline.flights
+        if instruction.name in flights:
+            return flights[instruction.name]
+        kind = collective_kind(instruction, self.module)
+        inner = instruction
+        if instruction.opcode == "async-start":
+            body = self.module.computations[instruction.called()[0]]
+            inner = next(i for i in body.instructions if i.opcode == kind)
+        entering = sum(operand.bytes for operand in computation.operands(instruction))
+        size = max(entering, inner.bytes if inner is not instruction else _result_bytes(instruction, kind, entering))
+        if kind == "collective-permute":
+            groups = source_target_pairs(inner.attributes)
+            members = 2
+        else:
+            groups = replica_groups(inner.attributes, self.target.devices)
+            members = max(map(len, groups))
+        if any(device >= self.target.devices for group in groups for device in group):
+            raise UserError(
+                f"{instruction.name} joins device {max(d for g in groups for d in g)}, but the target has "
+                f"{self.target.devices} devices; name the topology that the program was compiled for"
+            )
+        op_name = instruction.op_name or inner.op_name
+        if self.variant.buckets and role_of(kind, op_name) == EXCHANGE:
+            size = self._of_exchange(size, instruction, inner, computation)
+        return Flight(
+            name=instruction.name,
+            computation=computation.name,
+            kind=kind,
+            scope=scope_of(op_name),
+            part=pass_of(op_name),
+            role=role_of(kind, op_name),
+            bytes=size,
+            groups=len(groups),
+            group_size=members,
+            nodes=max((len({d // self.target.per_node for d in group}) for group in groups), default=1),
+            traffic=traffic(kind, size, groups, self.target),
+            asynchronous=instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes,
+            loops=loops,
+        )
+
+    def _of_exchange(self, size: int, instruction: Instruction, inner: Instruction, computation: Computation) -> int:
+        """Return the bytes of an exchange; if it moves rows, they are noted, and perhaps those expected counted."""
+        given = [array for operand in computation.operands(instruction) for array in operand.arrays]
+        shape = inner.shape if inner is not instruction else instruction.started or instruction.shape
+        arrays = given if instruction.opcode.endswith("-start") and not instruction.started else arrays_of(shape)
+        rows = exchanged_rows(arrays)
+        if rows:
+            self.rows[instruction.name] = rows
+        used = used_share(self.variant.buckets, rows) if rows and self.variant.expected_rows else 1.0
+        return size if used == 1.0 else round(used * size)
+
+    def _start(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> dict:
+        flight = self.flight(instruction, computation, loops)
+        self.timeline.flights[flight.name] = flight
+        moved = flight.traffic
+        links = [name for name, used in (("intra", moved.intra_bytes), ("inter", moved.inter_bytes)) if used]
+        begin = max([self.now, *(self.link_free[name] for name in links)])
+        end = begin + moved.seconds
+        for name in links:
+            self.link_free[name] = end
+        flight.executions += 1
+        flight.seconds += moved.seconds
+        flight.waited_for_links += begin - self.now
+        self._count_rows(flight.name, (flight.part, flight.scope), moved.seconds, moved=flight.bytes)
+        row = "across nodes" if moved.inter_bytes > 0 else "inside nodes"
+        self.timeline.events.append(Event(row, flight.name, f"{flight.role} {flight.scope}".strip(), begin, end))
+        transfer = {"flight": flight, "begin": begin, "end": end, "kernel": False, "matmul": False}
+        if flight.asynchronous:
+            self.open.append(transfer)
+        else:
+            self._wait(flight, end)
+        return transfer
+
+    def _finish(self, transfer: dict):
+        flight = transfer["flight"]
+        if transfer in self.open:
+            self.open.remove(transfer)
+        flight.beside_kernels += transfer["kernel"]
+        flight.beside_matmuls += transfer["matmul"]
+        self._wait(flight, transfer["end"])
+
+    def _wait(self, flight: Flight, end: float):
+        if end > self.now:
+            self.timeline.events.append(Event("wait", flight.name, flight.role, self.now, end))
+            flight.exposed += end - self.now
+            self.now = end
+
+
+def _result_bytes(instruction: Instruction, kind: str, entering: int) -> int:
+    """Return the bytes of what a collective returns; a start's shape holds its operands too, old all-reduces' not."""
+    if instruction.started:
+        return sum(array.bytes for array in arrays_of(instruction.started))
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":
+        return instruction.bytes - entering
+    return instruction.bytes
+
+
+LEAST_SAMPLES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One kernel of the program text.
+
+    Attributes:
+      matmul_seconds: of its FLOPs at the device's peak; memory_seconds: of its bytes at the full bandwidth.
+      measured_seconds: of one execution; executions: of a step.
+    """
+
+    matmul_seconds: float
+    memory_seconds: float
+    measured_seconds: float
+    executions: int
+
+
+def fit_constants(samples: Sequence[Sample], model: Model, pauses: Sequence[float] = ()) -> tuple[dict, dict]:
+    """Fit each constant of the model to the samples.
+
+    matmul_efficiency: over kernels that the model counts as bound by their FLOPs, weighted by measured seconds.
+    memory_efficiency: over kernels without matmuls that move bytes for at least four launches.
+    launch: over kernels with less than a quarter of a launch of work, weighted by executions.
+    conditional: the median of `pauses`, less one launch, which the model charges the next kernel anyway.
+
+    Args:
+      samples: of one program.
+      model: whose constants sort the samples.
+      pauses: seconds that the device was idle around each conditional.
+
+    Returns:
+      ({name: value}, for a file that `read_constants` takes, without those that have no samples;
+      {name: {value, before, samples, quartiles}}).
+    """
+    points: dict[str, list[tuple[float, float]]] = {field.name: [] for field in dataclasses.fields(Model)}
+    for sample in samples:
+        took = sample.measured_seconds
+        work = max(sample.matmul_seconds, sample.memory_seconds)
+        if took <= 0:
+            continue
+        weight = took * sample.executions
+        if work < model.launch / 4:
+            points["launch"].append((took, sample.executions))
+        elif sample.matmul_seconds / model.matmul_efficiency >= sample.memory_seconds / model.memory_efficiency:
+            if sample.matmul_seconds >= model.launch:
+                points["matmul_efficiency"].append((min(sample.matmul_seconds / took, 1.0), weight))
+        elif not sample.matmul_seconds and sample.memory_seconds >= 4 * model.launch:
+            points["memory_efficiency"].append((min(sample.memory_seconds / took, 1.0), weight))
+    points["conditional"] = [(max(pause - model.launch, 0.0), 1.0) for pause in pauses]
+    fit = {}
+    for name, known in points.items():
+        enough = len(known) >= LEAST_SAMPLES
+        fit[name] = {
+            "value": weighted_quantile(known, 0.5) if enough else None,
+            "before": getattr(model, name),
+            "samples": len(known),
+            "quartiles": [weighted_quantile(known, q) for q in (0.25, 0.75)] if enough else None,
+        }
+    return {name: record["value"] for name, record in fit.items() if record["value"] is not None}, fit
+
+
+def weighted_quantile(points: Sequence[tuple[float, float]], share: float) -> float:
+    """Return the least value so that points (value, weight) of at most it have `share` of the weight."""
+    ordered = sorted(points)
+    goal, sum_of_weights = share * sum(weight for _, weight in ordered), 0.0
+    for value, weight in ordered:
+        sum_of_weights += weight
+        if sum_of_weights >= goal * (1 - 1e-12):
+            return value
+    return ordered[-1][0]
+
+
+def read_constants(path: str) -> Model:
+    """Return the model with the constants of a file; those that it leaves out keep their defaults.
+
+    Args:
+      path: JSON, {"matmul_efficiency": 0.6, ...}, or such a record under "constants" as `gpu_day.json` and a report of
+        `inspect --profile` hold it.
+
+    Raises:
+      UserError: no such file, no constants in it, an unknown name, or a value out of range.
+    """
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--constants ({path!r}) cannot be read as JSON: {error}") from error
+    if isinstance(record, dict) and "constants" in record:
+        record = record["constants"]
+    names = [field.name for field in dataclasses.fields(Model)]
+    if not isinstance(record, dict) or not record:
+        raise UserError(f"--constants ({path!r}) holds no constants; write some of {', '.join(names)}")
+    for name, value in record.items():
+        if name not in names:
+            raise UserError(f"--constants ({path!r}) names {name!r}; the model has {', '.join(names)}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and _is_float(value)
+        efficiency = name.endswith("efficiency")
+        if not is_number or value < 0 or (efficiency and not 0 < value <= 1):
+            rule = "a share above 0 and at most 1" if efficiency else "seconds, at least 0"
+            raise UserError(f"--constants ({path!r}): {name} ({value!r}) must be {rule}")
+    return Model(**{name: float(value) for name, value in record.items()})
+
+
+def _is_float(value: int | float) -> bool:
+    """Say whether a number of a JSON file is a finite float; its integers have no bound."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+_NAME = re.compile(r'scheduling_name="([^"]*)"')
+
+
+def scheduler_profile(module: Module, target: Target, model: Model | None = None) -> str:
+    """Return the profile: microseconds of each instruction, and between the start and the done of each transfer."""
+    lines = []
+    seconds = instruction_seconds(module, target, model or Model())
+    for computation in launched_computations(module):
+        for instruction in computation.instructions:
+            if instruction.name not in seconds:
+                continue
+            took, start = seconds[instruction.name]
+            name = scheduling_name(instruction)
+            if start:
+                source = computation.by_name[start]
+                lines.append(
+                    f'latencies {{ source: "{scheduling_name(source)}" target: "{name}" latency_us: {1e6 * took:.3f} }}'
+                )
+                if not collective_kind(source, module):  # the scheduler looks up a kernel's done among the costs too
+                    lines.append(f'costs {{ name: "{name}" cost_us: 0.000 }}')
+            else:
+                lines.append(f'costs {{ name: "{name}" cost_us: {1e6 * took:.3f} }}')
+    return "\n".join(lines) + "\n"
+
+
+def scheduling_name(instruction: Instruction) -> str:
+    """Return the name of an instruction during scheduling."""
+    found = _NAME.search(instruction.attributes)
+    return found.group(1) if found else instruction.name
+
+
+def unguided_share(module: Module, target: Target, profile: str, model: Model | None = None) -> float:
+    """Return the share of a program's modelled seconds whose instructions a profile does not name.
+
+    XLA matches a profile to a program by names alone and uses its own estimates where none fits: for a profile that was
+    made for another program, or by a version that names instructions otherwise, this is close to 1.
+
+    Args:
+      module: the program as it was compiled with the profile.
+      profile: what `scheduler_profile` returned.
+    """
+    named = set(re.findall(r'(?:name|target): "([^"]*)"', profile))
+    total = missed = 0.0
+    seconds = instruction_seconds(module, target, model or Model())
+    for computation in launched_computations(module):
+        for instruction in computation.instructions:
+            took, start = seconds.get(instruction.name, (0.0, ""))
+            if not start:
+                total += took
+                missed += took if scheduling_name(instruction) not in named else 0.0
+    return missed / total if total else 0.0

@@ -1,0 +1,412 @@
+"""config.json of a checkpoint as our configs, and back: tables of what each kind of checkpoint has, and how it is read.
+
+A family is a `model_type` of transformers. A key of config.json is one of four things: it *means* a field of our
+configs, it is read together with others, it is harmless, or it must have one of a few neutral values, at which it
+changes nothing; any other key is refused by its name. n shared experts, i a layer, j an expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moe_jax.errors import UserError
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.segments import segments_of, with_experts
+from moe_jax.moe.config import MoEConfig
+
+MODEL_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "model_dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_length",
+    "rms_norm_eps": "norm_epsilon",
+    "tie_word_embeddings": "tied_head",
+    "attention_bias": "attention_bias",
+}
+REQUIRED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok",
+    "max_position_embeddings", "intermediate_size",
+)  # fmt: skip
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # all mean E; the first that is there counts
+# read together: rotary positions, dtype, which layers have experts
+JOINT_KEYS = (
+    *EXPERT_KEYS, "num_experts_per_tok", "intermediate_size", "moe_intermediate_size", "router_aux_loss_coef",
+    "aux_loss_alpha", "rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype",
+)  # fmt: skip
+HARMLESS = (
+    "architectures", "model_type", "transformers_version", "_name_or_path", "auto_map", "initializer_range",
+    "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "id2label", "label2id",
+    "return_dict", "output_attentions", "output_hidden_states", "problem_type", "use_return_dict", "seq_aux",
+    "experts_implementation", "attn_implementation", "_attn_implementation",
+)  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0, None),
+    "hidden_dropout": (0, None),
+    "mlp_bias": (False, None),
+    "clip_qkv": (None,),
+    "sliding_window": (None,),
+    "use_sliding_window": (False, None),
+    "router_jitter_noise": (0, None),
+    "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "is_decoder": (False, True),
+    "chunk_size_feed_forward": (0,),
+    "quantization_config": (None,),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy", None),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """One kind of checkpoint.
+
+    Attributes:
+      model_type, architecture: as config.json has them.
+      experts_key: the key of E that transformers reads.
+      own_keys: further keys, read together with others, with the value that an absent one has.
+      fixed: fields of ModelConfig and MoEConfig that every checkpoint of the family has.
+      epsilon, rotary_base: where config.json says none.
+      dense_blocks: whether blocks without experts may stand among the others; then moe_intermediate_size is F.
+      gate, experts, shared: names of modules within a layer; {j} is an expert.
+      matrices: names of the gate half, the up half and the matrix back of an expert.
+      neutral: further keys with their neutral values.
+    """
+
+    model_type: str
+    architecture: str
+    experts_key: str
+    own_keys: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    epsilon: float = 1e-6
+    rotary_base: float = 10000.0
+    dense_blocks: bool = True
+    gate: str = "mlp.gate.weight"
+    experts: str = "mlp.experts.{j}"
+    shared: str = ""
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    neutral: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    experts_key="num_local_experts",
+    fixed={"renormalize": True, "attention_bias": False},
+    epsilon=1e-5,
+    rotary_base=1e6,
+    dense_blocks=False,
+    gate="block_sparse_moe.gate.weight",
+    experts="block_sparse_moe.experts.{j}",
+    matrices=("w1", "w3", "w2"),
+    neutral={"attention_bias": (False, None)},
+)
+OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    experts_key="num_experts",
+    own_keys={"norm_topk_prob": False},
+    fixed={"qk_norm": "width"},
+    epsilon=1e-5,
+    dense_blocks=False,
+)
+QWEN3 = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    experts_key="num_experts",
+    own_keys={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    fixed={"qk_norm": "head"},
+)
+DEEPSEEK = Family(
+    model_type="deepseek",
+    architecture="DeepseekForCausalLM",
+    experts_key="n_routed_experts",
+    own_keys={"norm_topk_prob": False, "n_shared_experts": 0, "first_k_dense_replace": 0},
+    shared="mlp.shared_experts",
+)
+DOTS1 = Family(
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    experts_key="n_routed_experts",
+    own_keys={
+        "norm_topk_prob": False, "n_shared_experts": 0, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    },
+    fixed={"qk_norm": "head", "router": "sigmoid_bias"},
+    shared="mlp.shared_experts",
+    neutral={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc", None)},
+)  # fmt: skip
+FAMILIES = {family.model_type: family for family in (MIXTRAL, OLMOE, QWEN3, DEEPSEEK, DOTS1)}
+# dense checkpoints, which can be upcycled, and the family of what they become
+DENSE = {"llama": MIXTRAL, "mistral": MIXTRAL, "qwen3": QWEN3}
+# families that people ask for and that have attention of another kind
+REFUSED = {
+    name: "its attention is multi-head latent attention (MLA), which moe_jax does not have"
+    for name in ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
+}
+
+
+DTYPES = ("float32", "bfloat16")
+FIXED = {
+    "kind": "gpt", "norm": "rms", "activation": "swiglu", "positions": "rotary", "ffn_bias": False, "qk_norm": "none",
+}  # fmt: skip
+
+
+def find_family(keys: dict[str, Any]) -> Family:
+    """Return the family of a config.json.
+
+    Raises:
+      UserError: it is of none that can be read.
+    """
+    name = keys.get("model_type")
+    if name in FAMILIES:
+        return FAMILIES[name]
+    why = f": {REFUSED[name]}" if name in REFUSED else ""
+    raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join(FAMILIES)}{why}")
+
+
+def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
+    """Return (family, configs) of a config.json.
+
+    Raises:
+      UserError: names a key that is missing, unknown, or has a value that this program cannot take.
+    """
+    family = find_family(keys)
+    _check_keys(family, keys)
+    own = {key: default if keys.get(key) is None else keys[key] for key, default in family.own_keys.items()}
+    model = {**FIXED, "attention_bias": False, "tied_head": False, "norm_epsilon": family.epsilon}
+    model |= {field: keys[key] for key, field in MODEL_KEYS.items() if keys.get(key) is not None}
+    if model.get("kv_heads") == model["heads"]:
+        del model["kv_heads"]
+    if model.get("head_dim", 0) * model["heads"] == model["model_dim"]:
+        del model["head_dim"]
+    hidden = "moe_intermediate_size" if family.dense_blocks else "intermediate_size"
+    model |= {"hidden_dim": _needed(keys, hidden), "dtype": _dtype(keys), **_rotary(family, keys)}
+    flags = moe_flags(own, model["layers"])
+    if family.dense_blocks and not all(flags):
+        model["dense_hidden_dim"] = keys["intermediate_size"]
+    model |= _layer_fields(flags)
+    moe = {"num_experts": _experts(keys), "top_k": keys["num_experts_per_tok"], "z_loss_weight": 0.0}
+    moe["renormalize"] = own.get("norm_topk_prob", True)
+    coefficient = keys.get("router_aux_loss_coef", keys.get("aux_loss_alpha")) or 0.0
+    # There the balance loss is pooled over layers and is K where loads are even; ours is summed over layers, 1 each.
+    moe["aux_loss_weight"] = coefficient * moe["top_k"] / sum(flags)
+    moe["shared_experts"] = own.get("n_shared_experts", 0)
+    if own.get("n_group", 1) > 1:
+        moe |= {"expert_groups": own["n_group"], "kept_groups": own["topk_group"]}
+    moe["routed_scale"] = own.get("routed_scaling_factor", 1.0)
+    names = {field.name for field in dataclasses.fields(ModelConfig)}
+    for field, value in family.fixed.items():
+        (model if field in names else moe)[field] = value
+    return family, ModelConfig(**model), MoEConfig(**moe)
+
+
+def upcycled_keys(keys: dict[str, Any], experts: int, top_k: int) -> dict[str, Any]:
+    """Return the config.json of the mixture of experts that a dense checkpoint becomes.
+
+    Raises:
+      UserError: it is of a kind that cannot be upcycled.
+    """
+    name = keys.get("model_type")
+    if name not in DENSE:
+        raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join(DENSE)} to be upcycled")
+    family, hidden = DENSE[name], _needed(keys, "intermediate_size")
+    given = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **keys}  # what a dense config.json means without these keys
+    made = {**given, "model_type": family.model_type, family.experts_key: experts, "num_experts_per_tok": top_k}
+    if family.dense_blocks:
+        made["moe_intermediate_size"] = hidden
+    return {**made, "norm_topk_prob": True} if "norm_topk_prob" in family.own_keys else made
+
+
+def _check_keys(family: Family, keys: dict[str, Any]) -> None:
+    """Raise a UserError for keys that are missing, unknown, or not neutral."""
+    for key in REQUIRED:
+        _needed(keys, key)
+    known = {*MODEL_KEYS, *JOINT_KEYS, *HARMLESS, *family.own_keys}
+    neutral = {**NEUTRAL, **family.neutral}
+    sliding = keys.get("use_sliding_window", True)
+    for key, value in keys.items():
+        if (
+            key not in family.neutral
+            and key in known
+            or key == "layer_types"
+            and set(value or ()) <= {"full_attention"}
+        ):
+            continue
+        if key == "sliding_window" and not sliding or key == "max_window_layers":
+            continue  # it says nothing where no layer has a window
+        if key == "sliding_window" and set(keys.get("layer_types") or ("",)) == {"full_attention"}:
+            continue
+        if key not in neutral:
+            raise UserError(f"config.json: {key} ({value!r}) is unknown to moe_jax for {family.model_type!r} models")
+        if value not in neutral[key]:
+            wanted = " or ".join(repr(one) for one in neutral[key])
+            raise UserError(
+                f"config.json: {key} ({value!r}) must be {wanted}; moe_jax has nothing else for {family.model_type!r}"
+            )
+
+
+def _needed(keys: dict[str, Any], key: str) -> Any:
+    if keys.get(key) is None:
+        raise UserError(f"config.json has no {key!r}")
+    return keys[key]
+
+
+def _experts(keys: dict[str, Any]) -> int:
+    for key in EXPERT_KEYS:
+        if keys.get(key) is not None:
+            return keys[key]
+    raise UserError(f"config.json has none of {', '.join(map(repr, EXPERT_KEYS))}: it is no mixture of experts")
+
+
+def _dtype(keys: dict[str, Any]) -> str:
+    name = next((keys[key] for key in ("dtype", "torch_dtype") if keys.get(key) is not None), "float32")
+    if name not in DTYPES:
+        raise UserError(f"config.json: dtype ({name!r}) must be one of {', '.join(DTYPES)}; convert its tensors first")
+    return name
+
+
+def _rotary(family: Family, keys: dict[str, Any]) -> dict[str, float]:
+    """Return the fields of rotary positions, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
+    key = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
+    given = keys.get(key) or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ("default", "linear"):
+        raise UserError(f"config.json: {key}.rope_type ({kind!r}) must be 'default' or 'linear'")
+    unknown = sorted(set(given) - {"rope_type", "type", "rope_theta", "factor"})
+    if given.get("partial_rotary_factor", 1) == 1:
+        unknown = [name for name in unknown if name != "partial_rotary_factor"]
+    if unknown:
+        raise UserError(f"config.json: {key}.{unknown[0]} ({given[unknown[0]]!r}) is unknown to moe_jax")
+    base = given.get("rope_theta", keys.get("rope_theta"))
+    factor = given.get("factor", 1.0) if kind == "linear" else 1.0
+    return {"rotary_base": float(family.rotary_base if base is None else base), "rotary_factor": float(factor)}
+
+
+def moe_flags(own: dict[str, Any], layers: int) -> list[bool]:
+    """Return for each block whether it has experts; own: the keys of the family that say so, with defaults."""
+    step, listed = own.get("decoder_sparse_step", 1), own.get("mlp_only_layers", [])
+    first = own.get("first_k_dense_replace", 0)
+    flags = [i >= first and i not in listed and step > 0 and (i + 1) % step == 0 for i in range(layers)]
+    if not any(flags):
+        raise UserError(f"config.json gives none of the {layers} layers experts: it is no mixture of experts")
+    return flags
+
+
+def _layer_fields(flags: list[bool]) -> dict[str, Any]:
+    """Return the fields of ModelConfig that say which blocks have experts."""
+    layers, first = len(flags), flags.index(True)
+    if all(flags[first:]):
+        return {"moe_every": 1, "first_dense": first}
+    if layers % 2 == 0 and flags == [bool(i % 2) for i in range(layers)]:
+        return {"moe_every": 2}
+    starts = [i for i in range(layers) if not i or flags[i] != flags[i - 1]]
+    runs = zip(starts, [*starts[1:], layers], strict=True)
+    return {"segments": tuple(f"layers={end - start} moe_every={int(flags[start])}" for start, end in runs)}
+
+
+def write_config(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """Return the config.json of a model in one family's words; whether it says all is for `find_export_family`."""
+    (first, *_) = with_experts(segments_of(model, moe))
+    flags = flags_of(model, moe)
+    keys: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    keys |= {key: getattr(model, field) for key, field in MODEL_KEYS.items()}
+    keys |= {"num_key_value_heads": model.key_value_heads, "head_dim": model.head_size, "hidden_act": "silu"}
+    experts, hidden = first.moe.num_experts, first.config.hidden_dim
+    keys |= {family.experts_key: experts, "num_experts_per_tok": first.moe.top_k}
+    if family.dense_blocks:
+        keys |= {"moe_intermediate_size": hidden, "intermediate_size": model.ffn_dim}
+    else:
+        keys["intermediate_size"] = hidden
+    rope = {"rope_type": "default", "rope_theta": model.rotary_base}
+    if model.rotary_factor != 1:
+        rope |= {"rope_type": "linear", "factor": model.rotary_factor}
+    keys |= {"rope_parameters": rope, "dtype": model.dtype}
+    coefficient = float(f"{moe.aux_loss_weight * sum(flags) / first.moe.top_k:.12g}")  # as it was before it was divided
+    keys["aux_loss_alpha" if family.model_type == "deepseek" else "router_aux_loss_coef"] = coefficient
+    meant = {
+        "norm_topk_prob": moe.renormalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, has_experts in enumerate(flags) if not has_experts],
+        "n_shared_experts": moe.shared_ffn_dim(hidden) // hidden,
+        "first_k_dense_replace": flags.index(True),
+        "n_group": moe.expert_groups or 1,
+        "topk_group": moe.kept_groups if moe.expert_groups else 1,
+        "routed_scaling_factor": moe.routed_scale,
+    }
+    keys |= {key: meant[key] for key in family.own_keys}
+    if family.model_type == "dots1":
+        keys["sliding_window"] = None
+    return keys
+
+
+def flags_of(model: ModelConfig, moe: MoEConfig) -> list[bool]:
+    """Return for each block of a model whether it has experts."""
+    flags = []
+    for segment in segments_of(model, moe):
+        every = segment.config.moe_every
+        flags += [bool(every) and i % every == every - 1 for i in range(segment.config.layers)]
+    return flags
+
+
+def find_export_family(model: ModelConfig, moe: MoEConfig) -> Family:
+    """Return the family whose config.json says all that the model computes.
+
+    Raises:
+      UserError: there is none; it names what the nearest one cannot say.
+    """
+    wanted, missing = described(model, moe), []
+    for family in FAMILIES.values():
+        try:
+            found = described(*read_config(write_config(family, model, moe))[1:])
+        except UserError:
+            continue
+        differing = [name for name in wanted if wanted[name] != found[name]]
+        if not differing:
+            return family
+        missing.append((len(differing), differing[0], wanted[differing[0]], family.model_type))
+    if not missing:
+        raise UserError(f"no kind of checkpoint ({', '.join(FAMILIES)}) can hold a model of these sizes")
+    _, name, value, nearest = min(missing)
+    raise UserError(
+        f"{name} ({value!r}) has no place in a checkpoint of {nearest!r}, the nearest of the kinds that can be written "
+        f"({', '.join(FAMILIES)})"
+    )
+
+
+def described(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """Return all that decides what a model computes without noise, in one form: {'ModelConfig.norm': 'rms', ...}."""
+    segments = segments_of(model, moe)
+    names = (*FIXED, *MODEL_KEYS.values(), "rotary_base", "rotary_factor")
+    found = {f"ModelConfig.{name}": getattr(model, name) for name in names}
+    found |= {"ModelConfig.kv_heads": model.key_value_heads, "ModelConfig.head_dim": model.head_size}
+    if not any(flag is False for flag in flags_of(model, moe)):
+        dense = set()
+    else:
+        dense = {segment.config.ffn_dim for segment in segments if segment.config.moe_every != 1}
+    experts = {(s.moe.num_experts, s.moe.top_k, _router(s.moe), s.config.hidden_dim) for s in segments if s.has_experts}
+    (first, *_) = with_experts(segments)
+    return found | {
+        "ModelConfig.segments": flags_of(model, moe),
+        "ModelConfig.dense_hidden_dim": sorted(dense),
+        "MoEConfig.num_experts": sorted(experts),
+        "MoEConfig.shared_experts": moe.shared_ffn_dim(first.config.hidden_dim),
+        "MoEConfig.residual": moe.residual,
+        "MoEConfig.renormalize": moe.renormalize,
+        "MoEConfig.routed_scale": moe.routed_scale,
+        "MoEConfig.expert_groups": (moe.expert_groups, moe.kept_groups if moe.expert_groups else 1),
+        "MoEConfig.capacity_factor": moe.capacity_factor,
+    }
+
+
+def _router(moe: MoEConfig) -> str:
+    """Return the router by which a model is served; `group_limited` is `topk` that insists on groups."""
+    return "topk" if moe.router == "group_limited" else moe.router

@@ -1,0 +1,302 @@
+"""A checkpoint of transformers as a run folder, and a run folder as a checkpoint of transformers.
+
+Inputs: a folder with config.json and safetensors files; or the folder of a run. Outputs: the other. Parameters pass
+tensor by tensor, so the memory needed does not grow with the model. The new folder appears when all of it is written:
+until then it is DIR.partial, which the next conversion to DIR replaces.
+
+A run folder made here holds config.gin, a checkpoint of step 0 with parameters alone, and the files of the tokenizer
+and of generation. `python -m moe_jax.train --gin_file=RUN/config.gin --init_from=RUN` trains on from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from moe_jax.config import RunConfig, config_text, parse_run_config
+from moe_jax.data import DataConfig, build_tokenizer
+from moe_jax.errors import UserError
+from moe_jax.inference.config_keys import HARMLESS, Family, find_export_family, read_config, upcycled_keys, write_config
+from moe_jax.inference.tensors import (
+    BACK,
+    SHARD_BYTES,
+    TensorFolder,
+    TensorPlace,
+    TensorWriter,
+    read_json,
+    tensor_places,
+)
+from moe_jax.models.config import ModelConfig
+from moe_jax.models.counts import leaf_sizes
+from moe_jax.models.segments import BANK, is_bank, path_of, segments_of, with_experts
+from moe_jax.moe.config import MoEConfig
+from moe_jax.observe import RunFolder
+from moe_jax.observe.run_folder import disk_errors_named
+from moe_jax.training.checkpoint import Checkpointer, LeafParts, PartsReader, write_params
+from moe_jax.training.feed import padded_vocabulary
+
+TOKENIZER = "tokenizer.json"
+CARRIED = (
+    TOKENIZER, "tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "config.json",
+)  # fmt: skip
+# tensors that say nothing: tables that are computed, and a head that is the token table
+NOT_NEEDED = (".rotary_emb.inv_freq",)
+NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def import_folder(
+    source: str | os.PathLike[str], workdir: str | os.PathLike[str], upcycling: Upcycling | None = None
+) -> RunConfig:
+    """Write the run folder `workdir` from a checkpoint of transformers; return its config.
+
+    Args:
+      upcycling: of a dense checkpoint, how it becomes a mixture of experts.
+
+    Raises:
+      UserError: another architecture, keys or tensors that are missing, unknown or of a wrong shape, damaged files, a
+        folder that is there already, or one that cannot be written. Nothing is left behind then.
+    """
+    source = Path(source).expanduser()
+    keys = read_json(source / "config.json")
+    if upcycling is not None:
+        keys = upcycled_keys(keys, upcycling.experts, upcycling.top_k)
+    family, model, moe = read_config(keys)
+    tensors = TensorFolder(source)
+    places = tensor_places(family, model, moe)
+    readers = _readers(tensors, family, model, places, upcycling)
+    data = DataConfig()  # bytes, where the checkpoint has no tokenizer
+    if (source / TOKENIZER).exists():
+        data = DataConfig(tokenizer=str(Path(workdir).expanduser().absolute() / TOKENIZER))
+    run = RunConfig(model=model, moe=moe, data=data)
+    defaults, bound = RunConfig().by_name(), set()  # what differs is marked as set in config.gin
+    for name, config in run.by_name().items():
+        for field in dataclasses.fields(config):
+            if getattr(config, field.name) != getattr(defaults[name], field.name):
+                bound.add(f"{name}.{field.name}")
+    text = config_text(run, bound=bound)
+    with new_folder(workdir) as folder:
+        (folder / "checkpoints").mkdir()
+        host = {"config": text, "parameters_only": True}
+        write_params(folder / "checkpoints", _leaves(places, readers, model, moe), host)
+        RunFolder(folder, create=False).write_config(text)
+        _carry(source, folder)
+    return run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Upcycling:
+    """How a dense checkpoint becomes a mixture of experts (Komatsuzaki et al. 2023, "Sparse Upcycling").
+
+    The FFN of every block is copied to all experts of that block, and routers are drawn anew. The weights of a token's
+    experts add up to 1, so without noise the new model computes what the dense one did.
+
+    Attributes:
+      experts: E; top_k: K.
+      noise: standard deviation of what is added to each expert's matrices, over that of the matrix.
+      seed: of routers and noise.
+    """
+
+    experts: int
+    top_k: int = 2
+    noise: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.experts < 2 or not 1 <= self.top_k <= self.experts:
+            raise UserError(
+                f"--upcycle ({self.experts}) must be at least 2 experts, and --upcycle_top_k ({self.top_k}) between 1 "
+                "and that"
+            )
+        if not 0 <= self.noise < float("inf"):
+            raise UserError(f"--upcycle_noise ({self.noise}) must be a number of at least 0")
+        if self.seed < 0:
+            raise UserError(f"--upcycle_seed ({self.seed}) must be at least 0")
+
+    def drawn(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return standard normal numbers that the seed and a tensor's name decide."""
+        return np.random.default_rng([self.seed, *name.encode()]).standard_normal(shape, np.float32)
+
+    def expert(self, name: str, matrix: np.ndarray) -> np.ndarray:
+        """Return the matrix of one expert, float32, from the dense one's."""
+        copied = matrix.astype(np.float32)
+        return copied + self.noise * np.std(copied) * self.drawn(name, copied.shape) if self.noise else copied
+
+
+def export_folder(
+    workdir: str | os.PathLike[str], target: str | os.PathLike[str], dtype: str = "", shard_bytes: int = SHARD_BYTES
+) -> Family:
+    """Write the folder `target` for transformers from the last checkpoint of a run; return what kind it is.
+
+    Args:
+      dtype: of the tensors, 'float32' or 'bfloat16'; '' takes ModelConfig.dtype.
+      shard_bytes: of one file, at most, but for a tensor that is larger by itself.
+
+    Raises:
+      UserError: a run without a checkpoint, a model that no known architecture computes, or as `import_folder`.
+    """
+    folder = RunFolder(workdir, create=False)
+    if not folder.config.exists():
+        raise UserError(f"{folder.path} holds no config.gin; give the --workdir of a run")
+    run = parse_run_config([str(folder.config)])[0]
+    dtype = dtype or run.model.dtype
+    if dtype not in NUMPY_DTYPES:
+        raise UserError(f"--dtype ({dtype!r}) must be one of {', '.join(NUMPY_DTYPES)}")
+    vocabulary = run.model.vocab_size or padded_vocabulary(build_tokenizer(run.data), run.model)
+    model = dataclasses.replace(run.model, vocab_size=vocabulary, dtype=dtype)
+    checkpoints = Checkpointer(folder.checkpoints, keep=1)
+    step = checkpoints.latest()
+    if step is None:
+        raise UserError(f"{folder.path} has no finished checkpoint; train first, or give the folder of another run")
+    family = find_export_family(model, run.moe)
+    reader = PartsReader(folder.checkpoints, step)
+    with new_folder(target) as out:
+        writer = TensorWriter(out, shard_bytes)
+        for place in sorted(tensor_places(family, model, run.moe), key=lambda place: place.leaf):
+            tensor = place.to_tensor(reader.read(place.leaf, place.index))
+            writer.add(place.name, tensor.astype(NUMPY_DTYPES["float32" if place.float32 else model.dtype]))
+        writer.close()
+        # files to be carried: the run's own, or those of the tokenizer that it was trained with
+        own = (folder.path / TOKENIZER).exists() or run.data.tokenizer == "byte"
+        beside = folder.path if own else Path(run.data.tokenizer).expanduser().parent
+        _carry(beside, out)
+        keys = read_json(beside / "config.json") if (beside / "config.json").exists() else {}
+        keys = {key: value for key, value in keys.items() if key in HARMLESS}
+        keys |= write_config(family, model, run.moe)
+        (out / "config.json").write_text(json.dumps(keys, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return family
+
+
+@contextlib.contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a folder to fill; it is renamed to `path` at the end, and removed where an error ends the block.
+
+    Raises:
+      UserError: `path` is there already and not empty, or cannot be written.
+    """
+    target = Path(path).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{path} exists already; name another folder, or move it away")
+    partial = target.with_name(target.name + ".partial")
+    with disk_errors_named(target):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            if target.exists():
+                target.rmdir()
+            partial.rename(target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def _readers(
+    tensors: TensorFolder,
+    family: Family,
+    model: ModelConfig,
+    places: list[TensorPlace],
+    upcycling: Upcycling | None,
+) -> dict[str, Callable[[], np.ndarray]]:
+    """Return {name: function that reads the tensor}, for names as in `places`, after all of them are checked."""
+    left, readers = tensors.names, {}
+    for place in places:
+        if upcycling is not None and place.leaf.endswith("gate/w_gate"):
+            scale = place.shape[1] ** -0.5
+            readers[place.name] = lambda place=place, scale=scale: scale * upcycling.drawn(place.name, place.shape)
+            continue
+        if upcycling is not None and place.fused:
+            half = place.fused[2]  # the matrix of the dense FFN that an expert's is copied from
+            matrix = ("gate_proj", "up_proj", "down_proj")[BACK if half is None else half]
+            dense = f"{'.'.join(place.name.split('.')[:3])}.mlp.{matrix}.weight"
+            name, read, shape = _find(tensors, dataclasses.replace(place, name=dense, fused=None))
+            readers[place.name] = lambda place=place, read=read: upcycling.expert(place.name, read())
+        else:
+            name, read, shape = _find(tensors, place)
+            readers[place.name] = read
+        left.discard(name)
+        found = tensors.shape(name)
+        if found != shape:
+            raise UserError(
+                f"{tensors.path}: {name} is {list(found)}, but {list(shape)} by config.json; one of the two is of "
+                "another model"
+            )
+    if model.tied_head:
+        left.discard("lm_head.weight")
+    for name in sorted(name for name in left if not name.endswith(NOT_NEEDED)):
+        raise UserError(f"{tensors.path}: the tensor {name} is unknown to moe_jax for {family.model_type!r} models")
+    return readers
+
+
+def _find(tensors: TensorFolder, place: TensorPlace) -> tuple[str, Callable[[], np.ndarray], tuple[int, ...]]:
+    """Return (name in the files, function that reads the tensor, shape in the files) of a place."""
+    for name in (place.name, place.name.replace(".block_sparse_moe.", ".mlp.")):
+        if name in tensors.names:
+            return name, lambda name=name: tensors.read(name), place.shape
+    if place.fused and place.fused[0] in tensors.names:
+        name, expert, half = place.fused
+        experts, (rows, columns) = tensors.shape(name)[:1], place.shape
+        if half is None:
+            return name, lambda: tensors.read_rows(name, expert, slice(0, rows)), (*experts, rows, columns)
+        return (
+            name,
+            lambda: tensors.read_rows(name, expert, slice(half * rows, (half + 1) * rows)),
+            (*experts, 2 * rows, columns),
+        )
+    raise UserError(f"{tensors.path}: the tensor {place.name} is missing; copy the folder again")
+
+
+def _leaves(
+    places: list[TensorPlace], readers: dict[str, Callable[[], np.ndarray]], model: ModelConfig, moe: MoEConfig
+) -> dict[str, LeafParts]:
+    """Return what `write_params` writes."""
+    by_leaf: dict[str, dict] = {}
+    for place in places:
+        by_leaf.setdefault(place.leaf, {})[_key(place.index)] = place
+    leaves, param_dtype = {}, np.dtype(model.param_dtype)
+    for name, shape in file_shapes(model, moe).items():
+        own = by_leaf.pop(name)
+
+        def read(index, own=own):
+            place = own[_key(index)]
+            return np.ascontiguousarray(place.to_part(readers[place.name]()), dtype=param_dtype)
+
+        assert sum(math.prod(place.part) for place in own.values()) == math.prod(shape), name
+        leaves[name] = LeafParts(shape, param_dtype, [place.index for place in own.values()], read)
+    assert not by_leaf, f"no leaf is called {next(iter(by_leaf))}"
+    return leaves
+
+
+def _key(index) -> tuple:
+    """Return an index as something that a dictionary takes; slices are always whole."""
+    return tuple(None if isinstance(at, slice) else at for at in index)
+
+
+def file_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of the parameters in a checkpoint; leaves of the bank are [L, E, ...]."""
+    segments = with_experts(segments_of(model, moe))
+    found = {}
+    for leaf in leaf_sizes(model, moe, model.vocab_size):
+        name = "/".join(("params", *leaf.path))
+        shape = leaf.shape
+        if is_bank(name):
+            own = next(s for s in segments if leaf.path[:-1] == (BANK, *path_of(s, segments)))
+            shape = (own.config.moe_layers, own.moe.num_experts, *shape[1:])
+        found[name] = shape
+    return found
+
+
+def _carry(source: Path, target: Path) -> None:
+    """Copy the files of the tokenizer, of generation, and config.json."""
+    for name in CARRIED:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)

@@ -1,0 +1,136 @@
+"""Quantise rows and weights to e4m3, one power of two per block, and back.
+
+    rows     float [R, K]      ->  e4m3 [R, K], scales float32 [R, K / 128]              blocks of 1 x 128
+    weights  float [G, K, N]   ->  e4m3 [G, K, N], scales float32 [G, K / 128, N / 128]  blocks of 128 x 128
+
+A dim below 128 is one block; a longer one must be a multiple of 128. value x scale is the number; the scale is the
+least power of two that brings the largest magnitude of its block to 448, the largest e4m3, or below. Powers of two
+make scaling exact, in bfloat16 too. So a row that was quantised, sent and brought back is quantised to the same values
+again, and products of blocks may be scaled before or after they are summed. Rounding is to nearest, ties to even: off
+by at most 1/16 of a number, or, of one below 2^-6 of the scale, by 2^-10 of it.
+
+A block of zeros is zeros, with the least scale, 2^-126. NaN or infinity anywhere in a block makes all of it NaN, and
+its scale: nothing that is wrong is rounded to something that looks right. Blocks do not see each other: rows that
+nobody owns may hold anything.
+
+Source: DeepSeek-V3 Technical Report (2024), section 3.3.2: e4m3 for all operands, tiles of 1 x 128 for activations and
+blocks of 128 x 128 for weights, scaled online by their largest magnitude; and section 3.3.3: powers of two for the
+activations that are dispatched. That report has other scales elsewhere; here all are powers of two.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.errors import UserError
+
+COMPUTE, E4M3 = "compute", "float8_e4m3"
+DTYPES = (COMPUTE, E4M3)  # what MoEConfig.expert_dtype and MoEConfig.dispatch_dtype may be
+
+Array = jax.Array
+BLOCK = 128
+VALUES = jnp.float8_e4m3fn
+_MANTISSA, _EXPONENT = 23, 0xFF  # of a float32: bits of the fraction; the exponent of infinity and NaN
+_NAN = 0x7FC00000
+_448 = 8, 0x600000  # 448 = 1.75 x 2^8, as an exponent and the bits of the fraction
+
+
+def block_of(dim: int) -> int:
+    """Return the length of the blocks of a dim."""
+    return min(dim, BLOCK)
+
+
+def check_blocks(field: str, name: str, dim: int) -> None:
+    """Raise a UserError unless a dim is cut into whole blocks.
+
+    Args:
+      field: of the config that asks for float8; name: of the dim.
+    """
+    if dim % block_of(dim):
+        raise UserError(
+            f"{field} ('float8_e4m3') needs {name} ({dim}) of at most {BLOCK} or a multiple of it: scales are kept for "
+            f"blocks of {BLOCK}; choose such a size, or {field} = 'compute'"
+        )
+
+
+def quantise_rows(rows: Array) -> tuple[Array, Array]:
+    """Return (e4m3 [R, K], scales float32 [R, K / 128]) of rows [R, K]."""
+    blocks = _bits(rows).reshape(rows.shape[0], -1, block_of(rows.shape[1]))
+    exponents = _exponents(jnp.max(blocks & 0x7FFFFFFF, axis=2))
+    return _values(blocks, exponents[..., None]).reshape(rows.shape), _powers(exponents)
+
+
+def dequantise_rows(values: Array, scales: Array, dtype) -> Array:
+    """Return rows [R, K] of what `quantise_rows` returned."""
+    blocks = values.astype(jnp.float32).reshape(*scales.shape, -1)
+    return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
+
+
+def quantise_weights(weights: Array) -> tuple[Array, Array]:
+    """Return (e4m3 [G, K, N], scales float32 [G, K / 128, N / 128]) of weights [G, K, N]."""
+    groups, contracted, resulting = weights.shape
+    down, across = block_of(contracted), block_of(resulting)
+    blocks = _bits(weights).reshape(groups, contracted // down, down, resulting // across, across)
+    exponents = _exponents(jnp.max(blocks & 0x7FFFFFFF, axis=(2, 4)))
+    return _values(blocks, exponents[:, :, None, :, None]).reshape(weights.shape), _powers(exponents)
+
+
+def dequantise_weights(values: Array, scales: Array, dtype) -> Array:
+    """Return weights [G, K, N] of what `quantise_weights` returned."""
+    groups, contracted, resulting = values.shape
+    _, down, across = scales.shape
+    blocks = values.astype(jnp.float32).reshape(groups, down, contracted // down, across, resulting // across)
+    return (blocks * scales[:, :, None, :, None]).reshape(values.shape).astype(dtype)
+
+
+def _bits(array: Array) -> Array:
+    """Return the bits of float32, int32 [...]: as integers, magnitudes compare as the numbers do, NaN above all."""
+    return lax.bitcast_convert_type(array.astype(jnp.float32), jnp.int32)
+
+
+def _exponents(largest: Array) -> Array:
+    """Return the biased exponents of the scales, int32 [...]: 1 to 247, or 255 for NaN; largest: bits of magnitudes."""
+    exponent, fraction = largest >> _MANTISSA, largest & ((1 << _MANTISSA) - 1)
+    above = (fraction > _448[1]).astype(jnp.int32)
+    return jnp.where(exponent == _EXPONENT, _EXPONENT, jnp.maximum(exponent - _448[0] + above, 1))
+
+
+def _powers(exponents: Array) -> Array:
+    """Return float32 2^(exponent - 127), NaN for 255."""
+    bits = jnp.where(exponents == _EXPONENT, _NAN, exponents << _MANTISSA)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _values(blocks: Array, exponents: Array) -> Array:
+    """Return e4m3 of the numbers with these bits over the scales with these exponents."""
+    inverse = _powers(jnp.where(exponents == _EXPONENT, _EXPONENT, 254 - exponents))
+    return (lax.bitcast_convert_type(blocks, jnp.float32) * inverse).astype(VALUES)
+
+
+# A row on its way is its values in e4m3, an exponent for each block of 128 (255 for NaN), and zeros up to a multiple
+# of 16 bytes, so that messages of whole rows are aligned. Bytes of zero are a row of zeros.
+ALIGNED = 16
+
+
+def bytes_of_row(dim: int) -> int:
+    """Return B, the bytes of a row of `dim` values."""
+    return -(-(dim + dim // block_of(dim)) // ALIGNED) * ALIGNED
+
+
+def rows_to_bytes(rows: Array) -> Array:
+    """Return uint8 [R, B] of rows [R, M]."""
+    values, scales = quantise_rows(rows)
+    exponents = lax.bitcast_convert_type(scales, jnp.int32) >> _MANTISSA
+    dim = rows.shape[1]
+    parts = [lax.bitcast_convert_type(values, jnp.uint8), exponents.astype(jnp.uint8)]
+    fill = bytes_of_row(dim) - dim - scales.shape[1]
+    return jnp.pad(jnp.concatenate(parts, axis=1), ((0, 0), (0, fill)))
+
+
+def bytes_to_rows(sent: Array, dim: int, dtype) -> Array:
+    """Return rows [R, dim] of bytes [R, B]."""
+    values = lax.bitcast_convert_type(sent[:, :dim], VALUES)
+    exponents = sent[:, dim : dim + dim // block_of(dim)].astype(jnp.int32)
+    return dequantise_rows(values, _powers(exponents), dtype)

@@ -1,0 +1,80 @@
+"""A plan of quotas after the gate: how many tokens of an expert each device computes, with replicas that come late.
+
+Inputs: counts and homes. Outputs: destinations in shares, and the transfer of the replicas that the quotas need. What
+is decided stands in a planner's file, written once for NumPy and jax.numpy; this makes tables of it. A balancer whose
+late decision is such a plan needs nothing else on the device.
+Letters: docs/notation.md; quota [E, D] tokens of e on d.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.moe.after_gate import Decision, by_falling, slots_of
+from moe_jax.moe.after_gate_shares import SHARE_ONE, edges_of
+from moe_jax.moe.late_transfer import fit_late
+
+
+class JaxArrays:
+    """jax.numpy with the operations of `moe_jax.planning.llep`."""
+
+    def __getattr__(self, name: str) -> typing.Any:
+        return getattr(jnp, name)
+
+    def put(self, array, index, value):
+        """Return the array with `value` at `index`."""
+        return array.at[index].set(value)
+
+    def repeat(self, step, carry, going, times: int):
+        """Return step(step(... carry)) for as long as `going(carry)` holds, at most `times` steps."""
+
+        def more(state):
+            return (state[0] < times) & going(state[1])
+
+        return lax.while_loop(more, lambda state: (state[0] + 1, step(state[1])), (jnp.int32(0), carry))[1]
+
+
+class Quotas(typing.Protocol):
+    """What a planner decides; frozen and hashable, because a step is compiled for it."""
+
+    def quotas(self, xp, totals, home, slots: tuple[int, int]):
+        """Return tokens by expert and device [L, E, D], from totals [L, E], homes int [L, E], (slots, devices)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuotaRule:
+    """Apply a plan of quotas; experts whose replicas do not fit the late transfer stay at home.
+
+    Attributes:
+      plan: what decides.
+    """
+
+    plan: Quotas
+
+    def decide(self, tables, counts, holders, me, shape):
+        devices, experts = counts.shape
+        slot = slots_of(holders, experts)
+        at_home = (slot >= 0) & (slot < shape.home_slots)
+        home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
+        counts = counts.astype(jnp.result_type(float))
+        totals = jnp.sum(counts, axis=0)
+        quota = self.plan.quotas(JaxArrays(), totals[None], home[None], (shape.late_slots, devices))[0]
+        wanted = (quota > 0) & ~at_home
+        home_slot = jnp.max(jnp.where(at_home, slot, 0), axis=1)
+        fitted = fit_late(wanted, by_falling(totals), home, home_slot, me, shape.late, shape.home_slots)
+        cut = jnp.any(wanted & ~fitted.added, axis=1, keepdims=True)
+        quota = jnp.where(cut, jnp.where(at_home, totals[:, None], 0.0), quota)
+        slot = jnp.where(fitted.added, shape.home_slots + shape.ahead_slots + fitted.slot, slot)
+        device = jnp.arange(devices, dtype=jnp.int32)
+        decided = dataclasses.replace(
+            tables,
+            dest_slot=device[None] * shape.slots + jnp.maximum(slot, 0),
+            dest_num=edges_of(counts, quota, at_home, me // shape.devices_per_node, shape.devices_per_node),
+            dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
+        )
+        return Decision(decided, fitted.transfer, fitted.used)

@@ -1,0 +1,167 @@
+"""Build the layer of `layer.py` from a config: router, schedule, sizes, and the checks that name what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_jax.cluster.layer_seconds import HalfWork
+from moe_jax.errors import UserError
+from moe_jax.kernels.float8_blocks import E4M3, check_blocks
+from moe_jax.kernels.grouped import implementations
+from moe_jax.kernels.matmul import choose_implementation
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.layer import MoE
+from moe_jax.moe.routers import RouterPlace, build_router
+from moe_jax.moe.schedules import LayerSizes, ScheduleOptions, build_schedule, schedule_record
+from moe_jax.moe.schedules.contract import Chooser
+from moe_jax.moe.schedules.float8_dispatch import Float8Chooser, check_float8_dispatch
+from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.parallel.mesh import Roles
+from moe_jax.planning.plan_shape import PlanShape
+
+
+def make_moe(
+    config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: PlanShape | None = None, length: int = 0,
+    options: ScheduleOptions | None = None,
+) -> MoE:  # fmt: skip
+    """Return the layer as a function of this device's tokens; see `MoE`.
+
+    Args:
+      config: the layer.
+      roles: the mesh whose axes its collectives use.
+      tokens: t, tokens of this device's MP group.
+      activation: 'gelu' or 'swiglu'.
+      plan: sizes of the placements to come; None is an even one without replicas.
+      length: Sq, tokens of a sequence; 0 where that is not known.
+      options: of the schedule; None takes `schedule_options(config)`.
+
+    Raises:
+      UserError: as `make_schedule` and `check_router` do, or an unknown grouped matmul.
+    """
+    wanted = config.grouped_matmul
+    if wanted != "auto" and wanted not in implementations():
+        raise UserError(
+            f"MoEConfig.grouped_matmul ({wanted!r}) is unknown; choose 'auto' or one of {', '.join(implementations())}"
+        )
+    router = build_router(config, router_place(config, roles, plan, length))
+    router.check_tokens(tokens)
+    chooser = _chooser(config, roles, tokens, plan, options or schedule_options(config))
+
+    def schedule_of(rows):
+        dim = rows.shape[-1]
+        return chooser.for_rows(dim * rows.dtype.itemsize, config.sent_bytes(dim))
+
+    def find_implementation(rows, weights) -> str:
+        # named: without looking at the devices, for the mesh may be abstract
+        device = roles.mesh.devices.flat[0] if wanted == "auto" else None
+        dims = weights["w_in"][0].bank.shape[1:]
+        return choose_implementation(wanted, device, rows.dtype, dims, config.expert_dtype == E4M3)
+
+    return MoE(config, roles, activation, plan, router, schedule_of, find_implementation)
+
+
+def make_schedule(
+    config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | None = None, split_tokens: bool = False,
+    beside: HalfWork | None = None,
+) -> Chooser:  # fmt: skip
+    """Return the schedule that a config names, for `tokens` tokens of an MP group; the mesh may be abstract.
+
+    Raises:
+      UserError: an unknown name, or a mesh on which that schedule, transport or group count is not possible.
+    """
+    return _chooser(config, roles, tokens, plan, schedule_options(config, split_tokens, beside))
+
+
+def _chooser(config, roles, tokens, plan, options) -> Chooser:
+    chooser = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
+    return Float8Chooser(chooser) if config.dispatch_dtype == E4M3 else chooser
+
+
+def schedule_options(config: MoEConfig, split_tokens: bool = False, beside: HalfWork | None = None) -> ScheduleOptions:
+    """Return what a config chooses within its schedule; the others as in `ScheduleOptions`."""
+    return ScheduleOptions(
+        transport=config.transport,
+        pairwise_groups=config.pairwise_groups,
+        gather=config.gather,
+        cluster=config.cluster,
+        split_tokens=split_tokens,
+        beside=beside,
+    )
+
+
+def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | None = None) -> LayerSizes:
+    """Return the static sizes of one layer on a device whose MP group holds `tokens` tokens."""
+    devices = roles.size(roles.expert)
+    if config.num_experts % devices:
+        raise UserError(
+            f"MoEConfig.num_experts ({config.num_experts}) must be divisible by the expert axis ({devices}); set "
+            f"MeshConfig.expert to a divisor of {config.num_experts}"
+        )
+    router = build_router(config, router_place(config, roles, plan))
+    sizes = LayerSizes(
+        tokens=tokens,
+        top_k=config.top_k,
+        num_experts=config.num_experts,
+        groups=config.num_experts // devices if plan is None else plan.slots,
+        capacity=None if config.dropless else config.capacity(tokens),
+        bucket_slack=config.bucket_slack,
+        overflow_chance=config.overflow_chance,
+        sources=roles.num_devices,
+        min_capacity=config.min_capacity,
+        later_passes=config.later_passes,
+    )
+    crossing, members, near = router.most_crossing(tokens), devices, roles.members_per_node
+    if plan is not None and plan.bucket_rows is not None:
+        sizes = dataclasses.replace(sizes, planned_rows=plan.bucket_rows)
+    elif crossing is not None and near != members:  # the router bounds how many of the choices leave the node
+        pairs = roles.num_devices * members
+        inside = sizes.rows_of((tokens * config.top_k - crossing) / near, pairs)
+        far = sizes.rows_of(crossing / (members - near), pairs)
+        sizes = dataclasses.replace(sizes, planned_rows=BucketRows(own=inside, node=inside, far=far))
+    return sizes
+
+
+def router_place(config: MoEConfig, roles: Roles, plan: PlanShape | None = None, length: int = 0) -> RouterPlace:
+    """Return where the router of a layer runs; length: of a sequence, 0 where that is not known."""
+    schedule = schedule_record(config.schedule).on_mesh(roles.size(roles.model), roles.size(roles.expert_shard))
+    return RouterPlace(
+        roles=roles,
+        slots=config.num_experts // roles.size(roles.expert) if plan is None else plan.slots,
+        splits_tokens=not schedule.may_gate_group(),
+        decides_late=plan is not None and plan.after_gate is not None,
+        length=length,
+    )
+
+
+def check_router(config: MoEConfig, roles: Roles, tokens: int, length: int, decides_late: bool) -> None:
+    """Refuse a mesh, schedule, planner or number of tokens that the router cannot serve, before there is a plan.
+
+    Args:
+      tokens, length: as in `make_moe`; decides_late: whether the planner sends tokens elsewhere after the gate.
+
+    Raises:
+      UserError: one of them.
+    """
+    place = router_place(config, roles, length=length)
+    build_router(config, dataclasses.replace(place, decides_late=decides_late)).check_tokens(tokens)
+
+
+def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:
+    """Raise a UserError unless the experts' hidden dim splits over the shards of an expert."""
+    shards = roles.size(roles.expert_shard)
+    if hidden_dim % shards:
+        raise UserError(
+            f"{name} ({hidden_dim}) must be divisible by MeshConfig.expert_shard ({shards}); set "
+            f"MeshConfig.expert_shard to a divisor of {hidden_dim}"
+        )
+
+
+def check_float8(config: MoEConfig, model_dim: int, hidden_dim: int, roles: Roles) -> None:
+    """Raise a UserError where `expert_dtype` or `dispatch_dtype` ask for float8 and sizes or schedule forbid it."""
+    if config.dispatch_dtype == E4M3:
+        check_float8_dispatch(config.schedule)
+        check_blocks("MoEConfig.dispatch_dtype", "the model dim", model_dim)
+    if config.expert_dtype == E4M3:
+        check_blocks("MoEConfig.expert_dtype", "the model dim", model_dim)
+        part = hidden_dim // roles.size(roles.expert_shard)
+        check_blocks("MoEConfig.expert_dtype", "the experts' hidden dim on a device", part)

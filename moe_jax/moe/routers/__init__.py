@@ -1,0 +1,38 @@
+"""Which experts each token goes to, and with what weight: one file per router. See README.md."""
+
+import importlib
+import pkgutil
+
+# Every file is imported, so that one which declares a router is known by being there; `config` collects their knobs.
+for _module in pkgutil.iter_modules(__path__):
+    if _module.name != "config":
+        importlib.import_module(f"{__name__}.{_module.name}")
+
+from moe_jax.moe.routers.config import RouterConfig  # noqa: E402
+from moe_jax.moe.routers.contract import Router, RouterInputs, RouterPlace  # noqa: E402
+from moe_jax.moe.routers.registry import build_router, check_knobs, choose_experts, routers  # noqa: E402
+from moe_jax.moe.routers.statistics import (  # noqa: E402
+    GateStats,
+    balance_loss,
+    counts_so_far,
+    join_statistics,
+    share_statistics,
+    z_loss,
+)
+
+__all__ = [
+    "GateStats",
+    "Router",
+    "RouterConfig",
+    "RouterInputs",
+    "RouterPlace",
+    "balance_loss",
+    "build_router",
+    "check_knobs",
+    "choose_experts",
+    "counts_so_far",
+    "join_statistics",
+    "routers",
+    "share_statistics",
+    "z_loss",
+]

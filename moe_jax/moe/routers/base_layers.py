@@ -1,0 +1,130 @@
+"""`base`: every token one expert, every expert the same number of tokens, as good a match as there is.
+
+Inputs: as in `topk.py`; w_gate holds the experts' embeddings w_e. In training the tokens of a group of devices are
+shuffled among them, by a key of the step; each device then gives T / E of the T tokens that it got to every expert such
+that the sum of x w_e is largest (`auction.py`). Only rows of scores [t, E] travel there, and ids [t] back: tokens go
+straight to their experts. In evaluation a token takes the expert with the highest score. The output is sigmoid(x w_e)
+f_e(x), and there is no balance loss. Shuffling makes a choice depend on the mesh: the groups are all devices that hold
+other tokens. Source: BASE Layers (Lewis et al. 2021), sections 3.1 and 3.2.
+Letters: docs/notation.md; P devices of a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.errors import UserError
+from moe_jax.moe.routers.auction import assign_evenly
+from moe_jax.moe.routers.contract import RouterBase, need_top_k
+from moe_jax.moe.routers.registry import router
+from moe_jax.moe.routers.scores import gate_logits
+from moe_jax.moe.routers.statistics import statistics_of
+from moe_jax.moe.routing import Choice
+from moe_jax.parallel.varying import cast_varying, varying_axes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseKnobs:
+    """The knobs of `base`.
+
+    Attributes:
+      auction_eps: least rise of a price; the assignment is within that, per token, of the best sum of scores.
+      auction_rounds: most rounds; tokens that are left then are placed greedily, and counted.
+    """
+
+    auction_eps: float = 0.01
+    auction_rounds: int = 500
+
+    def check(self):
+        if self.auction_eps <= 0:
+            raise UserError(f"MoEConfig.auction_eps ({self.auction_eps}) must be positive; 0.01 suits most runs")
+        if self.auction_rounds < 0:
+            raise UserError(f"MoEConfig.auction_rounds ({self.auction_rounds}) must be at least 0")
+
+
+@router("base", knobs=BaseKnobs)
+class Base(RouterBase):
+    """Assign tokens evenly."""
+
+    ignores = ("routed_scale", "renormalize", "drop")
+    by_token = False
+
+    @classmethod
+    def check(cls, config):
+        super().check(config)
+        need_top_k(config, 1, "which gives every token one expert")
+        for name, plain in (("capacity_factor", None), ("gate_noise", 0)):
+            value = getattr(config, name)
+            if value != plain:
+                raise UserError(
+                    f"MoEConfig.{name} ({value}) must be {plain} with MoEConfig.router = 'base', which gives every "
+                    "expert the same number of tokens"
+                )
+
+    @property
+    def draws(self):
+        return True
+
+    def check_tokens(self, tokens):
+        if self.place is not None:
+            roles = self.place.roles
+            self.check_even(
+                self.place.gated(tokens), roles.size(roles.all if self.place.splits_tokens else roles.dense)
+            )
+
+    def check_even(self, tokens: int, devices: int) -> None:
+        """Raise a UserError unless each of so many devices can shuffle its tokens and give experts as many each."""
+        experts = self.config.num_experts
+        if tokens % experts or tokens % devices:
+            raise UserError(
+                f"the {tokens} tokens that a device gates must be divisible by MoEConfig.num_experts ({experts}) and "
+                f"by the {devices} devices that shuffle theirs, with MoEConfig.router = 'base'; change "
+                "train.batch_size or DataConfig.sequence_length"
+            )
+
+    def choose(self, x, params, inputs):
+        logits = gate_logits(x, params["w_gate"], self.config.router_dtype)
+        completed = None
+        if inputs.noise_key is None:
+            expert_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        else:
+            expert_ids, completed = self.assign(lax.stop_gradient(logits), inputs.noise_key)
+        scores = jnp.take_along_axis(logits, expert_ids[:, None], axis=-1)
+        choice = Choice(
+            expert_ids=expert_ids[:, None],
+            weights=jax.nn.sigmoid(scores),
+            keep_mask=jnp.ones_like(expert_ids[:, None], bool),
+        )
+        probs, log_z = jax.nn.softmax(logits, axis=-1), jax.scipy.special.logsumexp(logits, axis=-1)
+        stats = statistics_of(choice, probs, jax.nn.log_softmax(logits, axis=-1), log_z)
+        return choice, dataclasses.replace(stats, completed=completed)
+
+    def balance_loss(self, stats, tokens):
+        return jnp.zeros_like(stats.entropy)
+
+    def assign(self, scores, key):
+        """Return (experts int32 [t], tokens placed after the auction int32 []) of scores [t, E]."""
+        tokens = scores.shape[0]
+        axes = () if self.place is None else tuple(a for a in self.place.roles.all if a in varying_axes(scores))
+        self.check_even(tokens, math.prod(lax.axis_size(axis) for axis in axes))
+        order = shuffled(key, tokens, axes)
+        rows = exchanged(scores[order], axes)
+        mine, left = assign_evenly(rows, self.config.auction_eps, self.config.auction_rounds)
+        experts_back = exchanged(mine, axes)
+        return jnp.zeros_like(experts_back).at[order].set(experts_back, unique_indices=True), left
+
+
+def shuffled(key, tokens: int, axes: tuple[str, ...]):
+    """Return int32 [t], the order in which this device deals its tokens out: equal parts, one to each device."""
+    device = lax.axis_index(axes) if axes else 0
+    return jax.random.permutation(jax.random.fold_in(key, device), jnp.arange(tokens, dtype=jnp.int32))
+
+
+def exchanged(array, axes: tuple[str, ...]):
+    """Exchange equal parts of [t, ...] among the devices of `axes`; twice is the identity."""
+    return lax.all_to_all(cast_varying(array, axes), axes, 0, 0, tiled=True) if axes else array

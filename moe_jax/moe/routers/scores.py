@@ -1,0 +1,104 @@
+"""Scores of all experts for every token, and random numbers that depend on the token alone.
+
+Inputs: tokens x [t, M] and a gate weight [M, E], or a key and the tokens' global indices. Outputs: float [t, E] or [t].
+Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.parallel.varying import match_varying
+
+_DRAWS = 0xFFFFFFFF  # folded into a key for draws beside the noise; no token has this index
+
+
+def gate_logits(x, w_gate, router_dtype: str = "auto"):
+    """Return the logits [t, E] of tokens [t, M], computed as `MoEConfig.router_dtype` says, in at least float32.
+
+    'auto' computes in promote(x.dtype, float32): a float64 run stays float64.
+    """
+    dtype = jnp.promote_types(x.dtype, jnp.float32) if router_dtype == "auto" else jnp.dtype(router_dtype)
+    logits = jnp.dot(x.astype(dtype), w_gate.astype(dtype), precision=lax.Precision.HIGHEST)
+    return logits.astype(jnp.promote_types(dtype, jnp.float32))
+
+
+@jax.custom_vjp
+def softmax_and_log_z(logits):
+    """Return (softmax [t, E], logsumexp [t]) of logits [t, E]; the probabilities are all that the gradients need."""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    raised = jnp.exp(logits - largest)
+    total = jnp.sum(raised, axis=-1, keepdims=True)
+    return raised / total, (largest + jnp.log(total))[:, 0]
+
+
+def _softmax_fwd(logits):
+    probs, log_z = softmax_and_log_z(logits)
+    return (probs, log_z), probs
+
+
+def _softmax_bwd(probs, cotangents):
+    d_probs, d_log_z = cotangents
+    shift = d_log_z[:, None] - jnp.sum(d_probs * probs, axis=-1, keepdims=True)
+    return (probs * (d_probs + shift),)
+
+
+softmax_and_log_z.defvjp(_softmax_fwd, _softmax_bwd)
+
+
+def best_scores(scores, top_k: int):
+    """Return (the K highest scores [t, K], their experts int32 [t, K]) of scores [t, E], as `lax.top_k` does."""
+    values, expert_ids = lax.top_k(lax.stop_gradient(scores), top_k)
+    return _scores_of(*match_varying(scores, values, expert_ids)), expert_ids
+
+
+@jax.custom_vjp
+def _scores_of(scores, values, expert_ids):
+    """Return `values`, which are the scores at `expert_ids`."""
+    del scores, expert_ids
+    return values
+
+
+def _scores_of_fwd(scores, values, expert_ids):
+    return values, (expert_ids, scores[:0])  # carries E, and no bytes
+
+
+def _scores_of_bwd(residuals, d_values):
+    expert_ids, like = residuals
+    return _at_experts(d_values, expert_ids, like.shape[1]), None, None
+
+
+def _at_experts(values, expert_ids, experts: int):
+    """Return [t, E], each token's values [t, K] at its experts, and zeros."""
+    tokens, top_k = expert_ids.shape
+
+    def scatter(values, expert_ids):
+        token = lax.broadcasted_iota(jnp.int32, (tokens, top_k), 0)
+        zeros = match_varying(jnp.zeros((tokens, experts), values.dtype), values)[0]
+        return zeros.at[token, expert_ids].set(values, unique_indices=True)
+
+    def select(values, expert_ids):  # part of whatever reads it, on a GPU
+        expert = lax.broadcasted_iota(jnp.int32, (tokens, experts), 1)
+        columns = [jnp.where(expert_ids[:, k, None] == expert, values[:, k, None], 0) for k in range(top_k)]
+        return functools.reduce(jnp.add, columns)
+
+    return lax.platform_dependent(values, expert_ids, cpu=scatter, default=select)
+
+
+_scores_of.defvjp(_scores_of_fwd, _scores_of_bwd)
+
+
+def gate_noise(key, token_ids, num_experts, dtype):
+    """Return standard normal noise [t, E] that depends on `key` and each token's global index alone."""
+    keys = jax.vmap(lambda token: jax.random.fold_in(key, token))(token_ids)
+    return jax.vmap(lambda k: jax.random.normal(k, (num_experts,), dtype))(keys)
+
+
+def token_draws(key, token_ids, dtype):
+    """Return one number of [0, 1) per token [t]; it depends on `key` and the token's index alone, and on no noise."""
+    draws = jax.random.fold_in(key, _DRAWS)
+    return jax.vmap(lambda token: jax.random.uniform(jax.random.fold_in(draws, token), (), dtype))(token_ids)

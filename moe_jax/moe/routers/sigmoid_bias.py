@@ -1,0 +1,87 @@
+"""`sigmoid_bias`: experts are chosen by score plus a bias, weighted by score; the bias moves until loads are even.
+
+Inputs: as in `topk.py`, and choice_bias [E]. Scores are sigmoid(x w_gate). The K experts with the highest score + bias
+are chosen, ties to the lowest id; weights are their scores, over their sum if `renormalize`, times `routed_scale`. With
+`expert_groups` a token chooses inside the groups with the largest sum of their two best biased scores.
+The bias is state: no gradient reaches it, and once per optimizer step it rises by bias_rate where an expert had less
+than the mean of the step's choices, and falls by that where it had more. It is indexed by expert id and lies with the
+gate's parameters, so that checkpoints and --init_from hold it and a change of homes does not touch it. For balance by
+the bias alone set MoEConfig.aux_loss_weight = 0; the loss takes scores over their sum for probabilities.
+Source: Wang et al., Auxiliary-Loss-Free Load Balancing (2024), algorithm 1; DeepSeek-V3, section 2.1.2.
+Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.errors import UserError
+from moe_jax.moe.routers.capacity import keep_within_capacity
+from moe_jax.moe.routers.group_limited import two_best_scores, within_groups
+from moe_jax.moe.routers.registry import router
+from moe_jax.moe.routers.scores import gate_logits
+from moe_jax.moe.routers.topk import TopK
+from moe_jax.moe.routing import Choice
+
+_LEAST = 1e-20  # of a sum of scores that something is divided by
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BiasKnobs:
+    """The knob of `sigmoid_bias`.
+
+    Attributes:
+      bias_rate: by how much an expert's bias moves in one optimizer step.
+    """
+
+    bias_rate: float = 0.001
+
+    def check(self):
+        if self.bias_rate < 0:
+            raise UserError(f"MoEConfig.bias_rate ({self.bias_rate}) must be at least 0; 0.001 suits most runs")
+
+
+@router("sigmoid_bias", knobs=BiasKnobs)
+class SigmoidBias(TopK):
+    """Choose by biased sigmoid scores."""
+
+    state = ("choice_bias",)
+
+    def leaves(self, model_dim):
+        return {"choice_bias": (self.config.num_experts,)}
+
+    def choose(self, x, params, inputs):
+        config = self.config
+        logits = gate_logits(x, params["w_gate"], config.router_dtype)
+        noisy = self.with_noise(logits, x, params, inputs)
+        scores = jax.nn.sigmoid(noisy)
+        if inputs.replay is None:
+            expert_ids = self.best(lax.stop_gradient(scores), lax.stop_gradient(params["choice_bias"]))
+        else:
+            expert_ids = inputs.replay
+        chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)
+        keep_mask = keep_within_capacity(expert_ids, chosen, config)
+        weights = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + _LEAST) if config.renormalize else chosen
+        choice = Choice(expert_ids=expert_ids, weights=config.routed_scale * weights, keep_mask=keep_mask)
+        log_scores = jax.nn.log_sigmoid(noisy)
+        log_probs = log_scores - jax.scipy.special.logsumexp(log_scores, axis=-1, keepdims=True)
+        log_z = jax.scipy.special.logsumexp(logits, axis=-1)
+        return choice, self.statistics(choice, jnp.exp(log_probs), log_probs, log_z)
+
+    def best(self, scores, bias):
+        """Return int32 [t, K], the experts with the highest score + bias; scores [t, E], bias [E]."""
+        biased = scores + bias.astype(scores.dtype)[None]
+        if self.config.expert_groups:
+            biased = jnp.where(within_groups(biased, self.config, two_best_scores), biased, -jnp.inf)
+        return lax.top_k(biased, self.config.top_k)[1]
+
+    def next_state(self, state, counts):
+        bias = state["choice_bias"]
+        mean, rest = jnp.divmod(jnp.sum(counts, axis=-1, keepdims=True), counts.shape[-1])
+        above, below = counts > mean, (counts < mean) | (counts == mean) & (rest > 0)  # exact for every int32
+        step = jnp.asarray(self.config.bias_rate, bias.dtype)
+        return {"choice_bias": bias + step * (below.astype(bias.dtype) - above.astype(bias.dtype))}

@@ -1,0 +1,153 @@
+"""What the tokens of a drop group tell of their choices, and the two losses that are formed from the sums.
+
+Inputs: choices and scores of tokens gated here. Outputs: `GateStats`, sums from which losses and metrics are formed
+once they are summed over all devices. Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.moe.routing import Choice, record
+from moe_jax.parallel.replicated import own_part
+from moe_jax.parallel.row_sums import sum_rows
+from moe_jax.parallel.varying import varying_axes
+
+
+@record
+class GateStats:
+    """Sums over the tokens of one drop group, or of any union of such groups after adding.
+
+    Attributes:
+      counts: int32 [E], choices per expert before any drop, of the tokens that this device owns: its N / N_MP of the N
+        tokens of an MP group. Everything else is a sum over the group.
+      probability: float [E], sum of the tokens' softmax probabilities.
+      squared_logsumexp: float [], sum of logsumexp(logits) ** 2.
+      entropy: float [], sum of the entropies of the tokens' softmax, in nats.
+      dropped: int32 [], choices dropped by capacity, or not drawn by `gshard`.
+      first_counts: int32 [E], of first choices alone; None where the router does not need them.
+      completed: int32 [], tokens that `base` placed after its auction had ended; None for every other router.
+      sequence_balance: float [], sum over sequences of their tokens times their load-balancing loss; None unless
+        `MoEConfig.balance_over` is 'sequence'.
+      choices: int32 [t, K], of the tokens that this device owns; None unless they are recorded.
+    """
+
+    counts: jax.Array
+    probability: jax.Array
+    squared_logsumexp: jax.Array
+    entropy: jax.Array
+    dropped: jax.Array
+    first_counts: jax.Array | None = None
+    completed: jax.Array | None = None
+    sequence_balance: jax.Array | None = None
+    choices: jax.Array | None = None
+
+    @property
+    def sums(self) -> GateStats:
+        """What is summed over the devices of a group: all but what each device owns."""
+        return dataclasses.replace(self, counts=None, choices=None)
+
+
+def statistics_of(choice: Choice, probs, log_probs, log_z) -> GateStats:
+    """Return the statistics of one drop group.
+
+    Args:
+      choice: its choices; probs, log_probs: float [t, E], softmax probabilities and their logarithms; log_z: float [t],
+        logsumexp of the logits.
+    """
+    entropies = -jnp.sum(lax.stop_gradient(probs * log_probs), axis=-1)  # for show alone
+    sums = jnp.sum(jnp.stack([jnp.square(log_z), entropies.astype(log_z.dtype)]), axis=1)
+    return GateStats(
+        counts=count_experts(choice.expert_ids, probs.shape[-1]),
+        probability=sum_rows(probs),
+        squared_logsumexp=sums[0],
+        entropy=sums[1],
+        dropped=jnp.sum(~choice.keep_mask, dtype=jnp.int32),
+    )
+
+
+def join_statistics(first: GateStats, second: GateStats) -> GateStats:
+    """Return the statistics [L, ...] of layers whose tokens were gated in two halves, first tokens first."""
+    sums = jax.tree.map(jnp.add, *(dataclasses.replace(part, choices=None) for part in (first, second)))
+    if first.choices is None:
+        return sums
+    return dataclasses.replace(sums, choices=jnp.concatenate([first.choices, second.choices], axis=1))
+
+
+def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]) -> GateStats:
+    """Return the statistics as an MP group reports them, whether its devices gated all tokens or a part each.
+
+    Args:
+      stats, choice: of the tokens x [t, M] that were gated here, inside `shard_map`.
+      model: axes of the MP group; () changes nothing.
+    """
+    if not model:
+        return stats
+    if varying_axes(x) & frozenset(model):
+        return dataclasses.replace(lax.psum(stats.sums, model), counts=stats.counts, choices=stats.choices)
+    owned = own_part(choice.expert_ids, model)
+    choices = None if stats.choices is None else owned
+    return dataclasses.replace(stats, counts=count_experts(owned, stats.counts.shape[0]), choices=choices)
+
+
+def count_experts(expert_ids, num_experts):
+    """Return int32 [E], how often each id stands in `expert_ids` (any shape)."""
+    ids = expert_ids.reshape(-1)
+    experts = jnp.arange(num_experts, dtype=ids.dtype)
+
+    def by_expert(ids):  # one kernel on a GPU
+        return jnp.sum(ids[None] == experts[:, None], axis=1, dtype=jnp.int32)
+
+    def by_choice(ids):  # half as long on a CPU
+        return jnp.sum(ids[:, None] == experts[None], axis=0, dtype=jnp.int32)
+
+    return lax.platform_dependent(ids, cpu=by_choice, default=by_expert)
+
+
+def balance_loss(counts, probability, tokens, top_k):
+    """Return the load-balancing loss of one layer: E sum_e (counts_e / (K N)) (probability_e / N).
+
+    It is 1 for uniform routing. Counts and probabilities must be sums over the whole global microbatch, so that the
+    loss does not depend on the layout.
+
+    Args:
+      counts: int32 [..., E]; probability: float [..., E]; tokens: N, number of tokens summed over; top_k: K.
+
+    Source: Switch Transformer, eq. 4-6, with K choices per token.
+    """
+    num_experts = counts.shape[-1]
+    fraction = counts.astype(probability.dtype) / (top_k * tokens)
+    return num_experts * jnp.sum(lax.stop_gradient(fraction) * (probability / tokens), axis=-1)
+
+
+def counts_so_far(counts, before):
+    """Return float32 [..., E]: a microbatch's counts as they would be if its loads were those of the step up to it.
+
+    Args:
+      counts: int32 [..., E], of the microbatch; before: int32 [..., E], of the earlier ones of its step.
+    """
+    total = (counts + before).astype(jnp.float32)
+    own = jnp.sum(counts, axis=-1, keepdims=True).astype(jnp.float32)
+    return total * (own / jnp.sum(total, axis=-1, keepdims=True))
+
+
+def sequence_balance(expert_ids, probs, length: int):
+    """Return float [], the sum over sequences of `length` times `balance_loss` of each one's tokens alone.
+
+    Args:
+      expert_ids: int32 [t, K] and probs: float [t, E], of whole sequences one after the other.
+    """
+    top_k, num_experts = expert_ids.shape[1], probs.shape[1]
+    ids = expert_ids.reshape(-1, length * top_k, 1)
+    counts = jnp.sum(ids == jnp.arange(num_experts, dtype=ids.dtype)[None, None], axis=1, dtype=jnp.int32)
+    probability = jnp.sum(probs.reshape(-1, length, num_experts), axis=1)
+    return jnp.sum(balance_loss(counts, probability, length, top_k)) * length
+
+
+def z_loss(squared_logsumexp, tokens):
+    """Return the mean squared log-partition of the gate. Source: ST-MoE, eq. 5."""
+    return squared_logsumexp / tokens

@@ -1,0 +1,103 @@
+"""`topk`: the K experts with the highest softmax probability.
+
+Inputs: tokens [t, M] and w_gate [M, E]. Outputs: `Choice` and `GateStats`. Ties go to the lowest expert id. Source:
+DeepSpeed-MoE's top-k gate. Routers that differ in noise or weights only are subclasses (`switch.py`, `noisy_topk.py`,
+`forced_balance.py`).
+Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.errors import UserError
+from moe_jax.moe.routers.capacity import keep_within_capacity
+from moe_jax.moe.routers.contract import RouterBase, RouterInputs
+from moe_jax.moe.routers.group_limited import best_score, within_groups
+from moe_jax.moe.routers.options import BALANCE_OVER
+from moe_jax.moe.routers.registry import router
+from moe_jax.moe.routers.scores import best_scores, gate_logits, gate_noise, softmax_and_log_z
+from moe_jax.moe.routers.statistics import sequence_balance, statistics_of
+from moe_jax.moe.routing import Choice
+
+
+@router("topk")
+class TopK(RouterBase):
+    """Score all experts and choose the K best of each token, among all or inside its groups."""
+
+    in_groups = True
+    replays = True
+    balances = BALANCE_OVER
+
+    def choose(self, x, params, inputs: RouterInputs):
+        config = self.config
+        logits = gate_logits(x, params["w_gate"], config.router_dtype)
+        noisy = self.with_noise(logits, x, params, inputs)
+        probs, noisy_z = softmax_and_log_z(noisy)
+        log_z = noisy_z if noisy is logits else jax.scipy.special.logsumexp(logits, axis=-1)
+        weights, expert_ids = self.pick(probs, inputs)
+        keep_mask = keep_within_capacity(expert_ids, weights, config)
+        choice = Choice(expert_ids=expert_ids, weights=self.weigh(weights), keep_mask=keep_mask)
+        return choice, self.statistics(choice, probs, noisy - noisy_z[:, None], log_z)
+
+    def check_tokens(self, tokens):
+        if self.config.balance_over == "sequence" and self.place is not None:
+            self.check_sequences(self.place.gated(tokens))
+
+    def check_sequences(self, tokens: int) -> int:
+        """Return the length of a sequence where a device gates whole ones.
+
+        Raises:
+          UserError: it does not.
+        """
+        length = 0 if self.place is None else self.place.length
+        if not length or tokens % length:
+            raise UserError(
+                f"MoEConfig.balance_over ('sequence') needs whole sequences on a device, and it gates {tokens} tokens "
+                f"of sequences of {length or 'unknown length'}; set it to 'batch', or raise train.batch_size"
+            )
+        return length
+
+    def statistics(self, choice: Choice, probs, log_probs, log_z):
+        """Return what `statistics_of` does, with what a balance loss over sequences needs."""
+        stats = statistics_of(choice, probs, log_probs, log_z)
+        if self.config.balance_over != "sequence":
+            return stats
+        length = self.check_sequences(probs.shape[0])
+        return dataclasses.replace(stats, sequence_balance=sequence_balance(choice.expert_ids, probs, length))
+
+    def with_noise(self, logits, x, params, inputs: RouterInputs):
+        """Return the logits [t, E] by which experts are chosen."""
+        if self.config.gate_noise == 0 or inputs.noise_key is None:
+            return logits
+        noise = gate_noise(inputs.noise_key, inputs.token_ids, self.config.num_experts, logits.dtype)
+        return logits + self.config.gate_noise * noise
+
+    def pick(self, probs, inputs: RouterInputs):
+        """Return the probabilities [t, K] of the chosen experts, and their ids int32 [t, K]."""
+        config = self.config
+        if inputs.replay is not None:
+            return jnp.take_along_axis(probs, inputs.replay, axis=-1), inputs.replay
+        if config.expert_groups:
+            open_groups = within_groups(lax.stop_gradient(probs), config, best_score)
+            _, expert_ids = lax.top_k(jnp.where(open_groups, lax.stop_gradient(probs), -jnp.inf), config.top_k)
+            return jnp.take_along_axis(probs, expert_ids, axis=-1), expert_ids
+        return best_scores(probs, config.top_k)
+
+    def weigh(self, weights):
+        """Return the factors [t, K] of the experts' outputs, from the chosen probabilities."""
+        if self.config.renormalize:
+            weights = _renormalized(weights)
+        return weights if self.config.routed_scale == 1 else self.config.routed_scale * weights
+
+
+def _renormalized(weights):
+    """Return the weights [t, K] over their sum, by plain additions of columns: a reduction is a kernel by itself."""
+    columns = [weights[:, k] for k in range(weights.shape[1])]
+    total = functools.reduce(jnp.add, columns)
+    return jnp.stack([column / total for column in columns], axis=1)

@@ -1,0 +1,193 @@
+"""`topology`: at most a part of a device's tokens are computed on another node.
+
+Inputs: as in `topk.py`, and this device's tables. Of the tokens whose best expert is remote the L with the highest
+score keep it, ties to the lowest token; all others choose again among the experts that are local. Choices beyond the
+first are local too; with `topology_release` tokens choose freely as long as at most L have a remote best expert.
+Weights are the softmax of the chosen scores. So at most L of the T tokens that a device gates cross nodes, all K
+choices counted, but with `topology_release`; the buckets of an exchange without a plan are sized by that.
+L = floor(T W_net / (M_w W_local)): W_net of all adapters of a node and W_local of a device's link, from the file that
+MoEConfig.cluster names, M_w the node's devices; or floor(T remote_fraction).
+The section's text reads L = B_local / B_net: the inverse, without T, and larger the slower the network is. Ours is what
+its next sentences ask for: a node's adapters carry about M_w times the bytes of a device's link, and the part L / T of
+them is to take as long as the exchange inside the node.
+An expert is local to a device if every destination of its tokens, homes and replicas planned ahead, is on the device's
+node. Source: FasterMoE, section 4.3; a fraction of 0.14, and the weights, from its release.
+Letters: docs/notation.md; T, L, W as above.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.cluster import read_named_cluster
+from moe_jax.errors import UserError
+from moe_jax.moe.routers.capacity import keep_within_capacity
+from moe_jax.moe.routers.contract import RouterPlace
+from moe_jax.moe.routers.registry import router
+from moe_jax.moe.routers.scores import gate_logits
+from moe_jax.moe.routers.topk import TopK
+from moe_jax.moe.routing import Choice
+from moe_jax.parallel.mesh import Roles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopologyKnobs:
+    """The knobs of `topology`.
+
+    Attributes:
+      remote_fraction: part of a device's tokens that may be computed on another node; None takes it from the bandwidths
+        of MoEConfig.cluster.
+      topology_release: let all choices be free while at most that part has a remote best expert, as FastMoE's release.
+    """
+
+    remote_fraction: float | None = None
+    topology_release: bool = False
+
+    def check(self):
+        if self.remote_fraction is not None and not 0 <= self.remote_fraction <= 1:
+            raise UserError(f"MoEConfig.remote_fraction ({self.remote_fraction}) must lie between 0 and 1")
+
+
+@router("topology", knobs=TopologyKnobs)
+class Topology(TopK):
+    """Top-K, most of it on the own node."""
+
+    in_groups = False
+    ignores = ("routed_scale",)
+    replays = False
+    by_token = False
+
+    @classmethod
+    def check(cls, config):
+        super().check(config)
+        if config.remote_fraction is None and not config.cluster:
+            raise UserError(
+                "MoEConfig.router ('topology') needs MoEConfig.cluster, a file with the bandwidths of its nodes, or "
+                "MoEConfig.remote_fraction; FastMoE's release takes 0.14"
+            )
+
+    def __init__(self, config, place: RouterPlace | None = None):
+        super().__init__(config, place)
+        self.fraction = config.remote_fraction
+        if self.fraction is None:
+            self.fraction = remote_fraction(config.cluster)
+        if place is None:
+            return
+        roles = place.roles
+        check_whole_nodes(roles)
+        nodes = roles.size(roles.expert) // roles.members_per_node
+        inside = config.num_experts // nodes
+        if config.top_k > inside:
+            raise UserError(
+                f"MoEConfig.top_k ({config.top_k}) must be at most the {inside} experts of a node with "
+                f"MoEConfig.router = 'topology' ({config.num_experts} experts on {nodes} nodes); raise "
+                "MoEConfig.num_experts or MeshConfig.devices_per_node"
+            )
+        if place.decides_late and nodes > 1:
+            raise UserError(
+                "MoEConfig.router ('topology') chooses by where experts are, and this plan decides that after the "
+                "gate; set PlannerConfig.when = 'ahead' and PlannerConfig.calibrate = False, or another planner"
+            )
+        if roles.model and not place.splits_tokens and nodes > 1:
+            raise UserError(
+                "MoEConfig.router ('topology') counts the tokens of a device, and MoEConfig.schedule gates those of a "
+                "whole model-parallel group; set MoEConfig.schedule = 's1', 'pairwise' or 'ring', or MeshConfig.model "
+                "= 1"
+            )
+
+    def most_crossing(self, tokens):
+        """Return L of each device that gates: one choice of at most so many of its tokens leaves the node."""
+        if self.config.topology_release or self.place is None:
+            return None
+        gating = self.place.roles.size(self.place.roles.model) if self.place.splits_tokens else 1
+        return gating * self.most_remote(tokens // gating)
+
+    def most_remote(self, tokens: int) -> int:
+        """Return L of so many tokens, gated together."""
+        return math.floor(tokens * self.fraction + 1e-9)
+
+    def choose(self, x, params, inputs):
+        config = self.config
+        logits = gate_logits(x, params["w_gate"], config.router_dtype)
+        noisy = self.with_noise(logits, x, params, inputs)
+        expert_ids = self.best(lax.stop_gradient(noisy), self.local_experts(inputs.tables))
+        chosen = jnp.take_along_axis(noisy, expert_ids, axis=-1)
+        weights = jax.nn.softmax(chosen, axis=-1)
+        keep_mask = keep_within_capacity(expert_ids, chosen, config)
+        choice = Choice(expert_ids=expert_ids, weights=self.scaled(weights, noisy, expert_ids), keep_mask=keep_mask)
+        log_probs = jax.nn.log_softmax(noisy, axis=-1)
+        return choice, self.statistics(
+            choice, jnp.exp(log_probs), log_probs, jax.scipy.special.logsumexp(logits, axis=-1)
+        )
+
+    def local_experts(self, tables):
+        """Return bool [E]: the experts all of whose destinations from this device are on its node.
+
+        Args:
+          tables: this device's, of one layer: dest_slot [E, Q] and dest_num [E, Q] are read. A candidate with no more
+            than the one before it gets no token.
+        """
+        if self.place is None or self.place.roles.members_per_node >= self.place.roles.size(self.place.roles.expert):
+            return jnp.ones((self.config.num_experts,), bool)
+        roles, inside = self.place.roles, self.place.roles.members_per_node
+        before = jnp.concatenate([jnp.zeros_like(tables.dest_num[:, :1]), tables.dest_num[:, :-1]], axis=1)
+        node = tables.dest_slot // self.place.slots // inside
+        me = lax.axis_index(roles.expert) // inside
+        return jnp.all((tables.dest_num <= before) | (node == me), axis=1)
+
+    def scaled(self, weights, scores, expert_ids):
+        """Return the weights, or without `renormalize` the chosen experts' probabilities among all."""
+        if self.config.renormalize:
+            return weights
+        return jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), expert_ids, axis=-1)
+
+    def best(self, scores, local):
+        """Return the experts int32 [t, K] of scores [t, E] where the experts `local` bool [E] are on the own node."""
+        top_k, most = self.config.top_k, self.most_remote(scores.shape[0])
+        # remote experts come behind all local ones, in order, where a plan leaves fewer than K of these
+        _, inside = lax.top_k(jnp.where(local[None], scores, -jnp.inf), top_k)
+        value, first = lax.top_k(scores, top_k)
+        remote = ~local[first[:, 0]]
+        rank = places(-jnp.where(remote, value[:, 0], -jnp.inf))
+        goes = remote & (rank < most)
+        crossing = jnp.concatenate([first[:, :1], inside[:, : top_k - 1]], axis=1)
+        chosen = jnp.where(goes[:, None], crossing, inside)
+        if self.config.topology_release:
+            chosen = jnp.where(jnp.sum(remote) <= most, first, chosen)
+        return chosen
+
+
+def check_whole_nodes(roles: Roles) -> None:
+    """Raise a UserError where nodes cut an expert, or the expert-parallel group into unequal parts: L means nothing."""
+    per_node, shards, members = roles.config.devices_per_node, roles.config.expert_shard, roles.size(roles.expert)
+    inside = per_node // shards
+    if per_node and (per_node % shards or (members % inside if inside < members else inside % members)):
+        raise UserError(
+            f"MeshConfig.devices_per_node ({per_node}) must cut {members} expert-parallel members of "
+            f"MeshConfig.expert_shard ({shards}) devices into whole members and equal nodes with MoEConfig.router = "
+            "'topology'; change MeshConfig.expert, expert_shard or data"
+        )
+
+
+def places(values):
+    """Return int32 [n], the place of each value in rising order; ties to the lowest index."""
+    order = jnp.argsort(values, stable=True)
+    index = jnp.arange(values.shape[0], dtype=jnp.int32)
+    return jnp.zeros_like(order, jnp.int32).at[order].set(index, unique_indices=True)
+
+
+def remote_fraction(path: str) -> float:
+    """Return W_net / (M_w W_local) of a cluster file, at most 1.
+
+    Raises:
+      UserError: the file cannot be read or lacks a figure.
+    """
+    cluster = read_named_cluster(path)
+    asks = "MoEConfig.router = 'topology'"
+    net, own = cluster.need("inter_bandwidth", asks), cluster.need("intra_bandwidth", asks)
+    return min(1.0, net / (cluster.need("devices_per_node", asks) * own))

@@ -1,0 +1,300 @@
+"""Routing: where each choice of each token goes, and in which row of which bucket it travels.
+
+Inputs: the `Choice` of t tokens, and per choice its destination (device and group there). Outputs: `Routing`, from
+which `pack` cuts one `Parcel` per pass: as many rows for each of the D destinations as its bucket has, C or, by a
+`BucketLayout`, more for near ones. Every choice is in exactly one
+pass, so a bucket of any size loses nothing; it only takes more passes. `regroup` is the receiver's half: the order in
+which the rows that arrived form compact groups, one group per expert held there. All results are integers; no row moves
+here. Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.parallel.bucket_rows import BucketLayout, Piece, bucket_layout
+from moe_jax.parallel.sorted_search import first_places, places_of_keys
+
+
+@typing.dataclass_transform(frozen_default=True)
+def record(cls):
+    """Make a frozen dataclass of arrays a JAX pytree."""
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    return jax.tree_util.register_dataclass(
+        cls, data_fields=[field.name for field in dataclasses.fields(cls)], meta_fields=[]
+    )
+
+
+@record
+class Choice:
+    """What the tokens of one drop group chose.
+
+    Attributes:
+      expert_ids: int32 [t, K], best first; ties go to the lowest id.
+      weights: float [t, K], the factor of each expert's output (at least float32).
+      keep_mask: bool [t, K]; False where a capacity dropped the choice. All True when dropless.
+    """
+
+    expert_ids: jax.Array
+    weights: jax.Array
+    keep_mask: jax.Array
+
+
+@record
+class Routing:
+    """All rows that one source sends, in the order (destination, group, token).
+
+    Attributes:
+      choice_at: int32 [A], the choice (token * K + k) that stands at each place of that order; dropped ones last.
+      place_of: int32 [A], the inverse of `choice_at`.
+      destination: int32 [A], destination of each choice; D where it was dropped.
+      start: int32 [D * G + 1], first place of each (destination, group); the last entry ends the last one.
+    """
+
+    choice_at: jax.Array
+    place_of: jax.Array
+    destination: jax.Array
+    start: jax.Array
+
+
+@record
+class Parcel:
+    """One pass: the rows of D buckets, seen from both ends of the gather.
+
+    Attributes:
+      choice_of_row: int32 [R], which choice fills each row; A in an empty row. R = D C, or the layout's total.
+      row_of_choice: int32 [t, K], the row of each choice; R for a choice of another pass or a dropped one.
+      counts: int32 [D, G], rows per destination and group; rows of one bucket are sorted by group, empty rows last.
+    """
+
+    choice_of_row: jax.Array
+    row_of_choice: jax.Array
+    counts: jax.Array
+
+
+@record
+class Grouping:
+    """How rows that arrived in source-major buckets form compact groups.
+
+    Attributes:
+      place_of_row: int32 [R], the compact place of each received row; R for an empty row.
+      row_of_place: int32 [R], the inverse; R past the last row.
+      group_sizes: int32 [G], rows per group.
+    """
+
+    place_of_row: jax.Array
+    row_of_place: jax.Array
+    group_sizes: jax.Array
+
+
+def rank_within(group_ids, order=None):
+    """Return int32 [n], how many earlier entries (in `order`) have the same group id.
+
+    Args:
+      group_ids: int32 [n].
+      order: int32 [n], entries from first to last; None is by index.
+    """
+    n = group_ids.shape[0]
+    index = jnp.arange(n, dtype=jnp.int32)
+    order = index if order is None else order
+    by_group = order[jnp.argsort(group_ids[order], stable=True)]
+    sorted_ids = group_ids[by_group]
+    starts = jnp.concatenate([jnp.ones((1,), bool), sorted_ids[1:] != sorted_ids[:-1]])
+    start_of = lax.cummax(jnp.where(starts, index, 0))
+    return jnp.zeros((n,), jnp.int32).at[by_group].set(index - start_of, unique_indices=True)
+
+
+def route(choice: Choice, destination, group, num_destinations: int, num_groups: int) -> Routing:
+    """Order all choices by (destination, group), earlier tokens first.
+
+    Args:
+      choice: of t tokens.
+      destination: int32 [t, K], which of the D destinations each choice goes to.
+      group: int32 [t, K], its group there, in [0, G).
+      num_destinations: D.
+      num_groups: G.
+    """
+    key = jnp.where(choice.keep_mask, destination * num_groups + group, num_destinations * num_groups).reshape(-1)
+    key = key.astype(jnp.int32)
+    index = lax.iota(jnp.int32, key.shape[0])
+    sorted_key, choice_at = lax.sort_key_val(key, index)
+    start = places_of_keys(key, sorted_key, num_destinations * num_groups + 1)
+    return Routing(
+        choice_at=choice_at,
+        # every entry is written; the sorted keys are an array that nothing reads any more, so it needs no copy
+        place_of=sorted_key.at[choice_at].set(
+            index, mode="promise_in_bounds", unique_indices=True, wrap_negative_indices=False
+        ),
+        destination=lax.div(key, jnp.int32(num_groups)),
+        start=start,
+    )
+
+
+def largest_bucket(routing: Routing, num_groups: int):
+    """Return int32 [], the most rows that this source sends to one destination, all passes together."""
+    edges = routing.start[::num_groups]
+    return jnp.max(edges[1:] - edges[:-1])
+
+
+def passes_of(routing: Routing, rows: int | BucketLayout, num_groups: int, me=None):
+    """Return int32 [], passes that this source's buckets take: the most over them; 0 where it sends nothing.
+
+    Args:
+      rows, me: as in `pack`.
+    """
+    layout = _layout(rows, routing, num_groups)
+    edges = routing.start[::num_groups]
+    limit = layout.rows.far if len(layout.pieces) == 1 else bucket_lengths(layout, me)
+    return jnp.max((edges[1:] - edges[:-1] + limit - 1) // limit)
+
+
+def _layout(rows: int | BucketLayout, routing: Routing, num_groups: int) -> BucketLayout:
+    return rows if isinstance(rows, BucketLayout) else bucket_layout(rows, (routing.start.shape[0] - 1) // num_groups)
+
+
+def bucket_lengths(layout: BucketLayout, me):
+    """Return int32 [D], rows of the bucket for each destination; `me`: this source's own member, int32 []."""
+    member = lax.iota(jnp.int32, layout.members)
+    rows = layout.rows
+    near = jnp.where(member // layout.near == me // layout.near, rows.node, rows.far)
+    return jnp.where(member == me, rows.own, near)
+
+
+def members_of(piece: Piece, layout: BucketLayout, me, each: int = 1):
+    """Return int32 [count * each], whose rows a piece holds, in order, where every member is `each` devices in a row.
+
+    None stands for all.
+    """
+    if piece.kind == "far":
+        return None
+    first = me if piece.kind == "own" else me // layout.near * layout.near
+    return first * each + lax.iota(jnp.int32, piece.count * each)
+
+
+def pack(routing: Routing, index, rows: int | BucketLayout, top_k: int, num_groups: int, me=None) -> Parcel:
+    """Cut pass `index` (int or int32 []) out of the routing: places [index C, (index + 1) C) of every destination.
+
+    Args:
+      routing: of A = t K choices.
+      index: number of the pass, from 0.
+      rows: C, rows of every bucket, or where rows of buckets of different lengths stand.
+      top_k: K.
+      num_groups: G.
+      me: int32 [], which member this source is; read where the lengths differ.
+    """
+    layout = _layout(rows, routing, num_groups)
+    num_choices = routing.choice_at.shape[0]
+    edges = routing.start[::num_groups]
+    num_destinations = edges.shape[0] - 1
+    even = len(layout.pieces) == 1
+    length = layout.rows.far if even else bucket_lengths(layout, me)
+    first = edges[:-1] + index * length
+    choice_of_row = []
+    for piece in layout.pieces:
+        who = members_of(piece, layout, me)
+        start, end = (first, edges[1:]) if who is None else (first[who], edges[1:][who])
+        place = (start + piece.begin if piece.begin else start)[:, None] + lax.iota(jnp.int32, piece.width)[None]
+        filled = place < end[:, None]
+        chosen = jnp.where(filled, routing.choice_at[jnp.minimum(place, num_choices - 1)], num_choices)
+        choice_of_row.append(chosen.reshape(-1))
+    slot = routing.place_of - jnp.append(first, 0)[routing.destination]
+    ends_at = length if even else jnp.append(length, 0)[routing.destination]
+    inside = (slot >= 0) & (slot < ends_at) & (routing.destination < num_destinations)
+    row = _rows_at(layout, me, routing.destination, slot)
+    most = length if even else length[:, None]
+    bounds = jnp.clip(routing.start[:-1].reshape(num_destinations, num_groups) - first[:, None], 0, most)
+    ends = jnp.clip(routing.start[1:].reshape(num_destinations, num_groups) - first[:, None], 0, most)
+    return Parcel(
+        choice_of_row=choice_of_row[0] if even else jnp.concatenate(choice_of_row),
+        row_of_choice=jnp.where(inside, row, layout.total).reshape(-1, top_k),
+        counts=ends - bounds,
+    )
+
+
+def _rows_at(layout: BucketLayout, me, destination, slot):
+    """Return the row of place `slot` of the bucket for `destination`, both int32 [A]."""
+    row = None
+    for piece in layout.pieces:
+        who = members_of(piece, layout, me)
+        bucket = destination if who is None else destination - who[0]
+        here = piece.offset + bucket * piece.width + slot - piece.begin
+        row = here if row is None else jnp.where(slot >= piece.begin, here, row)
+    return row
+
+
+def stack_rows(choice_of_row, layout: BucketLayout):
+    """Return int32 [Q R] of [Q, R]: what Q parcels of a layout hold, in each piece as (destination, parcel, row)."""
+    parts = []
+    for piece in layout.pieces:
+        chosen = choice_of_row[:, piece.offset : piece.offset + piece.rows]
+        chosen = chosen.reshape(-1, piece.count, piece.width)
+        parts.append(jnp.swapaxes(chosen, 0, 1).reshape(-1))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def stacked_row(row, parcel, parcels: int, layout: BucketLayout):
+    """Return where a row of one of Q `parcels` stands in the order of `stack_rows`; Q R for R.
+
+    Args:
+      row: int32, of a buffer of R rows; parcel: int32, whose; they broadcast.
+    """
+    out = None
+    for piece in layout.pieces:
+        at = row - piece.offset
+        here = (at // piece.width * parcels + parcel) * piece.width + at % piece.width + piece.offset * parcels
+        out = here if out is None else jnp.where(row >= piece.offset, here, out)
+    return jnp.where(row < layout.total, out, parcels * layout.total)
+
+
+def regroup(counts, rows: int | BucketLayout, me=None) -> Grouping:
+    """Say how received buckets form compact groups: groups in order, within a group sources in order.
+
+    Args:
+      counts: int32 [S, G], rows of each source and group; each source's rows come sorted by group, empty ones last.
+        The sources are D members, or D members of several devices each.
+      rows: C, rows of one source's bucket, so R = S C; or the layout of the buffers that sources packed.
+      me: int32 [], which member received them; read where lengths differ.
+    """
+    num_sources = counts.shape[0]
+    layout = rows if isinstance(rows, BucketLayout) else bucket_layout(rows, num_sources)
+    each = num_sources // layout.members
+    pieces = [(members_of(piece, layout, me, each), piece.begin, piece.end) for piece in layout.pieces]
+    return regroup_pieces(counts, pieces)
+
+
+def regroup_pieces(counts, pieces) -> Grouping:
+    """Say how rows form compact groups that arrived in pieces of their sources' buckets; see `regroup`.
+
+    Args:
+      counts: int32 [S, G], of whole buckets.
+      pieces: list of (sources int32 [n] or None for all, begin, end): n times the places from `begin` to `end` of a
+        source's bucket, one after the other.
+    """
+    num_sources, num_groups = counts.shape
+    total = sum((num_sources if who is None else who.shape[0]) * (end - begin) for who, begin, end in pieces)
+    group_sizes = jnp.sum(counts, axis=0)
+    base = (jnp.cumsum(group_sizes) - group_sizes)[None] + jnp.cumsum(counts, axis=0) - counts  # [S, G]
+    ends = jnp.cumsum(counts, axis=1)
+    starts = ends - counts
+
+    def places(who, begin, end):
+        of = [array if who is None else array[who] for array in (base, starts, ends)]
+        slot = lax.iota(jnp.int32, end - begin) + begin if begin else lax.iota(jnp.int32, end)
+        group = first_places(of[2], slot, side="right")
+        safe = jnp.minimum(group, num_groups - 1)
+        within = slot[None] - jnp.take_along_axis(of[1], safe, axis=1)
+        return jnp.where(group < num_groups, jnp.take_along_axis(of[0], safe, axis=1) + within, total).reshape(-1)
+
+    place = [places(*piece) for piece in pieces]
+    place = place[0] if len(place) == 1 else jnp.concatenate(place)
+    place = place.astype(jnp.int32)
+    nowhere = jnp.maximum(place, total)  # `total` everywhere, made where `place` is: constants are copied for a scatter
+    row_of_place = nowhere.at[place].set(
+        lax.iota(jnp.int32, total), mode="drop", unique_indices=True, wrap_negative_indices=False
+    )
+    return Grouping(place_of_row=place, row_of_place=row_of_place, group_sizes=group_sizes)

@@ -1,0 +1,271 @@
+"""`parm`: s1 or s2, whichever is predicted to take less time; with a calibration of whole layers also the baseline.
+
+Inputs: what every schedule is built from. Outputs: the chosen one. Without a cluster file the two are compared by
+bytes, at one speed on all links; with one of links alone, such as a preset, by bytes, start-ups and what SAA lets run
+at the same time on different links; with a calibration, by fitted times of the collectives on the groups of this mesh,
+or of whole layers. The choice is made once, for static sizes, and says which rule made it. Source: Parm, section V,
+algorithm 1; that a small layer, bound by the start of its collectives, may run under `deepspeed` is our addition, and
+so is that in two halves only that part of an exchange counts which outlasts the computation of the other half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice
+from moe_jax.cluster.layer_seconds import LayerShape, layer_name, layer_seconds
+from moe_jax.moe.schedules.contract import (
+    LayerSizes,
+    Schedule,
+    ScheduleOptions,
+    build_schedule,
+    layout_of,
+    register,
+    schedule_record,
+)
+from moe_jax.moe.schedules.gather_choice import choose_gather, fits_of, read_cluster_of
+from moe_jax.moe.schedules.pause_after_gate import gather_sentences, whole_bucket_rows
+from moe_jax.parallel.mesh import Roles
+from moe_jax.planning.block_schedule import Prefetch
+from moe_jax.planning.block_times import Times, stage_seconds
+
+_LOG = logging.getLogger(__name__)
+_REQUESTED_BY = "MoEConfig.schedule 'parm'"
+_DEFAULTS = ScheduleOptions()
+_PARTS = {"gate", "regroup", "expert_step", "call"}
+_RULES = {
+    "bytes": "the closed form of Parm's equations 13 and 14 on bytes (no MoEConfig.cluster)",
+    "links": "the closed form of Parm's equations 13 and 14 on the links of {!r}, which has no fits",
+    "equations": "the closed form of Parm's equations 13 and 14 on the fits of {!r}",
+    "parts": "the sum of a layer's parts, gate and moved rows too, on the fits of {!r}",
+    "layers": "the whole-layer fits ('layer:SCHEDULE') of {!r}",
+}
+
+
+def parm_sentences(
+    roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int, sent_bytes: int = 0
+) -> list[str]:
+    """Say what a run with these sizes takes, by which rule, and the numbers compared; then how s2 would return.
+
+    Raises:
+      UserError: as building the schedule does.
+    """
+    cluster = _cluster_of(roles, options)
+    if _is_s1(roles, cluster):
+        taken = "schedule 'parm' takes s1 without a comparison: with MeshConfig.model = 1 it is what s2 is"
+    else:
+        taken = _sentence(choose(roles, sizes, row_bytes, cluster, options, sent_bytes), cluster, options)
+    return [taken, *(gather_sentences(roles, sizes, options, row_bytes) if roles.size(roles.model) > 1 else ())]
+
+
+@register("parm", chooses_from=("deepspeed", "s1", "s2"), sentences=parm_sentences)
+class Parm:
+    """The schedules to choose from; the bytes of a row, known when the layer is called, decide which one runs."""
+
+    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+        self.roles, self.sizes, self.options = roles, sizes, options
+        self.cluster = _cluster_of(roles, options)
+        names = ("s1",) if _is_s1(roles, self.cluster) else schedule_record("parm").chooses_from
+        self.built = {name: build_schedule(name, roles, sizes, options) for name in names}
+        self.said: set[ParmChoice] = set()
+
+    def for_rows(self, row_bytes: int, sent_bytes: int = 0) -> Schedule:
+        """Return the schedule that is predicted to take less time."""
+        if len(self.built) == 1:
+            return self.built["s1"]
+        choice = choose(self.roles, self.sizes, row_bytes, self.cluster, self.options, sent_bytes)
+        if choice not in self.said:
+            self.said.add(choice)
+            _LOG.warning(_sentence(choice, self.cluster, self.options))
+        return self.built[choice.schedule]
+
+
+def choose(
+    roles: Roles,
+    sizes: LayerSizes,
+    row_bytes: int,
+    cluster: Cluster | None,
+    options: ScheduleOptions = _DEFAULTS,
+    sent_bytes: int = 0,
+) -> ParmChoice:
+    """Return Parm's choice for one layer, by `by_layers` where the cluster has fits for it, else by `by_equations`.
+
+    Where tokens come split over the MP group, s1 needs no all-gather at its end, and the others need one at their
+    start. Where something computes beside the exchanges and the cluster has `flops`, what it hides of them is no cost.
+
+    Args:
+      sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements; options: of the layer.
+      sent_bytes: of a row on its way to experts where it travels as float8, else 0.
+    """
+    known = set() if cluster is None else {name for name, _ in cluster.fits}
+    by = by_layers if cluster is not None and known >= _PARTS else by_equations
+    return by(roles, sizes, row_bytes, cluster, options, sent_bytes)
+
+
+def by_layers(
+    roles: Roles,
+    sizes: LayerSizes,
+    row_bytes: int,
+    cluster: Cluster,
+    options: ScheduleOptions = _DEFAULTS,
+    sent_bytes: int = 0,
+) -> ParmChoice:
+    """Return the choice by `layer_seconds`: rule 'parts', or 'layers' where whole layers were timed too.
+
+    The whole step is compared but for the experts, which do the same work under all: s2 gates every token on each
+    device of its MP group, and that may cost more than it saves. Only 'layers' compares `deepspeed` as well. There
+    calibrations timed s2 with SAA, and the start of its layers belongs to that: under 'auto' s2 is judged so, even
+    where it will run with AAS.
+
+    Args:
+      as for `choose`.
+
+    Raises:
+      UserError: the cluster lacks a fit of the parts.
+    """
+    whole, waits = _knows_layers(cluster), _waits(cluster, options)
+    timed_with = "saa" if whole and options.gather == "auto" else options.gather
+    gather = _gather(roles, sizes, row_bytes, cluster, timed_with, options.transport)
+    candidates = ["s1", "s2", "deepspeed"] if whole else ["s1", "s2"]
+    seconds = {}
+    for name in candidates:
+        shape = layer_shape(name, roles, sizes, row_bytes, options.split_tokens, sent_bytes=sent_bytes)
+        how = {"gather": gather, "transport": options.transport, "item": 1, "waits": waits}
+        seconds[name] = layer_seconds(name, shape, None, cluster, requested_by=_REQUESTED_BY, **how).total
+    fastest = min(candidates, key=lambda name: seconds[name])
+    return ParmChoice(fastest, seconds["s1"], seconds["s2"], seconds.get("deepspeed"), "layers" if whole else "parts")
+
+
+def by_equations(
+    roles: Roles,
+    sizes: LayerSizes,
+    row_bytes: int,
+    cluster: Cluster | None,
+    options: ScheduleOptions = _DEFAULTS,
+    sent_bytes: int = 0,
+) -> ParmChoice:
+    """Return the choice by the closed form, seconds of a forward; without a cluster these are bytes, rule 'bytes'.
+
+    Both schedules have two exchanges of x and one gather, so without SAA start-ups are alike and only what is gathered
+    counts: N M bytes under s1, E C M = K f N M under s2. s2 is then taken where K f < 1, in no layer of Parm's table
+    III (f of 1.2 and 2.4). With SAA it gains where its gathers run on other links than its rounds, as inside nodes
+    while rows cross them; where all links have one speed, or one node has all devices, nothing is gained.
+
+    Args:
+      as for `choose`.
+
+    Raises:
+      UserError: the cluster lacks a fit of the collectives.
+
+    Source: Parm, equations 13 and 14.
+    """
+    gather = _gather(roles, sizes, row_bytes, cluster, options.gather, options.transport)
+    mp_size, ep_size = roles.size(roles.model), roles.size(roles.expert)
+    esp_size = roles.size(roles.expert_shard)
+    x1 = layout_of(roles, sizes.split(mp_size).bucket_rows(ep_size)).total * esp_size
+    whole = layout_of(roles, whole_bucket_rows(sizes, roles)).total
+    x2 = whole * esp_size // mp_size
+    gathered = sizes.tokens * row_bytes
+    if cluster is None:
+        per_byte = Fit(0.0, 1.0)
+        fits = a2a, gather_fit, saa = per_byte, per_byte, None
+    else:
+        fits = a2a, gather_fit, saa = fits_of(cluster, roles, gather, options.transport, _REQUESTED_BY)
+    # buckets are rounded up differently, so each schedule has its own x
+    both = [
+        parm_choice(
+            (x * (sent_bytes or row_bytes), x * row_bytes), whole * row_bytes, gathered, *fits, _waits(cluster, options)
+        )
+        for x in (x1, x2)
+    ]
+    s1, s2 = both[0].s1_seconds, both[1].s2_seconds
+    if options.split_tokens:
+        s1, s2 = s1 - gather_fit.seconds(gathered), s2 + gather_fit.seconds(gathered)
+    rule = "bytes" if cluster is None else "equations" if cluster.fits else "links"
+    return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2, rule=rule)
+
+
+def _hides(cluster: Cluster | None, options: ScheduleOptions) -> bool:
+    """Whether something computes beside the exchanges, at a known rate."""
+    return options.beside is not None and cluster is not None and cluster.flops is not None
+
+
+def _waits(cluster: Cluster | None, options: ScheduleOptions) -> Callable[[Sequence[float]], float]:
+    """Return a function of the seconds of one half's exchanges, there and back: those that a layer waits for.
+
+    All of them, or in two halves what outlasts the other half's computation, in the mean of forward and backward and
+    with what the backward exchanges again. What an MP group gathers before or after is counted whole, though it may fit
+    beside the other half's exchange.
+    """
+    if not _hides(cluster, options):
+        return sum
+    work, halves = options.beside, Prefetch(halves=True)
+    alone = Times(attention=work.attention / cluster.flops, experts=work.experts / cluster.flops)
+
+    def added(seconds: float) -> float:
+        with_it = dataclasses.replace(alone, exchange=seconds)
+        return float(stage_seconds(halves, with_it, work.recompute) - stage_seconds(halves, alone, work.recompute)) / 4
+
+    return lambda exchanges: sum(map(added, exchanges))
+
+
+def _cluster_of(roles: Roles, options: ScheduleOptions) -> Cluster | None:
+    """Return the cluster that a run names, or raise where it is of other devices or lacks collectives."""
+    if not options.cluster:
+        return None
+    cluster = read_cluster_of(options.cluster, roles)
+    fits_of(cluster, roles, options.gather, options.transport, _REQUESTED_BY)
+    return cluster
+
+
+def _is_s1(roles: Roles, cluster: Cluster | None) -> bool:
+    """Without MP s1 and s2 are one, and without ESP deepspeed is the same too."""
+    alone = roles.size(roles.model) == 1
+    return alone and (roles.size(roles.expert_shard) == 1 or not _knows_layers(cluster))
+
+
+def _gather(roles, sizes, row_bytes, cluster, gather, transport) -> str:
+    far_rows = layout_of(roles, whole_bucket_rows(sizes, roles)).rows.far
+    return choose_gather(gather, roles, far_rows, row_bytes, cluster, transport).gather
+
+
+def _knows_layers(cluster: Cluster | None) -> bool:
+    return cluster is not None and {layer_name("s1"), layer_name("deepspeed")} <= {name for name, _ in cluster.fits}
+
+
+def layer_shape(
+    schedule: str, roles: Roles, sizes: LayerSizes, model_dim: int, split_tokens: bool = False, groups: int = 1,
+    sent_bytes: int = 0,
+) -> LayerShape:  # fmt: skip
+    """Return the cost formulas' inputs for a layer under a schedule that has formulas ('pairwise' in `groups`)."""
+    mp_size, ep_size, esp_size = (roles.size(axes) for axes in (roles.model, roles.expert, roles.expert_shard))
+    rows = schedule_record(schedule).on_mesh(mp_size, esp_size).bucket_rows(sizes, roles)
+    layout = layout_of(roles, rows)
+    return LayerShape(
+        tokens=sizes.tokens,
+        model_dim=model_dim,
+        rows=layout.rows.far,
+        more_in_node=layout.piece("node"),
+        more_own=layout.piece("own"),
+        members_in_node=layout.near,
+        ep_size=ep_size,
+        esp_size=esp_size,
+        mp_size=mp_size,
+        top_k=sizes.top_k,
+        experts=sizes.num_experts,
+        split_tokens=split_tokens,
+        groups=groups,
+        sent_bytes=sent_bytes,
+    )
+
+
+def _sentence(choice: ParmChoice, cluster: Cluster | None, options: ScheduleOptions) -> str:
+    unit, name = ("bytes", "") if cluster is None else ("s", cluster.name)
+    others = "" if choice.deepspeed_seconds is None else f", deepspeed {choice.deepspeed_seconds:.4g} {unit}"
+    less = ", of exchanges what outlasts the other half's computation" if _hides(cluster, options) else ""
+    return (
+        f"schedule 'parm' takes {choice.schedule} by {_RULES[choice.rule].format(name)}{less}: "
+        f"s1 {choice.s1_seconds:.4g} {unit}, s2 {choice.s2_seconds:.4g} {unit}{others} in one layer"
+    )

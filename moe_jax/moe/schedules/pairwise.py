@@ -1,0 +1,257 @@
+"""`pairwise`: the exchange in Ng groups, each step's experts beside the next step's rows.
+
+Inputs: the t tokens of this device's MP group. Outputs: the same tokens, transformed. The D expert-parallel members
+form a ring of Ng groups. In step s group g sends rows to group g - s (S_s), computes those that came from group
+g + s (C_s) and sends them back (S'_s). One stream of transfers, S_0 .. S_{Ng-1}, S'_1 .. S'_{Ng-1}, S'_0, and one of
+matmuls, C_0 .. C_{Ng-1}; C_s waits for S_s, and S'_s for C_s. Under MP and ESP tokens are split and rows dumped as in
+`s1`. Source: FasterMoE, section 4.2.
+
+A step is one transfer, because XLA keeps one in flight at a time (docs/results.md): first each device collects
+from its own group all rows that go to its place in any group, one all-to-all over the fast links that stands for S_0;
+then S_s sends what it collected for group g - s to the device in its place there. The return runs in reverse order and
+ends with S'_0. XLA schedules from the end, so S_{s+2} waits for C_s: else all matmuls would run after S_{Ng-1}.
+Where buckets for the own node are longer, what they have more belongs to S_0, C_0 and S'_0, as exchanges of their own.
+Letters: docs/notation.md; Dg = D / Ng members of a group, Pg = Dg Ns devices of a group.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from moe_jax.errors import UserError
+from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
+from moe_jax.moe.routing import Parcel, members_of, pack, passes_of, regroup_pieces, route
+from moe_jax.moe.schedules.contract import (
+    LayerSizes,
+    Routed,
+    Schedule,
+    ScheduleOptions,
+    layout_of,
+    own_bucket_rows,
+    register,
+)
+from moe_jax.moe.schedules.expert_group import ExpertGroup, build_expert_group, cut, join, member, repeat_for_shards
+from moe_jax.moe.schedules.mp_tokens import from_parts, to_parts
+from moe_jax.moe.schedules.passes import passes_needed
+from moe_jax.moe.tables import destinations
+from moe_jax.parallel.bucket_rows import BucketLayout
+from moe_jax.parallel.exchange import shift_pairs
+from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.ordering import both_ready
+from moe_jax.parallel.replicated import own_part
+from moe_jax.parallel.varying import cast_varying
+
+
+def choose_groups(roles: Roles, wanted: int) -> int:
+    """Return Ng: as configured, or one group of the members of each node, or of each member on a single node.
+
+    Raises:
+      UserError: where there is nothing to exchange, or Ng does not divide the members.
+    """
+    ep_size = roles.size(roles.expert)
+    if ep_size == 1:
+        raise UserError(
+            "MoEConfig.schedule ('pairwise') needs MeshConfig.expert of at least 2, not 1: with one member nothing is "
+            "exchanged; set MoEConfig.schedule = 's1' or raise MeshConfig.expert"
+        )
+    if wanted:
+        if ep_size % wanted:
+            raise UserError(
+                f"MoEConfig.pairwise_groups ({wanted}) must divide MeshConfig.expert ({ep_size}); set it to a divisor, "
+                "or to 0 for one group per node"
+            )
+        return wanted
+    in_node = max(1, roles.config.devices_per_node // roles.size(roles.expert_shard))
+    return ep_size // in_node if in_node < ep_size and ep_size % in_node == 0 else ep_size
+
+
+@register("pairwise", one_piece=False)
+class Pairwise(Schedule):
+    """FasterMoE's schedule; its drop groups are the N / N_MP tokens of one device."""
+
+    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+        self.roles, self.options = roles, options
+        groups = choose_groups(roles, options.pairwise_groups)
+        self.sizes = sizes.split(roles.size(roles.model))
+        self.group = build_expert_group(roles)
+        self.layout = layout_of(roles, own_bucket_rows(sizes, roles))
+        self.passes = self.sizes.passes(self.layout.rows.far)
+        self.ring = Ring(self.group, groups)
+
+    def enter(self, x, token_ids):
+        return to_parts(x, self.roles, self.options), own_part(token_ids, self.roles.model)
+
+    def route(self, tokens, choice, tables):
+        roles, groups = self.roles, self.sizes.groups
+        with jax.named_scope("route"):
+            device, expert = destinations(tables, choice, groups)
+            routing = route(choice, device, expert, self.group.ep_size, groups)
+            mine = passes_of(routing, self.layout, groups, member(roles))
+            needed = passes_needed(mine, self.passes, roles.all)
+        return Routed(tokens, choice.weights, routing, needed)
+
+    def run_pass(self, routed, index, experts):
+        group, layout, ring, sizes = self.group, self.layout, self.ring, self.sizes
+        order, source = ring.places(lax.axis_index(group.axes) // ring.local)
+        with jax.named_scope("dispatch"):
+            me = member(self.roles)
+            parcel = pack(routed.routing, index, layout, sizes.top_k, sizes.groups, me)
+            arriving = group.send_counts(parcel.counts)  # [P, groups], of whole buckets
+            parcel = _reorder(parcel, order, layout.rows.far)
+            # every matmul needs the counts: they travel ahead of the rows
+            rows, arriving = lax.optimization_barrier((permute_tokens(routed.tokens, parcel), arriving))
+            pieces = dict(cut(rows, layout))
+            blocks = pieces.pop("far").reshape(ring.each, ring.groups, layout.rows.far, -1)
+            more = [(kind, group.exchanges[kind](group.dump(rows))) for kind, rows in pieces.items()]
+            counts = [_counts_of(piece, layout, arriving, me, group.esp_size) for piece in layout.pieces]
+        near = [(rows, counts) for (_, rows), counts in zip(more, counts[1:], strict=True)]
+        home, near = ring.run(blocks, counts[0][source], experts, near)
+        with jax.named_scope("combine"):
+            back = [group.sum_shards(group.exchanges[kind](done)) for (kind, _), done in zip(more, near, strict=True)]
+            home = join([home.reshape(group.ep_size, layout.rows.far, -1), *back])
+            return unpermute_tokens(home, routed.weights, parcel)
+
+    def leave(self, y):
+        return from_parts(y, self.roles, self.options)
+
+
+class Ring:
+    """The 3 Ng tasks of one layer: who sends to whom in each step, and in which order."""
+
+    def __init__(self, group: ExpertGroup, groups: int):
+        self.group, self.groups, self.each = group, groups, group.ep_size // groups
+        self.local = self.each * group.esp_size
+
+    def places(self, g):
+        """Return where rows go and come from, for a device of group g.
+
+        Returns:
+          order int32 [D]: member to which the rows of place (k, s) go, that is member k of group g - s; source int32
+          [P]: device from which those of place (s, l) come, that is device l of group g + s.
+        """
+        step = jnp.arange(self.groups, dtype=jnp.int32)
+        k = jnp.arange(self.each, dtype=jnp.int32)[:, None]
+        origin = (g + step)[:, None] % self.groups
+        source = origin * self.local + jnp.arange(self.local, dtype=jnp.int32)[None]
+        return ((g - step)[None] % self.groups * self.each + k).reshape(-1), source.reshape(-1)
+
+    def share(self, blocks):
+        """Exchange within the group: block l of [Pg, ...] to its device l; [Pg, ...], block l from there."""
+        if self.local == 1:
+            return blocks
+        inside = [list(range(g * self.local, (g + 1) * self.local)) for g in range(self.groups)]
+        blocks = cast_varying(blocks, self.group.axes)
+        return lax.all_to_all(blocks, self.group.axes, 0, 0, axis_index_groups=inside, tiled=True)
+
+    def move(self, block, steps: int):
+        """Send a block to the device in the same place, `steps` groups ahead on the ring."""
+        steps %= self.groups
+        return lax.ppermute(block, self.group.axes, shift_pairs(self.groups, self.local, steps, 0)) if steps else block
+
+    def send(self, collected, s: int):
+        """S_s: [Pg, c, M] to group g - s; returns what came from group g + s, [Pg, c, M]."""
+        with jax.named_scope("dispatch"):
+            return self.move(collected, -s)
+
+    def send_back(self, done, s: int):
+        """S'_s: computed rows [Pg, c, M] back to group g + s; returns what came back from group g - s."""
+        with jax.named_scope("combine"):
+            return self.move(done, s)
+
+    def compute(self, received, arriving, experts, near=()):
+        """C_s: rows [Pg, c, M] as they arrived, and further pieces -> (the same places, computed; theirs)."""
+        with jax.named_scope("experts"):
+            blocks = [(received, arriving), *near]
+            if len(blocks) == 1 and arriving.shape[0] == 1:  # one bucket, already in group order
+                return experts(received[0], arriving[0])[None], []
+            sizes = [rows.shape[0] for rows, _ in blocks]
+            ids = jnp.split(jnp.arange(sum(sizes), dtype=jnp.int32), np.cumsum(sizes)[:-1])
+            pieces = [
+                (None if len(blocks) == 1 else who, 0, rows.shape[1])
+                for who, (rows, _) in zip(ids, blocks, strict=True)
+            ]
+            grouping = regroup_pieces(join(counts[:, None] for _, counts in blocks), pieces)
+            rows = join(rows for rows, _ in blocks)
+            done = unpermute_rows(experts(permute_rows(rows, grouping), grouping.group_sizes), grouping)
+            parts = jnp.split(done, np.cumsum([rows.shape[0] * rows.shape[1] for rows, _ in blocks])[:-1])
+            first, *rest = [part.reshape(rows.shape) for part, (rows, _) in zip(parts, blocks, strict=True)]
+            return first, rest
+
+    def run(self, blocks, arriving, experts, near=()):
+        """Run all tasks: blocks [Dg, Ng, c, M] -> the same places, computed and summed over shards.
+
+        Args:
+          arriving: int32 [P, groups of experts], counts in step order; experts: of this device.
+          near: (rows [n, c', M] that came from devices of the node, counts [n, groups]) of further pieces of
+            their buckets, which C_0 computes.
+
+        Returns:
+          the blocks, and what became of `near`, a list.
+        """
+        with jax.named_scope("dispatch"):
+            esp_size = self.group.esp_size
+            dumped = repeat_for_shards(blocks, esp_size) if esp_size > 1 else blocks
+            collected = self.share(dumped.reshape((self.local,) + blocks.shape[1:]))  # [Pg, Ng, c, M]
+            outgoing = [collected[:, s] for s in range(self.groups)]
+        arriving = arriving.reshape(self.groups, self.local, -1)
+        received, done, near_done = outgoing[:1], [], []
+        for s in range(1, self.groups):
+            if s > 1:  # C_{s-2} has run beside S_{s-1}
+                outgoing[s], done[s - 2] = both_ready(outgoing[s], done[s - 2])
+            # the stream of transfers keeps its order; C_{s-1} is free to run beside S_s
+            outgoing[s], received[-1] = lax.optimization_barrier((outgoing[s], received[-1]))
+            received.append(self.send(outgoing[s], s))
+            here, rest = self.compute(received[s - 1], arriving[s - 1], experts, near if s == 1 else ())
+            done.append(here)
+            near_done = rest if s == 1 else near_done
+        last = self.groups - 1
+        if last > 1:
+            done[1], received[last] = lax.optimization_barrier((done[1], received[last]))
+        here, rest = self.compute(received[last], arriving[last], experts, () if last else near)
+        done.append(here)
+        near_done = near_done if last else rest
+        home = done[:1]
+        for s in range(1, self.groups):
+            if s > 1:
+                done[s], home[-1] = lax.optimization_barrier((done[s], home[-1]))
+            home.append(self.send_back(done[s], s))
+        with jax.named_scope("combine"):
+            parts = self.share(jnp.stack(home, axis=1))  # [Pg, Ng, c, M]
+            if near_done:  # they come last
+                *near_done, _ = lax.optimization_barrier((*near_done, home[-1]))
+            if esp_size == 1:
+                return parts, near_done
+            acc_dtype = jnp.promote_types(parts.dtype, jnp.float32)
+            parts = parts.reshape((self.each, esp_size) + parts.shape[1:])
+            return jnp.sum(parts, axis=1, dtype=acc_dtype).astype(parts.dtype), near_done
+
+
+def _counts_of(piece, layout: BucketLayout, counts, me, esp_size: int):
+    """Return int32 [n, groups], rows of each source's bucket in a piece; counts [P, groups] of whole buckets."""
+    if len(layout.pieces) == 1:
+        return counts
+    who = members_of(piece, layout, me, esp_size)
+    counts = counts if who is None else counts[who]
+    ends = jnp.cumsum(counts, axis=1)
+    return jnp.clip(ends, piece.begin, piece.end) - jnp.clip(ends - counts, piece.begin, piece.end)
+
+
+def _reorder(parcel: Parcel, order, rows: int) -> Parcel:
+    """Return the parcel with its buckets in the order of `order` (bucket at each place), a permutation of the D.
+
+    Only the first `rows` rows of each bucket move; those of other pieces stand behind them and stay.
+    """
+    ep_size = order.shape[0]
+    place_of = jnp.zeros_like(order).at[order].set(jnp.arange(ep_size, dtype=jnp.int32), unique_indices=True)
+    row = parcel.row_of_choice
+    moved = place_of[jnp.minimum(row // rows, ep_size - 1)] * rows + row % rows
+    first, rest = parcel.choice_of_row[: ep_size * rows], parcel.choice_of_row[ep_size * rows :]
+    first = first.reshape(ep_size, rows)[order].reshape(-1)
+    return Parcel(
+        choice_of_row=jnp.concatenate([first, rest]) if rest.size else first,
+        row_of_choice=jnp.where(row < ep_size * rows, moved, row),
+        counts=parcel.counts[order],
+    )

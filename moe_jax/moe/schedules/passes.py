@@ -1,0 +1,134 @@
+"""Dropless in bounded memory: the same buckets, as many passes as the fullest one needs.
+
+Inputs: what pass 0 gave, and a function that runs one pass. Outputs: the sum of all passes. Pass 0 is outside any
+branch, so that transfers still overlap it; the later ones run only when some device's bucket overflowed, and save no
+residuals but their inputs.
+
+The later passes are a conditional that holds collectives, and nothing may run beside it (`parallel/ordering.py`). So
+it is a `custom_vjp`, and values wait for each other: the later passes for pass 0; in the backward, their recomputation
+for them and for the cotangent, their gradient for the recomputation, and the gradient of pass 0 for theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moe_jax.moe.schedules.contract import Passes
+from moe_jax.parallel.ordering import gradients_in_turn, wait_for
+from moe_jax.parallel.varying import cast_varying, varying_axes
+
+
+def passes_needed(mine, passes: Passes, axes: tuple[str, ...]):
+    """Return int32 [], the most passes that any device's buckets take, at least one; equal on all devices.
+
+    Of a program that has the first pass alone, it is what this device needs: no branch waits for the others, and a
+    step compares all its layers at once (`most_of_all`).
+
+    Args:
+      mine: int32 [], passes that this device's buckets take.
+      passes: static bounds; where one pass is enough, nothing is needed from the other devices.
+      axes: all mesh axes: every device must take the same branch, because the branches hold collectives.
+    """
+    if passes.most == 1:
+        return jnp.ones((), jnp.int32)
+    needed = jnp.maximum(mine, 1)
+    return needed if passes.run == 1 else most_of_all(needed, axes)
+
+
+def most_of_all(needed, axes: tuple[str, ...]):
+    """Return the largest of all devices' arrays, element by element, equal on all; itself where it is so already."""
+    axes = tuple(axis for axis in axes if axis in varying_axes(needed))
+    # an integer that leaves a custom_vjp, as the prefetcher's does, has a tangent (of float0), and pmax has no rule
+    needed = lax.stop_gradient(needed)
+    return lax.pmax(needed, axes) if axes else needed
+
+
+def add_later_passes(first, one_pass, needed, most: int, before=()):
+    """Return first + one_pass(1) + ... + one_pass(needed - 1).
+
+    Args:
+      first: what pass 0 gave.
+      one_pass: function of the pass index (int32 []) to an array; may hold collectives.
+      needed: int32 [], at least 1, equal on all devices.
+      most: static bound on `needed`; 1 leaves no branch in the program.
+      before: pytree of results of other collectives, which the branch must not overtake.
+    """
+    if most == 1:
+        return first
+    closed = jax.make_jaxpr(one_pass)(jnp.int32(0))
+    trained = _trained(closed)
+    leaves = [closed.consts[i] for i in trained]
+    fixed = [leaf for i, leaf in enumerate(closed.consts) if i not in trained]
+    first, leaves = gradients_in_turn(first, leaves, needed)
+    needed = wait_for(needed, needed, first, before)
+    return first + _rest((closed.jaxpr, trained, most), leaves, fixed, needed)
+
+
+def _call(jaxpr, consts, index):
+    return jax.core.eval_jaxpr(jaxpr, consts, index)[0]
+
+
+def _trained(closed) -> tuple[int, ...]:
+    """Return the places of those constants of a closed function that its result has a gradient for."""
+    floats = [i for i, leaf in enumerate(closed.consts) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+    def gradients(leaves):
+        consts = list(closed.consts)
+
+        def of_leaves(leaves):
+            for i, leaf in zip(floats, leaves, strict=True):
+                consts[i] = leaf
+            return _call(closed.jaxpr, consts, jnp.int32(0))
+
+        out, pull = jax.vjp(of_leaves, leaves)
+        return pull(out)[0]
+
+    jaxpr = jax.make_jaxpr(gradients)([closed.consts[i] for i in floats]).jaxpr
+    read = set(map(id, jaxpr.invars + jaxpr.constvars))
+    for equation in jaxpr.eqns:
+        if any(id(atom) in read for atom in equation.invars):
+            read |= set(map(id, equation.outvars))
+    return tuple(i for i, out in zip(floats, jaxpr.outvars, strict=True) if id(out) in read)
+
+
+def _plain_rest(how, leaves, fixed, needed):
+    """Return the sum of the passes from 1 on; without a rule for its gradient."""
+    jaxpr, trained, most = how
+    leaves, fixed = list(leaves), list(fixed)
+    consts = [leaves.pop(0) if i in trained else fixed.pop(0) for i in range(len(leaves) + len(fixed))]
+    one_pass = functools.partial(_call, jaxpr, consts)
+    shape = jax.eval_shape(one_pass, jnp.int32(0))
+    zeros = cast_varying(jnp.zeros(shape.shape, shape.dtype), shape.manual_axis_type.varying)
+
+    # The checkpoint stands outside the branch: what a branch saves is a copy, of the bank too, for every pass; what a
+    # checkpointed call saves is its inputs, and the bank is the same input every time.
+    @jax.checkpoint
+    def later(index):
+        return lax.cond(index < needed, one_pass, lambda _: zeros, index)
+
+    def body(total, index):
+        return total + later(index), None
+
+    return lax.cond(needed > 1, lambda: lax.scan(body, zeros, jnp.arange(1, most, dtype=jnp.int32))[0], lambda: zeros)
+
+
+_rest = jax.custom_vjp(_plain_rest, nondiff_argnums=(0,))
+
+
+def _rest_fwd(how, leaves, fixed, needed):
+    total = _plain_rest(how, leaves, fixed, needed)
+    return total, (leaves, fixed, wait_for(needed, needed, total))
+
+
+def _rest_bwd(how, residuals, d):
+    leaves, fixed, needed = residuals
+    again = wait_for(needed, needed, d)
+    _, pull = jax.vjp(lambda leaves: _plain_rest(how, leaves, fixed, again), leaves)
+    return pull(d)[0], None, None
+
+
+_rest.defvjp(_rest_fwd, _rest_bwd)

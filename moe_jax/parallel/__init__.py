@@ -1,0 +1,1 @@
+"""Mesh, exchanges, gathers and sums over devices, sparse transfers."""

@@ -1,0 +1,93 @@
+"""How parameters and optimizer state lie on the mesh: one decision per leaf, in one place.
+
+Inputs: shapes and roles. Outputs: partition specs. Nothing here moves data; `parallel/gather.py` brings together
+what these specs split.
+
+ZeRO stages for dense leaves, over all dense data-parallel axes: 0 keeps everything on every device, 1 shards the
+optimizer state, 3 shards the parameters too. Expert leaves lie on the expert axis whatever the stage; from stage 1 on
+their optimizer state is split over `data` as well. Source: ZeRO (Rajbhandari et al. 2020), section 5.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.parallel.mesh import Roles
+
+
+def divisible_dim(shape: tuple[int, ...], parts: int, taken: int | None = None) -> int | None:
+    """Return the largest dim of `shape` that `parts` divides, later ones first among equals; None where none does.
+
+    Args:
+      shape: of the leaf, without any stacked layer dim.
+      parts: number of shards; 1 has nothing to split.
+      taken: a dim that is split over other axes already, or None.
+    """
+    if parts == 1:
+        return None
+    fitting = [dim for dim, size in enumerate(shape) if dim != taken and size % parts == 0]
+    return max(fitting, key=lambda dim: (shape[dim], dim), default=None)
+
+
+def spec_of(ndim: int, entries: dict[int | None, tuple[str, ...]]) -> P:
+    """Return a PartitionSpec of `ndim` dims from {dim: axes}; an entry for dim None is left out."""
+    return P(*(entries.get(dim) or None for dim in range(ndim)))
+
+
+def dense_specs(shapes, model_dims, stacked, roles: Roles, zero_stage: int):
+    """Return (param specs, optimizer specs, gather dims) for a tree of dense leaves.
+
+    Args:
+      shapes: pytree of shapes (tuples) of the global leaves.
+      model_dims: matching pytree: dim that the MP group splits (not counting a stacked layer dim), -1 for none.
+      stacked: matching pytree of bool: leaf has a leading layer dim.
+      roles: the mesh.
+      zero_stage: 0, 1 or 3.
+
+    Returns:
+      pytrees of PartitionSpec, PartitionSpec and int (gather dim without the stacked dim, -1 for none).
+    """
+    parts, model_parts = roles.size(roles.dense), roles.size(roles.model)
+
+    def one(shape, model_dim, is_stacked):
+        body = shape[1:] if is_stacked else shape
+        offset = 1 if is_stacked else 0
+        taken = model_dim if model_dim >= 0 and model_parts > 1 else None
+        dim = divisible_dim(body, parts, taken)
+        model = {} if taken is None else {taken + offset: roles.model}
+        both = dict(model) if dim is None else {**model, dim + offset: roles.dense}
+        params = both if zero_stage == 3 else model
+        state = both if zero_stage >= 1 else model
+        ndim = len(shape)
+        return spec_of(ndim, params), spec_of(ndim, state), dim if zero_stage == 3 and dim is not None else -1
+
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    triples = jax.tree.map(one, shapes, model_dims, stacked, is_leaf=is_shape)
+    is_triple = lambda node: isinstance(node, tuple) and len(node) == 3 and isinstance(node[0], P)  # noqa: E731
+    return tuple(jax.tree.map(lambda t, i=i: t[i], triples, is_leaf=is_triple) for i in range(3))
+
+
+def expert_specs(shapes: dict, roles: Roles, zero_stage: int, dp_stage: int | None):
+    """Return (param specs, grad_sink specs, optimizer specs) for the bank {name: [D Rb, ...]}.
+
+    Args:
+      shapes: {name: shape}; `w_out` has its hidden dim first, all others last.
+      roles: the mesh.
+      zero_stage: stage of the run; from 1 on the optimizer state is split over `data`.
+      dp_stage: ZeRO stage 0-3 of the experts under the `dp` schedule, None under every other.
+    """
+    shard_axes = roles.expert_shard if roles.size(roles.expert_shard) > 1 else ()
+    data_parts = roles.size(roles.data)
+    stage = zero_stage if dp_stage is None else dp_stage
+    params, grad_sinks, states = {}, {}, {}
+    for name, shape in shapes.items():
+        hidden = 1 if name == "w_out" else 2
+        base = {0: roles.expert, hidden: shard_axes}
+        fine = base
+        if data_parts > 1 and shape[hidden] % (data_parts * roles.size(shard_axes)) == 0:
+            fine = {0: roles.expert, hidden: shard_axes + roles.data}
+        states[name] = spec_of(len(shape), fine if stage >= 1 else base)
+        grad_sinks[name] = spec_of(len(shape), fine if dp_stage in (2, 3) else base)
+        params[name] = spec_of(len(shape), fine if dp_stage == 3 else base)
+    return params, grad_sinks, states

@@ -1,0 +1,144 @@
+"""The options of planning, checked on creation: one flat dataclass for gin.
+
+It is made once, after every file of the package has declared its balancer: the package imports this one last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_jax.errors import UserError
+from moe_jax.planning.balancer import BALANCERS, names
+
+TRANSFERS = ("auto", "flat", "by_node")
+PREDICTORS = ("last", "window", "exponential", "trend")
+# of fields that are None where neither the user nor the planner says otherwise
+DEFAULTS = {"interval": 1, "predictor": "last"}
+
+_KNOBS = tuple(dict.fromkeys(planner.knobs for planner in BALANCERS.values() if planner.knobs is not None))
+assert len(BALANCERS) > 1, "import moe_jax.planning first: its files declare what this one collects"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannerConfig(*_KNOBS):  # pyright: ignore[reportGeneralTypeIssues]
+    """Choose a planner: the options of all are here, the knobs of one in its file (`balancer.py` collects them).
+
+    Attributes:
+      name: of a balancer.
+      when: `ahead`, on the host from predicted loads, or `after_gate`, from the step's own counts.
+      replica_slots: mu, replicas that a device may hold in one layer; 'memory': as many as the memory of the cluster's
+        devices leaves room for beside model, optimizer and activations.
+      overlap_degree: tau, experts that may get replicas, as their transfer hides behind attention; None: by the formula
+        of Hecate's section 4.2 from attention's time and the links' bandwidth; 'executor': by what the program sends.
+      interval: plan every so many steps; None: the planner's own, else 1.
+      swap_after: a new shape is swapped in exactly so many steps after it was proposed; None: once it is compiled.
+      bounded: keep to the replica slots where the original has no such bound.
+      price: of a plan: 'executor', what the program will do; or 'paper', by the papers' formulas and one bandwidth.
+      predictor, window, decay: how the next step's loads are predicted (None: the planner's own, else 'last'), from how
+        many steps, with which weight.
+      horizon: steps over which a gain must pay for a change that costs (homes, shapes).
+      swap_seconds: the cost of a new shape in that decision.
+      cluster: file of the links and speeds that predictions use, such as 'configs/cluster/NAME.gin'; '' for none.
+      split: which holder a token goes to: 'plan', as the planner says, near ones first; 'even', in the same proportions
+        from every source: the plan's device loads stay, and a padded exchange has no fullest pair; or 'auto', the one
+        whose exchange is predicted to take less time ('plan' after the gate).
+      bucket_limit: rows of a planned bucket for another device over their mean, at most: such a bucket is as large as
+        the fullest pair of its kind that is predicted (same node, other nodes), which under skewed loads can be all
+        tokens of a device, for each destination. What does not fit takes another pass.
+      transfer: how replicas get parameters: in slices over all devices ('flat'), over devices of a node and then nodes
+        ('by_node'), or 'auto' for the cheaper one.
+      executables: how many compiled steps are kept at most, the running one included.
+    """
+
+    name: str = "none"
+    when: str = "ahead"
+    replica_slots: int | str = 4
+    overlap_degree: int | str | None = None
+    interval: int | None = None
+    swap_after: int | None = None
+    bounded: bool = True
+    price: str = "executor"
+    predictor: str | None = None
+    window: int = 5
+    decay: float = 0.5
+    horizon: int = 100
+    swap_seconds: float = 0.0
+    cluster: str = ""
+    split: str = "auto"
+    bucket_limit: float = 4.0
+    transfer: str = "auto"
+    executables: int = 4
+
+    def __post_init__(self):
+        if self.name not in BALANCERS:
+            raise UserError(f"PlannerConfig.name ({self.name!r}) must be one of {', '.join(names())}")
+        known = {
+            "when": ("ahead", "after_gate"),
+            "predictor": (None, *PREDICTORS),
+            "transfer": TRANSFERS,
+            "price": ("executor", "paper"),
+            "split": ("auto", "plan", "even"),
+        }
+        for field, values in known.items():
+            if getattr(self, field) not in values:
+                self.refuse(field, f"must be one of {', '.join(filter(None, values))}")
+        if self.replica_slots != "memory":
+            self.whole("replica_slots", 0)
+        for field, least in (("window", 1), ("executables", 2), ("horizon", 1), ("interval", 1), ("swap_after", 1)):
+            if getattr(self, field) is not None or field not in ("interval", "swap_after"):
+                self.whole(field, least)
+        if isinstance(self.overlap_degree, str):
+            if self.overlap_degree != "executor":
+                self.refuse("overlap_degree", "must be one of executor")
+        elif self.overlap_degree is not None:
+            self.whole("overlap_degree", 0)
+        if self.swap_seconds < 0:
+            self.refuse("swap_seconds", "must be at least 0")
+        if not self.bucket_limit >= 1:
+            self.refuse("bucket_limit", "must be at least 1, the mean; 4.0 is the default")
+        if not 0 < self.decay <= 1:
+            self.refuse("decay", "must lie in (0, 1], the weight of the newest step")
+        for knobs in _KNOBS:
+            if "check" in vars(knobs):
+                knobs.check(self)
+        planner = BALANCERS[self.name]
+        if self.when == "after_gate" and not planner.after_gate:
+            raise UserError(
+                f"PlannerConfig.when = 'after_gate' works with {', '.join(names(after_gate=True))}, not with "
+                f"{self.name!r}; use 'ahead'"
+            )
+        if self.split == "even" and self.decides_late:
+            raise UserError(
+                "PlannerConfig.split = 'even' splits tokens ahead of the gate, and this planner decides after it "
+                f"({planner.late_by}); use split = 'plan'"
+            )
+
+    def refuse(self, field: str, rule: str) -> None:
+        """Raise a UserError that names a field, its value and the rule."""
+        raise UserError(f"PlannerConfig.{field} ({getattr(self, field)!r}) {rule}")
+
+    def whole(self, field: str, least: int) -> None:
+        """Refuse a field that is no whole number of at least `least`."""
+        value = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.refuse(field, f"must be a whole number of at least {least}")
+
+    @property
+    def decides_late(self) -> bool:
+        """Whether the planner decides again from the step's own loads."""
+        return BALANCERS[self.name].decides_late(self.settled())
+
+    @property
+    def steps_between_plans(self) -> int:
+        """The interval, or the planner's own where none is given."""
+        return self.settled().interval
+
+    def settled(self) -> PlannerConfig:
+        """Return the same, each field that was left at None at the planner's own default."""
+        own = {**DEFAULTS, **BALANCERS[self.name].defaults}
+        blank = {name: value for name, value in own.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **blank) if blank else self
+
+
+# A knob must not have the name of an option: one would replace the other.
+assert not any(vars(knobs)["__annotations__"].keys() & vars(PlannerConfig)["__annotations__"] for knobs in _KNOBS)

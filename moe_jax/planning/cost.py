@@ -1,0 +1,429 @@
+"""The cost of a layer under a placement, in seconds and bytes, and of its sparse transfers.
+
+Seconds are as the program spends them or by the papers' formulas (`price`). Nothing is searched here. A transfer has
+two forms, priced by a calibration's fits where it has all that a form needs, else by the links:
+
+    flat      two all-to-alls over D devices, of X and of m chunks
+    by node   three: X chunks over the G devices of a node, Cp of each node pair in G slices over Nn nodes, m over G
+
+Letters: docs/notation.md; `...` stands for any leading dims; W, P, v as in the papers' formulas; G devices of a node,
+X offers, m slots, Cp crossing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from moe_jax.cluster import AbsentFigureError, Cluster, all_reduce_bytes, received_seconds, uniform_seconds
+from moe_jax.cluster.fits import strided_name
+from moe_jax.errors import UserError
+from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
+from moe_jax.planning import routing
+from moe_jax.planning.block_schedule import Prefetch
+from moe_jax.planning.block_times import Times, exposed, stage_seconds
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.transfer_sizes import TransferSizes, late_size, placement_sizes, transfer_sizes
+
+PRICES = ("executor", "paper")
+FORMS = ("auto", "flat", "by_node")
+MOST_OFFERED = 8  # experts of a layer that a device may offer, where tau is derived
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Hold all inputs of a planner but loads and placement.
+
+    Attributes:
+      cluster: the links, as devices of one expert-parallel group meet them.
+      model_dim, hidden_dim: M and F of one expert.
+      matrices: of M x F in one expert, two, or three with SwiGLU.
+      shards: N_ESP, devices that share the F of an expert.
+      dtype_bytes: bytes of one number as it is computed with and sent: activations, replicas and their gradients.
+      sent_bytes: bytes of one token on its way to an expert in a forward; None: as in the three other exchanges.
+      param_bytes: bytes of one number of the parameters at home; None: as dtype_bytes.
+      optimizer_bytes: bytes of optimizer state per parameter (two float32 moments by default).
+      replica_slots: mu; overlap_degree: tau, None for the paper's rule, or 'executor' (`overlap`).
+      attention_seconds: forward time of what precedes an MoE layer (T_FNEC); its backward takes twice that.
+      late_room: replica slots after the gate that fit in memory beside the model and `replica_slots`; None: those that
+        fit in an empty device beside `replica_slots`.
+      layers_alive: layers whose replicas are in memory at the same time.
+      microbatches: how often a step runs a layer; loads and seconds here are of one time.
+      load_error: relative error of the loads that are planned with, by layer; () where they are known.
+      prefetch: the block-wise schedule that hides transfers.
+      price: 'executor', what the program will do; or 'paper': Pro-Prophet's equations 1, 4, 5 and 8 and FasterMoE's
+        2 S / W, on one bandwidth.
+      transfer: form of the sparse transfer: 'flat', 'by_node', or 'auto' for the cheaper one.
+      late: the largest transfer after the gate that the step is compiled for; None where it has none.
+      late_seconds: of one such transfer and its way back in each of its sizes (`halves`), 0 for none first; ()
+        where experts have a price each.
+    """
+
+    cluster: Cluster
+    model_dim: int
+    hidden_dim: int
+    matrices: int = 2
+    shards: int = 1
+    dtype_bytes: int = 4
+    sent_bytes: int | None = None
+    param_bytes: int | None = None
+    optimizer_bytes: int = 8
+    replica_slots: int = 4
+    overlap_degree: int | str | None = None
+    attention_seconds: float | None = None
+    late_room: int | None = None
+    layers_alive: int = 1
+    microbatches: int = 1
+    load_error: tuple[float, ...] = ()
+    prefetch: Prefetch = Prefetch()
+    price: str = "executor"
+    transfer: str = "auto"
+    late: TransferShape | None = None
+    late_seconds: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        for field in ("model_dim", "hidden_dim", "matrices", "shards", "dtype_bytes", "layers_alive", "microbatches"):
+            if getattr(self, field) < 1:
+                raise UserError(f"{field} ({getattr(self, field)}) must be at least 1")
+        for field, known in (("price", PRICES), ("transfer", FORMS)):
+            if getattr(self, field) not in known:
+                raise UserError(f"Cost.{field} ({getattr(self, field)!r}) must be one of {', '.join(known)}")
+        if self.replica_slots < 0 or (isinstance(self.overlap_degree, int) and self.overlap_degree < 0):
+            raise UserError(
+                f"replica_slots ({self.replica_slots}) and overlap_degree ({self.overlap_degree}) must be at least 0"
+            )
+        memory = self.cluster.memory_bytes
+        replicas = self.replica_slots * self.layers_alive * self.expert_bytes
+        if memory is not None and replicas > memory:
+            raise UserError(
+                f"every device: {self.replica_slots} replica_slots x {self.layers_alive} layers alive x "
+                f"{self.expert_bytes} bytes of an expert = {replicas} bytes exceed Cluster.memory_bytes ({memory:.0f}) "
+                "(rule: replicas must fit in memory); use at most replica_slots = "
+                f"{slots_in(memory, self.layers_alive, self.expert_bytes)}"
+            )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's activations."""
+        return self.model_dim * self.dtype_bytes
+
+    @property
+    def exchanged_bytes(self) -> float:
+        """Bytes of one token in an exchange, the mean of a layer's four: out and back, forward and backward."""
+        return self.token_bytes if self.sent_bytes is None else (3 * self.token_bytes + self.sent_bytes) / 4
+
+    @property
+    def expert_params(self) -> int:
+        """Numbers of one expert on one device."""
+        return self.matrices * self.model_dim * self.hidden_dim // self.shards
+
+    @property
+    def row_flops(self) -> float:
+        """FLOPs of one token's forward through one expert on one device; the backward takes twice that."""
+        return 2.0 * self.expert_params
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's parameters on one device as they travel; its gradients take as much."""
+        return self.expert_params * self.dtype_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that move when an expert changes its home: parameters and optimizer state."""
+        return self.expert_params * ((self.param_bytes or self.dtype_bytes) + self.optimizer_bytes)
+
+    def bandwidth(self, requested_by: str) -> float:
+        """W in bytes/s, of one device: its part of the links that its node shares; the papers' slow link as given."""
+        who = f"planner {requested_by!r}"
+        return self.cluster.bandwidth(who) if self.price == "paper" else self.cluster.device_bandwidth(who)
+
+    def tokens_per_second(self, requested_by: str) -> float:
+        """v: tokens per second that one device computes in an expert's forward, P / (4 M F) with two matrices."""
+        return self.cluster.need("flops", f"planner {requested_by!r}") / self.row_flops
+
+    def overlap(self, requested_by: str) -> int:
+        """tau: given, or the most experts whose transfer takes no longer than attention, 0 where not one does.
+
+        By default floor(T_attention bw / bytes of an expert), bw of a whole node where links differ (Hecate, section
+        4.2); 'executor': by what the program sends.
+        """
+        if isinstance(self.overlap_degree, int):
+            return self.overlap_degree
+        if self.attention_seconds is None:
+            raise AbsentFigureError(
+                f"planner {requested_by!r} needs overlap_degree, or attention_seconds to derive it; set "
+                "PlannerConfig.overlap_degree, or name a file with Cluster.flops in PlannerConfig.cluster"
+            )
+        if self.overlap_degree is None:
+            return math.floor(self.attention_seconds / self.overlap_seconds(1, requested_by))
+        who = f"planner {requested_by!r}"
+        devices = self.cluster.need("nodes", who) * self.cluster.need("devices_per_node", who)
+        seconds = self.overlap_seconds(np.arange(1, MOST_OFFERED * devices + 1), requested_by)
+        return int((seconds <= self.attention_seconds).sum())
+
+    def overlap_seconds(self, experts, requested_by: str):
+        """Return the seconds in which experts [...] travel, by the rule that `overlap_degree` names.
+
+        The program's transfer by slices takes as long as its sizes say: experts that are spread evenly over homes and
+        nodes, `replica_slots` on every device.
+        """
+        if self.overlap_degree != "executor":
+            return experts * self.expert_bytes / self.cluster.bandwidth(f"planner {requested_by!r}")
+        devices, nodes = self.cluster.devices, self.cluster.nodes
+        sizes = TransferSizes(-(-experts // devices), np.minimum(self.replica_slots, experts), -(-experts // nodes))
+        return dataclasses.replace(self, price="executor").trans(sizes, devices, requested_by)
+
+    def exchange(self, received: np.ndarray, requested_by: str) -> np.ndarray:
+        """T_A2A, the mean of a layer's four: R [..., D] -> seconds [...].
+
+        Through shared links as if sources were spread evenly over devices.
+
+        Source: Pro-Prophet, equation 1, which has one link for each device.
+        """
+        if self.price == "paper":
+            return received.max(axis=-1) * self.exchanged_bytes / self.bandwidth(requested_by)
+        return received_seconds(self.cluster, received * self.exchanged_bytes, f"planner {requested_by!r}")
+
+    def forward(self, computed: np.ndarray, requested_by: str) -> np.ndarray:
+        """T_FEC: H [..., D] -> seconds [...]; the backward takes twice that. Source: Pro-Prophet, equations 2 and 3."""
+        return computed.max(axis=-1) / self.tokens_per_second(requested_by)
+
+    def trans(self, sizes: TransferSizes, devices: int, requested_by: str) -> np.ndarray:
+        """T_Trans = T_Agg: seconds to send parameters to replicas, or to sum their gradients: sizes [...] -> [...].
+
+        The papers' price is the sum over replicated experts of holders / D x bytes of an expert / W (Pro-Prophet,
+        equations 4 and 5), whatever the shape.
+        """
+        if self.price == "paper":
+            return sizes.holders * self.expert_bytes / (devices * self.bandwidth(requested_by))
+        per_node = min(self.cluster.devices_per_node or devices, devices)
+        forms = forms_of(self.transfer, devices, per_node)
+        times = [self._form_seconds(sizes, form, devices, per_node, requested_by) for form in forms]
+        return functools.reduce(np.minimum, times)
+
+    def _form_seconds(self, sizes: TransferSizes, form: str, devices: int, devices_per_node: int, requested_by: str):
+        """Return the seconds of one Trans as the program runs it in one form: a straight line where anything moves."""
+        group = (devices, devices_per_node, self.shards)
+        start, offer, slot, crossing = _transfer_rates(self.cluster, self.expert_bytes, form, group, requested_by)
+        line = offer * sizes.offers + slot * sizes.slots + crossing * sizes.crossing
+        return np.where(np.asarray(sizes.slots) > 0, start + line, 0.0)
+
+    def cheapest_form(self, largest: TransferShape) -> str | None:
+        """Return 'flat' or 'by_node', whichever is cheaper for a transfer of these sizes; None where links are unknown.
+
+        `price` plays no part: this is a choice for the program. Of equal ones 'flat'.
+        """
+        sizes, group = _sizes_of(largest), (largest.devices, largest.devices_per_node)
+        requested_by = "the form of a transfer (PlannerConfig.transfer = 'auto')"
+        forms = forms_of("auto", *group)
+        try:
+            times = [float(np.sum(self._form_seconds(sizes, form, *group, requested_by))) for form in forms]
+        except AbsentFigureError:
+            return None
+        return forms[-1] if times[-1] < times[0] * (1 - 1e-9) else "flat"
+
+    def transfer_shape(self, sizes: TransferSizes, devices: int, devices_per_node: int) -> TransferShape:
+        """Return a transfer of these sizes in the form that `transfer` names; 'auto': in the cheaper one.
+
+        Where the links are not known, that is the one that sends less between nodes.
+        """
+        flat = sizes.shape(devices, devices_per_node, False)
+        if self.transfer == "flat" or (self.transfer == "auto" and not 1 < devices_per_node < devices):
+            return flat
+        by_node = sizes.shape(devices, devices_per_node, True)
+        if self.transfer == "by_node":
+            return by_node
+        form = self.cheapest_form(by_node)
+        if form is None:
+            form = "by_node" if by_node.sent().across < flat.sent().across else "flat"
+        return by_node if form == "by_node" else flat
+
+    def slots_left(self, most: int) -> int:
+        """Return how many replica slots fit beside those planned ahead, `most` where the memory is not known."""
+        memory, room = self.cluster.memory_bytes, self.late_room
+        if memory is None:
+            return most
+        if room is None:
+            room = slots_in(memory, self.layers_alive, self.expert_bytes) - self.replica_slots
+        return max(0, min(most, room))
+
+    def late_price(self, needed: TransferSizes, each: np.ndarray) -> np.ndarray:
+        """Return the seconds of a late transfer and its way back [...]; `each` [...] is the price by the expert."""
+        if self.late is None or not self.late_seconds:
+            return each
+        return np.asarray(self.late_seconds)[late_size(needed, self.late)]
+
+    def shape_seconds(self, shape: TransferShape, requested_by: str) -> float:
+        """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""
+        form = "by_node" if shape.by_node else "flat"
+        return float(self._form_seconds(_sizes_of(shape), form, shape.devices, shape.devices_per_node, requested_by))
+
+    def late_expert(self, requested_by: str) -> float:
+        """Return the seconds of one Trans after the gate that brings one expert to every other device.
+
+        Nothing hides it. The papers' price is S / W.
+        """
+        if self.price == "paper":
+            return self.expert_bytes / self.bandwidth(requested_by)
+        devices = self.cluster.devices or self.cluster.need("devices_per_node", f"planner {requested_by!r}")
+        return float(self.trans(TransferSizes(1, 1, 1, devices), devices, requested_by))
+
+    def layer(self, computed: np.ndarray, received: np.ndarray, sizes: TransferSizes, requested_by: str) -> np.ndarray:
+        """T of one layer, forward and backward: H, R [..., D], sizes [...] -> seconds [...].
+
+        Source: Pro-Prophet, equation 6, and 8 with its block-wise schedule.
+        """
+        parts = self.parts(computed, received, sizes, requested_by)
+        return parts["place"] + parts["reduce"] + parts["others"]
+
+    def parts(
+        self,
+        computed: np.ndarray,
+        received: np.ndarray,
+        sizes: TransferSizes,
+        requested_by: str,
+        exchange: np.ndarray | None = None,
+        trans: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Return the same time by purpose: place (Trans), reduce (Agg), others. Source: Pro-Prophet, table I.
+
+        Args:
+          exchange: seconds [...] of one all-to-all where they are known link by link; else from R.
+          trans: seconds [...] of one Trans under a shape in force; else of `sizes`.
+        """
+        forward = self.forward(computed, requested_by)
+        if trans is None:
+            trans = self.trans(sizes, computed.shape[-1], requested_by)
+        moved = self.exchange(received, requested_by) if exchange is None else exchange
+        attention = self.attention_seconds
+        if attention is None:
+            if self.price == "executor" and self.prefetch.is_block_wise:
+                raise UserError(
+                    f"planner {requested_by!r} hides transfers beside attention (ModelConfig.prefetch = "
+                    f"{self.prefetch.schedule!r}, overlap), whose seconds are not known; give attention_seconds, or "
+                    "Cluster.flops to model them"
+                )
+            attention = 0.0
+        times = Times(attention=attention, experts=forward, exchange=moved, trans=trans, agg=trans)
+        place, reduce = exposed(self.prefetch, times)
+        others = 4 * moved + 3 * forward
+        if self.prefetch.halves:  # less what hides: the two halves' exchanges and computations beside each other
+            others = stage_seconds(self.prefetch, times) - 3 * times.attention
+        return {"place": place, "reduce": reduce, "others": others}
+
+
+def slots_in(free_bytes: float, layers_alive: int, expert_bytes: float) -> int:
+    """mu: replicas of a device that fit, floor(free / (layers alive x bytes of an expert)) (Hecate 4.2)."""
+    return int(free_bytes // (layers_alive * expert_bytes))
+
+
+def standing_replica_bytes(replicas: np.ndarray, expert_bytes: float) -> np.ndarray:
+    """Bytes of all-reduces over standing replicas: replicas [..., E] -> [...].
+
+    They are the sum over experts i of 2 (n_i - 1) / n_i Z with n_i = replicas + 1 holders.
+
+    Source: Hecate, equation 2, on what rearranging systems (FlexMoE) pay each step.
+    """
+    return all_reduce_bytes(expert_bytes, replicas + 1).sum(axis=-1)
+
+
+def _sizes_of(shape: TransferShape) -> TransferSizes:
+    return TransferSizes(shape.offers, shape.slots, shape.crossing)
+
+
+def forms_of(form: str, devices: int, devices_per_node: int) -> tuple[str, ...]:
+    """Return the forms to compare: by node only with several nodes of several devices."""
+    if form != "auto":
+        return (form,)
+    return ("flat", "by_node") if 1 < devices_per_node < devices else ("flat",)
+
+
+@functools.lru_cache(maxsize=64)
+def _transfer_rates(
+    cluster: Cluster, chunk_bytes: float, form: str, group: tuple[int, int, int], requested_by: str
+) -> tuple[float, float, float, float]:
+    """Return the seconds of one Trans as a line: start where anything moves, and for each offer, slot and crossing.
+
+    Args:
+      chunk_bytes: bytes of one expert as it travels.
+      group: devices of one expert-parallel group D, those of a node G, and devices between neighbours of the group
+        (N_ESP), which decides the names of fits.
+
+    Raises:
+      AbsentFigureError: neither fits nor links are known; it names the figure and `requested_by`.
+    """
+    devices, devices_per_node, stride = group
+    by_node, fitted = form == "by_node", dict(cluster.fits)
+    nodes = devices // devices_per_node
+    if by_node:  # what a device hands in for one chunk of each collective, its own slices included
+        inside = strided_name("all_to_all", devices_per_node, stride)
+        across = strided_name("all_to_all", nodes, devices_per_node * stride)
+        names, handed = [inside, across, inside], [1.0, nodes / devices_per_node, 1.0]
+    else:
+        names, handed = [strided_name("all_to_all", devices, stride)] * 2, [1.0, 1.0]
+    if set(names) <= set(fitted):
+        fits = [fitted[name] for name in names]
+        lines = [(fit.alpha, fit.beta * part * chunk_bytes) for fit, part in zip(fits, handed, strict=True)]
+    else:
+        sizes = {"devices": devices, "devices_per_node": devices_per_node, "by_node": by_node}
+        latency = dataclasses.replace(cluster, intra_latency=None, inter_latency=None)
+        lines = []
+        for part in sent_by_collective(1, 1, 1, **sizes):
+            sent = (part.inside * chunk_bytes, part.across * chunk_bytes)
+            moving = float(uniform_seconds(latency, *sent, requested_by))
+            lines.append((float(uniform_seconds(cluster, *sent, requested_by)) - moving, moving))
+    each = [line[1] for line in lines]
+    return sum(line[0] for line in lines), each[0], each[-1], each[1] if by_node else 0.0
+
+
+def with_late_prices(cost: Cost, late: TransferShape | None) -> Cost:
+    """Return the cost with the sizes of the late transfer and its seconds, there and back.
+
+    They stay () under the papers' price, which is by the expert, and where the links are not known.
+    """
+    prices: tuple[float, ...] = ()
+    if late is not None and cost.price != "paper":
+        try:
+            prices = (0.0, *(2 * cost.shape_seconds(size, "a transfer after the gate") for size in late.halves()))
+        except AbsentFigureError:
+            pass
+    return dataclasses.replace(cost, late=late, late_seconds=prices)
+
+
+def predicted_layer_seconds(
+    placement: Placement,
+    loads: np.ndarray,
+    cost: Cost,
+    shape: PlanShape | None = None,
+    planned: Placement | None = None,
+) -> np.ndarray:
+    """Return what every layer takes, forward and backward of one microbatch: loads [L, S, E] -> seconds [L].
+
+    Args:
+      loads: as the gate of one microbatch and one expert-parallel group counts them.
+      shape: what the step is compiled for; its transfer ahead is paid in full by every layer. None: each pays what its
+        own replicas need.
+      planned: what was planned ahead, where `placement` has replicas that come after the gate.
+    """
+    computed, received = routing.expected(placement, loads)
+    requested_by = "predicted_layer_seconds"
+    if shape is None or cost.price == "paper":
+        return cost.layer(computed, received, placement_sizes(placement), requested_by)
+    ahead = 0.0 if shape.ahead is None else cost.shape_seconds(shape.ahead, requested_by)
+    trans = np.full(placement.layers, ahead)
+    parts = cost.parts(computed, received, placement_sizes(placement), requested_by, trans=trans)
+    total = parts["place"] + parts["reduce"] + parts["others"]
+    if shape.late is None or planned is None:
+        return total
+    needed = transfer_sizes(placement.home, placement.holds & ~planned.holds, shape.late.inside)
+    each = with_late_prices(cost, shape.late).late_seconds
+    return total + np.array(each or (0.0,))[late_size(needed, shape.late) if each else 0]
+
+
+def worth_a_swap(now_seconds: float, then_seconds: float, horizon: int, price_seconds: float) -> bool:
+    """Say whether changed sizes pay: the gain over `horizon` steps exceeds what the change costs."""
+    return (now_seconds - then_seconds) * horizon > price_seconds

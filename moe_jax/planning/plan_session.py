@@ -1,0 +1,216 @@
+"""One run's planning: predict, plan at the interval, reshard now and then, refine after the gate.
+
+A session holds what a checkpoint must hold: the placement, the predictor's window, and when it last planned. It neither
+compiles nor swaps anything.
+
+Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.balancer import build_planner
+from moe_jax.planning.cost import Cost, with_late_prices
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.shares import choose_split, split_evenly
+
+
+class Predictor:
+    """Predict the next step's loads from past ones by `PlannerConfig.predictor`, and report the error of predictions.
+
+    It keeps a window of arrays, nothing else, so that a checkpoint can hold it: the loads [L, S, E] of the last steps,
+    and of as many predictions the relative errors [L].
+    """
+
+    def __init__(self, config):
+        """Take a `PlannerConfig` whose defaults are filled in."""
+        self.kind, self.decay = config.predictor, config.decay
+        window = 1 if self.kind == "last" else config.window
+        self.seen: collections.deque[np.ndarray] = collections.deque(maxlen=window)
+        self.errors: collections.deque[np.ndarray] = collections.deque(maxlen=max(window, 5))
+
+    def observe(self, loads: np.ndarray) -> None:
+        """Take in the loads [L, S, E] of the newest step."""
+        loads = np.asarray(loads)
+        if self.seen:
+            if loads.shape != self.seen[-1].shape:
+                raise UserError(
+                    f"loads changed shape from {self.seen[-1].shape} to {loads.shape}; start a new predictor"
+                )
+            guess = self.predict().sum(axis=1)
+            true = loads.sum(axis=1)
+            self.errors.append(np.abs(guess - true).sum(axis=1) / np.maximum(true.sum(axis=1), 1))
+        self.seen.append(loads)
+
+    def error(self) -> np.ndarray:
+        """Return [L], the mean of sum |predicted - true| / sum true over expert totals in the window; 1 before any."""
+        if not self.errors:
+            return np.ones(self.seen[-1].shape[0] if self.seen else 0)
+        return np.mean(self.errors, axis=0)
+
+    def predict(self) -> np.ndarray:
+        """Return the expected loads [L, S, E] of the next step; needs one observation."""
+        if not self.seen:
+            raise UserError("a prediction needs the loads of at least one step; observe first")
+        count = len(self.seen)
+        if self.kind == "last":
+            return self.seen[-1].astype(np.float64)
+        if self.kind == "window":  # Hecate 4.2: w = 5
+            return np.mean(self.seen, axis=0)
+        if self.kind == "exponential":  # a step's weight shrinks by (1 - decay) with every later step
+            weight = (1.0 - self.decay) ** np.arange(count)[::-1]
+            return np.tensordot(weight / weight.sum(), np.stack(self.seen), axes=1)
+        # 'trend': the straight line through the steps, at least 0, with the newest step's total
+        seen = np.stack(self.seen).astype(np.float64)
+        if count == 1:
+            return seen[0]
+        time_of = np.arange(count) - (count - 1) / 2
+        slope = np.tensordot(time_of, seen, axes=1) / (time_of**2).sum()
+        guess = np.maximum(seen.mean(axis=0) + slope * (count + 1) / 2, 0.0)
+        total = guess.sum(axis=2, keepdims=True)
+        return guess * np.where(total > 0, seen[-1].sum(axis=2, keepdims=True) / np.where(total > 0, total, 1.0), 1.0)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return arrays that `restore` takes back."""
+        layers = self.seen[-1].shape[0] if self.seen else 0
+        empty = np.zeros((0, 0, 0, 0), np.int64)
+        return {
+            "seen": np.stack(self.seen) if self.seen else empty,
+            "errors": np.stack(self.errors) if self.errors else np.zeros((0, layers)),
+        }
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Continue from what `state` returned."""
+        self.seen.clear()
+        self.seen.extend(np.asarray(state["seen"]))
+        self.errors.clear()
+        self.errors.extend(np.asarray(state["errors"]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A placement with what led to it.
+
+    Attributes:
+      planned, resharded: whether the planner ran, and whether homes changed.
+      seconds: host time spent.
+      error: [L], relative error of the prediction behind it.
+    """
+
+    placement: Placement
+    planned: bool
+    resharded: bool
+    seconds: float
+    error: np.ndarray
+
+
+class PlanSession:
+    """Keep one planner's placement up to date while a run goes on."""
+
+    def __init__(self, config, placement: Placement, cost: Cost, exchanges_per_step: int = 1):
+        """Plan from `placement` on.
+
+        Args:
+          exchanges_per_step: microbatches times data-parallel groups, over which a step's loads are summed; planners
+            get the loads of one of them, as one gate counts them.
+        """
+        self.planner = build_planner(config)
+        self.config, self.placement, self.cost = self.planner.config, placement, cost
+        self.predictor = Predictor(self.config)
+        self.exchanges_per_step = exchanges_per_step
+        self.last_planned: int | None = None
+        self.last_sharded = 0
+        self.split = ""  # in use, where it is chosen by price
+
+    def observe(self, loads: np.ndarray) -> None:
+        """Take in the loads [L, S, E] of the newest finished step."""
+        self.predictor.observe(loads)
+
+    def propose(self, iteration: int) -> Proposal:
+        """Return the placement for `iteration`, planned from what has been observed so far."""
+        began = time.perf_counter()
+        every, before = self.config.interval, self.placement
+        due = self.last_planned is None or iteration // every != self.last_planned // every
+        shard = self.planner.reshard_every
+        shard_due = bool(shard) and iteration // shard != self.last_sharded // shard
+        if (due or shard_due) and self.predictor.seen:
+            loads = self.predictor.predict() / self.exchanges_per_step
+            if shard_due:
+                self.placement = self.planner.reshard(loads, self.placement, self.cost)
+                self.last_sharded = iteration
+            unsure = dataclasses.replace(self.cost, load_error=tuple(self.predictor.error().tolist()))
+            self.placement = self.planner.propose(loads, self.placement, unsure)
+            # the newest plan's token rule; what is decided late keeps its own
+            if self.config.split == "even":
+                self.placement = split_evenly(self.placement, loads)
+            elif self.config.split == "auto" and not self.decides_late:
+                self.placement, self.split = choose_split(self.placement, loads, self.cost, self.split)
+            self.last_planned = iteration
+        return Proposal(
+            placement=self.placement,
+            planned=due or shard_due,
+            resharded=bool((self.placement.home != before.home).any()),
+            seconds=time.perf_counter() - began,
+            error=self.predictor.error(),
+        )
+
+    def refine(
+        self, loads: np.ndarray, placement: Placement | None = None, late: TransferShape | None = None
+    ) -> Placement:
+        """Return a step's placement from its own loads [L, S, E]; later steps start from the plan ahead.
+
+        Args:
+          placement: what was planned ahead; the newest plan where not given.
+          late: the largest transfer after the gate.
+        """
+        cost = with_late_prices(self.cost, late)
+        return self.planner.refine(loads, self.placement if placement is None else placement, cost)
+
+    @property
+    def decides_late(self) -> bool:
+        """Whether the planner decides again from the step's own loads."""
+        return self.planner.decides_late(self.config)
+
+    def state(self) -> dict:
+        """Return what a checkpoint must hold: arrays and numbers by name."""
+        placement = self.placement
+        return {
+            "home": placement.home,
+            "replicas": placement.replicas,
+            "shares": placement.shares,
+            "rule": list(placement.rule),
+            "last_planned": -1 if self.last_planned is None else self.last_planned,
+            "last_sharded": self.last_sharded,
+            "split": self.split,
+            **{f"predictor_{name}": value for name, value in self.predictor.state().items()},
+        }
+
+    def forget_replicas(self) -> None:
+        """Go on with the homes alone, and plan again as soon as asked."""
+        self.placement = self.placement.replace(replicas=None, shares=None, rule="home")
+        self.last_planned = None
+
+    def restore(self, state: dict) -> None:
+        """Continue from what `state` returned, on the same devices."""
+        home = np.asarray(state["home"])
+        if home.shape != self.placement.home.shape:
+            raise UserError(
+                f"the saved plan has [layers, experts] = {home.shape}, this run {self.placement.home.shape}"
+            )
+        self.placement = self.placement.replace(
+            home=home,
+            replicas=np.asarray(state["replicas"]),
+            shares=np.asarray(state["shares"]),
+            rule=tuple(state["rule"]),
+        )
+        self.last_planned = None if state["last_planned"] < 0 else int(state["last_planned"])
+        self.last_sharded = int(state["last_sharded"])
+        self.split = state["split"]
+        self.predictor.restore({"seen": state["predictor_seen"], "errors": state["predictor_errors"]})

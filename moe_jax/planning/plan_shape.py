@@ -1,0 +1,279 @@
+"""What a compiled step depends on of a plan (`PlanShape`), and the arrays that it reads (`Tables`).
+
+Equal shapes share an executable, and a plan that fits the shape of a running step changes only its tables. `fits` says
+whether it does, `build_shape` gives the smallest shape that it fits, `grow` one that holds it beside all plans before
+it, `fill_tables` the arrays. README.md draws them.
+
+Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Hashable
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
+from moe_jax.planning.placement import Placement, bank_rows, most_homes, numbered
+from moe_jax.planning.routing import candidate_rows
+from moe_jax.planning.transfer_sizes import SIZES, TransferSizes, placement_sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanShape:
+    """Hold all that decides the shape of a compiled step.
+
+    Attributes:
+      layers, experts, devices, devices_per_node: L, E, D, Dn.
+      home_slots, bank_rows, candidates: Hs, Rb, Q.
+      ahead: the transfer of replicas that are planned ahead; None without any.
+      late: the largest transfer after the gate, into slots of its own; None without any.
+      after_gate: the rule that decides from the counts of the step (`moe/after_gate.py`); None without one.
+      bucket_rows: rows of the buckets as the plan predicts them; None takes them from `MoEConfig.bucket_slack`.
+      trans_share, agg_share: how much of Trans and of Agg runs beside attention, in eighths, where a block-wise
+        schedule splits them.
+
+    Slots of a device in one layer are in the order: homes, replicas planned ahead, replicas that come late.
+    """
+
+    layers: int
+    experts: int
+    devices: int
+    devices_per_node: int
+    home_slots: int
+    bank_rows: int
+    candidates: int
+    ahead: TransferShape | None = None
+    late: TransferShape | None = None
+    after_gate: Hashable = None
+    bucket_rows: BucketRows | None = None
+    trans_share: float = 0.5
+    agg_share: float = 0.5
+
+    @property
+    def ahead_slots(self) -> int:
+        """Replica slots that are filled ahead."""
+        return 0 if self.ahead is None else self.ahead.slots
+
+    @property
+    def late_slots(self) -> int:
+        """Replica slots that are filled after the gate."""
+        return 0 if self.late is None else self.late.slots
+
+    @property
+    def replica_slots(self) -> int:
+        """Gs."""
+        return self.ahead_slots + self.late_slots
+
+    @property
+    def slots(self) -> int:
+        """G: slots of one device in one layer."""
+        return self.home_slots + self.replica_slots
+
+
+def build_shape(placement: Placement, *, by_node: bool = False) -> PlanShape:
+    """Return the smallest shape that this placement fits; without replicas it has no transfer."""
+    lists, layers, devices = placement.candidates, placement.layers, placement.devices
+    in_layer = np.bincount((np.arange(layers)[:, None] * devices + placement.home).ravel())
+    # Q: the longest list of candidates of any source. Where the whole node holds an expert nobody on it has a choice.
+    nearest = np.array([name != "home" for name in placement.rule])[:, None]
+    lacks_node = (lists.node_count == 0).any(axis=2)
+    inside = np.where(lists.node_count == placement.devices_per_node, 1, lists.node_count).max(axis=2)
+    even = np.where(nearest, np.maximum(inside, np.where(lacks_node, lists.count, 1)), 1)
+    return PlanShape(
+        layers=layers,
+        experts=placement.experts,
+        devices=devices,
+        devices_per_node=placement.devices_per_node,
+        home_slots=int(in_layer.max()),
+        bank_rows=most_homes(placement),
+        candidates=int(max(even.max(), lists.share_count.max(initial=0))),
+        ahead=needed_transfer(placement, by_node=by_node),
+    )
+
+
+def needed_transfer(placement: Placement, *, by_node: bool = False) -> TransferShape | None:
+    """Return the smallest transfer that brings all replicas of a placement; None without replicas."""
+    if not len(placement.replicas):
+        return None
+    return placement_sizes(placement).shape(placement.devices, placement.devices_per_node, by_node)
+
+
+def fits(shape: PlanShape, placement: Placement) -> bool:
+    """Say whether `fill_tables` would succeed, so that a new plan needs no new executable."""
+    return not misfits(shape, placement)
+
+
+def misfits(shape: PlanShape, placement: Placement) -> list[str]:
+    """Return what a placement needs more of than the shape has: 'NAME: needed > there' each."""
+    need = build_shape(placement, by_node=shape.ahead is not None and shape.ahead.by_node)
+    found = [
+        f"{name}: {getattr(need, name)} is not {getattr(shape, name)}"
+        for name in ("layers", "experts", "devices", "devices_per_node")
+        if getattr(need, name) != getattr(shape, name)
+    ]
+    pairs = [(name, getattr(need, name), getattr(shape, name)) for name in ("home_slots", "bank_rows", "candidates")]
+    if need.ahead is not None:
+        pairs += [(name, getattr(need.ahead, name), getattr(shape.ahead, name, 0)) for name in SIZES]
+    return found + [f"{name}: {needed} > {there}" for name, needed, there in pairs if needed > there]
+
+
+def grow(
+    shape: PlanShape,
+    placement: Placement,
+    *,
+    by_node: bool = False,
+    replica_slots: int = 0,
+    most: TransferSizes | None = None,
+) -> PlanShape:
+    """Return a shape that this placement fits and every plan that fitted the old one too.
+
+    A transfer that has to change gets room for one more offer and one more crossing than this placement needs, so that
+    few changes follow; a device never offers more than its homes, and no plan needs more than its planner's `most`.
+
+    Args:
+      by_node: form of the first transfer; a later one keeps it.
+      replica_slots: mu, the slots that a transfer has at least.
+      most: the sizes beyond which there is no need for room (`PlannerBase.ahead_most`), None where none is known.
+    """
+    old = shape.ahead
+    plan = build_shape(placement, by_node=by_node if old is None else old.by_node)
+    largest = {name: max(getattr(plan, name), getattr(shape, name)) for name in ("home_slots", "bank_rows")}
+    candidates = shape.candidates
+    if plan.candidates > candidates:
+        candidates = min(shape.devices, 2 * plan.candidates)
+    shape = dataclasses.replace(shape, candidates=candidates, **largest)
+    need = plan.ahead
+    if need is None or (old is not None and all(getattr(need, name) <= getattr(old, name) for name in SIZES)):
+        return shape
+    offers, crossing = need.offers, need.crossing
+    if old is None or offers > old.offers:
+        offers = min(shape.home_slots, offers + 1)
+    if need.by_node and (old is None or crossing > old.crossing):
+        crossing = min(need.devices_per_node * offers, crossing + 1)
+    if most is not None:
+        offers = max(need.offers, min(offers, int(most.offers)))
+        crossing = max(need.crossing, min(crossing, int(most.crossing)))
+    sizes = {"offers": offers, "slots": max(need.slots, replica_slots), "crossing": crossing}
+    kept = {name: max(size, getattr(old, name, 0)) for name, size in sizes.items()}
+    return dataclasses.replace(shape, ahead=dataclasses.replace(need, **kept))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """Where experts compute. Stacked over layers they are a scan's input; without the L they serve one layer.
+
+    Every array has a leading D, split over the expert axis; inside `shard_map` that is this device's 1, and
+    `dispatch.local` takes it off.
+
+    Attributes:
+      dest_slot: int32 [D, L, E, Q], candidates of source d's tokens for each expert, as device * G + group.
+      dest_num: uint32 [D, L, E, Q], dest_den: uint32 [D, L, E]: the i-th of n choices of an expert goes to the first
+        candidate q with dest_num * n // dest_den > i; dest_num <= dest_den <= 2^16.
+      home_row: int32 [D, L, Hs], the bank row behind each home slot; a row outside the bank where the slot is empty.
+      slot_expert: int32 [D, L, G], the expert in each slot, -1 for none; None where nothing is decided after the gate.
+      transfer: `TransferTables` of every layer, arrays [D, L, ...]; None where nothing is fetched ahead.
+    """
+
+    dest_slot: typing.Any
+    dest_num: typing.Any
+    dest_den: typing.Any
+    home_row: typing.Any
+    slot_expert: typing.Any = None
+    transfer: TransferTables | None = None
+
+
+def fill_tables(shape: PlanShape, placement: Placement) -> Tables:
+    """Write a placement into arrays of the shape's sizes.
+
+    Raises:
+      UserError: the placement does not fit (`fits` says so beforehand).
+    """
+    wrong = misfits(shape, placement)
+    if wrong:
+        raise UserError(f"the placement does not fit the shape of the step ({'; '.join(wrong)}); build a new shape")
+    layers, devices, experts, q = shape.layers, shape.devices, shape.experts, shape.candidates
+    grid, home, replicas = np.indices(placement.home.shape), placement.home, placement.replicas
+    home_slot = numbered((grid[0] * devices + home).ravel()).reshape(home.shape)
+    replica_slot = numbered(replicas[:, 0] * devices + replicas[:, 2])
+    slot_expert = np.full((layers, devices, shape.slots), -1, np.int32)
+    home_row = np.full((layers, devices, shape.home_slots), shape.bank_rows, np.int32)
+    slot_of = np.full((layers, experts, devices), -1, np.int32)
+    slot_expert[grid[0], home, home_slot] = grid[1]
+    home_row[grid[0], home, home_slot] = bank_rows(placement)
+    slot_of[grid[0], grid[1], home] = home_slot
+    slot_expert[replicas[:, 0], replicas[:, 2], shape.home_slots + replica_slot] = replicas[:, 1]
+    slot_of[tuple(replicas.T)] = shape.home_slots + replica_slot
+    # Destinations, from the same candidates that count tokens on the host. Places beyond the last candidate, whose num
+    # equals den, are never reached.
+    at = [part.ravel() for part in np.indices((layers, devices, experts))]
+    row, nth, device, num, den = candidate_rows(placement, *at)
+    first = nth == 0
+    dest_num = np.repeat(den[first][:, None].astype(np.uint32), q, axis=1)
+    dest = np.repeat(device[first][:, None], q, axis=1)
+    dest_num[row, nth], dest[row, nth] = num, device
+    dest_slot = dest * shape.slots + slot_of[at[0][:, None], at[2][:, None], dest]
+    sizes = (layers, devices, experts, q)
+    return Tables(
+        dest_slot=_by_device(dest_slot.reshape(sizes)),
+        dest_num=_by_device(dest_num.reshape(sizes)),
+        dest_den=_by_device(den[first].astype(np.uint32).reshape(sizes[:3])),
+        home_row=_by_device(home_row),
+        slot_expert=_by_device(slot_expert),
+        transfer=None if shape.ahead is None else _transfer(shape, shape.ahead, placement, home_slot, replica_slot),
+    )
+
+
+def table_shapes(shape: PlanShape) -> Tables:
+    """Return arrays with the shapes and dtypes of every plan of a shape: even homes and no replicas."""
+    sizes = (shape.layers, shape.experts, shape.devices, shape.devices_per_node)
+    return fill_tables(shape, Placement.even(*sizes, rule="home"))
+
+
+def _transfer(
+    shape: PlanShape, sizes: TransferShape, placement: Placement, home_slot: np.ndarray, replica_slot: np.ndarray
+) -> TransferTables:
+    """Say who offers which expert, which of a node's offers cross to which node, and where each slot's lies.
+
+    Args:
+      home_slot: int [L, E], of each expert; replica_slot: int [n], of each replica.
+    """
+    layers, devices, group = shape.layers, shape.devices, sizes.inside
+    layer, expert, device = placement.replicas.T.astype(np.int64)
+    at_layer, at_expert = np.nonzero(placement.replicated)
+    owner = placement.home[at_layer, at_expert]
+    nth = numbered(at_layer * devices + owner)  # of the owner's offers
+    offer = np.full((layers, devices, sizes.offers), shape.home_slots, np.int32)
+    offer[at_layer, owner, nth] = home_slot[at_layer, at_expert]
+    place = np.full(placement.home.shape, -1, np.int64)  # among its level's offers
+    place[at_layer, at_expert] = owner % group * sizes.offers + nth
+    source, target = placement.home[layer, expert] // group, device // group
+    lies = place[layer, expert]
+    pick = None
+    if sizes.by_node:
+        pick = np.full((layers, sizes.nodes, sizes.nodes, sizes.crossing), group * sizes.offers, np.int32)
+        far = source != target
+        key = (layer * placement.experts + expert) * sizes.nodes + target
+        crossings, of = np.unique(key[far], return_inverse=True)  # an expert crosses once to each node
+        pair, to = np.divmod(crossings, sizes.nodes)
+        la, ex = np.divmod(pair, placement.experts)
+        come = placement.home[la, ex] // group
+        turn = numbered((la * sizes.nodes + come) * sizes.nodes + to)
+        pick[la, come, to, turn] = place[la, ex]
+        lies = lies.copy()
+        lies[far] = group * sizes.offers + source[far] * sizes.crossing + turn[of]
+        pick = _by_device(np.repeat(pick, group, axis=1))
+    want = np.full((layers, devices, sizes.slots), sizes.places, np.int32)
+    want[layer, device, replica_slot] = lies
+    want = want.reshape(layers, sizes.nodes, group, sizes.slots)
+    return TransferTables(offer=_by_device(offer), pick=pick, want=_by_device(np.repeat(want, group, axis=1)))
+
+
+def _by_device(array: np.ndarray) -> np.ndarray:
+    """Return [D, L, ...] from [L, D, ...]: uint32 as it is, all else int32."""
+    array = np.ascontiguousarray(np.swapaxes(array, 0, 1))
+    return array if array.dtype == np.uint32 else array.astype(np.int32)

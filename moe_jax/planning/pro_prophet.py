@@ -1,0 +1,148 @@
+"""Pro-Prophet's lightweight placements: the heaviest device's heaviest expert goes to all devices but a few, greedily.
+
+Letters: docs/notation.md; H [r, D] computed, R [r, D] received; r rows, one for each number skipped and layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from moe_jax.planning.balancer import Planner, balancer, home_loads, knob, own_tokens
+from moe_jax.planning.block_schedule import Prefetch
+from moe_jax.planning.cost import Cost
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.transfer_sizes import RunningSizes, TransferSizes
+
+AT_A_TIME = 1 << 14  # numbers of an array [r, D] up to which searches over several numbers run as one
+MOST_TRIES = 16  # numbers of skipped devices that a search compares, from none to all
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProProphetKnobs:
+    """The knobs of Pro-Prophet; their names in the paper are n and alpha."""
+
+    skipped_devices: int | str = knob(
+        "search", "devices left out per expert, those with fewest of its tokens; 'search' tries every number"
+    )
+    balance_threshold: float = knob(0.5, "loads whose spread is below this part of the mean I / D are even")
+    crossing: int = knob(
+        3, "where bounded: experts that one node sends one other in a layer, at most; transfers by node grow with them"
+    )
+    scheduler: bool = knob(True, "cost model with the scheduler: transfers hide behind computation")
+
+    def check(self):
+        if self.skipped_devices != "search":
+            self.whole("skipped_devices", 0)
+        self.whole("crossing", 1)
+        if self.balance_threshold <= 0:
+            self.refuse("balance_threshold", "must be above 0; 0.5 is the default")
+
+
+@balancer("pro_prophet", knobs=ProProphetKnobs)
+class ProProphetPlanner(Planner):
+    """Search placements greedily and keep the prefix with the least predicted time.
+
+    Source: Pro-Prophet, algorithm 1, equations 6 to 8. Its n is `skipped_devices`, its alpha `balance_threshold`.
+
+    The paper states no n, and fewer targets are what it calls lightweight: every number is tried by default. Its
+    equation 7 compares max H - min H with alpha I / E, and has one expert a device, so that I / E is a device's mean
+    load. Where E differs from D the two differ: here the bound is alpha I / D, the mean of what is compared. With E =
+    2 D the formula as printed asks for twice as even loads at the same alpha.
+    """
+
+    schedule = "pro_prophet"
+
+    def ahead_most(self, placement, cost):
+        if not self.config.bounded:
+            return None
+        return TransferSizes(placement.experts, cost.replica_slots, self.config.crossing)
+
+    def propose(self, loads, placement, cost):
+        loads = np.asarray(loads, np.float64)
+        if not self.config.scheduler:
+            cost = dataclasses.replace(cost, prefetch=Prefetch())
+        most, given = placement.devices - 1, self.config.skipped_devices
+        if isinstance(given, str):
+            tries = np.unique(np.linspace(0, most, min(MOST_TRIES, most + 1)).round().astype(int)).tolist()
+        else:
+            tries = [min(given, most)]
+        together = max(1, AT_A_TIME // (placement.layers * placement.devices))
+        best_time, best_kept = np.full(placement.layers, np.inf), None
+        for start in range(0, len(tries), together):
+            time, kept = self._search(loads, placement, cost, np.array(tries[start : start + together]))
+            better = time < best_time
+            best_time = np.where(better, time, best_time)
+            best_kept = kept if best_kept is None else np.where(better[:, None, None], kept, best_kept)
+        return placement.replace(replicas=np.argwhere(best_kept), shares=None, rule="home")
+
+    def _search(
+        self, loads: np.ndarray, placement: Placement, cost: Cost, tries: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the least time [L], and the replicas of the number of skipped devices behind it, bool [L, E, D].
+
+        Every number in `tries` is searched at the same time: r rows, one for each number and layer.
+        """
+        layers, devices = placement.layers, placement.devices
+        layer, skipped = np.tile(np.arange(layers), len(tries)), np.repeat(tries, layers)
+        home, rows = placement.home[layer], np.arange(len(layer))
+        totals, own = loads.sum(axis=1), own_tokens(loads, placement.home)
+        computed, received = (home_loads(tokens, placement.home, devices)[layer] for tokens in (totals, totals - own))
+        threshold = self.config.balance_threshold * totals.sum(axis=1)[layer] / devices
+        unused = totals[layer]
+        node_of = np.arange(devices) // placement.devices_per_node
+        needed = RunningSizes(len(rows), devices, placement.devices_per_node)
+        best = cost.layer(computed, received, needed.sizes(), self.config.name)
+        best_step = np.zeros(len(rows), int)
+        active = np.ones(len(rows), bool)
+        chosen = []  # (expert [r], targets [r, D]) of each step
+        for step in range(1, placement.experts + 1):
+            heaviest = computed.argmax(axis=1)
+            mine = np.where(home == heaviest[:, None], unused, -1.0)
+            expert = mine.argmax(axis=1)
+            active &= (computed.max(axis=1) - computed.min(axis=1) >= threshold) & (mine[rows, expert] >= 0)
+            if not active.any():
+                break
+            tokens = loads[layer, :, expert]
+            targets = _targets(tokens, heaviest, skipped)
+            if self.config.bounded:
+                targets &= needed.slots < cost.replica_slots
+                home_node = heaviest // placement.devices_per_node
+                targets &= (needed.pairs[rows, home_node] < self.config.crossing)[:, node_of] | (
+                    node_of == home_node[:, None]
+                )
+            targets &= active[:, None]
+            moved = np.where(targets, tokens, 0.0)
+            computed = computed + moved
+            computed[rows, heaviest] -= moved.sum(axis=1)
+            received[rows, heaviest] -= moved.sum(axis=1)
+            needed.add(heaviest, targets)
+            chosen.append((expert, targets))
+            unused[rows[active], expert[active]] = -1.0
+            time = cost.layer(computed, received, needed.sizes(), self.config.name)
+            better = active & (time < best)
+            best, best_step = np.where(better, time, best), np.where(better, step, best_step)
+        best = best.reshape(len(tries), layers)
+        row = best.argmin(axis=0) * layers + np.arange(layers)
+        kept = np.zeros((*placement.home.shape, devices), bool)
+        for step, (expert, targets) in enumerate(chosen, 1):
+            taken = targets[row] & (step <= best_step[row])[:, None]
+            kept[np.arange(layers), expert[row]] |= taken
+        return best.min(axis=0), kept
+
+
+def _targets(tokens: np.ndarray, home: np.ndarray, skipped: np.ndarray) -> np.ndarray:
+    """Choose the devices that get a replica: tokens [r, D], homes and numbers skipped [r] -> bool [r, D].
+
+    These are all but the home and the `skipped` devices with fewest of the expert's tokens.
+    """
+    ranked = tokens.copy()
+    rows = np.arange(len(tokens))
+    ranked[rows, home] = np.inf  # the home holds it anyway and is never dropped
+    chosen = np.empty(tokens.shape, bool)
+    # Of equal devices the lowest id is dropped first, as ties go to the lowest id everywhere.
+    order = np.argsort(ranked, axis=1, kind="stable")
+    np.put_along_axis(chosen, order, np.arange(tokens.shape[1]) >= skipped[:, None], axis=1)
+    chosen[rows, home] = False
+    return chosen

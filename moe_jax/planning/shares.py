@@ -1,0 +1,194 @@
+"""How much of an expert each holder computes: quotas solved for equal devices, share rows, and the split of tokens.
+
+Quotas x [L, E, D] are tokens of expert e on device d; share rows keep tokens on their node where the quotas allow it.
+Replicas are chosen elsewhere (balanced.py).
+
+Letters: docs/notation.md; h holder rows (layer, expert, device), p pairs (layer, expert) that have replicas.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_jax.cluster import AbsentFigureError, uniform_seconds
+from moe_jax.planning import routing
+from moe_jax.planning.buckets import exchange_bytes, fullest_pairs
+from moe_jax.planning.cost import Cost
+from moe_jax.planning.placement import SHARE_ONE, Placement
+
+SPLITS = ("plan", "even")
+STAY = 1.25  # how much dearer the split in use may get before the other one takes over
+
+
+def level_quotas(
+    placement: Placement, totals: np.ndarray, quota: np.ndarray, sweeps: int, error: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """Even out device loads over fixed holders: totals [L, E], starting quota [L, E, D] -> quota [L, E, D].
+
+    One expert after the other fills its holders to a common level, the others held fixed. Each step lowers the sum of
+    squared device loads, whose minimum over all splits also has the least possible maximum. A layer is done when a
+    sweep changes little; what it gets depends on its own loads alone.
+
+    Args:
+      error: [L] or one, standard error of the totals, relative and independent for each expert. What is lowered then
+        is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
+    """
+    stiff = 1.0 + np.broadcast_to(np.asarray(error, np.float64) ** 2, (placement.layers,))
+    layers, rows = placement.layers, np.arange(placement.layers)
+    count = placement.replicated.sum(axis=1)
+    order = np.argsort(~placement.replicated, axis=1, kind="stable")[:, : int(count.max(initial=0))]
+    quota = quota.copy()
+    load = quota.sum(axis=1)
+    going = np.ones(layers, bool)
+    for _ in range(sweeps):
+        before = load.copy()
+        for at in range(order.shape[1]):
+            active = going & (at < count)
+            expert = order[:, at]
+            mine = quota[rows, expert]
+            held = placement.holds[rows, expert] & active[:, None]
+            base = load - mine
+            level = fill_level(np.where(held, base, np.inf), totals[rows, expert] * stiff)
+            new = np.where(held, (level[:, None] - base) / stiff[:, None], 0.0)
+            new = np.where(active[:, None], np.maximum(new, 0.0), mine)
+            quota[rows, expert] = new
+            load = base + new
+        going &= np.abs(load - before).max(axis=1) > 1e-3 * load.mean(axis=1)
+        if not going.any():
+            break
+    return quota
+
+
+def fill_level(base: np.ndarray, amount: np.ndarray) -> np.ndarray:
+    """Return the level to which `amount` fills up `base`: base [L, D] (inf: not a holder), amount [L] -> [L]."""
+    ground = np.sort(base, axis=1)
+    count = np.arange(1, base.shape[1] + 1)
+    with np.errstate(invalid="ignore"):
+        level = (amount[:, None] + np.where(np.isfinite(ground), ground, 0.0).cumsum(axis=1)) / count
+    wet = np.isfinite(ground) & ((level > ground) | (count == 1))
+    last = base.shape[1] - 1 - wet[:, ::-1].argmax(axis=1)
+    return level[np.arange(len(base)), last]
+
+
+def starting_quotas(placement: Placement, totals: np.ndarray) -> np.ndarray:
+    """Leave every token at the expert's home: totals [L, E] -> quota [L, E, D]."""
+    return np.where(placement.homes, totals[:, :, None], 0.0)
+
+
+def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
+    """Write quotas of replicated experts as share rows (layer, expert, device, share, source node), int32 [m, 5].
+
+    A node's tokens first use the quota of the node's own holders; what is over goes to nodes with quota left, in
+    proportion. Nodes without tokens of an expert get the split of the whole.
+
+    Args:
+      quota: [L, E, D], positive only on holders; loads: [L, S, E].
+    """
+    if not len(placement.replicas):
+        return np.zeros((0, 5), np.int32)
+    nodes, per_node, experts = placement.nodes, placement.devices_per_node, placement.experts
+    pair_layer, pair_expert = np.nonzero(placement.replicated)
+    supply = loads.reshape(len(loads), nodes, per_node, experts).sum(axis=2)[pair_layer, :, pair_expert]  # [p, Nn]
+    mine = quota[pair_layer, pair_expert]  # [p, D]
+    total = mine.sum(axis=1, keepdims=True)
+    # An expert without predicted tokens goes where its home is.
+    at_home = placement.homes[pair_layer, pair_expert]
+    mine = np.where(total > 0, mine, at_home)
+    mine = mine * (supply.sum(axis=1, keepdims=True) / np.where(total > 0, total, 1.0))
+    mine = np.where(mine.sum(axis=1, keepdims=True) > 0, mine, at_home)
+    demand = mine.reshape(-1, nodes, per_node).sum(axis=2)
+    stay = np.minimum(supply, demand)
+    left, room = supply - stay, demand - stay
+    flow = left[:, :, None] * (room / np.maximum(room.sum(axis=1, keepdims=True), 1e-300))[:, None, :]
+    flow[:, np.arange(nodes), np.arange(nodes)] += stay
+    plain = demand / demand.sum(axis=1, keepdims=True)
+    sent = flow.sum(axis=2, keepdims=True)
+    part = np.where(sent > 1e-9, flow / np.maximum(sent, 1e-9), plain[:, None, :])  # [p, from, to]
+    p, device = np.nonzero(mine > 0)
+    node = device // per_node
+    share = part[p, :, node] * (mine[p, device] / demand[p, node])[:, None]  # [h, Nn]
+    units = _units(share, np.r_[True, p[1:] != p[:-1]])
+    row, source = np.nonzero(units)
+    at = p[row]
+    return np.stack([pair_layer[at], pair_expert[at], device[row], units[row, source], source], axis=1).astype(np.int32)
+
+
+def with_replicas(bare: Placement, held: np.ndarray) -> Placement:
+    """Return a placement's homes with replicas on all other holders: held bool [L, E, D]."""
+    return bare.replace(replicas=np.argwhere(held & ~bare.homes), rule="shares")
+
+
+def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray, held: np.ndarray | None = None) -> Placement:
+    """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E].
+
+    Args:
+      held: bool [L, E, D], holders of which some may have no quota; those with a quota when not given.
+    """
+    placement = with_replicas(bare, quota > 0 if held is None else held)
+    return placement.replace(shares=share_rows(placement, np.maximum(quota, 0.0), loads))
+
+
+def split_evenly(placement: Placement, loads: np.ndarray) -> Placement:
+    """Let every source split an expert's tokens in the same proportions: those of the whole under this placement.
+
+    Device loads stay what they are for `loads` [L, S, E]; what one source sends one device comes near the mean of all
+    pairs, so the buckets of an exchange whose rows are padded can be small. Tokens travel that a nearer holder would
+    have kept, which only an exchange of exact rows would gain from.
+    """
+    if not len(placement.replicas):
+        return placement
+    layer, expert = np.nonzero(placement.replicated)
+    whole = np.rint(loads).astype(np.int64)  # predicted ones are no whole tokens
+    mine = routing.destinations(placement, whole)[layer, :, expert].sum(axis=1).astype(np.float64)  # [p, D]
+    at_home = placement.homes[layer, expert]
+    mine = np.where(mine.sum(axis=1, keepdims=True) > 0, mine, at_home)  # without tokens: where its home is
+    p, device = np.nonzero(mine)
+    units = _units(mine[p, device][:, None], np.r_[True, p[1:] != p[:-1]])[:, 0]
+    everywhere = np.full(len(p), -1)
+    rows = np.stack([layer[p], expert[p], device, units, everywhere], axis=1)[units > 0]
+    return placement.replace(shares=rows.astype(np.int32), rule="shares")
+
+
+def _units(share: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Round shares to units of 2^-16, one in sum per run: share [h, Nn], start of a run bool [h] -> int [h, Nn]."""
+    upto = share.cumsum(axis=0)
+    start = np.flatnonzero(first)
+    run = first.cumsum() - 1
+    before = np.where(start[:, None] > 0, upto[start - 1], 0.0)
+    upto = upto - before[run]
+    whole = upto[np.r_[start[1:], len(share)] - 1]
+    edge = np.rint(upto / whole[run] * SHARE_ONE).astype(np.int64)
+    earlier = np.concatenate([np.zeros((1, share.shape[1]), np.int64), edge[:-1]])
+    return edge - np.where(first[:, None], 0, earlier)
+
+
+def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str = "") -> tuple[Placement, str]:
+    """Return (placement, split) whose padded exchange takes less time for loads [L, S, E].
+
+    'plan' is as the planner says, near holders first; 'even' in the same proportions from every source. A padded
+    exchange carries as many rows between all pairs of a kind (own device, own node, other nodes) as the fullest pair of
+    that kind needs: near holders keep most rows at home and leave the rest uneven, an even split sends more and leaves
+    nothing empty. Neither is less for every plan.
+
+    Args:
+      now: the split in use, kept until the other is cheaper by `STAY`; '' for none yet.
+    """
+    if not len(placement.replicas):
+        return placement, now
+    found = {"plan": placement, "even": split_evenly(placement, loads)}
+    price = {name: padded_seconds(plan, loads, cost) for name, plan in found.items()}
+    other = {"plan": "even", "even": "plan"}.get(now)
+    best = min(SPLITS, key=price.__getitem__) if other is None else (other if price[other] * STAY < price[now] else now)
+    return found[best], best
+
+
+def padded_seconds(placement: Placement, loads: np.ndarray, cost: Cost) -> float:
+    """Return the time of one padded exchange of the fullest layer; bytes, where no link's speed is known."""
+    pairs = routing.pair_loads(placement, np.rint(loads).astype(np.int64))
+    rows = fullest_pairs(pairs, placement.devices_per_node)
+    rows = rows.each(lambda size: max(size, 1))
+    _, inside, across = exchange_bytes(rows, placement.devices, placement.devices_per_node, cost.exchanged_bytes)
+    try:
+        return float(uniform_seconds(cost.cluster, inside, across, "the split of tokens"))
+    except AbsentFigureError:
+        return inside + across

@@ -1,0 +1,44 @@
+"""SmartMoE's relocation: experts change homes so that heavy and light ones share devices.
+
+Every device homes E / D experts of a layer, without replicas; a layer keeps its homes unless the gain until the next
+plan pays for moving parameters and optimizer state. Letters: docs/notation.md.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.planning import routing
+from moe_jax.planning.balancer import Planner, balancer
+from moe_jax.planning.eplb import pack
+from moe_jax.planning.transfer_sizes import TransferSizes
+
+
+@balancer("smartmoe", defaults={"interval": 25})
+class SmartMoePlanner(Planner):
+    """Pack experts by falling load onto the least-loaded device with a free place. Source: SmartMoE (ATC 2023)."""
+
+    original = "parameters and optimizer state move when homes change"
+
+    def propose(self, loads, placement, cost):
+        name, devices = self.config.name, placement.devices
+        if placement.experts % devices:
+            raise UserError(
+                f"planner {name!r} needs experts ({placement.experts}) to be a multiple of devices ({devices})"
+            )
+        loads = np.asarray(loads, np.float64)
+        bare = placement.replace(replicas=None, shares=None, rule="nearest")
+        home = pack(loads.sum(axis=1), devices)[0].astype(np.int32)
+        moved = bare.replace(home=home)
+        none = TransferSizes(0, 0, 0)
+        now = cost.layer(*routing.expected(bare, loads), none, name)
+        then = cost.layer(*routing.expected(moved, loads), none, name)
+        layer, expert = np.nonzero(bare.home != home)
+        sent, got = np.zeros((2, placement.layers, devices))
+        np.add.at(sent, (layer, bare.home[layer, expert]), 1)
+        np.add.at(got, (layer, home[layer, expert]), 1)
+        # all links at once
+        price = np.maximum(sent.max(axis=1), got.max(axis=1)) * cost.state_bytes / cost.bandwidth(name)
+        pays = (now - then) * cost.microbatches * self.config.steps_between_plans > price
+        return bare.replace(home=np.where(pays[:, None], home, bare.home))

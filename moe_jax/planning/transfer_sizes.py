@@ -1,0 +1,153 @@
+"""How large a transfer must be to bring the replicas of a layer: sizes only, for executors and for prices.
+
+X, the most experts that one device offers; m, the most that one receives; Cp, the most that one node sends one other,
+as in parallel/transfer_shape.py. A transfer after the gate runs in one of several sizes: the whole, its half, a quarter
+and so on (`TransferShape.halves`). A step has one branch for each and one for nothing; planners price their choices by
+the same list.
+
+Letters: docs/notation.md; `...` stands for any leading dims, such as L.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import numpy as np
+
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.placement import Placement
+
+SIZES = ("offers", "slots", "crossing")
+
+
+class TransferSizes(typing.NamedTuple):
+    """Sizes that single layers need, int [...] each.
+
+    Attributes:
+      offers: X, the most experts of one device that travel.
+      slots: m, the most replicas that one device gets.
+      crossing: Cp, the most experts that one node sends one other.
+      holders: devices that hold a travelling expert, home included, summed over those experts (s (D - n) in
+        Pro-Prophet's equation 4); only the papers' price reads it.
+    """
+
+    offers: int | np.ndarray
+    slots: int | np.ndarray
+    crossing: int | np.ndarray
+    holders: int | np.ndarray = 0
+
+    def shape(self, devices: int, devices_per_node: int, by_node: bool) -> TransferShape:
+        """Return the smallest shape that serves all layers."""
+        return TransferShape(
+            devices=devices,
+            devices_per_node=devices_per_node,
+            offers=int(np.max(self.offers, initial=0)),
+            slots=int(np.max(self.slots, initial=0)),
+            by_node=by_node,
+            crossing=int(np.max(self.crossing, initial=0)) if by_node else 0,
+        )
+
+
+def transfer_sizes(home: np.ndarray, held: np.ndarray, devices_per_node: int) -> TransferSizes:
+    """Return the sizes that each layer needs.
+
+    Args:
+      home: int [..., E], the home of every expert.
+      held: bool [..., E, D], who has the expert during a step; the home counts as holder whatever stands there.
+      devices_per_node: devices that share a node, by rising id.
+    """
+    lead, (experts, devices) = held.shape[:-2], held.shape[-2:]
+    home = np.broadcast_to(home, (*lead, experts)).reshape(-1, experts)
+    count, rows, nodes = len(home), np.arange(len(home))[:, None], devices // devices_per_node
+    replica = held.reshape(count, experts, devices).copy()
+    np.put_along_axis(replica, home[:, :, None], False, axis=2)
+    away = replica.sum(axis=2)
+    offered = np.bincount((rows * devices + home).ravel(), (away > 0).ravel(), count * devices)
+    on_node = replica.reshape(count, experts, nodes, devices_per_node).any(axis=3)
+    at_node = (home // devices_per_node)[:, :, None] == np.arange(nodes)
+    pairs = np.matmul(at_node.transpose(0, 2, 1).astype(np.float32), on_node.astype(np.float32))
+    pairs *= ~np.eye(nodes, dtype=bool)
+    sizes = (
+        offered.reshape(count, devices).max(axis=1),
+        replica.sum(axis=1).max(axis=1, initial=0),
+        pairs.max(axis=(1, 2)),
+        np.where(away > 0, away + 1, 0).sum(axis=1),
+    )
+    return TransferSizes(*(np.rint(size).astype(int).reshape(lead) for size in sizes))
+
+
+def placement_sizes(placement: Placement) -> TransferSizes:
+    """Return the sizes that each layer of a placement needs, [L] each."""
+    return transfer_sizes(placement.home, placement.holds, placement.devices_per_node)
+
+
+class RunningSizes:
+    """Keep the sizes of L layers while a greedy search adds replicas, in time linear in the devices.
+
+    Every added expert must be new: it has no replicas yet.
+    """
+
+    def __init__(self, layers: int, devices: int, devices_per_node: int):
+        self.devices_per_node, self.rows = devices_per_node, np.arange(layers)
+        self.offers = np.zeros((layers, devices), int)
+        self.slots = np.zeros((layers, devices), int)
+        self.pairs = np.zeros((layers, devices // devices_per_node, devices // devices_per_node), int)
+        self.holders = np.zeros(layers, int)
+
+    def add(self, home: np.ndarray, targets: np.ndarray, count: int = 1) -> None:
+        """Add one expert a layer: home int [L], targets bool [L, D], the home not among them; no targets, no expert.
+
+        A `count` of -1 takes back what was added.
+        """
+        travels = targets.any(axis=1)
+        self.offers[self.rows, home] += count * travels
+        self.slots += count * targets
+        node = home // self.devices_per_node
+        on_node = targets.reshape(len(targets), -1, self.devices_per_node).any(axis=2)
+        on_node[self.rows, node] = False
+        self.pairs[self.rows, node] += count * on_node
+        self.holders += count * (targets.sum(axis=1) + travels)
+
+    def sizes(self) -> TransferSizes:
+        """Return the sizes so far, [L] each."""
+        most = self.offers.max(axis=1), self.slots.max(axis=1), self.pairs.max(axis=(1, 2))
+        return TransferSizes(*most, self.holders.copy())
+
+
+def fit_replicas(
+    wanted: np.ndarray, order: np.ndarray, home: np.ndarray, shape: TransferShape
+) -> tuple[np.ndarray, int]:
+    """Take experts in order while their replicas fit a transfer; each is taken whole or not at all.
+
+    Args:
+      wanted: bool [L, E, D], replicas; order: int [L, Et], experts that may have some, each once.
+      home: int [L, E]; shape: the sizes.
+
+    Returns:
+      (bool [L, E, D], the replicas that fit; how many experts are left out).
+    """
+    rows, running = np.arange(len(wanted)), RunningSizes(len(wanted), wanted.shape[2], shape.inside)
+    fitting, cut = np.zeros_like(wanted), 0
+    for expert in order.T:
+        mine, at = wanted[rows, expert], home[rows, expert]
+        running.add(at, mine)
+        ok = late_room(running.sizes(), shape)
+        cut += int((mine.any(axis=1) & ~ok).sum())
+        running.add(at, mine & ~ok[:, None], -1)
+        fitting[rows, expert] = mine & ok[:, None]
+    return fitting, cut
+
+
+def late_size(needed: TransferSizes, shape: TransferShape) -> np.ndarray:
+    """Return the size that holds a need [...]: 0 for nothing, i for the i-th (from 1) of `TransferShape.halves`.
+
+    What no size holds gets the last. The same for arrays on a device: `moe_jax.moe.after_gate.late_size`.
+    """
+    sizes = shape.halves()
+    misses = np.sum([~late_room(needed, size) for size in sizes], axis=0)
+    return np.where(np.asarray(needed.slots) > 0, np.minimum(misses, len(sizes) - 1) + 1, 0)
+
+
+def late_room(needed: TransferSizes, shape: TransferShape) -> np.ndarray:
+    """Say whether a need [...] fits a size: -> bool [...]."""
+    return (needed.offers <= shape.offers) & (needed.slots <= shape.slots) & (needed.crossing <= shape.crossing)

@@ -1,0 +1,219 @@
+"""Run planners over a recorded trace of expert loads, and compare them.
+
+    python -m moe_jax.replay --trace=RUN
+    python -m moe_jax.replay --trace=loads.npz --cluster=configs/cluster/flat_3gbs_30tflops.gin --planners=all \
+        --nodes=4 --devices_per_node=4 --lag=1 --replica_slots=4 --out=DIR
+
+RUN is a run folder: its loads.npz says M, F, dtype, mesh, devices of a node and the cluster that the run named, so no
+other flag is needed; one that is given wins. Where the run named no cluster every device gets a link of 3 GB/s and
+30 TFLOP/s, which is printed. A trace file without these figures needs --cluster.
+Prints a table and, last, one JSON line; writes it and the pictures to --out. A user's mistake is one line, exit code 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import pathlib
+import subprocess
+import sys
+import typing
+
+from absl import flags
+
+from moe_jax.analysis import replay_inputs as inputs
+from moe_jax.analysis import replay_report as report
+from moe_jax.analysis import simulate
+from moe_jax.cluster import AbsentFigureError
+from moe_jax.config.command_line import parse_flags, run_command
+from moe_jax.errors import UserError
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.balancer import BALANCERS, build_planner
+from moe_jax.planning.config import PREDICTORS, PlannerConfig
+from moe_jax.planning.cost import FORMS, PRICES, Cost
+from moe_jax.planning.placement import Placement
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string(
+    "trace", None, "run folder, or npz with loads [steps, layers, sources, experts] and iterations [steps]"
+)
+flags.DEFINE_integer("segment", None, "number of the segment, from 0, where the model's layers differ")
+flags.DEFINE_string("cluster", None, "cluster preset (.gin) or calibrate's file (.json); the run's when not given")
+flags.DEFINE_list(
+    "planners", ["all"], "planner names, NAME to plan ahead, NAME_after_gate to see the step itself; or all"
+)
+flags.DEFINE_integer("nodes", None, "nodes; those of --cluster, else of the trace, when not given")
+flags.DEFINE_integer("devices_per_node", None, "devices of a node; as --nodes")
+flags.DEFINE_integer("lag", 1, "samples between the loads seen and the sample planned for")
+flags.DEFINE_integer("every", 1, "judge each so many-th sample")
+flags.DEFINE_integer("replica_slots", 4, "mu: replicas of a device in one layer")
+flags.DEFINE_string(
+    "overlap_degree",
+    None,
+    "tau: experts whose transfer hides behind attention; by Hecate's formula when not given, or 'executor'",
+)
+flags.DEFINE_integer("model_dim", None, f"M; the trace's when not given, else {inputs.MODEL_DIM}")
+flags.DEFINE_integer("hidden_dim", None, f"F of an expert; the trace's when not given, else {inputs.HIDDEN_DIM}")
+flags.DEFINE_integer(
+    "dtype_bytes",
+    None,
+    f"bytes of one number of the compute dtype, in which rows are priced even where a run sent them in float8; the "
+    f"trace's when not given, else {inputs.DTYPE_BYTES}, float32",
+)
+flags.DEFINE_float("attention_seconds", None, "forward time of what precedes an MoE layer; modelled when not given")
+flags.DEFINE_enum("activation", None, ["gelu", "swiglu"], "of an expert: two matrices or three; the trace's, else gelu")
+flags.DEFINE_integer("expert_shards", None, "N_ESP, devices that share an expert's F; the trace's, else 1")
+flags.DEFINE_integer("moe_every", None, "blocks for each MoE layer; the trace's when not given, else 1")
+flags.DEFINE_integer("dense_hidden_dim", None, "F of the dense FFN of blocks without experts; the trace's, else 4 M")
+flags.DEFINE_integer(
+    "sequence_length",
+    None,
+    "tokens of a sequence, where attention's time is modelled; the trace's when not given, else "
+    f"{inputs.LAYER['sequence_length']}",
+)
+flags.DEFINE_enum("price", "executor", PRICES, "prices: what the program does, or the papers' formulas")
+flags.DEFINE_enum("transfer", "auto", FORMS, "form of the transfer of replicas; auto: the cheaper one")
+flags.DEFINE_integer("interval", None, "plan each so many iterations; the planner's own when not given")
+flags.DEFINE_bool("bounded", True, "keep to the replica slots where the original system has no such bound")
+flags.DEFINE_enum("predictor", None, PREDICTORS, "how loads are guessed; the planner's own way when not given")
+flags.DEFINE_integer("plot_layer", 0, "layer that is drawn")
+flags.DEFINE_string("out", None, "folder for replay.json and pictures; none: print only")
+
+
+def _define_knobs() -> tuple[str, ...]:
+    """Make a flag of every planner's knob, None where it is not given; return their names."""
+    hints = typing.get_type_hints(PlannerConfig)
+    for balancer in BALANCERS.values():
+        for field in dataclasses.fields(balancer.knobs) if balancer.knobs else ():
+            text = f"{balancer.name}: {field.metadata['doc']}"
+            kinds = set(typing.get_args(hints[field.name]) or (hints[field.name],)) - {type(None)}
+            define = DEFINE.get(kinds.pop(), flags.DEFINE_string) if len(kinds) == 1 else flags.DEFINE_string
+            define(field.name, None, text)
+    return tuple(f.name for b in BALANCERS.values() if b.knobs for f in dataclasses.fields(b.knobs))
+
+
+DEFINE = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float}
+KNOBS = _define_knobs()
+
+
+def _config() -> PlannerConfig:
+    given = {name: _number(getattr(FLAGS, name)) for name in KNOBS if getattr(FLAGS, name) is not None}
+    return PlannerConfig(
+        replica_slots=FLAGS.replica_slots,
+        overlap_degree=_number(FLAGS.overlap_degree),
+        interval=FLAGS.interval,
+        predictor=FLAGS.predictor,
+        price=FLAGS.price,
+        transfer=FLAGS.transfer,
+        bounded=FLAGS.bounded,
+        split="plan",  # a trace's exchanges are timed by their exact rows
+        **given,
+    )
+
+
+def _number(value):
+    """Return the value of a flag; a text that is a whole number is one."""
+    return int(value) if isinstance(value, str) and value.isdigit() else value
+
+
+def _setup() -> tuple[inputs.ReplayInputs, Placement, Cost]:
+    """Return (inputs, placement, cost) from the flags, checked against each other."""
+    if FLAGS.lag < 1 or FLAGS.every < 1:
+        raise UserError(f"--lag ({FLAGS.lag}) and --every ({FLAGS.every}) must be at least 1")
+    names = (field.name for field in dataclasses.fields(inputs.GivenFlags))
+    given = inputs.build_inputs(inputs.GivenFlags(**{name: getattr(FLAGS, name) for name in names}))
+    _, layers, sources, experts = given.trace.loads.shape
+    if not 0 <= FLAGS.plot_layer < layers:
+        raise UserError(f"--plot_layer ({FLAGS.plot_layer}) must lie in 0..{layers - 1}, the trace's layers")
+    placement = Placement.even(layers, experts, sources, given.cluster.devices_per_node)
+    if FLAGS.transfer == "by_node":  # which nodes of one device, or one node, refuse
+        TransferShape(devices=sources, devices_per_node=placement.devices_per_node, offers=1, slots=1, by_node=True)
+    attention = FLAGS.attention_seconds
+    if attention is None and given.cluster.flops is not None:
+        attention, note = inputs.attention_seconds(given)
+        given = dataclasses.replace(given, messages=(*given.messages, note))
+    cost = Cost(
+        **inputs.layer_of(given),
+        replica_slots=FLAGS.replica_slots,
+        overlap_degree=_number(FLAGS.overlap_degree),
+        attention_seconds=attention,
+        price=FLAGS.price,
+        transfer=FLAGS.transfer,
+    )
+    return given, placement, cost
+
+
+def replay() -> dict:
+    """Run the planners that the flags name; return the JSON answer and write pictures to --out."""
+    asked = simulate.every_name() if FLAGS.planners == ["all"] else list(dict.fromkeys(FLAGS.planners))
+    for name in asked:
+        simulate.split_name(name)
+    given, placement, cost = _setup()
+    for note in given.messages:
+        print(note, flush=True)
+    # Plain EP is the base of RB and speed-up, others of the RB ratio: run them even if the flags do not name them.
+    references = [name for name, found in BALANCERS.items() if found.reference]
+    records = {}
+    for name in dict.fromkeys(["none", *asked, *references]):
+        try:
+            records[name] = simulate.simulate(name, given.trace, _config(), placement, cost, FLAGS.lag, FLAGS.every)
+        except AbsentFigureError as error:
+            if name == "none" or (name in asked and FLAGS.planners != ["all"]):  # all are compared with 'none'
+                raise
+            print(f"{name} is left out: {error}", flush=True)
+    asked = [name for name in asked if name in records]
+    for name in asked:
+        planner = build_planner(dataclasses.replace(_config(), name=simulate.split_name(name)[0]))
+        if (remark := planner.remark(cost)) is not None:
+            print(f"{name}: {remark}", flush=True)
+    summaries = {name: report.summarize(record, records["none"], cost) for name, record in records.items()}
+    for name in references:
+        report.add_ratios(summaries, name)
+    answer = {name: summaries[name] for name in asked}
+    print(report.table(answer), flush=True)
+    if FLAGS.out is not None:
+        out = pathlib.Path(FLAGS.out)
+        out.mkdir(parents=True, exist_ok=True)
+        for name in asked:
+            report.plot_device_load(records[name], FLAGS.plot_layer, out / f"device_load_{name}.png")
+            report.plot_replicas(records[name], FLAGS.plot_layer, out / f"replicas_{name}.png")
+        report.plot_roofline({name: records[name] for name in asked}, cost, out / "ddl_roofline.png")
+    return {"planners": answer, **_provenance(given)}
+
+
+def _provenance(given: inputs.ReplayInputs) -> dict:
+    """Say what was run: command, date, commit, trace, model and cluster."""
+    here = pathlib.Path(__file__).parent
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    return {
+        "trace": {"name": given.path.name, "shape": list(given.trace.loads.shape)},
+        "model": {
+            "model_dim": given.model_dim,
+            "hidden_dim": given.hidden_dim,
+            "top_k": given.top_k,
+            "dtype_bytes": given.dtype_bytes,
+            "activation": given.activation,
+            "expert_shards": given.expert_shards,
+            "moe_every": given.moe_every,
+        },
+        "cluster": given.cluster.name,
+        "lag": FLAGS.lag,
+        "every": FLAGS.every,
+        "date": datetime.date.today().isoformat(),
+        "commit": git.stdout.strip() or None,
+        "command": " ".join(["python -m moe_jax.replay", *sys.argv[1:]]),
+    }
+
+
+def command(argv: list[str]) -> None:
+    """Carry out the command line; the last line that it prints is the answer, as JSON."""
+    parse_flags(argv, "moe_jax.replay", "trace")
+    line = json.dumps(replay())
+    if FLAGS.out is not None:
+        (pathlib.Path(FLAGS.out) / "replay.json").write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+if __name__ == "__main__":
+    run_command(command)

@@ -1,0 +1,83 @@
+"""Plans as values and as JSON data: of one segment with experts as they are, of several a tuple, first layers first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from moe_jax.parallel.bucket_rows import BucketRows
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.placement import Placement
+from moe_jax.planning.plan_shape import PlanShape
+
+
+def each(function: Callable, *values) -> Any:
+    """Return function(*values) of one segment, or the tuple of it of each of several."""
+    if isinstance(values[0], tuple):
+        return tuple(function(*own) for own in zip(*values, strict=True))
+    return function(*values)
+
+
+def listed(value) -> tuple:
+    """Return a tuple with each segment's part, also of one segment."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def by_name(names: tuple[str, ...], value) -> Any:
+    """Return the tree that a compiled step takes: the only segment's part, or {segment: part}."""
+    return dict(zip(names, value, strict=True)) if isinstance(value, tuple) else value
+
+
+def own_loads(loads: np.ndarray, placement: Placement | tuple[Placement, ...]):
+    """Return int64 [L, D, E] of each segment, from the counts of all layers, without the zeros of what it lacks."""
+    found, first = [], 0
+    for own in listed(placement):
+        found.append(np.asarray(loads[first : first + own.layers, : own.devices, : own.experts], np.int64))
+        first += own.layers
+    return tuple(found) if isinstance(placement, tuple) else found[0]
+
+
+def homes_differ(placement, other) -> bool:
+    """Say whether an expert's home in one is not its home in the other."""
+    return any((own.home != there.home).any() for own, there in zip(listed(placement), listed(other), strict=True))
+
+
+def to_lists(value):
+    """Return nested lists and numbers for arrays and NumPy numbers in dictionaries and lists."""
+    if isinstance(value, dict):
+        return {name: to_lists(entry) for name, entry in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def placement_data(placement: Placement) -> dict:
+    """Return what distinguishes a placement from others on the same devices."""
+    names = ("home", "replicas", "shares")
+    return {**{name: getattr(placement, name).tolist() for name in names}, "rule": list(placement.rule)}
+
+
+def read_placement(data: dict, like: Placement) -> Placement:
+    """Return the placement on the devices of `like`."""
+    arrays = {name: np.asarray(data[name], np.int32) for name in ("home", "replicas", "shares")}
+    return like.replace(**arrays, rule=tuple(data["rule"]))
+
+
+def shape_data(shape: PlanShape) -> dict:
+    """Return the sizes of a shape; the rule after the gate follows from the config."""
+    fields = {
+        field.name: getattr(shape, field.name) for field in dataclasses.fields(shape) if field.name != "after_gate"
+    }
+    return {
+        name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value for name, value in fields.items()
+    }
+
+
+def read_shape(data: dict) -> PlanShape:
+    """Return the shape that `shape_data` wrote down."""
+    records = {"ahead": TransferShape, "late": TransferShape, "bucket_rows": BucketRows}
+    read = {name: data[name] and record(**data[name]) for name, record in records.items()}
+    return PlanShape(**{**data, **read})

@@ -1,0 +1,311 @@
+"""A run's inputs to its planner, and the shapes that it compiles for the plans. Host side; no arrays on devices.
+
+Inputs: a run's config and mesh, placements, predicted loads. Outputs: the planner's `Cost`, and shapes: the first one,
+of even homes without replicas, and larger ones for placements that do not fit.
+Letters: docs/notation.md; mu replica slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import math
+
+import numpy as np
+
+from moe_jax.cluster import AbsentFigureError
+from moe_jax.config.run_config import RunConfig
+from moe_jax.errors import UserError
+from moe_jax.moe.after_gate_rules import RULES
+from moe_jax.moe.build import layer_sizes
+from moe_jax.moe.schedules.contract import LayerSizes, schedule_record
+from moe_jax.parallel.bucket_rows import BucketRows, round_up
+from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.slices import PARTS
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning import routing
+from moe_jax.planning.balancer import build_planner, with_late
+from moe_jax.planning.block_times import Times, shares
+from moe_jax.planning.buckets import bucket_rows, expected_rows, fullest_pairs, pairs_by_kind
+from moe_jax.planning.cost import Cost, with_late_prices
+from moe_jax.planning.placement import Placement, most_homes
+from moe_jax.planning.plan_session import PlanSession
+from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow, needed_transfer
+from moe_jax.planning.transfer_sizes import TransferSizes
+from moe_jax.training.plan_cost import initial_placement, plan_cost, planned_run, segment_runs, with_replica_slots
+from moe_jax.training.plan_state import listed
+
+_LOG = logging.getLogger(__name__)
+
+
+def split_shares(config: RunConfig, cost: Cost, transfer: TransferShape) -> dict[str, float]:
+    """Return {'trans_share', 'agg_share'} for a `PlanShape`, in eighths; {} where the schedule splits nothing.
+
+    Without a cluster file that has FLOP/s and links, half of each runs beside attention, logged once.
+    """
+    model = config.model
+    if model.prefetch != "pro_prophet" or model.prefetch_case != "split":
+        return {}
+    try:
+        seconds = cost.shape_seconds(transfer, "the split of a transfer")
+    except AbsentFigureError:
+        seconds = None
+    if seconds is None or cost.attention_seconds is None:
+        _say_half()
+        return {"trans_share": 0.5, "agg_share": 0.5}
+    times = Times(attention=cost.attention_seconds, experts=0.0, trans=seconds, agg=seconds)
+    cut = (round(share * PARTS) / PARTS for share in shares(times, model.refetch_replicas))
+    return dict(zip(("trans_share", "agg_share"), cut, strict=True))
+
+
+@functools.cache
+def _say_half() -> None:
+    _LOG.warning(
+        "ModelConfig.prefetch_case = 'split' runs half of each transfer (0.5) beside attention: PlannerConfig.cluster "
+        "names no file with flops and a bandwidth, from which the split would follow"
+    )
+
+
+FEWEST = 0.25  # rows of a planned bucket over the mean: fewer would make an overflow, where it comes, take many passes
+HEADROOM = 1.25  # of a new bucket over the predicted rows, so that slow growth needs few executables
+TOO_OFTEN = 10.0  # times MoEConfig.overflow_chance: buckets grow when they overflow more often, for the same reason
+
+
+class Replanner:
+    """One run's planner, and the shapes that the run compiles for what it proposes.
+
+    Attributes:
+      config, roles: of the run, as of its segment with experts (`planned_run`); devices: D, of one expert-parallel
+        group.
+      start: the even homes that the run starts with.
+      plans: the planner with its predictor, which decides where experts are.
+    """
+
+    def __init__(self, config: RunConfig, roles: Roles, segment: str | None = None):
+        """Build the planner.
+
+        Args:
+          segment: that is planned for; None is the only one with experts.
+
+        Raises:
+          UserError: a cluster file that is not there, or more replica slots than its memory holds.
+        """
+        check_transfer(config, roles)
+        config = with_replica_slots(config, roles)
+        own = planned_run(config, roles) if segment is None else segment_runs(config, roles)[segment]
+        self.config, self.roles = own
+        self.start = initial_placement(self.config, self.roles)
+        cost = plan_cost(config, roles, segment)
+        self.devices = self.roles.size(self.roles.expert)
+        self.plans = PlanSession(self.config.planner, self.start, cost, self.exchanges_per_step)
+
+    @property
+    def exchanges_per_step(self) -> int:
+        """How many exchanges a step's loads are summed over: microbatches times data-parallel groups."""
+        return self.config.train.grad_accum_steps * self.roles.size(self.roles.data)
+
+    def check_prices(self) -> None:
+        """Plan once, for even loads: a figure that a price needs and the cluster lacks is named before a step compiles.
+
+        Raises:
+          UserError: it names the planner, the figure and where it stands.
+        """
+        loads = np.ones((self.start.layers, self.devices, self.start.experts))
+        build_planner(self.config.planner).propose(loads, self.start, self.plans.cost)
+
+    def first_shape(self) -> PlanShape:
+        """Return what the first step is compiled for: even homes, and slots for what is decided after the gate."""
+        return self.with_rule(build_shape(self.start))
+
+    def with_rule(self, shape: PlanShape) -> PlanShape:
+        """Return the shape with what is decided after the gate, and the sizes of that; without any where nothing is."""
+        if not self.plans.decides_late:
+            return dataclasses.replace(shape, late=None, after_gate=None)
+        shape = with_late(self.plans.planner, shape, self.plans.cost)
+        cost = with_late_prices(self.plans.cost, shape.late)
+        declared = self.plans.planner.late_rule(shape, cost, self.roles.size(self.roles.data))
+        rule = None if declared is None else RULES[declared[0]](**declared[1])
+        return dataclasses.replace(shape, after_gate=rule)
+
+    def refined(self, shape: PlanShape, placement: Placement, loads: np.ndarray) -> Placement:
+        """Return what a step makes of a placement for its loads [L, S, E]; after the gate, of the mean microbatch."""
+        if shape.after_gate is None:
+            return placement
+        return self.plans.refine(loads / self.exchanges_per_step, placement, shape.late)
+
+    def predicted_rows(self, shape: PlanShape, placement: Placement, more_often: float = 1.0) -> BucketRows | None:
+        """Return the rows that buckets need by prediction; None where nothing is predicted or capacities rule.
+
+        A step's loads are sums over microbatches and data-parallel groups, and over the N_ESP devices of a member; a
+        bucket is of one microbatch's tokens of one MP group, which are those of N_MP devices.
+
+        Args:
+          more_often: with MoEConfig.overflow_chance, how many times as often as that buckets may overflow.
+        """
+        plans = self.plans
+        if not plans.predictor.seen or not self.config.moe.dropless:
+            return None
+        loads = np.rint(plans.predictor.predict()).astype(np.int64)
+        counters = dict(plans.planner.counters)  # a prediction is not a decision to be counted
+        pairs = routing.pair_loads(self.refined(shape, placement, loads), loads)
+        plans.planner.counters.clear()
+        plans.planner.counters.update(counters)
+        error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
+        step = self.roles.size(self.roles.model)
+        groups = self.exchanges_per_step * self.roles.size(self.roles.expert_shard) / self.roles.size(self.roles.model)
+        if self.config.moe.overflow_chance:
+            rows = self._expected_rows(pairs * ((1 + error) / groups), shape, more_often)
+        else:
+            fullest = fullest_pairs(pairs, placement.devices_per_node)
+            rows = fullest.each(lambda pair: bucket_rows(pair / groups, error, step))
+        fewest = bucket_rows(FEWEST * self._mean_rows(shape), 0.0, step)
+        return rows.each(lambda size: max(size, fewest)).at_most(self._most_rows(shape))
+
+    def _expected_rows(self, means: np.ndarray, shape: PlanShape, more_often: float) -> BucketRows:
+        """Return the rows that counts around these means [L, D, D] need, by MoEConfig.overflow_chance.
+
+        Each kind of bucket has a third of the chance; data-parallel groups draw for themselves. Where a microbatch
+        travels in two halves, buckets are twice as long as those of a half (`models/layer_loop.py` halves them).
+        """
+        parts = 2 if self.config.model.block_wise.halves else 1
+        sizes, roles = self._sizes(shape), self.roles
+        chance = more_often * self.config.moe.overflow_chance * len(means) / 3 / roles.size(roles.data)
+        step = math.lcm(8, roles.size(roles.model))
+        kinds = pairs_by_kind(means, self.start.devices_per_node)
+        return BucketRows(
+            **{
+                kind: parts * expected_rows(own / parts, sizes.top_k * sizes.tokens // parts, chance, step)
+                if own.size
+                else 0
+                for kind, own in kinds.items()
+            }
+        )
+
+    def _most_rows(self, shape: PlanShape) -> BucketRows:
+        """Return the rows that planned buckets may have: the worst case, or what `PlannerConfig.bucket_limit` allows.
+
+        Never fewer than without a plan. The limit is not for the own bucket: there is one of it, and it does not
+        travel; except where the schedule gives other buckets its length.
+        """
+        sizes = self._sizes(dataclasses.replace(shape, bucket_rows=None))
+        most = math.ceil(self.config.planner.bucket_limit * self._mean_rows(shape))
+        most, worst = min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows()), sizes.worst_rows()
+        roles = self.roles
+        several = roles.size(roles.model) > roles.size(roles.expert_shard)  # members of an MP group
+        cut_over_members = several and schedule_record(self.config.moe.schedule).may_cut_buckets()
+        return BucketRows(own=most if cut_over_members else worst, node=most, far=most)
+
+    def _mean_rows(self, shape: PlanShape) -> float:
+        """Return the rows of a bucket where all are alike."""
+        sizes = self._sizes(shape)
+        return sizes.top_k * sizes.tokens / self.devices
+
+    def is_crowded(self, shape: PlanShape, placement: Placement) -> bool:
+        """Say whether buckets are predicted to need more rows than they have, or to overflow much too often."""
+        rows = self.predicted_rows(shape, placement, TOO_OFTEN)
+        return rows is not None and not rows.within(self.rows_of(shape))
+
+    def rows_of(self, shape: PlanShape) -> BucketRows:
+        """Return the rows of the buckets under this shape."""
+        return self._sizes(shape).bucket_rows(self.devices)
+
+    def _sizes(self, shape: PlanShape) -> LayerSizes:
+        train, roles = self.config.train, self.roles
+        tokens = train.batch_size * self.config.data.sequence_length // train.grad_accum_steps
+        tokens = tokens * roles.size(roles.model) // roles.num_devices
+        return layer_sizes(self.config.moe, roles, tokens, shape)
+
+    def grow(self, shape: PlanShape, placement: Placement) -> PlanShape:
+        """Return a shape that the placement fits and plans like it, with buckets at least as large as predicted."""
+        if not fits(shape, placement):
+            shape = self._larger(shape, placement)
+        rows = self.predicted_rows(shape, placement)
+        if rows is not None and not rows.within(self.rows_of(shape)):
+            shape = dataclasses.replace(shape, bucket_rows=self._with_headroom(rows, shape))
+        assert most_homes(placement) <= shape.bank_rows
+        return shape
+
+    def _with_headroom(self, rows: BucketRows, shape: PlanShape) -> BucketRows:
+        """Return planned buckets that hold the predicted ones: with headroom those that do not fit, the others as is.
+
+        The first planned buckets are all by prediction: one that was larger without a plan gets smaller.
+        """
+        step, most = math.lcm(8, self.roles.size(self.roles.model)), self._most_rows(shape)
+        headroom = 1.0 if self.config.moe.overflow_chance else HEADROOM
+        larger = (
+            rows.each(lambda size: math.ceil(headroom * size)).at_most(most).each(lambda size: round_up(size, step))
+        )
+        there = shape.bucket_rows
+        return larger if there is None else there.where_smaller(rows, larger)
+
+    def _larger(self, shape: PlanShape, placement: Placement) -> PlanShape:
+        """Return a shape that the placement fits, with the rule and the split of its transfers that go with it."""
+        several_levels = 1 < self.start.devices_per_node < self.start.devices  # nodes of several devices
+        first, need = shape.ahead is None, needed_transfer(placement, by_node=several_levels)
+        by_node = False
+        if need is not None:  # whether the first transfer of replicas planned ahead goes by node
+            sizes = TransferSizes(*(np.array(size) for size in (need.offers, need.slots, need.crossing)))
+            by_node = self.plans.cost.transfer_shape(sizes, need.devices, need.devices_per_node).by_node
+        most = self.plans.planner.ahead_most(placement, self.plans.cost)
+        slots = self.config.planner.replica_slots
+        shape = grow(shape, placement, by_node=by_node, replica_slots=slots, most=most)
+        if first and shape.ahead is not None:
+            shape = dataclasses.replace(shape, **split_shares(self.config, self.plans.cost, shape.ahead))
+        return self.with_rule(shape)
+
+    def planned(self, loads: np.ndarray) -> tuple[PlanShape, Placement]:
+        """Return what a run would compile after steps with these loads, int64 [L, D, E] each, and its placement.
+
+        The planner sees the same loads as often as its predictor looks back.
+        """
+        for _ in range(self.config.planner.window):
+            self.plans.observe(loads)
+        placement = self.plans.propose(self.config.planner.steps_between_plans).placement
+        return self.grow(self.first_shape(), placement), placement
+
+
+def check_planner(config: RunConfig, roles: Roles) -> None:
+    """Refuse a planner that this mesh, schedule or cluster file cannot serve.
+
+    Raises:
+      UserError: experts on one device, slots without a bound after the gate, or a figure that a price needs.
+    """
+    runs = segment_runs(config, roles)
+    planner, devices = config.planner, max(own.size(own.expert) for _, own in runs.values())
+    if not schedule_record(config.moe.schedule).moves_tokens or devices == 1:
+        raise UserError(
+            f"PlannerConfig.name ({planner.name!r}) needs experts spread over devices, but MoEConfig.schedule is "
+            f"{config.moe.schedule!r} and the expert axis has {devices}; use another schedule and "
+            "MeshConfig.expert > 1, or set PlannerConfig.name = 'none'"
+        )
+    if planner.when == "after_gate" and not planner.bounded:
+        raise UserError(
+            f"PlannerConfig.bounded (False) with when = 'after_gate': a compiled step has {planner.replica_slots} "
+            "replica slots; set bounded = True and replica_slots to the most that you want"
+        )
+    for name in runs:
+        replanner = Replanner(config, roles, name)
+        replanner.first_shape()
+        replanner.check_prices()
+
+
+def check_transfer(config: RunConfig, roles: Roles) -> None:
+    """Refuse a form of transfers that the nodes of an expert-parallel group cannot have.
+
+    Raises:
+      UserError: by node with nodes of unequal size, one node, or one device on a node.
+    """
+    if config.planner.name == "none" or config.planner.transfer != "by_node":
+        return
+    for _, own in segment_runs(config, roles).values():
+        members = own.size(own.expert)
+        inside = max(1, own.config.devices_per_node // own.config.expert_shard)
+        TransferShape(devices=members, devices_per_node=min(inside, members), offers=1, slots=1, by_node=True)
+
+
+def plan_hash(shape: PlanShape | tuple[PlanShape, ...], placement: Placement | tuple[Placement, ...]) -> int:
+    """Return 31 bits of what a step runs with, for processes to compare."""
+    text = "".join(own.fingerprint() for own in listed(placement)) + repr(shape)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF

@@ -1,0 +1,128 @@
+"""The user's cache folder: whole files, and nothing that somebody else could have put there."""
+
+import logging
+import os
+import stat
+import tempfile
+
+import pytest
+
+from moe_jax.data import user_cache
+from moe_jax.data.user_cache import cache_root, read_cached, user_cache_folder, write_cached
+from moe_jax.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """Cache in tmp_path / 'cache', temporary directory in tmp_path / 'tmp'."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    user_cache._say_elsewhere.cache_clear()
+    return tmp_path
+
+
+def test_folder_is_made_for_this_user_alone(home):
+    folder = user_cache_folder("profiles")
+    assert folder == home / "cache" / "moe_jax" / "profiles" == user_cache_folder("profiles")
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+
+
+def test_root_follows_the_environment(home, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert str(cache_root()) == "/home/ada/.cache/moe_jax"
+
+
+@pytest.mark.parametrize("where", ["moe_jax", "moe_jax/profiles"])
+def test_link_at_the_folder_is_refused(home, where):
+    place = home / "cache" / where
+    place.parent.mkdir(parents=True)
+    (home / "elsewhere").mkdir()
+    place.symlink_to(home / "elsewhere")
+    with pytest.raises(UserError, match=r"is a link to '.*elsewhere', which is not followed; remove it, or set XDG"):
+        user_cache_folder("profiles")
+    assert not list((home / "elsewhere").iterdir())
+
+
+def test_link_above_the_cache_is_the_users_own_choice(home):
+    (home / "scratch").mkdir()
+    (home / "cache").symlink_to(home / "scratch")
+    assert user_cache_folder("profiles").resolve() == home / "scratch" / "moe_jax" / "profiles"
+
+
+def test_folder_of_another_user_is_refused(home, monkeypatch):
+    user_cache_folder("profiles")
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(UserError, match=rf"belongs to user {me}, not to {me + 1}; remove it, or set XDG_CACHE_HOME"):
+        user_cache_folder("profiles")
+
+
+def test_folder_that_others_may_write_to_is_refused_and_its_parent_is_closed(home):
+    folder = user_cache_folder("profiles")
+    folder.parent.chmod(0o775)
+    assert user_cache_folder("profiles") == folder and stat.S_IMODE(folder.parent.stat().st_mode) == 0o755
+    folder.chmod(0o770)
+    with pytest.raises(UserError, match=r"may be written to by other users \(mode 770\).*delete it, and it is made"):
+        user_cache_folder("profiles")
+
+
+def test_file_in_the_folders_place_is_refused(home):
+    (home / "cache").mkdir()
+    (home / "cache" / "moe_jax").write_text("")
+    with pytest.raises(UserError, match="is not a folder; remove it"):
+        user_cache_folder("profiles")
+
+
+def test_temporary_directory_takes_the_place_of_a_home_that_cannot_be_written(home, caplog, monkeypatch):
+    (home / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file" / "below"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert user_cache_folder("profiles") == home / "tmp" / f"moe_jax_{os.geteuid()}" / "profiles"
+    assert len(caplog.records) == 1 and "cannot be written (Not a directory)" in caplog.text
+    (home / "tmp" / f"moe_jax_{os.geteuid()}" / "profiles").rmdir()
+    (home / "tmp" / f"moe_jax_{os.geteuid()}").rmdir()
+    (home / "tmp" / f"moe_jax_{os.geteuid()}").symlink_to(home)
+    with pytest.raises(UserError, match="is a link to"):
+        user_cache_folder("profiles")
+
+
+def test_nowhere_to_write_is_one_line(home, monkeypatch):
+    (home / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "file" / "below"))
+    monkeypatch.setattr(tempfile, "tempdir", str(home / "file"))
+    with pytest.raises(UserError, match="no folder for 'profiles': .* set XDG_CACHE_HOME to a folder of yours"):
+        user_cache_folder("profiles")
+
+
+def test_file_is_written_whole_and_a_link_in_its_place_is_not_followed(home):
+    path = user_cache_folder("profiles") / "a.txt"
+    assert read_cached(path) is None
+    victim = home / "victim"
+    victim.write_text("precious")
+    path.symlink_to(victim)
+    assert read_cached(path) is None
+    write_cached(path, "profile")
+    assert (victim.read_text(), path.is_symlink(), read_cached(path)) == ("precious", False, b"profile")
+    write_cached(path, b"again")
+    assert read_cached(path) == b"again" and [p.name for p in path.parent.iterdir()] == ["a.txt"]
+
+
+def test_file_that_is_a_pipe_or_anothers_is_not_read(home, monkeypatch):
+    folder = user_cache_folder("profiles")
+    os.mkfifo(folder / "pipe")
+    assert read_cached(folder / "pipe") is None
+    write_cached(folder / "a.txt", "profile")
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    assert read_cached(folder / "a.txt") is None
+
+
+def test_file_that_cannot_be_written_is_one_line(home):
+    folder = user_cache_folder("profiles")
+    (folder / "a.txt").mkdir()
+    with pytest.raises(UserError, match=r"a.txt' cannot be written \(.*\); free space there, or set XDG_CACHE_HOME"):
+        write_cached(folder / "a.txt", "profile")
+    assert [p.name for p in folder.iterdir()] == ["a.txt"]

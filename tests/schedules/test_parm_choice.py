@@ -1,0 +1,77 @@
+"""`parm` without fits over all layers of Parm's table III: by bytes, and by the links of its two testbeds."""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+
+import pytest
+from jax.sharding import AbstractMesh
+
+from moe_jax.cluster import read_cluster
+from moe_jax.moe.schedules import LayerSizes, ScheduleOptions
+from moe_jax.moe.schedules.automatic import choose
+from moe_jax.parallel.mesh import MeshConfig, mesh_axes, roles_of
+
+PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
+TOP_K, PAIRS = 2, [(mp, esp) for mp in (2, 4) for esp in (1, 2, 4)]  # with N_MP = 1 the two schedules are one
+TOKENS = [batch * length for batch in (2, 4, 8) for length in (512, 1024, 2048)]
+DIMS, FACTORS = (1024, 2048, 4096), (1.2, 2.4)
+
+
+def table(devices, factors=FACTORS):
+    """Yield roles, sizes and bytes of a row (float32) of each layer; tokens are those of an MP group, E the devices.
+
+    The hidden dim, of which the table has three, plays no part: each layer stands for three.
+    """
+    for mp, esp in PAIRS:
+        config = MeshConfig(expert_shard=esp, model=mp, devices_per_node=min(4, devices)).resolve(devices)
+        shape, model = mesh_axes(config, devices)
+        roles = roles_of(config, AbstractMesh(tuple(shape.values()), tuple(shape)), tuple(shape), model)
+        for tokens, dim, factor in itertools.product(TOKENS, DIMS, factors):
+            capacity = 4 * math.ceil(factor * TOP_K * tokens / devices / 4)  # no part of a bucket is rounded up
+            groups = devices // config.expert
+            yield roles, LayerSizes(tokens, TOP_K, devices, groups, capacity, 1.5), 4 * dim
+
+
+def chosen(layers, cluster, gather):
+    return [choose(*layer, cluster, ScheduleOptions(gather=gather)).schedule for layer in layers]
+
+
+def test_by_bytes_s2_wins_only_where_it_gathers_less():
+    """Both exchange x twice and gather once: N M bytes under s1, E C M = K f N M under s2, never less in the table."""
+    layers = list(table(8))
+    assert 3 * len(layers) == 972
+    for gather in ("aas", "saa"):
+        assert set(chosen(layers, None, gather)) == {"s1"}
+    assert set(chosen(table(8, (0.4,)), None, "aas")) == {"s2"}
+
+
+@pytest.mark.parametrize(("inside", "across", "schedules"), [(None, None, {"s2"}), (14.1e-6, 18e-6, {"s1", "s2"})])
+def test_by_links_s2_wins_where_its_gathers_hide(inside, across, schedules):
+    """Testbed B, 8 nodes of 4: rows cross at 12.5 GB/s a node, an MP group gathers inside at 15.75 GB/s a device.
+
+    Equations 13 and 14: s1 waits for a gather of N M bytes; s2 for the last of D gathers of E C M bytes, and for the
+    rest where they and the rounds fill a device's link for longer than the card is busy. Bytes alone give s2 every
+    layer; with start-ups (NCCL's, PCIe and network) the 31 rounds of SAA are too many for small layers.
+    """
+    cluster = dataclasses.replace(read_cluster(PRESETS / "parm_b.gin"), intra_latency=inside, inter_latency=across)
+    layers = list(table(32))
+    assert set(chosen(layers, cluster, "aas")) == {"s1"}
+    got, want = chosen(layers, cluster, "saa"), []
+    for roles, sizes, row in layers:
+        mp, esp = roles.config.model, roles.config.expert_shard
+        y = 32 * sizes.capacity * row
+        x = y * esp / mp
+        card, device = x * (32 - 4) / 32 * 4 / 12.5e9, x * 31 / 32 / 15.75e9
+        whole = (mp - 1) / mp * y / 15.75e9
+        last = whole / roles.config.expert
+        s1 = max(card, device) + (across or 0) + (mp - 1) / mp * sizes.tokens * row / 15.75e9 + (inside or 0)
+        s2 = 31 * (across or 0) + max(card, device + whole - last) + last + (inside or 0)
+        want.append("s1" if s1 <= s2 else "s2")
+    assert got == want and set(got) == schedules
+
+
+def test_in_one_node_nothing_hides_and_s1_stays():
+    """Testbed A: rounds and gathers share each device's one link, so SAA gains nothing by these prices."""
+    assert set(chosen(table(8), read_cluster(PRESETS / "parm_a.gin"), "saa")) == {"s1"}

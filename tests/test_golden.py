@@ -1,0 +1,35 @@
+"""Run files still give the numbers that were kept when they were last right; see scripts/golden.py.
+
+Five of them here, so that each kind of program is there; the others are slow.
+"""
+
+import json
+
+import golden
+import pytest
+
+KEPT = json.loads((golden.GOLDEN / "runs.json").read_text())
+QUICK = ("fastermoe", "gpt_moe_s_h200", "hecate", "parm", "pr_moe")
+
+
+def test_every_run_file_is_kept():
+    assert sorted(KEPT) == golden.names()
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in golden.names()]
+)
+def test_run_file_gives_the_kept_numbers(name):
+    assert golden.differences(KEPT[name], golden.run(golden.ROOT, name), golden.TOLERANCE) == []
+
+
+@pytest.mark.parametrize(("key", "change"), [("loss", 1e-4), ("grad_norm", 1e-4), ("loads", 1)])
+def test_a_change_is_seen(key, change):
+    """The third step differs: by ten times the tolerance, or by one token."""
+    got = json.loads(json.dumps(KEPT["hecate"]))
+    if key == "loads":
+        got[key][2][0][0][0] += change
+    else:
+        got[key][2] *= 1 + change
+    (line,) = golden.differences(KEPT["hecate"], got, golden.TOLERANCE)
+    assert key in line and "3" in line
