@@ -149,8 +149,8 @@ def chunked_distillation(student: tuple, teacher: tuple, targets, weights, chunk
     held = in_dtype(table, x.dtype)
     teacher_x, teacher_table = lax.stop_gradient(teacher)
     teacher_held = in_dtype(teacher_table, teacher_x.dtype).held
-    if held.grad_sink is not None:  # else the table's gradient would be summed over devices inside the loop
-        x, held = match_varying(x, held)
+    # else the gradients of x and of the table would be summed over devices in every turn of the loop
+    x, held, targets, weights = match_varying(x, held, targets, weights)
 
     @jax.checkpoint  # the backward computes a chunk's logits again, so that none are kept
     def piece(totals, rows):

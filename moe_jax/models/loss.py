@@ -42,6 +42,7 @@ from moe_jax.moe.schedules.passes import most_of_all
 from moe_jax.moe.tables import even_tables, local
 from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.ordering import wait_for_tree
 from moe_jax.parallel.varying import cast_varying
 from moe_jax.planning.plan_shape import PlanShape
 
@@ -204,7 +205,12 @@ def _make_stack(
         else:
             with jax.named_scope("teacher"):
                 plain = dataclasses.replace(batch, choices=None)
-                teacher_x, teacher_table, of_teacher = teacher_trunk(frozen[0], plain, frozen[1], None, first_row)
+                # nothing joins the two trunks but the loss: XLA:CPU would run their collectives side by side
+                held = wait_for_tree(frozen[0], first_row, x, list(found.values()))
+                teacher_x, teacher_table, of_teacher = teacher_trunk(held, plain, frozen[1], None, first_row)
+                second = teacher_x, list(of_teacher.values())
+                x = wait_for_tree(x, first_row, second)
+                found = {segment: wait_for_tree(both, first_row, second) for segment, both in found.items()}
             with jax.named_scope("loss"):
                 x, teacher_x = jnp.concatenate(x), jnp.concatenate(teacher_x)
                 total, kl = chunked_distillation(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.distillation import assert_close, taught_loss
 from support.equality_cases import BATCH, LENGTH, VOCAB, data, model_config, moe_config
+from support.program_order import overtaking
 from support.segment_cases import banks, tables_of
 
 from moe_jax.errors import UserError
@@ -100,7 +101,9 @@ def test_loss_and_every_gradient_equal_whole_logits(case):
     params, frozen = drawn(1, *student), drawn(5, *teacher)
     loss, _, roles = build(mesh, student, teacher, ALPHA, zero, teacher_zero)
     both = stored(params, *student, roles), stored(frozen, *teacher, roles)
-    (got, stats), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*both)
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*both).compile()
+    assert not overtaking(step.as_text()), "a collective may run beside a loop or branch that holds others"
+    (got, stats), grads = step(*both)
     (want, kl), want_grads = jax.jit(jax.value_and_grad(taught_loss, has_aux=True), static_argnums=(3, 4, 5))(
         params, frozen, data("float64", weighted=True), student, teacher, ALPHA
     )
