@@ -25,6 +25,7 @@ from jax import lax
 from moe_jax.errors import UserError
 from moe_jax.moe.routing import record
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.ordering import wait_for
 from moe_jax.parallel.replicated import own_part
 from moe_jax.parallel.row_sums import sum_rows
 from moe_jax.parallel.varying import match_varying
@@ -152,12 +153,19 @@ class ModelGroup:
         if not self.split:
             return function(h, *weights)
 
-        @jax.checkpoint
-        def gathered(part, *weights):
-            whole = lax.all_gather(part, self.axes, axis=0, tiled=True)
-            return function(whole.reshape(self.rows, -1, whole.shape[-1]), *weights)
+        def whole(part, weights):
+            tokens = lax.all_gather(part, self.axes, axis=0, tiled=True)
+            return function(tokens.reshape(self.rows, -1, tokens.shape[-1]), *weights)
 
-        return gathered(h, *weights)
+        def backward(saved, d):
+            part, weights = saved
+            # else XLA:CPU may gather again beside a branch of collectives that the cotangent comes from
+            part = wait_for(part, lax.axis_index(self.axes), d)
+            return jax.vjp(whole, part, weights)[1](d)
+
+        gathered = jax.custom_vjp(whole)
+        gathered.defvjp(lambda part, weights: (whole(part, weights), (part, weights)), backward)
+        return gathered(h, weights)
 
     def times(self, spec: str, x, weight: Weight):
         """Return einsum(spec, x, weight) as `project` does: the matmuls of attention and FFN, by their own parts."""

@@ -283,7 +283,8 @@ def state_bytes(config: TrainConfig, shapes, specs, sizes: dict[str, int]) -> in
       shapes: the parameters as ShapeDtypeStructs; specs: matching PartitionSpecs of moments.
       sizes: {mesh axis: size}.
     """
-    opt_state = jax.eval_shape(build_optimizer(config).init, shapes)
+    with jax.enable_x64(any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(shapes))):
+        opt_state = jax.eval_shape(build_optimizer(config).init, shapes)
     laid = state_specs(opt_state, shapes, specs)
     is_spec = lambda node: isinstance(node, P)  # noqa: E731
     total = 0
