@@ -64,7 +64,7 @@ def command(argv: list[str]) -> int:
     if _TARGET.value:
         raise UserError(
             f"--target={_TARGET.value} needs --dry_run: a run takes the devices that it finds; python -m "
-            "moe_jax.inspect compiles for devices that are not there"
+            "moe_jax.inspect compiles ahead of time for other devices"
         )
     if not _WORKDIR.value:
         raise UserError("--workdir is needed: the folder that the run is written to, such as --workdir=runs/try")

@@ -1,4 +1,4 @@
-"""A GPU's day in one command: what only a GPU can tell of this commit, in under nine minutes.
+"""The GPU benchmark in one command: what only a GPU can tell of this commit, in under nine minutes.
 
     python scripts/gpu_day.py --out=DIR
 

@@ -442,7 +442,7 @@ class LayerSeconds(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertLoad:
-    """One device's experts, forward and backward: FLOPs and bytes touched, as `kernels/ffn_cost.py` counts."""
+    """One device's experts, forward and backward: FLOPs and bytes touched."""
 
     flops: float
     bytes: float

@@ -12,4 +12,4 @@ RULES: dict[str, type[Rule]] = {
     "shadow": ShadowRule,
     "shares": ShareRule,
 }
-"""By the name that a planner gives (`PlannerBase.late_rule`)."""
+"""By the name that a planner gives (`Planner.late_rule`)."""

@@ -138,7 +138,7 @@ def grow(
     Args:
       by_node: form of the first transfer; a later one keeps it.
       replica_slots: mu, the slots that a transfer has at least.
-      most: the sizes beyond which there is no need for room (`PlannerBase.ahead_most`), None where none is known.
+      most: the sizes beyond which there is no need for room (`Planner.ahead_most`), None where none is known.
     """
     old = shape.ahead
     plan = build_shape(placement, by_node=by_node if old is None else old.by_node)

@@ -1,4 +1,4 @@
-"""The child process of a GPU's day: calls parts one after the other, and reports each to its parent.
+"""The child process of the GPU benchmark: calls parts one after the other, and reports each to its parent.
 
     python -m gpu_day_items.child PIPE SCRATCH tiny|full '[["name", "module:function", {arguments}], ...]'
 

@@ -1,4 +1,4 @@
-"""What a part of a GPU's day is given, and what it raises where it does not apply. Standard library alone."""
+"""What a part of the GPU benchmark is given, and what it raises where it does not apply. Standard library alone."""
 
 from __future__ import annotations
 

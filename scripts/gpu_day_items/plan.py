@@ -1,4 +1,4 @@
-"""What a GPU's day consists of: items in order of value, each of some parts. Standard library alone.
+"""What the GPU benchmark consists of: items in order of value, each of some parts. Standard library alone.
 
 A part is one call in a child process. Parts of one item with the same environment share a child until one of them
 fails; the next parts get a new one, since after an error of a kernel CUDA does not work in that process.

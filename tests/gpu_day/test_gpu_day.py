@@ -1,4 +1,4 @@
-"""A GPU's day on a CPU: the command itself with every item at tiny sizes, cut off, and with mistakes.
+"""The GPU benchmark on a CPU: the command itself with every item at tiny sizes, cut off, and with mistakes.
 
 gin cannot be imported in any of it, as on machines that do not have it.
 """

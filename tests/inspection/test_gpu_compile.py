@@ -1,4 +1,4 @@
-"""The real compiler, for GPUs that are not there: run by `bash scripts/test.sh --gpu-compile`."""
+"""Ahead-of-time compilation for GPUs by the real compiler: run by `bash scripts/test.sh --gpu-compile`."""
 
 import json
 import re

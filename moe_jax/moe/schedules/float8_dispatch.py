@@ -1,6 +1,6 @@
 """A schedule whose rows travel to their experts in float8: `MoEConfig.dispatch_dtype = 'float8_e4m3'`.
 
-Inputs and outputs as of the schedule inside, any `StagedSchedule`; its `send` moves bytes (`kernels/float8_rows.py`)
+Inputs and outputs as of the schedule inside, any `StagedSchedule`; its `send` moves bytes (`kernels/float8_blocks.py`)
 instead of rows, half as many as bfloat16 has. Rows are quantised before the exchange and brought back after it, once
 each, whether or not they leave the device: results do not depend on the mesh.
 
