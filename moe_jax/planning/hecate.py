@@ -26,7 +26,6 @@ class HecateKnobs:
 
     materialize: bool = knob(True, "replicas for one step by sparse materialization")
     shard_every: int | None = knob(None, "steps between reshards; 0: homes stay even; None: 100, as the paper")
-    even_transfer: bool = knob(True, "keep what one device and one node send even, by homes and by which replicas come")
     calibrate: bool | None = knob(None, "a second decision, from the step's own counts; None: on")
     late_slots: int = knob(2, "replicas that a device may get by that decision, in slots of their own")
 
@@ -76,17 +75,15 @@ class HecatePlanner(Planner):
         free, limits = np.full((layers, devices), mu), self._limits(bare, tau)
         added = spread_replicas(bare, order, counts, free, limits)
         free = free - added.sum(axis=1)
-        if free.any() and limits is not None:
+        if free.any():
             # What did not fit the transfer leaves slots to others: share them by what is left per holder.
             placed = bare.replace(replicas=np.argwhere(added))
             self.increment("transfer_cut", free.sum())
             added |= spread_replicas(placed, order, _slots_left(totals, placed, order, free), free, limits)
         return bare.replace(replicas=np.argwhere(added))
 
-    def _limits(self, placement: Placement, tau: int) -> tuple[int, int] | None:
-        """Return the most experts that a device sends, and that a node sends one other; None for no limit."""
-        if not self.config.even_transfer:
-            return None
+    def _limits(self, placement: Placement, tau: int) -> tuple[int, int]:
+        """Return the most experts that a device sends, and that a node sends one other: even, or one more a device."""
         return 1 + -(-tau // placement.devices), -(-tau // placement.nodes)
 
     def refine(self, loads, placement, cost):
@@ -125,7 +122,7 @@ class HecatePlanner(Planner):
     def ahead_most(self, placement, cost):
         tau = min(cost.overlap(self.config.name), placement.experts)
         limits = self._limits(placement, tau)
-        if limits is None or tau <= cost.replica_slots:  # then all of them go everywhere
+        if tau <= cost.replica_slots:  # then all of them go everywhere
             return None
         return TransferSizes(limits[0], cost.replica_slots, limits[1])
 

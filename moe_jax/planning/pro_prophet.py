@@ -19,6 +19,10 @@ AT_A_TIME = 1 << 14  # numbers of an array [r, D] up to which searches over seve
 MOST_TRIES = 16  # numbers of skipped devices that a search compares, from none to all
 
 
+# Where bounded: experts that one node sends one other in a layer, at most. Transfers by node grow with it.
+CROSSING = 3
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProProphetKnobs:
     """The knobs of Pro-Prophet; their names in the paper are n and alpha."""
@@ -27,15 +31,11 @@ class ProProphetKnobs:
         "search", "devices left out per expert, those with fewest of its tokens; 'search' tries every number"
     )
     balance_threshold: float = knob(0.5, "loads whose spread is below this part of the mean I / D are even")
-    crossing: int = knob(
-        3, "where bounded: experts that one node sends one other in a layer, at most; transfers by node grow with them"
-    )
     scheduler: bool = knob(True, "cost model with the scheduler: transfers hide behind computation")
 
     def check(self):
         if self.skipped_devices != "search":
             self.whole("skipped_devices", 0)
-        self.whole("crossing", 1)
         if self.balance_threshold <= 0:
             self.refuse("balance_threshold", "must be above 0; 0.5 is the default")
 
@@ -57,7 +57,7 @@ class ProProphetPlanner(Planner):
     def ahead_most(self, placement, cost):
         if not self.config.bounded:
             return None
-        return TransferSizes(placement.experts, cost.replica_slots, self.config.crossing)
+        return TransferSizes(placement.experts, cost.replica_slots, CROSSING)
 
     def propose(self, loads, placement, cost):
         loads = np.asarray(loads, np.float64)
@@ -109,9 +109,7 @@ class ProProphetPlanner(Planner):
             if self.config.bounded:
                 targets &= needed.slots < cost.replica_slots
                 home_node = heaviest // placement.devices_per_node
-                targets &= (needed.pairs[rows, home_node] < self.config.crossing)[:, node_of] | (
-                    node_of == home_node[:, None]
-                )
+                targets &= (needed.pairs[rows, home_node] < CROSSING)[:, node_of] | (node_of == home_node[:, None])
             targets &= active[:, None]
             moved = np.where(targets, tokens, 0.0)
             computed = computed + moved

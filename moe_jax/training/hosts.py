@@ -143,6 +143,9 @@ _JAX_HEARTBEAT_MARGIN_SECONDS = 10
 _SHARD_AUTOTUNING = "xla_gpu_shard_autotuning"
 _SERVICE_SECONDS = 5.0  # jax tries for itself, for as long as `start_timeout_seconds`, if this was too short
 
+# How long the end may wait for other processes, one of which may still draw plots; one that dies ends the wait.
+SHUTDOWN_TIMEOUT_SECONDS = 1800
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostsConfig:
@@ -159,8 +162,6 @@ class HostsConfig:
         must be longer than the longest of these. A re-jit that a step waits for counts as part of that step.
       job_token: a secret that all processes of the job were given; None takes MOE_JAX_JOB_TOKEN from the environment,
         and without that a hash of the launcher's job id and the coordinator's address (see `derive_token`).
-      shutdown_timeout_seconds: how long the end may wait for the other processes, one of which may still draw plots;
-        if one dies meanwhile, that ends the wait.
     """
 
     coordinator: str | None = None
@@ -169,7 +170,6 @@ class HostsConfig:
     start_timeout_seconds: int = 300
     lost_after_seconds: float = 30.0
     stall_after_seconds: float = 1800.0
-    shutdown_timeout_seconds: int = 1800
     job_token: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
@@ -182,7 +182,7 @@ class HostsConfig:
                 f"process_id ({self.process_id}) must lie in 0..num_processes - 1 (num_processes = "
                 f"{self.num_processes}); number the processes from 0"
             )
-        for name in ("start_timeout_seconds", "lost_after_seconds", "shutdown_timeout_seconds"):
+        for name in ("start_timeout_seconds", "lost_after_seconds"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} ({getattr(self, name)}) must be positive")
         if not self.stall_after_seconds >= 0:
@@ -352,7 +352,7 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
                 cluster_detection_method="deactivate",
                 initialization_timeout=config.start_timeout_seconds,
                 heartbeat_timeout_seconds=int(config.lost_after_seconds) + _JAX_HEARTBEAT_MARGIN_SECONDS,
-                shutdown_timeout_seconds=config.shutdown_timeout_seconds,
+                shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_SECONDS,
             )
         except Exception as error:
             hosts.fail(error)

@@ -1,4 +1,4 @@
-"""Training steps compiled ahead of time for GPUs, with replicas of experts in a ring: shared by benchmarks of the compiler.
+"""Training steps compiled ahead of time for GPUs, with replicas of experts in a ring: for benchmarks of the compiler.
 
 Inputs: config files, bindings, a target, and how many replicas each device holds. Outputs: the compiled programs and
 their reports. Needs the CUDA wheels of this jax in the environment, and no GPU.

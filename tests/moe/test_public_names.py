@@ -17,7 +17,7 @@ SIGNATURES = {
         "(*, num_experts=8, top_k=2, router='topk', capacity_factor=None, min_capacity=4, drop='position', "
         "renormalize=True, gate_noise=0.0, router_dtype='auto', balance_over='batch', cluster='', "
         "record_choices=False, remote_fraction=None, topology_release=False, expert_groups=0, kept_groups=1, "
-        "routed_scale=1.0, bias_rate=0.001, auction_eps=0.01, auction_rounds=500, "
+        "routed_scale=1.0, bias_rate=0.001, "
         "aux_loss_weight=0.01, z_loss_weight=0.001, schedule='deepspeed', transport='all_to_all', pairwise_groups=0, "
         "gather='auto', grouped_matmul='auto', bucket_slack=1.5, overflow_chance=0.0, shared_experts=0, "
         "shared_hidden_dim=0, expert_dtype='compute', dispatch_dtype='compute', residual='sum')"

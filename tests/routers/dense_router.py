@@ -13,6 +13,7 @@ from routers.oracles import ORACLES, Given, even_assignment
 from support.equality_cases import LENGTH
 
 from moe_jax.moe.routers import build_router
+from moe_jax.moe.routers.base_layers import AUCTION_EPS, AUCTION_ROUNDS
 from moe_jax.moe.routers.scores import gate_noise, token_draws
 
 
@@ -98,7 +99,7 @@ def decided(config, given: Given, groups: Groups, order):
     out = np.zeros((3, tokens, experts), bool)
     if config.router == "base":
         for mine in order:
-            owner, _ = even_assignment(given.logits[mine], config.auction_eps, config.auction_rounds)
+            owner, _ = even_assignment(given.logits[mine], AUCTION_EPS, AUCTION_ROUNDS)
             out[:, mine, owner] = True
         return out
     each = tokens // groups.drop_groups

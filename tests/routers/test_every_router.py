@@ -252,4 +252,4 @@ def ignored(name):
 
 def test_knobs_are_fields_of_one_config():
     names = {field.name for field in dataclasses.fields(MoEConfig)}
-    assert {"router", "expert_groups", "bias_rate", "auction_eps", "remote_fraction", "schedule"} <= names
+    assert {"router", "expert_groups", "bias_rate", "remote_fraction", "schedule"} <= names

@@ -27,27 +27,12 @@ from moe_jax.moe.routers.statistics import statistics_of
 from moe_jax.moe.routing import Choice
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BaseKnobs:
-    """The knobs of `base`.
-
-    Attributes:
-      auction_eps: least rise of a price; the assignment is within that, per token, of the best sum of scores.
-      auction_rounds: most rounds; tokens that are left then are placed greedily, and counted.
-    """
-
-    auction_eps: float = 0.01
-    auction_rounds: int = 500
-
-    def check(self):
-        if self.auction_eps <= 0:
-            raise UserError(f"MoEConfig.auction_eps ({self.auction_eps}) must be positive; 0.01 suits most runs")
-        if self.auction_rounds < 0:
-            raise UserError(f"MoEConfig.auction_rounds ({self.auction_rounds}) must be at least 0")
+# Least rise of a price: the assignment is within it, per token, of the best sum of scores.
+AUCTION_EPS = 0.01
+AUCTION_ROUNDS = 500  # at most; tokens that are left then are placed greedily, and counted
 
 
-@router("base", knobs=BaseKnobs)
+@router("base")
 class Base(RouterBase):
     """Assign tokens evenly."""
 
@@ -114,7 +99,7 @@ class Base(RouterBase):
         self.check_even(tokens, math.prod(lax.axis_size(axis) for axis in axes))
         order = shuffled(key, tokens, axes)
         rows = exchanged(scores[order], axes)
-        mine, left = assign_evenly(rows, self.config.auction_eps, self.config.auction_rounds)
+        mine, left = assign_evenly(rows, AUCTION_EPS, AUCTION_ROUNDS)
         experts_back = exchanged(mine, axes)
         return jnp.zeros_like(experts_back).at[order].set(experts_back, unique_indices=True), left
 
