@@ -79,7 +79,7 @@ class TrainConfig:
       beta1, beta2, epsilon: of AdamW; lion has the first two, muon's momentum is beta1, adafactor has its own.
       first_moment_dtype: of AdamW's first moment and of lion's and muon's momentum: 'bfloat16', or '' for the dtype of
         the parameters. Second moments keep that dtype always: with beta2 = 0.999 a step changes them by less than half
-        a unit of bfloat16's last place, so that they would freeze (`scripts/bench/moments.py`: 49% too large).
+        a unit of bfloat16's last place, so that they would freeze.
       min_dim_size_to_factor: adafactor keeps rows and columns of matrices whose two largest dims are at least this, and
         whole second moments of all other leaves.
       clip_norm: largest global gradient norm; 0 does not clip.
