@@ -1,5 +1,6 @@
 """The check of a grouped matmul on one expert FFN: rounding passes, and each error seen in kernels does not."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -9,10 +10,11 @@ import pytest
 from moe_jax.kernels import grouped as contract
 from moe_jax.kernels.blocked import RaggedMatmul, clear_unowned_rows, split_gradient
 from moe_jax.kernels.grouped import register
+from moe_jax.models.config import ModelConfig
 from moe_jax.training import expert_check
-from moe_jax.training.expert_check import CASES, ExpertShape, compare_expert, make_arrays, programs, rounding_limit
+from moe_jax.training.expert_check import CASES, compare_expert, draw_arrays, of_implementation, rounding_limit
 
-SMALL = ExpertShape(model_dim=64, hidden_dim=128, dtype="bfloat16", param_dtype="float32", activation="gelu")
+SMALL = ModelConfig(model_dim=64, hidden_dim=128, dtype="bfloat16")
 TILE = 64
 
 
@@ -104,30 +106,27 @@ def registered(monkeypatch):
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.__name__)
 def test_a_wrong_kernel_is_found(monkeypatch, registered, saboteur):
     monkeypatch.setattr(expert_check, "CASES", CASES[1:])  # one case tells, in half the time
-    worst = compare_expert(registered(saboteur), SMALL, jax.devices()[0])
-    assert not worst.explained and worst.size > 5 * worst.limit
+    size, limit, where = compare_expert(registered(saboteur), SMALL, jax.devices()[0])
+    assert size > 5 * limit and where.endswith(f"more than {limit:.2g}")
     if saboteur in (LeaksUnownedRows, LeavesEmptyGroups, UnalignedWeightGradient):
-        assert worst.what.startswith("gradient of w_")
-    assert f"more than {worst.limit:.2g}" in str(worst)
+        assert where.startswith("gradient of w_")
 
 
 @pytest.mark.parametrize("activation, dtype", [("gelu", "bfloat16"), ("swiglu", "bfloat16"), ("gelu", "float32")])
 def test_rounding_passes(monkeypatch, activation, dtype):
     """The implementations that all other tests hold, at half of what rounding may explain."""
     monkeypatch.setattr(expert_check, "CASES", CASES[1:] if activation == "swiglu" else CASES[:1])
-    shape = ExpertShape(model_dim=64, hidden_dim=128, dtype=dtype, param_dtype="float32", activation=activation)
+    config = dataclasses.replace(SMALL, dtype=dtype, activation=activation)
     for implementation in ("ragged", "blocked"):
-        worst = compare_expert(implementation, shape, jax.devices()[0])
-        assert 0 < worst.size < worst.limit / 2, (implementation, worst)
+        size, limit, where = compare_expert(implementation, config, jax.devices()[0])
+        assert 0 < size < limit / 2, (implementation, where)
 
 
 def test_the_limit_is_the_dtypes():
-    shapes = {d: ExpertShape(model_dim=64, hidden_dim=128, dtype=d, param_dtype="float32", activation="gelu")
-              for d in ("bfloat16", "float16", "float32")}  # fmt: skip
-    assert rounding_limit(shapes["bfloat16"], "gpu") == pytest.approx(16 * 2**-8, rel=0.01)
-    assert rounding_limit(shapes["float16"], "gpu") == pytest.approx(16 * 2**-11, rel=0.01)
-    assert rounding_limit(shapes["float32"], "gpu") == rounding_limit(shapes["float16"], "gpu")  # TF32 rounds so
-    assert rounding_limit(shapes["float32"], "cpu") < 1e-4
+    wide = dataclasses.replace(SMALL, dtype="float32")
+    assert rounding_limit(SMALL, "gpu") == pytest.approx(16 * 2**-8, rel=0.01)
+    assert rounding_limit(wide, "gpu") == pytest.approx(16 * 2**-11, rel=0.01)  # TF32 rounds so
+    assert rounding_limit(wide, "cpu") < 1e-4
 
 
 def test_cases_have_what_kernels_get_wrong():
@@ -137,41 +136,12 @@ def test_cases_have_what_kernels_get_wrong():
         assert any(size % TILE == 0 and size for size in sizes) and any(size > TILE and size % TILE for size in sizes)
 
 
-def test_the_check_is_small():
-    """GPT-MoE-S, 768 x 1,536: weights of seven experts, their gradients twice, and 1,000 rows."""
-    shape = ExpertShape(model_dim=768, hidden_dim=1536, dtype="bfloat16", param_dtype="float32", activation="gelu")
-    rows, sizes = CASES[0]
-    compute, plain, compare = programs("reference", shape, rows, sizes, {})
-    arrays = jax.eval_shape(lambda: make_arrays(shape, rows, sizes))
-    counts = jax.ShapeDtypeStruct((len(sizes),), jnp.int32)
-    outputs = [jax.eval_shape(compute, counts, *arrays), jax.eval_shape(plain, *arrays)]
-    held = nbytes(arrays)
-    total = []
-    for function, given, kept in ((plain, arrays, nbytes(outputs[0])), (compare, outputs, held)):
-        memory = function.lower(*given).compile().memory_analysis()
-        total.append(memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes + kept)
-    assert held + nbytes(outputs) < max(total) < 300e6
-
-
-def nbytes(tree):
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def test_a_kernel_that_raises_is_not_hidden(monkeypatch, registered):
-    class Raises(RaggedMatmul):
-        def multiply(self, lhs, group_sizes, operands):
-            raise NotImplementedError("no such instruction")
-
-    with pytest.raises(NotImplementedError):
-        expert_check.compare_expert(registered(Raises), SMALL, jax.devices()[0])
-
-
 @pytest.mark.parametrize("rows, sizes", CASES)
 @pytest.mark.parametrize("kernels", ["hopper", "mosaic"])
 def test_the_kernels_for_hopper_take_the_cases(kernels, rows, sizes):
     """No GPU here: what the check runs on one must lower for it."""
-    compute, _, _ = programs(kernels, SMALL, rows, sizes, {})
-    arrays = jax.eval_shape(lambda: make_arrays(SMALL, rows, sizes))
-    traced = compute.trace(jax.ShapeDtypeStruct((len(sizes),), jnp.int32), *arrays)
+    arrays = jax.eval_shape(lambda: draw_arrays(SMALL, rows, sizes))
+    counts = jax.ShapeDtypeStruct((len(sizes),), jnp.int32)
+    traced = jax.jit(of_implementation, static_argnums=(0, 1)).trace(kernels, "gelu", counts, *arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 6  # two products forward, two gradients of each
