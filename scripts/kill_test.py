@@ -14,7 +14,6 @@ exits 0 only if all of this holds. A kill costs one start of the program. If a r
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import json
 import os
@@ -22,17 +21,13 @@ import pathlib
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-import numpy as np  # noqa: E402
 
 from moe_jax.observe import RunFolder, environment_record, read_metrics  # noqa: E402
 from moe_jax.training.checkpoint import Checkpointer  # noqa: E402
@@ -40,27 +35,7 @@ from moe_jax.training.checkpoint import Checkpointer  # noqa: E402
 KINDS = ("saving", "training", "starting")
 SAVE_EVERY = 3
 TIMEOUT_SECONDS = 600
-
-
-@dataclasses.dataclass(frozen=True)
-class Kill:
-    """The record of one kill.
-
-    Attributes:
-      kind: of `KINDS`.
-      seconds: life of the process.
-      resumed_at: step of the checkpoint that it started from, None if it did not come so far or there was none.
-      reached: steps in metrics.jsonl when it died.
-      newest_finished: step of the newest finished checkpoint after its death, None without one.
-      unfinished: folders of unfinished checkpoints that it left.
-    """
-
-    kind: str
-    seconds: float
-    resumed_at: int | None
-    reached: int
-    newest_finished: int | None
-    unfinished: int
+COLUMNS = ("while", "seconds", "resumed at", "reached", "newest", "unfinished")
 
 
 class Run:
@@ -86,16 +61,15 @@ class Run:
     def start(self) -> subprocess.Popen:
         """Start the command; its output goes to a log that begins anew."""
         path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-        flags = environment.get("XLA_FLAGS", "")  # --host_devices counts the devices
-        environment["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\S+", "", flags)
+        flags = re.sub(r"--xla_force_host_platform_device_count=\S+", "", os.environ.get("XLA_FLAGS", ""))
+        environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         with open(self.log, "wb") as log:
             return subprocess.Popen(self.command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=REPOSITORY)
 
     def finish(self) -> float:
         """Run the command to its end; return the seconds until the first step's metrics were there."""
-        began, before = time.monotonic(), self.steps_done()
-        process, first = self.start(), None
+        began, before, first = time.monotonic(), self.steps_done(), None
+        process = self.start()
         while process.poll() is None:
             if first is None and self.steps_done() > before:
                 first = time.monotonic() - began
@@ -108,34 +82,45 @@ class Run:
 
     def steps_done(self) -> int:
         """Return the number of complete lines in metrics.jsonl."""
-        try:
-            return self.folder.metrics.read_bytes().count(b"\n")
-        except FileNotFoundError:
-            return 0
+        return self.folder.metrics.read_bytes().count(b"\n") if self.folder.metrics.exists() else 0
 
-    def metrics_changed(self) -> int | None:
-        """Return when metrics.jsonl was last changed, in ns; None while there is none."""
-        try:
-            return self.folder.metrics.stat().st_mtime_ns
-        except FileNotFoundError:
-            return None
-
-    def unfinished(self) -> list[str]:
+    def unfinished(self) -> set[str]:
         """Return the names of unfinished checkpoints."""
-        try:
-            return [name for name in os.listdir(self.folder.checkpoints) if not name.isdecimal()]
-        except FileNotFoundError:
-            return []
+        folder = self.folder.checkpoints
+        return {name for name in os.listdir(folder) if not name.isdecimal()} if os.path.exists(folder) else set()
 
     def newest(self) -> int | None:
         steps = self.checkpoints.steps()
         return steps[-1] if steps else None
 
+    def resumed_at(self) -> int | None:
+        """Return the step that the last start said it resumes at."""
+        found = re.search(r"resuming at step (\d+)", self.log.read_text(errors="replace"))
+        return int(found[1]) if found else None
 
-def kill_once(run: Run, kind: str, rng: random.Random, startup_seconds: float) -> Kill | None:
-    """Start the run and kill it at a moment of the given kind; None if it finished before."""
-    is_due = {"saving": saving_moment, "training": training_moment, "starting": starting_moment}[kind]
-    is_due = is_due(run, rng, startup_seconds)
+
+def moment(run: Run, kind: str, rng: random.Random, startup_seconds: float):
+    """Return is_due(seconds alive): whether the next start of the run is at the moment at which it is to be killed."""
+    if kind == "saving":  # the unfinished folder of the first, second or third save is there
+        left, seen, saves = run.unfinished(), set(), rng.randint(1, 3)
+
+        def is_due(alive: float) -> bool:
+            there = run.unfinished()
+            left.intersection_update(there)  # what the last kill left goes with the first save, and may come again
+            seen.update(there - left)
+            return len(seen) >= saves
+
+        return is_due
+    changed = lambda: run.folder.metrics.stat().st_mtime_ns if run.folder.metrics.exists() else None  # noqa: E731
+    steps, limit = (1, rng.uniform(0, startup_seconds)) if kind == "starting" else (rng.randint(1, 8), float("inf"))
+    target, before = (run.newest() or 0) + steps, changed()
+    # as long as this start has not touched metrics.jsonl, it holds steps that the last kill lost
+    return lambda alive: alive > limit or changed() != before and run.steps_done() >= target
+
+
+def kill_once(run: Run, kind: str, rng: random.Random, startup_seconds: float) -> dict | None:
+    """Start the run, kill it at a moment of the given kind; return a row of the table, None if it finished before."""
+    is_due = moment(run, kind, rng, startup_seconds)
     delay = 0.0 if kind == "starting" else rng.uniform(0, 0.12)
     began = time.monotonic()
     process = run.start()
@@ -148,65 +133,21 @@ def kill_once(run: Run, kind: str, rng: random.Random, startup_seconds: float) -
         if process.poll() is not None:
             return None
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
-    return Kill(
-        kind=kind,
-        seconds=time.monotonic() - began,
-        resumed_at=resumed_at(run.log),
-        reached=run.steps_done(),
-        newest_finished=run.newest(),
-        unfinished=len(run.unfinished()),
-    )
+    seconds = round(time.monotonic() - began, 2)
+    found = (kind, seconds, run.resumed_at(), run.steps_done(), run.newest(), len(run.unfinished()))
+    print(*(f"{'-' if value is None else value!s:>{len(name)}}" for name, value in zip(COLUMNS, found, strict=True)))
+    return dict(zip(COLUMNS, found, strict=True))
 
 
-def starting_moment(run: Run, rng: random.Random, startup_seconds: float) -> Callable[[float], bool]:
-    """Return is_due(seconds alive): some time before the first step, or at it, if this start is a fast one."""
-    limit = rng.uniform(0, startup_seconds)
-    stepped = steps_made(run, 1)
-    return lambda alive: alive > limit or stepped(alive)
-
-
-def training_moment(run: Run, rng: random.Random, startup_seconds: float) -> Callable[[float], bool]:
-    """Return is_due(seconds alive): some steps after the one it resumed at."""
-    return steps_made(run, rng.randint(1, 8))
-
-
-def steps_made(run: Run, count: int) -> Callable[[float], bool]:
-    """Return is_due(seconds alive): this start has made `count` steps."""
-    target, before = (run.newest() or 0) + count, run.metrics_changed()
-    # as long as this start has not touched metrics.jsonl, it holds steps that the last kill lost
-    return lambda alive: run.metrics_changed() != before and run.steps_done() >= target
-
-
-def saving_moment(run: Run, rng: random.Random, startup_seconds: float) -> Callable[[float], bool]:
-    """Return is_due(seconds alive): the unfinished folder of the first, second or third save is there."""
-    held = {"left": set(run.unfinished()), "seen": set(), "saves": rng.randint(1, 3)}
-
-    def is_due(alive: float) -> bool:
-        there = set(run.unfinished())
-        held["left"] &= there  # what the last kill left goes with the first save, and may come again by that name
-        new = there - held["left"] - held["seen"]
-        held["seen"] |= new
-        held["saves"] -= bool(new)
-        return held["saves"] <= 0
-
-    return is_due
-
-
-def resumed_at(log: pathlib.Path) -> int | None:
-    """Return the step that a start said it resumes at."""
-    found = re.search(r"resuming at step (\d+)", log.read_text(errors="replace"))
-    return int(found[1]) if found else None
-
-
-def faults_of(run: Run, kill: Kill, newest_before: int | None) -> list[str]:
+def faults_of(run: Run, kill: dict, newest_before: int | None) -> list[str]:
     """Return what is wrong after a kill: a checkpoint lost or unreadable, or a start from the wrong one."""
     faults = []
-    if newest_before is not None and (kill.newest_finished is None or kill.newest_finished < newest_before):
+    if newest_before is not None and (kill["newest"] is None or kill["newest"] < newest_before):
         faults.append(f"the checkpoint of step {newest_before} is gone")
-    if kill.resumed_at is not None and kill.resumed_at != newest_before:
-        faults.append(f"resumed at {kill.resumed_at} although {newest_before} was finished")
+    if kill["resumed at"] is not None and kill["resumed at"] != newest_before:
+        faults.append(f"resumed at {kill['resumed at']} although {newest_before} was finished")
     for step in run.checkpoints.steps():
         try:
             stored, arrays = run.checkpoints.read_host(step), run.checkpoints.read_arrays(step)
@@ -218,7 +159,7 @@ def faults_of(run: Run, kill: Kill, newest_before: int | None) -> list[str]:
 
 
 def differences(peaceful: Run, killed: Run, steps: int) -> list[str]:
-    """Return what differs between the ends of the two runs."""
+    """Return what differs between the ends of the two runs; arrays are compared bit for bit."""
     found = []
     ends = [run.newest() for run in (peaceful, killed)]
     if ends != [steps, steps]:
@@ -226,33 +167,14 @@ def differences(peaceful: Run, killed: Run, steps: int) -> list[str]:
     want, got = (run.checkpoints.read_arrays(steps) for run in (peaceful, killed))
     if sorted(want) != sorted(got):
         found.append("the checkpoints have other leaves")
-    found += [name for name in want if name in got and not same_bits(want[name], got[name])]
+    bits = lambda array: (array.dtype, array.shape, array.tobytes())  # noqa: E731
+    found += [name for name in want if name in got and bits(want[name]) != bits(got[name])]
     want, got = (read_metrics(run.folder) for run in (peaceful, killed))
     if [line["step"] for line in got] != list(range(1, steps + 1)):
         found.append("metrics.jsonl does not hold each step once")
     elif [line["loss"] for line in got] != [line["loss"] for line in want]:
         found.append("metrics.jsonl has other losses")
     return found
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-
-
-def drawn_kinds(times: int, rng: random.Random) -> list[str]:
-    """Return the kinds of all kills, as many of each as possible, in random order."""
-    kinds = [KINDS[i % len(KINDS)] for i in range(times)]
-    rng.shuffle(kinds)
-    return kinds
-
-
-def show(kill: Kill) -> None:
-    blank = lambda value: "-" if value is None else value  # noqa: E731
-    print(
-        f"{kill.kind:8}  {kill.seconds:7.2f}  {blank(kill.resumed_at):>10}  {kill.reached:>7}  "
-        f"{blank(kill.newest_finished):>6}  {kill.unfinished:>10}",
-        flush=True,
-    )
 
 
 def kill_until_done(run: Run, kinds: list[str], rng: random.Random, startup_seconds: float) -> tuple[list, list]:
@@ -264,12 +186,11 @@ def kill_until_done(run: Run, kinds: list[str], rng: random.Random, startup_seco
         if kill is None:
             return kills, faults
         kills.append(kill)
-        show(kill)
         faults += faults_of(run, kill, newest_before)
     newest_before = run.newest()
     run.finish()
-    if newest_before is not None and resumed_at(run.log) != newest_before:
-        faults.append(f"the last start resumed at {resumed_at(run.log)}, not at {newest_before}")
+    if newest_before is not None and run.resumed_at() != newest_before:
+        faults.append(f"the last start resumed at {run.resumed_at()}, not at {newest_before}")
     return kills, faults
 
 
@@ -280,11 +201,11 @@ def test(options: argparse.Namespace, base: pathlib.Path) -> dict:
     (base / "text.txt").write_text(inspect.getsource(argparse) + inspect.getsource(subprocess))
     peaceful = Run(base, "peaceful", options, steps)
     startup_seconds = peaceful.finish()
-    print(
-        f"{steps} steps, a checkpoint every {SAVE_EVERY}; a start takes {startup_seconds:.1f} s until its first step\n"
-    )
-    print("while     seconds  resumed at  reached  newest  unfinished")
-    kinds, kills, faults, runs = drawn_kinds(options.times, rng), [], [], 0
+    print(f"{steps} steps, a checkpoint every {SAVE_EVERY}; {startup_seconds:.1f} s from a start to its first step\n")
+    print(*COLUMNS)
+    kinds = [KINDS[i % len(KINDS)] for i in range(options.times)]
+    rng.shuffle(kinds)
+    kills, faults, runs = [], [], 0
     while len(kills) < len(kinds) and runs <= options.times:
         run, runs = Run(base, f"killed_{runs}", options, steps), runs + 1
         more_kills, more_faults = kill_until_done(run, kinds[len(kills) :], rng, startup_seconds)
@@ -299,8 +220,8 @@ def test(options: argparse.Namespace, base: pathlib.Path) -> dict:
     return {
         "ok": not faults and len(kills) == options.times,
         "kills": len(kills),
-        **{f"kills_while_{kind}": sum(kill.kind == kind for kill in kills) for kind in KINDS},
-        "kills_that_left_an_unfinished_checkpoint": sum(kill.unfinished > 0 for kill in kills),
+        **{f"kills_while_{kind}": sum(kill["while"] == kind for kill in kills) for kind in KINDS},
+        "kills_that_left_an_unfinished_checkpoint": sum(kill["unfinished"] > 0 for kill in kills),
         "faults": faults,
         "runs": runs,
         "steps": steps,
