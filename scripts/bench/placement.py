@@ -1,23 +1,18 @@
 """Time training steps of every planner against plain expert parallelism, on hosts that are joined by slow links.
 
-    sudo python scripts/bench/placement.py --out=DIR [--trace=loads.npz] [--planners=hecate,pro_prophet,balanced]
+    sudo python scripts/bench/placement.py --out=DIR --trace=loads.npz [--planners=hecate,pro_prophet,balanced]
 
 What it measures: seconds of a training step (forward, backward, update, planning, exchange) in the lab
 (scripts/lab/cluster.py): each host is a process of its own, and bytes between hosts take the time of a shaped link. All
 hosts share this machine's cores, so compute takes the same time on all and stragglers in compute do not show; bytes and
 the planner's host time do. XLA:CPU overlaps no transfer with compute, so every transfer counts in full.
 
-Routing, one run for each:
-  zipf   the model's own gate, its norm's bias set such that expert r of a layer (in an order drawn per layer) has
-         -1.2 ln(r + 1) added to its logit for every token;
-  trace  with --trace: step by step the counts of a recorded trace [steps, layers, sources, experts], scaled to the
-         tokens of a source here. The gate is replaced by one that hands out experts by those counts.
-
-Plain EP runs first, with each transport and then, with the best, several bucket sizes; the best of all is what planners
-are compared with, and they use its transport. Runs are interleaved: in each round every side trains the same few
-steps; the speed-up is that of the medians. Before the rounds every side runs --settle steps; planners start from the
-loads of EP's, so that their first executable is the one they need, and its buckets are of the size they predict. The
-floor of a step is its compute and an even exchange: ep_even, plain EP without skew on the same links.
+The gate is replaced by one that hands out experts by the counts of a recorded trace [steps, layers, sources, experts],
+step by step, scaled to the tokens of a source here. Sides are compared with plain EP over one transport (--transport)
+in buckets of --slack; try several first, the best is what is fair. Runs are interleaved: in each round every side
+trains the same few steps; the speed-up is that of the medians. Before the rounds every side
+runs --settle steps; planners start from the loads of EP's, so that their first executable is the one they need, and its
+buckets are of the size they predict.
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import platform
 import statistics
 import subprocess
 import sys
@@ -37,8 +33,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PLANNERS = ("hecate", "pro_prophet", "balanced", "llep", "fastermoe", "flexmoe", "eplb", "smartmoe", "topk_all")
 
 _OUT = flags.DEFINE_string("out", None, "Folder for results.", required=True)
-_TRACE = flags.DEFINE_string("trace", "", "npz of loads to replay; '' leaves that run out.")
-_ROUTINGS = flags.DEFINE_list("routings", ["zipf", "trace"], "Which routings to run.")
+_TRACE = flags.DEFINE_string("trace", None, "npz of loads to replay.", required=True)
 _PLANNERS = flags.DEFINE_list("planners", list(PLANNERS), "Planners beside EP; NAME_after_gate decides in the step.")
 _HOSTS = flags.DEFINE_integer("hosts", 4, "Hosts of the lab.")
 _DEVICES = flags.DEFINE_integer("devices_per_host", 4, "Devices of each.")
@@ -47,19 +42,15 @@ _TOKENS = flags.DEFINE_integer("tokens", 512, "Tokens of a device.")
 _ROUNDS = flags.DEFINE_integer("rounds", 4, "Interleaved rounds.")
 _STEPS = flags.DEFINE_integer("steps", 3, "Steps of each side in a round.")
 _SETTLE = flags.DEFINE_integer("settle", 6, "Steps of each side before the rounds.")
-_SLACKS = flags.DEFINE_list("slacks", ["1.5", "3", "6"], "Bucket sizes tried for EP, over the mean.")
-_TRANSPORTS = flags.DEFINE_list("transports", ["all_to_all", "two_level"], "Transports tried for EP.")
-_EP = flags.DEFINE_string("ep", "", "TRANSPORT:SLACK of plain EP as an earlier run chose it; '' tries them all.")
+_TRANSPORT = flags.DEFINE_string("transport", "all_to_all", "MoEConfig.transport of all sides.")
+_SLACK = flags.DEFINE_float("slack", 1.5, "Bucket size of EP, over the mean; planners choose theirs.")
 _REPLICA_SLOTS = flags.DEFINE_integer("replica_slots", 4, "Replicas of a device in a layer.")
 _SPLIT = flags.DEFINE_enum(
     "split", "auto", ["auto", "even", "plan"], "PlannerConfig.split of planners that plan ahead."
 )
 _FIRST = flags.DEFINE_integer("first_sample", 50, "Sample of the trace for step 0.")
-_WAIT_FOR = flags.DEFINE_string(
-    "wait_for", "", "Start the rounds when this file exists: to empty a busy machine first."
-)
 _TIMEOUT = flags.DEFINE_integer("timeout", 460, "Seconds for one lab.")
-_WORKER = flags.DEFINE_string("worker", "", "Set by this script: the routing to run on this host.")
+_WORKER = flags.DEFINE_bool("worker", False, "Set by this script: this process is one host of the lab.")
 EXPERTS, LAYERS, MODEL, HIDDEN, LENGTH = 32, 2, 64, 128, 128
 
 
@@ -103,7 +94,7 @@ def install_counted_gate(axes: tuple[str, ...]) -> None:
     TopK.choose = choose
 
 
-def run_config(transport: str, slack: float, planner: str):
+def run_config(planner: str):
     """Return the run of one side."""
     from moe_jax.config import parse_run_config
 
@@ -112,8 +103,9 @@ def run_config(transport: str, slack: float, planner: str):
     bindings = [
         f"ModelConfig.layers = {LAYERS}", f"ModelConfig.model_dim = {MODEL}", f"ModelConfig.hidden_dim = {HIDDEN}",
         f"ModelConfig.max_length = {LENGTH}", f"DataConfig.sequence_length = {LENGTH}", "ModelConfig.heads = 4",
-        f"MoEConfig.num_experts = {EXPERTS}", f"MoEConfig.bucket_slack = {slack}", "MoEConfig.aux_loss_weight = 0.0",
-        f"MoEConfig.transport = '{transport}'", f"MeshConfig.expert = {devices}",
+        f"MoEConfig.bucket_slack = {_SLACK.value if planner == 'none' else 1.5}",
+        f"MoEConfig.num_experts = {EXPERTS}", "MoEConfig.aux_loss_weight = 0.0",
+        f"MoEConfig.transport = '{_TRANSPORT.value}'", f"MeshConfig.expert = {devices}",
         f"MeshConfig.devices_per_node = {_DEVICES.value}", f"train.batch_size = {devices * _TOKENS.value // LENGTH}",
         "train.learning_rate = 1e-6", "train.zero_stage = 0", "train.steps = 1000000",
         f"PlannerConfig.name = '{planner.removesuffix('_after_gate')}'",
@@ -133,36 +125,21 @@ def rate_bytes(rate: str) -> float:
     return float(rate[:-4]) * units[rate[-4:]] / 8
 
 
-def change_for(routing: str):
-    """Return (state, step) -> state that gives the gate its skew."""
+def change():
+    """Return (state, step) -> state whose gate hands out the trace's experts of that step."""
     from moe_jax.parallel.global_arrays import to_devices
 
-    devices, seen = _HOSTS.value * _DEVICES.value, {}
-    if routing == "trace":
-        counts = read_counts(_TRACE.value, devices, 2 * _TOKENS.value, _FIRST.value)
+    devices = _HOSTS.value * _DEVICES.value
+    counts = read_counts(_TRACE.value, devices, 2 * _TOKENS.value, _FIRST.value)
 
-    def change(state, step):
+    def with_counts(state, step):
         gate = state["params"]["dense"]["units"]["gate"]
-        old = gate["w_gate"]
-        if routing == "trace":
-            weight = np.zeros(old.shape, np.float32)
-            weight[:, :devices] = counts[step % len(counts)]
-        elif "weight" in seen:
-            return state
-        else:
-            rng = np.random.default_rng(0)
-            order = np.stack([rng.permutation(EXPERTS) for _ in range(LAYERS)])
-            shift = (-1.2 * np.log(order + 1.0) if routing == "zipf" else 0.0 * order).astype(np.float32)
-            # the norm's output has mean 0 over M, and its bias is 1: a constant column adds its sum to the logit
-            weight = np.random.default_rng(1).normal(0, MODEL**-0.5, old.shape).astype(np.float32)
-            weight += shift[:, None] / MODEL - weight.mean(axis=1, keepdims=True)
-            bias = gate["norm"]["bias"]
-            gate["norm"]["bias"] = to_devices(np.ones(bias.shape, np.float32), bias.sharding)
-            seen["weight"] = True
-        gate["w_gate"] = to_devices(weight, old.sharding)
+        weight = np.zeros(gate["w_gate"].shape, np.float32)
+        weight[:, :devices] = counts[step % len(counts)]
+        gate["w_gate"] = to_devices(weight, gate["w_gate"].sharding)
         return state
 
-    return change
+    return with_counts
 
 
 def time_sides(sides: dict, rounds: int, steps: int, say, keep=lambda found: None) -> dict:
@@ -204,40 +181,8 @@ def summary(found: dict) -> dict:
     }
 
 
-def try_ep(build, hosts, say) -> tuple[dict, tuple[str, float], tuple]:
-    """Time plain EP with each transport, then with the best one's other bucket sizes.
-
-    Returns:
-      what was tried; the best transport and bucket; that side, with the loads that it saw.
-    """
-    if _EP.value:
-        transport, slack = _EP.value.split(":")
-        return {}, (transport, float(slack)), build(transport, float(slack), "none")
-    tried: dict[tuple[str, float], dict] = {}
-    built: dict[tuple[str, float], tuple] = {}
-    slacks = sorted(map(float, _SLACKS.value))
-
-    def attempt(transport, slack):
-        built[transport, slack] = build(transport, slack, "none")
-        tried[transport, slack] = summary(time_sides({"ep": built[transport, slack][0]}, 2, 2, say))["ep"]
-
-    def best():
-        ours = min(tried, key=lambda case: tried[case]["step_seconds"])
-        transport, slack = hosts.gather_text(f"best {len(tried)}", f"{ours[0]} {ours[1]}")[0].split()
-        return transport, float(slack)
-
-    for transport in _TRANSPORTS.value:
-        attempt(transport, slacks[len(slacks) // 2])
-    transport = best()[0]
-    for slack in slacks:
-        if (transport, slack) not in tried:
-            attempt(transport, slack)
-    chosen = best()
-    return {f"{transport} {slack:g}": found for (transport, slack), found in tried.items()}, chosen, built[chosen]
-
-
-def worker(routing: str) -> None:
-    """Run one routing on this host; process 0 writes OUT/ROUTING.json."""
+def worker() -> None:
+    """Run all sides on this host; process 0 writes OUT/sides-PLANNERS-SPLIT.json."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -258,114 +203,69 @@ def worker(routing: str) -> None:
 
         def say(text):
             if hosts.is_main:
-                print(f"{time.strftime('%H:%M:%S')} {routing}: {text}", flush=True)
+                print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
-        def build(transport, slack, planner, how=routing, past=()):
+        def build(planner, past=()):
             began = time.perf_counter()
-            config = run_config(transport, slack, planner)
-            side = build_stepper(config, jax.devices(), change_for(how), past)
+            side = build_stepper(run_config(planner), jax.devices(), change(), past)
             compiled = time.perf_counter() - began
             past = [record["loads"] for record in side.run(_SETTLE.value)]
-            say(f"{planner} {transport} {slack:g}: compiled in {compiled:.0f} s, settled after {side.step} steps")
+            say(f"{planner}: compiled in {compiled:.0f} s, settled after {side.step} steps")
             return side, past
 
-        mesh = run_config("all_to_all", 1.5, "none").mesh
-        if routing == "trace":
-            install_counted_gate(build_mesh(mesh, jax.devices()).expert)
-        tried, (transport, slack), (plain, past) = try_ep(build, hosts, say)
-        best, sides = f"{transport} {slack:g}", {"ep": plain}
-        plain.step = _SETTLE.value  # the same steps as all others in the rounds
-        if routing == "zipf":
-            sides["ep_even"], _ = build(transport, 2.0, "none", "even")
-        for planner in _PLANNERS.value:
-            sides[planner], _ = build(transport, 1.5, planner, past=past)
+        install_counted_gate(build_mesh(run_config("none").mesh, jax.devices()).expert)
+        plain, past = build("none")
+        sides = {"ep": plain, **{planner: build(planner, past)[0] for planner in _PLANNERS.value}}
         say("ready for the rounds")
-        while _WAIT_FOR.value and not os.path.exists(_WAIT_FOR.value):
-            time.sleep(0.2)
 
         def keep(found):
             result = summary(found)
             for values in result.values():
                 values["speedup"] = result["ep"]["step_seconds"] / values["step_seconds"]
             if hosts.is_main:
-                whole = {"routing": routing, "best_ep": best, "tried_ep": tried, "sides": result}
-                path = pathlib.Path(_OUT.value) / f"{routing}-{'-'.join(_PLANNERS.value)}-{_SPLIT.value}.json"
+                whole = {"transport": _TRANSPORT.value, "slack": _SLACK.value, "sides": result}
+                path = pathlib.Path(_OUT.value) / f"sides-{'-'.join(_PLANNERS.value)}-{_SPLIT.value}.json"
                 path.write_text(json.dumps(whole, indent=1) + "\n")
 
         time_sides(sides, _ROUNDS.value, _STEPS.value, say, keep)
 
 
-def run_lab(routing: str) -> None:
+def run_lab() -> None:
     command = [
         sys.executable, str(ROOT / "scripts/lab/cluster.py"), f"--hosts={_HOSTS.value}",
         f"--devices_per_host={_DEVICES.value}", f"--rate={_RATE.value}", f"--timeout={_TIMEOUT.value}", "--",
-        sys.executable, str(ROOT / "scripts/bench/placement.py"), *sys.argv[1:], f"--worker={routing}",
+        sys.executable, str(ROOT / "scripts/bench/placement.py"), *sys.argv[1:], "--worker",
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT)
 
 
 def write_results(folder: pathlib.Path) -> dict:
-    """Gather all runs in the folder into results.json and results.md; later runs of a side replace earlier ones."""
-    import platform
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    gathered: dict = {}
-    lines = []
-    for path in sorted(folder.glob("*-*.json"), key=lambda path: path.stat().st_mtime):
-        run = json.loads(path.read_text())
-        gathered.setdefault(run["routing"], []).append(run)
-    for routing, runs in gathered.items():
-        lines += [f"## {routing}", "", "| side | s a step | speed-up over EP | max/mean | replicas a layer | passes |"]
-        lines += ["|---|---|---|---|---|---|"]
-        for run in runs:
-            for name, side in run["sides"].items():
-                lines.append(
-                    f"| {name} ({run['best_ep']}) | {side['step_seconds']:.3f} | {side['speedup']:.2f} | "
-                    f"{side['device_load_max_over_mean']:.2f} | {side['replicas_per_layer']:.1f} | "
-                    f"{side['passes']:.2f} |"
-                )
-        lines.append("")
+    """Gather all runs in the folder into results.json and results.md; return speed-ups of their sides."""
+    lines = [
+        "| side | s a step | speed-up over EP | max/mean | replicas a layer | passes |",
+        "|---|---|---|---|---|---|",
+    ]
+    sides: dict = {}
+    for path in sorted(folder.glob("sides-*.json"), key=lambda path: path.stat().st_mtime):
+        sides.update(json.loads(path.read_text())["sides"])
+    for name, side in sides.items():
+        lines.append(
+            f"| {name} | {side['step_seconds']:.3f} | {side['speedup']:.2f} | "
+            f"{side['device_load_max_over_mean']:.2f} | {side['replicas_per_layer']:.1f} | {side['passes']:.2f} |"
+        )
     machine = {
         "machine": f"{os.cpu_count()}-core {platform.machine()} virtual machine, CPU",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.strip(), "command": " ".join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"), "command": " ".join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "hosts": _HOSTS.value, "devices_per_host": _DEVICES.value, "rate": _RATE.value, "tokens": _TOKENS.value,
     }  # fmt: skip
-    draw(folder / "speedups.png", gathered)
-    (folder / "results.md").write_text("\n".join([json.dumps(machine), "", *lines]))
+    (folder / "results.md").write_text("\n".join([json.dumps(machine), "", *lines]) + "\n")
     print("\n".join(lines))
-    return {**machine, "runs": gathered}
-
-
-def draw(path: pathlib.Path, gathered: dict) -> None:
-    """Draw the speed-up of every side over EP, one colour for each routing."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    bars = {
-        routing: {name: side["speedup"] for run in runs for name, side in run["sides"].items() if name != "ep_even"}
-        for routing, runs in gathered.items()
-    }
-    names = list(dict.fromkeys(name for speedups in bars.values() for name in speedups))
-    figure, axes = plt.subplots(figsize=(7, 0.4 * len(names) + 1.2))
-    for at, (routing, speedups) in enumerate(bars.items()):
-        places = [index + 0.4 * at for index, name in enumerate(names) if name in speedups]
-        axes.barh(places, [speedups[name] for name in names if name in speedups], height=0.38, label=routing)
-    axes.set_yticks([index + 0.2 * (len(bars) - 1) for index in range(len(names))], names)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("steps a second over plain EP's")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+    return {name: round(side["speedup"], 3) for name, side in sides.items()}
 
 
 def main(_):
     if _WORKER.value:
-        return worker(_WORKER.value)
+        return worker()
     folder = pathlib.Path(_OUT.value)
     folder.mkdir(parents=True, exist_ok=True)
     # what scripts/bench/predicted.py fits here: a start-up, and about 1.5 GB/s between the devices of one process
@@ -375,15 +275,8 @@ def main(_):
         "intra_bandwidth": 1.5e9, "intra_latency": 1.2e-3,
     }  # fmt: skip
     (folder / "lab_cluster.gin").write_text("".join(f"Cluster.{name} = {value!r}\n" for name, value in cluster.items()))
-    for routing in _ROUTINGS.value:
-        if routing != "trace" or _TRACE.value:
-            run_lab(routing)
-    result = write_results(folder)
-    speedups = {
-        routing: {name: round(side["speedup"], 3) for run in runs for name, side in run["sides"].items()}
-        for routing, runs in result["runs"].items()
-    }
-    print(json.dumps(speedups))
+    run_lab()
+    print(json.dumps(write_results(folder)))
     return 0
 
 
