@@ -41,7 +41,7 @@ from moe_jax.models.segments import BANK, is_bank, path_of, segments_of, with_ex
 from moe_jax.moe.config import MoEConfig
 from moe_jax.observe import RunFolder
 from moe_jax.observe.run_folder import disk_errors_named
-from moe_jax.training.checkpoint import Checkpointer, LeafParts, PartsReader, write_params
+from moe_jax.training.checkpoint import Checkpointer, LeafParts, read_parts, write_params
 from moe_jax.training.feed import padded_vocabulary
 
 TOKENIZER = "tokenizer.json"
@@ -158,11 +158,12 @@ def export_folder(
     if step is None:
         raise UserError(f"{folder.path} has no finished checkpoint; train first, or give the folder of another run")
     family = find_export_family(model, run.moe)
-    reader = PartsReader(folder.checkpoints, step)
+    places = sorted(tensor_places(family, model, run.moe), key=lambda place: place.leaf)
+    parts = read_parts(folder.checkpoints, step, [(place.leaf, place.index) for place in places])
     with new_folder(target) as out:
         writer = TensorWriter(out, shard_bytes)
-        for place in sorted(tensor_places(family, model, run.moe), key=lambda place: place.leaf):
-            tensor = place.to_tensor(reader.read(place.leaf, place.index))
+        for place, part in zip(places, parts, strict=True):
+            tensor = place.to_tensor(part)
             writer.add(place.name, tensor.astype(NUMPY_DTYPES["float32" if place.float32 else model.dtype]))
         writer.close()
         # files to be carried: the run's own, or those of the tokenizer that it was trained with

@@ -2,15 +2,12 @@
 
 Inputs: leaves of a segment's bank, [D Rb, ...] over the expert axis, and the home of every expert. Outputs: the same
 numbers as [L, E, ...] by (layer, expert), independent of mesh and placement, and the way back; or a state whose experts
-changed their homes. All run on the devices, layer by layer, so that no device ever holds more than one layer's experts
-beside its own part. Where every expert's home is the device that stores it in the file (plain expert parallelism),
-nothing moves between devices. Values are copied, never computed with.
+changed their homes. Values are copied, never computed with.
 Letters: docs/notation.md; e experts of a layer on one device in the file.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -29,76 +26,55 @@ from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
 Homes = np.ndarray | dict[str, np.ndarray]  # int [L, E]; of several segments with experts {segment: that}
 
 
-@dataclasses.dataclass(frozen=True)
-class FileOrder:
-    """The move between bank and file for one mesh and one set of homes.
-
-    Attributes:
-      home: int32 [L, E], device of each expert within its expert-parallel group.
-      rows: int32 [L, E], bank row of each expert on that device.
-    """
-
-    home: np.ndarray
-    rows: np.ndarray
-
-    @classmethod
-    def of(cls, home: np.ndarray) -> FileOrder:
-        """Return the order for homes int [L, E]; rows are numbered as `bank_rows` numbers them."""
-        placement = Placement(np.asarray(home))
-        return cls(home=placement.home, rows=bank_rows(placement))
-
-    def file_shape(self, leaf) -> tuple[int, ...]:
-        """Return the shape [L, E, ...] that a bank leaf (an array or ShapeDtypeStruct) has in the file."""
-        return (*self.home.shape, *leaf.shape[1:])
-
-    def to_file(self, leaf: jax.Array) -> jax.Array:
-        """Return [L, E, ...] from a bank leaf [D Rb, ...]."""
-        return _to_file(leaf.sharding, self._exchanges(leaf))(leaf, self.home, self.rows)
-
-    def from_file(self, stored: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return the bank leaf that `leaf` describes from stored [L, E, ...]; rows without an expert become zero."""
-        bank_size = leaf.shape[0] // group_size(leaf.sharding)
-        return _from_file(leaf.sharding, self._exchanges(leaf), bank_size)(stored, self.home, self.rows)
-
-    def _exchanges(self, leaf) -> bool:
-        """Say whether some expert's home is another device than the one that stores it in the file's order."""
-        devices, (_, experts) = group_size(leaf.sharding), self.home.shape
-        assert experts % devices == 0 and leaf.shape[0] % devices == 0, (self.home.shape, leaf.shape, devices)
-        assert self.home.max() < devices and self.rows.max() < leaf.shape[0] // devices, "homes of another mesh"
-        return not np.all(self.home == np.arange(experts) // (experts // devices))
+def home_of(name: str, home: Homes) -> np.ndarray | None:
+    """Return the homes int [L, E] of the experts in the leaf of this name, None where it is not of the bank."""
+    if not is_bank(name):
+        return None
+    return home[segment_of(name)] if isinstance(home, dict) else home
 
 
-class FileOrders:
-    """The order of every leaf of a state, from the homes of all experts."""
-
-    def __init__(self, home: Homes):
-        named = home if isinstance(home, dict) else {None: home}
-        self._orders = {name: FileOrder.of(one) for name, one in named.items()}
-
-    def of_leaf(self, name: str) -> FileOrder | None:
-        """Return the order of the leaf of this name, None where it is not of the bank."""
-        return self._orders[segment_of(name)] if is_bank(name) else None
+def stored_as(leaf, home: np.ndarray) -> jax.ShapeDtypeStruct:
+    """Return what a file holds for a bank leaf [D Rb, ...] (an array or ShapeDtypeStruct): [L, E, ...], sharded."""
+    axes, _ = _split(leaf.sharding)
+    sharding = NamedSharding(leaf.sharding.mesh, P(None, axes or None, *leaf.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct((*home.shape, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
 
 
-def bank_axes(sharding: NamedSharding) -> tuple[str, ...]:
-    """Return the mesh axes that split the bank's rows."""
+def _split(sharding: NamedSharding) -> tuple[tuple[str, ...], int]:
+    """Return the mesh axes that split the bank's rows, and D, into how many parts."""
     first = sharding.spec[0] if len(sharding.spec) else None
-    return () if first is None else (first,) if isinstance(first, str) else tuple(first)
+    axes = () if first is None else (first,) if isinstance(first, str) else tuple(first)
+    return axes, math.prod(sharding.mesh.shape[axis] for axis in axes)
 
 
-def group_size(sharding: NamedSharding) -> int:
-    """Return D, the number of parts of the bank's rows."""
-    return math.prod(sharding.mesh.shape[axis] for axis in bank_axes(sharding))
+# Both ways run on the devices, layer by layer, so that no device ever holds more than one layer's experts beside its
+# own part. Where every expert's home is the device that stores it in the file (plain expert parallelism), nothing moves
+# between devices.
+def to_file(leaf: jax.Array, home: np.ndarray) -> jax.Array:
+    """Return [L, E, ...] from a bank leaf [D Rb, ...]."""
+    home, rows, exchanges = _order(leaf, home)
+    return _to_file(leaf.sharding, stored_as(leaf, home).sharding, exchanges)(leaf, home, rows)
 
 
-def file_sharding(sharding: NamedSharding) -> NamedSharding:
-    """Return the sharding of [L, E, ...] for a bank leaf's sharding of [D Rb, ...]."""
-    return NamedSharding(sharding.mesh, P(None, bank_axes(sharding) or None, *sharding.spec[1:]))
+def from_file(stored: jax.Array, leaf: jax.ShapeDtypeStruct, home: np.ndarray) -> jax.Array:
+    """Return the bank leaf that `leaf` describes from stored [L, E, ...]; rows without an expert become zero."""
+    home, rows, exchanges = _order(leaf, home)
+    bank_size = leaf.shape[0] // _split(leaf.sharding)[1]
+    return _from_file(leaf.sharding, stored_as(leaf, home).sharding, exchanges, bank_size)(stored, home, rows)
+
+
+def _order(leaf, home: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Return int32 [L, E] of each expert's home and of its bank row there, and whether the file has another home."""
+    placement = Placement(np.asarray(home))
+    home, rows, devices, experts = placement.home, bank_rows(placement), _split(leaf.sharding)[1], home.shape[1]
+    assert experts % devices == 0 and leaf.shape[0] % devices == 0, (home.shape, leaf.shape, devices)
+    assert home.max() < devices and rows.max() < leaf.shape[0] // devices, "homes of another mesh"
+    return home, rows, not np.all(home == np.arange(experts) // (experts // devices))
 
 
 @functools.lru_cache(maxsize=128)
-def _to_file(sharding: NamedSharding, exchange: bool):
-    axes, devices, out = bank_axes(sharding), group_size(sharding), file_sharding(sharding)
+def _to_file(sharding: NamedSharding, out: NamedSharding, exchange: bool):
+    axes, devices = _split(sharding)
 
     def body(bank, home, rows):
         me = lax.axis_index(axes) if axes else 0
@@ -119,8 +95,8 @@ def _to_file(sharding: NamedSharding, exchange: bool):
 
 
 @functools.lru_cache(maxsize=128)
-def _from_file(sharding: NamedSharding, exchange: bool, bank_size: int):
-    axes, devices, stored = bank_axes(sharding), group_size(sharding), file_sharding(sharding)
+def _from_file(sharding: NamedSharding, stored: NamedSharding, exchange: bool, bank_size: int):
+    axes, devices = _split(sharding)
 
     def body(experts, home, rows):
         me = lax.axis_index(axes) if axes else 0
@@ -129,10 +105,10 @@ def _from_file(sharding: NamedSharding, exchange: bool, bank_size: int):
         def one_layer(bank, layer):
             experts_e, home_E, rows_E = layer
             if exchange:
-                experts_E = lax.all_gather(experts_e, axes, tiled=True)
+                experts_e = lax.all_gather(experts_e, axes, tiled=True)  # [E, ...]
                 places = jnp.where(home_E == me, rows_E, bank_size)
-                return bank.at[places].set(experts_E, mode="drop"), None
-            places = lax.dynamic_slice_in_dim(rows_E, me * held, held)
+            else:
+                places = lax.dynamic_slice_in_dim(rows_E, me * held, held)
             return bank.at[places].set(experts_e, mode="drop"), None
 
         bank = cast_varying(jnp.zeros((bank_size, *experts.shape[2:]), experts.dtype), varying_axes(experts))
@@ -140,6 +116,32 @@ def _from_file(sharding: NamedSharding, exchange: bool, bank_size: int):
 
     moved = jax.shard_map(body, mesh=sharding.mesh, in_specs=(stored.spec, P(), P()), out_specs=sharding.spec)
     return jax.jit(moved, out_shardings=sharding)
+
+
+# A change of homes: parameters and moments of all experts move to the bank rows of a new placement, every leaf in its
+# own dtype, in rounds of one all-to-all, in which a device sends at most one row to each other device: beside the leaf
+# and its new version memory holds D rows and the D that arrive, however many move. The rounds are data: the program is
+# compiled once.
+def reshard(
+    state: dict, old: Placement, new: Placement, rows: int, segment: str | None = None,
+    share: Callable[[Callable], Callable] = lambda move: move,
+) -> dict:  # fmt: skip
+    """Return the state with the experts where `new` homes them. The given state is donated.
+
+    Args:
+      rows: Rb.
+      segment: whose bank moves, None where the bank is one segment's.
+      share: jitted move -> what runs it; the move is the same object for banks of the same shapes and shardings.
+    """
+    leaves, tree = jax.tree.flatten(state)
+    at = [index for index, name in enumerate(flatten(state)) if is_bank(name) and segment_of(name) == segment]
+    bank = tuple(
+        jax.ShapeDtypeStruct(leaves[index].shape, leaves[index].dtype, sharding=leaves[index].sharding) for index in at
+    )
+    tables = move_tables(reshard_permutation(old, new, rows), old.devices)
+    for index, leaf in zip(at, share(_mover(bank))([leaves[index] for index in at], tables), strict=True):
+        leaves[index] = leaf
+    return jax.tree.unflatten(tree, leaves)
 
 
 def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:
@@ -176,63 +178,34 @@ def move_tables(source: np.ndarray, devices: int) -> dict[str, np.ndarray]:
     }
 
 
-# A change of homes: parameters and moments of all experts move to the bank rows of a new placement, every leaf in its
-# own dtype, in rounds of one all-to-all, in which a device sends at most one row to each other device: beside the leaf
-# and its new version memory holds D rows and the D that arrive, however many move. The rounds are data: the program is
-# compiled once.
-def reshard(
-    state: dict, old: Placement, new: Placement, rows: int, segment: str | None = None,
-    share: Callable[[Callable], Callable] = lambda move: move,
-) -> dict:  # fmt: skip
-    """Return the state with the experts where `new` homes them. The given state is donated.
-
-    Args:
-      rows: Rb.
-      segment: whose bank moves, None where the bank is one segment's.
-      share: jitted move -> what runs it; the move is the same object for banks of the same shapes and shardings.
-    """
-    names = [name for name in flatten(state) if is_bank(name) and segment_of(name) == segment]
-    leaves, tree = jax.tree.flatten(state)
-    at = [index for index, name in enumerate(flatten(state)) if name in set(names)]
-    bank = tuple(
-        jax.ShapeDtypeStruct(leaves[index].shape, leaves[index].dtype, sharding=leaves[index].sharding) for index in at
-    )
-    tables = move_tables(reshard_permutation(old, new, rows), old.devices)
-    for index, leaf in zip(at, share(_mover(bank))([leaves[index] for index in at], tables), strict=True):
-        leaves[index] = leaf
-    return jax.tree.unflatten(tree, leaves)
-
-
 @functools.lru_cache(maxsize=8)
 def _mover(bank: tuple):
     """Return the jitted move of all leaves of a bank, one after the other; bank: their shapes with shardings."""
 
     def move(leaves, tables):
-        return [_move_leaf(leaf, tables, kind.sharding) for leaf, kind in zip(leaves, bank, strict=True)]
+        moved = []
+        for leaf, kind in zip(leaves, bank, strict=True):
+            axes, _ = _split(kind.sharding)
+            rounds = jax.shard_map(
+                functools.partial(_move_rows, axes),
+                mesh=kind.sharding.mesh,
+                in_specs=(kind.sharding.spec, *[P(axes or None)] * 3, P()),
+                out_specs=kind.sharding.spec,
+            )
+            moved.append(rounds(leaf, tables["stay"], tables["send"], tables["place"], tables["rounds"]))
+        return moved
 
     return jax.jit(move, donate_argnums=0, out_shardings=[kind.sharding for kind in bank])
 
 
-def _move_leaf(leaf, tables, sharding):
-    first = sharding.spec[0]
-    axes = () if first is None else (first,) if isinstance(first, str) else tuple(first)
+def _move_rows(axes: tuple[str, ...], bank, stay, send, place, rounds):
+    """Return this device's new bank [Rb, ...]; `move_tables` tells the rest, of which it has its own row."""
+    stay, send, place = stay[0], send[0], place[0]
+    new = jnp.take(bank, stay, axis=0, mode="fill", fill_value=0)
 
-    def body(bank, stay, send, place, rounds):
-        stay, send, place = stay[0], send[0], place[0]
-        new = jnp.take(bank, stay, axis=0, mode="fill", fill_value=0)
+    def one_round(turn, new):
+        sent = jnp.take(bank, send[turn], axis=0, mode="fill", fill_value=0)  # [D, ...], a row for each device
+        arrived = lax.all_to_all(sent, axes, 0, 0, tiled=True) if axes else sent
+        return new.at[place[turn]].set(arrived, mode="drop")
 
-        def one_round(turn, new):
-            sent = jnp.take(bank, send[turn], axis=0, mode="fill", fill_value=0)  # [D, ...], a row for each device
-            arrived = lax.all_to_all(sent, axes, 0, 0, tiled=True) if axes else sent
-            return new.at[place[turn]].set(arrived, mode="drop")
-
-        return lax.fori_loop(0, rounds, one_round, cast_varying(new, varying_axes(bank, send)))
-
-    by_device = P(axes or None)
-    moved = jax.shard_map(
-        body,
-        mesh=sharding.mesh,
-        in_specs=(sharding.spec, by_device, by_device, by_device, P()),
-        out_specs=sharding.spec,
-    )
-    return moved(leaf, tables["stay"], tables["send"], tables["place"], tables["rounds"])
+    return lax.fori_loop(0, rounds, one_round, cast_varying(new, varying_axes(bank, send)))

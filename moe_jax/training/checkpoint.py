@@ -29,7 +29,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,54 +43,15 @@ from jax.sharding import NamedSharding
 
 from moe_jax.errors import HostLostError, UserError
 from moe_jax.models.segments import flatten
-from moe_jax.training.bank_order import FileOrder, FileOrders, Homes, file_sharding
+from moe_jax.training.bank_order import Homes, from_file, home_of, stored_as, to_file
 
 FORMAT = "moe_jax checkpoint 1"
-OPTIONAL = "ema"  # the part of a state that a run may keep or not
-
-
-def agreed_part(stored: dict[str, Any], state: dict) -> tuple[dict[str, Any], dict]:
-    """Return leaves of a file and a state to be read, both without the optional part where one of them lacks it."""
-    kept = {name: leaf for name, leaf in stored.items() if not name.startswith(f"{OPTIONAL}/")}
-    if OPTIONAL in state and len(kept) < len(stored):
-        return stored, state
-    return kept, {name: part for name, part in state.items() if name != OPTIONAL}
-
-
-def check_same_leaves(path, stored: dict[str, Any], needed: dict[str, Any]) -> None:
-    """Compare names, shapes and dtypes; orbax by itself casts dtypes silently.
-
-    Args:
-      path: of the checkpoint, for the message.
-      stored, needed: {name: anything with shape and dtype}, in the file and in this run; in the file's order of dims.
-
-    Raises:
-      UserError: names the first leaf that differs, with both values.
-    """
-    names = [*needed, *(name for name in stored if name not in needed)]
-    differing = [name for name in names if _described(stored, name) != _described(needed, name)]
-    if not differing:
-        return
-    name = differing[0]
-    more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
-    raise UserError(
-        f"checkpoint {path} is not of this model: {name} is {_described(stored, name)} in the checkpoint and "
-        f"{_described(needed, name)} in this run{more}; use the model, optimizer and tokenizer that it was trained "
-        "with, or another --workdir"
-    )
-
-
-def _described(leaves: dict[str, Any], name: str) -> str:
-    if name not in leaves:
-        return "absent"
-    leaf = leaves[name]
-    return f"{np.dtype(leaf.dtype).name} {list(leaf.shape)}"
-
-
 _UNFINISHED = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
 _WRITE_SECONDS = 1200
 _START_SECONDS = 300
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_BATCH_BYTES = 64 * 2**20
+_CACHE_BYTES = 2**26
+Index = tuple[int | slice, ...]  # of a part of a leaf: a number keeps one row of that dim, slice(None) all of it
 
 
 class Checkpointer:
@@ -109,7 +70,7 @@ class Checkpointer:
             raise UserError(f"train.keep_checkpoints ({keep}) must be at least 1")
         self.folder = Path(folder).absolute()
         self._keep = keep
-        _quiet_orbax()
+        absl_logging.get_absl_logger().addFilter(_is_heard)
         self._pending: int | None = None  # step of a save that may still be writing
 
     # Reading.
@@ -129,7 +90,9 @@ class Checkpointer:
         if jax.process_count() > 1:
             with _lost_processes_named("agree on a checkpoint"):
                 ocp.multihost.sync_global_processes(
-                    f"moe_jax latest {self.folder}", timeout=_START_SECONDS, processes=_all_processes()
+                    f"moe_jax latest {self.folder}",
+                    timeout=_START_SECONDS,
+                    processes=set(range(jax.process_count())),
                 )
             newest = int(ocp.multihost.broadcast_one_to_all(np.int32(newest)))
         return None if newest < 0 else newest
@@ -158,8 +121,11 @@ class Checkpointer:
         Raises:
           UserError: the checkpoint is of another model (names the first leaf that differs), or cannot be read.
         """
-        host = self.read_host(step)
-        stored, abstract_state = agreed_part(self._stored(step), abstract_state)
+        host, stored = self.read_host(step), self._stored(step)
+        kept = {name: leaf for name, leaf in stored.items() if not name.startswith("ema/")}
+        if "ema" not in abstract_state or len(kept) == len(stored):
+            stored = kept
+            abstract_state = {name: part for name, part in abstract_state.items() if name != "ema"}
         return self._read(step, stored, flatten(abstract_state), abstract_state, home), host
 
     def restore_params(self, step: int, abstract_params, home: Homes, part: str = "params"):
@@ -177,17 +143,9 @@ class Checkpointer:
 
         Leaf after leaf is read to the host of every process that asks; nothing is put on a device.
         """
-        hashed, stored = hashlib.sha256(), self._stored(step)
-        for name in sorted(name for name in stored if name.startswith("params/")):
-            with self._reading_errors_named(step):
-                leaf = _handler().restore(
-                    epath.Path(self._path(step)),
-                    args=ocp.args.PyTreeRestore(
-                        item={name: jax.ShapeDtypeStruct(stored[name].shape, stored[name].dtype)},
-                        restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
-                        partial_restore=True,
-                    ),
-                )[name]
+        hashed = hashlib.sha256()
+        for name in sorted(name for name in self._stored(step) if name.startswith("params/")):
+            leaf = self.read_arrays(step, [name])[name]
             hashed.update(f"{name} {leaf.dtype.name} {leaf.shape}\n".encode())
             hashed.update(np.ascontiguousarray(leaf).view(np.uint8).data)
         return hashed.hexdigest()
@@ -196,11 +154,16 @@ class Checkpointer:
         """Say whether a checkpoint holds a moving average of the parameters."""
         return any(name.startswith("ema/") for name in self._stored(step))
 
-    def read_arrays(self, step: int) -> dict[str, np.ndarray]:
-        """Return all leaves {name: array} on the host, as they are stored; for tools that compare checkpoints."""
+    def read_arrays(self, step: int, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """Return leaves {name: array} on the host, as they are stored; all leaves unless `names` are given."""
+        stored = self._stored(step)
+        wanted = {n: jax.ShapeDtypeStruct(stored[n].shape, stored[n].dtype) for n in names or stored}
+        as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in wanted}
         with self._reading_errors_named(step):
-            numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in self._stored(step)}
-            return _handler().restore(epath.Path(self._path(step)), args=ocp.args.PyTreeRestore(restore_args=numpy))
+            return _reader().restore(
+                epath.Path(self._path(step)),
+                args=ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True),
+            )
 
     # Writing.
 
@@ -222,10 +185,21 @@ class Checkpointer:
         if step in self.steps():
             raise UserError(f"{self._path(step)} exists already; move it away, or choose another --workdir")
         self._sweep_unfinished()
-        self._check_space(step, state)
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        with self._writing_errors_named(step):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # A quota shows only in the write itself; what a disk cannot hold is refused before anything is written.
+            if (free := shutil.disk_usage(self.folder).free) < needed:
+                raise OSError(errno.ENOSPC, f"{needed:,} bytes needed, {free:,} free")
         host = json.loads(json.dumps(host))  # what it is now, whatever the caller does with it while files are written
-        orders = FileOrders(home)
-        arrays = {name: _own_copy(leaf, orders.of_leaf(name)) for name, leaf in flatten(state).items()}
+        arrays = {}
+        for name, leaf in flatten(state).items():  # in host buffers of its own
+            own = home_of(name, home)
+            ordered = leaf if own is None else to_file(leaf, own)
+            arrays[name] = jax.device_put(ordered, ordered.sharding.with_memory_kind("pinned_host"))
+            jax.block_until_ready(arrays[name])
+            if ordered is not leaf:
+                ordered.delete()
         self._pending = step
         with self._writing_errors_named(step):
             self._writer.save(
@@ -246,8 +220,14 @@ class Checkpointer:
         with self._writing_errors_named(step):
             self._writer.wait_until_finished()
         if jax.process_index() == 0:
-            for old in self.steps()[: -self._keep]:
-                self._delete(self._path(old))
+            for old in self.steps()[
+                : -self._keep
+            ]:  # renamed first, so that a kill leaves no half of one under its name
+                path = self._path(old)
+                doomed = path.with_name(path.name + ".deleted")
+                shutil.rmtree(doomed, ignore_errors=True)
+                os.replace(path, doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
 
     def close(self) -> None:
         """Wait until the last save has finished, and end the threads."""
@@ -266,10 +246,21 @@ class Checkpointer:
     @functools.cached_property
     def _writer(self) -> ocp.AsyncCheckpointer:
         # Naming the processes makes orbax wait at barriers of the coordination service, which have a time limit; its
-        # default is a collective on the devices, which has none.
-        processes = ocp.options.MultiprocessingOptions(primary_host=0, active_processes=_all_processes())
+        # default is a collective on the devices, which has none. Files are not compressed: zstd makes trained floats
+        # only 7% smaller, and so sizes are known beforehand. What is replicated is written by one process: to divide
+        # that work, orbax would compile a slicing program for each shape, which takes a second at the first save.
+        several = jax.process_count() > 1
+        processes = ocp.options.MultiprocessingOptions(
+            primary_host=0, active_processes=set(range(jax.process_count())) if several else None
+        )
+        arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        handler = ocp.PyTreeCheckpointHandler(
+            use_compression=False,
+            multiprocessing_options=processes,
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
+        )
         return ocp.AsyncCheckpointer(
-            _writing_handler(processes),
+            handler,
             multiprocessing_options=processes,
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=_WRITE_SECONDS, create_directories_asynchronously=False
@@ -279,15 +270,36 @@ class Checkpointer:
     def _stored(self, step: int) -> dict[str, Any]:
         """Return {name: shape and dtype} of the leaves in a checkpoint."""
         with self._reading_errors_named(step):
-            return flatten(_handler().metadata(epath.Path(self._path(step))).tree)
+            return flatten(_reader().metadata(epath.Path(self._path(step))).tree)
 
     def _read(self, step: int, stored: dict[str, Any], needed: dict[str, Any], tree, home: Homes):
-        """Read the leaves `needed` and return them in the structure of `tree`."""
-        orders = FileOrders(home)
-        wanted = {name: _as_stored(name, leaf, orders.of_leaf(name)) for name, leaf in needed.items()}
-        check_same_leaves(self._path(step), stored, wanted)
+        """Read the leaves `needed` and return them in the structure of `tree`.
+
+        Raises:
+          UserError: names the first leaf that differs, with both values.
+        """
+        wanted = {}
+        for name, leaf in needed.items():
+            assert isinstance(leaf.sharding, NamedSharding), f"{name} has no NamedSharding"
+            own = home_of(name, home)
+            wanted[name] = leaf if own is None else stored_as(leaf, own)
+        # orbax by itself casts dtypes silently
+        kinds = [
+            {name: f"{np.dtype(leaf.dtype).name} {list(leaf.shape)}" for name, leaf in leaves.items()}
+            for leaves in (stored, wanted)
+        ]
+        names = [*wanted, *(name for name in stored if name not in wanted)]
+        differing = [name for name in names if kinds[0].get(name) != kinds[1].get(name)]
+        if differing:
+            held, here = (kind.get(differing[0], "absent") for kind in kinds)
+            more = f" (and {len(differing) - 1} more leaves differ)" if len(differing) > 1 else ""
+            raise UserError(
+                f"checkpoint {self._path(step)} is not of this model: {differing[0]} is {held} in the checkpoint and "
+                f"{here} in this run{more}; use the model, optimizer and tokenizer that it was trained with, or "
+                "another --workdir"
+            )
         with self._reading_errors_named(step):
-            arrays = _handler().restore(
+            arrays = _reader().restore(
                 epath.Path(self._path(step)),
                 args=ocp.args.PyTreeRestore(
                     item=wanted,
@@ -300,9 +312,9 @@ class Checkpointer:
             )
         leaves = []
         for name, leaf in needed.items():
-            array = arrays.pop(name)
-            if (order := orders.of_leaf(name)) is not None:
-                array, in_file_order = order.from_file(array, leaf), array
+            array, own = arrays.pop(name), home_of(name, home)
+            if own is not None:
+                array, in_file_order = from_file(array, leaf, own), array
                 jax.block_until_ready(array)
                 in_file_order.delete()  # not two banks at once
             leaves.append(array)
@@ -315,13 +327,6 @@ class Checkpointer:
                 if _UNFINISHED.fullmatch(name):
                     shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def _delete(self, path: Path) -> None:
-        """Delete a finished checkpoint; renamed first, so that a kill leaves no half of one under its name."""
-        doomed = path.with_name(path.name + ".deleted")
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
     @contextlib.contextmanager
     def _writing_errors_named(self, step: int) -> Iterator[None]:
         """Turn a full or failing disk into one line; whatever was written of this step is deleted."""
@@ -333,26 +338,23 @@ class Checkpointer:
         except Exception as error:
             self._pending = None
             self._sweep_unfinished()
-            if (cause := _disk_error(error)) is None:
+            # the operating system's error behind the exception, if there is one; tensorstore quotes it
+            behind, code = error, None
+            while behind is not None and code is None:
+                quoted = re.search(r"os_error_code='(\d+)'", str(behind))
+                code, why = (behind.errno, behind.strerror) if isinstance(behind, OSError) else (None, None)
+                code = int(quoted[1]) if code is None and quoted else code
+                behind = behind.__cause__ or behind.__context__
+            if code is None:
                 raise
-            remedy = "free space on its disk" if cause in _DISK_FULL else "check its disk, or choose another --workdir"
-            raise self._unwritten(step, os.strerror(cause), remedy) from error
-
-    def _unwritten(self, step: int, cause: str, remedy: str) -> UserError:
-        steps = self.steps()
-        kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
-        return UserError(
-            f"cannot write {self._path(step)} ({cause}); {remedy}, then give the same command again; {kept}"
-        )
-
-    def _check_space(self, step: int, state) -> None:
-        """Refuse a save that cannot fit before anything is written; a quota shows only in the write itself."""
-        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        with self._writing_errors_named(step):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.folder).free
-        if free < needed:
-            raise self._unwritten(step, f"{needed:,} bytes needed, {free:,} free", "free space on its disk")
+            full = code in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free space on its disk" if full else "check its disk, or choose another --workdir"
+            steps = self.steps()
+            kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no checkpoint yet"
+            raise UserError(
+                f"cannot write {self._path(step)} ({why or os.strerror(code)}); {remedy}, then give the same command "
+                f"again; {kept}"
+            ) from error
 
     @contextlib.contextmanager
     def _reading_errors_named(self, step: int) -> Iterator[None]:
@@ -371,46 +373,8 @@ class Checkpointer:
             ) from error
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    """Return orbax's reader."""
+def _reader() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(use_compression=False)
-
-
-def _writing_handler(processes: ocp.options.MultiprocessingOptions) -> ocp.PyTreeCheckpointHandler:
-    """Return orbax's writer.
-
-    Files are not compressed: zstd makes trained floats only 7% smaller, and so sizes are known beforehand. What is
-    replicated is written by one process: to divide that work, orbax would compile a slicing program for each shape,
-    which takes a second at the first save.
-    """
-    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-    return ocp.PyTreeCheckpointHandler(
-        use_compression=False,
-        multiprocessing_options=processes,
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
-    )
-
-
-def _all_processes() -> set[int] | None:
-    return set(range(jax.process_count())) if jax.process_count() > 1 else None
-
-
-def _own_copy(leaf: jax.Array, order: FileOrder | None) -> jax.Array:
-    """Return a leaf as it is stored, in host buffers of its own; order: of a leaf of the bank."""
-    ordered = leaf if order is None else order.to_file(leaf)
-    copied = jax.device_put(ordered, ordered.sharding.with_memory_kind("pinned_host"))
-    jax.block_until_ready(copied)
-    if ordered is not leaf:
-        ordered.delete()
-    return copied
-
-
-def _as_stored(name: str, leaf: jax.ShapeDtypeStruct, order: FileOrder | None) -> jax.ShapeDtypeStruct:
-    """Return what the file holds for a leaf of the state, with the sharding that it is read with."""
-    assert isinstance(leaf.sharding, NamedSharding), f"{name} has no NamedSharding"
-    if order is None:
-        return leaf
-    return jax.ShapeDtypeStruct(order.file_shape(leaf), leaf.dtype, sharding=file_sharding(leaf.sharding))
 
 
 @contextlib.contextmanager
@@ -424,33 +388,9 @@ def _lost_processes_named(task: str) -> Iterator[None]:
         raise
 
 
-def _disk_error(error: BaseException | None) -> int | None:
-    """Return the error number of the operating system behind an exception, if there is one; tensorstore quotes it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno is not None:
-            return error.errno
-        if quoted := re.search(r"os_error_code='(\d+)'", str(error)):
-            return int(quoted[1])
-        error = error.__cause__ or error.__context__
-    return None
-
-
-class _OrbaxIsQuiet(logging.Filter):
+def _is_heard(record: logging.LogRecord) -> bool:
     """Keep orbax' progress, and the tracebacks of errors that `wait` raises again, out of absl's log."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname or record.levelno == logging.WARNING
-
-
-def _quiet_orbax() -> None:
-    log = absl_logging.get_absl_logger()
-    if not any(isinstance(known, _OrbaxIsQuiet) for known in log.filters):
-        log.addFilter(_OrbaxIsQuiet())
-
-
-_BATCH_BYTES = 64 * 2**20
-_CACHE_BYTES = 2**26
-Index = tuple[int | slice, ...]  # of a part: a number keeps one row of that dim, slice(None) all of it
+    return f"{os.sep}orbax{os.sep}" not in record.pathname or record.levelno == logging.WARNING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -472,12 +412,6 @@ class LeafParts:
     def size(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def chunk(self) -> list[int]:
-        """The shape of a part with all dims of the leaf: what the file stores in one piece."""
-        whole = (slice(None),) * (len(self.shape) - len(self.indices[0]))
-        return [n if isinstance(at, slice) else 1 for n, at in zip(self.shape, (*self.indices[0], *whole), strict=True)]
-
 
 class _PartsHandler(ocp.type_handlers.NumpyHandler):
     """Orbax's way to write an array, which asks for its parts one after the other instead of for the array."""
@@ -487,18 +421,17 @@ class _PartsHandler(ocp.type_handlers.NumpyHandler):
         self._turn = asyncio.Lock()  # leaves in turn: orbax starts all at once
 
     async def _open_and_write(self, value, tspec, ts_context):
-        tspec["metadata"]["chunks"] = value.chunk
+        # the file stores a part, with all dims of the leaf, in one piece
+        index = (*value.indices[0], *(slice(None),) * (len(value.shape) - len(value.indices[0])))
+        chunk = [size if isinstance(at, slice) else 1 for size, at in zip(value.shape, index, strict=True)]
+        tspec["metadata"]["chunks"] = chunk
+        # as many parts at a time as fit into memory, one at least: each commit to the store costs a file
+        number = max(1, _BATCH_BYTES // (math.prod(chunk) * np.dtype(value.dtype).itemsize))
         async with self._turn:
             store = await ts.open(ts.Spec(tspec), create=True, open=True, context=ts_context)
-            for batch in _batches(value):  # many at once: each commit to the store costs a file
+            for first in range(0, len(value.indices), number):
+                batch = value.indices[first : first + number]
                 await asyncio.gather(*(store[index].write(value.read(index)) for index in batch))
-
-
-def _batches(leaf: LeafParts) -> Iterator[list[Index]]:
-    """Yield the indices of a leaf's parts, as many at a time as fit into `_BATCH_BYTES`, one at least."""
-    number = max(1, _BATCH_BYTES // (math.prod(leaf.chunk) * np.dtype(leaf.dtype).itemsize))
-    for first in range(0, len(leaf.indices), number):
-        yield leaf.indices[first : first + number]
 
 
 def write_params(folder: Path, leaves: dict[str, LeafParts], host: dict) -> None:
@@ -520,43 +453,26 @@ def write_params(folder: Path, leaves: dict[str, LeafParts], host: dict) -> None
         )
 
 
-class PartsReader:
-    """Parts of the leaves of a finished checkpoint.
+def read_parts(folder: str | os.PathLike[str], step: int, parts: Iterable[tuple[str, Index]]) -> Iterator[np.ndarray]:
+    """Yield parts, each (name of its leaf, index), of a finished checkpoint; parts of a leaf follow one another.
 
     A program that trains stores what one device held of a leaf in one piece, and a part of it is read with the whole
-    piece; pieces are kept for the parts that are asked for next, up to 64 MiB.
+    piece; pieces are kept for the parts that come next, up to 64 MiB.
+
+    Raises:
+      UserError: there is no such leaf, or it cannot be read.
     """
-
-    def __init__(self, folder: str | os.PathLike[str], step: int):
-        self.path = Path(folder).absolute() / f"{step:08d}"
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-        self._stores: dict[str, Any] = {}
-
-    def leaf(self, name: str) -> Any:
-        """Return the store of a leaf: it has a shape, a dtype, and parts that are read when they are asked for.
-
-        Raises:
-          UserError: there is no such leaf, or it cannot be read.
-        """
-        if name not in self._stores:
-            kvstore = {"driver": "ocdbt", "base": f"file://{self.path}/", "path": f"{name}/"}
-            with self._errors_named(name):
-                spec = {"driver": "zarr", "kvstore": kvstore, "recheck_cached_data": False}
-                self._stores[name] = ts.open(spec, open=True, context=self._context).result()
-        return self._stores[name]
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        """Return one part of a leaf."""
-        store = self.leaf(name)
-        with self._errors_named(name):
-            return store[index].read().result()
-
-    @contextlib.contextmanager
-    def _errors_named(self, name: str) -> Iterator[None]:
+    path = Path(folder).absolute() / f"{step:08d}"
+    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    opened = None
+    for name, index in parts:
         try:
-            yield
+            if name != opened:
+                kvstore = {"driver": "ocdbt", "base": f"file://{path}/", "path": f"{name}/"}
+                spec = {"driver": "zarr", "kvstore": kvstore, "recheck_cached_data": False}
+                store, opened = ts.open(spec, open=True, context=context).result(), name
+            part = store[index].read().result()
         except (ValueError, OSError) as error:
             line = str(error).splitlines()[0][:200]
-            raise UserError(
-                f"cannot read {name} of checkpoint {self.path} ({line}); give the folder of a run"
-            ) from error
+            raise UserError(f"cannot read {name} of checkpoint {path} ({line}); give the folder of a run") from error
+        yield part
