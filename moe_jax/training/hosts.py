@@ -1,14 +1,10 @@
-"""Starts this process' part of a job on one or several hosts, ends it, and agrees on its last step. No arrays.
+"""Starts this process' part of a job on one or several hosts, and agrees on its last step. No arrays.
 
-Inputs: a HostsConfig (from flags) and the environment (Slurm, Open MPI, Kubernetes). Outputs: `Hosts`: this process'
-index, the number of processes, and jax.distributed started where there are several. A rendezvous comes before it
-(rendezvous.py), and a watchdog for lost processes runs during the job (watchdog.py).
+Inputs: a HostsConfig (from flags) and the environment (Slurm, Open MPI, Kubernetes). Outputs: `Hosts` (watchdog.py),
+with jax.distributed started where there are several processes, after a rendezvous of them all (rendezvous.py).
 
     with start_hosts(HostsConfig(coordinator=..., num_processes=..., process_id=...)) as hosts:
         ...                                            # jax.devices() now spans all processes
-
-`--coordinator` is where process 0 listens for the rendezvous; the port of jax's own service is free to choose, so
-process 0 picks it and sends it to the others. Call this before anything that makes jax start its devices.
 """
 
 from __future__ import annotations
@@ -18,19 +14,16 @@ import dataclasses
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import jax
 
-from moe_jax.errors import HostLostError, NonFiniteError, UserError
-from moe_jax.training.rendezvous import Place, connect, derive_token, gather_peers, held_port, machine_id, node_size
-from moe_jax.training.watchdog import EXIT_HOST_LOST, Watchdog
+from moe_jax.errors import UserError
+from moe_jax.training.rendezvous import Place, connect, derive_token, gather_peers, held_port, machine_id
+from moe_jax.training.watchdog import Hosts, exit_code_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -47,7 +40,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #             break                                     # save; `step` is the first step that was not made
 #         state, metrics[step] = train_step(state, batch, stop.local_flag())
 class StopSignal:
-    """Handle SIGTERM and SIGINT from creation until `close`; create it in the main thread.
+    """Handle SIGTERM and SIGINT from creation to the end of its `with` block; create it in the main thread.
 
     Args:
       processes: number of processes of the job. With one, `should_stop` follows the own flag and `observe` is idle.
@@ -67,7 +60,8 @@ class StopSignal:
         # written by the C handler itself, so a thread sees every signal at once.
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
-        self._previous = {number: signal.signal(number, _do_nothing) for number in _SIGNALS}
+        # a function in place of the default action, which ends the process
+        self._previous = {number: signal.signal(number, lambda _number, _frame: None) for number in _SIGNALS}
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="moe_jax stop signal", daemon=True).start()
 
@@ -104,21 +98,14 @@ class StopSignal:
         self._last_allowed = step
         return False
 
-    def close(self) -> None:
-        """Restore the previous signal handlers."""
-        if self._write_end < 0:
-            return
-        signal.set_wakeup_fd(self._previous_wakeup)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        os.close(self._write_end)
-        self._write_end = -1
-
     def __enter__(self) -> StopSignal:
         return self
 
     def __exit__(self, *_error) -> None:
-        self.close()
+        signal.set_wakeup_fd(self._previous_wakeup)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self._write_end)
 
     def _listen(self) -> None:
         while data := os.read(self._read_end, 1):
@@ -130,15 +117,8 @@ class StopSignal:
         os.close(self._read_end)
 
 
-def _do_nothing(_number, _frame) -> None:
-    """Replace the default action, which ends the process."""
+__all__ = ["Hosts", "HostsConfig", "StopSignal", "exit_code_of", "start_hosts"]
 
-
-__all__ = ["EXIT_HOST_LOST", "Hosts", "HostsConfig", "StopSignal", "exit_code_of", "start_hosts"]
-
-# An exception of a step that contains one of these words is probably caused by a lost process; then the watchdog gets
-# time to name that process.
-_COMMUNICATION_WORDS = ("gloo", "nccl", "unavailable", "deadline", "socket", "connection", "coordination", "aborted")
 _JAX_HEARTBEAT_MARGIN_SECONDS = 10
 _SHARD_AUTOTUNING = "xla_gpu_shard_autotuning"
 _SERVICE_SECONDS = 5.0  # jax tries for itself, for as long as `start_timeout_seconds`, if this was too short
@@ -191,109 +171,6 @@ class HostsConfig:
             raise UserError("job_token ('') must not be empty; give a secret that all processes share, or none at all")
 
 
-class Hosts:
-    """This process among the processes of its job; as a context manager it ends the process with the right exit code.
-
-    In a job of one process everything here does nothing, and exceptions pass through. With several processes, leaving
-    the `with` block
-      - normally, or after `close`: waits for all others to do the same;
-      - by an exception: prints it, tells the others and exits (2 user's error, 3 not finite, 4 lost process, else 1).
-        No atexit hook runs then: jax's is a barrier with processes that will not come.
-    """
-
-    def __init__(
-        self,
-        *,
-        process_index: int = 0,
-        process_count: int = 1,
-        watchdog: Watchdog | None = None,
-        lost_after_seconds: float = 30.0,
-        host_ids: Sequence[str] = ("",),
-    ):
-        self.host_ids = tuple(host_ids)
-        self.process_index, self.process_count = process_index, process_count
-        self._watchdog = watchdog
-        self._lost_after_seconds = lost_after_seconds
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes what only one may write."""
-        return self.process_index == 0
-
-    def node_size(self, devices: Sequence) -> int:
-        """Return how many devices share a machine, see `node_size`; all of them in a job of one process."""
-        return node_size(devices, self.host_ids)
-
-    def touch(self, step: int) -> None:
-        """Note that a step was made, or is due from now on, for `stall_after_seconds`."""
-        if self._watchdog:
-            self._watchdog.touch(step)
-
-    def rest(self) -> None:
-        """Note that no step is due until the next `touch`: `stall_after_seconds` does not run."""
-        if self._watchdog:
-            self._watchdog.rest()
-
-    def gather_text(self, topic: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
-        """Return every process' text on a topic, in the order of the processes; a barrier with a time limit.
-
-        Args:
-          topic: a name that all processes use, each once.
-
-        Raises:
-          HostLostError: a process did not come in time.
-        """
-        if self._watchdog is None:
-            return [text]
-        return self._watchdog.gather_text(topic, text, timeout_seconds)
-
-    def close(self) -> None:
-        """Leave the job together with all other processes; a second call does nothing."""
-        if self._watchdog is None:
-            return
-        jax.distributed.shutdown()  # waits for all; the watchdog still runs, in case one of them dies now
-        self._watchdog.leave()
-        self._watchdog = None
-
-    def fail(self, error: BaseException) -> NoReturn:
-        """End this process because of an exception, unless another process caused it.
-
-        Several processes only. When a process dies, the step of the others may raise before the watchdog has noticed;
-        the watchdog then ends this process, naming the one that died.
-        """
-        assert self._watchdog is not None, "a process alone ends by its exception"
-        code, line = exit_code_of(error), f"{type(error).__name__}: {error}"
-        if code == 1:
-            communication = any(word in line.lower() for word in _COMMUNICATION_WORDS)
-            self._watchdog.await_verdict(self._lost_after_seconds + 5.0 if communication else 1.0)
-            if not isinstance(error, SystemExit):
-                traceback.print_exception(error)
-        elif not isinstance(error, SystemExit):
-            print(error, file=sys.stderr)
-        self._watchdog.fail(code, line.splitlines()[0])
-
-    def __enter__(self) -> Hosts:
-        return self
-
-    def __exit__(self, _type, error: BaseException | None, _traceback) -> None:
-        if self._watchdog is None:
-            return
-        if error is None or (isinstance(error, SystemExit) and exit_code_of(error) == 0):
-            self.close()
-        else:
-            self.fail(error)
-
-
-def exit_code_of(error: BaseException) -> int:
-    """Return the exit code that a command ends with after an exception."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    for kind, code in ((UserError, 2), (NonFiniteError, 3), (HostLostError, EXIT_HOST_LOST), (KeyboardInterrupt, 130)):
-        if isinstance(error, kind):
-            return code
-    return 1
-
-
 def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str] = os.environ) -> Hosts:
     """Start jax.distributed if flags or environment name several processes; return this process' place.
 
@@ -313,26 +190,28 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
     launcher = None if by_flags else find_launcher(environment)
     token = derive_token(config.job_token, config.coordinator, launcher, environment)
     place = Place(index=index, count=count, host=host, port=port, token=token, host_id=machine_id(environment))
+    # `--coordinator` is where process 0 listens for the rendezvous; the port of jax's own service is free to choose, so
+    # process 0 picks it and offers it to the others.
     with held_port() if index == 0 else contextlib.nullcontext("") as offer:
         if index == 0:
-            joined = gather_peers(place, offer=offer, seconds=config.start_timeout_seconds)
+            peers, host_ids = gather_peers(place, offer=offer, seconds=config.start_timeout_seconds)
         else:
-            joined = connect(place, seconds=config.start_timeout_seconds)
-            _await_port(place.host, int(joined.offer))
-        jax_port = int(joined.offer)
-        watchdog = Watchdog(
-            index=index,
-            count=count,
-            peers=joined.peers,
-            lost_seconds=config.lost_after_seconds,
-            stall_seconds=config.stall_after_seconds,
-        )
+            hub, host_ids, offer = connect(place, seconds=config.start_timeout_seconds)
+            peers = [hub]
+            deadline = time.monotonic() + _SERVICE_SECONDS
+            while time.monotonic() < deadline:  # after a failed attempt jax would wait a second
+                try:
+                    socket.create_connection((host, int(offer)), timeout=_SERVICE_SECONDS).close()
+                    break
+                except OSError:
+                    time.sleep(0.01)
         hosts = Hosts(
             process_index=index,
             process_count=count,
-            watchdog=watchdog,
-            lost_after_seconds=config.lost_after_seconds,
-            host_ids=joined.host_ids,
+            peers=peers,
+            host_ids=host_ids,
+            lost_seconds=config.lost_after_seconds,
+            stall_seconds=config.stall_after_seconds,
         )
         # XLA reads its flags when a backend first starts. Without this one it shares the timing of kernels among
         # processes: one that finds a program in a cache would leave the others waiting, and one that compiles a program
@@ -345,7 +224,7 @@ def start_hosts(config: HostsConfig | None = None, environment: Mapping[str, str
         jax.config.update("jax_enable_preemption_service", False)
         try:
             jax.distributed.initialize(
-                f"[{host}]:{jax_port}" if ":" in host else f"{host}:{jax_port}",
+                f"[{host}]:{offer}" if ":" in host else f"{host}:{offer}",
                 count,
                 index,
                 local_device_ids,
@@ -381,7 +260,22 @@ def resolve_hosts(
         local_rank = _first_int(None, environment, "OMPI_COMM_WORLD_LOCAL_RANK")
         local_device_ids = None if local_rank is None else [local_rank]
     if count != 1 and (launcher == "Slurm" or (launcher and None in (coordinator, count, index))):
-        found = _detect(launcher, coordinator, count, index, config.start_timeout_seconds)
+        seconds = config.start_timeout_seconds
+        try:
+            from jax._src.clusters import ClusterEnv  # the only private name of jax in this file
+
+            found = ClusterEnv.auto_detect_unset_distributed_params(coordinator, count, index, None, None, seconds)
+        except Exception as error:  # any error of a launcher's variables, an API server or another version of jax
+            raise UserError(
+                f"this looks like a job of {launcher}, but jax could not read it ({type(error).__name__}: {error}); "
+                "give --coordinator, --num_processes and --process_id"
+            ) from error
+        if None in found[:3]:
+            raise UserError(
+                f"this looks like a job of {launcher}, but jax does not find coordinator, number and index of the "
+                "processes in it; give --coordinator, --num_processes and --process_id, or install what jax misses "
+                "(the package `kubernetes` there, `mpi4py` under Open MPI 5)"
+            )
         coordinator, count, index, local_device_ids = found
     if "JAX_LOCAL_DEVICE_IDS" in environment:
         local_device_ids = None  # jax reads it
@@ -410,28 +304,6 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> str | None:
     return None
 
 
-def _detect(
-    launcher: str, coordinator: str | None, count: int | None, index: int | None, seconds: int
-) -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Read a launcher's environment with jax's detection; the only private name of jax in this file."""
-    try:
-        from jax._src.clusters import ClusterEnv
-
-        found = ClusterEnv.auto_detect_unset_distributed_params(coordinator, count, index, None, None, seconds)
-    except Exception as error:  # any error of a launcher's variables, an API server or another version of jax
-        raise UserError(
-            f"this looks like a job of {launcher}, but jax could not read it ({type(error).__name__}: {error}); give "
-            "--coordinator, --num_processes and --process_id"
-        ) from error
-    if None in found[:3]:
-        raise UserError(
-            f"this looks like a job of {launcher}, but jax does not find coordinator, number and index of the "
-            "processes in it; give --coordinator, --num_processes and --process_id, or install what jax misses (the "
-            "package `kubernetes` there, `mpi4py` under Open MPI 5)"
-        )
-    return found
-
-
 def _first_int(value: int | None, environment: Mapping[str, str], name: str) -> int | None:
     if value is not None or name not in environment:
         return value
@@ -453,14 +325,3 @@ def _split_address(address: str) -> tuple[str, int]:
             f"coordinator ({address!r}) must be host:port with a port in 1..65535, as in 10.0.0.1:8476 or [::1]:8476"
         )
     return host.strip("[]"), int(port)
-
-
-def _await_port(host: str, port: int) -> None:
-    """Return once process 0's coordination service listens: after a failed attempt jax would wait a second."""
-    deadline = time.monotonic() + _SERVICE_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((host, port), timeout=_SERVICE_SECONDS).close()
-            return
-        except OSError:
-            time.sleep(0.01)

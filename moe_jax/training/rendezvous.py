@@ -2,24 +2,23 @@
 
 Inputs: this process' place, the coordinator's host and port, and the job's token. Outputs: the connections, which
 processes share a machine, and a text that process 0 offers to the others. It comes before anything of jax, whose
-coordination service reacts to every mistake made here (a missing process, counts that differ, a process_id given twice)
-by aborting the process or waiting for long.
+coordination service reacts to every mistake made here by aborting the process or waiting for long.
 
     process 0                              process i
     challenge                       ->
                                     <-     hello: index, count, versions, machine; sealed for that challenge
     go or refused, sealed for the hello's challenge  ->
-
-A connection that does not send a sealed hello is a stranger: it is dropped, its address logged once, and the job goes
-on. One deadline holds for all of it: process 0 waits for all connections at once, so a stranger cannot delay it. A
-sealed hello comes from the job itself, so a contradiction in it ends the job with its reason.
-
-The token is never sent: each side seals its message with an HMAC of the token over the other's random challenge, so a
-recorded message is not accepted on another connection. This authenticates the sender only; nothing is encrypted, and
-after the rendezvous the connection is trusted. A token that was given is a secret. Without one, the launcher's job id
-and the coordinator's address take its place: they keep other jobs, port scanners and health checks out, but not an
-attacker who knows both.
 """
+
+# A connection that does not send a sealed hello is a stranger: it is dropped, its address logged once, and the job goes
+# on. One deadline holds for all of it: process 0 waits for all connections at once, so a stranger cannot delay it. A
+# sealed hello comes from the job itself, so a contradiction in it ends the job with its reason.
+#
+# The token is never sent: each side seals its message with an HMAC of the token over the other's random challenge, so a
+# recorded message is not accepted on another connection. This authenticates the sender only; nothing is encrypted, and
+# after the rendezvous the connection is trusted. A token that was given is a secret. Without one, the launcher's job id
+# and the coordinator's address take its place: they keep other jobs, port scanners and health checks out, but not an
+# attacker who knows both.
 
 from __future__ import annotations
 
@@ -29,7 +28,6 @@ import hashlib
 import hmac
 import importlib.metadata
 import ipaddress
-import itertools
 import json
 import logging
 import os
@@ -39,11 +37,13 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_jax.errors import HostLostError, UserError
+
+_LOG = logging.getLogger(__name__)
 
 
 # Processes share a node if their host name, boot and network namespace are equal, or NCCL_HOSTID, where that is set:
@@ -59,35 +59,6 @@ def machine_id(environment: Mapping[str, str] = os.environ) -> str:
     except OSError:  # not Linux
         pass
     return " ".join(parts)
-
-
-def node_size(devices: Sequence, host_ids: Sequence[str]) -> int:
-    """Return how many devices a node has: those of all processes on one machine.
-
-    Args:
-      devices: of the job, in the order of the device index; what counts is their `process_index`.
-      host_ids: the machine of every process, by index; one process or none given is one machine.
-
-    Raises:
-      UserError: the machines have different numbers of devices, or a machine's devices do not follow one another.
-    """
-    if len(set(host_ids)) <= 1:
-        return len(devices)
-    runs = [(host, len(list(run))) for host, run in itertools.groupby(host_ids[d.process_index] for d in devices)]
-    counts = [count for _, count in runs]
-    remedy = f"or set MeshConfig.devices_per_node to a divisor of the {len(devices)} devices"
-    if len(runs) > len({host for host, _ in runs}):
-        raise UserError(
-            f"the {len(host_ids)} processes are not numbered host by host (devices in a row on one host: {counts}), so "
-            "devices that share a node are not neighbours in the mesh; give the processes of one host neighbouring "
-            f"--process_id, as srun --distribution=block does, {remedy}"
-        )
-    if len(set(counts)) > 1:
-        raise UserError(
-            f"the {len(runs)} hosts of this job have different numbers of devices ({counts}), and the nodes of a mesh "
-            f"must be alike; start as many devices on each host, {remedy}"
-        )
-    return counts[0]
 
 
 TOKEN_VARIABLE = "MOE_JAX_JOB_TOKEN"
@@ -111,14 +82,8 @@ def derive_token(given: str | None, coordinator: str, launcher: str | None, envi
         parts = ["given", secret]
     else:
         names = _JOB_IDS.get(launcher or "", ())
-        job = next((environment[name] for name in names if environment.get(name)), "")
-        parts = ["derived", coordinator, job]
+        parts = ["derived", coordinator, next((environment[name] for name in names if environment.get(name)), "")]
     return hashlib.sha256("\0".join(parts).encode()).digest()
-
-
-def new_challenge() -> str:
-    """Return a text that was never used before."""
-    return secrets.token_hex(16)
 
 
 def seal(token: bytes, kind: str, challenge: str, content: dict) -> dict:
@@ -155,15 +120,17 @@ class Peer:
     """One other process, as seen over its connection.
 
     Attributes:
-      index: of the process.
-      name: of its host.
+      index: of the process; -1 until it has said its hello.
+      name: of its host; until its hello the address it connects from.
       host_id: equal for processes that share a machine.
+      challenge: that its hello has to answer; afterwards the one that its hello gave.
     """
 
     index: int
     name: str
     connection: socket.socket
     host_id: str = ""
+    challenge: str = ""
     received: bytes = b""
     last_heard: float = field(default_factory=time.monotonic)
     has_left: bool = False
@@ -172,76 +139,82 @@ class Peer:
         return f"process {self.index} ({self.name})"
 
     def send(self, message: dict) -> None:
-        """Send one message; a broken connection is handled when it is read, not here."""
+        """Send one message as a line of JSON; a broken connection is handled when it is read, not here."""
         try:
-            self.connection.sendall(encode(message))
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             pass
 
-    def receive(self) -> list[dict] | None:
-        """Return the messages that have arrived, or None when the connection is closed.
-
-        Raises:
-          MalformedMessage: what arrived is not a message, or has no end.
-        """
+    def read(self) -> bool:
+        """Take in the bytes that have arrived; False when the connection is closed."""
         try:
             data = self.connection.recv(65536)
         except (BlockingIOError, TimeoutError):
-            return []
+            return True
         except OSError:
-            data = b""
-        if not data:
-            return None
+            return False
+        self.received += data
         self.last_heard = time.monotonic()
-        *lines, self.received = (self.received + data).split(b"\n")
-        if len(self.received) > MAX_MESSAGE_BYTES:
-            raise MalformedMessage(f"a line of more than {MAX_MESSAGE_BYTES >> 20} MiB")
-        return [decode(line) for line in lines]
+        return bool(data)
+
+    def next_message(self, most: int = MAX_MESSAGE_BYTES) -> dict | None:
+        """Return the first message that was read and not returned yet, None where it is not whole.
+
+        Raises:
+          MalformedMessage: what arrived is not a message, or is a line of more than `most` bytes.
+        """
+        line, end, rest = self.received.partition(b"\n")
+        if len(line) > most:
+            raise MalformedMessage(f"a line of more than {most} bytes")
+        if not end:
+            return None
+        self.received = rest
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+            raise MalformedMessage(f"{line[:40]!r} instead of a message")
+        return message
 
 
-def encode(message: dict) -> bytes:
-    """Return the line that a message is sent as."""
-    return json.dumps(message).encode() + b"\n"
-
-
-def decode(line: bytes) -> dict:
-    """Return the message of a line.
-
-    Raises:
-      MalformedMessage: it is none.
-    """
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-        raise MalformedMessage(f"{line[:40]!r} instead of a message")
-    return message
-
-
-_LOG = logging.getLogger(__name__)
 _BACKLOG = 1024
 _SERVICE_PORTS = (20000, 30000)  # above them Kubernetes has its node ports, then come those of outgoing connections
 _PORT_ATTEMPTS = 20
 _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)  # the last: link-local, without its interface
 
 
-# A name may mean another address here than elsewhere (behind address translation, for a service of Kubernetes, or where
-# /etc/hosts gives the machine's own name a loopback address); then only listening at all addresses reaches every
-# process, logged once.
 def listen(host: str, port: int, deadline: float) -> list[socket.socket]:
     """Return sockets that listen at the addresses of `host` on this machine, or at all addresses.
 
     Raises:
       UserError: the port is still taken at the deadline (time.monotonic()).
     """
-    addresses, why = own_addresses(host)
+    # A name may mean another address here than elsewhere (behind address translation, for a service of Kubernetes, or
+    # where /etc/hosts gives the machine's own name a loopback address); then only listening at all addresses reaches
+    # every process, logged once.
+    addresses, why = [], ""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    except OSError as error:
+        why = f"it is not known here ({error.strerror or error})"
+    looped = [address for address in addresses if ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+    if looped and not (host in looped or host == "localhost" or host.endswith(".localhost")):
+        addresses, why = [], f"{looped[0]}, which it means here, is reached from this machine only"
     while True:
+        opened: list[socket.socket] = []
         try:
+            for address in addresses:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                try:
+                    opened.append(socket.create_server((address, port), family=family, backlog=_BACKLOG))
+                except OSError as error:
+                    if error.errno not in _NOT_LOCAL:
+                        raise
+            if opened:
+                return opened
             if addresses:
-                opened = _open_each(addresses, port)
-                if opened:
-                    return opened
                 why = f"it means {', '.join(addresses)}, which is no address of this machine"
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
@@ -249,6 +222,8 @@ def listen(host: str, port: int, deadline: float) -> list[socket.socket]:
             _LOG.warning("process 0 listens at all addresses: the coordinator's host is %r, and %s", host, why)
             return opened
         except OSError as error:
+            for listener in opened:
+                listener.close()
             if time.monotonic() > deadline:
                 raise UserError(
                     f"process 0 cannot listen at the coordinator's port {port} ({error.strerror}); another job or a "
@@ -288,47 +263,7 @@ def held_port() -> Iterator[str]:
     raise OSError("no port is free")
 
 
-def own_addresses(host: str) -> tuple[list[str], str]:
-    """Return the addresses that a name has, or none and why listening there would not reach every process."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return [], f"it is not known here ({error.strerror or error})"
-    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    looped = [address for address in addresses if ipaddress.ip_address(address.partition("%")[0]).is_loopback]
-    if looped and not _means_loopback(host):
-        return [], f"{looped[0]}, which it means here, is reached from this machine only"
-    return addresses, ""
-
-
-def _means_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _open_each(addresses: list[str], port: int) -> list[socket.socket]:
-    """Return a listening socket for each address of this machine; raise OSError if the port is taken at one."""
-    opened: list[socket.socket] = []
-    try:
-        for address in addresses:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            try:
-                opened.append(socket.create_server((address, port), family=family, backlog=_BACKLOG))
-            except OSError as error:
-                if error.errno not in _NOT_LOCAL:
-                    raise
-    except OSError:
-        for listener in opened:
-            listener.close()
-        raise
-    return opened
-
-
-_PROTOCOL = 1  # of the messages here and after the start
+VERSIONS = {"protocol": "1", "jax": importlib.metadata.version("jax")}  # what must be equal on all processes
 _BIND_SECONDS = 10.0  # a predecessor on the same port may still be ending
 _HELLO_SECONDS = 5.0  # a process of the job answers the challenge at once
 _SEND_SECONDS = 5.0
@@ -358,48 +293,188 @@ class Place:
     host_id: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Joined:
-    """A job whose processes are all there.
-
-    Attributes:
-      peers: process 0's connection to every other process, or another process' connection to process 0.
-      host_ids: of all processes, by index.
-      offer: process 0's text.
-    """
-
-    peers: list[Peer]
-    host_ids: list[str]
-    offer: str
-
-
-def gather_peers(place: Place, *, offer: str, seconds: float) -> Joined:
+def gather_peers(place: Place, *, offer: str, seconds: float) -> tuple[list[Peer], list[str]]:
     """Wait, as process 0, until all other processes have joined, and send them the offer.
+
+    Returns:
+      the connections to all other processes, and the machines of all processes, by index.
 
     Raises:
       UserError: a process has other flags than this one, or the port is taken.
       HostLostError: some process did not join in time.
     """
-    deadline = time.monotonic() + seconds
-    admission = _Admission(place, seconds)
+    admission = _Admission(place)
     try:
-        admission.open(min(deadline, time.monotonic() + _BIND_SECONDS))
-        peers = admission.admit_all(deadline)
+        admission.admit_all(seconds)
     except (UserError, HostLostError) as error:
-        admission.refuse_all({"lost": isinstance(error, HostLostError), "line": str(error)})
+        for peer in admission.joined.values():
+            peer.connection.settimeout(_SEND_SECONDS)
+            refusal = {"lost": isinstance(error, HostLostError), "line": str(error)}
+            peer.send(seal(place.token, "refused", peer.challenge, refusal))
+            peer.connection.close()
         raise
     finally:
-        admission.close()
+        for connection in (*admission.listeners, *(peer.connection for peer in admission.unverified)):
+            connection.close()
+        admission.selector.close()
+    peers = [admission.joined[index] for index in sorted(admission.joined)]
     host_ids = [place.host_id, *(peer.host_id for peer in peers)]
     go = {"name": socket.gethostname(), "offer": offer, "host_ids": host_ids}
     for peer in peers:
         peer.connection.settimeout(_SEND_SECONDS)
-        peer.send(seal(place.token, "go", admission.challenges[peer.index], go))
-    return Joined(peers=peers, host_ids=host_ids, offer=offer)
+        peer.send(seal(place.token, "go", peer.challenge, go))
+    return peers, host_ids
 
 
-def connect(place: Place, *, seconds: float) -> Joined:
+class _Admission:
+    """Process 0's side: accepts connections, and admits those that send a sealed hello."""
+
+    def __init__(self, place: Place):
+        self.place = place
+        self.name = socket.gethostname()
+        self.listeners: list[socket.socket] = []
+        self.unverified: dict[Peer, float] = {}  # connections without a hello, oldest first: when each is dropped
+        self.joined: dict[int, Peer] = {}
+        self.selector = selectors.DefaultSelector()
+        self.strangers: list[str] = []  # addresses that were logged
+        self.refused = ""
+
+    def admit_all(self, seconds: float) -> None:
+        """Return once all other processes have joined."""
+        place, deadline = self.place, time.monotonic() + seconds
+        # so that all processes of a job may connect at once; beyond it the oldest connection is dropped
+        most_unverified = max(128, 2 * place.count)
+        self.listeners = listen(place.host, place.port, min(deadline, time.monotonic() + _BIND_SECONDS))
+        for listener in self.listeners:
+            listener.setblocking(False)
+            self.selector.register(listener, selectors.EVENT_READ)
+        while True:
+            if len(self.joined) == place.count - 1:
+                self.drop_closed()  # one that joined and died just now: its successor may connect
+                if len(self.joined) == place.count - 1:
+                    return
+            now = time.monotonic()
+            for peer in [peer for peer, until in self.unverified.items() if until <= now]:
+                self.drop(peer, "said nothing in time")
+            if now >= deadline:
+                break
+            until = min([deadline, *self.unverified.values()])
+            for key, _ in self.selector.select(max(0.0, until - now)):
+                if key.fileobj.fileno() < 0:  # dropped by an earlier turn of this loop
+                    continue
+                if key.data in self.unverified:
+                    self.hear(key.data)
+                elif key.data is not None:  # a process that has joined sends nothing before the start: it died
+                    self.drop_closed()
+                else:
+                    try:
+                        connection, address = key.fileobj.accept()
+                    except OSError:  # gone before it was taken
+                        continue
+                    if len(self.unverified) >= most_unverified:
+                        self.drop(next(iter(self.unverified)), "made way for others")
+                    connection.setblocking(False)
+                    peer = Peer(index=-1, name=str(address[0]), connection=connection, challenge=secrets.token_hex(16))
+                    peer.send({"kind": "challenge", "challenge": peer.challenge})
+                    self.unverified[peer] = time.monotonic() + _HELLO_SECONDS
+                    self.selector.register(connection, selectors.EVENT_READ, peer)
+        missing = [index for index in range(1, place.count) if index not in self.joined]
+        where = " and ".join(sorted({listener.getsockname()[0] for listener in self.listeners}))
+        strangers = ""
+        if self.strangers:
+            shown = ", ".join(self.strangers[:5])
+            strangers = f"; strangers came from {shown}: if they belong to this job, give all the same --job_token"
+        raise HostLostError(
+            f"processes {missing} of {place.count} have not joined process 0 ({self.name}) at port {place.port} of "
+            f"{where} within {seconds:g} s{self.refused}; see their logs, and give each process "
+            f"--num_processes={place.count} and a --process_id of its own{strangers}"
+        )
+
+    def hear(self, peer: Peer) -> None:
+        """Admit a process of this job by its hello; a contradiction that no retry can resolve raises UserError."""
+        place = self.place
+        try:
+            is_open, hello = peer.read(), None
+            message = peer.next_message(_MAX_HELLO_BYTES)
+        except MalformedMessage:
+            self.drop(peer, "no hello of this program")
+            return
+        if message is None:
+            if not is_open:
+                self.drop(peer, "closed without a hello")
+            return
+        with contextlib.suppress(ValueError, RecursionError):  # sealed, and no JSON: not by this program
+            hello = unseal(place.token, peer.challenge, message) if message["kind"] == "hello" else None
+        if hello is None:
+            peer.send({"kind": "stranger"})
+            self.drop(peer, "another job token or none")
+            return
+        del self.unverified[peer]
+        peer.index, peer.name, peer.challenge = hello["index"], hello["name"], hello["challenge"]
+        peer.host_id = hello.get("host_id", "")
+        self.drop_closed()  # a process that joined and died: this may be its successor
+        line, theirs = "", hello["versions"]  # in hellos of all versions to come
+        if theirs != VERSIONS:
+            runs, here = (
+                " with ".join(f"{name} {version}" for name, version in side.items()) for side in (theirs, VERSIONS)
+            )
+            line = f"{peer} runs {runs} but process 0 ({self.name}) runs {here}; install the same everywhere"
+        elif hello["count"] != place.count:
+            line = (
+                f"{peer} has num_processes={hello['count']} but process 0 ({self.name}) has "
+                f"num_processes={place.count}; give all the same"
+            )
+        elif not 0 < peer.index < place.count:
+            line = (
+                f"{peer} joined process 0 of {place.count}, but process_id must lie in 1..{place.count - 1}; give each "
+                "its own"
+            )
+        elif peer.index not in self.joined:
+            self.joined[peer.index] = peer
+            return
+        else:
+            twice = f"{peer} joined although {self.joined[peer.index]} has that process_id; give each process its own"
+            self.refused = f" (refused: {twice})"
+        self.selector.unregister(peer.connection)
+        peer.connection.settimeout(_SEND_SECONDS)
+        peer.send(seal(place.token, "refused", peer.challenge, {"lost": False, "line": line or twice}))
+        peer.connection.close()
+        if line:
+            raise UserError(line)
+
+    def drop(self, peer: Peer, why: str) -> None:
+        """Close the connection of a stranger, and log its address once."""
+        self.selector.unregister(peer.connection)
+        del self.unverified[peer]
+        peer.connection.close()
+        if peer.name in self.strangers or len(self.strangers) >= _MAX_LOGGED_ADDRESSES:
+            return
+        self.strangers.append(peer.name)
+        _LOG.warning(
+            "a stranger at the rendezvous port %d from %s was dropped (%s); later ones from there are not mentioned",
+            self.place.port,
+            peer.name,
+            why,
+        )
+
+    def drop_closed(self) -> None:
+        """Forget processes that joined and died; what others sent early stays to be read after the start."""
+        for peer in list(self.joined.values()):
+            if not peer.read():
+                del self.joined[peer.index]
+                self.selector.unregister(peer.connection)
+                peer.connection.close()
+
+
+class _OtherTokenError(ConnectionError):
+    """Two tokens differ: a user may correct it while attempts to join go on."""
+
+
+def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
     """Join process 0 and wait until all others have.
+
+    Returns:
+      the connection to process 0, the machines of all processes by index, and process 0's offer.
 
     Raises:
       UserError: process 0 refuses this process' flags.
@@ -410,308 +485,65 @@ def connect(place: Place, *, seconds: float) -> Joined:
     while (left := deadline - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((place.host, place.port), timeout=min(left, 10.0))
-        except OSError as error:  # not up yet, or its name not yet known
-            reason = str(error)
-            time.sleep(min(_RETRY_SECONDS, left))
-            continue
-        try:
-            return _ask_to_join(connection, place, name, deadline)
-        except _NotAdmitted as error:
-            connection.close()
-            reason = str(error)
-            if error.worth_saying and reason not in said:
+            try:
+                return _ask_to_join(Peer(index=0, name="", connection=connection), place, deadline)
+            except BaseException:
+                connection.close()
+                raise
+        except (OSError, MalformedMessage) as error:  # not up yet, its name not yet known, or another program
+            reason = "another program answers there" if isinstance(error, MalformedMessage) else str(error)
+            pause = _RETRY_SECONDS
+            if isinstance(error, _OtherTokenError):
+                pause = _MENDED_SECONDS
+                if reason not in said:
+                    _LOG.warning("process %d (%s) tries again: %s", place.index, name, reason)
                 said.add(reason)
-                _LOG.warning("process %d (%s) tries again: %s", place.index, name, reason)
-            pause = _MENDED_SECONDS if error.worth_saying else _RETRY_SECONDS
             time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-        except BaseException:
-            connection.close()
-            raise
     raise HostLostError(
         f"process {place.index} ({name}) could not join process 0 at {place.host}:{place.port} within {seconds:g} s "
         f"({reason}); check that process 0 runs there, or set --coordinator to its host:port"
     )
 
 
-class _NotAdmitted(Exception):
-    """Why an attempt to join failed; `worth_saying` if a user could correct it meanwhile."""
-
-    def __init__(self, reason: str, worth_saying: bool = False):
-        super().__init__(reason)
-        self.worth_saying = worth_saying
-
-
-def _ask_to_join(connection: socket.socket, place: Place, name: str, deadline: float) -> Joined:
-    patience = min(deadline, time.monotonic() + _HELLO_SECONDS)
-    challenge = _read_message(connection, patience, _MAX_HELLO_BYTES).get("challenge")
+def _ask_to_join(hub: Peer, place: Place, deadline: float) -> tuple[Peer, list[str], str]:
+    """Make one attempt; ConnectionError or MalformedMessage says why it failed."""
+    challenge = _read_message(hub, min(deadline, time.monotonic() + _HELLO_SECONDS), _MAX_HELLO_BYTES).get("challenge")
     if not isinstance(challenge, str):
-        raise _NotAdmitted("another program answers there")
-    mine = new_challenge()
+        raise ConnectionError("another program answers there")
+    hub.challenge = secrets.token_hex(16)
     hello = {
         "index": place.index,
         "count": place.count,
-        "name": name,
-        "versions": versions(),
+        "name": socket.gethostname(),
+        "versions": VERSIONS,
         "host_id": place.host_id,
-        "challenge": mine,
+        "challenge": hub.challenge,
     }
-    connection.settimeout(_SEND_SECONDS)
-    try:
-        connection.sendall(encode(seal(place.token, "hello", challenge, hello)))
-    except OSError as error:
-        raise _NotAdmitted(str(error)) from error
+    hub.connection.settimeout(_SEND_SECONDS)
+    hub.send(seal(place.token, "hello", challenge, hello))
     # process 0 times out first, and names the missing processes
-    message = _read_message(connection, deadline + _HELLO_SECONDS, _MAX_GO_BYTES)
+    message = _read_message(hub, deadline + _HELLO_SECONDS, _MAX_GO_BYTES)
     if message["kind"] == "stranger":
-        raise _NotAdmitted(
+        raise _OtherTokenError(
             f"process 0 there holds another job token; give all processes the same --job_token or {TOKEN_VARIABLE}, "
-            "and the same --coordinator",
-            worth_saying=True,
+            "and the same --coordinator"
         )
-    content = unseal(place.token, mine, message)
+    content = unseal(place.token, hub.challenge, message)
     if content is None:
-        raise _NotAdmitted("what answers there does not hold this job's token", worth_saying=True)
+        raise _OtherTokenError("what answers there does not hold this job's token")
     if message["kind"] == "refused":
         raise (HostLostError if content["lost"] else UserError)(content["line"])
-    hub = Peer(index=0, name=content["name"], connection=connection, host_id=content["host_ids"][0])
-    return Joined(peers=[hub], host_ids=content["host_ids"], offer=content["offer"])
+    hub.name = content["name"]
+    return hub, content["host_ids"], content["offer"]
 
 
-def _read_message(connection: socket.socket, deadline: float, most: int) -> dict:
-    """Read exactly one message; raise _NotAdmitted if the other end closes, takes too long or sends too much."""
-    line = b""
-    while not line.endswith(b"\n"):
+def _read_message(hub: Peer, deadline: float, most: int) -> dict:
+    """Return process 0's next message; what follows it stays to be read by the watchdog."""
+    while (message := hub.next_message(most)) is None:
         left = deadline - time.monotonic()
-        if left <= 0 or len(line) > most:
-            raise _NotAdmitted("no answer" if left <= 0 else "another program answers there")
-        connection.settimeout(left)
-        try:
-            data = connection.recv(4096)
-        except TimeoutError:
-            continue
-        except OSError as error:
-            raise _NotAdmitted(str(error)) from error
-        if not data:
-            raise _NotAdmitted("it closed the connection or is another program")
-        line += data
-    try:
-        return decode(line[:-1])
-    except MalformedMessage as error:
-        raise _NotAdmitted("another program answers there") from error
-
-
-@dataclass(eq=False)
-class _UnverifiedPeer:
-    """A connection that is not authenticated yet."""
-
-    connection: socket.socket
-    address: str
-    challenge: str
-    until: float
-    received: bytes = b""
-
-
-@dataclass(eq=False)
-class _Admission:
-    """Process 0's side: accepts connections, and admits those that send a sealed hello."""
-
-    place: Place
-    seconds: float
-    listeners: list[socket.socket] = field(default_factory=list)
-    unverified_peers: dict[socket.socket, _UnverifiedPeer] = field(default_factory=dict)
-    peers: dict[int, Peer] = field(default_factory=dict)
-    challenges: dict[int, str] = field(default_factory=dict)
-    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    strangers: dict[str, str] = field(default_factory=dict)
-    refused: str = ""
-
-    def __post_init__(self):
-        self.name = socket.gethostname()
-        # so that all processes of a job may connect at once; beyond it the oldest connection is dropped
-        self.most_unverified = max(128, 2 * self.place.count)
-
-    def open(self, deadline: float) -> None:
-        """Listen at the coordinator's address; raise UserError if another program does."""
-        self.listeners = listen(self.place.host, self.place.port, deadline)
-        for listener in self.listeners:
-            listener.setblocking(False)
-            self.selector.register(listener, selectors.EVENT_READ, self._accept)
-
-    def close(self) -> None:
-        """Close the port and the connections that have not joined."""
-        for connection in (*self.listeners, *self.unverified_peers):
-            connection.close()
-        self.selector.close()
-
-    def admit_all(self, deadline: float) -> list[Peer]:
-        """Return the other processes in the order of their index, once all have joined."""
-        while True:
-            if len(self.peers) == self.place.count - 1:
-                self._drop_closed()  # one that joined and died just now: its successor may connect
-                if len(self.peers) == self.place.count - 1:
-                    return [self.peers[index] for index in sorted(self.peers)]
-            now = time.monotonic()
-            for unverified in [unverified for unverified in self.unverified_peers.values() if unverified.until <= now]:
-                self._drop(unverified, "said nothing in time")
-            if now >= deadline:
-                raise self._missing()
-            until = min([deadline, *(unverified.until for unverified in self.unverified_peers.values())])
-            for key, _ in self.selector.select(max(0.0, until - now)):
-                if key.fileobj.fileno() >= 0:  # else dropped by an earlier turn of this loop
-                    key.data(key.fileobj)
-
-    def refuse_all(self, content: dict) -> None:
-        """Send the processes that have joined the reason why the job does not start."""
-        for index, peer in self.peers.items():
-            peer.connection.settimeout(_SEND_SECONDS)
-            peer.send(seal(self.place.token, "refused", self.challenges[index], content))
-            peer.connection.close()
-
-    # One event each.
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, address = listener.accept()
-        except OSError:  # gone before it was taken
-            return
-        if len(self.unverified_peers) >= self.most_unverified:
-            self._drop(next(iter(self.unverified_peers.values())), "made way for others")
-        connection.setblocking(False)
-        unverified = _UnverifiedPeer(connection, str(address[0]), new_challenge(), time.monotonic() + _HELLO_SECONDS)
-        try:
-            connection.send(encode({"kind": "challenge", "challenge": unverified.challenge}))
-        except OSError:
-            connection.close()
-            return
-        self.unverified_peers[connection] = unverified
-        self.selector.register(connection, selectors.EVENT_READ, self._receive_hello)
-
-    def _receive_hello(self, connection: socket.socket) -> None:
-        unverified = self.unverified_peers[connection]
-        try:
-            data = connection.recv(_MAX_HELLO_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            data = b""
-        unverified.received += data
-        line, end, _ = unverified.received.partition(b"\n")
-        if not end:
-            if not data:
-                self._drop(unverified, "closed without a hello")
-            elif len(unverified.received) > _MAX_HELLO_BYTES:
-                self._drop(unverified, "a line without an end")
-            return
-        try:
-            message = decode(line)
-        except MalformedMessage:
-            self._drop(unverified, "no hello of this program")
-            return
-        try:
-            hello = unseal(self.place.token, unverified.challenge, message) if message["kind"] == "hello" else None
-        except (ValueError, RecursionError):  # sealed, and no JSON: not by this program
-            hello = None
-        if hello is None:
-            self._drop(unverified, "another job token or none", last_message={"kind": "stranger"})
-            return
-        self.selector.unregister(connection)
-        del self.unverified_peers[connection]
-        self._admit(connection, hello)
-
-    def _receive_early(self, connection: socket.socket) -> None:
-        """A process that has joined sends nothing before the start: either it died, or its bytes are left unread."""
-        self.selector.unregister(connection)
-        self._drop_closed()
-
-    def _admit(self, connection: socket.socket, hello: dict) -> None:
-        """Admit a process of this job; a contradiction that no retry can resolve raises UserError."""
-        place, index, theirs = self.place, hello["index"], hello["versions"]  # in hellos of all versions to come
-        peer = Peer(index=index, name=hello["name"], connection=connection, host_id=hello.get("host_id", ""))
-        line = ""
-        if theirs != versions():
-            line = (
-                f"{peer} runs {_shown(theirs)} but process 0 ({self.name}) runs {_shown(versions())}; install the same "
-                "everywhere"
-            )
-        elif hello["count"] != place.count:
-            line = (
-                f"{peer} has num_processes={hello['count']} but process 0 ({self.name}) has "
-                f"num_processes={place.count}; give all the same"
-            )
-        elif not 0 < index < place.count:
-            line = (
-                f"{peer} joined process 0 of {place.count}, but process_id must lie in 1..{place.count - 1}; give each "
-                "its own"
-            )
-        self._drop_closed()  # a process that joined and died: this may be its successor
-        twice = not line and index in self.peers
-        if twice:
-            line = f"{peer} joined although {self.peers[index]} has that process_id; give each process its own"
-        if line:
-            connection.settimeout(_SEND_SECONDS)
-            peer.send(seal(place.token, "refused", hello["challenge"], {"lost": False, "line": line}))
-            connection.close()
-            if not twice:
-                raise UserError(line)
-            self.refused = f" (refused: {line})"
-            return
-        self.peers[index], self.challenges[index] = peer, hello["challenge"]
-        self.selector.register(connection, selectors.EVENT_READ, self._receive_early)
-
-    # Dropping connections.
-
-    def _drop(self, unverified: _UnverifiedPeer, why: str, last_message: dict | None = None) -> None:
-        if last_message is not None:
-            try:
-                unverified.connection.send(encode(last_message))
-            except OSError:
-                pass
-        self.selector.unregister(unverified.connection)
-        del self.unverified_peers[unverified.connection]
-        unverified.connection.close()
-        if unverified.address in self.strangers or len(self.strangers) >= _MAX_LOGGED_ADDRESSES:
-            return
-        self.strangers[unverified.address] = why
-        _LOG.warning(
-            "a stranger at the rendezvous port %d from %s was dropped (%s); later ones from there are not mentioned",
-            self.place.port,
-            unverified.address,
-            why,
-        )
-
-    def _drop_closed(self) -> None:
-        for index, peer in list(self.peers.items()):
-            try:
-                is_closed = peer.connection.recv(1, socket.MSG_PEEK) == b""
-            except BlockingIOError:
-                is_closed = False
-            except OSError:
-                is_closed = True
-            if is_closed:
-                del self.peers[index]
-                if peer.connection in self.selector.get_map():
-                    self.selector.unregister(peer.connection)
-                peer.connection.close()
-
-    def _missing(self) -> HostLostError:
-        place = self.place
-        missing = [index for index in range(1, place.count) if index not in self.peers]
-        where = " and ".join(sorted({listener.getsockname()[0] for listener in self.listeners}))
-        strangers = ""
-        if self.strangers:
-            shown = ", ".join(list(self.strangers)[:5])
-            strangers = f"; strangers came from {shown}: if they belong to this job, give all the same --job_token"
-        return HostLostError(
-            f"processes {missing} of {place.count} have not joined process 0 ({self.name}) at port {place.port} of "
-            f"{where} within {self.seconds:g} s{self.refused}; see their logs, and give each process "
-            f"--num_processes={place.count} and a --process_id of its own{strangers}"
-        )
-
-
-def versions() -> dict[str, str]:
-    """Return what must be equal on all processes."""
-    return {"protocol": str(_PROTOCOL), "jax": importlib.metadata.version("jax")}
-
-
-def _shown(versions: dict[str, str]) -> str:
-    return " with ".join(f"{name} {version}" for name, version in versions.items())
+        if left <= 0:
+            raise ConnectionError("no answer")
+        hub.connection.settimeout(left)
+        if not hub.read():
+            raise ConnectionError("it closed the connection or is another program")
+    return message

@@ -92,7 +92,7 @@ def make_mistake(flags, hosts, step: int) -> None:
     if kind == "bug":
         raise KeyError("a bug")
     if kind == "babble":
-        hosts._watchdog._peers[0].connection.sendall(b"GET / HTTP/1.1\n")
+        hosts._peers[0].connection.sendall(b"GET / HTTP/1.1\n")
         time.sleep(1000)
     if kind == "stuck":
         time.sleep(1000)

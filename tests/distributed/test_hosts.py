@@ -28,7 +28,7 @@ from moe_jax.training.hosts import (
     resolve_hosts,
     start_hosts,
 )
-from moe_jax.training.rendezvous import held_port, machine_id, node_size
+from moe_jax.training.rendezvous import held_port, machine_id
 
 _ROOT = Path(__file__).parents[2]
 _WORKER = Path(__file__).with_name("hosts_worker.py")
@@ -96,12 +96,11 @@ def test_a_silent_process_ends_the_other_with_code_4_and_its_name(start_job):
     assert "is lost: silent for 2 s" in job.log(0) and "moe_jax: process 1" in job.log(0)
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 75), (signal.SIGINT, 0)])
-def test_a_signal_to_one_process_stops_all_at_the_same_step(start_job, number, exit_code):
-    job = start_job(f"--exit_code={exit_code}")
+def test_a_signal_to_one_process_stops_all_at_the_same_step(start_job):
+    job = start_job("--exit_code=75")
     job.wait_for_step(5)
-    job.processes[1].send_signal(number)
-    assert [job.wait(i, 10) for i in range(2)] == [exit_code, exit_code]
+    job.processes[1].send_signal(signal.SIGTERM)
+    assert [job.wait(i, 10) for i in range(2)] == [75, 75]
     stopped = [line for i in range(2) for line in job.log(i).splitlines() if line.startswith("stopped at")]
     assert len(stopped) == 2 and stopped[0] == stopped[1]
     assert "moe_jax:" not in job.log(0) + job.log(1)
@@ -152,13 +151,6 @@ def test_a_line_that_is_no_message_ends_the_job_with_the_name_of_its_sender(star
     assert re.search(words, job.log(0))
 
 
-def test_flags_that_contradict_each_other_end_both(start_job):
-    job = start_job("--num_processes=3", "--start_timeout=4")  # both expect 3, so process 2 never comes
-    assert [job.wait(i, 30) for i in range(2)] == [4, 4]
-    for i in range(2):
-        assert "processes [2] of 3 have not joined process 0" in job.log(i)
-
-
 # One process.
 
 
@@ -168,9 +160,6 @@ def test_start_hosts_without_flags_is_one_process():
         assert hosts.gather_text("anything", "a") == ["a"]
         hosts.touch(3)
         hosts.close()
-
-
-def test_hosts_lets_exceptions_of_a_process_alone_pass():
     with pytest.raises(UserError, match="as it is"), Hosts():
         raise UserError("as it is")
 
@@ -180,21 +169,18 @@ def test_hosts_lets_exceptions_of_a_process_alone_pass():
     [
         ({"coordinator": "10.0.0.1"}, r"coordinator \('10.0.0.1'\) must be host:port"),
         ({"coordinator": "a:99999"}, r"must be host:port with a port in 1..65535"),
-        ({"coordinator": "a:²"}, r"must be host:port with a port in 1..65535"),
         ({"coordinator": "a..b:8476"}, r"coordinator \('a..b:8476'\) must be host:port"),
-        ({"coordinator": f"{'a' * 64}:8476"}, r"must be host:port"),
         ({"num_processes": 0}, r"num_processes \(0\) must be at least 1"),
         ({"num_processes": 2, "process_id": 2}, r"process_id \(2\) must lie in 0..num_processes - 1"),
-        ({"process_id": -1}, r"process_id \(-1\)"),
         ({"lost_after_seconds": 0}, r"lost_after_seconds \(0\) must be positive"),
-        ({"stall_after_seconds": -1}, r"stall_after_seconds \(-1\) must be 0 \(never\) or positive"),
         ({"stall_after_seconds": float("nan")}, r"stall_after_seconds \(nan\) must be 0 \(never\) or positive"),
         ({"job_token": ""}, r"job_token \(''\) must not be empty"),
     ],
 )
-def test_hosts_config_refuses(fields, words):
+def test_hosts_config_refuses_and_does_not_show_its_token(fields, words):
     with pytest.raises(UserError, match=words):
         HostsConfig(**fields)
+    assert "secret" not in repr(HostsConfig(job_token="secret"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the port is only looked up")
@@ -213,10 +199,6 @@ def test_port_of_the_service_is_kept_until_it_is_opened():
     socket.create_server(("", int(port))).close()
 
 
-def test_hosts_config_does_not_show_its_token():
-    assert "secret" not in repr(HostsConfig(job_token="secret"))
-
-
 # Nodes.
 
 
@@ -228,17 +210,13 @@ def gpus(*processes: int) -> list:
 @pytest.mark.parametrize(
     ("processes", "host_ids", "size"),
     [
-        ((0, 0, 0, 0), ["a"], 4),
-        ((0, 0, 1, 1), ["a", "b"], 2),
         ((0, 1, 2, 3), ["a", "a", "b", "b"], 2),  # a process for each device
         ((0, 0, 1, 2, 3, 3), ["a", "b", "b", "c"], 2),
         ((0, 0, 1, 1), ["a", "a"], 4),
     ],
 )
 def test_node_size_is_that_of_a_host(processes, host_ids, size):
-    assert node_size(gpus(*processes), host_ids) == size
-    hosts = Hosts(process_count=len(host_ids), host_ids=host_ids)
-    assert hosts.node_size(gpus(*processes)) == size
+    assert Hosts(host_ids=host_ids).node_size(gpus(*processes)) == size
 
 
 @pytest.mark.parametrize(
@@ -254,7 +232,7 @@ def test_node_size_is_that_of_a_host(processes, host_ids, size):
 )
 def test_node_size_refuses_nodes_that_are_not_alike(processes, host_ids, words):
     with pytest.raises(UserError, match=words) as error:
-        node_size(gpus(*processes), host_ids)
+        Hosts(host_ids=host_ids).node_size(gpus(*processes))
     assert "\n" not in str(error.value)
 
 
@@ -319,55 +297,38 @@ def test_resolve_hosts_reads_its_own_variables(monkeypatch):
         resolved(monkeypatch, own | {"JAX_PROCESS_ID": "one"})
 
 
-def test_resolve_hosts_takes_flags_inside_kubernetes(monkeypatch):
+@pytest.mark.filterwarnings("ignore:.*Kubernetes")
+def test_resolve_hosts_takes_flags_inside_kubernetes_or_says_what_it_needs(monkeypatch):
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
     flags = {"coordinator": "a:1", "num_processes": 2, "process_id": 1}
     assert resolved(monkeypatch, pod, **flags) == ("a:1", 2, 1, None)
-
-
-@pytest.mark.filterwarnings("ignore:.*Kubernetes")
-def test_resolve_hosts_says_what_kubernetes_needs(monkeypatch):
-    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
     with pytest.raises(UserError, match="looks like a job of Kubernetes.*give --coordinator"):
         resolved(monkeypatch, pod)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"coordinator": "a:1"}, {"num_processes": 2}, {"num_processes": 2, "process_id": 1}]
-)
-def test_resolve_hosts_names_the_flags_that_are_missing(fields):
-    with pytest.raises(UserError) as error:
-        resolve_hosts(HostsConfig(**fields), {})
-    given = {"coordinator", "num_processes", "process_id"}
-    for name in given:
-        assert (f"--{name}" in str(error.value).split("environment")[0]) == (name not in fields)
+def test_resolve_hosts_names_the_flags_that_are_missing():
+    with pytest.raises(UserError, match="num_processes=2 given, but not --coordinator, --process_id, and the env"):
+        resolve_hosts(HostsConfig(num_processes=2), {})
 
 
 # Stopping.
 
 
-@pytest.fixture
-def stop_of_two():
-    with StopSignal(processes=2, lag=2) as stop:
-        yield stop
-
-
-def test_stop_signal_stops_at_the_step_that_all_processes_know(stop_of_two):
+def test_stop_signal_stops_at_the_step_that_all_processes_know():
     # lag 2: before step s the flag of step s - 2 is read. Step 3 returned 1, so the first step not made is 5.
     allowed = []
-    for step in range(10):
-        if step >= 2:
-            stop_of_two.observe(int(step - 2 >= 3), step - 2)
-        if stop_of_two.should_stop(step):
-            break
-        allowed.append(step)
+    with StopSignal(processes=2, lag=2) as stop:
+        for step in range(10):
+            if step >= 2:
+                stop.observe(int(step - 2 >= 3), step - 2)
+            if stop.should_stop(step):
+                break
+            allowed.append(step)
     assert allowed == [0, 1, 2, 3, 4]
-
-
-def test_stop_signal_refuses_a_flag_that_comes_too_late(stop_of_two):
-    assert not stop_of_two.should_stop(5)
-    with pytest.raises(RuntimeError, match="flag of step 3 must be observed before step 5 is allowed"):
-        stop_of_two.observe(1, 3)
+    with StopSignal(processes=2, lag=2) as stop:
+        assert not stop.should_stop(5)
+        with pytest.raises(RuntimeError, match="flag of step 3 must be observed before step 5 is allowed"):
+            stop.observe(1, 3)
 
 
 def test_stop_signal_of_one_process_follows_its_own_flag():
