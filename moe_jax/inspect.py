@@ -13,12 +13,12 @@ Exit codes: 0, or 2 for a user's mistake.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import gzip
 import json
 import lzma
 import re
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -62,178 +62,161 @@ _COMPLETE = flags.DEFINE_bool(
 _SKEW = flags.DEFINE_float("skew", 1.0, "With a planner: it is shown loads that fall as rank to the power -skew.")
 
 
-def compiler_options(given: list[str]) -> dict[str, str]:
-    """Return NAME=VALUE flags as a dictionary."""
-    options = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals or not re.fullmatch(r"xla_\w+", name):
-            raise UserError(f"--compiler_option ({text!r}) is not xla_NAME=VALUE")
-        options[name] = value
-    return options
-
-
 def command(argv: list[str]) -> int:
     """Carry out the command line and return the exit code; errors are raised."""
     parse_flags(argv, "moe_jax.inspect", "gin_file")
     logging.set_verbosity(logging.WARNING)
     if not _OUT.value:
         raise UserError("--out is needed: the folder that the report is written to, such as --out=runs/inspect")
-    options = compiler_options(_OPTIONS.value)
-    if _TARGET.value:
-        return inspect_target(argv, options)
-    if _HLO.value:
+    options = {}
+    for text in _OPTIONS.value:
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"xla_\w+", name):
+            raise UserError(f"--compiler_option ({text!r}) is not xla_NAME=VALUE")
+        options[name] = value
+    if _HLO.value and not _TARGET.value:
         raise UserError("--hlo needs --target: DEVICE:NODESxDEVICES that the program was compiled for")
-    return inspect_here(options)
-
-
-def inspect_target(argv: list[str], options: dict[str, str]) -> int:
-    """Inspect a program for a described topology."""
-    from moe_jax.cluster.targets import parse_target
-
-    if _PROFILE.value or _HOST_DEVICES.value:
+    if _TARGET.value and (_PROFILE.value or _HOST_DEVICES.value):
         raise UserError(
             "--profile and --host_devices need real devices; leave --target out to take those of this machine"
         )
-    target = parse_target(_TARGET.value)
-    if _HLO.value:
-        write_all(read_text(_HLO.value), target, model_of_flags(), {}, buckets_of_flags(target))
-        return 0
     from moe_jax.analysis import compile_ahead, cuda_wheels
+    from moe_jax.cluster.targets import device_named, parse_target, target_names
+    from moe_jax.cluster.timeline import Model, read_constants
+    from moe_jax.config import parse_run_config
 
-    model = model_of_flags()
-    target.check_compilable(cuda_wheels.installed_cuda() or 13)
-    config = compile_ahead.on_target(read_config(), target)
-    code = cuda_wheels.run_with_wheels(argv[1:], _INSTALL.value)
-    if code is not None:
-        return code
-    compile_ahead.prepare_process()
-    devices = compile_ahead.described_devices(target)
-    compiled, rest = compile_programs(config, devices, options, real=False)
-    write_all(compiled.text, target, model, facts_of(compiled), compiled.buckets, compiled, rest)
+    def run_config():
+        config = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)[0]
+        return compile_ahead.on_target(config, target)
+
+    if _TARGET.value:
+        target = parse_target(_TARGET.value)
+    else:
+        import jax
+
+        if _HOST_DEVICES.value:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", _HOST_DEVICES.value)
+        devices = jax.devices()
+        kind, per_node = devices[0].device_kind, jax.local_device_count()
+        name = _RATES.value or device_named(kind)
+        if name is None:
+            raise UserError(
+                f"no GPU that is known here ({len(devices)} x {kind}); name a topology to compile for, such as "
+                f"--target=h200:4x8, or with --rates={target_names()[0]} whose rates the model should take"
+            )
+        target = parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
+    text = read_text(_HLO.value) if _HLO.value else None
+    model = read_constants(_CONSTANTS.value) if _CONSTANTS.value else Model()
+    if text is not None:
+        buckets = ()
+        if _GIN_FILES.value or _GIN_BINDINGS.value:  # of the run that the schedule is of
+            buckets = compile_ahead.buckets_on_target(run_config(), target, _SKEW.value)
+        write_report(text, target, model, buckets)
+        return 0
+    if _TARGET.value:
+        target.check_compilable(cuda_wheels.installed_cuda() or 13)
+    config = run_config()
+    if _TARGET.value:
+        code = cuda_wheels.run_with_wheels(argv[1:], _INSTALL.value)
+        if code is not None:
+            return code
+        devices = compile_ahead.described_devices(target)
+    inspect_devices(config, devices, target, model, options)
     return 0
 
 
-def compile_programs(config, devices, options: dict[str, str], *, real: bool):
-    """Return the compiled step that the flags ask for, and with --complete the complete one beside a common one."""
+def inspect_devices(config, devices, target, model, options: dict[str, str]) -> None:
+    """Compile the run's step for these devices, report it, and with --profile run it.
+
+    Args:
+      config: see `compile_ahead.on_target`; options: of the compiler.
+    """
     from moe_jax.analysis.compile_ahead import compile_step
+    from moe_jax.analysis.instructions import compare_instructions, read_spans, record_steps
+    from moe_jax.analysis.program_report import add_measured, report_text
 
-    compiled = compile_step(
-        config, devices, skew=_SKEW.value, options=options, real=real, bare=_BARE.value,
-        complete=_PROGRAM.value == "complete", dump=True,
-    )  # fmt: skip
-    rest = None
-    if _COMPLETE.value and compiled.common:
-        rest = compile_step(
-            config, devices, skew=_SKEW.value, options=options, real=real, bare=_BARE.value, complete=True
+    asked = {"skew": _SKEW.value, "real": not _TARGET.value, "bare": _BARE.value}
+    with tempfile.TemporaryDirectory(prefix="moe_jax_dump_") as folder:
+        # The compiler then writes all that it makes there, and JAX's compilation cache does not find the program again.
+        dump = {"xla_dump_to": folder} if devices[0].platform in ("gpu", "cuda") else {}
+        complete = _PROGRAM.value == "complete"
+        compiled = compile_step(config, devices, options={**options, **dump}, complete=complete, **asked)
+        rest = None
+        if _COMPLETE.value and compiled.common:
+            rest = compile_step(config, devices, options=options, complete=True, **asked)
+        report, module = write_report(
+            compiled.text, target, model, compiled.buckets, compiled, rest, Path(folder) if dump else None
         )
-    return compiled, rest
-
-
-def inspect_here(options: dict[str, str]) -> int:
-    """Inspect the program for the devices of this machine, and with --profile run it."""
-    import jax
-
-    from moe_jax.analysis import compile_ahead
-    from moe_jax.analysis.instructions import compare_instructions, instructions_text, read_spans, record_steps
-    from moe_jax.analysis.program_report import add_measured, measured_text, report_text
-    from moe_jax.cluster.targets import device_named, parse_target, target_names
-
-    if _HOST_DEVICES.value:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", _HOST_DEVICES.value)
-    devices = jax.devices()
-    kind, per_node = devices[0].device_kind, jax.local_device_count()
-    name = _RATES.value or device_named(kind)
-    if name is None:
-        raise UserError(
-            f"no GPU that is known here ({len(devices)} x {kind}); name a topology to compile for, such as "
-            f"--target=h200:4x8, or with --rates={target_names()[0]} whose rates the model should take"
-        )
-    model = model_of_flags()
-    target = parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
-    config = compile_ahead.on_target(read_config(), target)
-    compiled, rest = compile_programs(config, devices, options, real=True)
-    report, module = write_all(compiled.text, target, model, facts_of(compiled), compiled.buckets, compiled, rest)
     if _PROFILE.value:
-        folder = Path(_OUT.value) / "profile"
-        seconds = record_steps(config, devices, compiled, folder, PROFILED_STEPS, PLAIN_STEPS)
-        spans = read_spans(folder, module.name)
+        out = Path(_OUT.value)
+        seconds = record_steps(config, devices, compiled, out / "profile", PROFILED_STEPS, PLAIN_STEPS)
+        spans = read_spans(out / "profile", module.name)
         measured = compare_instructions(module, target, model, spans, PROFILED_STEPS, seconds)
         report = add_measured(report, spans, PROFILED_STEPS)
         report = {**report, "instructions": measured, "constants": measured["constants"]}
-        (Path(_OUT.value) / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(report_text(report) + measured_text(report), end="")
-        print(instructions_text(measured), end="")
-    return 0
+        (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(report_text(report), end="")
 
 
-def model_of_flags():
-    """Return the cost model, with the constants of --constants."""
-    from moe_jax.cluster.timeline import Model, read_constants
-
-    return read_constants(_CONSTANTS.value) if _CONSTANTS.value else Model()
-
-
-def read_config():
-    """Return the run's config."""
-    from moe_jax.config import parse_run_config
-
-    return parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)[0]
-
-
-def facts_of(compiled) -> dict:
-    """Return what the report says of the compilation."""
-    from moe_jax.observe import environment_record
-
-    return {
-        "environment": environment_record(mesh=compiled.mesh),
-        "bindings": [*_GIN_FILES.value, *_GIN_BINDINGS.value],
-        "lower_seconds": compiled.lower_seconds,
-        "compile_seconds": compiled.compile_seconds,
-        "compiler_options": compiled.options,
-        "guided_scheduler": compiled.guided,
-        "plan_shape": compiled.plan_shape,
-        "program": "common" if compiled.common else "complete",
-        "resolved": compiled.resolved,
-        "memory": compiled.memory,
-        "model_flops": compiled.model_flops,
-    }
-
-
-def buckets_of_flags(target):
-    """Return the buckets of the run that a saved schedule is of, if its config is given beside it; else ()."""
-    if not (_GIN_FILES.value or _GIN_BINDINGS.value):
-        return ()
-    from moe_jax.analysis import compile_ahead
-
-    return compile_ahead.buckets_on_target(compile_ahead.on_target(read_config(), target), target, _SKEW.value)
-
-
-def assumed(module, target, model, buckets, compiled, complete) -> dict:
-    """Return what the report says of rows, cores, overflows and thunks.
+def write_report(text: str, target, model, buckets=(), compiled=None, complete=None, dump: Path | None = None):
+    """Model a schedule, print the report and fill the folder; return the report and the program (`Module`).
 
     Args:
       buckets: of the program, () where they are not known.
       compiled: what the text is of, None for a saved one, of which it is not known what overflows cost.
       complete: the complete program beside a common one, None where it was not compiled.
+      dump: the folder of the compiler's dump, None without one.
     """
-    from moe_jax.analysis.program_report import cores_record, count_thunks, overflow_record, rows_record
+    from moe_jax.analysis.draw import draw_timeline, write_chrome_trace
+    from moe_jax.analysis.program_report import build_report, count_thunks, overflow_record, report_text, what_if
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.timeline import play
+    from moe_jax.observe import environment_record
 
-    found = {"cores": cores_record(module, target, model, buckets)}
-    if buckets:
-        found["rows"] = rows_record(module, target, model, buckets)
-    if compiled and compiled.common:
-        rest = play(parse_module(complete.text), target, model) if complete else None
-        own = play(module, target, model)
-        found["overflow"] = overflow_record(own, buckets, rest)
-        if complete:
-            found["overflow"]["complete_compile_seconds"] = complete.compile_seconds
-    if compiled and compiled.thunks:
-        found["thunks"] = dataclasses.asdict(count_thunks(*compiled.thunks, module))
-    return found
+    module = parse_module(text)
+    timeline = play(module, target, model)
+    facts = {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    if compiled is not None:
+        facts |= {
+            "environment": environment_record(mesh=compiled.mesh),
+            "bindings": [*_GIN_FILES.value, *_GIN_BINDINGS.value],
+            "lower_seconds": compiled.lower_seconds,
+            "compile_seconds": compiled.compile_seconds,
+            "compiler_options": {k: v for k, v in compiled.options.items() if dump is None or v != str(dump)},
+            "guided_scheduler": compiled.guided,
+            "plan_shape": compiled.plan_shape,
+            "program": "common" if compiled.common else "complete",
+            "resolved": compiled.resolved,
+            "memory": compiled.memory,
+            "model_flops": compiled.model_flops,
+        }
+    facts |= what_if(module, target, model, buckets)
+    if compiled is not None and compiled.common:
+        rest = None if complete is None else play(parse_module(complete.text), target, model)
+        facts["overflow"] = overflow_record(timeline, buckets, rest)
+        if complete is not None:
+            facts["overflow"]["complete_compile_seconds"] = complete.compile_seconds
+    thunks = None if dump is None else count_thunks(dump, module)
+    if thunks is not None:
+        facts["thunks"] = thunks
+    report = build_report(timeline, target, model, **facts)
+    out = Path(_OUT.value)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (out / "schedule.hlo.gz").write_bytes(gzip.compress(without_places(text).encode(), mtime=0))
+        write_chrome_trace(timeline, out / "trace.json")
+    except OSError as error:
+        raise UserError(f"--out ({_OUT.value!r}) cannot be written: {error}") from error
+    if not _PROFILE.value:  # else it is printed with what was measured
+        print(report_text(report), end="")
+    try:
+        draw_timeline(timeline, out / "timeline.png", f"{target.nodes} x {target.per_node} {target.device}")
+    except ModuleNotFoundError:
+        print("timeline.png needs matplotlib, which is not installed; pip install matplotlib")
+    print(f"wrote {out}/report.json, timeline.png, trace.json, schedule.hlo.gz")
+    return report, module
 
 
 def read_text(path: str) -> str:
@@ -251,40 +234,6 @@ def without_places(text: str) -> str:
     text = re.sub(r"\n(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", "\n", text)
     return re.sub(r" (?:stack_frame_id|source_line|source_end_line|source_column|source_end_column)=\d+"
                   r"| source_file=\"[^\"]*\"", "", text)  # fmt: skip
-
-
-def write_all(text: str, target, model, facts: dict, buckets=(), compiled=None, complete=None):
-    """Model a schedule, print the report and fill the folder; return the report and the program (`Module`).
-
-    Args:
-      buckets, compiled, complete: see `assumed`.
-    """
-    from moe_jax.analysis.draw import draw_timeline, write_chrome_trace
-    from moe_jax.analysis.program_report import build_report, report_text
-    from moe_jax.cluster.hlo import parse_module
-    from moe_jax.cluster.timeline import play
-
-    module = parse_module(text)
-    timeline = play(module, target, model)
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    facts = {**facts, **assumed(module, target, model, buckets, compiled, complete)}
-    report = build_report(timeline, target, model, date=today, **facts)
-    out = Path(_OUT.value)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        (out / "schedule.hlo.gz").write_bytes(gzip.compress(without_places(text).encode(), mtime=0))
-        write_chrome_trace(timeline, out / "trace.json")
-    except OSError as error:
-        raise UserError(f"--out ({_OUT.value!r}) cannot be written: {error}") from error
-    if not _PROFILE.value:  # else it is printed with what was measured
-        print(report_text(report), end="")
-    try:
-        draw_timeline(timeline, out / "timeline.png", f"{target.nodes} x {target.per_node} {target.device}")
-    except ModuleNotFoundError:
-        print("timeline.png needs matplotlib, which is not installed; pip install matplotlib")
-    print(f"wrote {out}/report.json, timeline.png, trace.json, schedule.hlo.gz")
-    return report, module
 
 
 if __name__ == "__main__":

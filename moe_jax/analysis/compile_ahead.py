@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
-import tempfile
 import time
 
 import numpy as np
@@ -32,7 +30,6 @@ class Compiled:
       plan: shape of the plans that the step takes, None without a planner; plan_shape: the same in words.
       executable: to run, where the devices are real; common: whether it is the common program of optimistic steps.
       buckets: of the program's exchanges; model_flops: of one step on one device, without recomputation and padding.
-      thunks: (sequence, metadata) as XLA dumps what it launches, None where it was not asked or does not (CPUs).
     """
 
     text: str
@@ -49,18 +46,16 @@ class Compiled:
     common: bool
     buckets: tuple[Buckets, ...]
     model_flops: float
-    thunks: tuple[str, str] | None
-
-
-def prepare_process() -> None:
-    """Let jax start on a machine without a GPU although the CUDA plugin is installed; before jax is imported."""
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else the compiler warns that nothing was tuned
 
 
 def described_devices(target: Target) -> list:
-    """Return the devices of a topology that exists as a description only, in the order of their ids."""
+    """Return the devices of a topology that exists as a description only, in the order of their ids.
+
+    To be called before jax starts a backend, which it then does without a GPU although the CUDA plugin is installed.
+    """
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else the compiler warns that nothing was tuned
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
@@ -82,20 +77,17 @@ def on_target(config: RunConfig, target: Target) -> RunConfig:
 
 def compile_step(
     config: RunConfig, devices: list, *, skew: float, options: dict[str, str], real: bool, bare: bool = False,
-    complete: bool = False, dump: bool = False,
+    complete: bool = False,
 ) -> Compiled:  # fmt: skip
     """Compile the training step; of optimistic steps the common program.
 
     Args:
-      config: of the run, with its mesh on these devices.
-      devices: real or described.
+      config: of the run, with its mesh on these devices, real or described.
       skew: of the loads that a planner is shown, see `skewed_loads`.
       options: compiler options beside those that training sets.
       real: whether the devices can run the program; if not, kernels are not tuned.
-      bare: leave out those that training sets, and its guidance of the scheduler.
+      bare: leave out the options that training sets, and its guidance of the scheduler.
       complete: of optimistic steps the complete program.
-      dump: return thunks too. The compiler then writes all that it makes into a passing folder, and JAX's compilation
-        cache does not find the program again.
 
     Raises:
       UserError: what training itself would refuse, or an option that the compiler does not have.
@@ -107,7 +99,8 @@ def compile_step(
     from moe_jax.training.program import build_program
 
     program = build_program(config, devices)
-    plans = planned_shapes(program.config, program.roles, skew)
+    config = program.config
+    plans = planned_shapes(config, program.roles, skew)
     shape = None if plans is None else joined(plans)
     started = time.monotonic()
     common = not complete and program.is_optimistic(shape)
@@ -117,10 +110,7 @@ def compile_step(
     options = {**untuned, **({} if bare else program.compiler_options()), **options}
     try:
         guide = None if bare else program.guiding_target()
-        with tempfile.TemporaryDirectory(prefix="moe_jax_dump_") as folder:
-            dumping = dump_options(devices, folder) if dump else {}
-            executable = compile_guided(lowered, {**options, **dumping}, guide)
-            thunks = dumped_thunks(pathlib.Path(folder))
+        executable = compile_guided(lowered, options, guide)
     except Exception as error:
         what = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         if what.startswith(("No such compile option", "While setting option")):
@@ -129,6 +119,7 @@ def compile_step(
             ) from error
         raise
     compiled_at = time.monotonic()
+    flops = training_flops_per_token(config.model, config.moe, program.model.vocab_size, config.data.sequence_length)
     return Compiled(
         text=executable.as_text(),
         memory=memory_of(executable),
@@ -142,13 +133,8 @@ def compile_step(
         plan_shape="" if shape is None else describe_shape(shape),
         executable=executable if real else None,
         common=common,
-        buckets=stated_buckets(program.config, program.roles, plans),
-        model_flops=training_flops_per_token(
-            program.config.model, program.config.moe, program.model.vocab_size, config.data.sequence_length
-        )
-        * program.tokens_per_step
-        / len(devices),
-        thunks=thunks,
+        buckets=stated_buckets(config, program.roles, plans),
+        model_flops=flops * program.tokens_per_step / len(devices),
     )
 
 
@@ -178,21 +164,6 @@ def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[B
     roles = build_abstract_roles(config.mesh, target.devices, counts)
     config = settle_overlap(config, roles, target)
     return stated_buckets(config, roles, planned_shapes(config, roles, skew))
-
-
-def dump_options(devices: list, folder: str) -> dict[str, str]:
-    """Return the compiler options by which a compilation for GPUs leaves its thunks in a folder; {} on CPUs."""
-    return {"xla_dump_to": folder} if devices[0].platform in ("gpu", "cuda") else {}
-
-
-def dumped_thunks(folder: pathlib.Path) -> tuple[str, str] | None:
-    """Return (sequence, metadata) of the program that was compiled last into a folder, None where there is none."""
-    ending = ".thunk_sequence_after_thunk_passes.txt"
-    files = sorted(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_mtime_ns)
-    if not files:
-        return None
-    metadata = files[-1].with_name(files[-1].name.removesuffix(ending) + ".thunk_metadata.txt")
-    return files[-1].read_text(encoding="utf-8"), metadata.read_text(encoding="utf-8") if metadata.exists() else ""
 
 
 def memory_of(executable) -> dict[str, int]:

@@ -1,9 +1,8 @@
 """The CUDA wheels that compile for GPUs on a machine without one, in an environment of their own.
 
-Inputs: where the package lies, and MOE_JAX_VENV. Outputs: the Python that has the wheels, or one line that says how to
-get them. They are large, and a machine without a GPU needs them for nothing else, so they never enter the environment
-that trains. The folder and its `installed.txt` are those of `bash scripts/test.sh --gpu-compile`: the first of the two
-to run makes it. It is made under another name and renamed when everything is in it.
+They are large, and a machine without a GPU needs them for nothing else: they never enter the environment that trains.
+The folder and its `installed.txt` are those of `bash scripts/test.sh --gpu-compile`: the first of the two to run makes
+it, under another name, and renames it when everything is in it.
 """
 
 from __future__ import annotations
@@ -50,25 +49,9 @@ def folder(version: str | None = None) -> Path:
     return beside / (os.environ.get("MOE_JAX_VENV", ".venv") + suffix)
 
 
-def wheels(version: str | None = None) -> str:
+def wheels() -> str:
     """Return the requirement that installs them: of the jax version that runs here."""
-    return f"jax[cuda13]=={version or metadata.version('jax')}"
-
-
-def requirements() -> list[str]:
-    """Return what the environment holds besides: requirements.txt of a checkout, else what this Python has."""
-    listed = Path(__file__).resolve().parents[2] / "requirements.txt"
-    if listed.exists():
-        return ["-r", str(listed)]
-    names = ("flax", "optax", "orbax-checkpoint", "numpy", "absl-py", "gin-config", "matplotlib")
-    return [f"{name}=={metadata.version(name)}" for name in names]
-
-
-def mark_text() -> str:
-    """Return what `installed.txt` holds when the environment is complete; scripts/environment.sh writes the same."""
-    listed = Path(__file__).resolve().parents[2] / "requirements.txt"
-    text = listed.read_text(encoding="utf-8").rstrip("\n") if listed.exists() else "\n".join(requirements())
-    return f"{text}\n{wheels()}\n"
+    return f"jax[cuda13]=={metadata.version('jax')}"
 
 
 def ready(place: Path) -> bool:
@@ -85,24 +68,28 @@ def install(place: Path) -> None:
     """
     making = place.with_name(f"{place.name}.making-{os.getpid()}")
     print(f"installing {wheels()} into {place} ({SIZE}); minutes", file=sys.stderr)
+    listed = Path(__file__).resolve().parents[2] / "requirements.txt"  # of a checkout; else what this Python has
+    names = ("flax", "optax", "orbax-checkpoint", "numpy", "absl-py", "gin-config", "matplotlib")
+    rest = ["-r", str(listed)] if listed.exists() else [f"{name}=={metadata.version(name)}" for name in names]
+    mark = listed.read_text(encoding="utf-8").rstrip("\n") if listed.exists() else "\n".join(rest)
+    pip = [str(making / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     try:
-        _run([sys.executable, "-m", "venv", str(making)], "a virtual environment cannot be made")
-        pip = [str(making / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _run([*pip, *requirements(), wheels()], f"the CUDA wheels ({wheels()}, {SIZE}) cannot be had")
-        (making / MARK).write_text(mark_text(), encoding="utf-8")
+        for command, what in (
+            ([sys.executable, "-m", "venv", str(making)], "a virtual environment cannot be made"),
+            ([*pip, *rest, wheels()], f"the CUDA wheels ({wheels()}, {SIZE}) cannot be had"),
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+            if done.returncode:
+                said = (done.stderr or done.stdout).strip().splitlines() or ["no word from it"]
+                errors = [line for line in said if line.startswith("ERROR")] or said
+                raise UserError(f"{what}: {errors[-1]}; nothing was left behind; mend that and give --install again")
+        # scripts/environment.sh writes the same
+        (making / MARK).write_text(f"{mark}\n{wheels()}\n", encoding="utf-8")
         if place.exists():
             shutil.rmtree(place)
         making.rename(place)
     finally:
         shutil.rmtree(making, ignore_errors=True)
-
-
-def _run(command: list[str], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["no word from it"]
-        errors = [line for line in said if line.startswith("ERROR")] or said
-        raise UserError(f"{what}: {errors[-1]}; nothing was left behind; mend that and give --install again")
 
 
 def run_with_wheels(arguments: list[str], install_them: bool) -> int | None:

@@ -1,7 +1,6 @@
 """Measured times of a recorded trace beside the modelled ones, instruction by instruction, and constants fitted.
 
-Trace and program share the instructions' names. A profiled step launches every kernel by itself, so how long a step
-takes comes from steps that were not profiled.
+Trace and program share the instructions' names; how long a step takes comes from steps that were not profiled.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import json
 import re
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from moe_jax.analysis.compile_ahead import Compiled
 from moe_jax.analysis.program_report import Span, merge_spans, stem
 from moe_jax.cluster.costs import FREE, cost_of
-from moe_jax.cluster.hlo import Computation, Instruction, Module, scope_of
+from moe_jax.cluster.hlo import Module, scope_of
 from moe_jax.cluster.targets import Target
 from moe_jax.cluster.timeline import (
     Model,
@@ -35,79 +34,53 @@ from moe_jax.errors import UserError
 
 MATMUL, FUSION, KERNEL, COPY, COLLECTIVE, LOOP = "matmul", "fusion", "kernel", "copy", "collective", "loop overhead"
 WORST = 20
+WARM_UP = 2
 COPIES = ("copy", "copy-start", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Modelled:
-    """The model's times of one instruction.
+def modelled_instructions(module: Module, target: Target, model: Model) -> dict[str, dict]:
+    """Return {name: record} of every instruction that runs; loops and branches themselves have no seconds.
 
-    Attributes:
-      name, scope: see `scopes`.
-      group: 'matmul', 'fusion', 'kernel' (custom calls and everything else), 'copy', 'collective', 'loop overhead'.
-      executions: in one step.
-      seconds: of one execution.
-      matmul_seconds: of one execution's FLOPs at the device's peak; memory_seconds: of its bytes at full bandwidth.
+    A record has group ('matmul', 'fusion', 'kernel' for custom calls and everything else, 'copy', 'collective', 'loop
+    overhead'), scope, executions in one step, and of one execution seconds, matmul_seconds (its FLOPs at the device's
+    peak) and memory_seconds (its bytes at full bandwidth).
     """
-
-    name: str
-    group: str
-    scope: str
-    executions: int
-    seconds: float
-    matmul_seconds: float
-    memory_seconds: float
-
-
-def modelled_instructions(module: Module, target: Target, model: Model) -> dict[str, Modelled]:
-    """Return {name: `Modelled`} of every instruction that runs; loops and branches themselves have no seconds."""
     timeline = play(module, target, model)
-    executions: dict[str, int] = defaultdict(int)
-    for event in timeline.events:
-        if event.row == "compute":
-            executions[event.name] += 1
-    for name, flight in timeline.flights.items():
-        executions[name] = flight.executions
-    for name, record in timeline.skipped.items():
-        executions[name] = record["executions"]
+    executions = Counter(event.name for event in timeline.events if event.row == "compute")
+    executions.update({name: flight.executions for name, flight in timeline.flights.items()})
+    executions.update({name: record["executions"] for name, record in timeline.skipped.items()})
     seconds = instruction_seconds(module, target, model)
     found = {}
     for computation in launched_computations(module):
         for instruction in computation.instructions:
-            name = instruction.name
-            group = group_of(instruction, computation, module)
-            if group is None or (group != LOOP and not executions[name]):
-                continue
+            name, opcode = instruction.name, instruction.opcode
             cost = cost_of(instruction, computation, module)
-            own = 0.0 if group == LOOP else seconds.get(name, (0.0, ""))[0]
-            if instruction.opcode == "conditional":
-                own = model.conditional
-            found[name] = Modelled(
-                name=name,
-                group=group,
-                scope=scope_of(instruction.op_name),
-                executions=executions[name],
-                seconds=own,
-                matmul_seconds=sum(count / target.peak(kind) for kind, count in cost.flops),
-                memory_seconds=cost.bytes / target.memory_bandwidth,
-            )
+            if opcode in ("while", "conditional"):
+                group = LOOP
+            elif collective_kind(instruction, module):
+                group = COLLECTIVE
+            elif opcode in FREE or opcode in ("call", "async-start") or opcode.endswith("-done"):
+                continue
+            elif cost.flops and "fmha" not in instruction.attributes:
+                group = KERNEL if "mosaic_gpu" in instruction.attributes else MATMUL
+            elif opcode in COPIES:
+                group = COPY
+            else:
+                group = FUSION if opcode.startswith("fusion") else KERNEL
+            if group != LOOP and not executions[name]:
+                continue
+            own = seconds.get(name, (0.0, ""))[0]
+            if group == LOOP:
+                own = model.conditional if opcode == "conditional" else 0.0
+            found[name] = {
+                "group": group,
+                "scope": scope_of(instruction.op_name),
+                "executions": executions[name],
+                "seconds": own,
+                "matmul_seconds": sum(count / target.peak(kind) for kind, count in cost.flops),
+                "memory_seconds": cost.bytes / target.memory_bandwidth,
+            }
     return found
-
-
-def group_of(instruction: Instruction, computation: Computation, module: Module) -> str | None:
-    """Return the group of an instruction, None for one that runs nothing."""
-    opcode = instruction.opcode
-    if opcode in ("while", "conditional"):
-        return LOOP
-    if collective_kind(instruction, module):
-        return COLLECTIVE
-    if opcode in FREE or opcode in ("call", "async-start") or opcode.endswith("-done"):
-        return None
-    if cost_of(instruction, computation, module).flops and "fmha" not in instruction.attributes:
-        return KERNEL if "mosaic_gpu" in instruction.attributes else MATMUL
-    if opcode in COPIES:
-        return COPY
-    return FUSION if opcode.startswith("fusion") else KERNEL
 
 
 def compare_instructions(
@@ -116,16 +89,15 @@ def compare_instructions(
     """Return measured beside modelled seconds.
 
     Args:
-      spans: of `steps` profiled steps, on any number of devices.
-      steps: at least 1.
+      spans: of `steps` profiled steps (at least 1), on any number of devices.
       step_seconds: of a step that was not profiled, None where that was not measured.
 
     Returns:
-      A record for JSON; seconds are those of one step on the mean device:
-      step_seconds as given; profiled_step_seconds; busy_seconds (at least one kernel runs); launches of a step;
-      groups: per group instructions, executions, modelled and measured seconds and their ratio, of the instructions
-      that the trace holds; worst: the `WORST` instructions by difference; not_in_trace and not_in_program: instructions
-      of one side only; constants and fit: see `fit_constants`.
+      A record for JSON; seconds are those of one step on the mean device: step_seconds as given;
+      profiled_step_seconds; busy_seconds (at least one kernel runs); launches of a step; groups: per group
+      instructions, executions, modelled and measured seconds and their ratio, of the instructions that the trace
+      holds; worst: the `WORST` instructions by difference; not_in_trace and not_in_program: instructions of one side
+      only; constants and fit: see `fit_constants`.
     """
     modelled = modelled_instructions(module, target, model)
     launched = [own for computation in launched_computations(module) for own in computation.instructions]
@@ -134,41 +106,55 @@ def compare_instructions(
     for own in launched:
         if own.opcode == "while":
             conditions |= set(module.computations[own.attribute("condition")].by_name)
+    stems = {stem(n): n for n, record in modelled.items() if record["group"] == COLLECTIVE or "-start" in n}
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
     devices: dict[str, list[Span]] = defaultdict(list)
-    stems = {stem(name): name for name, record in modelled.items() if record.group == COLLECTIVE or "-start" in name}
-    for span in spans:
+    for span in sorted(spans, key=lambda span: span.begin):
         name = span.instruction
         name = name if name in modelled else stems.get(stem(name), name)
         devices[span.device].append(dataclasses.replace(span, instruction=name))
         seconds[name] += span.end - span.begin
         counts[name] += 1
     share = 1.0 / (max(len(devices), 1) * steps)
-    busy = share * sum(
-        end - begin for own in devices.values() for begin, end in merge_spans([(s.begin, s.end) for s in own])
-    )
-    length = max((max(s.end for s in own) - min(s.begin for s in own) for own in devices.values()), default=0.0)
-    rows = [_row(modelled[name], counts[name] * share, seconds[name] * share) for name in seconds if name in modelled]
-    loops = [name for name in seconds if name in conditions and name not in modelled]
-    empty = Modelled(name="", group=LOOP, scope="", executions=0, seconds=0.0, matmul_seconds=0.0, memory_seconds=0.0)
-    rows += [_row(dataclasses.replace(empty, name=name), counts[name] * share, seconds[name] * share) for name in loops]
+    busy = length = 0.0
+    pauses = []  # per execution of a conditional, seconds between the kernels before and after it
+    for own in devices.values():
+        busy += share * sum(end - begin for begin, end in merge_spans([(s.begin, s.end) for s in own]))
+        length = max(length, max(s.end for s in own) - own[0].begin)
+        for before, span, after in zip(own, own[1:], own[2:], strict=False):
+            if span.instruction in conditionals and after.instruction not in conditionals:
+                pauses.append(max(after.begin - before.end, 0.0))
+    rows, samples, groups = [], [], {}
+    for name in seconds:
+        if name not in modelled and name not in conditions:
+            continue
+        own = modelled.get(name, {"group": LOOP, "scope": "", "executions": 0, "seconds": 0.0})
+        row = {"name": name, "group": own["group"], "scope": own["scope"], "executions": own["executions"]}
+        row["measured_executions"] = counts[name] * share
+        row["modelled_seconds"] = own["seconds"] * own["executions"]
+        row["measured_seconds"] = seconds[name] * share
+        rows.append(row)
+        if own["group"] not in (COLLECTIVE, LOOP) and own["executions"]:
+            samples.append(
+                Sample(
+                    matmul_seconds=own["matmul_seconds"],
+                    memory_seconds=own["memory_seconds"],
+                    measured_seconds=row["measured_seconds"] / own["executions"],
+                    executions=own["executions"],
+                )
+            )
+        total = groups.setdefault(own["group"], {"group": own["group"], "instructions": 0})
+        total["instructions"] += 1
+        for key in ("executions", "modelled_seconds", "measured_seconds"):
+            total[key] = total.get(key, 0) + row[key]
+    for record in (*rows, *groups.values()):
+        slow = record["modelled_seconds"]
+        record["ratio"] = record["measured_seconds"] / slow if slow > 0 else None
     unknown = {n: s * share for n, s in seconds.items() if n not in modelled and n not in conditions}
-    missing = [r for n, r in modelled.items() if n not in seconds and r.group != LOOP]
-    samples = [
-        Sample(
-            matmul_seconds=modelled[row["name"]].matmul_seconds,
-            memory_seconds=modelled[row["name"]].memory_seconds,
-            measured_seconds=row["measured_seconds"] / modelled[row["name"]].executions,
-            executions=modelled[row["name"]].executions,
-        )
-        for row in rows
-        if row["group"] not in (COLLECTIVE, LOOP) and modelled[row["name"]].executions
-    ]
-    launches = sum(record.executions for record in modelled.values() if record.group not in (COLLECTIVE, LOOP))
-    pauses = _pauses(devices, conditionals)
+    missing = [record for n, record in modelled.items() if n not in seconds and record["group"] != LOOP]
+    launches = sum(own["executions"] for own in modelled.values() if own["group"] not in (COLLECTIVE, LOOP))
     constants, fit = fit_constants(samples, model, pauses)
-    idle = None if step_seconds is None or not launches else max(step_seconds - busy, 0.0) / launches
     return {
         "steps": steps,
         "devices": len(devices),
@@ -176,12 +162,14 @@ def compare_instructions(
         "profiled_step_seconds": length / steps,
         "busy_seconds": busy,
         "launches": launches,
-        "idle_seconds_per_launch": idle,
-        "groups": _groups(rows),
+        "idle_seconds_per_launch": None
+        if step_seconds is None or not launches
+        else max(step_seconds - busy, 0.0) / launches,
+        "groups": sorted(groups.values(), key=lambda total: -total["measured_seconds"]),
         "worst": sorted(rows, key=lambda r: -abs(r["measured_seconds"] - r["modelled_seconds"]))[:WORST],
         "not_in_trace": {
             "instructions": len(missing),
-            "modelled_seconds": sum(r.seconds * r.executions for r in missing),
+            "modelled_seconds": sum(record["seconds"] * record["executions"] for record in missing),
         },
         "not_in_program": {
             "instructions": len(unknown),
@@ -193,96 +181,6 @@ def compare_instructions(
     }
 
 
-def _row(record: Modelled, executions: float, measured: float) -> dict:
-    modelled = record.seconds * record.executions
-    return {
-        "name": record.name,
-        "group": record.group,
-        "scope": record.scope,
-        "executions": record.executions,
-        "measured_executions": executions,
-        "modelled_seconds": modelled,
-        "measured_seconds": measured,
-        "ratio": measured / modelled if modelled > 0 else None,
-    }
-
-
-def _groups(rows: list[dict]) -> list[dict]:
-    """Return sums by group, the longest first."""
-    sums: dict[str, dict] = {}
-    for row in rows:
-        total = sums.setdefault(
-            row["group"],
-            {
-                "group": row["group"],
-                "instructions": 0,
-                "executions": 0,
-                "modelled_seconds": 0.0,
-                "measured_seconds": 0.0,
-            },
-        )
-        total["instructions"] += 1
-        for name in ("executions", "modelled_seconds", "measured_seconds"):
-            total[name] += row[name]
-    for total in sums.values():
-        modelled = total["modelled_seconds"]
-        total["ratio"] = total["measured_seconds"] / modelled if modelled > 0 else None
-    return sorted(sums.values(), key=lambda total: -total["measured_seconds"])
-
-
-def _pauses(devices: dict[str, list[Span]], conditionals: set[str]) -> list[float]:
-    """Return, per execution of a conditional in the trace, seconds between the kernels before and after it."""
-    found = []
-    for own in devices.values():
-        ordered = sorted(own, key=lambda span: span.begin)
-        for place, span in enumerate(ordered[1:-1], 1):
-            if span.instruction in conditionals and ordered[place + 1].instruction not in conditionals:
-                found.append(max(ordered[place + 1].begin - ordered[place - 1].end, 0.0))
-    return found
-
-
-def instructions_text(record: dict) -> str:
-    """Return the record as text: groups, worst instructions, fitted constants."""
-    step = record["step_seconds"]
-    lines = [
-        "",
-        f"{record['launches']} launches a step, busy {_ms(record['busy_seconds'])} of "
-        + (f"{_ms(step)} without the profiler, " if step is not None else "")
-        + f"{_ms(record['profiled_step_seconds'])} with it",
-        _ROW.format("group", "runs", "modelled ms", "measured ms", "ratio"),
-    ]
-    lines += [_text_row(group["group"], group) for group in record["groups"]]
-    lines += ["", _ROW.format("instructions that differ most", "runs", "modelled ms", "measured ms", "ratio")]
-    lines += [_text_row(f"{row['name']} {row['scope']}", row) for row in record["worst"]]
-    for key, side in (("not_in_trace", "modelled_seconds"), ("not_in_program", "measured_seconds")):
-        known = record[key]
-        if known["instructions"]:
-            lines.append(f"{key.replace('_', ' ')}: {known['instructions']} instructions, {_ms(known[side])}")
-    lines += ["", "constants that fit (--constants=FILE takes them)"]
-    for name, fitted in record["fit"].items():
-        lines.append(
-            f"  {name} {fitted['before']:.4g} -> "
-            + (f"{fitted['value']:.4g} ({fitted['samples']} samples)" if fitted["value"] is not None else "no sample")
-        )
-    return "\n".join(lines) + "\n"
-
-
-_ROW = "{:<58} {:>7} {:>12} {:>12} {:>7}"
-
-
-def _text_row(name: str, row: dict) -> str:
-    ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-    modelled, measured = (f"{row[f'{side}_seconds'] * 1e3:.3f}" for side in ("modelled", "measured"))
-    return _ROW.format(name[:58], row["executions"], modelled, measured, ratio)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
-
-
-WARM_UP = 2
-
-
 def record_steps(
     config: RunConfig, devices: list, compiled: Compiled, folder: Path, steps: int, plain_steps: int = 0
 ) -> float | None:
@@ -291,12 +189,10 @@ def record_steps(
     Args:
       compiled: the training step, for this config on these devices.
       folder: the trace goes there.
-      steps: under the profiler.
-      plain_steps: without it, each waited for.
+      steps: under the profiler; plain_steps: without it, each waited for.
 
     Returns:
-      seconds of a step without the profiler, the median; None without such steps. Under the profiler XLA launches each
-      kernel by itself, where it would launch command buffers of many, so a step takes longer there.
+      seconds of a step without the profiler, the median; None without such steps.
     """
     import jax
     import numpy as np
@@ -330,6 +226,7 @@ def record_steps(
         jax.block_until_ready((state, metrics))
         if place >= WARM_UP:
             seconds.append(time.perf_counter() - started)
+    # XLA then launches each kernel by itself, where it would launch command buffers of many: such a step takes longer
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # its events would fill the trace, which holds a million
     with jax.profiler.trace(str(folder), profiler_options=options):

@@ -116,7 +116,6 @@ def main(_):
     from moe_jax.config import parse_run_config
 
     target = parse_target(_TARGET.value)
-    compile_ahead.prepare_process()
     config = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0]
     config = compile_ahead.on_target(config, target)
     model, params, lowered = lower(config, compile_ahead.described_devices(target))

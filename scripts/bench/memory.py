@@ -21,8 +21,6 @@ import sys
 from absl import app, flags
 from compile_cases import Case, compile_case
 
-from moe_jax.analysis import compile_ahead
-
 SYSTEMS = {
     "Hecate": ("ModelConfig.prefetch = 'hecate'",),
     "Hecate-RM": ("ModelConfig.prefetch = 'hecate'", "ModelConfig.refetch_replicas = True"),
@@ -94,6 +92,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    compile_ahead.prepare_process()
     sys.argv[0] = "bench_memory"
     app.run(main)

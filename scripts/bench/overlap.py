@@ -22,8 +22,6 @@ import sys
 from absl import app, flags
 from compile_cases import Case, Outcome, compile_case
 
-from moe_jax.analysis import compile_ahead
-
 SCHEDULES = {
     "expert parallel": (0, ()),
     "none": (None, ()),
@@ -138,6 +136,5 @@ def row(record: dict) -> str:
 
 
 if __name__ == "__main__":
-    compile_ahead.prepare_process()
     sys.argv[0] = "bench_overlap"
     app.run(main)

@@ -76,21 +76,15 @@ def test_turing_multiplies_no_bfloat16():
         parse_target("2080ti:1x8").check_dtype("bfloat16")
 
 
-def test_the_mark_is_the_one_that_the_scripts_write(tmp_path, monkeypatch):
+def test_the_environment_is_the_one_that_the_scripts_make(tmp_path, monkeypatch):
     """make_environment of scripts/environment.sh writes requirements.txt and the wheels; `ready` asks for these."""
     place = tmp_path / "x-cuda"
     place.mkdir()
     assert not cuda_wheels.ready(place)
-    listed = cuda_wheels.mark_text().splitlines()
-    assert listed[-1] == cuda_wheels.wheels() and "# [core]" in listed
-    (place / cuda_wheels.MARK).write_text("jax[cuda13]==0.0.1\n")
-    assert not cuda_wheels.ready(place)
-    (place / cuda_wheels.MARK).write_text(cuda_wheels.mark_text())
-    assert cuda_wheels.ready(place)
+    for wheels, ready in (("jax[cuda13]==0.0.1", False), (cuda_wheels.wheels(), True)):
+        (place / cuda_wheels.MARK).write_text(f"-e .\n{wheels}\n")
+        assert cuda_wheels.ready(place) == ready
     monkeypatch.setenv("MOE_JAX_VENV", str(tmp_path / "x"))
-    monkeypatch.setattr(cuda_wheels.metadata, "version", lambda name: cuda_wheels.RECORDED)
-    assert cuda_wheels.folder() == place
+    assert cuda_wheels.folder(cuda_wheels.RECORDED) == place
     script = (pathlib.Path(__file__).parents[2] / "scripts" / "test.sh").read_text()
     assert f"\nrecorded={cuda_wheels.RECORDED} " in script and 'make_environment "$venv" "jax[cuda13]==$jax"' in script
-    monkeypatch.setattr(cuda_wheels.metadata, "version", lambda name: "0.12.9")
-    assert cuda_wheels.folder() == tmp_path / "x-cuda-0.12.9"

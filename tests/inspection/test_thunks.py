@@ -58,29 +58,36 @@ thunk_metadata {
 """
 
 
-def test_every_turn_of_a_loop_counts():
-    found = count_thunks(SEQUENCE, METADATA, parse_module(LOOP))
-    assert found.buffers == 1 + 3
-    assert found.inside == {"kernels": 1 + 3 * 3, "memory_copies": 1, "collectives": 0, "conditionals": 0, "loops": 0}
+def count(folder, sequence, metadata=METADATA):
+    (folder / "module_0001.jit_step.thunk_sequence_after_thunk_passes.txt").write_text(sequence)
+    (folder / "module_0001.jit_step.thunk_metadata.txt").write_text(metadata)
+    return count_thunks(folder, parse_module(LOOP))
+
+
+def test_every_turn_of_a_loop_counts(tmp_path):
+    found = count(tmp_path, SEQUENCE)
     # outside: the loop, in each turn a slice's copy, a transfer, a conditional and its shorter branch; one kernel
-    assert found.outside == {"kernels": 1, "memory_copies": 3 * 2, "collectives": 3, "conditionals": 3, "loops": 1}
-    assert found.outside_kinds == {"kCopy": 6, "kAllToAll": 3, "kConditional": 3, "kWhile": 1, "kCustomKernel": 1}
+    assert found == {
+        "buffers": 1 + 3,
+        "inside": {"kernels": 1 + 3 * 3, "memory_copies": 1, "collectives": 0, "conditionals": 0, "loops": 0},
+        "outside": {"kernels": 1, "memory_copies": 3 * 2, "collectives": 3, "conditionals": 3, "loops": 1},
+        "outside_kinds": {"kCopy": 6, "kAllToAll": 3, "kConditional": 3, "kWhile": 1, "kCustomKernel": 1},
+    }
+    # a loop whose name is not known turns once
+    assert count(tmp_path, SEQUENCE, "")["outside"]["collectives"] == 1
 
 
-def test_a_loop_whose_name_is_not_known_turns_once():
-    assert count_thunks(SEQUENCE, "", parse_module(LOOP)).outside["collectives"] == 1
-
-
-def test_a_loop_in_a_command_buffer_is_inside():
+def test_a_loop_in_a_command_buffer_is_inside(tmp_path):
     lines = [f"    {line}" if line and line != "condition:" else line for line in SEQUENCE.splitlines()]
-    found = count_thunks("\n".join(["000: kCommandBuffer [source | sink]", *lines]), METADATA, parse_module(LOOP))
-    assert found.buffers == 1 and not any(found.outside.values())
-    assert found.inside["loops"] == 1 and found.inside["collectives"] == 3
+    found = count(tmp_path, "\n".join(["000: kCommandBuffer [source | sink]", *lines]))
+    assert found["buffers"] == 1 and not any(found["outside"].values())
+    assert found["inside"]["loops"] == 1 and found["inside"]["collectives"] == 3
 
 
-def test_another_text_is_one_line():
+def test_another_text_is_one_line(tmp_path):
+    assert count_thunks(tmp_path, parse_module(LOOP)) is None
     with pytest.raises(UserError, match="holds no thunks"):
-        count_thunks("nothing", "", parse_module(LOOP))
+        count(tmp_path, "nothing")
 
 
 @pytest.mark.gpu_compile
@@ -88,7 +95,6 @@ def test_a_program_compiled_for_a_gpu(tmp_path):
     """Five turns of a few kernels, which fit into one buffer, behind them a conditional, which fits into none."""
     if cuda_wheels.installed_cuda() is None:
         pytest.skip("needs the CUDA wheels")
-    compile_ahead.prepare_process()
     devices = compile_ahead.described_devices(parse_target("h200:1x1"))
     sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices), ("x",)), jax.sharding.PartitionSpec())
 
@@ -97,8 +103,7 @@ def test_a_program_compiled_for_a_gpu(tmp_path):
         return y, jax.lax.cond(y[0, 0] > 0, jnp.sort, lambda a: a @ a, y)
 
     lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=sharding))
-    options = {"xla_gpu_autotune_level": "0", **compile_ahead.dump_options(devices, str(tmp_path))}
-    executable = lowered.compile(options)
-    found = count_thunks(*compile_ahead.dumped_thunks(tmp_path), parse_module(executable.as_text()))
-    assert found.buffers == 5 and found.inside["kernels"] >= 5 * 5
-    assert (found.outside["loops"], found.outside["conditionals"], found.outside["collectives"]) == (1, 1, 0)
+    executable = lowered.compile({"xla_gpu_autotune_level": "0", "xla_dump_to": str(tmp_path)})
+    found = count_thunks(tmp_path, parse_module(executable.as_text()))
+    assert found["buffers"] == 5 and found["inside"]["kernels"] >= 5 * 5
+    assert [found["outside"][group] for group in ("loops", "conditionals", "collectives")] == [1, 1, 0]

@@ -10,8 +10,8 @@ import json
 import pytest
 from support.toy import HEAD, LOOP, MODEL, TARGET
 
-from moe_jax.analysis.draw import middle_turns, write_chrome_trace
-from moe_jax.analysis.program_report import build_report, report_text
+from moe_jax.analysis.draw import draw_timeline, write_chrome_trace
+from moe_jax.analysis.program_report import beside_text, build_report, report_text
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.timeline import Model, play
 
@@ -31,6 +31,10 @@ def test_a_transfer_as_long_as_its_compute_is_hidden():
     assert flight.seconds == pytest.approx(48.0) and flight.exposed == 0.0
     assert flight.beside_matmuls == flight.beside_kernels == 3
     assert flight.beside == {"moe/experts": pytest.approx(48.0)}
+    assert beside_text(timeline) == (
+        "experts 48000.00 ms, 48000.00 beside rows; gathers 0.00 ms, 0.00 beside rows; rows 48000.00 ms; "
+        "step 48000.00 ms"
+    )
 
 
 def test_a_slow_link_is_waited_for():
@@ -178,4 +182,5 @@ def test_report_sums_and_prints(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     waits = [event for event in events if event["ph"] == "X" and event["tid"] == 3]
     assert [event["dur"] for event in waits] == [pytest.approx(4e6)] * 3
-    assert middle_turns(timeline) == [("while.1", pytest.approx(20.0), pytest.approx(40.0))]
+    draw_timeline(timeline, tmp_path / "timeline.png", "two windows")
+    assert (tmp_path / "timeline.png").read_bytes()[:4] == b"\x89PNG"

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from support.toy import BRANCH, LOOP, MODEL, TARGET
 
-from moe_jax.analysis.program_report import build_report, cores_record, overflow_record, report_text, rows_record
+from moe_jax.analysis.program_report import build_report, overflow_record, report_text, what_if
 from moe_jax.analysis.stated_buckets import stated_buckets
 from moe_jax.cluster.costs import (
     Buckets,
@@ -45,7 +45,7 @@ def test_expected_rows_shorten_transfers_and_matmuls():
     module = parse_module(LOOP)
     by_shape = play(module, TARGET, MODEL, Variant(buckets=(HALF,)))
     assert by_shape.seconds == play(module, TARGET, MODEL).seconds == pytest.approx(48.0)
-    record = rows_record(module, TARGET, MODEL, (HALF,))
+    record = what_if(module, TARGET, MODEL, (HALF,))["rows"]
     assert record["step_seconds"] == pytest.approx(24.0) and record["flops"] == pytest.approx(3 * 512)
     experts, sent = sorted(record["instructions"], key=lambda own: own["bytes"])
     assert (experts["scope"], sent["scope"]) == ("moe/experts", "moe/dispatch")
@@ -63,9 +63,9 @@ def test_fewer_cores_slow_what_runs_beside_a_transfer():
     assert sum(flight.exposed for flight in half.flights.values()) == 0
     slow = dataclasses.replace(TARGET, node_bandwidth=4.0)  # 40 s of transfer, beside which the matmul takes 32
     assert play(module, slow, MODEL, Variant(taken=0.5)).seconds == pytest.approx(3 * 40.0)
-    assert cores_record(module, TARGET, MODEL) == []  # the toy's cores are not known
+    assert what_if(module, TARGET, MODEL) == {"cores": []}  # the toy's cores are not known
     described = dataclasses.replace(TARGET, config="core_count: 64")
-    records = cores_record(module, described, MODEL, (HALF,))
+    records = what_if(module, described, MODEL, (HALF,))["cores"]
     assert [record["taken"] for record in records] == [0, 16, 32]
     assert [record["step_seconds"] for record in records] == pytest.approx([48.0, 3 * 20.0, 3 * 24.0])
     assert records[2]["expected_rows_step_seconds"] == pytest.approx(3 * 12.0)
@@ -86,7 +86,7 @@ def test_an_overflow_costs_the_common_step_and_the_complete_one():
 def test_the_report_says_all_of_it():
     module, target = parse_module(LOOP), dataclasses.replace(TARGET, config="core_count: 132")
     line = play(module, target, MODEL)
-    found = {"cores": cores_record(module, target, MODEL, (HALF,)), "rows": rows_record(module, target, MODEL, (HALF,))}
+    found = what_if(module, target, MODEL, (HALF,))
     found["thunks"] = {"buffers": 2, "inside": {"kernels": 7}, "outside": {"kernels": 3, "conditionals": 0}}
     text = report_text(build_report(line, target, MODEL, overflow=overflow_record(line, (HALF,), line), **found))
     for said in (
