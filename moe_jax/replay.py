@@ -81,20 +81,14 @@ flags.DEFINE_integer("plot_layer", 0, "layer that is drawn")
 flags.DEFINE_string("out", None, "folder for replay.json and pictures; none: print only")
 
 
-def _define_knobs() -> tuple[str, ...]:
-    """Make a flag of every planner's knob, None where it is not given; return their names."""
-    hints = typing.get_type_hints(PlannerConfig)
-    for balancer in BALANCERS.values():
-        for field in dataclasses.fields(balancer.knobs) if balancer.knobs else ():
-            text = f"{balancer.name}: {field.metadata['doc']}"
-            kinds = set(typing.get_args(hints[field.name]) or (hints[field.name],)) - {type(None)}
-            define = DEFINE.get(kinds.pop(), flags.DEFINE_string) if len(kinds) == 1 else flags.DEFINE_string
-            define(field.name, None, text)
-    return tuple(f.name for b in BALANCERS.values() if b.knobs for f in dataclasses.fields(b.knobs))
-
-
 DEFINE = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float}
-KNOBS = _define_knobs()
+KNOBS = []  # a flag of every planner's knob, None where it is not given
+for _balancer in BALANCERS.values():
+    for _knob, (_hint, _field) in _balancer.knobs.items():
+        _kinds = set(typing.get_args(_hint) or (_hint,)) - {type(None)}
+        _define = DEFINE.get(_kinds.pop(), flags.DEFINE_string) if len(_kinds) == 1 else flags.DEFINE_string
+        _define(_knob, None, f"{_balancer.name}: {_field.metadata['doc']}")
+        KNOBS.append(_knob)
 
 
 def _config() -> PlannerConfig:

@@ -105,7 +105,7 @@ def simulate(
             seen += 1
         proposal = session.propose(int(trace.iterations[sample]))
         plan, seconds = proposal.placement, proposal.seconds
-        if session.decides_late:
+        if session.config.decides_late:
             began = time.perf_counter()
             plan = session.refine(trace.loads[sample], late=largest)
             seconds += time.perf_counter() - began

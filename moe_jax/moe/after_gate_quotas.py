@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -38,23 +39,17 @@ class JaxArrays:
         return lax.while_loop(more, lambda state: (state[0] + 1, step(state[1])), (jnp.int32(0), carry))[1]
 
 
-class Quotas(typing.Protocol):
-    """What a planner decides; frozen and hashable, because a step is compiled for it."""
-
-    def quotas(self, xp, totals, home, slots: tuple[int, int]):
-        """Return tokens by expert and device [L, E, D], from totals [L, E], homes int [L, E], (slots, devices)."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuotaRule:
     """Apply a plan of quotas; experts whose replicas do not fit the late transfer stay at home.
 
     Attributes:
-      plan: what decides.
+      plan: what decides: tokens by expert and device [L, E, D], from (xp, totals [L, E], homes int [L, E], (slots of a
+        device, devices), knobs).
     """
 
-    plan: Quotas
+    plan: Callable
+    knobs: tuple[float, ...]
 
     def decide(self, tables, counts, holders, me, shape):
         devices, experts = counts.shape
@@ -63,7 +58,7 @@ class QuotaRule:
         home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
-        quota = self.plan.quotas(JaxArrays(), totals[None], home[None], (shape.late_slots, devices))[0]
+        quota = self.plan(JaxArrays(), totals[None], home[None], (shape.late_slots, devices), self.knobs)[0]
         wanted = (quota > 0) & ~at_home
         home_slot = jnp.max(jnp.where(at_home, slot, 0), axis=1)
         fitted = fit_late(wanted, by_falling(totals), home, home_slot, me, shape.late, shape.home_slots)

@@ -8,31 +8,18 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from moe_jax.planning.balancer import Planner, balancer, home_loads, knob
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.shares import level_quotas, share_rows, starting_quotas, with_quotas, with_replicas
+from moe_jax.planning.shares import level_quotas, share_rows, with_quotas
 
 SWEEPS = 8
 TOLERANCE = 0.1  # the largest effect of one expert's error on a device's load, as a share of the mean load
 MEAN_TO_STANDARD = 1.25  # standard over mean absolute error of a normal variable, sqrt(pi / 2)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BalancedKnobs:
-    """The knob of `balanced`."""
-
-    headroom: float = knob(2.0, "after the gate, replicas per device on average, so that shares can follow the counts")
-
-    def check(self):
-        if self.headroom < 0:
-            self.refuse("headroom", "must be at least 0 replicas per device")
-
-
-@balancer("balanced", knobs=BalancedKnobs, after_gate=True)
+@balancer("balanced", after_gate=True)
 class BalancedPlanner(Planner):
     """Move the surplus of heavy devices into the gaps of light ones, own node first.
 
@@ -41,9 +28,13 @@ class BalancedPlanner(Planner):
     enough.
     """
 
+    headroom: float = knob(
+        2.0, "after the gate, replicas per device on average, so that shares can follow the counts", least=0.0
+    )
+
     def propose(self, loads, placement, cost):
         loads = np.asarray(loads, np.float64)
-        bare = placement.replace(replicas=None, shares=None, rule="nearest")
+        bare = super().propose(loads, placement, cost)
         totals = loads.sum(axis=1)
         quota = fill_gaps(totals, bare, cost.replica_slots)
         held = (quota > 0) | bare.holds
@@ -53,12 +44,12 @@ class BalancedPlanner(Planner):
         error = MEAN_TO_STANDARD * np.minimum(cost.load_error or 0.0, 1.0)
         spared = add_spares(held, totals, bare, *limits, error) if np.any(error) else held
         if (spared != held).any():
-            replicated = with_replicas(bare, spared)
-            quota = level_quotas(replicated, totals, starting_quotas(replicated, totals), SWEEPS, error)
+            replicated = bare.replace(replicas=np.argwhere(spared & ~bare.homes), rule="shares")
+            quota = level_quotas(replicated, totals, SWEEPS, error)
         return with_quotas(bare, quota, loads, spared)
 
     def late_rule(self, shape, cost, groups):
-        if not self.decides_late(self.config) or not shape.replica_slots:
+        if self.config.when != "after_gate" or not shape.replica_slots:
             return None
         return "shares", {"sweeps": SWEEPS}
 
@@ -66,8 +57,7 @@ class BalancedPlanner(Planner):
         """Solve the shares for the true counts over the replicas that are there."""
         loads = np.asarray(loads, np.float64)
         totals = loads.sum(axis=1)
-        quota = level_quotas(placement, totals, starting_quotas(placement, totals), SWEEPS)
-        shares = share_rows(placement, quota, loads)
+        shares = share_rows(placement, level_quotas(placement, totals, SWEEPS), loads)
         return placement.replace(shares=shares, rule="shares")
 
 
@@ -75,7 +65,7 @@ def fill_gaps(totals: np.ndarray, placement: Placement, mu: int) -> np.ndarray:
     """Return quotas [L, E, D] with equal device sums: totals [L, E], homes only, at most mu replicas a device."""
     layers, devices, rows = placement.layers, placement.devices, np.arange(placement.layers)
     home = placement.home
-    quota = starting_quotas(placement, totals)
+    quota = np.where(placement.homes, totals[:, :, None], 0.0)
     over = home_loads(totals, home, devices)
     over -= over.mean(axis=1, keepdims=True)
     small = 1e-9 * np.abs(totals).sum(axis=1) + 1e-12

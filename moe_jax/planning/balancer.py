@@ -1,94 +1,64 @@
 """The contract of every planner, the registry of their files, and the few array steps that several share.
 
 A planner's file declares its class by the decorator `balancer`; nothing else names it. The package imports every file
-in its folder, so a new file is a new balancer, and `PlannerConfig` takes its knobs from here (config.py). A planner
-keeps no state between calls; its state is the placement or belongs to the session.
-
-Letters: docs/notation.md; S = D here; n samples.
+in its folder, so a new file is a new balancer, and `PlannerConfig` takes its knobs from here (config.py).
+Letters: docs/notation.md; S = D here.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import typing
 from collections.abc import Mapping
 
 import numpy as np
 
-from moe_jax.cluster import all_reduce_bytes
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.transfer_sizes import TransferSizes
 
 
-def for_one_step(moves, cost: Cost) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return what a system pays whose replicas last one step: parameters come, gradients go back, homes alone move.
-
-    Args:
-      moves: what plans did, sample by sample: expert_replicas [n, L, E], device_replicas [n, L, D], `moved` [n, L],
-        experts whose home changed, and `arrived` [n, L], replicas that were not there a sample before.
-
-    Returns:
-      bytes of all receivers of a layer in each step [n, L], the same for moves, and bytes of optimizer state a device.
-    """
-    each_step = 2.0 * moves.expert_replicas.astype(np.int64).sum(axis=2) * cost.expert_bytes
-    return each_step, moves.moved * float(cost.state_bytes), 0.0
-
-
-def standing(moves, cost: Cost) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return the same where replicas stand, with optimizer state of their own, which moves to every new replica.
-
-    Gradients are summed by a ring over n = replicas + 1 members, with 2 (n - 1) / n Z on each of its n links.
-    """
-    replicas = moves.expert_replicas.astype(np.int64)
-    each_step = (all_reduce_bytes(cost.expert_bytes, replicas + 1) * (replicas + 1)).sum(axis=2)
-    held = moves.device_replicas.sum(axis=1).max() * float(cost.state_bytes - cost.expert_bytes)
-    return each_step, moves.arrived * float(cost.state_bytes), held
-
-
 class Planner:
     """Turn loads into placements, all layers at once; equal inputs give equal placements on every process.
 
-    This base refines by planning again from the step's own loads, decides nothing after the gate, and never moves
-    homes; a planner writes `propose` at least.
+    This base is plain expert parallelism: it drops every replica and leaves homes where they are. It refines by
+    planning again from the step's own loads, and decides nothing after the gate. A planner writes `propose` at least.
+    It keeps no state but `counters`, counts of what happened while planning (for example `shadow_cut`), until cleared;
+    `config` is a `PlannerConfig` with every default filled in (`settled`).
 
     Attributes:
-      name, knobs, defaults, after_gate: see `balancer`.
-      config: with every default filled in (`PlannerConfig.settled`), the planner's own knobs among them.
-      counters: counts of what happened while planning (for example `shadow_cut`), accumulated until cleared.
+      name, defaults, after_gate: see `balancer`.
+      knobs: {field: (type, dataclass field)} of the fields of `PlannerConfig` that this planner brings (`knob`).
       reference: whether the balance of all is also given as a ratio to this planner's (Pro-Prophet, figure 16).
       any_holder: whether a token may go to any holder after the gate, so that a step's lists have room for all devices.
       schedule: the block-wise schedule that the system runs with (block_schedule.py), by which replay hides transfers.
-      late_by: the settings under which `decides_late` holds, for messages.
+      decides_again: the knob that decides again after the gate what was planned ahead; None for no such knob.
       reshard_every: steps between calls of `reshard`; 0 for never.
-      original: what the system that this planner comes from pays, in words; original_costs: in bytes, by its own rules.
+      original: what the system that this planner comes from pays, in words.
+      standing: whether its replicas stand, with optimizer state of their own, rather than last one step.
     """
 
     name: typing.ClassVar[str]
-    knobs: typing.ClassVar[type | None]
+    knobs: typing.ClassVar[Mapping[str, tuple[typing.Any, dataclasses.Field]]]
     defaults: typing.ClassVar[Mapping[str, typing.Any]]
     after_gate: typing.ClassVar[bool]
     reference: typing.ClassVar[bool] = False
     any_holder: typing.ClassVar[bool] = True
     schedule: typing.ClassVar[str] = "none"
-    late_by: typing.ClassVar[str] = "when = 'after_gate'"
+    decides_again: typing.ClassVar[str | None] = None
     original: typing.ClassVar[str] = "Trans and Agg to the chosen devices, every step"
-    original_costs = staticmethod(for_one_step)
+    standing: typing.ClassVar[bool] = False
     reshard_every: int = 0
 
     def __init__(self, config: typing.Any):
         self.config = config
-        self.counters: dict[str, int] = {}
-
-    @classmethod
-    def decides_late(cls, config: typing.Any) -> bool:
-        """Say whether something is decided again from the step's own loads; `config` has its defaults filled in."""
-        return config.when == "after_gate"
+        self.counters: collections.Counter[str] = collections.Counter()
 
     def propose(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         """Return the placement for loads [L, S, E] (whole or real numbers), starting from the one in force."""
-        raise NotImplementedError
+        return placement.replace(replicas=None, shares=None, rule="nearest")
 
     def refine(self, loads: np.ndarray, placement: Placement, cost: Cost) -> Placement:
         """Return the placement refined for the step's own loads [L, S, E], from one planned ahead."""
@@ -106,11 +76,8 @@ class Planner:
         return None
 
     def late_needs(self, shape: PlanShape, cost: Cost) -> TransferSizes | None:
-        """Return how many offers, slots and crossings a transfer after the gate may have; None for no such transfer.
-
-        Args:
-          shape: what the step is compiled for so far.
-        """
+        """Return how many offers, slots and crossings a transfer after the gate of a step so far compiled for `shape`
+        may have; None for no such transfer."""
         return None
 
     def late_rule(self, shape: PlanShape, cost: Cost, groups: int) -> tuple[str, dict[str, typing.Any]] | None:
@@ -128,10 +95,6 @@ class Planner:
         """Return what a user is told of every plan beside its figures, None for nothing."""
         return None
 
-    def increment(self, name: str, count: int) -> None:
-        """Add to a counter."""
-        self.counters[name] = self.counters.get(name, 0) + int(count)
-
 
 BALANCERS: dict[str, type[Planner]] = {}
 
@@ -139,39 +102,42 @@ Class = typing.TypeVar("Class", bound=type)
 
 
 def balancer(
-    name: str, knobs: type | None = None, defaults: Mapping[str, typing.Any] | None = None, after_gate: bool = False
+    name: str, defaults: Mapping[str, typing.Any] | None = None, after_gate: bool = False
 ) -> typing.Callable[[Class], Class]:
-    """Declare the decorated planner class.
+    """Declare the decorated planner class. What its body annotates with `knob(...)` becomes fields of `PlannerConfig`.
 
     Args:
       name: as in `PlannerConfig.name`.
-      knobs: dataclass of the fields of `PlannerConfig` that this planner brings; planners may share one. All are fields
-        of one `PlannerConfig`, so no other class of knobs may have a field of the same name.
       defaults: value of a field of `PlannerConfig` that was left at None, where this planner has one of its own.
       after_gate: whether `when = 'after_gate'` works.
     """
 
     def declare(planner: Class) -> Class:
+        hints = typing.get_type_hints(planner)
+        own = {field: value for field, value in vars(planner).items() if isinstance(value, dataclasses.Field)}
         assert name not in BALANCERS, f"two planners are called {name}"
         for other in BALANCERS.values():
-            both = set() if other.knobs is knobs else _fields(knobs) & _fields(other.knobs)
+            both = own.keys() & other.knobs.keys()
             assert not both, (
                 f"planners {other.name!r} and {name!r} both have a knob {', '.join(sorted(both))}; rename one"
             )
-        planner.name, planner.knobs, planner.defaults, planner.after_gate = name, knobs, defaults or {}, after_gate
+        for field in own:
+            delattr(planner, field)  # its value is in `config`
+        planner.knobs = {field: (hints[field], value) for field, value in own.items()}
+        planner.name, planner.defaults, planner.after_gate = name, defaults or {}, after_gate
         BALANCERS[name] = planner
         return planner
 
     return declare
 
 
-def _fields(knobs: type | None) -> set[str]:
-    return set() if knobs is None else {field.name for field in dataclasses.fields(knobs)}
+def knob(default: typing.Any, doc: str, least: float | None = None, above: float | None = None) -> typing.Any:
+    """Return a field of `PlannerConfig` with its meaning; None: see `defaults` of `balancer`.
 
-
-def knob(default: typing.Any, doc: str) -> typing.Any:
-    """Return a dataclass field with its meaning, for the knobs of a balancer; None: see `defaults` of `balancer`."""
-    return dataclasses.field(default=default, metadata={"doc": doc})
+    Args:
+      least: the smallest value, of a whole number where it is an int; above: what it must exceed.
+    """
+    return dataclasses.field(default=default, metadata={"doc": doc, "least": least, "above": above})
 
 
 def names(after_gate: bool = False) -> tuple[str, ...]:
@@ -187,12 +153,9 @@ def build_planner(config) -> Planner:
 
 @balancer("none")
 class NonePlanner(Planner):
-    """Plain expert parallelism: drop every replica and leave homes where they are."""
+    """Plain expert parallelism."""
 
     original = "plain expert parallelism: nothing moves"
-
-    def propose(self, loads, placement, cost):
-        return placement.replace(replicas=None, shares=None, rule="nearest")
 
 
 def with_late(planner: Planner, shape: PlanShape, cost: Cost) -> PlanShape:
@@ -215,11 +178,6 @@ def home_loads(totals: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray
     layers = len(home)
     key = np.arange(layers)[:, None] * devices + home
     return np.bincount(key.ravel(), totals.ravel(), layers * devices).reshape(layers, devices)
-
-
-def own_tokens(loads: np.ndarray, home: np.ndarray) -> np.ndarray:
-    """Return the tokens of each expert whose source is its home: loads [L, S, E] -> [L, E]."""
-    return np.take_along_axis(loads, home[:, None, :], axis=1)[:, 0]
 
 
 def replicated_everywhere(placement: Placement, chosen: np.ndarray) -> np.ndarray:

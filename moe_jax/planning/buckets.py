@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from moe_jax.parallel.bucket_rows import BucketRows, carried
+from moe_jax.parallel.bucket_rows import BucketRows
 
 
 def fullest_pairs(pair_loads: np.ndarray, devices_per_node: int) -> BucketRows:
@@ -36,21 +36,6 @@ def bucket_rows(largest_pair: float, error: float = 0.0, multiple: int = 1) -> i
     """Return rows of a bucket: the predicted largest pair times (1 + error), rounded up to 8 and to `multiple`."""
     step = int(np.lcm(8, multiple))
     return step * max(1, int(np.ceil(largest_pair * (1.0 + error) / step)))
-
-
-def exchange_bytes(
-    rows: BucketRows, devices: int, devices_per_node: int, row_bytes: float = 1
-) -> tuple[float, float, float]:
-    """Return what one device hands over in one padded exchange: (to itself, to others of its node, to other nodes).
-
-    It is the same on the way back. In rows where `row_bytes` is 1.
-
-    Args:
-      rows: of the buckets, as wanted: a bucket gets as many as a farther one at least.
-      devices, devices_per_node: D, Dn.
-    """
-    sent = carried(rows, devices, devices_per_node)
-    return sent.own * row_bytes, sent.node * row_bytes, sent.far * row_bytes
 
 
 def overflow_chance(means, choices: int, rows: int) -> float:

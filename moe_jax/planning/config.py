@@ -14,13 +14,27 @@ TRANSFERS = ("auto", "flat", "by_node")
 PREDICTORS = ("last", "window", "exponential", "trend")
 # of fields that are None where neither the user nor the planner says otherwise
 DEFAULTS = {"interval": 1, "predictor": "last"}
+VALUES = {
+    "when": ("ahead", "after_gate"),
+    "predictor": (None, *PREDICTORS),
+    "transfer": TRANSFERS,
+    "price": ("executor", "paper"),
+    "split": ("auto", "plan", "even"),
+}
+# the smallest value, of whole numbers where it is one
+LEAST = {"replica_slots": 0, "overlap_degree": 0, "interval": 1, "swap_after": 1, "window": 1, "horizon": 1,
+         "executables": 2, "swap_seconds": 0.0, "bucket_limit": 1.0}  # fmt: skip
+WORDS = {"replica_slots": "memory", "overlap_degree": "executor"}  # instead of a number
 
-_KNOBS = tuple(dict.fromkeys(planner.knobs for planner in BALANCERS.values() if planner.knobs is not None))
+_KNOBS = {field: found for planner in reversed(BALANCERS.values()) for field, found in planner.knobs.items()}
+_Knobs = dataclasses.make_dataclass(
+    "_Knobs", [(field, *found) for field, found in _KNOBS.items()], frozen=True, kw_only=True
+)
 assert len(BALANCERS) > 1, "import moe_jax.planning first: its files declare what this one collects"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlannerConfig(*_KNOBS):  # pyright: ignore[reportGeneralTypeIssues]
+class PlannerConfig(_Knobs):  # pyright: ignore[reportGeneralTypeIssues]
     """Choose a planner: the options of all are here, the knobs of one in its file (`balancer.py` collects them).
 
     Attributes:
@@ -72,35 +86,26 @@ class PlannerConfig(*_KNOBS):  # pyright: ignore[reportGeneralTypeIssues]
     def __post_init__(self):
         if self.name not in BALANCERS:
             raise UserError(f"PlannerConfig.name ({self.name!r}) must be one of {', '.join(names())}")
-        known = {
-            "when": ("ahead", "after_gate"),
-            "predictor": (None, *PREDICTORS),
-            "transfer": TRANSFERS,
-            "price": ("executor", "paper"),
-            "split": ("auto", "plan", "even"),
-        }
-        for field, values in known.items():
+        for field, values in VALUES.items():
             if getattr(self, field) not in values:
                 self.refuse(field, f"must be one of {', '.join(filter(None, values))}")
-        if self.replica_slots != "memory":
-            self.whole("replica_slots", 0)
-        for field, least in (("window", 1), ("executables", 2), ("horizon", 1), ("interval", 1), ("swap_after", 1)):
-            if getattr(self, field) is not None or field not in ("interval", "swap_after"):
-                self.whole(field, least)
-        if isinstance(self.overlap_degree, str):
-            if self.overlap_degree != "executor":
-                self.refuse("overlap_degree", "must be one of executor")
-        elif self.overlap_degree is not None:
-            self.whole("overlap_degree", 0)
-        if self.swap_seconds < 0:
-            self.refuse("swap_seconds", "must be at least 0")
-        if not self.bucket_limit >= 1:
-            self.refuse("bucket_limit", "must be at least 1, the mean; 4.0 is the default")
+        bounds = {field: found.metadata for field, (_, found) in _KNOBS.items()}
+        bounds |= {field: {"least": least, "above": None} for field, least in LEAST.items()}
+        for field, bound in bounds.items():
+            value, default = getattr(self, field), type(self).__dataclass_fields__[field].default
+            if value == default or value == WORDS.get(field):
+                continue
+            least, above = bound["least"], bound["above"]
+            if isinstance(least, int):
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    words = f" or {WORDS[field]!r}" if field in WORDS else ""
+                    self.refuse(field, f"must be a whole number of at least {least}{words}")
+            elif least is not None and not value >= least:
+                self.refuse(field, f"must be at least {least:g}; {default} is the default")
+            elif above is not None and not value > above:
+                self.refuse(field, f"must be above {above:g}; {default} is the default")
         if not 0 < self.decay <= 1:
             self.refuse("decay", "must lie in (0, 1], the weight of the newest step")
-        for knobs in _KNOBS:
-            if "check" in vars(knobs):
-                knobs.check(self)
         planner = BALANCERS[self.name]
         if self.when == "after_gate" and not planner.after_gate:
             raise UserError(
@@ -108,30 +113,21 @@ class PlannerConfig(*_KNOBS):  # pyright: ignore[reportGeneralTypeIssues]
                 f"{self.name!r}; use 'ahead'"
             )
         if self.split == "even" and self.decides_late:
+            again = f" or {planner.decides_again} = True" if planner.decides_again else ""
             raise UserError(
                 "PlannerConfig.split = 'even' splits tokens ahead of the gate, and this planner decides after it "
-                f"({planner.late_by}); use split = 'plan'"
+                f"(when = 'after_gate'{again}); use split = 'plan'"
             )
 
     def refuse(self, field: str, rule: str) -> None:
         """Raise a UserError that names a field, its value and the rule."""
         raise UserError(f"PlannerConfig.{field} ({getattr(self, field)!r}) {rule}")
 
-    def whole(self, field: str, least: int) -> None:
-        """Refuse a field that is no whole number of at least `least`."""
-        value = getattr(self, field)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            self.refuse(field, f"must be a whole number of at least {least}")
-
     @property
     def decides_late(self) -> bool:
         """Whether the planner decides again from the step's own loads."""
-        return BALANCERS[self.name].decides_late(self.settled())
-
-    @property
-    def steps_between_plans(self) -> int:
-        """The interval, or the planner's own where none is given."""
-        return self.settled().interval
+        knob = BALANCERS[self.name].decides_again
+        return self.when == "after_gate" or (knob is not None and bool(getattr(self.settled(), knob)))
 
     def settled(self) -> PlannerConfig:
         """Return the same, each field that was left at None at the planner's own default."""
@@ -141,4 +137,4 @@ class PlannerConfig(*_KNOBS):  # pyright: ignore[reportGeneralTypeIssues]
 
 
 # A knob must not have the name of an option: one would replace the other.
-assert not any(vars(knobs)["__annotations__"].keys() & vars(PlannerConfig)["__annotations__"] for knobs in _KNOBS)
+assert not _KNOBS.keys() & vars(PlannerConfig)["__annotations__"].keys()

@@ -9,31 +9,20 @@ Letters: docs/notation.md; r replicas of a layer, the homes counted; i independe
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.planning.balancer import Planner, balancer, falling, knob, standing
+from moe_jax.planning.balancer import Planner, balancer, falling, knob
 from moe_jax.planning.placement import SHARE_ONE
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EplbKnobs:
-    """The knob of EPLB."""
-
-    groups: int = knob(1, "expert groups; more than one packs them node by node when nodes divide them")
-
-    def check(self):
-        self.whole("groups", 1)
-
-
-@balancer("eplb", knobs=EplbKnobs, defaults={"interval": 10})
+@balancer("eplb", defaults={"interval": 10})
 class EplbPlanner(Planner):
     """Pack replicas anew from the loads; homes move with them, so plan at an interval."""
 
+    groups: int = knob(1, "expert groups; more than one packs them node by node when nodes divide them", least=1)
     original = "homes and replicas packed freely: state moves to new places, all-reduce of replicas every step"
-    original_costs = staticmethod(standing)
+    standing = True
 
     def propose(self, loads, placement, cost):
         experts, devices = placement.experts, placement.devices
@@ -86,32 +75,23 @@ def rebalance(
     expert_at = (group_at[:, :, None] * size + np.arange(size)).reshape(layers * nodes, experts // nodes)
     # Replicas within each node, then devices within each node.
     local = np.take_along_axis(np.repeat(weight, nodes, axis=0), expert_at, axis=1)
-    chosen, count = replicate(local, num_replicas // nodes)
+    at, slots = np.arange(len(local)), num_replicas // nodes
+    chosen, count = np.empty((len(local), slots), int), np.ones(local.shape, int)
+    chosen[:, : experts // nodes] = np.arange(experts // nodes)
+    load = np.array(local, np.float64)  # of one replica of each expert
+    for slot in range(experts // nodes, slots):
+        heaviest = load.argmax(axis=1)
+        chosen[:, slot] = heaviest
+        count[at, heaviest] += 1
+        load[at, heaviest] = local[at, heaviest] / count[at, heaviest]
     load = np.take_along_axis(local / count, chosen, axis=1)
     device, rank = pack(load, devices // nodes)
     placed = np.empty_like(chosen)
-    at = np.arange(len(chosen))[:, None]
-    placed[at, device * (num_replicas // devices) + rank] = chosen
+    placed[at[:, None], device * (num_replicas // devices) + rank] = chosen
     replica_to_expert = np.take_along_axis(expert_at, placed, axis=1).reshape(layers, num_replicas)
     replica_counts = np.zeros((layers, experts), int)
     np.put_along_axis(replica_counts, expert_at.reshape(layers, experts), count.reshape(layers, experts), axis=1)
     return replica_to_expert, replica_counts
-
-
-def replicate(weight: np.ndarray, num_replicas: int) -> tuple[np.ndarray, np.ndarray]:
-    """Replicate the expert with most load per replica: weight [i, E] -> (expert [i, r], count [i, E])."""
-    rows = np.arange(len(weight))
-    experts = weight.shape[1]
-    chosen = np.empty((len(weight), num_replicas), int)
-    chosen[:, :experts] = np.arange(experts)
-    count = np.ones(weight.shape, int)
-    load = np.array(weight, np.float64)
-    for at in range(experts, num_replicas):
-        heaviest = load.argmax(axis=1)
-        chosen[:, at] = heaviest
-        count[rows, heaviest] += 1
-        load[rows, heaviest] = weight[rows, heaviest] / count[rows, heaviest]
-    return chosen, count
 
 
 def pack(weight: np.ndarray, packs: int) -> tuple[np.ndarray, np.ndarray]:

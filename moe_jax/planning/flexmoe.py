@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, balancer, standing
+from moe_jax.planning.balancer import Planner, balancer
 from moe_jax.planning.placement import within_group
 
 
@@ -23,7 +23,7 @@ class FlexMoePlanner(Planner):
     """
 
     original = "standing replicas with optimizer state: state moves to new replicas, all-reduce every step"
-    original_costs = staticmethod(standing)
+    standing = True
 
     def propose(self, loads, placement, cost):
         totals = np.asarray(loads, np.float64).sum(axis=1)
@@ -64,20 +64,48 @@ class _Search:
         self.slots[layer, device, within_group(layer * held.shape[2] + device)] = expert
 
     def expand(self) -> bool:
-        """Give the expert with most load per holder one replica more, on the device where the time falls most."""
+        """Give the expert with most load per holder one replica more, on the device where the time falls most.
+
+        Say whether the heaviest load falls by it in any layer.
+        """
         rows, per_holder = self.rows, self.totals / self.count
         full = self.count == self.held.shape[2]
         expert = np.where(full, -1.0, per_holder).argmax(axis=1)
         mine = self.held[rows, expert]
         smaller = self.totals[rows, expert] / (self.count[rows, expert] + 1)
         rest = self.load - mine * (per_holder[rows, expert] - smaller)[:, None]
-        victim, saved = self._least_replica(expert)
+        # the replica with least load on each device (-1: none), and the load that it takes along: [L, D] each
+        usable = (self.slots >= 0) & (self.slots != expert[:, None, None])
+        part = np.where(usable, per_holder[rows[:, None, None], self.slots], np.inf)
+        at = part.argmin(axis=2)[:, :, None]
+        saved = np.take_along_axis(part, at, axis=2)[:, :, 0]
+        victim = np.where(np.isfinite(saved), np.take_along_axis(self.slots, at, axis=2)[:, :, 0], -1)
         crowded = self.replicas >= self.mu
-        trial = rest + smaller[:, None] - np.where(crowded, saved, 0.0)
+        trial = rest + smaller[:, None] - np.where(crowded & np.isfinite(saved), saved, 0.0)
         allowed = ~mine & (~crowded | (victim >= 0)) & (self.mu > 0)
         device = np.where(allowed, trial, np.inf).argmin(axis=1)
         evicted = np.where(crowded[rows, device], victim[rows, device], -1)
-        return self._apply(expert, device, evicted, allowed[rows, device])
+
+        new_expert = mine.copy()
+        load = self.load - new_expert * per_holder[rows, expert][:, None]
+        new_expert[rows, device] = True
+        load += new_expert * (self.totals[rows, expert] / new_expert.sum(axis=1))[:, None]
+        out, shrinks = np.maximum(evicted, 0), evicted >= 0
+        new_out = self.held[rows, out].copy()
+        load -= np.where(shrinks[:, None], new_out * per_holder[rows, out][:, None], 0.0)
+        new_out[rows, device] &= ~shrinks
+        per = self.totals[rows, out] / np.maximum(new_out.sum(axis=1), 1)
+        load += np.where(shrinks[:, None], new_out * per[:, None], 0.0)
+        better = allowed[rows, device] & (load.max(axis=1) < self.load.max(axis=1) * (1 - 1e-9))
+        self.held[rows[better], expert[better]] = new_expert[better]
+        self.count[rows[better], expert[better]] += 1
+        shrunk, grown = better & shrinks, better & ~shrinks
+        self.held[rows[shrunk], out[shrunk]] = new_out[shrunk]
+        self.count[rows[shrunk], out[shrunk]] -= 1
+        self._swap_slot(rows[better], device[better], evicted[better], expert[better])
+        self.replicas[rows[grown], device[grown]] += 1
+        self.load = np.where(better[:, None], load, self.load)
+        return bool(better.any())
 
     def migrate(self) -> bool:
         """Move one replica of the heaviest device to the lightest device with room."""
@@ -101,44 +129,7 @@ class _Search:
         self._swap_slot(layer, b, np.full(len(layer), -1), e)
         return bool(better.any())
 
-    def _least_replica(self, expert: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the replica with least load on each device (-1: none) and the load it takes along: [L, D] each."""
-        usable = (self.slots >= 0) & (self.slots != expert[:, None, None])
-        per_holder = self.totals / self.count
-        part = np.where(usable, per_holder[self.rows[:, None, None], self.slots], np.inf)
-        at = part.argmin(axis=2)[:, :, None]
-        saved = np.take_along_axis(part, at, axis=2)[:, :, 0]
-        victim = np.take_along_axis(self.slots, at, axis=2)[:, :, 0]
-        none = ~np.isfinite(saved)
-        return np.where(none, -1, victim), np.where(none, 0.0, saved)
-
     def _swap_slot(self, layer: np.ndarray, device: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
         """Put `new` where `old` is in the replica slots of these devices (-1: an empty slot)."""
         at = (self.slots[layer, device] == old[:, None]).argmax(axis=1)
         self.slots[layer, device, at] = new
-
-    def _apply(self, expert: np.ndarray, device: np.ndarray, evicted: np.ndarray, ok: np.ndarray) -> bool:
-        """Make the change where the heaviest load falls; say whether any layer changed."""
-        rows = self.rows
-        new_expert = self.held[rows, expert].copy()
-        load = self.load - new_expert * (self.totals / self.count)[rows, expert][:, None]
-        new_expert[rows, device] = True
-        load += new_expert * (self.totals[rows, expert] / new_expert.sum(axis=1))[:, None]
-        out = np.maximum(evicted, 0)
-        new_out = self.held[rows, out].copy()
-        load -= np.where(evicted[:, None] >= 0, new_out * (self.totals / self.count)[rows, out][:, None], 0.0)
-        new_out[rows, device] &= evicted < 0
-        per = self.totals[rows, out] / np.maximum(new_out.sum(axis=1), 1)
-        load += np.where(evicted[:, None] >= 0, new_out * per[:, None], 0.0)
-        better = ok & (load.max(axis=1) < self.load.max(axis=1) * (1 - 1e-9))
-        layer = rows[better]
-        self.held[layer, expert[better]] = new_expert[better]
-        self.count[layer, expert[better]] += 1
-        shrunk = better & (evicted >= 0)
-        self.held[rows[shrunk], out[shrunk]] = new_out[shrunk]
-        self.count[rows[shrunk], out[shrunk]] -= 1
-        self._swap_slot(layer, device[better], evicted[better], expert[better])
-        grown = better & (evicted < 0)
-        self.replicas[rows[grown], device[grown]] += 1
-        self.load = np.where(better[:, None], load, self.load)
-        return bool(better.any())

@@ -7,59 +7,42 @@ Letters: docs/notation.md; tau experts that may get replicas, Et experts conside
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from moe_jax.cluster import AbsentFigureError
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import Planner, balancer, falling, home_loads, knob, replicated_everywhere
+from moe_jax.planning.cost import slots_in
 from moe_jax.planning.fastermoe import shadow_rates
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.sharding import shard_homes
 from moe_jax.planning.transfer_sizes import TransferSizes, fit_replicas, transfer_sizes
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HecateKnobs:
-    """The knobs of Hecate: each of its three parts can be off."""
-
-    materialize: bool = knob(True, "replicas for one step by sparse materialization")
-    shard_every: int | None = knob(None, "steps between reshards; 0: homes stay even; None: 100, as the paper")
-    calibrate: bool | None = knob(None, "a second decision, from the step's own counts; None: on")
-    late_slots: int = knob(2, "replicas that a device may get by that decision, in slots of their own")
-
-    def check(self):
-        self.whole("late_slots", 1)
-        if self.shard_every is not None:
-            self.whole("shard_every", 0)
-
-
 # Loads are predicted by the mean of the last 5 steps (section 4.2); a reshard every 100 (section 5.1).
 _PAPER = {"predictor": "window", "shard_every": 100, "calibrate": True}
 
 
-@balancer("hecate", knobs=HecateKnobs, defaults=_PAPER, after_gate=True)
+@balancer("hecate", defaults=_PAPER, after_gate=True)
 class HecatePlanner(Planner):
     """Materialize replicas each step, reshard homes now and then, calibrate after the gate; each part can be off.
 
     Source: Hecate, algorithms 1 and 2, sections 4.2 to 4.4.
     """
 
+    materialize: bool = knob(True, "replicas for one step by sparse materialization")
+    shard_every: int | None = knob(None, "steps between reshards; 0: homes stay even; None: 100, as the paper", least=0)
+    calibrate: bool | None = knob(None, "a second decision, from the step's own counts; None: on")
+    late_slots: int = knob(2, "replicas that a device may get by that decision, in slots of their own", least=1)
     schedule = "hecate"
-    late_by = "when = 'after_gate' or calibrate = True"
+    decides_again = "calibrate"
     original = "sparse all-gather and reduce-scatter every step; state moves at a reshard"
-
-    @classmethod
-    def decides_late(cls, config):
-        return config.calibrate or config.when == "after_gate"
 
     @property
     def reshard_every(self):
         return self.config.shard_every
 
     def propose(self, loads, placement, cost):
-        bare = placement.replace(replicas=None, shares=None, rule="nearest")
+        bare = super().propose(loads, placement, cost)
         if not self.config.materialize:
             return bare
         layers, devices = bare.layers, bare.devices
@@ -78,7 +61,7 @@ class HecatePlanner(Planner):
         if free.any():
             # What did not fit the transfer leaves slots to others: share them by what is left per holder.
             placed = bare.replace(replicas=np.argwhere(added))
-            self.increment("transfer_cut", free.sum())
+            self.counters["transfer_cut"] += int(free.sum())
             added |= spread_replicas(placed, order, _slots_left(totals, placed, order, free), free, limits)
         return bare.replace(replicas=np.argwhere(added))
 
@@ -92,7 +75,7 @@ class HecatePlanner(Planner):
         The first gather runs beside attention; this one does not, so all of its time counts. An expert whose new
         replicas do not fit the late transfer gets none of them.
         """
-        if not self.decides_late(self.config):
+        if not self.config.decides_late:
             return placement
         name = self.config.name
         loads = np.asarray(loads, np.float64)
@@ -107,17 +90,19 @@ class HecatePlanner(Planner):
         added = spread_replicas(placement, order, _slots_left(totals, placement, order, free), free)
         if cost.late is not None:
             added, cut = fit_replicas(added, order, placement.home, cost.late)
-            self.increment("late_cut", cut)
+            self.counters["late_cut"] += cut
         compute, exchange, shadow = shadow_rates(cost, name)  # those of the rule on the device
         seconds = []
-        for trial in (placement, _with_more(placement, added)):
+        more = placement.replace(replicas=np.concatenate([placement.replicas, np.argwhere(added)]))
+        for trial in (placement, more):
             computed, received = routing.expected(trial, loads)
             seconds.append(compute * computed.max(axis=1) + exchange * received.max(axis=1))
         per_node = placement.devices_per_node if cost.late is None else cost.late.inside
         sizes = transfer_sizes(placement.home, added, per_node)
         late = cost.late_price(sizes, shadow / placement.devices * sizes.holders)  # a gather now, a reduce later
         pays = seconds[0] - seconds[1] > late
-        return _with_more(placement, added & pays[:, None, None])
+        paying = np.argwhere(added & pays[:, None, None])
+        return placement.replace(replicas=np.concatenate([placement.replicas, paying]))
 
     def ahead_most(self, placement, cost):
         tau = min(cost.overlap(self.config.name), placement.experts)
@@ -127,9 +112,13 @@ class HecatePlanner(Planner):
         return TransferSizes(limits[0], cost.replica_slots, limits[1])
 
     def late_needs(self, shape, cost):
-        slots = cost.slots_left(self.config.late_slots) if self.decides_late(self.config) else 0
-        if not slots or not cost.overlap(self.config.name):  # none left, or no expert may get replicas
-            return None
+        slots, memory, room = self.config.late_slots, cost.cluster.memory_bytes, cost.late_room
+        if memory is not None:  # what fits beside the replicas that are planned ahead
+            if room is None:
+                room = slots_in(memory, cost.layers_alive, cost.expert_bytes) - cost.replica_slots
+            slots = max(0, min(slots, room))
+        if not self.config.decides_late or not slots or not cost.overlap(self.config.name):
+            return None  # nothing to decide, no slot left, or no expert may get replicas
         offers = min(slots, shape.home_slots)
         return TransferSizes(offers, slots, offers * shape.devices_per_node)
 
@@ -157,7 +146,7 @@ class HecatePlanner(Planner):
 
     def remark(self, cost):
         """Say tau, and where it is 0, so that no expert gets a replica, why."""
-        if not self.config.materialize and not self.decides_late(self.config):
+        if not self.config.materialize and not self.config.decides_late:
             return None  # homes move, which tau has no part in
         tau = cost.overlap(self.config.name)
         if tau:
@@ -166,10 +155,6 @@ class HecatePlanner(Planner):
             return "tau 0: PlannerConfig.overlap_degree"
         one = float(cost.overlap_seconds(np.array(1), self.config.name))
         return f"tau 0: an expert travels {1e3 * one:.3g} ms, attention takes {1e3 * cost.attention_seconds:.3g} ms"
-
-
-def _with_more(placement: Placement, added: np.ndarray) -> Placement:
-    return placement.replace(replicas=np.concatenate([placement.replicas, np.argwhere(added)]))
 
 
 def _slots_left(totals: np.ndarray, placement: Placement, order: np.ndarray, free: np.ndarray) -> np.ndarray:
@@ -209,7 +194,7 @@ def spread_replicas(
     order: np.ndarray,
     counts: np.ndarray,
     free: np.ndarray,
-    limits: tuple[int, int] | None = None,
+    limits: tuple[float, float] = (np.inf, np.inf),
 ) -> np.ndarray:
     """Place replicas one by one: nodes that lack the expert first, then nodes and devices with most free slots.
 
@@ -217,7 +202,7 @@ def spread_replicas(
       order: int [L, Et], experts by falling load; counts: int [L, Et], replicas of each.
       free: int [L, D], free replica slots.
       limits: the most experts that one device sends (X), and that one node sends one other (Cp), the placement's own
-        replicas counted; None for no limit.
+        replicas counted.
 
     Returns:
       bool [L, E, D], the new replicas. A replica that finds no device is left out.
@@ -234,62 +219,30 @@ def spread_replicas(
     added = np.zeros_like(held)
     most = int(free.max(initial=0)) + 1
     in_node = most * per_node * most
-    sent = _Sent(placement) if limits is not None else None
+    # What is sent so far: an expert counts once for its home's device, and once for each other node with a replica.
+    home, home_node = placement.home, placement.home // per_node
+    travels = held.sum(axis=2) > 1  # [L, E]
+    offers = home_loads(travels.astype(float), home, devices).astype(int)
+    crossing = np.zeros((layers, nodes, nodes), int)
+    layer, expert, node = np.nonzero(node_held & (np.arange(nodes) != home_node[:, :, None]))
+    np.add.at(crossing, (layer, home_node[layer, expert], node), 1)
     for step in range(steps):
         at = np.minimum((ends <= step).sum(axis=1), order.shape[1] - 1)
         expert = order[rows, at]
-        node_score = node_free * most + ~node_held[rows, expert] * in_node
-        room = (free > 0) & ~held[rows, expert]
-        if sent is not None:
-            room &= sent.allowed(expert, limits)
+        here = node_held[rows, expert]
+        node_score = node_free * most + ~here * in_node
+        offered = travels[rows, expert] | (offers[rows, home[rows, expert]] < limits[0])
+        crossed = here | (crossing[rows, home_node[rows, expert]] < limits[1])
+        room = (free > 0) & ~held[rows, expert] & offered[:, None] & crossed[:, node_of]
         score = np.where(room, node_score[:, node_of] + free, -1)
         device = score.argmax(axis=1)
         ok = (score[rows, device] >= 0) & (step < ends[:, -1])
         layer, expert, device = rows[ok], expert[ok], device[ok]
         node = node_of[device]
+        offers[layer, home[layer, expert]] += ~travels[layer, expert]
+        crossing[layer, home_node[layer, expert], node] += ~node_held[layer, expert, node]
+        travels[layer, expert] = node_held[layer, expert, node] = True
         held[layer, expert, device] = added[layer, expert, device] = True
-        node_held[layer, expert, node] = True
         free[layer, device] -= 1
         node_free[layer, node] -= 1
-        if sent is not None:
-            sent.add(layer, expert, node)
     return added
-
-
-class _Sent:
-    """What every device and node sends so far.
-
-    An expert counts once for its home's device, and once for each other node that gets a replica: travels bool [L, E],
-    offers int [L, D], here bool [L, E, Nn] (the home's node included), crossing int [L, Nn, Nn].
-    """
-
-    def __init__(self, placement: Placement):
-        layers, nodes, self.per_node = placement.layers, placement.nodes, placement.devices_per_node
-        self.home, self.rows = placement.home, np.arange(layers)
-        self.home_node = self.home // self.per_node
-        self.node_of = np.arange(placement.devices) // self.per_node
-        held = placement.holds
-        self.travels = held.sum(axis=2) > 1
-        self.offers = home_loads(self.travels.astype(float), self.home, placement.devices).astype(int)
-        self.here = held.reshape(*self.home.shape, nodes, self.per_node).any(axis=3)
-        away = self.here & (np.arange(nodes) != self.home_node[:, :, None])
-        self.crossing = np.zeros((layers, nodes, nodes), int)
-        layer, expert, node = np.nonzero(away)
-        np.add.at(self.crossing, (layer, self.home_node[layer, expert], node), 1)
-
-    def allowed(self, expert: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
-        """Say which devices may get one replica more of each layer's expert [L]: -> bool [L, D]."""
-        home = self.home[self.rows, expert]
-        offered = self.travels[self.rows, expert] | (self.offers[self.rows, home] < limits[0])
-        crossed = self.here[self.rows, expert] | (
-            self.crossing[self.rows, self.home_node[self.rows, expert]] < limits[1]
-        )
-        return offered[:, None] & crossed[:, self.node_of]
-
-    def add(self, layer: np.ndarray, expert: np.ndarray, node: np.ndarray) -> None:
-        """Count one replica in each of these layers."""
-        home = self.home[layer, expert]
-        self.offers[layer, home] += ~self.travels[layer, expert]
-        self.travels[layer, expert] = True
-        self.crossing[layer, self.home_node[layer, expert], node] += ~self.here[layer, expert, node]
-        self.here[layer, expert, node] = True

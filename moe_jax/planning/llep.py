@@ -1,6 +1,6 @@
 """Least-loaded expert parallelism: what is too much for a device goes to the least-loaded ones, with its experts.
 
-No device computes more than a capacity, as far as the slots allow. `LlepKnobs.quotas` is the rule, for NumPy and for
+No device computes more than a capacity, as far as the slots allow. `spill_quotas` is the rule, for NumPy and for
 jax.numpy: ahead it sees predicted loads, after the gate those of the step, as published.
 
 Source: Nguyen et al., Least-Loaded Expert Parallelism, arXiv 2601.17111 (2026). Theirs are alpha = `capacity`, m =
@@ -11,12 +11,10 @@ Letters: docs/notation.md.
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import numpy as np
 
-from moe_jax.errors import UserError
 from moe_jax.planning.balancer import Planner, balancer, falling, knob
 from moe_jax.planning.shares import with_quotas
 from moe_jax.planning.transfer_sizes import TransferSizes, fit_replicas
@@ -39,81 +37,72 @@ def _repeat(step, carry, going, times: int):
 NUMPY = types.SimpleNamespace(**{**vars(np), "put": _put, "repeat": _repeat})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LlepKnobs:
-    """The knobs of LLEP, relative to a device's mean load."""
+def spill_quotas(xp, totals, home, slots: tuple[int, int], knobs: tuple[float, float, float]):
+    """Return tokens by expert and device, [L, E, D], from totals [L, E] and homes int [L, E].
 
-    capacity: float = knob(1.0, "tokens that a device computes before others help, over the mean; at least 1")
-    least_chunk: float = knob(0.0625, "fewest tokens that are worth moving an expert, over the mean load of a device")
-    uneven_from: float = knob(1.3, "layers whose largest load is below this times the mean stay as they are")
+    Experts are taken by falling load. Of one whose home is above capacity the surplus goes, chunk by chunk, to the
+    least-loaded device that has a slot left, up to that one's capacity.
 
-    def check(self):
-        if not self.capacity >= 1:
-            self.refuse("capacity", "must be at least 1, the mean load of a device")
-        if self.least_chunk < 0 or self.uneven_from < 0:
-            raise UserError(
-                f"PlannerConfig.least_chunk ({self.least_chunk}) and PlannerConfig.uneven_from ({self.uneven_from}) "
-                "must be at least 0, parts of a device's mean load"
-            )
+    Args:
+      xp: the arrays, `NUMPY` here.
+      slots: (replica slots of a device, devices). A device sends as many experts at most, so that the transfer of one
+        that fits all slots has room for every spill.
+      knobs: `LlepPlanner.quota_knobs`.
+    """
+    layers, experts = totals.shape
+    (most, devices), (capacity, least_chunk, uneven_from) = slots, knobs
+    rows, device = xp.arange(layers), xp.arange(devices)[None]
+    quota = xp.where(home[:, :, None] == device[None], totals[:, :, None], 0.0)
+    load = quota.sum(axis=1)
+    mean = load.sum(axis=1) / devices
+    full = capacity * mean
+    least = xp.maximum(least_chunk, 1e-9) * mean
+    uneven = load.max(axis=1) > uneven_from * mean
 
-    def quotas(self, xp, totals, home, slots: tuple[int, int]):
-        """Return tokens by expert and device, [L, E, D], from totals [L, E] and homes int [L, E].
+    def next_expert(carry):
+        """Return the heaviest expert above capacity that can still give: its total [L], -1 for none, and id [L]."""
+        quota, load, used, sent, open_ = carry
+        over = open_ & (xp.take_along_axis(load, home, axis=1) > full[:, None])
+        gives = xp.take_along_axis(quota, home[:, :, None], axis=2)[:, :, 0] < totals
+        over = over & (gives | (xp.take_along_axis(sent, home, axis=1) < most))
+        weight = xp.where(over & uneven[:, None], totals, -1.0)
+        return weight.max(axis=1), weight.argmax(axis=1)
 
-        Experts are taken by falling load. Of one whose home is above capacity the surplus goes, chunk by chunk, to the
-        least-loaded device that has a slot left, up to that one's capacity.
+    def step(carry):
+        quota, load, used, sent, open_ = carry
+        weight, expert = next_expert(carry)
+        source, mine = home[rows, expert], quota[rows, expert]
+        surplus = xp.minimum(mine[rows, source], load[rows, source] - full)
+        free = (used < most) & (mine == 0) & (device != source[:, None])
+        target = xp.where(free, load, xp.inf).argmin(axis=1)
+        chunk = xp.minimum(surplus, full - load[rows, target])
+        ok = (weight > 0) & free.any(axis=1) & (chunk >= least)
+        here = ok[:, None] & (device == target[:, None])
+        moved = xp.where(ok, chunk, 0.0)[:, None]
+        change = xp.where(here, moved, 0.0) - xp.where(device == source[:, None], moved, 0.0)
+        first = ok & (mine[rows, source] == totals[rows, expert])
+        sent = sent + (first[:, None] & (device == source[:, None]))
+        quota = xp.put(quota, (rows, expert), xp.maximum(mine + change, 0.0))
+        # an expert has given what it can when its surplus is gone, or when no chunk of it is worth a move
+        open_ = xp.put(open_, (rows, expert), open_[rows, expert] & ok & (chunk < surplus))
+        return quota, load + change, used + here, sent, open_
 
-        Args:
-          xp: the arrays, `NUMPY` here.
-          slots: (replica slots of a device, devices). A device sends as many experts at most, so that the transfer of
-            one that fits all slots has room for every spill.
-        """
-        layers, experts = totals.shape
-        most, devices = slots
-        rows, device = xp.arange(layers), xp.arange(devices)[None]
-        quota = xp.where(home[:, :, None] == device[None], totals[:, :, None], 0.0)
-        load = quota.sum(axis=1)
-        mean = load.sum(axis=1) / devices
-        full = self.capacity * mean
-        least = xp.maximum(self.least_chunk, 1e-9) * mean
-        uneven = load.max(axis=1) > self.uneven_from * mean
-
-        def next_expert(carry):
-            """Return the heaviest expert above capacity that can still give: its total [L], -1 for none, and id [L]."""
-            quota, load, used, sent, open_ = carry
-            over = open_ & (xp.take_along_axis(load, home, axis=1) > full[:, None])
-            gives = xp.take_along_axis(quota, home[:, :, None], axis=2)[:, :, 0] < totals
-            over = over & (gives | (xp.take_along_axis(sent, home, axis=1) < most))
-            weight = xp.where(over & uneven[:, None], totals, -1.0)
-            return weight.max(axis=1), weight.argmax(axis=1)
-
-        def step(carry):
-            quota, load, used, sent, open_ = carry
-            weight, expert = next_expert(carry)
-            source, mine = home[rows, expert], quota[rows, expert]
-            surplus = xp.minimum(mine[rows, source], load[rows, source] - full)
-            free = (used < most) & (mine == 0) & (device != source[:, None])
-            target = xp.where(free, load, xp.inf).argmin(axis=1)
-            chunk = xp.minimum(surplus, full - load[rows, target])
-            ok = (weight > 0) & free.any(axis=1) & (chunk >= least)
-            here = ok[:, None] & (device == target[:, None])
-            moved = xp.where(ok, chunk, 0.0)[:, None]
-            change = xp.where(here, moved, 0.0) - xp.where(device == source[:, None], moved, 0.0)
-            first = ok & (mine[rows, source] == totals[rows, expert])
-            sent = sent + (first[:, None] & (device == source[:, None]))
-            quota = xp.put(quota, (rows, expert), xp.maximum(mine + change, 0.0))
-            # an expert has given what it can when its surplus is gone, or when no chunk of it is worth a move
-            open_ = xp.put(open_, (rows, expert), open_[rows, expert] & ok & (chunk < surplus))
-            return quota, load + change, used + here, sent, open_
-
-        none = xp.zeros(load.shape, int)
-        start = (quota, load, none, none, totals > 0)
-        return xp.repeat(step, start, lambda carry: (next_expert(carry)[0] > 0).any(), devices + 2 * experts)[0]
+    none = xp.zeros(load.shape, int)
+    start = (quota, load, none, none, totals > 0)
+    return xp.repeat(step, start, lambda carry: (next_expert(carry)[0] > 0).any(), devices + 2 * experts)[0]
 
 
-@balancer("llep", knobs=LlepKnobs, after_gate=True)
+@balancer("llep", after_gate=True)
 class LlepPlanner(Planner):
     """Spill by predicted loads ahead, or by those of the step after the gate, when every replica comes late."""
 
+    capacity: float = knob(
+        1.0, "tokens that a device computes before others help, over the mean; at least 1", least=1.0
+    )
+    least_chunk: float = knob(
+        0.0625, "fewest tokens that are worth moving an expert, over the mean load of a device", least=0.0
+    )
+    uneven_from: float = knob(1.3, "layers whose largest load is below this times the mean stay as they are", least=0.0)
     original = "parameters of spilled experts to their helpers and gradients back, every step"
 
     def propose(self, loads, placement, cost):
@@ -124,30 +113,28 @@ class LlepPlanner(Planner):
     def refine(self, loads, placement, cost):
         """Spill for these loads, whatever was planned ahead; what does not fit a late transfer stays at home."""
         loads = np.asarray(loads, np.float64)
-        totals, late = loads.sum(axis=1), cost.late if self.decides_late(self.config) else None
+        totals, late = loads.sum(axis=1), cost.late if self.config.when == "after_gate" else None
         most = late.slots if late is not None else cost.replica_slots if self.config.bounded else placement.experts
         bare = placement.replace(replicas=None, shares=None, rule="shares")
-        quota = self.rule.quotas(NUMPY, totals, bare.home, (most, bare.devices))
+        quota = spill_quotas(NUMPY, totals, bare.home, (most, bare.devices), self.quota_knobs)
         if late is not None:
             wanted = (quota > 0) & ~bare.holds
             added, cut = fit_replicas(wanted, falling(totals), bare.home, late)
-            self.increment("late_cut", cut)
+            self.counters["late_cut"] += cut
             stays = (wanted & ~added).any(axis=2, keepdims=True)
             quota = np.where(stays, bare.holds * totals[:, :, None], quota)
         return with_quotas(bare, quota, loads)
 
     def late_needs(self, shape, cost):
-        slots = cost.replica_slots if self.decides_late(self.config) else 0
-        if not slots:
+        if self.config.when != "after_gate" or not cost.replica_slots:
             return None
-        offers = min(slots, shape.home_slots)
-        return TransferSizes(offers, slots, min(slots, offers) * shape.devices_per_node)
+        offers = min(cost.replica_slots, shape.home_slots)
+        return TransferSizes(offers, cost.replica_slots, offers * shape.devices_per_node)
 
     def late_rule(self, shape, cost, groups):
-        return None if shape.late is None else ("quotas", {"plan": self.rule})
+        return None if shape.late is None else ("quotas", {"plan": spill_quotas, "knobs": self.quota_knobs})
 
     @property
-    def rule(self) -> LlepKnobs:
-        """What is decided, ahead or after the gate."""
-        names = ("capacity", "least_chunk", "uneven_from")
-        return LlepKnobs(**{name: getattr(self.config, name) for name in names})
+    def quota_knobs(self) -> tuple[float, float, float]:
+        """What is decided by, ahead or after the gate: capacity, least_chunk, uneven_from."""
+        return self.config.capacity, self.config.least_chunk, self.config.uneven_from

@@ -150,7 +150,7 @@ class PlanSession:
             # the newest plan's token rule; what is decided late keeps its own
             if self.config.split == "even":
                 self.placement = split_evenly(self.placement, loads)
-            elif self.config.split == "auto" and not self.decides_late:
+            elif self.config.split == "auto" and not self.config.decides_late:
                 self.placement, self.split = choose_split(self.placement, loads, self.cost, self.split)
             self.last_planned = iteration
         return Proposal(
@@ -172,11 +172,6 @@ class PlanSession:
         """
         cost = with_late_prices(self.cost, late)
         return self.planner.refine(loads, self.placement if placement is None else placement, cost)
-
-    @property
-    def decides_late(self) -> bool:
-        """Whether the planner decides again from the step's own loads."""
-        return self.planner.decides_late(self.config)
 
     def state(self) -> dict:
         """Return what a checkpoint must hold: arrays and numbers by name."""

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, balancer, home_loads, knob, own_tokens
+from moe_jax.planning.balancer import Planner, balancer, home_loads, knob
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
@@ -17,30 +17,11 @@ from moe_jax.planning.transfer_sizes import RunningSizes, TransferSizes
 
 AT_A_TIME = 1 << 14  # numbers of an array [r, D] up to which searches over several numbers run as one
 MOST_TRIES = 16  # numbers of skipped devices that a search compares, from none to all
-
-
 # Where bounded: experts that one node sends one other in a layer, at most. Transfers by node grow with it.
 CROSSING = 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProProphetKnobs:
-    """The knobs of Pro-Prophet; their names in the paper are n and alpha."""
-
-    skipped_devices: int | str = knob(
-        "search", "devices left out per expert, those with fewest of its tokens; 'search' tries every number"
-    )
-    balance_threshold: float = knob(0.5, "loads whose spread is below this part of the mean I / D are even")
-    scheduler: bool = knob(True, "cost model with the scheduler: transfers hide behind computation")
-
-    def check(self):
-        if self.skipped_devices != "search":
-            self.whole("skipped_devices", 0)
-        if self.balance_threshold <= 0:
-            self.refuse("balance_threshold", "must be above 0; 0.5 is the default")
-
-
-@balancer("pro_prophet", knobs=ProProphetKnobs)
+@balancer("pro_prophet")
 class ProProphetPlanner(Planner):
     """Search placements greedily and keep the prefix with the least predicted time.
 
@@ -52,6 +33,11 @@ class ProProphetPlanner(Planner):
     2 D the formula as printed asks for twice as even loads at the same alpha.
     """
 
+    skipped_devices: int | str = knob(
+        "search", "devices left out per expert, those with fewest of its tokens; 'search' tries every number", least=0
+    )
+    balance_threshold: float = knob(0.5, "loads whose spread is below this part of the mean I / D are even", above=0.0)
+    scheduler: bool = knob(True, "cost model with the scheduler: transfers hide behind computation")
     schedule = "pro_prophet"
 
     def ahead_most(self, placement, cost):
@@ -87,7 +73,7 @@ class ProProphetPlanner(Planner):
         layers, devices = placement.layers, placement.devices
         layer, skipped = np.tile(np.arange(layers), len(tries)), np.repeat(tries, layers)
         home, rows = placement.home[layer], np.arange(len(layer))
-        totals, own = loads.sum(axis=1), own_tokens(loads, placement.home)
+        totals, own = loads.sum(axis=1), np.take_along_axis(loads, placement.home[:, None, :], axis=1)[:, 0]
         computed, received = (home_loads(tokens, placement.home, devices)[layer] for tokens in (totals, totals - own))
         threshold = self.config.balance_threshold * totals.sum(axis=1)[layer] / devices
         unused = totals[layer]
@@ -105,7 +91,12 @@ class ProProphetPlanner(Planner):
             if not active.any():
                 break
             tokens = loads[layer, :, expert]
-            targets = _targets(tokens, heaviest, skipped)
+            # All but the home and the `skipped` devices with fewest of the expert's tokens, of equal ones lowest ids.
+            ranked, targets = tokens.copy(), np.empty(tokens.shape, bool)
+            ranked[rows, heaviest] = np.inf  # the home holds it anyway and is never dropped
+            by_tokens = np.argsort(ranked, axis=1, kind="stable")
+            np.put_along_axis(targets, by_tokens, np.arange(devices) >= skipped[:, None], axis=1)
+            targets[rows, heaviest] = False
             if self.config.bounded:
                 targets &= needed.slots < cost.replica_slots
                 home_node = heaviest // placement.devices_per_node
@@ -128,19 +119,3 @@ class ProProphetPlanner(Planner):
             taken = targets[row] & (step <= best_step[row])[:, None]
             kept[np.arange(layers), expert[row]] |= taken
         return best.min(axis=0), kept
-
-
-def _targets(tokens: np.ndarray, home: np.ndarray, skipped: np.ndarray) -> np.ndarray:
-    """Choose the devices that get a replica: tokens [r, D], homes and numbers skipped [r] -> bool [r, D].
-
-    These are all but the home and the `skipped` devices with fewest of the expert's tokens.
-    """
-    ranked = tokens.copy()
-    rows = np.arange(len(tokens))
-    ranked[rows, home] = np.inf  # the home holds it anyway and is never dropped
-    chosen = np.empty(tokens.shape, bool)
-    # Of equal devices the lowest id is dropped first, as ties go to the lowest id everywhere.
-    order = np.argsort(ranked, axis=1, kind="stable")
-    np.put_along_axis(chosen, order, np.arange(tokens.shape[1]) >= skipped[:, None], axis=1)
-    chosen[rows, home] = False
-    return chosen

@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.cluster import AbsentFigureError, uniform_seconds
+from moe_jax.parallel.bucket_rows import carried
 from moe_jax.planning import routing
-from moe_jax.planning.buckets import exchange_bytes, fullest_pairs
+from moe_jax.planning.buckets import fullest_pairs
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import SHARE_ONE, Placement
 
@@ -20,24 +21,22 @@ SPLITS = ("plan", "even")
 STAY = 1.25  # how much dearer the split in use may get before the other one takes over
 
 
-def level_quotas(
-    placement: Placement, totals: np.ndarray, quota: np.ndarray, sweeps: int, error: np.ndarray | float = 0.0
-) -> np.ndarray:
-    """Even out device loads over fixed holders: totals [L, E], starting quota [L, E, D] -> quota [L, E, D].
+def level_quotas(placement: Placement, totals: np.ndarray, sweeps: int, error: np.ndarray | float = 0.0) -> np.ndarray:
+    """Even out device loads over fixed holders: totals [L, E] -> quota [L, E, D].
 
-    One expert after the other fills its holders to a common level, the others held fixed. Each step lowers the sum of
-    squared device loads, whose minimum over all splits also has the least possible maximum. A layer is done when a
-    sweep changes little; what it gets depends on its own loads alone.
+    Every token starts at its expert's home; one expert after the other fills its holders to a common level, the others
+    held fixed. Each step lowers the sum of squared device loads, whose minimum over all splits also has the least
+    possible maximum. A layer is done when a sweep changes little; what it gets depends on its own loads alone.
 
     Args:
       error: [L] or one, standard error of the totals, relative and independent for each expert. What is lowered then
         is the expected sum of squares, sum_d (sum_e x)^2 + sum_e (error x)^2: quotas x spread over more holders.
     """
     stiff = 1.0 + np.broadcast_to(np.asarray(error, np.float64) ** 2, (placement.layers,))
-    layers, rows = placement.layers, np.arange(placement.layers)
+    layers, devices, rows = placement.layers, placement.devices, np.arange(placement.layers)
     count = placement.replicated.sum(axis=1)
     order = np.argsort(~placement.replicated, axis=1, kind="stable")[:, : int(count.max(initial=0))]
-    quota = quota.copy()
+    quota = np.where(placement.homes, totals[:, :, None], 0.0)
     load = quota.sum(axis=1)
     going = np.ones(layers, bool)
     for _ in range(sweeps):
@@ -48,7 +47,13 @@ def level_quotas(
             mine = quota[rows, expert]
             held = placement.holds[rows, expert] & active[:, None]
             base = load - mine
-            level = fill_level(np.where(held, base, np.inf), totals[rows, expert] * stiff)
+            # The level to which the expert's tokens fill up its holders, over the lowest as many as get wet.
+            ground = np.sort(np.where(held, base, np.inf), axis=1)
+            dry = np.isinf(ground)
+            upto = np.arange(1, devices + 1)
+            level = ((totals[rows, expert] * stiff)[:, None] + np.where(dry, 0.0, ground).cumsum(axis=1)) / upto
+            wet = ~dry & ((level > ground) | (upto == 1))
+            level = level[rows, devices - 1 - wet[:, ::-1].argmax(axis=1)]
             new = np.where(held, (level[:, None] - base) / stiff[:, None], 0.0)
             new = np.where(active[:, None], np.maximum(new, 0.0), mine)
             quota[rows, expert] = new
@@ -57,22 +62,6 @@ def level_quotas(
         if not going.any():
             break
     return quota
-
-
-def fill_level(base: np.ndarray, amount: np.ndarray) -> np.ndarray:
-    """Return the level to which `amount` fills up `base`: base [L, D] (inf: not a holder), amount [L] -> [L]."""
-    ground = np.sort(base, axis=1)
-    count = np.arange(1, base.shape[1] + 1)
-    with np.errstate(invalid="ignore"):
-        level = (amount[:, None] + np.where(np.isfinite(ground), ground, 0.0).cumsum(axis=1)) / count
-    wet = np.isfinite(ground) & ((level > ground) | (count == 1))
-    last = base.shape[1] - 1 - wet[:, ::-1].argmax(axis=1)
-    return level[np.arange(len(base)), last]
-
-
-def starting_quotas(placement: Placement, totals: np.ndarray) -> np.ndarray:
-    """Leave every token at the expert's home: totals [L, E] -> quota [L, E, D]."""
-    return np.where(placement.homes, totals[:, :, None], 0.0)
 
 
 def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np.ndarray:
@@ -113,18 +102,14 @@ def share_rows(placement: Placement, quota: np.ndarray, loads: np.ndarray) -> np
     return np.stack([pair_layer[at], pair_expert[at], device[row], units[row, source], source], axis=1).astype(np.int32)
 
 
-def with_replicas(bare: Placement, held: np.ndarray) -> Placement:
-    """Return a placement's homes with replicas on all other holders: held bool [L, E, D]."""
-    return bare.replace(replicas=np.argwhere(held & ~bare.homes), rule="shares")
-
-
 def with_quotas(bare: Placement, quota: np.ndarray, loads: np.ndarray, held: np.ndarray | None = None) -> Placement:
     """Return a placement's homes with the replicas and shares of quotas [L, E, D], for loads [L, S, E].
 
     Args:
       held: bool [L, E, D], holders of which some may have no quota; those with a quota when not given.
     """
-    placement = with_replicas(bare, quota > 0 if held is None else held)
+    held = quota > 0 if held is None else held
+    placement = bare.replace(replicas=np.argwhere(held & ~bare.homes), rule="shares")
     return placement.replace(shares=share_rows(placement, np.maximum(quota, 0.0), loads))
 
 
@@ -175,20 +160,19 @@ def choose_split(placement: Placement, loads: np.ndarray, cost: Cost, now: str =
     """
     if not len(placement.replicas):
         return placement, now
-    found = {"plan": placement, "even": split_evenly(placement, loads)}
-    price = {name: padded_seconds(plan, loads, cost) for name, plan in found.items()}
+    found, price = {"plan": placement, "even": split_evenly(placement, loads)}, {}
+    for name, plan in found.items():
+        pairs = routing.pair_loads(plan, np.rint(loads).astype(np.int64))
+        rows = fullest_pairs(pairs, plan.devices_per_node).each(lambda size: max(size, 1))
+        sent = carried(rows, plan.devices, plan.devices_per_node)
+        inside, across = sent.node * cost.exchanged_bytes, sent.far * cost.exchanged_bytes
+        try:
+            price[name] = float(uniform_seconds(cost.cluster, inside, across, "the split of tokens"))
+        except AbsentFigureError:
+            price[name] = inside + across  # bytes, where no link's speed is known
     other = {"plan": "even", "even": "plan"}.get(now)
-    best = min(SPLITS, key=price.__getitem__) if other is None else (other if price[other] * STAY < price[now] else now)
+    if other is None:
+        best = min(SPLITS, key=price.__getitem__)
+    else:
+        best = other if price[other] * STAY < price[now] else now
     return found[best], best
-
-
-def padded_seconds(placement: Placement, loads: np.ndarray, cost: Cost) -> float:
-    """Return the time of one padded exchange of the fullest layer; bytes, where no link's speed is known."""
-    pairs = routing.pair_loads(placement, np.rint(loads).astype(np.int64))
-    rows = fullest_pairs(pairs, placement.devices_per_node)
-    rows = rows.each(lambda size: max(size, 1))
-    _, inside, across = exchange_bytes(rows, placement.devices, placement.devices_per_node, cost.exchanged_bytes)
-    try:
-        return float(uniform_seconds(cost.cluster, inside, across, "the split of tokens"))
-    except AbsentFigureError:
-        return inside + across

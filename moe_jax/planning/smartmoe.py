@@ -28,7 +28,7 @@ class SmartMoePlanner(Planner):
                 f"planner {name!r} needs experts ({placement.experts}) to be a multiple of devices ({devices})"
             )
         loads = np.asarray(loads, np.float64)
-        bare = placement.replace(replicas=None, shares=None, rule="nearest")
+        bare = super().propose(loads, placement, cost)
         home = pack(loads.sum(axis=1), devices)[0].astype(np.int32)
         moved = bare.replace(home=home)
         none = TransferSizes(0, 0, 0)
@@ -40,5 +40,5 @@ class SmartMoePlanner(Planner):
         np.add.at(got, (layer, home[layer, expert]), 1)
         # all links at once
         price = np.maximum(sent.max(axis=1), got.max(axis=1)) * cost.state_bytes / cost.bandwidth(name)
-        pays = (now - then) * cost.microbatches * self.config.steps_between_plans > price
+        pays = (now - then) * cost.microbatches * self.config.interval > price
         return bare.replace(home=np.where(pays[:, None], home, bare.home))

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from moe_jax.planning.balancer import Planner, balancer, falling, knob, replicated_everywhere
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TopkAllKnobs:
-    """The knob of `topk_all`."""
-
-    top_k: int = knob(2, "experts replicated on all devices")
-
-    def check(self):
-        self.whole("top_k", 1)
-
-
-@balancer("topk_all", knobs=TopkAllKnobs)
+@balancer("topk_all")
 class TopkAllPlanner(Planner):
     """Replicate the `top_k` heaviest experts of every layer on every device."""
 
+    top_k: int = knob(2, "experts replicated on all devices", least=1)
     original = "broadcast and reduce of each replicated expert, every step"
 
     def propose(self, loads, placement, cost):
         count = min(self.config.top_k, placement.experts)
         if self.config.bounded:
             count = min(count, cost.replica_slots)
-            self.increment("shadow_cut", placement.layers * (count < self.config.top_k))
+            self.counters["shadow_cut"] += placement.layers * (count < self.config.top_k)
         chosen = np.zeros(placement.home.shape, bool)
         np.put_along_axis(chosen, falling(loads.sum(axis=1))[:, :count], True, axis=1)
         return placement.replace(replicas=replicated_everywhere(placement, chosen), shares=None, rule="home")

@@ -74,7 +74,7 @@ def plan_cost(config: RunConfig, roles: Roles, segment: str | None = None) -> Co
     """
     own, own_roles = planned_run(config, roles) if segment is None else segment_runs(config, roles)[segment]
     cost, planner = _cost(own, own_roles), build_planner(config.planner)
-    if cost.cluster.memory_bytes is None or not planner.decides_late(planner.config):
+    if cost.cluster.memory_bytes is None or not planner.config.decides_late:
         return cost
     shapes = _most_slots(config, roles)
     if all(shape.late is None for shape in shapes.values()):
@@ -194,7 +194,7 @@ def _most_slots(config: RunConfig, roles: Roles) -> dict[str, PlanShape]:
 def _largest(config: RunConfig, roles: Roles, cost: Cost) -> PlanShape:
     """Return it of a run of one segment."""
     planner, shape = build_planner(config.planner), build_shape(initial_placement(config, roles))
-    if planner.decides_late(planner.config):
+    if planner.config.decides_late:
         shape = with_late(planner, shape, cost)
     slots = min(config.planner.replica_slots, shape.experts - shape.home_slots)
     if not slots or (shape.late is not None and config.planner.when == "after_gate"):

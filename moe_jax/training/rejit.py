@@ -286,9 +286,8 @@ class RejitEngine:
     def _options(self) -> dict[str, str]:
         """Return what decides which replicas there are and how they travel, as text by field of `PlannerConfig`."""
         config = listed(self.plans)[0].config
-        knobs = BALANCERS[config.name].knobs
         names = ("when", "replica_slots", "overlap_degree", "bounded", "transfer")
-        names += tuple(field.name for field in dataclasses.fields(knobs)) if knobs else ()
+        names += tuple(BALANCERS[config.name].knobs)
         return {name: repr(getattr(config, name)) for name in ("name", *names)}
 
     def _without_other_options(self, saved: dict[str, str]) -> str | None:

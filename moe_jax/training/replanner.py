@@ -121,7 +121,7 @@ class Replanner:
 
     def with_rule(self, shape: PlanShape) -> PlanShape:
         """Return the shape with what is decided after the gate, and the sizes of that; without any where nothing is."""
-        if not self.plans.decides_late:
+        if not self.plans.config.decides_late:
             return dataclasses.replace(shape, late=None, after_gate=None)
         shape = with_late(self.plans.planner, shape, self.plans.cost)
         cost = with_late_prices(self.plans.cost, shape.late)
@@ -262,7 +262,7 @@ class Replanner:
         """
         for _ in range(self.config.planner.window):
             self.plans.observe(loads)
-        placement = self.plans.propose(self.config.planner.steps_between_plans).placement
+        placement = self.plans.propose(self.plans.config.interval).placement
         return self.grow(self.first_shape(), placement), placement
 
 

@@ -1,10 +1,10 @@
-"""Sizes of buckets from pair loads, and what an exchange of such buckets hands over."""
+"""Sizes of buckets from pair loads."""
 
 import numpy as np
 import pytest
 
 from moe_jax.parallel.bucket_rows import BucketRows
-from moe_jax.planning.buckets import exchange_bytes, fullest_pairs
+from moe_jax.planning.buckets import fullest_pairs
 
 PAIRS = np.array(
     [
@@ -24,9 +24,3 @@ PAIRS = np.array(
 )
 def test_fullest_pairs(per_node, want):
     assert fullest_pairs(PAIRS, per_node) == want
-
-
-def test_bytes_of_an_exchange():
-    """8 devices, 4 a node: 3 others on the node, 4 elsewhere; a near bucket has the rows of a farther one at least."""
-    assert exchange_bytes(BucketRows(own=100, node=10, far=1), 8, 4, row_bytes=2) == (200, 60, 8)
-    assert exchange_bytes(BucketRows(own=1, node=2, far=10), 8, 4) == (10, 30, 40)

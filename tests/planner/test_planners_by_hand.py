@@ -9,9 +9,8 @@ from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.balanced import add_spares, fill_gaps
+from moe_jax.planning.balanced import add_spares
 from moe_jax.planning.balancer import build_planner
-from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, with_late_prices
 from moe_jax.planning.eplb import choose_homes, rebalance
@@ -19,8 +18,8 @@ from moe_jax.planning.hecate import slots_by_load
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.planning.sharding import shard_homes
-from moe_jax.planning.shares import fill_level, level_quotas, share_rows, starting_quotas
-from moe_jax.planning.transfer_sizes import placement_sizes, transfer_sizes
+from moe_jax.planning.shares import share_rows
+from moe_jax.planning.transfer_sizes import transfer_sizes
 
 
 def make_cost(bandwidth, flops, **fields):
@@ -36,7 +35,6 @@ def plan(name, loads, cost, placement=None, **fields):
 
 
 # One layer, four devices, one expert each; rows are sources. Totals by expert: 20, 4, 4, 4.
-BESIDE_BOTH = Prefetch(schedule="pro_prophet")
 HOT = np.array([[[5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1]]])
 
 
@@ -51,21 +49,6 @@ def test_fastermoe_shadows_by_tokens_of_an_expert_not_by_tokens_sent():
     assert routing.device_loads(placement, HOT).tolist() == [[5, 9, 9, 9]]
 
 
-def test_fastermoe_keeps_still_when_sending_experts_costs_more():
-    # W = 0.01: one shadowed expert costs 400 s; but T0 holds all-to-all of 4/0.01 x 20 = 8000 s, so it still pays.
-    # With expert bytes 100 times larger (F = 100: flops scaled alike) it does not: 40,000 s > 8020 s.
-    cost = dataclasses.replace(make_cost(0.01, 1200), hidden_dim=100)
-    cheap = dataclasses.replace(cost, hidden_dim=1)
-    assert len(plan("fastermoe", HOT, cheap, residual=False).replicas) == 3
-    assert not len(plan("fastermoe", HOT, cost, residual=False).replicas)
-
-
-def test_fastermoe_residual_counts_what_is_left_to_exchange():
-    # R = (15, 3, 3, 3) before, (0, 3, 3, 3) after. W = 4, flops 12: T0 = 20 + 15 = 35, T(1) = 9 + 3 + 1 = 13,
-    # T(2): B = (6, 6, 10, 10), R = (0, 0, 3, 3): 10 + 3 + 2 = 15: stop at one.
-    assert plan("fastermoe", HOT, make_cost(4, 12)).replicas[:, 1].tolist() == [0, 0, 0]
-
-
 def test_fastermoe_stops_at_the_replica_slots_and_counts_it():
     # Two hot experts that both pay: totals 20, 20, 2, 2 on four devices.
     loads = np.array([[[5, 5, 0, 1], [5, 5, 1, 0], [5, 5, 0, 1], [5, 5, 1, 0]]])
@@ -75,52 +58,6 @@ def test_fastermoe_stops_at_the_replica_slots_and_counts_it():
     assert sorted(set(both.replicas[:, 1])) == [0, 1] and planner.counters["shadow_cut"] == 0
     one = planner.propose(loads, start, make_cost(4, 12, replica_slots=1))
     assert sorted(set(one.replicas[:, 1])) == [0] and planner.counters["shadow_cut"] == 1
-
-
-def test_pro_prophet_keeps_the_prefix_with_the_least_time():
-    # v = 3 (flops 12), W 4. H = (20, 4, 4, 4), R = (15, 3, 3, 3): T = 4 x 15/4 + 3 x 20/3 = 35. Expert 0 to all (s = 1,
-    # n = 0): H = (5, 9, 9, 9), R = (0, 3, 3, 3), Trans = 2/4 = 0.5 hides behind FEC 3: T = 3 + 9 = 12. max H - min H =
-    # 4 = alpha I / D = 0.5 x 32 / 4, not below it: on to device 1 (ties to the lowest id), expert 1: H = (6, 6, 10,
-    # 10), R = (0, 0, 3, 3): T = 13, worse. Device 2, expert 2: H = (7, 7, 7, 11), T = 14; then H = (8, 8, 8, 8), R = 0,
-    # Trans = 2 hides behind 8/3: T = 8, the least. All four are replicated.
-    placement = plan("pro_prophet", HOT, make_cost(4, 12))
-    assert sorted(set(placement.replicas[:, 1])) == [0, 1, 2, 3]
-    # balance_threshold = 0.6 calls a spread of 4 even (4 < 4.8) and stops after expert 0.
-    assert sorted(set(plan("pro_prophet", HOT, make_cost(4, 12), balance_threshold=0.6).replicas[:, 1])) == [0]
-
-
-def test_pro_prophet_drops_the_devices_with_fewest_tokens():
-    # Expert 0 gets 9 tokens from source 1, 1 from source 2, 5 from source 3: n = 1 leaves out device 2.
-    loads = np.array([[[5, 0, 0, 0], [9, 0, 0, 0], [1, 0, 0, 0], [5, 0, 0, 0]]])
-    assert plan("pro_prophet", loads, make_cost(4, 12), skipped_devices=1).replicas.tolist() == [[0, 0, 1], [0, 0, 3]]
-
-
-def test_pro_prophet_without_scheduler_pays_all_of_the_transfer():
-    # W = 1, an expert 8 bytes (F = 4), v = 48 / 16 = 3: each expert sent to all costs Trans = Agg = 8 s.
-    # Without: none 60 + 20 = 80; expert 0: 12 + 9 + 16 = 37; all four: 0 + 8 + 64 = 72. Only expert 0 stays.
-    # With 8 s of attention before the layer: expert 0: 12 + 9 = 21; all four: 8 + (32 - 8/3 - 8) + (32 - 16/3 - 16) =
-    # 40.
-    # With 32 s all hides: all four 8. The same loads, three answers.
-    cost = dataclasses.replace(make_cost(1, 48, price="paper", prefetch=BESIDE_BOTH), hidden_dim=4)
-    assert sorted(set(plan("pro_prophet", HOT, cost, scheduler=False).replicas[:, 1])) == [0]
-    some, much = (dataclasses.replace(cost, attention_seconds=seconds) for seconds in (8.0, 32.0))
-    assert sorted(set(plan("pro_prophet", HOT, some).replicas[:, 1])) == [0]
-    assert sorted(set(plan("pro_prophet", HOT, much).replicas[:, 1])) == [0, 1, 2, 3]
-    assert sorted(set(plan("pro_prophet", HOT, much, scheduler=False).replicas[:, 1])) == [0]
-
-
-def test_pro_prophet_search_is_at_least_as_fast_as_any_n():
-    rng = np.random.default_rng(0)
-    loads = rng.integers(0, 50, (3, 4, 8)) ** 2
-    cost = make_cost(4, 12)
-
-    def seconds(n):
-        placement = plan("pro_prophet", loads, cost, skipped_devices=n, bounded=False)
-        computed, received = routing.computed_and_received(placement, loads)
-        return cost.layer(computed, received, placement_sizes(placement), "pro_prophet")
-
-    best = seconds("search")
-    assert all((best <= seconds(n) + 1e-9).all() for n in range(3))
 
 
 def test_topk_all_replicates_the_heaviest_on_every_device():
@@ -170,16 +107,6 @@ def test_hecate_calibrates_only_where_a_late_gather_pays():
     assert planner.refine(hot3, ahead, heavy) == ahead
     off = build_planner(PlannerConfig(name="hecate", calibrate=False))
     assert off.refine(hot3, ahead, cost) == ahead
-
-
-def test_late_slots_of_hecate_are_what_memory_leaves_after_the_replicas_ahead():
-    planner = build_planner(PlannerConfig(name="hecate", late_slots=3))
-    shape = build_shape(Placement.even(1, 8, 4))
-    cost = make_cost(100, 12, replica_slots=2, overlap_degree=1)
-    for memory, slots in ((None, 3), (9, 2), (5, None)):  # an expert is 2 bytes, the replicas ahead take 4
-        known = dataclasses.replace(cost, cluster=dataclasses.replace(cost.cluster, memory_bytes=memory))
-        needs = planner.late_needs(shape, known)
-        assert (None if needs is None else (int(needs.offers), int(needs.slots))) == (slots and (min(2, slots), slots))
 
 
 def test_fastermoe_skips_what_does_not_fit_the_late_transfer():
@@ -296,25 +223,7 @@ def test_packed_homes_are_even_even_when_replicas_leave_no_choice():
     assert after.sum() == count.sum() and after.sum(axis=(0, 1)).tolist() == [3, 3]
 
 
-def test_fill_gaps_equalises_with_one_replica_per_closed_gap():
-    # Totals 20, 4, 4, 4: mean 8, the surplus of 12 closes three gaps of 4: three replicas, all of expert 0.
-    quota = fill_gaps(HOT.sum(axis=1).astype(float), Placement.even(1, 4, 4), mu=4)
-    np.testing.assert_allclose(quota.sum(axis=1), [[8, 8, 8, 8]])
-    assert (quota[0, 0] > 0).sum() == 4
-
-
-def test_balanced_prefers_gaps_on_its_own_node():
-    # Two nodes of two; surplus 6 on devices 0 and 2, gaps of 6 on 1 and 3: each closes the gap beside it.
-    loads = np.zeros((1, 4, 4), int)
-    loads[0, 0] = [10, 0, 10, 0]
-    loads[0, 1] = [6, 4, 6, 4]
-    start = Placement.even(1, 4, 4, 2)
-    placement = plan("balanced", loads, make_cost(1, 1), start)
-    assert placement.replicas.tolist() == [[0, 0, 1], [0, 2, 3]]
-    assert np.abs(routing.device_loads(placement, loads) - 10).max() <= 2  # shares round each source's tokens down once
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_balanced_computes_the_same_everywhere_for_any_counts(seed):
     # 4 devices, 8 experts, 8 assignments a device, any counts: every device computes 8 up to the rounding of shares
     # (less than one token per source and expert with replicas).
@@ -323,14 +232,6 @@ def test_balanced_computes_the_same_everywhere_for_any_counts(seed):
     placement = plan("balanced", loads, make_cost(1, 1, replica_slots=8))
     assert np.abs(routing.device_loads(placement, loads) - 8000).max() <= 4 * 8
     assert np.bincount(placement.replicas[:, 2], minlength=4).max() <= 8
-
-
-def test_balanced_needs_one_remote_expert_when_all_goes_to_one():
-    loads = np.zeros((1, 4, 8), int)
-    loads[0, :, 0] = 8
-    placement = plan("balanced", loads, make_cost(1, 1))
-    assert routing.device_loads(placement, loads).tolist() == [[8, 8, 8, 8]]
-    assert placement.replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
 
 
 def test_balanced_refines_shares_over_the_same_replicas():
@@ -348,18 +249,6 @@ def test_spares_go_to_devices_with_fewest_replicas_near_home():
     # Budget 2: expert 0 (20 per holder) to device 1 of its node, then (10) again to device 2, the next without
     # replicas.
     assert np.argwhere(held & ~start.holds).tolist() == [[0, 0, 1], [0, 0, 2]]
-
-
-def test_fill_level_pours_over_the_lowest():
-    # 6 over grounds 1, 3, 9: to level 5 over the first two; 1 over grounds 4, 4: 4.5; a non-holder (inf) gets nothing.
-    assert fill_level(np.array([[3.0, 1, 9], [4, np.inf, 4]]), np.array([6.0, 1])).tolist() == [5, 4.5]
-
-
-def test_level_quotas_reach_the_common_level():
-    placement = Placement([[0, 1, 2]], [(0, 0, 1), (0, 1, 2)], devices=3)
-    totals = np.array([[12.0, 6, 0]])
-    quota = level_quotas(placement, totals, starting_quotas(placement, totals), 20)
-    np.testing.assert_allclose(quota.sum(axis=1), [[6, 6, 6]], rtol=1e-2)
 
 
 def test_share_rows_keep_tokens_on_their_node():
@@ -409,7 +298,7 @@ def test_llep_takes_the_heaviest_expert_first_and_keeps_to_the_slots():
 
 
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_fastermoe_times_fall_up_to_the_last_shadow_and_not_beyond(residual, seed):
     # T(r) again, from the tokens that the placements themselves compute and receive (flops 12: 3 s / v = 1; 4 / W = 1).
     rng = np.random.default_rng(seed)
@@ -420,7 +309,9 @@ def test_fastermoe_times_fall_up_to_the_last_shadow_and_not_beyond(residual, see
 
     def seconds(r):
         rows = [(0, e, d) for e in order[:r] for d in range(4) if d != start.home[0, e]]
-        computed, received = routing.computed_and_received(start.replace(replicas=rows, rule="home"), loads)
+        pairs = routing.pair_loads(start.replace(replicas=rows, rule="home"), loads)[0]
+        computed = pairs.sum(axis=0)
+        received = computed - np.diagonal(pairs)
         if residual:
             return computed.max() + received.max() + r
         return (computed + computed * (r == 0)).max() + r
@@ -437,30 +328,12 @@ def test_pro_prophet_never_drops_the_home_in_place_of_another():
     assert plan("pro_prophet", loads, make_cost(4, 12), skipped_devices=1).replicas.tolist() == [[0, 0, 1], [0, 0, 3]]
 
 
-def test_hecate_crosses_nodes_before_filling_its_own():
-    # Four equal experts, one replica slot a device: each replica goes to the first free device of the other node.
-    start = Placement.even(1, 4, 4, 2)
-    cost = make_cost(1, 1, replica_slots=1, overlap_degree=4)
-    replicas = plan("hecate", np.full((1, 4, 4), 5), cost, start).replicas
-    assert replicas.tolist() == [[0, 0, 2], [0, 1, 3], [0, 2, 0], [0, 3, 1]]
-
-
 def test_balanced_fills_the_gap_beside_it_before_an_equal_one_far_away():
     # Loads 4, 15, 4, 17, mean 10, nodes (0, 1) and (2, 3): 3 fills 2 (6), 1 fills 0 (5), and 3's last token crosses.
     loads = np.zeros((1, 4, 4), int)
     loads[0, 0] = [4, 15, 4, 17]
     replicas = plan("balanced", loads, make_cost(1, 1), Placement.even(1, 4, 4, 2)).replicas
     assert replicas.tolist() == [[0, 1, 0], [0, 3, 0], [0, 3, 2]]
-
-
-def test_fastermoe_residual_keeps_what_other_experts_of_the_device_receive():
-    # Two devices of two experts; only device 0's experts have tokens: expert 0 gets 20 + 1, expert 1 gets 0 + 10.
-    # 1 s a token computed, 4 s a token received, 8 s an expert: T0 = 31 + 4 x 11 = 75. Shadowing expert 0 leaves the 10
-    # tokens of expert 1 to receive: 30 + 4 x 10 + 8 = 78. It does not pay.
-    loads = np.array([[[20, 0, 0, 0], [1, 10, 0, 0]]])
-    cluster = Cluster(nodes=1, devices_per_node=2, intra_bandwidth=1.0, flops=24.0)
-    cost = Cost(cluster=cluster, model_dim=1, hidden_dim=2, dtype_bytes=1)
-    assert not len(plan("fastermoe", loads, cost).replicas)
 
 
 def test_balanced_adds_replicas_where_the_prediction_is_unsure():

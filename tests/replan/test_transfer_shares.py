@@ -109,7 +109,6 @@ def test_replica_slots_from_free_memory(config, tmp_path):
     for ahead, late in ((2, 2), (3, 1), (4, 0), (5, 0)):
         planner = PlannerConfig(cluster=str(tmp_path / "m.gin"), name="hecate", replica_slots=ahead)
         run = dataclasses.replace(config, planner=planner)
-        assert plan_cost(run, roles).slots_left(2) == late
         (shape,) = largest_shapes(run, roles).values()
         assert (shape.ahead_slots, shape.late_slots) == (ahead, late)
     with pytest.raises(UserError, match="PlannerConfig.replica_slots = 'memory' needs Cluster.memory_bytes"):
