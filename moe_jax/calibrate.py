@@ -37,31 +37,22 @@ _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the j
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
 
 
-def _parse(argv: list[str]) -> None:
+def command(argv: list[str]) -> None:
+    """Carry out the command line."""
     parse_flags(argv, "moe_jax.calibrate", "out")
     if not _OUT.value:
         raise UserError("--out is missing; name the file to write, such as --out=cluster.json")
+    mesh = None
+    if _GIN_FILES.value or _GIN_BINDINGS.value:
+        from moe_jax.config import parse_run_config
 
-
-def _mesh():
-    """Return the mesh that gin describes, or None without gin."""
-    if not _GIN_FILES.value and not _GIN_BINDINGS.value:
-        return None
-    from moe_jax.config import parse_run_config
-
-    return parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0].mesh
-
-
-def command(argv: list[str]) -> None:
-    """Carry out the command line."""
-    _parse(argv)
-    mesh = _mesh()
+        mesh = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0].mesh
     from moe_jax.parallel.host_devices import set_up_devices
 
     set_up_devices(_HOST_DEVICES.value)
     import jax
 
-    from moe_jax.analysis.calibrate import CalibrationOptions, calibrate, draw_fits, write_points
+    from moe_jax.analysis.calibrate import CalibrationOptions, calibrate, write_points
     from moe_jax.cluster import write_cluster
     from moe_jax.training.hosts import HostsConfig, start_hosts
 
@@ -84,8 +75,7 @@ def command(argv: list[str]) -> None:
         if hosts.is_main:
             out = pathlib.Path(_OUT.value)
             write_cluster(cluster, out)
-            write_points(points, out.with_suffix(".csv"))
-            draw_fits(points, cluster, out.with_suffix(".png"))
+            write_points(points, cluster, out.with_suffix(".csv"))
             r2 = {name: fit.r2 for name, fit in cluster.fits if fit.r2 is not None}
             least = min(r2, key=lambda name: r2[name])
             answer = {

@@ -13,7 +13,7 @@ import jax
 
 from moe_jax.analysis.compile_ahead import on_target
 from moe_jax.cluster import read_named_cluster
-from moe_jax.cluster.layer_seconds import ExpertLoad, pairwise_seconds
+from moe_jax.cluster.layer_seconds import pairwise_seconds
 from moe_jax.cluster.targets import Target, parse_target
 from moe_jax.config.run_config import RunConfig, config_text
 from moe_jax.data import build_tokenizer
@@ -312,26 +312,26 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
     moe, model = run.moe, run.model
     sizes = layer_sizes(moe, roles, tokens)
     groups = choose_groups(roles, moe.pairwise_groups)
-    shape = layer_shape("pairwise", roles, sizes, model.model_dim, model.sequence_parallel, groups)
+    item, hidden = itemsize(model.dtype), model.hidden_dim // roles.size(roles.expert_shard)
+    shape = layer_shape("pairwise", roles, sizes, model.model_dim * item, model.sequence_parallel, groups)
     lines = [f"pairwise: {shape.ep_size} expert-parallel devices in {groups} group(s), {3 * groups} tasks in a pass"]
     path = moe.cluster or run.planner.cluster
     if not path:
         return [*lines, "bound (comm + comp) / max(comm, comp) unknown: name a file in MoEConfig.cluster"]
-    item, hidden = itemsize(model.dtype), model.hidden_dim // shape.esp_size
     arriving = moe.top_k * (tokens // shape.mp_size) * shape.esp_size
     even = [round(arriving / sizes.groups)] * sizes.groups
     work = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)
-    load = ExpertLoad(flops=3 * work.forward_flops, bytes=work.step_bytes)
     try:
-        seconds = pairwise_seconds(shape, load, read_named_cluster(path), item)
+        load = 3 * work.forward_flops, work.step_bytes
+        moving, experts, by = pairwise_seconds(shape, load, read_named_cluster(path))
     except UserError as error:
         return [*lines, f"bound (comm + comp) / max(comm, comp) unknown: {error}"]
     return [
         *lines,
-        f"a layer's transfers {1e3 * seconds.communication:.3g} ms, its experts {1e3 * seconds.experts:.3g} ms, "
-        f"forward and backward, evenly loaded, by {seconds.by} in {path}",
-        f"bound (comm + comp) / max(comm, comp) = {seconds.bound:.2f}: at most so many times faster than one after the "
-        "other (FasterMoE, section 4.2)",
+        f"a layer's transfers {1e3 * moving:.3g} ms, its experts {1e3 * experts:.3g} ms, "
+        f"forward and backward, evenly loaded, by {by} in {path}",
+        f"bound (comm + comp) / max(comm, comp) = {(moving + experts) / max(moving, experts):.2f}: at most so many "
+        "times faster than one after the other (FasterMoE, section 4.2)",
     ]
 
 

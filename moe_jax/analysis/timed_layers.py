@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.analysis.timed_parts import placed, spread
 from moe_jax.cluster import Cluster
-from moe_jax.cluster.layer_seconds import ExpertLoad, LayerSeconds, layer_seconds
+from moe_jax.cluster.layer_seconds import LayerSeconds, layer_seconds
 from moe_jax.kernels.blocked import expert_work
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
 from moe_jax.moe.build import layer_sizes, make_moe
@@ -91,7 +91,7 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster) -> L
       UserError: the cluster lacks a fit.
     """
     roles, sizes = case.sizes(devices)
-    shape = layer_shape(schedule, roles, sizes, case.model_dim)
+    shape = layer_shape(schedule, roles, sizes, 4 * case.model_dim)  # bytes of float32
     record = schedule_record(schedule).on_mesh(case.mp_size, case.esp_size)
     own = sizes if record.gates_group else sizes.split(case.mp_size)
     sources = shape.ep_size * shape.esp_size
@@ -101,8 +101,7 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster) -> L
     group = np.full(sizes.groups, round(kept * sources))
     buffer = shape.esp_size * shape.sent_rows // sharing
     work = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.esp_size)
-    load = ExpertLoad(flops=3 * work.forward_flops, bytes=work.step_bytes)
-    return layer_seconds(schedule, shape, load, cluster, gather=GATHER)
+    return layer_seconds(schedule, shape, (3 * work.forward_flops, work.step_bytes), cluster, gather=GATHER)
 
 
 def layer_cases(devices: int, scale: float, mesh: MeshConfig | None, count: int = 14) -> list[LayerCase]:
@@ -124,21 +123,10 @@ def layer_cases(devices: int, scale: float, mesh: MeshConfig | None, count: int 
 
 
 def build_layer(schedule: str, case: LayerCase, devices) -> Callable:
-    """Return a compiled call of the layer, forward and backward."""
-    roles = build_mesh(case.mesh(len(devices)), devices)
-    config = case.config(schedule, len(devices))
-    return layer_call(config, roles, case.tokens, case.model_dim, case.hidden_dim)
-
-
-def layer_call(config: MoEConfig, roles: Roles, tokens: int, model_dim: int, hidden_dim: int) -> Callable:
-    """Compile the layer and return a call of it.
-
-    Args:
-      config: the layer, its schedule by name; roles: a mesh with one data-parallel group.
-      tokens: N; model_dim: M; hidden_dim: F.
-    """
-    assert roles.size(roles.data) == 1, "with several data-parallel groups the experts' gradients would be summed"
-    apply = make_moe(config, roles, tokens, "gelu")
+    """Compile the layer on one data-parallel group, forward and backward, and return a call of it."""
+    roles, config = build_mesh(case.mesh(len(devices)), devices), case.config(schedule, len(devices))
+    model_dim, hidden_dim = case.model_dim, case.hidden_dim
+    apply = make_moe(config, roles, case.tokens, "gelu")
     tables = jax.tree.map(np.asarray, even_tables(1, config.num_experts, roles.size(roles.expert)))
     whole = schedule_record(config.schedule).gates_group
 
@@ -163,7 +151,7 @@ def layer_call(config: MoEConfig, roles: Roles, tokens: int, model_dim: int, hid
         y, pull = jax.vjp(forward, x, w_gate, experts)
         return y, pull(cotangent)
 
-    experts, total = config.num_experts, tokens * roles.size(roles.dense)
+    experts, total = config.num_experts, case.tokens * roles.size(roles.dense)
     normal = functools.partial(spread, scale=model_dim**-0.5)
     bank = {
         "w_in": normal((experts, model_dim, hidden_dim), roles.sharding(*specs["w_in"]), 1),

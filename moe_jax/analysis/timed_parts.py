@@ -1,14 +1,12 @@
 """What calibration times on all devices at once: collectives in all groups of a kind, and what a layer computes.
 
 Sizes of collectives count as in `cluster/layer_seconds.py`: what a device hands in, for an all-gather what it gets; a
-permute is an exchange's mean round. A group is n devices a stride apart (`fits.strided_name`); on every mesh MP, ESP
+permute is an exchange's mean round. A group is n devices a stride apart (`fits.fit_name`); on every mesh MP, ESP
 and EP&ESP are neighbours and EP stands N_ESP apart. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
 
-import functools
-import statistics
 import time
 import typing
 from collections.abc import Callable, Mapping
@@ -20,7 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.cluster.fits import fit_name, strided_name
+from moe_jax.cluster.fits import fit_name
 from moe_jax.kernels.blocked import expert_work
 from moe_jax.kernels.grouped import GroupedWeights
 from moe_jax.kernels.matmul import default_implementation
@@ -35,22 +33,17 @@ from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 
-def interleaved_seconds(calls: Mapping[str, Callable], rounds: int) -> dict[str, list[float]]:
+def interleaved_seconds(calls: Mapping[typing.Any, Callable], rounds: int) -> dict[typing.Any, list[float]]:
     """Call everything once to warm up, then `rounds` times in turn; return {name: seconds [rounds]}."""
     for call in calls.values():
         jax.block_until_ready(call())
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             started = time.perf_counter()
             jax.block_until_ready(call())
             seconds[name].append(time.perf_counter() - started)
     return seconds
-
-
-def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return {name: median}."""
-    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def spread(shape: tuple[int, ...], sharding: NamedSharding, seed: int = 0, scale: float = 1.0):
@@ -88,7 +81,7 @@ class Timed(typing.NamedTuple):
         """Name of its fit in a cluster file."""
         if self.collective == "saa":
             return fit_name("saa", self.size, self.mp_size, self.esp_size)
-        return strided_name(self.collective, self.size, self.stride)
+        return fit_name(self.collective, self.size, stride=self.stride)
 
 
 def mesh_groups(ep_size: int, esp_size: int, mp_size: int, per_node: int = 0) -> list[Timed]:
@@ -147,57 +140,48 @@ class Case(typing.NamedTuple):
     y: float = 0.0
 
 
-def empty_case(devices) -> Callable:
-    """Return a call of a program that does nothing on every device: the cost of a call."""
-    return _build_flat(lambda x, axis, size: x + 1.0, devices, Timed("none", len(devices)), 8, 1)
-
-
 def collective_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
-    """Return the calls to time for one collective near one size: one, or for SAA one with and one without gathers."""
-    if timed.collective == "saa":
+    """Return the calls to time for one collective near one size: one, or for SAA one with and one without gathers.
+
+    A call has several independent collectives over the middle axis of [outer, size, stride] devices; that of 'none'
+    does nothing, on every device: the cost of a call.
+    """
+    kind, size = timed.collective, timed.size
+    if kind == "saa":
         return _saa_cases(timed, devices, size_bytes)
-    unit = timed.size * timed.size
+    unit = size * size
     elements = max(unit, size_bytes // _ITEM // unit * unit)
-    handed_in = elements // timed.size if timed.collective == "all_gather" else elements
-    count = timed.size - 1 if timed.collective == "permute" else _REPEATS
-    call = _build_flat(_OPERATIONS[timed.collective], devices, timed, handed_in, count)
-    return [Case(call, count, elements * _ITEM)]
-
-
-def _build_flat(operation, devices, timed: Timed, elements: int, count: int) -> Callable:
-    """Compile `count` independent collectives over the middle axis of [outer, size, stride] devices."""
-    shape = (len(devices) // (timed.size * timed.stride), timed.size, timed.stride)
+    handed_in = elements // size if kind == "all_gather" else elements
+    count = {"permute": size - 1, "none": 1}.get(kind, _REPEATS)
     names = ("outer", "group", "inner")
-    mesh = Mesh(np.asarray(devices, object).reshape(shape), names, axis_types=(AxisType.Auto,) * 3)
+    grid = np.asarray(devices, object).reshape(len(devices) // (size * timed.stride), size, timed.stride)
+    mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * 3)
     sharding = NamedSharding(mesh, P(names))
-    arrays = [spread((len(devices) * elements,), sharding, seed) for seed in range(count)]
+    arrays = [spread((len(devices) * handed_in,), sharding, seed) for seed in range(count)]
 
     def body(*parts):
         out = []
         for index, part in enumerate(parts):
             if out:  # one after the other, as in a layer
                 part, out[-1] = lax.optimization_barrier((part, out[-1]))
-            done = operation(part, "group", timed.size) if operation is not _permute else _permute(part, timed, index)
+            if kind == "all_to_all":
+                done = lax.all_to_all(part.reshape(size, -1), "group", 0, 0, tiled=True).reshape(-1)
+            elif kind == "all_gather":
+                done = lax.all_gather(part, "group", tiled=True)
+            elif kind == "reduce_scatter":
+                done = lax.psum_scatter(part, "group", tiled=True)
+            elif kind == "all_reduce":
+                done = lax.psum(part, "group")
+            elif kind == "permute":
+                done = lax.ppermute(part, "group", [(i, (i + index + 1) % size) for i in range(size)])
+            else:
+                done = part + 1.0
             out.append(done)
         return tuple(out)
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P(names), out_specs=P(names))
     compiled = jax.jit(mapped).lower(*arrays).compile()
-    return lambda: compiled(*arrays)
-
-
-def _permute(part, timed: Timed, index: int):
-    step = index % (timed.size - 1) + 1
-    return lax.ppermute(part, "group", [(i, (i + step) % timed.size) for i in range(timed.size)])
-
-
-_OPERATIONS = {
-    "all_to_all": lambda x, axis, size: lax.all_to_all(x.reshape(size, -1), axis, 0, 0, tiled=True).reshape(-1),
-    "all_gather": lambda x, axis, size: lax.all_gather(x, axis, tiled=True),
-    "reduce_scatter": lambda x, axis, size: lax.psum_scatter(x, axis, tiled=True),
-    "all_reduce": lambda x, axis, size: lax.psum(x, axis),
-    "permute": _permute,
-}
+    return [Case(lambda: compiled(*arrays), count, elements * _ITEM)]
 
 
 def _saa_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
@@ -231,10 +215,62 @@ def _saa_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
     return cases
 
 
-def dense_timing(devices, dim: int, rows: int) -> Case:
-    """[rows, dim] x [dim, dim] on every device; x is FLOPs."""
-    call = _on_every_device(devices, lambda a, b: a @ b, [(rows, dim), (dim, dim)])
-    return Case(call, 1, 2.0 * rows * dim * dim)
+def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
+    """Return what is timed of computation, each at several sizes, with `scale` times so many tokens.
+
+    dense: matmuls, x is FLOPs. gate: gate, route, fill buckets and combine their rows, with gradients; x is tokens, y
+    bytes of rows moved. regroup: received rows into group order and back, with gradients; x is rows, y bytes of rows
+    moved. expert_forward, expert_step: see `expert_timings`.
+    """
+
+    def scaled(count):
+        return max(16, round(count * scale))
+
+    cases: dict[str, list[Case]] = {name: [] for name in ("dense", "gate", "regroup", "expert_forward", "expert_step")}
+    for dim, count in ((128, 256), (256, 256), (256, 1024)):
+        rows = scaled(count)
+        call = _on_every_device(devices, jnp.matmul, [(rows, dim), (dim, dim)])
+        cases["dense"].append(Case(call, 1, 2.0 * rows * dim * dim))
+    experts = sources = 8
+    for count, dim, top_k in ((64, 64, 2), (128, 256, 1), (256, 128, 2), (512, 256, 2), (1024, 64, 1), (1024, 256, 2)):
+        tokens, config = scaled(count), MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=1.0, min_capacity=1)
+        capacity = config.capacity(tokens)
+
+        def gate(x, w_gate, config=config, capacity=capacity):
+            choice, _ = choose_experts(x, w_gate, config)
+            routing = route(choice, choice.expert_ids, jnp.zeros_like(choice.expert_ids), experts, 1)
+            parcel = pack(routing, 0, capacity, config.top_k, 1)
+            return unpermute_tokens(jnp.tanh(permute_tokens(x, parcel)), choice.weights, parcel)
+
+        moved = _ITEM * dim * (experts * capacity + top_k * tokens)
+        call = _on_every_device(devices, _with_gradients(gate), [(tokens, dim), (dim, experts)])
+        cases["gate"].append(Case(call, 1, tokens, 2 * moved))
+    for count, dim, groups in (
+        (128, 64, 1),
+        (512, 64, 4),
+        (512, 256, 1),
+        (2048, 64, 2),
+        (2048, 256, 1),
+        (4096, 128, 4),
+    ):
+        rows = scaled(count)
+        each = rows // sources
+        counts = np.full((sources, groups), each // groups // 2, np.int32)
+
+        def reorder(x, counts=counts, each=each):
+            grouping = regroup(jnp.asarray(counts), each)
+            return unpermute_rows(jnp.tanh(permute_rows(x, grouping)), grouping)
+
+        call = _on_every_device(devices, _with_gradients(reorder), [(each * sources, dim)])
+        cases["regroup"].append(Case(call, 1, rows, 4 * _ITEM * dim * rows))
+    for count, groups, dim, hidden in (
+        (128, 1, 64, 64), (512, 4, 64, 256), (512, 1, 256, 64), (1024, 2, 128, 128),
+        (2048, 4, 64, 64), (2048, 2, 256, 128), (4096, 1, 256, 256), (4096, 4, 128, 64),
+    ):  # fmt: skip
+        forward, step = expert_timings(devices, scaled(count), groups, dim, hidden)
+        cases["expert_forward"].append(forward)
+        cases["expert_step"].append(step)
+    return cases
 
 
 def expert_timings(devices, rows: int, groups: int, dim: int, hidden: int) -> tuple[Case, Case]:
@@ -242,23 +278,18 @@ def expert_timings(devices, rows: int, groups: int, dim: int, hidden: int) -> tu
     implementation = default_implementation(devices[0], jnp.float32, (dim, hidden))
     sizes = np.full(groups, rows // groups // 2, np.int32)  # half of the buffer is padding, as it often is
 
-    def forward(x, w_in, w_out):
+    def forward(x, w_in, w_out, grad_sinks=None):
         slots = jnp.arange(groups, dtype=jnp.int32)
-        grad_sinks = jnp.zeros_like(w_in), jnp.zeros_like(w_out)
-        return _ffn(x, w_in, w_out, *grad_sinks, slots)
-
-    def _ffn(x, w_in, w_out, grad_sink_in, grad_sink_out, slots):
+        sinks = grad_sinks or (jnp.zeros_like(w_in), jnp.zeros_like(w_out))
         weights = {
-            "w_in": (GroupedWeights(bank=w_in, slots=slots, grad_sink=grad_sink_in),),
-            "w_out": (GroupedWeights(bank=w_out, slots=slots, grad_sink=grad_sink_out),),
+            name: (GroupedWeights(bank=bank, slots=slots, grad_sink=sink),)
+            for name, bank, sink in zip(("w_in", "w_out"), (w_in, w_out), sinks, strict=True)
         }
         return expert_ffn(x, jnp.asarray(sizes), weights, activation="gelu", implementation=implementation)
 
     def both(x, w_in, w_out):
-        slots = jnp.arange(groups, dtype=jnp.int32)
-        run = functools.partial(_ffn, slots=slots)
-        grad_sinks = jnp.zeros_like(w_in), jnp.zeros_like(w_out)
-        y, pull = jax.vjp(lambda x, s, t: run(x, w_in, w_out, s, t), x, *grad_sinks)
+        sinks = jnp.zeros_like(w_in), jnp.zeros_like(w_out)
+        y, pull = jax.vjp(lambda x, sinks: forward(x, w_in, w_out, sinks), x, sinks)
         return pull(y)
 
     shapes = [(rows, dim), (groups, dim, hidden), (groups, hidden, dim)]
@@ -269,39 +300,12 @@ def expert_timings(devices, rows: int, groups: int, dim: int, hidden: int) -> tu
     )
 
 
-def gate_timing(devices, tokens: int, dim: int, experts: int, top_k: int) -> Case:
-    """Gate, route, fill buckets and combine their rows, with gradients; x is tokens, y bytes of rows moved."""
-    config = MoEConfig(num_experts=experts, top_k=top_k, capacity_factor=1.0, min_capacity=1)
-    capacity = config.capacity(tokens)
+def _with_gradients(layer: Callable) -> Callable:
+    def step(*arrays):
+        y, pull = jax.vjp(layer, *arrays)
+        return y, pull(arrays[0])
 
-    def layer(x, w_gate):
-        choice, _ = choose_experts(x, w_gate, config)
-        routing = route(choice, choice.expert_ids, jnp.zeros_like(choice.expert_ids), experts, 1)
-        parcel = pack(routing, 0, capacity, top_k, 1)
-        return unpermute_tokens(jnp.tanh(permute_tokens(x, parcel)), choice.weights, parcel)
-
-    def step(x, w_gate):
-        y, pull = jax.vjp(layer, x, w_gate)
-        return y, pull(x)
-
-    moved = _ITEM * dim * (experts * capacity + top_k * tokens)
-    return Case(_on_every_device(devices, step, [(tokens, dim), (dim, experts)]), 1, tokens, 2 * moved)
-
-
-def regroup_timing(devices, rows: int, dim: int, sources: int, groups: int) -> Case:
-    """Bring received rows into group order and back, with gradients; x is rows, y bytes of rows moved."""
-    each = rows // sources
-    counts = np.full((sources, groups), each // groups // 2, np.int32)
-
-    def layer(x):
-        grouping = regroup(jnp.asarray(counts), each)
-        return unpermute_rows(jnp.tanh(permute_rows(x, grouping)), grouping)
-
-    def step(x):
-        y, pull = jax.vjp(layer, x)
-        return y, pull(x)
-
-    return Case(_on_every_device(devices, step, [(each * sources, dim)]), 1, rows, 4 * _ITEM * dim * rows)
+    return step
 
 
 def _on_every_device(devices, function, shapes) -> Callable:

@@ -21,13 +21,6 @@ from moe_jax.errors import UserError
 FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
 
 
-def presets_with(field: str) -> str:
-    """Return '; it stands in configs/cluster/: a, b' for the presets that have the field, '' where none has."""
-    line = re.compile(rf"^Cluster\.{re.escape(field)}\s*=", re.MULTILINE)
-    names = [path.stem for path in sorted(FOLDER.glob("*.gin")) if line.search(path.read_text(encoding="utf-8"))]
-    return f"; it stands in configs/cluster/: {', '.join(names)}" if names else ""
-
-
 class AbsentFigureError(UserError):
     """A figure is needed that the cluster leaves absent."""
 
@@ -73,33 +66,40 @@ class Cluster:
     source: str = ""
 
     def __post_init__(self):
-        for field in ("nodes", "devices_per_node"):
-            value = getattr(self, field)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UserError(
-                    f"Cluster.{field} ({value!r}) must be a whole number of at least 1, or None when not known"
-                )
-        for field in ("cards_per_node", "switches_per_node"):
-            value = getattr(self, field)
+        for field in ("nodes", "devices_per_node", "cards_per_node", "switches_per_node"):
+            value, or_none = (
+                getattr(self, field),
+                ", or None when not known" if field in ("nodes", "devices_per_node") else "",
+            )
+            if value is None and or_none:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"Cluster.{field} ({value!r}) must be a whole number of at least 1")
-        for field in ("intra_bandwidth", "inter_bandwidth", "switch_bandwidth", "flops", "memory_bytes"):
-            self._check_number(field, above_zero=True)
-        for field in ("intra_latency", "inter_latency", "intra_step", "inter_step"):
-            self._check_number(field, above_zero=False)
+                raise UserError(f"Cluster.{field} ({value!r}) must be a whole number of at least 1{or_none}")
+        rates = ("intra_bandwidth", "inter_bandwidth", "switch_bandwidth", "flops", "memory_bytes")
+        for field in (*rates, "intra_latency", "inter_latency", "intra_step", "inter_step"):
+            value = getattr(self, field)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise UserError(f"Cluster.{field} ({value!r}) must be a finite number, or None when not known")
+            if value < 0 or (field in rates and value == 0):
+                raise UserError(f"Cluster.{field} ({value!r}) must be {'above' if field in rates else 'at least'} 0")
         if not isinstance(self.flat, bool):
             raise UserError(f"Cluster.flat ({self.flat!r}) must be True or False")
-        items = self.fits.items() if isinstance(self.fits, dict) else self.fits
-        object.__setattr__(self, "fits", tuple(sorted((name, Fit.of(name, value)) for name, value in items)))
-
-    def _check_number(self, field: str, above_zero: bool) -> None:
-        value = getattr(self, field)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(f"Cluster.{field} ({value!r}) must be a finite number, or None when not known")
-        if value < 0 or (above_zero and value == 0):
-            raise UserError(f"Cluster.{field} ({value!r}) must be {'above' if above_zero else 'at least'} 0")
+        fits = []
+        for name, value in self.fits.items() if isinstance(self.fits, dict) else self.fits:
+            try:
+                fit = value if isinstance(value, Fit) else Fit(**value) if isinstance(value, dict) else Fit(*value)
+                numbers = fit.alpha, fit.beta, fit.gamma
+                wrong = any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers)
+            except TypeError:
+                wrong = True
+            if wrong or not all(map(math.isfinite, numbers)):
+                raise UserError(
+                    f"Cluster.fits[{name!r}] ({value!r}) must be alpha, beta[, gamma] in seconds and seconds per unit"
+                )
+            fits.append((name, fit))
+        object.__setattr__(self, "fits", tuple(sorted(fits)))
 
     @property
     def devices(self) -> int | None:
@@ -115,27 +115,27 @@ class Cluster:
           AbsentFigureError: it is absent; the message names field, cluster and requester.
         """
         value = getattr(self, field)
-        if value is None:
-            raise AbsentFigureError(
-                f"{requested_by} needs Cluster.{field}, which cluster {self.name!r} leaves absent; "
-                f"set Cluster.{field} in its file, or use a file written by calibrate"
-                f"{presets_with(field)}"
-            )
-        return value
+        if value is not None:
+            return value
+        line = re.compile(rf"^Cluster\.{re.escape(field)}\s*=", re.MULTILINE)
+        presets = [path.stem for path in sorted(FOLDER.glob("*.gin")) if line.search(path.read_text(encoding="utf-8"))]
+        raise AbsentFigureError(
+            f"{requested_by} needs Cluster.{field}, which cluster {self.name!r} leaves absent; "
+            f"set Cluster.{field} in its file, or use a file written by calibrate"
+            + (f"; it stands in configs/cluster/: {', '.join(presets)}" if presets else "")
+        )
 
-    def bandwidth(self, requested_by: str) -> float:
-        """Return the one W that scalar formulas use: the slow link's, where links differ."""
+    def bandwidth(self, requested_by: str, of_device: bool = False) -> float:
+        """Return the one W that scalar formulas use: the slow link's, where links differ.
+
+        `of_device` is what each device gets of it when all devices of a node send to other nodes at the same time.
+        """
         if self.flat or self.nodes == 1:
             return self.need("intra_bandwidth", requested_by)
         inter = self.need("inter_bandwidth", requested_by)
+        if of_device:
+            inter /= self.need("devices_per_node", requested_by)
         return inter if self.intra_bandwidth is None else min(inter, self.intra_bandwidth)
-
-    def device_bandwidth(self, requested_by: str) -> float:
-        """Return the bytes/s that every device gets when all devices of a node send at the same time to other nodes."""
-        if self.flat or self.nodes == 1:
-            return self.need("intra_bandwidth", requested_by)
-        part = self.need("inter_bandwidth", requested_by) / self.need("devices_per_node", requested_by)
-        return part if self.intra_bandwidth is None else min(part, self.intra_bandwidth)
 
     def part_of(self, sharers: int) -> Cluster:
         """Return what one of `sharers` groups that use the machines at the same time gets of the links they share."""
@@ -148,14 +148,13 @@ class Cluster:
 
     def fit(self, collective: str, requested_by: str) -> Fit:
         """Return the fitted times of a collective, or raise an error that names it and the requester."""
-        for name, value in self.fits:
-            if name == collective:
-                return value
-        known = ", ".join(name for name, _ in self.fits) or "none"
-        raise AbsentFigureError(
-            f"{requested_by} needs Cluster.fits[{collective!r}], which cluster {self.name!r} leaves absent "
-            f"(it has: {known}); run calibrate on these devices"
-        )
+        fits = dict(self.fits)
+        if collective not in fits:
+            raise AbsentFigureError(
+                f"{requested_by} needs Cluster.fits[{collective!r}], which cluster {self.name!r} leaves absent "
+                f"(it has: {', '.join(fits) or 'none'}); run calibrate on these devices"
+            )
+        return fits[collective]
 
     def sized(self, nodes: int | None, devices_per_node: int | None) -> Cluster:
         """Return the cluster with other sizes where they are given."""
@@ -174,9 +173,6 @@ class Cluster:
             )
 
 
-_LINE = re.compile(r"^Cluster\.(\w+)\s*=\s*(.+)$")
-
-
 def read_cluster(path: str | pathlib.Path) -> Cluster:
     """Return the cluster of a `.gin` preset or a `.json` calibration file.
 
@@ -188,8 +184,33 @@ def read_cluster(path: str | pathlib.Path) -> Cluster:
         raise UserError(
             f"cluster file {str(path)!r} does not exist; give a configs/cluster/NAME.gin or calibrate's file"
         )
-    text = path.read_text(encoding="utf-8")
-    fields = _from_json(path, text) if path.suffix == ".json" else _from_bindings(path, text)
+    text, fields = path.read_text(encoding="utf-8"), {}
+    if path.suffix == ".json":
+        try:
+            fields = json.loads(text)["cluster"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path.name} is not a calibration file (JSON with an object 'cluster'): {error}"
+            ) from error
+        if not isinstance(fields, dict):
+            raise UserError(
+                f"{path.name}: 'cluster' must be an object of Cluster's fields, not {type(fields).__name__}"
+            )
+    else:
+        for number, line in enumerate(text.splitlines(), 1):
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            match = re.match(r"Cluster\.(\w+)\s*=\s*(.+)$", line)
+            if match is None:
+                raise UserError(f"{path.name}:{number}: {line!r} is not a line 'Cluster.field = value'")
+            name, value = match.groups()
+            if name in fields:
+                raise UserError(f"{path.name}:{number}: Cluster.{name} is bound twice")
+            try:
+                fields[name] = ast.literal_eval(value)
+            except (ValueError, SyntaxError) as error:
+                raise UserError(f"{path.name}:{number}: {value!r} of Cluster.{name} is not a Python literal") from error
     known = [field.name for field in dataclasses.fields(Cluster)]
     unknown = [name for name in fields if name not in known]
     if unknown:
@@ -208,32 +229,3 @@ def write_cluster(cluster: Cluster, path: str | pathlib.Path) -> None:
     fields = dataclasses.asdict(cluster)
     fields["fits"] = {name: dataclasses.asdict(fit) for name, fit in cluster.fits}
     pathlib.Path(path).write_text(json.dumps({"cluster": fields}, indent=1) + "\n", encoding="utf-8")
-
-
-def _from_json(path: pathlib.Path, text: str) -> dict:
-    try:
-        fields = json.loads(text)["cluster"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{path.name} is not a calibration file (JSON with an object 'cluster'): {error}") from error
-    if not isinstance(fields, dict):
-        raise UserError(f"{path.name}: 'cluster' must be an object of Cluster's fields, not {type(fields).__name__}")
-    return fields
-
-
-def _from_bindings(path: pathlib.Path, text: str) -> dict:
-    fields: dict = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        match = _LINE.match(line)
-        if match is None:
-            raise UserError(f"{path.name}:{number}: {line!r} is not a line 'Cluster.field = value'")
-        name, value = match.groups()
-        if name in fields:
-            raise UserError(f"{path.name}:{number}: Cluster.{name} is bound twice")
-        try:
-            fields[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError) as error:
-            raise UserError(f"{path.name}:{number}: {value!r} of Cluster.{name} is not a Python literal") from error
-    return fields

@@ -16,18 +16,13 @@ import numpy as np
 from moe_jax.errors import UserError
 
 
-def fit_name(collective: str, size: int, *others: int) -> str:
-    """Return for example 'all_to_all:8' or 'saa:8,2,4'.
+def fit_name(collective: str, size: int, *others: int, stride: int = 1) -> str:
+    """Return for example 'all_to_all:8', 'permute:2x4' or 'saa:8,2,4'.
 
     Args:
-      collective: its name; size: devices of the group; others: for SAA, N_MP and N_ESP.
+      collective: its name; size: devices of the group, which stand `stride` apart; others: for SAA, N_MP and N_ESP.
     """
-    return f"{collective}:{','.join(map(str, (size, *others)))}"
-
-
-def strided_name(collective: str, size: int, stride: int) -> str:
-    """Return the name for a group of `size` devices that stand `stride` apart."""
-    return fit_name(collective, size) if stride == 1 else f"{collective}:{size}x{stride}"
+    return f"{collective}:{','.join(map(str, (size, *others)))}{'' if stride == 1 else f'x{stride}'}"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -38,23 +33,6 @@ class Fit:
     beta: float
     gamma: float = 0.0
     r2: float | None = None
-
-    @classmethod
-    def of(cls, name: str, value) -> Fit:
-        """Accept a Fit, (alpha, beta[, gamma]) or a mapping with these names."""
-        if isinstance(value, Fit):
-            return value
-        try:
-            fit = cls(**value) if isinstance(value, dict) else cls(*value)
-            numbers = [fit.alpha, fit.beta, fit.gamma]
-            wrong = any(isinstance(n, bool) or not isinstance(n, int | float) for n in numbers)
-        except TypeError:
-            wrong = True
-        if wrong or not np.isfinite(numbers).all():
-            raise UserError(
-                f"Cluster.fits[{name!r}] ({value!r}) must be alpha, beta[, gamma] in seconds and seconds per unit"
-            )
-        return fit
 
     def seconds(self, x: float, y: float = 0.0) -> float:
         """Return the predicted time of sizes x and y."""
@@ -75,28 +53,32 @@ class ParmChoice(typing.NamedTuple):
     rule: str = "equations"
 
 
-def fit_alpha_beta(sizes, seconds) -> Fit:
-    """Fit seconds = alpha + beta size by least squares, neither below 0.
+def fit_alpha_beta(sizes, seconds, second_sizes=None) -> Fit:
+    """Fit seconds = alpha + beta size [+ gamma second size] by least squares, none below 0.
 
     Args:
-      sizes: [n] at least two different ones.
-      seconds: [n] measured times.
+      sizes: [n], at least two different ones; seconds: [n], measured times.
+      second_sizes: [n], of a simultaneous all-to-all (sizes) and all-gather; both must vary apart.
 
     Returns:
       the fit, with R^2 = 1 - residual / total variance (1 where all times are equal).
 
-    Source: Parm, equation 12. That no coefficient is below 0 is our addition: otherwise noise could give small sizes a
-    negative time.
+    Source: Parm, equation 12 and section V. That no coefficient is below 0 is our addition: otherwise noise could give
+    small sizes a negative time.
     """
-    return _fit(["size"], [sizes], seconds)
-
-
-def fit_saa(x, y, seconds) -> Fit:
-    """Fit the three constants of a simultaneous all-to-all (size x) and all-gather (size y), none below 0.
-
-    Source: Parm, section V; x and y vary apart here, so that their slopes can be separated.
-    """
-    return _fit(["x", "y"], [x, y], seconds)
+    names, columns = ("size", [sizes]) if second_sizes is None else ("x and y", [sizes, second_sizes])
+    times = np.asarray(seconds, np.float64)
+    matrix = np.stack([np.ones(len(times)), *(np.asarray(column, np.float64) for column in columns)], axis=1)
+    if not np.isfinite(matrix).all() or not np.isfinite(times).all():
+        raise UserError(f"a fit over {names} needs finite sizes and times; drop the failed measurements")
+    rank = np.linalg.matrix_rank(matrix / np.maximum(np.abs(matrix).max(axis=0), 1e-300))
+    if rank < matrix.shape[1]:
+        raise UserError(
+            f"a fit over {names} needs at least {matrix.shape[1]} measurements at different sizes, got "
+            f"{len(times)} of rank {rank}; measure more sizes"
+        )
+    coefficients = _least_squares(matrix, times)
+    return Fit(*(float(c) for c in np.r_[coefficients, 0.0][:3]), _r2(times, matrix @ coefficients))
 
 
 def fit_layers(names, communication, computation, seconds) -> dict[str, Fit]:
@@ -122,15 +104,6 @@ def fit_layers(names, communication, computation, seconds) -> dict[str, Fit]:
     return {kind: Fit(float(alpha), beta, gamma, r2) for kind, alpha in zip(kinds, answer, strict=False)}
 
 
-def split_saa(rounds: Fit, whole: Fit, y_over_x: float) -> Fit:
-    """Return alpha + beta x + gamma y of SAA from two lines over x: its rounds alone, and all of it.
-
-    The sizes of one mesh give y a fixed ratio to x, so the rounds' part of the slope can only be fitted from the rounds
-    alone.
-    """
-    return Fit(whole.alpha, min(rounds.beta, whole.beta), max(0.0, whole.beta - rounds.beta) / y_over_x, whole.r2)
-
-
 def parm_choice(
     x: tuple[float, float], y: float, gathered: float, a2a: Fit, gather: Fit, saa: Fit | None = None,
     waits: Callable[[Sequence[float]], float] = sum,
@@ -154,22 +127,6 @@ def parm_choice(
     s1 = waits((there, back)) + gather.seconds(gathered)
     s2 = waits((there, back + gather.seconds(y) if saa is None else saa.seconds(x[1], y)))
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2)
-
-
-def _fit(names: list[str], columns: list, seconds) -> Fit:
-    times = np.asarray(seconds, np.float64)
-    matrix = np.stack([np.ones(len(times)), *(np.asarray(column, np.float64) for column in columns)], axis=1)
-    if not np.isfinite(matrix).all() or not np.isfinite(times).all():
-        raise UserError(f"a fit over {' and '.join(names)} needs finite sizes and times; drop the failed measurements")
-    rank = np.linalg.matrix_rank(matrix / np.maximum(np.abs(matrix).max(axis=0), 1e-300))
-    if rank < matrix.shape[1]:
-        raise UserError(
-            f"a fit over {' and '.join(names)} needs at least {matrix.shape[1]} measurements at different sizes, got "
-            f"{len(times)} of rank {rank}; measure more sizes"
-        )
-    coefficients = _least_squares(matrix, times)
-    alpha, beta, gamma = (float(c) for c in np.r_[coefficients, 0.0][:3])
-    return Fit(alpha, beta, gamma, _r2(times, matrix @ coefficients))
 
 
 def _least_squares(matrix: np.ndarray, times: np.ndarray) -> np.ndarray:

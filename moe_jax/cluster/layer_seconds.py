@@ -2,19 +2,11 @@
 
 Sizes count elements as a collective's formula does: what a device hands in, for an all-gather what it gets. Integers
 (counts, routes, the flag of an overflow) are apart, `index_transfers`; sums of gradients over data-parallel devices are
-not in here. Sums over the shards of an expert (`deepspeed`, 'coordinated') count as numbers of the compute dtype; they
-travel in float32: of bfloat16 they are half of what travels.
-
-Buckets of three lengths (`parallel/bucket_rows.py`, own >= node >= far) are exchanged in pieces: the first `far` rows
-of each by all devices, C = far; what those for the n members of the own node have more inside the node; what the own
-one has more inside its ESP group. A device's own blocks stay where they are: it sends (D - n) Ns far M elements to
-other nodes and ((n - 1) Ns node + (Ns - 1) own) M inside its node, the backward as many again.
-
-Seconds are of a synchronous layer, forward and backward: nothing overlaps, as on a CPU. Where whole layers were timed
-(fit `layer:SCHEDULE`), communication and computation are scaled by what they cost there.
+not in here. Seconds are of a synchronous layer, forward and backward: nothing overlaps, as on a CPU.
 
 Letters: docs/notation.md; Sq tokens of a sequence; C counts the rows of one device's N / N_MP tokens under s1, pairwise
 and dp, and of all N under deepspeed and s2. With a capacity, D C is the papers' E C.
+Source: Parm, sections III and IV, restated for buckets; FasterMoE, section 4.2.
 """
 
 from __future__ import annotations
@@ -24,9 +16,11 @@ import typing
 from collections.abc import Callable, Sequence
 
 from moe_jax.cluster.cluster import Cluster
-from moe_jax.cluster.collectives import overlap_bound, uniform_seconds
-from moe_jax.cluster.fits import fit_name, strided_name
+from moe_jax.cluster.collectives import uniform_seconds
+from moe_jax.cluster.fits import fit_name
 from moe_jax.errors import UserError
+
+FORMULAS = ("deepspeed", "s1", "s2", "pairwise", "ring", "dp")  # the schedules that have some
 
 
 class HalfWork(typing.NamedTuple):
@@ -51,11 +45,8 @@ def matrices_of(activation: str) -> int:
 def preceding_flops(*, model_dim: int, length: int, moe_every: int, matrices: int, dense_hidden_dim: int) -> int:
     """Return the forward FLOPs of one token between two MoE layers.
 
-    That is attention (projections, scores, mixing) and, where every second block is MoE, the block before it too, with
-    its dense FFN.
-
-    Args:
-      length: Sq; matrices, dense_hidden_dim: of the dense FFN.
+    That is attention (projections, scores, mixing) of `length` = Sq and, where every second block is MoE, the block
+    before it too, with its dense FFN of so many `matrices`.
     """
     attention = 8 * model_dim**2 + 4 * length * model_dim
     dense = 2 * matrices * model_dim * dense_hidden_dim
@@ -63,10 +54,8 @@ def preceding_flops(*, model_dim: int, length: int, moe_every: int, matrices: in
 
 
 class Transfer(typing.NamedTuple):
-    """Hold one collective: its kind, the group it spans, elements per call, calls, and an element's bytes.
-
-    The latter are 0 for numbers of the compute dtype.
-    """
+    """One collective: its kind, the group it spans, elements per call, calls, and bytes of an element that is no number
+    of the compute dtype (0: it is one)."""
 
     collective: str
     group: str
@@ -82,7 +71,8 @@ class LayerShape:
     With `split_tokens` each device of an MP group has a part of its tokens, before the layer and after it. `groups` is
     Ng of `pairwise`. `rows` are C, or `far` where buckets differ: then `more_in_node` is node - far, `more_own` own -
     node, and `members_in_node` the EP members of a node. `sent_bytes` are those of a row on its way to experts where it
-    travels as bytes (`MoEConfig.dispatch_dtype`), else 0.
+    travels as bytes (`MoEConfig.dispatch_dtype`), else 0. `model_dim` is M, or the bytes of a row where seconds are
+    wanted.
     """
 
     tokens: int
@@ -101,42 +91,102 @@ class LayerShape:
     sent_bytes: int = 0
 
     @property
-    def near_rows(self) -> int:
-        """Rows that a device's buckets have beyond the first C of each."""
-        return self.members_in_node * self.more_in_node + self.more_own
-
-    @property
     def sent_rows(self) -> int:
         """R, rows of all buckets of one source."""
-        return self.ep_size * self.rows + self.near_rows
+        return self.ep_size * self.rows + self.members_in_node * self.more_in_node + self.more_own
 
-    def near(self, parts: int = 1) -> list[Transfer]:
-        """Return what travels of longer buckets out and back, in the node and among the shards of an EP member.
+    def span(self, group: str) -> tuple[int, int]:
+        """Return the devices of a group and how far they stand apart, as fits are named."""
+        both = self.ep_size * self.esp_size
+        spanned = max(1, self.mp_size // self.esp_size)  # EP members of an MP group
+        return {
+            "model": (self.mp_size, 1),
+            "expert": (self.ep_size, self.esp_size),
+            "expert_shard": (self.esp_size, 1),
+            "node": (self.members_in_node * self.esp_size, 1),
+            "expert_node": (self.members_in_node, self.esp_size),
+            _BOTH: (both, 1),
+            "pairwise_group": (both // self.groups, 1),
+            "pairwise_ring": (self.groups, both // self.groups),
+            # an MP group's EP members stand N_ESP apart; calibrations time neighbours
+            "model_expert": (spanned, 1),
+            "expert_across": (self.ep_size // spanned, max(self.mp_size, self.esp_size)),
+        }[group]
 
-        Args:
-          parts: devices that share a bucket.
+    def present(self, transfers: list[Transfer]) -> list[Transfer]:
+        """Leave out what spans a group of one device."""
+        return [move for move in transfers if self.span(move.group)[0] > 1 and move.calls]
+
+    def alike(self, schedule: str) -> str:
+        """Return the schedule whose formulas count: without MP s2 is s1, and without ESP too deepspeed is."""
+        one = self.mp_size == 1 and (schedule == "s2" or schedule == "deepspeed" and self.esp_size == 1)
+        return "s1" if one else schedule
+
+    def whole_gather(self, schedule: str) -> list[Transfer]:
+        """Return the MP group's all-gather of its tokens, once each way, where tokens come or leave as others expect.
+
+        Three schedules work on parts of the tokens and gather replicated ones at their end; the others need all tokens,
+        and gather those that come in parts.
         """
-        unit = self.esp_size * self.model_dim // parts
-        inside = Transfer("all_to_all", "node", self.members_in_node * self.more_in_node * unit, 2)
-        own = Transfer("all_to_all", "expert_shard", self.more_own * unit, 2)
-        return [transfer for transfer in (inside, own) if transfer.elements]
-
-    @property
-    def x(self) -> int:
-        """Elements of one EP&ESP all-to-all of s1 (rows of one device) or deepspeed (rows of an MP group)."""
-        return self.ep_size * self.rows * self.model_dim * self.esp_size
-
-    def whole(self, in_parts: bool) -> list[Transfer]:
-        """Return the MP group's all-gather of its tokens, once forward and once backward, where there is one.
-
-        Args:
-          in_parts: the schedule works on parts of the tokens, else on replicated tokens.
-        """
-        return [] if in_parts == self.split_tokens else [Transfer("all_gather", "model", self.tokens * self.model_dim)]
+        works_on_parts = schedule in ("s1", "pairwise", "ring")
+        gathers = works_on_parts != self.split_tokens
+        return [Transfer("all_gather", "model", self.tokens * self.model_dim)] if gathers else []
 
 
 _BOTH = "expert+expert_shard"
-_GROUP, _RING = "pairwise_group", "pairwise_ring"  # P / Ng neighbours of the EP&ESP group; the Ng devices in one place
+
+
+def _plain_transfers(schedule: str, shape: LayerShape, gather: str) -> tuple[list[Transfer], list[Transfer]]:
+    """Return (forward, backward) of one pass as plain all-to-alls.
+
+    Buckets of three lengths (`parallel/bucket_rows.py`, own >= node >= far) go in pieces: the first C = far rows of
+    each to all devices, what those for the own node have more inside it, what the own one has more among its shards.
+    """
+    schedule = shape.alike(schedule)
+    if schedule == "dp":
+        return [], []
+    unit, whole = shape.model_dim * shape.esp_size, shape.whole_gather(schedule)
+    in_node, own = shape.members_in_node * shape.more_in_node, shape.more_own
+    x = shape.ep_size * shape.rows * shape.model_dim * shape.esp_size
+    sharers = shape.mp_size if schedule == "s2" else 1  # of a bucket
+    near = [
+        Transfer("all_to_all", group, rows * (unit // sharers), 2)
+        for group, rows in (("node", in_node), ("expert_shard", own))
+        if rows
+    ]
+    if schedule == "s1":
+        both = [Transfer("all_to_all", _BOTH, x, 2), *near]
+    elif schedule == "s2":
+        y = shape.ep_size * shape.rows * shape.model_dim
+        send = Transfer("all_to_all", _BOTH, x // shape.mp_size)
+        if gather == "aas":
+            both = [send._replace(calls=2), Transfer("all_gather", "model", y)]
+        else:
+            part = shape.rows // shape.mp_size * shape.model_dim
+            rounds = Transfer("permute", _BOTH, part, shape.ep_size * shape.esp_size - 1)
+            both = [send, rounds, Transfer("all_gather", "model", y // shape.ep_size, shape.ep_size)]
+        both += near + [Transfer("all_gather", "model", rows * shape.model_dim) for rows in (in_node, own) if rows]
+    elif schedule == "pairwise":
+        steps = Transfer("permute", "pairwise_ring", x // shape.groups, 2 * (shape.groups - 1))
+        both = [Transfer("all_to_all", "pairwise_group", x, 2), steps, *near]
+    elif schedule == "ring":
+        tokens = shape.tokens // shape.mp_size * shape.ep_size * shape.esp_size
+        sizes = tokens * shape.model_dim, tokens * shape.top_k  # rows, and the weights of choices
+        rows = [Transfer(kind, _BOTH, sizes[0]) for kind in ("all_gather", "reduce_scatter")]
+        gathered, summed = (Transfer(kind, _BOTH, sizes[1]) for kind in ("all_gather", "reduce_scatter"))
+        return [*rows, *whole, gathered], [*rows, *whole, summed]
+    elif schedule == "deepspeed":
+        # sums over the shards of an expert travel in float32: of bfloat16 they are half of what travels
+        tokens, pieces = shape.tokens * unit, (shape.ep_size * shape.rows, in_node, own)
+        exchange = [Transfer("all_to_all", "expert", x, 2)]
+        exchange += [Transfer("all_to_all", "expert_node", in_node * unit, 2)] if in_node else []
+        summed = Transfer("all_reduce", "expert_shard", shape.sent_rows * unit)
+        forward = [Transfer("all_gather", "expert_shard", tokens), *exchange, summed]
+        gathers = [Transfer("all_gather", "expert_shard", rows * unit) for rows in pieces if rows]
+        return [*forward, *whole], [*gathers, *exchange, Transfer("reduce_scatter", "expert_shard", tokens), *whole]
+    else:
+        raise UserError(f"schedule {schedule!r} has no volume formula; choose one of {', '.join(FORMULAS)}")
+    return both + whole, both + whole
 
 
 def layer_transfers(
@@ -148,23 +198,35 @@ def layer_transfers(
       schedule: a name in `FORMULAS`; 'parm' is what it chooses.
       shape: sizes; gather: how s2 returns, 'saa' or 'aas'.
       transport: how an all-to-all is carried out, unless the schedule has transfers of its own.
-      local: for 'two_level', members of its group that share a node.
-
-    Source: Parm, sections III and IV, restated for buckets; FasterMoE, section 4.2.
+      local: for 'two_level', members of its group that share a node. The levels of a group are called GROUP:near,
+        `local` neighbours in it, and GROUP:far, those of equal place.
     """
-    if gather not in ("saa", "aas"):
-        raise UserError(f"gather {gather!r} has no volume formula; say which of 'saa' and 'aas' 'auto' is")
-    formulas = formulas_of(schedule)
-    forward, backward = (_present(transfers, shape) for transfers in formulas.transfers(shape, gather))
-    if not formulas.carried:
+    ways = []
+    for way in _plain_transfers(schedule, shape, gather):
+        carried = []
+        for move in shape.present(way):
+            if transport == "coordinated" and schedule != "pairwise":
+                carried += shape.present(_by_place(move, shape))
+            elif transport == "two_level" and schedule != "pairwise" and move.collective == "all_to_all":
+                inside = move.group in ("node", "expert_node", "expert_shard")
+                levels = (("near", local), ("far", shape.span(move.group)[0] // local))
+                split = [move._replace(group=f"{move.group}:{name}") for name, level in levels if level > 1]
+                carried += [move] if inside else split
+            else:
+                carried.append(move)
+        ways.append(carried)
+    forward, backward = ways
+    if not shape.sent_bytes or schedule == "pairwise":
         return forward, backward
-    if shape.sent_bytes and transport == "coordinated":
-        forward = _as_bytes(_carried(forward, shape, transport, local), shape, ("all_gather",))
-    elif shape.sent_bytes:
-        forward = _carried(_as_bytes(forward, shape), shape, transport, local)
-    else:
-        forward = _carried(forward, shape, transport, local)
-    return forward, _carried(backward, shape, transport, local)
+    out = []
+    for move in forward:  # rows go out as bytes: of an all-to-all every other call, the first one
+        gathers = transport == "coordinated" and move.collective == "all_gather" and move.group == "expert_shard"
+        if move.collective == "all_to_all" or gathers:
+            there = move.calls if gathers else (move.calls + 1) // 2
+            out.append(move._replace(elements=move.elements // shape.model_dim * shape.sent_bytes, calls=there, item=1))
+            move = move._replace(calls=move.calls - there)
+        out += [move] if move.calls else []
+    return out, backward
 
 
 def index_transfers(
@@ -175,251 +237,41 @@ def index_transfers(
     These are what the schedule itself sends ahead of its rows and, once per layer where there may be several passes,
     the flag by which all devices agree on their number ('all').
     """
-    out = formulas_of(schedule).indices(shape)
-    flag = [Transfer("all_reduce", "all", 1)] if most_passes > 1 else []
+    schedule = shape.alike(schedule)
+    held = shape.experts // shape.ep_size
+    counts = Transfer("all_to_all", _BOTH, shape.ep_size * shape.esp_size * held, item=4)  # of rows per expert
+    if schedule == "dp":
+        out = []
+    elif schedule == "ring":  # the choices of all tokens that are gathered
+        tokens = shape.tokens // shape.mp_size * shape.ep_size * shape.esp_size
+        out = [Transfer("all_gather", _BOTH, tokens * shape.top_k, item=4)]
+    elif schedule == "s2":  # and the token rule of the first EP member where an MP group spans several
+        rule = 3 * shape.experts * shape.mp_size // shape.esp_size
+        out = [counts, Transfer("all_gather", "model_expert", rule, item=4)]
+    elif schedule == "deepspeed":  # and the routes that the members of an ESP group share
+        routes = (shape.sent_rows, shape.tokens * shape.top_k, shape.ep_size * held)
+        out = [Transfer("all_gather", "expert_shard", shape.esp_size * size, item=4) for size in routes]
+        out.append(counts._replace(group="expert"))
+    else:
+        out = [counts]
     if transport == "coordinated":  # counts travel as the rows do
-        out = [part for transfer in out for part in _by_place(transfer, shape)]
-    return _present(out, shape) + flag
+        out = [part for move in out for part in _by_place(move, shape)]
+    flag = [Transfer("all_reduce", "all", 1, item=4)] if most_passes > 1 else []
+    return shape.present(out) + flag
 
 
-def _group_sizes(shape: LayerShape) -> dict[str, int]:
-    sizes = {"model": shape.mp_size, "expert": shape.ep_size, "expert_shard": shape.esp_size}
-    both = shape.ep_size * shape.esp_size
-    spanned = max(1, shape.mp_size // shape.esp_size)  # EP members of an MP group
-    sizes |= {_BOTH: both, "model_expert": spanned, "expert_across": shape.ep_size // spanned}
-    sizes |= {"node": shape.members_in_node * shape.esp_size, "expert_node": shape.members_in_node}
-    return {**sizes, _GROUP: both // shape.groups, _RING: shape.groups}
-
-
-def _present(transfers: list[Transfer], shape: LayerShape) -> list[Transfer]:
-    """Leave out what spans a group of one device."""
-    sizes = _group_sizes(shape)
-    return [transfer for transfer in transfers if sizes[transfer.group] > 1 and transfer.calls]
-
-
-def _carried(transfers: list[Transfer], shape: LayerShape, transport: str, local: int) -> list[Transfer]:
-    """Replace each all-to-all by what its transport makes of it: itself, or one on each of two levels.
-
-    The levels of a group are called GROUP:near, `local` neighbours in it, and GROUP:far, those of equal place.
-    """
-    if transport == "all_to_all":
-        return transfers
-    if transport == "coordinated":
-        return _present([part for transfer in transfers for part in _by_place(transfer, shape)], shape)
-    out = []
-    for transfer in transfers:
-        if transfer.collective != "all_to_all":
-            out.append(transfer)
-            continue
-        size = _group_sizes(shape)[transfer.group]
-        if transfer.group in ("node", "expert_node", "expert_shard"):
-            out.append(transfer)
-        else:
-            levels = (("near", local), ("far", size // local))
-            out += [transfer._replace(group=f"{transfer.group}:{name}") for name, level in levels if level > 1]
-    return out
-
-
-def _as_bytes(transfers: list[Transfer], shape: LayerShape, also: tuple[str, ...] = ()) -> list[Transfer]:
-    """Return the forward's transfers where rows go out as bytes: of an all-to-all every other call, the first one.
-
-    Args:
-      also: other collectives over the shards of an expert that rows go out by.
-    """
-    out = []
-    for transfer in transfers:
-        gathers = transfer.collective in also and transfer.group == "expert_shard"
-        if transfer.collective != "all_to_all" and not gathers:
-            out.append(transfer)
-            continue
-        there = transfer.calls if gathers else (transfer.calls + 1) // 2
-        as_bytes = transfer.elements // shape.model_dim * shape.sent_bytes
-        out.append(transfer._replace(elements=as_bytes, calls=there, item=1))
-        out += [transfer._replace(calls=transfer.calls - there)] if transfer.calls > there else []
-    return out
-
-
-def _by_place(transfer: Transfer, shape: LayerShape) -> list[Transfer]:
+def _by_place(move: Transfer, shape: LayerShape) -> list[Transfer]:
     """Return what an all-to-all over EP and ESP is under 'coordinated': 1 / Ns of it over EP, and ESP's part of it.
 
     Every other call, those that bring rows home, has a reduce-scatter over the shards instead of an all-gather.
     """
-    if transfer.collective != "all_to_all" or transfer.group not in (_BOTH, "node", "expert_shard"):
-        return [transfer]
-    among = {_BOTH: ("expert_across", "model_expert"), "node": ("expert_node",), "expert_shard": ()}[transfer.group]
-    out = [Transfer("all_to_all", group, transfer.elements // shape.esp_size, transfer.calls) for group in among]
-    there, back = (transfer.calls + 1) // 2, transfer.calls // 2
-    for collective, calls in (("all_gather", there), ("reduce_scatter", back)):
-        out += [Transfer(collective, "expert_shard", transfer.elements, calls)] if calls else []
+    among = {_BOTH: ("expert_across", "model_expert"), "node": ("expert_node",), "expert_shard": ()}.get(move.group)
+    if move.collective != "all_to_all" or among is None:
+        return [move]
+    out = [move._replace(group=group, elements=move.elements // shape.esp_size) for group in among]
+    for collective, calls in (("all_gather", (move.calls + 1) // 2), ("reduce_scatter", move.calls // 2)):
+        out += [move._replace(collective=collective, group="expert_shard", calls=calls)] if calls else []
     return out
-
-
-def _s1(shape: LayerShape, _):
-    both = [Transfer("all_to_all", _BOTH, shape.x, 2), *shape.near(), *shape.whole(in_parts=True)]
-    return both, both
-
-
-def _s2(shape: LayerShape, gather: str):
-    part = shape.rows // shape.mp_size * shape.model_dim
-    send = Transfer("all_to_all", _BOTH, shape.x // shape.mp_size)
-    y = shape.ep_size * shape.rows * shape.model_dim
-    near = shape.near(shape.mp_size)
-    pieces = (shape.members_in_node * shape.more_in_node, shape.more_own)
-    if shape.mp_size > 1:
-        near += [Transfer("all_gather", "model", rows * shape.model_dim) for rows in pieces if rows]
-    if shape.mp_size == 1:
-        both = [send._replace(calls=2)]
-    elif gather == "aas":
-        both = [send._replace(calls=2), Transfer("all_gather", "model", y)]
-    else:
-        rounds = Transfer("permute", _BOTH, part, shape.ep_size * shape.esp_size - 1)
-        both = [send, rounds, Transfer("all_gather", "model", y // shape.ep_size, shape.ep_size)]
-    both += near + shape.whole(in_parts=False)
-    return both, both
-
-
-def _deepspeed(shape: LayerShape, _):
-    if shape.esp_size == shape.mp_size == 1:
-        return _s1(shape, _)
-    tokens = shape.tokens * shape.model_dim * shape.esp_size
-    unit = shape.model_dim * shape.esp_size
-    inside = Transfer("all_to_all", "expert_node", shape.members_in_node * shape.more_in_node * unit, 2)
-    exchange = [Transfer("all_to_all", "expert", shape.x, 2), *([inside] if inside.elements else [])]
-    every = shape.sent_rows * unit
-    forward = [
-        Transfer("all_gather", "expert_shard", tokens),
-        *exchange,
-        Transfer("all_reduce", "expert_shard", every),
-        *shape.whole(in_parts=False),
-    ]
-    pieces = (shape.ep_size * shape.rows, shape.members_in_node * shape.more_in_node, shape.more_own)
-    backward = [
-        *(Transfer("all_gather", "expert_shard", rows * unit) for rows in pieces if rows),
-        *exchange,
-        Transfer("reduce_scatter", "expert_shard", tokens),
-        *shape.whole(in_parts=False),
-    ]
-    return forward, backward
-
-
-def _pairwise(shape: LayerShape, _):
-    inside = Transfer("all_to_all", _GROUP, shape.x, 2)
-    steps = Transfer("permute", _RING, shape.x // shape.groups, 2 * (shape.groups - 1))
-    both = [inside, steps, *shape.near(), *shape.whole(in_parts=True)]
-    return both, both
-
-
-def _ring(shape: LayerShape, _):
-    size = shape.ep_size * shape.esp_size
-    tokens = shape.tokens // shape.mp_size * size
-    both_ways = [
-        Transfer("all_gather", _BOTH, tokens * shape.model_dim),
-        Transfer("reduce_scatter", _BOTH, tokens * shape.model_dim),
-        *shape.whole(in_parts=True),
-    ]
-    weights = tokens * shape.top_k
-    return (
-        [*both_ways, Transfer("all_gather", _BOTH, weights)],
-        [*both_ways, Transfer("reduce_scatter", _BOTH, weights)],
-    )
-
-
-def _dp(shape: LayerShape, _):
-    return [], []
-
-
-def _counts(shape: LayerShape) -> list[Transfer]:
-    """The counts of rows per expert, which are sent before the rows."""
-    held = shape.experts // shape.ep_size
-    return [Transfer("all_to_all", _BOTH, shape.ep_size * shape.esp_size * held)]
-
-
-def _s2_indices(shape: LayerShape) -> list[Transfer]:
-    """Counts, and the token rule of the first EP member where an MP group spans several ('model_expert')."""
-    rule = Transfer("all_gather", "model_expert", 3 * shape.experts * shape.mp_size // shape.esp_size)
-    return [*_counts(shape), rule]
-
-
-def _deepspeed_indices(shape: LayerShape) -> list[Transfer]:
-    """Counts, and the routes that the members of an ESP group share."""
-    (counts,) = _counts(shape)
-    if shape.esp_size == shape.mp_size == 1:  # s1's
-        return [counts]
-    routes = (shape.sent_rows, shape.tokens * shape.top_k, shape.ep_size * (shape.experts // shape.ep_size))
-    shared = [Transfer("all_gather", "expert_shard", shape.esp_size * size) for size in routes]
-    return [*shared, counts._replace(group="expert")]
-
-
-def _ring_indices(shape: LayerShape) -> list[Transfer]:
-    """The choices of all tokens that are gathered."""
-    tokens = shape.tokens // shape.mp_size * shape.ep_size * shape.esp_size
-    return [Transfer("all_gather", _BOTH, tokens * shape.top_k)]
-
-
-class RowWork(typing.NamedTuple):
-    """Tokens gated, rows packed to be sent, tokens combined, and rows received, on one device."""
-
-    gated: int
-    packed: int
-    combined: int
-    received: int
-
-
-def _own_work(shape: LayerShape) -> RowWork:
-    """Of a schedule that gates a device's own part of the tokens."""
-    tokens, rows = shape.tokens // shape.mp_size, shape.sent_rows * shape.esp_size
-    return RowWork(tokens, rows, tokens, rows)
-
-
-def _deepspeed_work(shape: LayerShape) -> RowWork:
-    rows = shape.sent_rows * shape.esp_size
-    return RowWork(shape.tokens, rows, shape.tokens, rows)
-
-
-def _s2_work(shape: LayerShape) -> RowWork:
-    if shape.mp_size == 1:
-        return _own_work(shape)
-    return RowWork(shape.tokens, shape.sent_rows, shape.tokens, shape.sent_rows * shape.esp_size // shape.mp_size)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Formulas:
-    """What a layer costs under one schedule.
-
-    Attributes:
-      transfers: (shape, gather) -> (forward, backward) of one pass; gather: 'saa' or 'aas', for those that read it.
-      indices: shape -> transfers of int32 of one pass.
-      work: shape -> rows that are gated and moved on a device.
-      carried: `MoEConfig.transport` says how its all-to-alls travel.
-      in_parts: it works on parts of an MP group's tokens, so that replicated ones are gathered at the end.
-    """
-
-    transfers: typing.Callable[[LayerShape, str], tuple[list[Transfer], list[Transfer]]]
-    indices: typing.Callable[[LayerShape], list[Transfer]] = _counts
-    work: typing.Callable[[LayerShape], RowWork] = _own_work
-    carried: bool = True
-    in_parts: bool = False
-
-
-FORMULAS = {
-    "deepspeed": Formulas(transfers=_deepspeed, indices=_deepspeed_indices, work=_deepspeed_work),
-    "s1": Formulas(transfers=_s1, in_parts=True),
-    "s2": Formulas(transfers=_s2, indices=_s2_indices, work=_s2_work),
-    "pairwise": Formulas(transfers=_pairwise, carried=False, in_parts=True),
-    "ring": Formulas(transfers=_ring, indices=_ring_indices, in_parts=True),
-    "dp": Formulas(transfers=_dp, indices=lambda shape: []),
-}
-
-
-def formulas_of(schedule: str) -> Formulas:
-    """Return the formulas of a schedule.
-
-    Raises:
-      UserError: it has none.
-    """
-    if schedule not in FORMULAS:
-        raise UserError(f"schedule {schedule!r} has no volume formula; choose one of {', '.join(FORMULAS)}")
-    return FORMULAS[schedule]
 
 
 class LayerSeconds(typing.NamedTuple):
@@ -431,78 +283,56 @@ class LayerSeconds(typing.NamedTuple):
     rows: float
     call: float
 
-    @property
-    def computation(self) -> float:
-        return self.experts + self.gate + self.rows
-
-    @property
-    def total(self) -> float:
-        return sum(self)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertLoad:
-    """One device's experts, forward and backward: FLOPs and bytes touched."""
-
-    flops: float
-    bytes: float
-
 
 def layer_seconds(
     schedule: str,
     shape: LayerShape,
-    load: ExpertLoad | None,
+    load: tuple[float, float] | None,
     cluster: Cluster,
-    *,
     gather: str = "saa",
     transport: str = "all_to_all",
-    item: int = 4,
-    requested_by: str = "the layer's cost",
     waits: Callable[[Sequence[float]], float] = sum,
 ) -> LayerSeconds:
-    """Predict one layer.
+    """Predict one layer; where whole layers were timed (fit `layer:SCHEDULE`), its parts cost what they cost in those.
 
     Args:
       schedule: a name in `FORMULAS`.
-      shape: its sizes, rows as there; load: of the experts, None leaves them out; item: bytes of a number.
+      shape: its sizes, with bytes of a row; load: (FLOPs, bytes touched) of one device's experts, forward and backward,
+        None leaves them out.
       gather, transport: as in `MoEConfig`; a transport is looked up under its name.
       waits: seconds of the exchanges of one direction, there and back -> those that the layer waits for: all, unless
         something hides them. There and back count as equally long; what an MP group gathers before or after is none.
 
     Raises:
-      UserError: the cluster lacks a fit; it names the fit and `requested_by`.
+      UserError: the cluster lacks a fit; it names the fit.
     """
+    asked_by = "MoEConfig.schedule 'parm'"
     # 'coordinated' is made of other collectives; any other transport is looked up in place of its all-to-alls
     coordinated = transport == "coordinated"
-    ways = layer_transfers(schedule, shape, gather, transport if coordinated else "all_to_all")
-    if not coordinated:
-        ways = [
-            [move._replace(collective=transport) if move.collective == "all_to_all" else move for move in way]
-            for way in ways
-        ]
     moving = 0.0
-    for way in ways:
-        exchanges = list(way)
-        outside = [move for move in shape.whole(formulas_of(schedule).in_parts) if move in way]
+    for way in layer_transfers(schedule, shape, gather, transport if coordinated else "all_to_all"):
+        outside = [move for move in shape.whole_gather(schedule) if move in way]
         for move in outside:
-            exchanges.remove(move)
-        seconds = transfer_seconds(exchanges, shape, cluster, item, requested_by)
-        moving += transfer_seconds(outside, shape, cluster, item, requested_by) + waits((seconds / 2, seconds / 2))
-    moving += transfer_seconds(index_transfers(schedule, shape, transport=transport), shape, cluster, 4, requested_by)
-    work = formulas_of(schedule).work(shape)
-    row = shape.model_dim * item
+            way.remove(move)
+        if not coordinated:
+            way = [move._replace(collective=transport) if move.collective == "all_to_all" else move for move in way]
+        seconds = _transfer_seconds(way, shape, cluster, asked_by)
+        moving += _transfer_seconds(outside, shape, cluster, asked_by) + waits((seconds / 2, seconds / 2))
+    moving += _transfer_seconds(index_transfers(schedule, shape, transport=transport), shape, cluster, asked_by)
+    # tokens gated and combined, rows packed to be sent, and rows received, on one device
+    alike = shape.alike(schedule)
+    gated = shape.tokens if alike in ("deepspeed", "s2") else shape.tokens // shape.mp_size
+    packed = shape.sent_rows * (1 if alike == "s2" else shape.esp_size)
+    received = shape.sent_rows * shape.esp_size // (shape.mp_size if alike == "s2" else 1)
+    row, fit = shape.model_dim, cluster.fit
     alone = LayerSeconds(
         communication=moving,
-        experts=0.0 if load is None else cluster.fit("expert_step", requested_by).seconds(load.flops, load.bytes),
-        gate=cluster.fit("gate", requested_by).seconds(
-            work.gated, 2 * row * (work.packed + shape.top_k * work.combined)
-        ),
-        rows=cluster.fit("regroup", requested_by).seconds(work.received, 4 * row * work.received)
-        if work.received
-        else 0.0,
-        call=cluster.fit("call", requested_by).alpha,
+        experts=0.0 if load is None else fit("expert_step", asked_by).seconds(*load),
+        gate=fit("gate", asked_by).seconds(gated, 2 * row * (packed + shape.top_k * gated)),
+        rows=fit("regroup", asked_by).seconds(received, 4 * row * received) if received else 0.0,
+        call=fit("call", asked_by).alpha,
     )
-    whole = dict(cluster.fits).get(layer_name("s1" if shape.mp_size == 1 and schedule == "s2" else schedule))
+    whole = dict(cluster.fits).get(f"layer:{'s1' if shape.mp_size == 1 and schedule == 's2' else schedule}")
     if whole is None:
         return alone
     return LayerSeconds(
@@ -514,95 +344,49 @@ def layer_seconds(
     )
 
 
-def layer_name(schedule: str) -> str:
-    """Return the name of the fit over whole layers: x seconds of communication, y of computation, each alone."""
-    return f"layer:{schedule}"
-
-
-def transfer_seconds(
-    transfers: list[Transfer], shape: LayerShape, cluster: Cluster, item: int, requested_by: str
-) -> float:
+def _transfer_seconds(transfers: list[Transfer], shape: LayerShape, cluster: Cluster, requested_by: str) -> float:
     """Return the time of transfers one after the other; the rounds and gathers of SAA count as one collective."""
     seconds, rest = 0.0, list(transfers)
     rounds = [t for t in rest if t.collective == "permute" and shape.mp_size > 1]
     gathers = [t for t in rest if t.collective == "all_gather" and t.group == "model" and t.calls == shape.ep_size]
     if rounds and gathers:
         size = shape.ep_size * shape.esp_size
-        part = rounds[0].elements * size * item
-        whole = gathers[0].elements * gathers[0].calls * item
-        seconds += cluster.fit(fit_name("saa", size, shape.mp_size, shape.esp_size), requested_by).seconds(part, whole)
+        fit = cluster.fit(fit_name("saa", size, shape.mp_size, shape.esp_size), requested_by)
+        seconds += fit.seconds(rounds[0].elements * size, gathers[0].elements * gathers[0].calls)
         rest.remove(rounds[0])
         rest.remove(gathers[0])
-    for transfer in rest:
-        fit = cluster.fit(transfer_fit(transfer, shape), requested_by)
-        seconds += transfer.calls * max(0.0, fit.seconds(transfer.elements * (transfer.item or item)))
+    for move in rest:
+        size, stride = shape.span(move.group)
+        fit = cluster.fit(fit_name(move.collective, size, stride=stride), requested_by)
+        seconds += move.calls * max(0.0, fit.seconds(move.elements * (move.item or 1)))
     return seconds
 
 
-def transfer_fit(transfer: Transfer, shape: LayerShape) -> str:
-    """Return the name of the fit that a transfer of this layer is predicted by."""
-    both = shape.ep_size * shape.esp_size
-    size, stride = {
-        "model": (shape.mp_size, 1),
-        "expert": (shape.ep_size, shape.esp_size),
-        "expert_shard": (shape.esp_size, 1),
-        "node": (shape.members_in_node * shape.esp_size, 1),
-        "expert_node": (shape.members_in_node, shape.esp_size),
-        "expert+expert_shard": (both, 1),
-        "pairwise_group": (both // shape.groups, 1),
-        "pairwise_ring": (shape.groups, both // shape.groups),
-        # an MP group's EP members stand N_ESP apart; calibrations time neighbours
-        "model_expert": (shape.mp_size // shape.esp_size, 1),
-        "expert_across": (shape.ep_size // max(1, shape.mp_size // shape.esp_size), max(shape.mp_size, shape.esp_size)),
-    }[transfer.group]
-    return strided_name(transfer.collective, size, stride)
-
-
-_PIPELINE = "the bound of MoEConfig.schedule 'pairwise'"
-
-
-class PipelineSeconds(typing.NamedTuple):
-    """Predicted seconds of one layer's transfers and experts, each alone, and what they are predicted by."""
-
-    communication: float
-    experts: float
-    by: str
-
-    @property
-    def bound(self) -> float:
-        """The most that the pipeline can gain over one after the other: from 1 to 2."""
-        return overlap_bound(self.communication, self.experts)
-
-
-def pairwise_seconds(shape: LayerShape, load: ExpertLoad, cluster: Cluster, item: int = 4) -> PipelineSeconds:
+def pairwise_seconds(shape: LayerShape, load: tuple[float, float], cluster: Cluster) -> tuple[float, float, str]:
     """Predict what `pairwise` pipelines: by the fits of a calibration, else by bandwidths and FLOP/s of a preset.
 
     Args:
-      shape: of the layer; load: of the experts of one device; item: bytes of a number.
+      shape: of the layer, with bytes of a row; load: (FLOPs, bytes touched) of the experts of one device.
+
+    Returns:
+      seconds of the layer's transfers and of its experts, each alone, and what they are predicted by.
 
     Raises:
       UserError: the cluster lacks a figure; it names the figure.
     """
+    asked_by = "the bound of MoEConfig.schedule 'pairwise'"
     ways = layer_transfers("pairwise", shape)
-    fitted = {name for name, _ in cluster.fits}
-    steps = {transfer_fit(t, shape) for way in ways for t in way if t.group != "model"}
-    if steps | {"expert_step"} <= fitted:
-        moving = sum(transfer_seconds(way, shape, cluster, item, _PIPELINE) for way in ways)
-        return PipelineSeconds(
-            moving, cluster.fit("expert_step", _PIPELINE).seconds(load.flops, load.bytes), "its fits"
-        )
-    moving = sum(t.calls * _link_seconds(t, shape, cluster, item) for way in ways for t in way)
-    return PipelineSeconds(moving, load.flops / cluster.need("flops", _PIPELINE), "its bandwidth and FLOP/s")
-
-
-def _link_seconds(transfer: Transfer, shape: LayerShape, cluster: Cluster, item: int) -> float:
-    """Return the seconds of one call over the links: steps of the ring cross nodes, where there are some.
-
-    Of an all-to-all within a group of n devices, 1 / n stays on its device, and so it is with what an MP group gathers.
-    """
-    size = {"pairwise_group": shape.ep_size * shape.esp_size // shape.groups, "model": shape.mp_size}
-    away = 1.0 if transfer.group == "pairwise_ring" else 1 - 1 / size[transfer.group]
-    sent = transfer.elements * item * away
-    crosses = transfer.group == "pairwise_ring" and not cluster.flat and cluster.nodes != 1
-    inside, across = (0.0, sent) if crosses else (sent, 0.0)
-    return float(uniform_seconds(cluster, inside, across, _PIPELINE))
+    named = [(t.collective, *shape.span(t.group)) for way in ways for t in way if t.group != "model"]
+    steps = {fit_name(collective, size, stride=stride) for collective, size, stride in named}
+    if steps | {"expert_step"} <= {name for name, _ in cluster.fits}:
+        moving = sum(_transfer_seconds(way, shape, cluster, asked_by) for way in ways)
+        return moving, cluster.fit("expert_step", asked_by).seconds(*load), "its fits"
+    moving = 0.0
+    for move in (move for way in ways for move in way):
+        # steps of the ring cross nodes, where there are some; of the other groups' collectives 1 / n stays on a device
+        ring = move.group == "pairwise_ring"
+        sent = move.elements * (1.0 if ring else 1 - 1 / shape.span(move.group)[0])
+        crosses = ring and not cluster.flat and cluster.nodes != 1
+        inside, across = (0.0, sent) if crosses else (sent, 0.0)
+        moving += move.calls * float(uniform_seconds(cluster, inside, across, asked_by))
+    return moving, load[0] / cluster.need("flops", asked_by), "its bandwidth and FLOP/s"

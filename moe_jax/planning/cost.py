@@ -19,7 +19,7 @@ import math
 import numpy as np
 
 from moe_jax.cluster import AbsentFigureError, Cluster, all_reduce_bytes, received_seconds, uniform_seconds
-from moe_jax.cluster.fits import strided_name
+from moe_jax.cluster.fits import fit_name
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning import routing
@@ -139,7 +139,7 @@ class Cost:
     def bandwidth(self, requested_by: str) -> float:
         """W in bytes/s, of one device: its part of the links that its node shares; the papers' slow link as given."""
         who = f"planner {requested_by!r}"
-        return self.cluster.bandwidth(who) if self.price == "paper" else self.cluster.device_bandwidth(who)
+        return self.cluster.bandwidth(who, of_device=self.price != "paper")
 
     def tokens_per_second(self, requested_by: str) -> float:
         """v: tokens per second that one device computes in an expert's forward, P / (4 M F) with two matrices."""
@@ -360,11 +360,11 @@ def _transfer_rates(
     by_node, fitted = form == "by_node", dict(cluster.fits)
     nodes = devices // devices_per_node
     if by_node:  # what a device hands in for one chunk of each collective, its own slices included
-        inside = strided_name("all_to_all", devices_per_node, stride)
-        across = strided_name("all_to_all", nodes, devices_per_node * stride)
+        inside = fit_name("all_to_all", devices_per_node, stride=stride)
+        across = fit_name("all_to_all", nodes, stride=devices_per_node * stride)
         names, handed = [inside, across, inside], [1.0, nodes / devices_per_node, 1.0]
     else:
-        names, handed = [strided_name("all_to_all", devices, stride)] * 2, [1.0, 1.0]
+        names, handed = [fit_name("all_to_all", devices, stride=stride)] * 2, [1.0, 1.0]
     if set(names) <= set(fitted):
         fits = [fitted[name] for name in names]
         lines = [(fit.alpha, fit.beta * part * chunk_bytes) for fit, part in zip(fits, handed, strict=True)]

@@ -39,14 +39,15 @@ def main(argv):
         jax.distributed.initialize(
             num_processes=int(os.environ["JAX_NUM_PROCESSES"]), process_id=int(os.environ["JAX_PROCESS_ID"])
         )
-    from moe_jax.analysis.timed_parts import empty_case, interleaved_seconds, medians
+    from moe_jax.analysis.timed_parts import Timed, collective_cases, interleaved_seconds
 
     devices = jax.devices()
     calls, points = fitted_calls(devices)
     cases = transfer_cases(devices)
     calls |= {f"{kind} {at}": call for at, case in enumerate(cases) for kind, call in case["calls"].items()}
-    calls["empty"] = empty_case(devices)
-    seconds = medians(interleaved_seconds(calls, _ROUNDS.value))
+    calls["empty"] = collective_cases(Timed("none", len(devices)), devices, 0)[0].call
+    times = interleaved_seconds(calls, _ROUNDS.value)
+    seconds = {name: statistics.median(values) for name, values in times.items()}
     empty = seconds.pop("empty")
     seconds = {name: max(value - empty, 0.0) for name, value in seconds.items()}
     if jax.process_index() == 0:

@@ -124,7 +124,7 @@ def hit_rates(judged) -> dict:
 
 def _errors(pairs: list) -> dict:
     """Return how predicted layer times differ from measured ones, from (prediction, measured seconds)."""
-    ours, measured = (np.array(side) for side in zip(*((p.total, seconds) for p, seconds in pairs), strict=True))
+    ours, measured = (np.array(side) for side in zip(*((sum(p), seconds) for p, seconds in pairs), strict=True))
     residual = ((ours - measured) ** 2).sum() / ((measured - measured.mean()) ** 2).sum()
     return {"median": _r(np.median(np.abs(ours / measured - 1))), "r2": _r(1 - residual)}
 
@@ -144,7 +144,7 @@ def _draw(pairs, predicted, path: pathlib.Path) -> None:
     left.set_ylabel("layers")
     left.legend(fontsize=7)
     for name, found in predicted.items():
-        measured, ours = [1e3 * s for _, s in found], [1e3 * p.total for p, _ in found]
+        measured, ours = [1e3 * s for _, s in found], [1e3 * sum(p) for p, _ in found]
         right.loglog(measured, ours, "o", ms=3, alpha=0.6, label=name)
     ends = right.get_xlim()
     right.plot(ends, ends, lw=1, color="grey")

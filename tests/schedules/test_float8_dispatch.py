@@ -127,8 +127,8 @@ def test_smaller_rows_are_charged_as_such():
     assert plain.s1_seconds - less.s1_seconds == rows * (1536 - 784) and less.s2_seconds < plain.s2_seconds
     fits = {name: (0, 1e-9) for name in ("all_to_all:8", "all_gather:2", "gate", "regroup", "call")}
     cluster = Cluster(fits=fits)
-    shapes = [layer_shape("s1", roles, sizes, 768, sent_bytes=sent) for sent in (0, 784)]
-    seconds = [layer_seconds("s1", shape, None, cluster, item=2).communication for shape in shapes]
+    shapes = [layer_shape("s1", roles, sizes, 2 * 768, sent_bytes=sent) for sent in (0, 784)]
+    seconds = [layer_seconds("s1", shape, None, cluster).communication for shape in shapes]
     assert seconds[0] - seconds[1] == pytest.approx(rows * (1536 - 784) * 1e-9)
     costs = [Cost(cluster=Cluster(inter_bandwidth=1e9), model_dim=768, hidden_dim=1536, dtype_bytes=2, sent_bytes=sent)
              for sent in (None, 784)]  # fmt: skip

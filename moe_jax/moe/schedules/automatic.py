@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice
-from moe_jax.cluster.layer_seconds import LayerShape, layer_name, layer_seconds
+from moe_jax.cluster.layer_seconds import LayerShape, layer_seconds
 from moe_jax.moe.schedules.contract import (
     LayerSizes,
     Schedule,
@@ -132,8 +132,7 @@ def by_layers(
     seconds = {}
     for name in candidates:
         shape = layer_shape(name, roles, sizes, row_bytes, options.split_tokens, sent_bytes=sent_bytes)
-        how = {"gather": gather, "transport": options.transport, "item": 1, "waits": waits}
-        seconds[name] = layer_seconds(name, shape, None, cluster, requested_by=_REQUESTED_BY, **how).total
+        seconds[name] = sum(layer_seconds(name, shape, None, cluster, gather, options.transport, waits))
     fastest = min(candidates, key=lambda name: seconds[name])
     return ParmChoice(fastest, seconds["s1"], seconds["s2"], seconds.get("deepspeed"), "layers" if whole else "parts")
 
@@ -232,7 +231,7 @@ def _gather(roles, sizes, row_bytes, cluster, gather, transport) -> str:
 
 
 def _knows_layers(cluster: Cluster | None) -> bool:
-    return cluster is not None and {layer_name("s1"), layer_name("deepspeed")} <= {name for name, _ in cluster.fits}
+    return cluster is not None and {"layer:s1", "layer:deepspeed"} <= {name for name, _ in cluster.fits}
 
 
 def layer_shape(
