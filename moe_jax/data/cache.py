@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from absl import logging
 
-from moe_jax.data.config import DataConfig, cache_root
+from moe_jax.data import user_cache
+from moe_jax.data.config import DataConfig
 from moe_jax.data.corpus import Source, find_documents
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
@@ -79,16 +80,14 @@ def shuffled(index: np.ndarray, count: int, *key) -> np.ndarray:
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     low = (np.uint64(1) << half) - np.uint64(1)
 
-    def permute(value, keys):
-        left, right = value >> half, value & low
+    value, outside = index.astype(np.uint64), np.arange(index.size)
+    while outside.size:
+        keys = [word if isinstance(word, int) else word[outside] for word in key]
+        left, right = value[outside] >> half, value[outside] & low
         for turn in range(_ROUNDS):
             left, right = right, left ^ (hash64(*keys, turn, right) & low)
-        return (left << half) | right
-
-    value = permute(index.astype(np.uint64), key)
-    while (outside := np.flatnonzero(value >= np.uint64(count))).size:
-        keys = [word if isinstance(word, int) else word[outside] for word in key]
-        value[outside] = permute(value[outside], keys)
+        value[outside] = (left << half) | right
+        outside = np.flatnonzero(value >= np.uint64(count))
     return value.astype(np.int64)
 
 
@@ -222,14 +221,17 @@ def build_cache(config: DataConfig, tokenizer: Tokenizer | None = None, *, vocab
     """
     tokenizer = tokenizer or build_tokenizer(config)
     sources = find_documents(config)
-    root = cache_root(config)
-    folder = root / f"tokens-{_fingerprint(sources, tokenizer)}"
+    # the name is that of all that decides the tokens: the files as they are now, and the tokenizer
+    digest = hashlib.blake2b(f"{FORMAT}\n{tokenizer.name}\n{tokenizer.end_id}\n".encode(), digest_size=16)
+    for source in sources:
+        digest.update(os.fsencode(os.path.realpath(source.path)))
+        digest.update(f"\n{source.size}\n{source.mtime_ns}\n{source.field}\n".encode())
+    root = Path(os.path.expanduser(config.cache_dir)) if config.cache_dir else user_cache.cache_root()
+    if root is None:
+        raise UserError("DataConfig.cache_dir ('') needs a home folder and this user has none; name a folder there")
+    folder = root / f"tokens-{digest.hexdigest()}"
     try:
-        meta = _read_meta(folder)
-        if meta is None:
-            root.mkdir(parents=True, exist_ok=True)
-            with _one_builder_at_a_time(folder):
-                meta = _read_meta(folder) or _build(folder, sources, tokenizer)
+        meta = _read_meta(folder) or _build(folder, sources, tokenizer)
     except OSError as error:
         raise UserError(
             f"the token cache in {str(root)!r} cannot be written or read ({error.strerror or error}); make room "
@@ -242,15 +244,6 @@ def build_cache(config: DataConfig, tokenizer: Tokenizer | None = None, *, vocab
             f"{meta.max_id + 1}"
         )
     return TokenCache(folder, meta, config.held_out_fraction)
-
-
-def _fingerprint(sources: list[Source], tokenizer: Tokenizer) -> str:
-    """Name a cache after all that decides its tokens: the files as they are now, and the tokenizer."""
-    digest = hashlib.blake2b(f"{FORMAT}\n{tokenizer.name}\n{tokenizer.end_id}\n".encode(), digest_size=16)
-    for source in sources:
-        digest.update(os.fsencode(os.path.realpath(source.path)))
-        digest.update(f"\n{source.size}\n{source.mtime_ns}\n{source.field}\n".encode())
-    return digest.hexdigest()
 
 
 def _read_meta(folder: Path) -> CacheMeta | None:
@@ -271,25 +264,52 @@ def _read_meta(folder: Path) -> CacheMeta | None:
 
 def _build(folder: Path, sources: list[Source], tokenizer: Tokenizer) -> CacheMeta:
     """Write a cache beside its place, then rename it there; keep the one that another builder put there first."""
-    started = time.monotonic()
-    _remove_abandoned(folder.parent)
-    building = folder.parent / f".building-{uuid.uuid4().hex}"
-    building.mkdir()
-    try:
-        meta = _write(building, sources, tokenizer)
-        if folder.exists() and _read_meta(folder) is None:
-            os.replace(folder, building.with_name(building.name + "-damaged"))
-            shutil.rmtree(building.with_name(building.name + "-damaged"), ignore_errors=True)
+    import fcntl
+
+    started, root = time.monotonic(), folder.parent
+    root.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(folder.name + ".lock"), "a") as lock:
+        # One process builds while the others wait, where the file system has locks. This only saves work: without
+        # locks, or when the wait takes too long, several build and the rename decides.
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waited = time.monotonic() - started >= LOCK_SECONDS
+                if waited:
+                    said = "another process has built the token cache for %.0f s; building it here too"
+                    logging.warning(said, LOCK_SECONDS)
+                if waited or folder.is_dir():
+                    break
+                time.sleep(0.05)
+            except OSError:
+                break
+        meta = _read_meta(folder)
+        if meta is not None:
+            return meta
+        for left in root.glob(".building-*"):  # of killed builders, once none can still be running
+            with contextlib.suppress(OSError):
+                newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
+                if time.time() - newest > ABANDONED_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)
+        building = root / f".building-{uuid.uuid4().hex}"
+        building.mkdir()
         try:
-            os.replace(building, folder)
-        except OSError:
-            theirs = _read_meta(folder)  # a folder that is not empty cannot be replaced
-            if theirs is None:
-                raise
-            return theirs
-        _sync(folder.parent)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+            meta = _write(building, sources, tokenizer)
+            if folder.exists() and _read_meta(folder) is None:
+                os.replace(folder, building.with_name(building.name + "-damaged"))
+                shutil.rmtree(building.with_name(building.name + "-damaged"), ignore_errors=True)
+            try:
+                os.replace(building, folder)
+            except OSError:
+                theirs = _read_meta(folder)  # a folder that is not empty cannot be replaced
+                if theirs is None:
+                    raise
+                return theirs
+            _sync(root)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
     logging.info(
         "token cache: %d files, %d bytes, %d documents, %d tokens in %.1f s",
         *(meta.source_files, meta.source_bytes, meta.documents, meta.tokens, time.monotonic() - started),
@@ -301,16 +321,30 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer) -> Cache
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     content = hashlib.blake2b(digest_size=16)
     tokens = documents = 0
-    max_id = tokenizer.end_id
+    end, max_id = np.array([tokenizer.end_id], np.int32), tokenizer.end_id
     with open(building / "tokens.bin", "wb") as token_file, open(building / "documents.bin", "wb") as end_file:
-        for ids, closed in _encoded(sources, tokenizer):
+        pieces = itertools.chain.from_iterable(source.pieces() for source in sources)
+        while True:
+            batch, characters = [], 0
+            for piece in pieces:  # from where the last batch ended
+                batch.append(piece)
+                characters += len(piece[0])
+                if characters >= BATCH_CHARACTERS:
+                    break
+            if not batch:
+                break
+            parts, ends = [], []
+            for ids, (_, ends_document) in zip(tokenizer.encode_batch([text for text, _ in batch]), batch, strict=True):
+                parts += [ids, end] if ends_document else [ids]
+                tokens += ids.size + ends_document
+                if ends_document:
+                    ends.append(tokens)
+            ids = np.concatenate(parts)
             max_id = max(max_id, int(ids.max()))
-            ends = (tokens + closed).astype("<i8")
-            for file, chunk in ((token_file, ids.astype(dtype).tobytes()), (end_file, ends.tobytes())):
-                file.write(chunk)
+            token_file.write(ids.astype(dtype).tobytes())
+            end_file.write(np.array(ends, "<i8").tobytes())
             content.update(ids.astype("<u4").tobytes())
-            tokens += ids.size
-            documents += ends.size
+            documents += len(ends)
             logging.log_every_n_seconds(logging.INFO, "token cache: %d documents so far", 10, documents)
         if not documents:
             raise UserError(f"DataConfig.path names {len(sources)} files and none holds any text; name one that does")
@@ -335,65 +369,6 @@ def _write(building: Path, sources: list[Source], tokenizer: Tokenizer) -> Cache
         os.fsync(file.fileno())
     _sync(building)
     return meta
-
-
-def _encoded(sources: list[Source], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield ids int32 [n] and, inside them, one past the end of each document that closes, int64 [d]."""
-    end = np.array([tokenizer.end_id], np.int32)
-
-    def encode(pieces):
-        parts, ends, size = [], [], 0
-        for ids, (_, ends_document) in zip(tokenizer.encode_batch([text for text, _ in pieces]), pieces, strict=True):
-            parts += [ids, end] if ends_document else [ids]
-            size += ids.size + ends_document
-            if ends_document:
-                ends.append(size)
-        return np.concatenate(parts), np.array(ends, np.int64)
-
-    pieces, characters = [], 0
-    for source in sources:
-        for piece in source.pieces():
-            pieces.append(piece)
-            characters += len(piece.text)
-            if characters >= BATCH_CHARACTERS:
-                yield encode(pieces)
-                pieces, characters = [], 0
-    if pieces:
-        yield encode(pieces)
-
-
-@contextlib.contextmanager
-def _one_builder_at_a_time(folder: Path):
-    """Let one process build while the others wait, where the file system has locks.
-
-    This only saves work: without locks, or when the wait takes too long, several build and the rename decides.
-    """
-    import fcntl
-
-    with open(folder.with_name(folder.name + ".lock"), "a") as lock:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if folder.is_dir():
-                    break
-                time.sleep(0.05)
-            except OSError:
-                break
-        else:
-            logging.warning("another process has built the token cache for %.0f s; building it here too", LOCK_SECONDS)
-        yield
-
-
-def _remove_abandoned(root: Path):
-    """Remove what killed builders left, once no builder can still be running."""
-    for left in root.glob(".building-*"):
-        with contextlib.suppress(OSError):
-            newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
-            if time.time() - newest > ABANDONED_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
 
 
 def _sync(folder: Path):

@@ -1,10 +1,7 @@
 """What a run reads: the text, how it becomes tokens, how long a window is. Host only; checked on creation."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
-from moe_jax.data import user_cache
 from moe_jax.errors import UserError
 
 
@@ -48,17 +45,3 @@ class DataConfig:
                 f"DataConfig.held_out_fraction ({share!r}) must be above 0 and below 0.5, because every run reports "
                 "a held-out loss; set it to, say, 0.02"
             )
-
-
-def cache_root(config: DataConfig) -> Path:
-    """Return the folder that holds the token caches; it need not exist yet.
-
-    Raises:
-      UserError: when no folder is named and the user has no home folder.
-    """
-    if config.cache_dir:
-        return Path(os.path.expanduser(config.cache_dir))
-    root = user_cache.cache_root()
-    if root is None:
-        raise UserError("DataConfig.cache_dir ('') needs a home folder and this user has none; name a folder there")
-    return root

@@ -13,7 +13,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO, NamedTuple, cast
+from typing import BinaryIO, cast
 
 from moe_jax.data.config import DataConfig
 from moe_jax.errors import UserError
@@ -23,13 +23,6 @@ BLOCK_BYTES = 4 << 20  # a text file is read in blocks, so that one file of many
 # In the standard library's tree: not its text (other people's packages, tests), or different on each machine.
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _MACHINE_MADE = ("_sysconfigdata", "sitecustomize", "usercustomize")
-
-
-class Piece(NamedTuple):
-    """Hold a stretch of one document's text; documents longer than a block come in several."""
-
-    text: str
-    ends_document: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +41,10 @@ class Source:
     mtime_ns: int
     field: str
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the text of the documents in this file; a document without any text is left out.
+    def pieces(self) -> Iterator[tuple[str, bool]]:
+        """Yield (text, whether it ends its document); a document without any text is left out.
+
+        Documents longer than a block come in several pieces.
 
         Raises:
           UserError: naming the file, and the line where there is one.
@@ -73,47 +68,42 @@ def find_documents(config: DataConfig) -> list[Source]:
     Raises:
       UserError: when an entry names nothing.
     """
-    names = _standard_library() if not config.path else _named_files(config.path)
+    path, names = config.path, []
+    if not path:
+        for name in _files_below(sysconfig.get_path("stdlib"), skip=_NOT_THE_LIBRARY):
+            if name.endswith(".py") and not os.path.basename(name).startswith(_MACHINE_MADE):
+                names.append(name)
+        if not names:
+            raise UserError(
+                "DataConfig.path ('') means Python's own sources, and this Python came without them; name a text file, "
+                "a folder or a .jsonl file there"
+            )
+    else:
+        whole = os.path.expanduser(path)
+        entries = [whole] if os.path.exists(whole) else [os.path.expanduser(part.strip()) for part in path.split(",")]
+        if not any(entries):
+            raise UserError(f"DataConfig.path ({path!r}) names nothing; give a file, a folder or a glob")
+        for entry in filter(None, entries):
+            found = [entry] if os.path.exists(entry) else sorted(glob.glob(entry, recursive=True))
+            if not found:
+                raise UserError(
+                    f"DataConfig.path ({path!r}): {entry!r} is no file, no folder and matches nothing here; correct "
+                    "it, or leave it out to train on Python's own sources"
+                )
+            files = [file for name in found for file in (_files_below(name) if os.path.isdir(name) else [name])]
+            if not files:
+                raise UserError(f"DataConfig.path ({path!r}): {entry!r} holds no files; put text files or .jsonl there")
+            names += files
     sources: dict[str, Source] = {}
     for name in names:
-        identity = os.path.realpath(name)
-        if identity not in sources:
-            sources[identity] = _describe(name, config.field)
+        try:
+            stat = os.stat(name)
+        except OSError as error:
+            raise UserError(f"{name}: cannot be read ({error.strerror}); check DataConfig.path") from error
+        field = config.field if name.endswith((".jsonl", ".jsonl.gz")) else ""
+        source = Source(path=name, size=stat.st_size, mtime_ns=stat.st_mtime_ns, field=field)
+        sources.setdefault(os.path.realpath(name), source)
     return list(sources.values())
-
-
-def iterate_texts(sources: Iterable[Source]) -> Iterator[str]:
-    """Yield all text, piece by piece, without saying where documents end."""
-    for source in sources:
-        for piece in source.pieces():
-            yield piece.text
-
-
-def _describe(name: str, field: str) -> Source:
-    try:
-        stat = os.stat(name)
-    except OSError as error:
-        raise UserError(f"{name}: cannot be read ({error.strerror}); check DataConfig.path") from error
-    lines = name.endswith((".jsonl", ".jsonl.gz"))
-    return Source(path=name, size=stat.st_size, mtime_ns=stat.st_mtime_ns, field=field if lines else "")
-
-
-def _named_files(path: str) -> Iterator[str]:
-    whole = os.path.expanduser(path)
-    entries = [whole] if os.path.exists(whole) else [os.path.expanduser(part.strip()) for part in path.split(",")]
-    if not any(entries):
-        raise UserError(f"DataConfig.path ({path!r}) names nothing; give a file, a folder or a glob")
-    for entry in filter(None, entries):
-        found = [entry] if os.path.exists(entry) else sorted(glob.glob(entry, recursive=True))
-        if not found:
-            raise UserError(
-                f"DataConfig.path ({path!r}): {entry!r} is no file, no folder and matches nothing here; correct it, "
-                "or leave it out to train on Python's own sources"
-            )
-        files = [file for name in found for file in (_files_below(name) if os.path.isdir(name) else [name])]
-        if not files:
-            raise UserError(f"DataConfig.path ({path!r}): {entry!r} holds no files; put text files or .jsonl there")
-        yield from files
 
 
 def _files_below(folder: str, skip: Iterable[str] = ()) -> list[str]:
@@ -145,7 +135,7 @@ def _standard_library() -> list[str]:
     return names
 
 
-def _text_pieces(file: BinaryIO, name: str) -> Iterator[Piece]:
+def _text_pieces(file: BinaryIO, name: str) -> Iterator[tuple[str, bool]]:
     """Yield one document, cut after the last line end of each block (or anywhere in a block without one)."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     lines, carry, started = 0, "", False
@@ -165,11 +155,11 @@ def _text_pieces(file: BinaryIO, name: str) -> Iterator[Piece]:
         carry = text[cut:]
         if text or started:
             started = True
-            yield Piece(text[:cut], not following)
+            yield text[:cut], not following
         block = following
 
 
-def _json_pieces(file: BinaryIO, name: str, field: str) -> Iterator[Piece]:
+def _json_pieces(file: BinaryIO, name: str, field: str) -> Iterator[tuple[str, bool]]:
     """Yield one document a line; blank lines and empty texts are left out."""
     for number, line in enumerate(file, start=1):
         where = f"{name}:{number}"
@@ -197,4 +187,4 @@ def _json_pieces(file: BinaryIO, name: str, field: str) -> Iterator[Piece]:
             except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair: "\ud800"
                 raise UserError(f"{where}: field {field!r} holds half a surrogate pair; remove it") from error
         if text:
-            yield Piece(text, True)
+            yield text, True

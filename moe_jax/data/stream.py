@@ -12,40 +12,33 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from itertools import count, islice
+from typing import Any, TypeVar
 
 import numpy as np
 
-from moe_jax.data.cache import TokenCache, TokenSpan, hash64, shuffled, uniform
+from moe_jax.data.cache import TokenCache, hash64, shuffled, uniform
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.errors import UserError
 
 _ORDER, _MASKS = 1, 2  # keyed numbers for one purpose are apart from those for another; cache.py has 3
 
 
 def mask_tokens(
-    tokens: np.ndarray,
-    step: int,
-    rows: int | np.ndarray,
-    seed: int,
-    vocab_size: int,
-    mask_id: int,
-    rate: float = 0.15,
-    special_ids: Sequence[int] = (),
+    tokens: np.ndarray, step: int, rows: np.ndarray, seed: int, tokenizer: Tokenizer, rate: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Hide `rate` of the tokens: 80% become the mask, 10% a random token, and 10% stay as they are.
+
+    Ends of documents are neither hidden nor drawn.
 
     Args:
       tokens: integers [b, Sq].
       step: the training step.
-      rows: the global row of each, int [b]; or of tokens[0], where they follow one another.
+      rows: the global row of each, int [b].
       seed: `train.seed`.
-      vocab_size: the tokenizer's, so that a random token is one of its tokens.
-      mask_id: the tokenizer's.
       rate: the chance of each token to be hidden.
-      special_ids: ids that are neither hidden nor drawn, such as the end of a document.
 
     Returns:
       inputs: int32 [b, Sq], tokens with some hidden.
@@ -54,17 +47,19 @@ def mask_tokens(
 
     Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018), section 3.1.
     """
-    row = (rows + np.arange(len(tokens)) if isinstance(rows, int) else rows)[:, None]
+    row = rows[:, None]
     column = np.arange(tokens.shape[1])[None, :]
-    special = np.unique([mask_id, *special_ids])
+    special = np.unique([tokenizer.mask_id, tokenizer.end_id])
 
     chosen = (uniform(_MASKS, seed, step, 0, row, column) < rate) & ~np.isin(tokens, special)
     fate = uniform(_MASKS, seed, step, 1, row, column)
-    drawn = (hash64(_MASKS, seed, step, 2, row, column) % np.uint64(vocab_size - special.size)).astype(np.int64)
+    drawn = (hash64(_MASKS, seed, step, 2, row, column) % np.uint64(tokenizer.vocab_size - special.size)).astype(
+        np.int64
+    )
     for skipped in special:  # ascending, so that each id that is not special is reached exactly once
         drawn += drawn >= skipped
 
-    inputs = np.where(chosen & (fate < 0.8), mask_id, tokens)
+    inputs = np.where(chosen & (fate < 0.8), tokenizer.mask_id, tokens)
     inputs = np.where(chosen & (fate >= 0.8) & (fate < 0.9), drawn, inputs)
     return inputs.astype(np.int32), tokens.astype(np.int32), chosen.astype(np.float32)
 
@@ -91,15 +86,6 @@ def inside_documents(tokens: np.ndarray, end_id: int) -> np.ndarray:
     return tokens[:, :-1] != end_id
 
 
-def cut_documents(ids: Sequence[int], end_id: int) -> list[list[int]]:
-    """Return the documents of a window one by one, each with its end id where it has one."""
-    cuts = [place + 1 for place, one in enumerate(ids) if one == end_id and place + 1 < len(ids)]
-    return [list(ids[first:last]) for first, last in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
-
-
-_CHUNK = 1 << 22
-
-
 class TokenStream:
     """Give the batch of any step, in an order shuffled anew each epoch.
 
@@ -111,17 +97,16 @@ class TokenStream:
       sequence_length: Sq.
       batch_size: B, over all hosts.
       seed: `train.seed`.
-      split: 'train' or 'held_out'.
 
     Raises:
-      UserError: when the part is shorter than one window.
+      UserError: when the training part is shorter than one window.
     """
 
-    def __init__(self, cache: TokenCache, *, sequence_length: int, batch_size: int, seed: int, split: str = "train"):
-        span = _span(cache, split)
+    def __init__(self, cache: TokenCache, *, sequence_length: int, batch_size: int, seed: int):
+        span = cache.train
         if len(span) < sequence_length + 1:
             raise UserError(
-                f"the {split} part of the corpus has {len(span)} tokens, fewer than one window of "
+                f"the train part of the corpus has {len(span)} tokens, fewer than one window of "
                 f"DataConfig.sequence_length ({sequence_length}) + 1; set DataConfig.sequence_length to at most "
                 f"{max(1, len(span) - 1)} or name more text in DataConfig.path"
             )
@@ -179,19 +164,6 @@ class TokenStream:
                 )
 
 
-class HeldOutBatch(NamedTuple):
-    """Hold one evaluation batch.
-
-    Args:
-      tokens: int32 [b, Sq + 1]; 0 where there is no token.
-      weights: float32 [b, Sq], 1 for each target that counts, else 0. Sum of weighted losses over sum of weights, both
-        taken over all batches and hosts, is the exact mean.
-    """
-
-    tokens: np.ndarray
-    weights: np.ndarray
-
-
 def held_out_batches(
     cache: TokenCache,
     *,
@@ -199,8 +171,11 @@ def held_out_batches(
     batch_size: int,
     limit: int = 0,
     rows: slice | np.ndarray | None = None,
-) -> Iterator[HeldOutBatch]:
-    """Yield the held-out windows, in the order of the text, every batch of the same shape.
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (tokens, weights) of the held-out windows, in the order of the text, every batch of the same shape.
+
+    tokens is int32 [b, Sq + 1], 0 where there is none; weights is float32 [b, Sq], 1 for each target that counts, else
+    0. Sum of weighted losses over sum of weights, both over all batches and hosts, is the exact mean.
 
     Without a limit each held-out token but the first is a target once. With one, that many windows are taken, spread
     evenly over the held-out text.
@@ -212,7 +187,9 @@ def held_out_batches(
       limit: the most windows; 0 takes all.
       rows: which of the B global rows, a slice or int [b]; None gives all. All hosts get the same number of batches.
     """
-    windows = _held_out_windows(cache.held_out, sequence_length, limit)
+    count = -(-(len(cache.held_out) - 1) // sequence_length)
+    taken = min(limit, count) if limit else count
+    windows = np.arange(taken) * count // taken
     for first in range(0, len(windows), batch_size):
         numbers = np.full(batch_size, -1, np.int64)
         numbers[: len(windows) - first] = windows[first : first + batch_size]
@@ -225,7 +202,7 @@ def held_out_batches(
                 ids = cache.held_out.read(start, start + sequence_length + 1)
                 tokens[i, : ids.size] = ids
                 weights[i, : ids.size - 1] = 1
-        yield HeldOutBatch(tokens, weights)
+        yield tokens, weights
 
 
 def held_out_entropy(
@@ -239,45 +216,11 @@ def held_out_entropy(
       boundary_id: the id after which a target does not count, where documents are kept apart.
     """
     counts = np.zeros(vocab_size, np.int64)
-    for window in _held_out_windows(cache.held_out, sequence_length, limit).tolist():
-        start = window * sequence_length
-        ids = cache.held_out.read(start, start + sequence_length + 1)
-        targets = ids[1:] if boundary_id is None else ids[1:][inside_documents(ids[None], boundary_id)[0]]
-        counts += np.bincount(targets, minlength=vocab_size)
-    return _entropy(counts)
-
-
-def unigram_entropy(tokens: np.ndarray | TokenSpan, vocab_size: int) -> float:
-    """Return the entropy, in nats a token, of how often each id stands in `tokens`.
-
-    Args:
-      tokens: ids below vocab_size, integers [n], or a part of a cache.
-      vocab_size: ids that there are.
-    """
-    counts = np.zeros(vocab_size, np.int64)
-    for start in range(0, len(tokens), _CHUNK):
-        stop = start + _CHUNK
-        chunk = tokens.read(start, stop) if isinstance(tokens, TokenSpan) else np.asarray(tokens[start:stop])
-        counts += np.bincount(chunk, minlength=vocab_size)
-    return _entropy(counts)
-
-
-def _entropy(counts: np.ndarray) -> float:
+    for tokens, weights in held_out_batches(cache, sequence_length=sequence_length, batch_size=64, limit=limit):
+        counted = weights > 0 if boundary_id is None else (weights > 0) & inside_documents(tokens, boundary_id)
+        counts += np.bincount(tokens[:, 1:][counted], minlength=vocab_size)
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
-
-
-def _held_out_windows(span: TokenSpan, sequence_length: int, limit: int) -> np.ndarray:
-    """Return the numbers of the windows to evaluate, int64, ascending."""
-    count = -(-(len(span) - 1) // sequence_length)
-    taken = min(limit, count) if limit else count
-    return np.arange(taken) * count // taken
-
-
-def _span(cache: TokenCache, split: str) -> TokenSpan:
-    if split not in ("train", "held_out"):
-        raise UserError(f"split ({split!r}) must be 'train' or 'held_out'; name one of the two")
-    return cache.train if split == "train" else cache.held_out
 
 
 Batch = TypeVar("Batch")
@@ -299,20 +242,12 @@ def prefetch(
     """
     steps = iter(range(start, stop) if stop is not None else count(start))
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
-    ahead = deque()
-
-    def send():
-        step = next(steps, None)
-        if step is not None:
-            ahead.append((step, pool.submit(read, step)))
-
     try:
-        for _ in range(depth):
-            send()
+        ahead = deque((step, pool.submit(read, step)) for step in islice(steps, depth))
         while ahead:
             step, future = ahead.popleft()
             batch = future.result()
-            send()
+            ahead.extend((following, pool.submit(read, following)) for following in islice(steps, 1))
             yield step, batch
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -49,39 +48,14 @@ END_NAMES = (
 MASK_NAMES = ("<|mask|>", "[MASK]", "<mask>", "<|mdm_mask|>")
 
 
-class Tokenizer(Protocol):
-    """Turn text into ids and back.
-
-    Attributes:
-      name: identifies the mapping; two tokenizers with the same name give the same ids.
-      vocab_size: every id is below it, end and mask included.
-      end_id: closes a document; end_ids: all that end a generated text, end_id first.
-      mask_id: stands for a hidden token; never in the corpus.
-    """
-
-    name: str
-    vocab_size: int
-    end_id: int
-    end_ids: tuple[int, ...]
-    mask_id: int
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, int32 [tokens]."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, as `encode` would."""
-        ...
-
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """Return the ids of a prompt: those of `encode`, with the special tokens that the file puts around a text."""
-        ...
-
-    def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids; end and mask show as `<|end|>` and `<|mask|>` or by their name in the file."""
-        ...
-
-
+# What every tokenizer has:
+#   name: identifies the mapping; two tokenizers with the same name give the same ids.
+#   vocab_size: every id is below it, end and mask included.
+#   end_id: closes a document; end_ids: all that end a generated text, end_id first.
+#   mask_id: stands for a hidden token; never in the corpus.
+#   encode_batch, encode: the ids of each text, int32 [tokens].
+#   encode_prompt: those of `encode`, with the special tokens that the file puts around a text.
+#   decode: the text of ids; end and mask show as `<|end|>` and `<|mask|>` or by their name in the file.
 class ByteTokenizer:
     """Give each byte of the UTF-8 text its own id: no file, no training, no unknown token, on any machine.
 
@@ -177,6 +151,9 @@ class HuggingFaceTokenizer:
             else:
                 run.append(i)
         return "".join([*parts, self._tokenizer.decode(run, skip_special_tokens=False)])
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:

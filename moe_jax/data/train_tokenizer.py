@@ -13,7 +13,7 @@ import uuid
 from absl import app, flags
 
 from moe_jax.data.config import DataConfig
-from moe_jax.data.corpus import find_documents, iterate_texts
+from moe_jax.data.corpus import find_documents
 from moe_jax.data.tokenizer import END_NAMES, MASK_NAMES
 from moe_jax.errors import UserError
 
@@ -59,26 +59,20 @@ def train_tokenizer(config: DataConfig, out: str, vocab_size: int) -> str:
 
     def texts():
         nonlocal read
-        for text in iterate_texts(find_documents(config)):
-            read += len(text.encode())
-            yield text
+        for source in find_documents(config):
+            for text, _ in source.pieces():
+                read += len(text.encode())
+                yield text
 
     tokenizer.train_from_iterator(texts(), trainer)
     if not read:
         raise UserError("--data names files without any text; name some that have text")
-    _write_whole(out, tokenizer.to_str(pretty=True))
-    got = tokenizer.get_vocab_size()
-    short = f" ({vocab_size} asked, the text has no more pairs)" if got < vocab_size else ""
-    return f"{out}: {got} ids{short} from {read} bytes of text"
-
-
-def _write_whole(out: str, text: str):
     folder = os.path.dirname(os.path.abspath(out))
     part = os.path.join(folder, f".{os.path.basename(out)}.{uuid.uuid4().hex}")
     try:
         os.makedirs(folder, exist_ok=True)
         with open(part, "w", encoding="utf-8") as file:
-            file.write(text)
+            file.write(tokenizer.to_str(pretty=True))
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, out)
@@ -87,13 +81,9 @@ def _write_whole(out: str, text: str):
     finally:
         if os.path.exists(part):
             os.remove(part)
-
-
-def _define_flags():
-    flags.DEFINE_string("data", "", "A file, folder, glob or comma list; '' is Python's standard library.")
-    flags.DEFINE_string("out", None, "The tokenizer.json to write.")
-    flags.DEFINE_integer("vocab_size", 4096, "Ids, the 256 bytes and two special ones included.")
-    flags.DEFINE_string("field", "text", "The key of the text in .jsonl lines.")
+    got = tokenizer.get_vocab_size()
+    short = f" ({vocab_size} asked, the text has no more pairs)" if got < vocab_size else ""
+    return f"{out}: {got} ids{short} from {read} bytes of text"
 
 
 def _parse(arguments: list[str]) -> list[str]:
@@ -122,5 +112,8 @@ def _main(_):
 
 
 if __name__ == "__main__":
-    _define_flags()
+    flags.DEFINE_string("data", "", "A file, folder, glob or comma list; '' is Python's standard library.")
+    flags.DEFINE_string("out", None, "The tokenizer.json to write.")
+    flags.DEFINE_integer("vocab_size", 4096, "Ids, the 256 bytes and two special ones included.")
+    flags.DEFINE_string("field", "text", "The key of the text in .jsonl lines.")
     app.run(_main, flags_parser=_parse)

@@ -9,7 +9,7 @@ takes its place.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import os
 import stat
@@ -19,6 +19,7 @@ from pathlib import Path
 from moe_jax.errors import UserError
 
 _LOG = logging.getLogger(__name__)
+_said: set[Path] = set()  # cache folders that were logged as not to be written
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -38,19 +39,38 @@ def user_cache_folder(name: str) -> Path:
         to), or neither the cache nor the temporary directory can be written.
     """
     temporary = Path(tempfile.gettempdir()) / f"moe_jax_{os.geteuid()}"
-    root = cache_root()
-    if root is not None:
+    for root in filter(None, (cache_root(), temporary)):
         try:
-            return _own_folder(root, name)
+            root.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (root, root / name):
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(mode=0o700)
+                held, remedy = folder.lstat(), "remove it, or set XDG_CACHE_HOME to a folder of yours"
+                if stat.S_ISLNK(held.st_mode):
+                    target = os.readlink(folder)
+                    raise UserError(f"{str(folder)!r} is a link to {target!r}, which is not followed; {remedy}")
+                if not stat.S_ISDIR(held.st_mode):
+                    raise UserError(f"{str(folder)!r} is not a folder; {remedy}")
+                if held.st_uid != os.geteuid():
+                    raise UserError(f"{str(folder)!r} belongs to user {held.st_uid}, not to {os.geteuid()}; {remedy}")
+                if held.st_mode & _WRITABLE_BY_OTHERS and folder != root:
+                    raise UserError(
+                        f"{str(folder)!r} may be written to by other users (mode {stat.S_IMODE(held.st_mode):o}), who "
+                        "could have put anything there; delete it, and it is made again"
+                    )
+                if held.st_mode & _WRITABLE_BY_OTHERS:  # made with a umask such as 002
+                    folder.chmod(stat.S_IMODE(held.st_mode) & ~_WRITABLE_BY_OTHERS)
+            return root / name
         except OSError as error:
-            _say_elsewhere(str(root), str(error.strerror or error), str(temporary))
-    try:
-        return _own_folder(temporary, name)
-    except OSError as error:
-        raise UserError(
-            f"no folder for {name!r}: {str(temporary)!r} cannot be made ({error.strerror or error}); set "
-            "XDG_CACHE_HOME to a folder of yours"
-        ) from error
+            why = str(error.strerror or error)
+            if root != temporary and root not in _said:
+                _said.add(root)
+                _LOG.warning(
+                    "the cache folder %r cannot be written (%s); %r is used instead", str(root), why, str(temporary)
+                )
+    raise UserError(
+        f"no folder for {name!r}: {str(temporary)!r} cannot be made ({why}); set XDG_CACHE_HOME to a folder of yours"
+    )
 
 
 def write_cached(path: Path, content: str | bytes) -> None:
@@ -88,44 +108,3 @@ def read_cached(path: Path) -> bytes | None:
         if not stat.S_ISREG(held.st_mode) or held.st_uid != os.geteuid():
             return None
         return file.read()
-
-
-def _own_folder(root: Path, name: str) -> Path:
-    """Return root / name, both folders of this user.
-
-    Raises:
-      UserError: another thing stands there.
-      OSError: they cannot be made.
-    """
-    root.parent.mkdir(parents=True, exist_ok=True)
-    for folder in (root, root / name):
-        try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            pass
-        held = folder.lstat()
-        _check_owned(folder, held)
-        if not held.st_mode & _WRITABLE_BY_OTHERS:
-            continue
-        if folder != root:
-            raise UserError(
-                f"{str(folder)!r} may be written to by other users (mode {stat.S_IMODE(held.st_mode):o}), who could "
-                "have put anything there; delete it, and it is made again"
-            )
-        folder.chmod(stat.S_IMODE(held.st_mode) & ~_WRITABLE_BY_OTHERS)  # made with a umask such as 002
-    return root / name
-
-
-def _check_owned(folder: Path, held: os.stat_result) -> None:
-    remedy = "remove it, or set XDG_CACHE_HOME to a folder of yours"
-    if stat.S_ISLNK(held.st_mode):
-        raise UserError(f"{str(folder)!r} is a link to {os.readlink(folder)!r}, which is not followed; {remedy}")
-    if not stat.S_ISDIR(held.st_mode):
-        raise UserError(f"{str(folder)!r} is not a folder; {remedy}")
-    if held.st_uid != os.geteuid():
-        raise UserError(f"{str(folder)!r} belongs to user {held.st_uid}, not to {os.geteuid()}; {remedy}")
-
-
-@functools.cache
-def _say_elsewhere(root: str, why: str, instead: str) -> None:
-    _LOG.warning("the cache folder %r cannot be written (%s); %r is used instead", root, why, instead)

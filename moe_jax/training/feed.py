@@ -69,16 +69,7 @@ class Feed:
         """Turn tokens [r, Sq + 1] of global rows [r] into (inputs, targets, weights): next tokens, or masked ones."""
         if self.model.kind == "gpt":
             return tokens[:, :-1], tokens[:, 1:], np.ones(tokens[:, 1:].shape, np.float32)
-        return mask_tokens(
-            tokens[:, :-1],
-            step,
-            rows,
-            self.train.seed,
-            self.tokenizer.vocab_size,
-            self.tokenizer.mask_id,
-            self.model.mask_rate,
-            [self.tokenizer.end_id],
-        )
+        return mask_tokens(tokens[:, :-1], step, rows, self.train.seed, self.tokenizer, self.model.mask_rate)
 
     def read(self, step: int, rows: np.ndarray | None = None) -> Batch:
         """Return a step's batch as NumPy arrays [Nm, B / Nm, Sq]; [Nm, b, Sq] of the `rows` given, such as `own`."""

@@ -247,7 +247,6 @@ def print_losses():
     import jax
 
     from moe_jax.data import build_cache, held_out_batches
-    from moe_jax.data.stream import cut_documents
     from moe_jax.inference import load
     from moe_jax.inference.load import run_config
     from moe_jax.parallel.host_devices import set_up_devices
@@ -266,8 +265,9 @@ def print_losses():
                 row[: int(real.sum()) + 1].tolist() for row, real in zip(tokens, weights, strict=True) if real.any()
             ]
             if generator.model.config.document_mask:  # what is scored is one document
-                whole = [part for row in rows for part in cut_documents(row, generator.tokenizer.end_id)]
-                rows = [part for part in whole if len(part) > 1]
+                end = generator.tokenizer.end_id
+                parts = [part for row in rows for part in np.split(row, np.flatnonzero(np.equal(row[:-1], end)) + 1)]
+                rows = [part.tolist() for part in parts if len(part) > 1]
             number = sum(map(len, rows)) - len(rows)
             total, targets = total + number * generator.loss(rows), targets + number
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(generator.params["bank"]))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moe_jax.data.stream import cut_documents, document_numbers, inside_documents
+from moe_jax.data.stream import document_numbers, inside_documents
 
 # 9 ends a document: one that the window cuts at its start, one of an end alone, one whole, one cut at the end
 TOKENS = np.array([[1, 2, 9, 9, 3, 9, 4, 5], [1, 2, 3, 4, 5, 6, 7, 8], [9, 1, 2, 3, 4, 5, 6, 9]])
@@ -16,8 +16,3 @@ def test_numbers_and_targets_by_hand():
     assert inside.tolist() == [[1, 1, 0, 0, 1, 0, 1], [1] * 7, [0, 1, 1, 1, 1, 1, 1]]
     # a target counts exactly where its document is that of the token before it
     np.testing.assert_array_equal(inside, numbers[:, 1:] == numbers[:, :-1])
-
-
-def test_cut_by_hand():
-    assert cut_documents([1, 2, 9, 9, 3, 9], 9) == [[1, 2, 9], [9], [3, 9]]
-    assert cut_documents([1, 2], 9) == [[1, 2]] and cut_documents([9], 9) == [[9]]

@@ -26,11 +26,6 @@ def test_split_documents_keeps_its_choice_when_documents_follow():
     assert [i for i in spread(after) if i < 2000] == spread(before)
 
 
-def test_split_documents_of_one_document_holds_out_its_tail():
-    train, held_out = split_documents(np.array([100]), 0.05)
-    assert (train.tolist(), held_out.tolist()) == ([[0, 95]], [[95, 100]])
-
-
 def test_split_documents_of_few_or_uneven_documents_holds_out_the_tail():
     # Two documents: one of them would be half of the text, far from 0.05.
     assert split_documents(np.array([50, 100]), 0.05)[1].tolist() == [[95, 100]]

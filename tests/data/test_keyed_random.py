@@ -37,7 +37,7 @@ def test_uniform_fills_the_unit_interval_evenly():
     assert np.abs(np.histogram(numbers, bins=10, range=(0, 1))[0] - 10_000).max() < 475
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 100, 257, 1025])
+@pytest.mark.parametrize("count", [1, 2, 5, 17, 1025])
 def test_shuffled_is_a_bijection(count):
     assert sorted(shuffled(np.arange(count), count, 9, 4).tolist()) == list(range(count))
 

@@ -1,34 +1,36 @@
 """Masks against a loop, in their shares, and the same however rows are divided among hosts."""
 
+import types
+
 import numpy as np
 import pytest
 
-from moe_jax.data import mask_tokens
+from moe_jax.data import ByteTokenizer, mask_tokens
 from moe_jax.data.cache import hash64, uniform
 
 
-def oracle(tokens, step, rows, seed, vocab_size, mask_id, rate, special_ids):
+def oracle(tokens, step, rows, seed, tokenizer, rate):
     """Hide tokens one by one."""
     inputs, weights = tokens.copy(), np.zeros(tokens.shape, np.float32)
-    ordinary = [i for i in range(vocab_size) if i not in {mask_id, *special_ids}]
+    ordinary = [i for i in range(tokenizer.vocab_size) if i not in {tokenizer.mask_id, tokenizer.end_id}]
     for b in range(tokens.shape[0]):
         for s in range(tokens.shape[1]):
-            address = (rows + b, s)
+            address = (int(rows[b]), s)
             if tokens[b, s] not in ordinary or uniform(2, seed, step, 0, *address)[0] >= rate:
                 continue
             weights[b, s] = 1
             fate = uniform(2, seed, step, 1, *address)[0]
             if fate < 0.8:
-                inputs[b, s] = mask_id
+                inputs[b, s] = tokenizer.mask_id
             elif fate < 0.9:
                 inputs[b, s] = ordinary[int(hash64(2, seed, step, 2, *address)[0]) % len(ordinary)]
     return inputs, tokens, weights
 
 
-@pytest.mark.parametrize("special_ids", [(), (0, 7)])
-def test_mask_tokens_equals_loop(special_ids):
+def test_mask_tokens_equals_loop():
     tokens = (np.arange(6 * 40).reshape(6, 40) * 7 % 12).astype(np.int32)
-    settings = dict(step=3, rows=10, seed=5, vocab_size=12, mask_id=11, rate=0.5, special_ids=special_ids)
+    tokenizer = types.SimpleNamespace(vocab_size=12, mask_id=11, end_id=7)
+    settings = dict(step=3, rows=np.arange(10, 16), seed=5, tokenizer=tokenizer, rate=0.5)
     found = mask_tokens(tokens, **settings)
     for name, one, other in zip(("inputs", "targets", "weights"), found, oracle(tokens, **settings), strict=True):
         np.testing.assert_array_equal(one, other, err_msg=name)
@@ -38,7 +40,7 @@ def test_mask_tokens_equals_loop(special_ids):
 
 def test_mask_tokens_hides_80_10_10_of_15_percent():
     tokens = np.full((400, 500), 5, np.int32)
-    inputs, targets, weights = mask_tokens(tokens, 0, 0, 0, 258, 257, special_ids=[256])
+    inputs, targets, weights = mask_tokens(tokens, 0, np.arange(400), 0, ByteTokenizer(), 0.15)
     chosen = weights > 0
     # 200,000 tokens: 30,000 chosen, one standard deviation 160; of them 24,000, 3,000, 3,000 with 69, 52, 52.
     assert chosen.sum() == pytest.approx(30_000, abs=800)
@@ -49,20 +51,12 @@ def test_mask_tokens_hides_80_10_10_of_15_percent():
     assert (inputs[~chosen] == 5).all() and (targets == tokens).all()
 
 
-@pytest.mark.parametrize("hosts", [2, 3, 6])
-def test_mask_tokens_does_not_depend_on_the_number_of_hosts(hosts):
-    tokens = (np.arange(6 * 30).reshape(6, 30) % 256).astype(np.int32)
-    whole = mask_tokens(tokens, 4, 0, 1, 258, 257)
-    share = 6 // hosts
-    parts = [mask_tokens(tokens[i : i + share], 4, i, 1, 258, 257) for i in range(0, 6, share)]
-    odd = mask_tokens(tokens[1::2], 4, np.arange(1, 6, 2), 1, 258, 257)  # a host's rows need not follow one another
+def test_mask_tokens_depends_on_the_row_and_not_on_the_rows_beside_it():
+    tokens, rows, byte = np.full((6, 200), 5, np.int32), np.arange(6), ByteTokenizer()
+    whole = mask_tokens(tokens, 4, rows, 1, byte, 0.15)
+    odd = mask_tokens(tokens[1::2], 4, rows[1::2], 1, byte, 0.15)  # a host's rows need not follow one another
     for i in range(3):
-        np.testing.assert_array_equal(np.concatenate([part[i] for part in parts]), whole[i])
         np.testing.assert_array_equal(odd[i], whole[i][1::2])
-
-
-def test_mask_tokens_differs_by_step_seed_and_row():
-    tokens = np.full((2, 200), 5, np.int32)
-    chosen = [mask_tokens(tokens, step, 0, seed, 258, 257)[2] for step, seed in ((0, 0), (1, 0), (0, 1))]
-    rows = [row.tobytes() for weights in chosen for row in weights]
-    assert len(set(rows)) == 6
+    others = [mask_tokens(tokens, step, rows, seed, byte, 0.15)[2] for step, seed in ((5, 1), (4, 0))]
+    chosen = [row.tobytes() for weights in (whole[2], *others) for row in weights]
+    assert len(set(chosen)) == 18

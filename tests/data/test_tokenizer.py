@@ -46,13 +46,9 @@ class TestEveryTokenizer:
         assert shown.startswith("a<|end") and "b<|mask|>" in shown
 
 
-def test_byte_tokenizer_is_utf8():
+def test_byte_tokenizer_is_utf8_and_shows_what_is_no_text():
     # é is C3 A9 in UTF-8.
     assert ByteTokenizer().encode("aé").tolist() == [0x61, 0xC3, 0xA9]
-    assert ByteTokenizer.vocab_size == 258
-
-
-def test_byte_tokenizer_decode_shows_what_is_no_text():
     # Half a character, and an id that only a model with a padded vocabulary can produce.
     assert ByteTokenizer().decode(np.array([0x61, 0xC3, 0x62, 300])) == "a\ufffdb\ufffd"
 
@@ -80,8 +76,9 @@ def word_file(tmp_path):
     return str(path)
 
 
-def test_hugging_face_tokenizer_appends_missing_marks_after_the_largest_id(word_file):
+def test_hugging_face_tokenizer_appends_missing_marks_after_the_largest_id_and_never_truncates(word_file):
     tokenizer = build_tokenizer(DataConfig(tokenizer=word_file))
+    assert tokenizer.encode("c b a c").tolist() == [7, 1, 0, 7]
     # Ids 0, 1, 7: three words, but the next free id is 8.
     assert (tokenizer.end_id, tokenizer.mask_id, tokenizer.vocab_size) == (8, 9, 10)
 
@@ -101,10 +98,6 @@ def test_the_end_is_that_of_the_files_beside_the_tokenizer(word_file, tmp_path):
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(UserError, match=words):
             built()
-
-
-def test_hugging_face_tokenizer_never_truncates(word_file):
-    assert build_tokenizer(DataConfig(tokenizer=word_file)).encode("c b a c").tolist() == [7, 1, 0, 7]
 
 
 def test_build_tokenizer_refuses(tmp_path):

@@ -46,19 +46,14 @@ def test_command_ends_a_mistake_with_one_line_and_two(arguments, text):
     assert done.stderr.startswith(text) and done.stderr.count("\n") == 1
 
 
-def test_train_tokenizer_is_repeatable(tmp_path):
+def test_train_tokenizer_is_repeatable_and_says_when_the_text_gives_fewer_ids(tmp_path):
     config = DataConfig(path=str(tmp_path / "t.txt"))
-    (tmp_path / "t.txt").write_text(TEXT)
-    for name in ("a.json", "b.json"):
-        train_tokenizer(config, str(tmp_path / name), 280)
-    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
-
-
-def test_train_tokenizer_says_when_the_text_gives_fewer_ids(tmp_path):
     (tmp_path / "t.txt").write_text("ab ab")
-    line = train_tokenizer(DataConfig(path=str(tmp_path / "t.txt")), str(tmp_path / "o.json"), 1000)
-    # 258 to begin with; "ab" and " ab" are all the pairs that there are.
-    assert "260 ids (1000 asked, the text has no more pairs) from 5 bytes" in line
+    for name in ("a.json", "b.json"):
+        line = train_tokenizer(config, str(tmp_path / name), 1000)
+        # 258 to begin with; "ab" and " ab" are all the pairs that there are.
+        assert "260 ids (1000 asked, the text has no more pairs) from 5 bytes" in line
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
 def test_train_tokenizer_refuses(tmp_path):
