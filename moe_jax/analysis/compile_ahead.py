@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from moe_jax.cluster.costs import Buckets
-from moe_jax.cluster.targets import Target, check_mesh
+from moe_jax.cluster.targets import Target, check_run
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 
@@ -70,8 +70,7 @@ def on_target(config: RunConfig, target: Target) -> RunConfig:
     Raises:
       UserError: a mesh that does not fit the topology, or a dtype that the device does not multiply.
     """
-    check_mesh(target, config.mesh)
-    target.check_dtype(config.model.dtype)
+    check_run(target, config.mesh, config.model.dtype)
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=target.per_node))
 
 

@@ -22,7 +22,6 @@ from moe_jax.cluster.hlo import Module, scope_of
 from moe_jax.cluster.targets import Target
 from moe_jax.cluster.timeline import (
     Model,
-    Sample,
     collective_kind,
     fit_constants,
     instruction_seconds,
@@ -136,14 +135,8 @@ def compare_instructions(
         row["measured_seconds"] = seconds[name] * share
         rows.append(row)
         if own["group"] not in (COLLECTIVE, LOOP) and own["executions"]:
-            samples.append(
-                Sample(
-                    matmul_seconds=own["matmul_seconds"],
-                    memory_seconds=own["memory_seconds"],
-                    measured_seconds=row["measured_seconds"] / own["executions"],
-                    executions=own["executions"],
-                )
-            )
+            each = row["measured_seconds"] / own["executions"]
+            samples.append((own["matmul_seconds"], own["memory_seconds"], each, own["executions"]))
         total = groups.setdefault(own["group"], {"group": own["group"], "instructions": 0})
         total["instructions"] += 1
         for key in ("executions", "modelled_seconds", "measured_seconds"):

@@ -16,7 +16,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from moe_jax.cluster.costs import Buckets, Variant, overflow_chance
+from moe_jax.cluster.costs import Buckets, overflow_chance
 from moe_jax.cluster.hlo import EXCHANGE, Module, parse_module
 from moe_jax.cluster.targets import Target, parse_target
 from moe_jax.cluster.timeline import Flight, Model, Timeline, play
@@ -82,8 +82,8 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
                 "loops": list(flight.loops),
                 **{name: getattr(flight, name) for name in ("asynchronous", "bytes", "groups", "group_size")},
                 "nodes_of_a_group": flight.nodes,
-                "bytes_inside_nodes": flight.traffic.intra_bytes,
-                "bytes_leaving_a_node": flight.traffic.inter_bytes,
+                "bytes_inside_nodes": flight.intra_bytes,
+                "bytes_leaving_a_node": flight.inter_bytes,
                 "executions": flight.executions,
                 "seconds": flight.seconds,
                 "exposed_seconds": flight.exposed,
@@ -138,24 +138,24 @@ def what_if(module: Module, target: Target, model: Model, buckets: Sequence[Buck
     """
     buckets, cores = tuple(buckets), []
     for taken in TAKEN_CORES if target.cores else ():
-        variant = Variant(taken=taken / target.cores)
-        line = play(module, target, model, variant)
+        share = taken / target.cores
+        line = play(module, target, model, taken=share)
         exposed = sum(flight.exposed for flight in line.flights.values())
         cores.append({"taken": taken, "cores": target.cores, "step_seconds": line.seconds, "exposed_seconds": exposed})
         if buckets:
-            both = dataclasses.replace(variant, buckets=buckets, expected_rows=True)
-            cores[-1]["expected_rows_step_seconds"] = play(module, target, model, both).seconds
+            both = play(module, target, model, buckets, expected_rows=True, taken=share)
+            cores[-1]["expected_rows_step_seconds"] = both.seconds
     if not buckets:
         return {"cores": cores}
-    by_shape = play(module, target, model, Variant(buckets=buckets))
-    expected = play(module, target, model, Variant(buckets=buckets, expected_rows=True))
+    by_shape = play(module, target, model, buckets)
+    expected = play(module, target, model, buckets, expected_rows=True)
     instructions = []
     for (part, scope), rows in sorted(by_shape.rows.items()):
-        record = {"part": part, "scope": scope, "executions": rows.executions, "rows": rows.rows}
-        record["expected_rows"] = rows.expected
+        record = {"part": part, "scope": scope, "executions": rows["executions"], "rows": rows["rows"]}
+        record["expected_rows"] = rows["expected"]
         for name in ("bytes", "flops", "seconds"):
-            record[name] = getattr(rows, name)
-            record[f"expected_{name}"] = getattr(expected.rows[part, scope], name)
+            record[name] = rows[name]
+            record[f"expected_{name}"] = expected.rows[part, scope][name]
         instructions.append(record)
     return {
         "cores": cores,

@@ -10,7 +10,6 @@ takes a `Target`, for a collective of a compiled program. Letters: docs/notation
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections import Counter
@@ -182,23 +181,11 @@ def all_to_all_seconds(cluster: Cluster, devices: int, slicing: int, shards: int
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """What one execution of a collective puts on the links.
+def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], target: Target) -> tuple[float, float, float]:
+    """Return what one execution of a collective puts on the links, and its time alone.
 
-    Attributes:
-      intra_bytes: sent by the busiest device to others of its node.
-      inter_bytes: that leave the busiest node.
-      seconds: of the collective alone, latency included.
-    """
-
-    intra_bytes: float
-    inter_bytes: float
-    seconds: float
-
-
-def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], target: Target) -> Traffic:
-    """Return the traffic of one collective.
+    That is bytes sent by the busiest device to others of its node, bytes that leave the busiest node, and seconds,
+    latency included.
 
     Args:
       kind: one of `KINDS`.
@@ -241,8 +228,8 @@ def traffic(kind: str, size: float, groups: tuple[tuple[int, ...], ...], target:
                     outside = max(outside, times * (n - members) / n * size / members)
         leaving = max(nodes_out.values(), default=0.0)
     if not moves:
-        return Traffic(0.0, 0.0, 0.0)
+        return 0.0, 0.0, 0.0
     across = max(leaving / target.node_bandwidth, outside * target.adapters / target.node_bandwidth)
     step = target.inter_latency if leaving else target.intra_latency
     seconds = target.base_latency + steps * step + max(inside / target.intra_bandwidth, across)
-    return Traffic(inside, leaving, seconds)
+    return inside, leaving, seconds

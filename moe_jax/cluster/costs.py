@@ -41,40 +41,6 @@ class Buckets:
         return min(1.0, self.expected / self.by_shape)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variant:
-    """What a simulation assumes that the program does not say; the default assumes nothing.
-
-    Attributes:
-      buckets: of the program, for counting rows; () where they are not known.
-      expected_rows: the experts' matmuls and the exchanges of rows work on the rows that are expected, not on those of
-        their shapes.
-      taken: share of the device's cores that a transfer under way takes from the kernels beside it, all of which then
-        run at the rate of the rest.
-    """
-
-    buckets: tuple[Buckets, ...] = ()
-    expected_rows: bool = False
-    taken: float = 0.0
-
-
-@dataclasses.dataclass
-class Rows:
-    """Sums over the executions of instructions of one kind that work on rows of buckets.
-
-    Attributes:
-      executions; rows: by shape; expected: of them, to be used; seconds: modelled; flops: of matmuls; bytes: of one
-        device's operand or result of an exchange.
-    """
-
-    executions: int = 0
-    rows: int = 0
-    expected: float = 0.0
-    seconds: float = 0.0
-    flops: float = 0.0
-    bytes: float = 0.0
-
-
 def used_share(buckets: Sequence[Buckets], rows: int) -> float:
     """Return the share of `rows` that is expected to be used: of the segment with so many, else the mean of all."""
     found = [own.used for own in buckets if own.by_shape == rows] or [own.used for own in buckets]
@@ -93,14 +59,14 @@ def exchanged_rows(arrays: Iterable[Array]) -> int:
     return sum(math.prod(array.dims[:-1]) for array in rows if array.dims[-1] == last)
 
 
-def multiplied_rows(arrays: Iterable[Array]) -> int:
-    """Return the rows R of a grouped matmul by the shapes of its operands and result, 0 where none is [R, ...]."""
-    return max((array.dims[0] for array in _floats(arrays) if len(array.dims) == 2), default=0)
+def multiplied_rows(arrays: Iterable[Array]) -> tuple[int, int]:
+    """Return the rows R of a grouped matmul by the shapes of its operands and result, and the bytes of those [R, ...].
 
-
-def row_bytes(arrays: Iterable[Array], rows: int) -> int:
-    """Return the bytes of the arrays that have a row for each of `rows`."""
-    return sum(array.bytes for array in _floats(arrays) if len(array.dims) == 2 and array.dims[0] == rows)
+    Rows are 0 where none is [R, ...].
+    """
+    matrices = [array for array in _floats(arrays) if len(array.dims) == 2]
+    rows = max((array.dims[0] for array in matrices), default=0)
+    return rows, sum(array.bytes for array in matrices if array.dims[0] == rows)
 
 
 def overflow_chance(buckets: Sequence[Buckets]) -> float:
@@ -169,18 +135,27 @@ def cost_of(instruction: Instruction, computation: Computation, module: Module) 
 
 def _fusion(instruction: Instruction, computation: Computation, module: Module) -> Cost:
     body = module.computations[instruction.called()[0]]
-    operands = computation.operands(instruction)
     flops: dict[str, float] = {}
     _add_flops(body, module, flops)
-    updated: set[str] = set()
-    written = _written(body, updated)
+    root, updated, written = body.root, set(), 0.0
+    for name in root.operands if root.opcode == "tuple" else [root.name]:
+        result = body.by_name[name]
+        while result.opcode in ("bitcast", "copy") and result.operands and result.operands[0] in body.by_name:
+            result = body.by_name[result.operands[0]]
+        if result.opcode == "dynamic-update-slice":  # a parameter that is updated in place
+            target = body.by_name[result.operands[0]]
+            while target.opcode == "bitcast":
+                target = body.by_name[target.operands[0]]
+            if target.opcode == "parameter":
+                updated.add(target.name)
+            result = body.by_name[result.operands[1]]
+        written += result.bytes
     parameters = {i.parameter: i for i in body.instructions if i.opcode == "parameter"}
     read = 0
-    for number, operand in enumerate(operands):
+    for number, operand in enumerate(computation.operands(instruction)):
         parameter = parameters.get(number)
-        if parameter is None or parameter.name in updated:
-            continue
-        read += min(operand.bytes, _bytes_read(body, parameter, module))
+        if parameter is not None and parameter.name not in updated:
+            read += min(operand.bytes, _bytes_read(body, parameter, module))
     return Cost(tuple(sorted(flops.items())), read + written)
 
 
@@ -212,26 +187,6 @@ def _uses(body: Computation, name: str) -> list[tuple[Instruction, str]]:
             same = instruction.opcode in ("bitcast", "convert")
             found += _uses(body, instruction.name) if same else [(instruction, name)]
     return found
-
-
-def _written(body: Computation, updated: set[str]) -> float:
-    """Return the bytes that a fusion writes; parameters that it updates in place go into `updated`."""
-    root = body.root
-    results = [body.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    total = 0.0
-    for result in results:
-        while result.opcode in ("bitcast", "copy") and result.operands and result.operands[0] in body.by_name:
-            result = body.by_name[result.operands[0]]
-        if result.opcode == "dynamic-update-slice":
-            target = body.by_name[result.operands[0]]
-            while target.opcode == "bitcast":
-                target = body.by_name[target.operands[0]]
-            if target.opcode == "parameter":
-                updated.add(target.name)
-            total += body.by_name[result.operands[1]].bytes
-        else:
-            total += result.bytes
-    return total
 
 
 def _add_flops(body: Computation, module: Module, flops: dict[str, float]) -> None:
@@ -271,45 +226,31 @@ def _custom_call(instruction: Instruction, operands: list[Instruction], moved: f
             kind = _arithmetic(arrays[0].dtype, instruction.attributes)
             return Cost(((kind, 2.0 * result.size * arrays[0].dims[int(dims.group(1))]),), moved)
     if "fmha" in name:
-        return Cost((("bf16", _attention_flops(arrays, name)),), moved)
+        # 4 b H Sq^2 Dh of a fused attention forward, and 10 b H Sq^2 Dh backward; a causal mask deducts nothing. The
+        # first operand is q, [b, Sq, H, Dh] or [b, H, Sq, Dh]; Sq is the larger of the two middle dims
+        query = arrays[0].dims
+        length, heads = max(query[1:3]), min(query[1:3])
+        flops = (10.0 if "Backward" in name else 4.0) * query[0] * heads * length**2 * query[3]
+        return Cost((("bf16", flops),), moved)
     if name.startswith("mosaic_gpu"):
-        flops = _grouped_flops(arrays, result)
+        # 2 R K N of a grouped matmul by its shapes: rows by banks [Rb, K, N], or rows by rows to [..., G, K, N]
+        floats = [array for array in arrays if not array.dtype.startswith(("s", "u", "pred"))]
+        floats = [array for array in floats if array.dtype.startswith("f8")] or floats  # beside their scales
+        rows = [array for array in floats if len(array.dims) == 2]
+        flops = 0.0
+        if len(rows) == 1 and any(len(array.dims) == 3 for array in floats) and len(result.dims) == 2:
+            flops = 2.0 * result.size * rows[0].dims[1]
+        elif len(rows) == 2 and len(result.dims) in (3, 4):
+            flops = 2.0 * rows[0].size * rows[1].dims[1]
+        # of banks [Rb, K, N] it reads one row for each of its slots [n]
+        slots = [array for array in arrays if array.dtype == "s32" and len(array.dims) == 1]
+        banks = [operand for operand in operands if operand.arrays and len(operand.arrays[0].dims) == 3]
+        unread = 0.0
+        if len(slots) == len(banks):
+            shares = [min(1.0, slot.size / bank.arrays[0].dims[0]) for slot, bank in zip(slots, banks, strict=True)]
+            unread = sum(bank.bytes * (1 - share) for bank, share in zip(banks, shares, strict=True))
         if flops:
-            return Cost((("bf16", flops),), moved - _unread_bytes(operands))
+            return Cost((("bf16", flops),), moved - unread)
     if "triton" in name and "/level/" in instruction.attributes:  # moe/level_kernel.py has no matmuls
         return Cost(bytes=moved)
     return Cost(bytes=moved, unknown=name)
-
-
-def _attention_flops(arrays: list, name: str) -> float:
-    """Return 4 b H Sq^2 Dh of a fused attention forward, and 10 b H Sq^2 Dh backward; a causal mask deducts nothing.
-
-    The first operands are q, k and v, [b, Sq, H, Dh] or [b, H, Sq, Dh]; Sq is the larger of the two middle dims.
-    """
-    query = arrays[0].dims
-    batch, (first, second), head = query[0], query[1:3], query[3]
-    length, heads = max(first, second), min(first, second)
-    return (10.0 if "Backward" in name else 4.0) * batch * heads * length**2 * head
-
-
-def _grouped_flops(arrays: list, result) -> float:
-    """Return 2 R K N of a grouped matmul by its shapes: rows by banks [Rb, K, N], or rows by rows to [..., G, K, N]."""
-    floats = [array for array in arrays if not array.dtype.startswith(("s", "u", "pred"))]
-    floats = [array for array in floats if array.dtype.startswith("f8")] or floats  # beside their scales
-    rows = [array for array in floats if len(array.dims) == 2]
-    banks = [array for array in floats if len(array.dims) == 3]
-    if len(rows) == 1 and banks and len(result.dims) == 2:
-        return 2.0 * result.size * rows[0].dims[1]
-    if len(rows) == 2 and len(result.dims) in (3, 4):
-        return 2.0 * rows[0].size * rows[1].dims[1]
-    return 0.0
-
-
-def _unread_bytes(operands: list[Instruction]) -> float:
-    """Return the bytes of banks [Rb, K, N] that a grouped matmul does not read: one row for each of its slots [n]."""
-    slots = [i.arrays[0] for i in operands if i.arrays and i.arrays[0].dtype == "s32" and len(i.arrays[0].dims) == 1]
-    banks = [i for i in operands if i.arrays and len(i.arrays[0].dims) == 3]
-    if len(slots) != len(banks):
-        return 0.0
-    read = [min(1.0, slot.size / bank.arrays[0].dims[0]) for slot, bank in zip(slots, banks, strict=True)]
-    return sum(bank.bytes * (1 - share) for bank, share in zip(banks, read, strict=True))

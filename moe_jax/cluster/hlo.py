@@ -199,35 +199,31 @@ def parse_module(text: str) -> Module:
             computations[name] = Computation(name, tuple(lines))
             name = ""
         elif " = " in line:
+            own, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
             try:
-                lines.append(_parse_instruction(line))
+                end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+                shape, rest = rest[:end], rest[end:].lstrip()
+                opening = rest.index("(")
+                closing = _closing(rest, opening)
+                opcode, operands = rest[:opening], _COMMENT.sub("", rest[opening + 1 : closing])
+                parameter = int(operands) if opcode == "parameter" else -1
             except ValueError as error:
                 raise UserError(f"the HLO line {line[:80]!r} cannot be read; was the text cut off?") from error
+            names = tuple(part.split()[-1].lstrip("%") for part in split_outside(operands, ",") if part.strip())
+            lines.append(
+                Instruction(
+                    name=own.strip().lstrip("%"),
+                    shape=_COMMENT.sub("", shape),
+                    opcode=opcode,
+                    operands=() if opcode in ("constant", "parameter") else names,
+                    attributes=rest[closing + 1 :].lstrip(", "),
+                    root=line.strip().startswith("ROOT "),
+                    parameter=parameter,
+                )
+            )
     if entry not in computations:
         raise UserError("the HLO text ends before its ENTRY computation does; was the file cut off?")
     return Module(first.split()[1].rstrip(","), computations, computations[entry])
-
-
-def _parse_instruction(line: str) -> Instruction:
-    text = line.strip()
-    root = text.startswith("ROOT ")
-    name, _, rest = text.removeprefix("ROOT ").partition(" = ")
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
-    opening = rest.index("(")
-    opcode = rest[:opening]
-    closing = _closing(rest, opening)
-    operands = _COMMENT.sub("", rest[opening + 1 : closing])
-    names = tuple(part.split()[-1].lstrip("%") for part in split_outside(operands, ",") if part.strip())
-    return Instruction(
-        name=name.strip().lstrip("%"),
-        shape=_COMMENT.sub("", shape),
-        opcode=opcode,
-        operands=() if opcode in ("constant", "parameter") else names,
-        attributes=rest[closing + 1 :].lstrip(", "),
-        root=root,
-        parameter=int(operands) if opcode == "parameter" else -1,
-    )
 
 
 def _closing(text: str, start: int) -> int:
@@ -266,59 +262,42 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def replica_groups(attributes: str, devices: int) -> Groups:
-    """Return the groups of a collective; one of all devices where none are written.
+    """Return the groups of a collective, one of all devices where none are written; of a permute its pairs.
 
     Raises:
       UserError: groups written in a way that is not known here.
     """
+    if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
+        return tuple(tuple(_ints(one)) for one in re.findall(r"\{(\d+,\d+)\}", pairs.group(1)))
     _, found, text = attributes.partition("replica_groups=")
-    if text.startswith("mesh["):
-        return _mesh_groups(text, devices)
-    if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        return _iota_groups(*iota.groups())
     if not found or text.startswith("{}"):
         return (tuple(range(devices)),)
     if lists := re.match(r"\{((?:\{[\d,]+\},?)+)\}", text):
         return tuple(tuple(_ints(one)) for one in re.findall(r"\{([\d,]+)\}", lists.group(1)))
-    raise UserError(f"replica groups written as {text[:60]!r} are not known here")
-
-
-def _iota_groups(shape: str, dims: str, turn: str | None) -> Groups:
-    ids = np.arange(np.prod(_ints(dims))).reshape(_ints(dims))
-    if turn:
-        ids = ids.transpose(_ints(turn))
-    return tuple(map(tuple, ids.reshape(_ints(shape)).tolist()))
-
-
-def _mesh_groups(text: str, devices: int) -> Groups:
-    found = re.match(
-        r"mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))? ?\{([^}]*)\}", text
-    )
-    if not found:
+    if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, dims, turn = iota.groups()
+        ids = np.arange(np.prod(_ints(dims))).reshape(_ints(dims))
+        ids = ids.transpose(_ints(turn)) if turn else ids
+        return tuple(map(tuple, ids.reshape(_ints(shape)).tolist()))
+    ids_pattern = r"(?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))"
+    mesh = re.match(rf"mesh\[([^\]]*)\](?:, device_ids=\({ids_pattern}\))? ?\{{([^}}]*)\}}", text)
+    if not mesh:
         raise UserError(f"replica groups written as {text[:160]!r} are not known here")
-    mesh, shape, turn, listed, spanned = found.groups()
-    axes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'\s*=\s*(\d+)", mesh)]
+    axes, shape, turn, listed, spanned = mesh.groups()
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'\s*=\s*(\d+)", axes)}
     wanted = re.findall(r"'([^']+)'", spanned)
-    if ":" in spanned or not set(wanted) <= set(dict(axes)):
+    if ":" in spanned or not set(wanted) <= set(sizes):
         raise UserError(f"replica groups written as {text[:160]!r} are not known here: a part of an axis, or no axis")
-    sizes, names = [size for _, size in axes], [name for name, _ in axes]
-    ids = np.array(_ints(listed)) if listed else np.arange(np.prod(sizes))
+    ids = np.array(_ints(listed)) if listed else np.arange(np.prod(list(sizes.values())))
     if shape:
         ids = ids.reshape(_ints(shape))
         ids = ids.transpose(_ints(turn)) if turn else ids
     if ids.size != devices:
         raise UserError(f"the mesh of {text[:60]!r} has {ids.size} devices and the program {devices}")
-    inner = [names.index(name) for name in wanted]
-    outer = [place for place in range(len(axes)) if place not in inner]
-    grid = ids.reshape(sizes).transpose(outer + inner)
-    return tuple(map(tuple, grid.reshape(-1, int(np.prod([sizes[i] for i in inner], dtype=int))).tolist()))
-
-
-def source_target_pairs(attributes: str) -> tuple[tuple[int, int], ...]:
-    """Return the (source, target) pairs of a permute."""
-    found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
-    pairs = re.findall(r"\{(\d+),(\d+)\}", found.group(1)) if found else []
-    return tuple((int(a), int(b)) for a, b in pairs)
+    inner = [list(sizes).index(name) for name in wanted]
+    outer = [place for place in range(len(sizes)) if place not in inner]
+    grid = ids.reshape(list(sizes.values())).transpose(outer + inner)
+    return tuple(map(tuple, grid.reshape(-1, math.prod(sizes[name] for name in wanted)).tolist()))
 
 
 def _ints(text: str) -> list[int]:
@@ -333,7 +312,6 @@ _STRUCTURE = re.compile(
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|pmap|linearize|vjp)\((.*)\)$")
 
 TRANS, AGG, EXCHANGE = "Trans", "Agg", "all-to-all"
-_ROLES = (("sparse_reduce_scatter", AGG), ("sparse_all_gather", TRANS))
 
 
 def scope_of(op_name: str) -> str:
@@ -361,7 +339,7 @@ def pass_of(op_name: str) -> str:
 def role_of(kind: str, op_name: str) -> str:
     """Return what a collective is for: Trans, Agg, all-to-all (an exchange of tokens), or its kind."""
     parts = op_name.split("/")
-    for scope, role in _ROLES:
+    for scope, role in (("sparse_reduce_scatter", AGG), ("sparse_all_gather", TRANS)):
         if any(scope in part for part in parts):
             return role
     moves_tokens = any(name in part for part in parts for name in ("dispatch", "combine"))

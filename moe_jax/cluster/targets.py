@@ -90,15 +90,6 @@ class Target:
         found = re.search(r"core_count: (\d+)", self.config)
         return int(found.group(1)) if found else 0
 
-    def check_dtype(self, dtype: str) -> None:
-        """Raise a UserError if the compiler has no matmul of this dtype for this device."""
-        capability = self.compute_capability
-        if dtype == "bfloat16" and capability and int(capability.partition(".")[0]) < 8:
-            raise UserError(
-                f"target {self.name!r} ({self.device}) has no bfloat16 matmuls, and ModelConfig.dtype is {dtype!r}; "
-                "set ModelConfig.dtype = 'float32'"
-            )
-
     def check_compilable(self, cuda: int) -> None:
         """Raise a UserError if the CUDA wheels of this major version no longer compile for this device."""
         if self.dropped_by_cuda is not None and cuda >= self.dropped_by_cuda:
@@ -151,24 +142,34 @@ def device_named(kind: str) -> str | None:
     return None
 
 
-def check_mesh(target: Target, config) -> None:
-    """Check that a `MeshConfig` fits the topology.
+def check_run(target: Target, mesh, dtype: str) -> None:
+    """Check that a run can be compiled for a target.
+
+    Args:
+      mesh: its `MeshConfig`; dtype: its `ModelConfig.dtype`.
 
     Raises:
-      UserError: other device counts, or nodes of another size; the message names the numbers.
+      UserError: other device counts, nodes of another size, or no matmul of this dtype; the message names them.
     """
-    fixed = config.data * config.expert_shard
-    wanted = fixed * max(config.expert, 1)
-    fits = target.devices == wanted if config.expert != -1 else target.devices % fixed == 0
+    fixed = mesh.data * mesh.expert_shard
+    wanted = fixed * max(mesh.expert, 1)
+    fits = target.devices == wanted if mesh.expert != -1 else target.devices % fixed == 0
+    named = f"--target={target.name}:{target.nodes}x{target.per_node}"
     if not fits:
-        expert = "what is left" if config.expert == -1 else config.expert
+        expert = "what is left" if mesh.expert == -1 else mesh.expert
         raise UserError(
-            f"--target={target.name}:{target.nodes}x{target.per_node} has {target.devices} devices, but "
-            f"MeshConfig.data ({config.data}) x expert ({expert}) x expert_shard ({config.expert_shard}) needs "
-            f"{'a multiple of ' if config.expert == -1 else ''}{wanted}; change one of them"
+            f"{named} has {target.devices} devices, but "
+            f"MeshConfig.data ({mesh.data}) x expert ({expert}) x expert_shard ({mesh.expert_shard}) needs "
+            f"{'a multiple of ' if mesh.expert == -1 else ''}{wanted}; change one of them"
         )
-    if config.devices_per_node not in (0, target.per_node):
+    if mesh.devices_per_node not in (0, target.per_node):
         raise UserError(
-            f"--target={target.name}:{target.nodes}x{target.per_node} has {target.per_node} devices a node, but "
-            f"MeshConfig.devices_per_node is {config.devices_per_node}; set it to {target.per_node} or 0"
+            f"{named} has {target.per_node} devices a node, but "
+            f"MeshConfig.devices_per_node is {mesh.devices_per_node}; set it to {target.per_node} or 0"
+        )
+    capability = target.compute_capability
+    if dtype == "bfloat16" and capability and int(capability.partition(".")[0]) < 8:
+        raise UserError(
+            f"target {target.name!r} ({target.device}) has no bfloat16 matmuls, and ModelConfig.dtype is {dtype!r}; "
+            "set ModelConfig.dtype = 'float32'"
         )

@@ -3,36 +3,22 @@
 The device launches instructions in program order. Kernels run one after the other and take
 max(FLOPs / (efficiency x peak), bytes / (efficiency x memory bandwidth), launch); a collective starts when it is
 launched and its links are free (one transfer at a time inside nodes, one across), and a `-done` waits for its end:
-that wait is exposed. A synchronous collective is exposed whole. A loop runs as often as the compiler says (once where
-it does not know). Of a conditional the cheapest branch is taken: in this project the others hold overflow passes, which
-the report lists apart.
-
-The constants of the model are fitted to measured kernels by weighted medians, so that a few kernels that are slow for
-another reason do not move them. `scheduler_profile` writes modelled seconds for XLA's scheduler, which without them
-assumes that all fusions take equally long and every collective five times as long.
+that wait is exposed. A synchronous collective is exposed whole. `scheduler_profile` writes modelled seconds for XLA's
+scheduler, which without them assumes that all fusions take equally long and every collective five times as long.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_jax.cluster.collectives import KINDS, Traffic, traffic
-from moe_jax.cluster.costs import (
-    FREE,
-    Cost,
-    Rows,
-    Variant,
-    cost_of,
-    exchanged_rows,
-    multiplied_rows,
-    row_bytes,
-    used_share,
-)
+from moe_jax.cluster.collectives import KINDS, traffic
+from moe_jax.cluster.costs import FREE, Buckets, Cost, cost_of, exchanged_rows, multiplied_rows, used_share
 from moe_jax.cluster.hlo import (
     EXCHANGE,
     Computation,
@@ -43,7 +29,6 @@ from moe_jax.cluster.hlo import (
     replica_groups,
     role_of,
     scope_of,
-    source_target_pairs,
 )
 from moe_jax.cluster.targets import Target
 from moe_jax.errors import UserError
@@ -74,7 +59,7 @@ class Flight:
       name, computation: where it stands; kind: without -start; scope, part, role: see `scopes`.
       bytes: of one device's operand or result, whichever is larger, of one execution.
       groups, group_size, nodes: how many groups, devices of one, nodes that the widest group touches.
-      traffic: on the links.
+      intra_bytes, inter_bytes, alone: see `traffic`, of one execution, which takes `alone` seconds.
       asynchronous: False where the program waits at once.
       loops: turns of the loops around it, outermost first.
       executions, seconds, exposed, waited_for_links: how often, modelled time, waits at its end, waits for its links.
@@ -93,7 +78,9 @@ class Flight:
     groups: int
     group_size: int
     nodes: int
-    traffic: Traffic
+    intra_bytes: float
+    inter_bytes: float
+    alone: float
     asynchronous: bool
     loops: tuple[int, ...]
     executions: int = 0
@@ -137,7 +124,8 @@ class Timeline:
       by_scope: (part, scope) -> compute seconds.
       skipped: of each conditional, by name: scope, part, executions, seconds of the branch taken and of the others, and
         collectives in those.
-      rows: (part, scope) -> sums over matmuls of experts and exchanges of rows, where the buckets are known.
+      rows: (part, scope) -> sums over matmuls of experts and exchanges of rows, where the buckets are known:
+        executions, rows (by shape), expected (of them), seconds, flops of matmuls, bytes of one device in an exchange.
       unknown_loops: loops whose turns the compiler does not know; unknown_calls: custom calls without FLOPs.
     """
 
@@ -152,14 +140,30 @@ class Timeline:
     flops: dict[str, float] = dataclasses.field(default_factory=dict)
     by_scope: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     skipped: dict[str, dict] = dataclasses.field(default_factory=dict)
-    rows: dict[tuple[str, str], Rows] = dataclasses.field(default_factory=dict)
+    rows: dict[tuple[str, str], Counter] = dataclasses.field(default_factory=dict)
     unknown_loops: set[str] = dataclasses.field(default_factory=set)
     unknown_calls: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-def play(module: Module, target: Target, model: Model | None = None, variant: Variant | None = None) -> Timeline:
-    """Return the modelled timeline of one execution of the program on one device of the target."""
-    player = _Player(module, target, model or Model(), variant or Variant())
+def play(
+    module: Module,
+    target: Target,
+    model: Model | None = None,
+    buckets: tuple[Buckets, ...] = (),
+    expected_rows: bool = False,
+    taken: float = 0.0,
+) -> Timeline:
+    """Return the modelled timeline of one execution of the program on one device of the target.
+
+    Args:
+      buckets: of the program, for counting rows; () where they are not known.
+      expected_rows: the experts' matmuls and the exchanges of rows work on the rows that are expected, not on those of
+        their shapes.
+      taken: share of the device's cores that a transfer under way takes from the kernels beside it, all of which then
+        run at the rate of the rest.
+    """
+    player = _Player(module, target, model or Model())
+    player.buckets, player.expected_rows, player.taken = buckets, expected_rows, taken
     player.run(module.entry, ())
     player.timeline.seconds = player.now
     return player.timeline
@@ -175,13 +179,11 @@ def instruction_seconds(module: Module, target: Target, model: Model) -> dict[st
     for computation in launched_computations(module):
         for instruction in computation.instructions:
             name, opcode = instruction.name, instruction.opcode
-            if collective_kind(instruction, module):
-                found[name] = player.flight(instruction, computation, ()).traffic.seconds, ""
-            elif opcode.endswith("-done"):
+            if opcode.endswith("-done"):
                 start = instruction.operands[0] if instruction.operands else ""
                 if start in found:
                     found[name] = found[start][0], start
-            elif opcode not in FREE and opcode not in ("async-start", "async-update"):
+            elif collective_kind(instruction, module) or opcode not in (*FREE, "async-start", "async-update"):
                 found[name] = player.seconds_alone(instruction, computation), ""
     return found
 
@@ -212,8 +214,9 @@ def collective_kind(instruction: Instruction, module: Module) -> str:
 class _Player:
     """The state of a simulation: one device's compute stream, its links and the transfers in flight."""
 
-    def __init__(self, module: Module, target: Target, model: Model, variant: Variant | None = None):
-        self.module, self.target, self.model, self.variant = module, target, model, variant or Variant()
+    def __init__(self, module: Module, target: Target, model: Model):
+        self.module, self.target, self.model = module, target, model
+        self.buckets, self.expected_rows, self.taken = (), False, 0.0
         self.timeline = Timeline()
         self.now = 0.0  # the compute stream's clock
         self.link_free = {"intra": 0.0, "inter": 0.0}
@@ -224,64 +227,55 @@ class _Player:
 
     def run(self, computation: Computation, loops: tuple[int, ...]):
         started: dict[str, dict] = {}
+        computations, line = self.module.computations, self.timeline
         for instruction in computation.instructions:
-            opcode = instruction.opcode
+            opcode, name = instruction.opcode, instruction.name
             if opcode == "while":
-                self._loop(instruction, loops)
+                turns = instruction.trip_count
+                if turns is None:  # counts as one turn where the compiler does not know
+                    line.unknown_loops.add(name)
+                    turns = 1
+                for turn in range(turns):
+                    begin = self.now
+                    self.run(computations[instruction.attribute("body")], (*loops, turns))
+                    if not loops:
+                        line.turns.append((name, turn, begin, self.now))
             elif opcode == "conditional":
-                self._branch(instruction, computation, loops)
+                # the cheapest branch is taken: here the others hold overflow passes, which the report lists apart
+                branches = [computations[called] for called in instruction.called()]
+                times = [self.estimate(branch) for branch in branches]
+                taken = times.index(min(times))
+                others = [place for place in range(len(times)) if place != taken]
+                first = {
+                    "scope": scope_of(instruction.op_name),
+                    "part": pass_of(instruction.op_name),
+                    "executions": 0,
+                    "seconds_taken": times[taken],
+                    "seconds_not_taken": [times[place] for place in others],
+                    "collectives_not_taken": sum(self.collectives(branches[place]) for place in others),
+                }
+                line.skipped.setdefault(name, first)["executions"] += 1
+                self.now += self.model.conditional
+                self.run(branches[taken], loops)
             elif opcode == "call":
-                self.run(self.module.computations[instruction.called()[0]], loops)
+                self.run(computations[instruction.called()[0]], loops)
             elif opcode.endswith("-done"):
                 if instruction.operands and instruction.operands[0] in started:
-                    self._finish(started.pop(instruction.operands[0]))
+                    self.finish(started.pop(instruction.operands[0]))
             elif collective_kind(instruction, self.module):
-                transfer = self._start(instruction, computation, loops)
+                transfer = self.start(instruction, computation, loops)
                 if opcode.endswith("-start"):
-                    started[instruction.name] = transfer
-                else:
-                    self._finish(transfer)
+                    started[name] = transfer
+                if not transfer["flight"].asynchronous:
+                    self.finish(transfer)
             elif opcode == "async-update":
                 if instruction.operands[0] in started:
-                    started[instruction.name] = started.pop(instruction.operands[0])
+                    started[name] = started.pop(instruction.operands[0])
             elif opcode == "async-start":
-                self.run(self.module.computations[instruction.called()[0]], loops)
+                self.run(computations[instruction.called()[0]], loops)
             elif opcode not in FREE:
-                self._kernel(instruction, computation)
+                self.kernel(instruction, computation)
         assert not started, f"{computation.name} ends while {sorted(started)} are in flight"
-
-    def _loop(self, instruction: Instruction, loops: tuple[int, ...]):
-        turns = instruction.trip_count
-        if turns is None:
-            self.timeline.unknown_loops.add(instruction.name)
-            turns = 1
-        body = self.module.computations[instruction.attribute("body")]
-        for turn in range(turns):
-            begin = self.now
-            self.run(body, (*loops, turns))
-            if not loops:
-                self.timeline.turns.append((instruction.name, turn, begin, self.now))
-
-    def _branch(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]):
-        branches = [self.module.computations[name] for name in instruction.called()]
-        times = [self.estimate(branch) for branch in branches]
-        taken = times.index(min(times))
-        record = self.timeline.skipped.setdefault(
-            instruction.name,
-            {
-                "scope": scope_of(instruction.op_name),
-                "part": pass_of(instruction.op_name),
-                "executions": 0,
-                "seconds_taken": times[taken],
-                "seconds_not_taken": [time for place, time in enumerate(times) if place != taken],
-                "collectives_not_taken": sum(
-                    self._collectives(branch) for place, branch in enumerate(branches) if place != taken
-                ),
-            },
-        )
-        record["executions"] += 1
-        self.now += self.model.conditional
-        self.run(branches[taken], loops)
 
     def estimate(self, computation: Computation) -> float:
         """Return seconds of a computation if nothing overlapped, by which the cheapest branch is chosen."""
@@ -302,62 +296,57 @@ class _Player:
         if instruction.opcode == "call":
             return self.estimate(inner[0])
         if collective_kind(instruction, self.module):
-            return self.flight(instruction, computation, ()).traffic.seconds
+            return self.flight(instruction, computation, ()).alone
         if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
             return 0.0
-        return self._cost(instruction, computation)[1]
+        return self.cost(instruction, computation)[1]
 
-    def _collectives(self, computation: Computation) -> int:
+    def collectives(self, computation: Computation) -> int:
         count = 0
         for instruction in computation.instructions:
             count += bool(collective_kind(instruction, self.module))
             if instruction.opcode in ("while", "conditional", "call"):
-                count += sum(self._collectives(self.module.computations[name]) for name in instruction.called())
+                count += sum(self.collectives(self.module.computations[name]) for name in instruction.called())
         return count
 
-    # Kernels.
+    def cost(self, instruction: Instruction, computation: Computation) -> tuple[Cost, float, str]:
+        """Return a kernel's cost, its seconds with all cores, and its scope: of its root where it has none itself."""
+        if instruction.name in self.kernels:
+            return self.kernels[instruction.name]
+        cost, scope = cost_of(instruction, computation, self.module), scope_of(instruction.op_name)
+        if not scope and instruction.called():
+            body = self.module.computations[instruction.called()[0]]
+            scope = scope_of(next((i.op_name for i in reversed(body.instructions) if i.op_name), ""))
+        if self.buckets and cost.flops and "experts" in scope.split("/"):
+            given = (array for operand in computation.operands(instruction) for array in operand.arrays)
+            rows, moved = multiplied_rows([*instruction.arrays, *given])
+            if rows:
+                self.rows[instruction.name] = rows
+            if rows and self.expected_rows:
+                used = used_share(self.buckets, rows)
+                flops = tuple((kind, used * count) for kind, count in cost.flops)
+                cost = dataclasses.replace(cost, flops=flops, bytes=cost.bytes - (1 - used) * min(moved, cost.bytes))
+        matmul = sum(count / self.target.peak(kind) for kind, count in cost.flops) / self.model.matmul_efficiency
+        memory = cost.bytes / (self.target.memory_bandwidth * self.model.memory_efficiency)
+        self.kernels[instruction.name] = cost, max(matmul, memory, self.model.launch), scope
+        return self.kernels[instruction.name]
 
-    def _cost(self, instruction: Instruction, computation: Computation) -> tuple[Cost, float, str]:
-        key = instruction.name
-        if key not in self.kernels:
-            cost = cost_of(instruction, computation, self.module)
-            scope = scope_of(instruction.op_name) or scope_of(self._inner_name(instruction))
-            cost = self._of_rows(cost, scope, instruction, computation)
-            matmul = sum(count / self.target.peak(kind) for kind, count in cost.flops) / self.model.matmul_efficiency
-            memory = cost.bytes / (self.target.memory_bandwidth * self.model.memory_efficiency)
-            self.kernels[key] = cost, max(matmul, memory, self.model.launch), scope
-        return self.kernels[key]
-
-    def _of_rows(self, cost: Cost, scope: str, instruction: Instruction, computation: Computation) -> Cost:
-        """Return the cost of a kernel; of an experts' matmul its rows are noted, and perhaps those expected counted."""
-        if not (self.variant.buckets and cost.flops and "experts" in scope.split("/")):
-            return cost
-        arrays = [*instruction.arrays, *(a for operand in computation.operands(instruction) for a in operand.arrays)]
-        rows = multiplied_rows(arrays)
-        if not rows:
-            return cost
-        self.rows[instruction.name] = rows
-        if not self.variant.expected_rows:
-            return cost
-        used = used_share(self.variant.buckets, rows)
-        empty = (1 - used) * min(row_bytes(arrays, rows), cost.bytes)
-        flops = tuple((kind, used * count) for kind, count in cost.flops)
-        return dataclasses.replace(cost, flops=flops, bytes=cost.bytes - empty)
-
-    def _inner_name(self, instruction: Instruction) -> str:
-        """Return the op_name of a fusion's root, where the fusion itself has none."""
-        for name in instruction.called():
-            body = self.module.computations[name]
-            return next((i.op_name for i in reversed(body.instructions) if i.op_name), "")
-        return ""
-
-    def _kernel(self, instruction: Instruction, computation: Computation):
-        cost, seconds, scope = self._cost(instruction, computation)
-        line = self.timeline
+    def kernel(self, instruction: Instruction, computation: Computation):
+        cost, seconds, scope = self.cost(instruction, computation)
+        line, begin, label = self.timeline, self.now, scope or "other compute"
         line.shortest += seconds <= self.model.launch
-        begin, seconds = self.now, self._slowed(seconds)
+        if self.taken and self.open:  # slower for as long as transfers are under way
+            now, left, rate = begin, seconds, 1 - self.taken
+            for transfer in sorted(self.open, key=lambda transfer: transfer["begin"]):
+                alone = max(0.0, transfer["begin"] - now)
+                if left <= alone:
+                    break
+                now, left = now + alone, left - alone
+                beside = min(left / rate, max(0.0, transfer["end"] - now))
+                now, left = now + beside, left - beside * rate
+            seconds = now + left - begin
         self.now += seconds
-        line.events.append(Event("compute", instruction.name, scope or "other compute", begin, self.now))
+        line.events.append(Event("compute", instruction.name, label, begin, self.now))
         line.compute_seconds += seconds
         line.kernels += 1
         key = (pass_of(instruction.op_name), scope)
@@ -366,10 +355,9 @@ class _Player:
             line.flops[kind] = line.flops.get(kind, 0.0) + count
         if cost.flops:
             line.matmul_seconds += seconds
-        self._count_rows(instruction.name, key, seconds, flops=sum(count for _, count in cost.flops))
+        self.count_rows(instruction.name, key, seconds, flops=sum(count for _, count in cost.flops))
         if cost.unknown:
             line.unknown_calls[cost.unknown] = line.unknown_calls.get(cost.unknown, 0) + 1
-        label = scope or "other compute"
         for transfer in self.open:
             flight = transfer["flight"]
             flight.beside_seconds += seconds
@@ -377,151 +365,114 @@ class _Player:
             transfer["kernel"] = True
             transfer["matmul"] |= bool(cost.flops)
 
-    def _slowed(self, seconds: float) -> float:
-        """Return how long a kernel takes from now on that takes so long with all cores."""
-        if not (self.variant.taken and self.open):
-            return seconds
-        now, left, rate = self.now, seconds, 1 - self.variant.taken
-        for transfer in sorted(self.open, key=lambda transfer: transfer["begin"]):
-            alone = max(0.0, transfer["begin"] - now)
-            if left <= alone:
-                break
-            now, left = now + alone, left - alone
-            beside = min(left / rate, max(0.0, transfer["end"] - now))
-            now, left = now + beside, left - beside * rate
-        return now + left - self.now
-
-    def _count_rows(self, name: str, key: tuple[str, str], seconds: float, flops: float = 0.0, moved: float = 0.0):
-        rows = self.rows.get(name, 0)
-        if rows:
-            sums = self.timeline.rows.setdefault(key, Rows())
-            sums.executions += 1
-            sums.rows += rows
-            sums.expected += rows * used_share(self.variant.buckets, rows)
-            sums.seconds += seconds
-            sums.flops += flops
-            sums.bytes += moved
-
-    # Collectives.
+    def count_rows(self, name: str, key: tuple[str, str], seconds: float, flops: float = 0.0, moved: float = 0.0):
+        if rows := self.rows.get(name, 0):
+            expected = rows * used_share(self.buckets, rows)
+            added = {
+                "executions": 1,
+                "rows": rows,
+                "expected": expected,
+                "seconds": seconds,
+                "flops": flops,
+                "bytes": moved,
+            }
+            self.timeline.rows.setdefault(key, Counter()).update(added)
 
     def flight(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> Flight:
         flights = self.timeline.flights
         if instruction.name in flights:
             return flights[instruction.name]
-        kind = collective_kind(instruction, self.module)
-        inner = instruction
+        kind, inner = collective_kind(instruction, self.module), instruction
+        starts = instruction.opcode.endswith("-start")
         if instruction.opcode == "async-start":
             body = self.module.computations[instruction.called()[0]]
             inner = next(i for i in body.instructions if i.opcode == kind)
-        entering = sum(operand.bytes for operand in computation.operands(instruction))
-        size = max(entering, inner.bytes if inner is not instruction else _result_bytes(instruction, kind, entering))
-        if kind == "collective-permute":
-            groups = source_target_pairs(inner.attributes)
-            members = 2
+        given = [array for operand in computation.operands(instruction) for array in operand.arrays]
+        entering = sum(array.bytes for array in given)
+        # what it returns: a start's shape holds its operands too, that of old all-reduces not
+        if inner is not instruction:
+            result = arrays_of(inner.shape)
+        elif instruction.started:
+            result = arrays_of(instruction.started)
         else:
-            groups = replica_groups(inner.attributes, self.target.devices)
-            members = max(map(len, groups))
-        if any(device >= self.target.devices for group in groups for device in group):
+            result = instruction.arrays
+        leaving = sum(array.bytes for array in result)
+        if inner is instruction and not instruction.started and starts and kind != "all-reduce":
+            leaving -= entering
+        size = max(entering, leaving)
+        groups = replica_groups(inner.attributes, self.target.devices)
+        most = max((device for group in groups for device in group), default=0)
+        if most >= self.target.devices:
             raise UserError(
-                f"{instruction.name} joins device {max(d for g in groups for d in g)}, but the target has "
+                f"{instruction.name} joins device {most}, but the target has "
                 f"{self.target.devices} devices; name the topology that the program was compiled for"
             )
         op_name = instruction.op_name or inner.op_name
-        if self.variant.buckets and role_of(kind, op_name) == EXCHANGE:
-            size = self._of_exchange(size, instruction, inner, computation)
+        role = role_of(kind, op_name)
+        if self.buckets and role == EXCHANGE:
+            rows = exchanged_rows(given if starts and not instruction.started else result)
+            if rows:  # moves rows, and not counts
+                self.rows[instruction.name] = rows
+                used = used_share(self.buckets, rows) if self.expected_rows else 1.0
+                size = size if used == 1.0 else round(used * size)
+        intra_bytes, inter_bytes, alone = traffic(kind, size, groups, self.target)
         return Flight(
             name=instruction.name,
             computation=computation.name,
             kind=kind,
             scope=scope_of(op_name),
             part=pass_of(op_name),
-            role=role_of(kind, op_name),
+            role=role,
             bytes=size,
             groups=len(groups),
-            group_size=members,
+            group_size=max(map(len, groups), default=2),
             nodes=max((len({d // self.target.per_node for d in group}) for group in groups), default=1),
-            traffic=traffic(kind, size, groups, self.target),
-            asynchronous=instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes,
+            intra_bytes=intra_bytes,
+            inter_bytes=inter_bytes,
+            alone=alone,
+            asynchronous=starts and '"is_sync":true' not in instruction.attributes,
             loops=loops,
         )
 
-    def _of_exchange(self, size: int, instruction: Instruction, inner: Instruction, computation: Computation) -> int:
-        """Return the bytes of an exchange; if it moves rows, they are noted, and perhaps those expected counted."""
-        given = [array for operand in computation.operands(instruction) for array in operand.arrays]
-        shape = inner.shape if inner is not instruction else instruction.started or instruction.shape
-        arrays = given if instruction.opcode.endswith("-start") and not instruction.started else arrays_of(shape)
-        rows = exchanged_rows(arrays)
-        if rows:
-            self.rows[instruction.name] = rows
-        used = used_share(self.variant.buckets, rows) if rows and self.variant.expected_rows else 1.0
-        return size if used == 1.0 else round(used * size)
-
-    def _start(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> dict:
+    def start(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> dict:
         flight = self.flight(instruction, computation, loops)
         self.timeline.flights[flight.name] = flight
-        moved = flight.traffic
-        links = [name for name, used in (("intra", moved.intra_bytes), ("inter", moved.inter_bytes)) if used]
+        links = [name for name, used in (("intra", flight.intra_bytes), ("inter", flight.inter_bytes)) if used]
         begin = max([self.now, *(self.link_free[name] for name in links)])
-        end = begin + moved.seconds
+        end = begin + flight.alone
         for name in links:
             self.link_free[name] = end
         flight.executions += 1
-        flight.seconds += moved.seconds
+        flight.seconds += flight.alone
         flight.waited_for_links += begin - self.now
-        self._count_rows(flight.name, (flight.part, flight.scope), moved.seconds, moved=flight.bytes)
-        row = "across nodes" if moved.inter_bytes > 0 else "inside nodes"
+        self.count_rows(flight.name, (flight.part, flight.scope), flight.alone, moved=flight.bytes)
+        row = "across nodes" if flight.inter_bytes > 0 else "inside nodes"
         self.timeline.events.append(Event(row, flight.name, f"{flight.role} {flight.scope}".strip(), begin, end))
         transfer = {"flight": flight, "begin": begin, "end": end, "kernel": False, "matmul": False}
         if flight.asynchronous:
             self.open.append(transfer)
-        else:
-            self._wait(flight, end)
         return transfer
 
-    def _finish(self, transfer: dict):
-        flight = transfer["flight"]
+    def finish(self, transfer: dict):
+        flight, end = transfer["flight"], transfer["end"]
         if transfer in self.open:
             self.open.remove(transfer)
         flight.beside_kernels += transfer["kernel"]
         flight.beside_matmuls += transfer["matmul"]
-        self._wait(flight, transfer["end"])
-
-    def _wait(self, flight: Flight, end: float):
         if end > self.now:
             self.timeline.events.append(Event("wait", flight.name, flight.role, self.now, end))
             flight.exposed += end - self.now
             self.now = end
 
 
-def _result_bytes(instruction: Instruction, kind: str, entering: int) -> int:
-    """Return the bytes of what a collective returns; a start's shape holds its operands too, old all-reduces' not."""
-    if instruction.started:
-        return sum(array.bytes for array in arrays_of(instruction.started))
-    if instruction.opcode.endswith("-start") and kind != "all-reduce":
-        return instruction.bytes - entering
-    return instruction.bytes
-
-
 LEAST_SAMPLES = 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One kernel of the program text.
-
-    Attributes:
-      matmul_seconds: of its FLOPs at the device's peak; memory_seconds: of its bytes at the full bandwidth.
-      measured_seconds: of one execution; executions: of a step.
-    """
-
-    matmul_seconds: float
-    memory_seconds: float
-    measured_seconds: float
-    executions: int
-
-
-def fit_constants(samples: Sequence[Sample], model: Model, pauses: Sequence[float] = ()) -> tuple[dict, dict]:
-    """Fit each constant of the model to the samples.
+def fit_constants(
+    samples: Sequence[tuple[float, float, float, int]], model: Model, pauses: Sequence[float] = ()
+) -> tuple[dict, dict]:
+    """Fit each constant of the model to the samples, by weighted medians: a few kernels, slow for another reason, move
+    them little.
 
     matmul_efficiency: over kernels that the model counts as bound by their FLOPs, weighted by measured seconds.
     memory_efficiency: over kernels without matmuls that move bytes for at least four launches.
@@ -529,7 +480,8 @@ def fit_constants(samples: Sequence[Sample], model: Model, pauses: Sequence[floa
     conditional: the median of `pauses`, less one launch, which the model charges the next kernel anyway.
 
     Args:
-      samples: of one program.
+      samples: (matmul_seconds, memory_seconds, seconds, executions) of the kernels of one program: of its FLOPs at the
+        device's peak, of its bytes at the full bandwidth, measured of one execution, and executions of a step.
       model: whose constants sort the samples.
       pauses: seconds that the device was idle around each conditional.
 
@@ -538,19 +490,17 @@ def fit_constants(samples: Sequence[Sample], model: Model, pauses: Sequence[floa
       {name: {value, before, samples, quartiles}}).
     """
     points: dict[str, list[tuple[float, float]]] = {field.name: [] for field in dataclasses.fields(Model)}
-    for sample in samples:
-        took = sample.measured_seconds
-        work = max(sample.matmul_seconds, sample.memory_seconds)
+    for matmul, memory, took, executions in samples:
         if took <= 0:
             continue
-        weight = took * sample.executions
-        if work < model.launch / 4:
-            points["launch"].append((took, sample.executions))
-        elif sample.matmul_seconds / model.matmul_efficiency >= sample.memory_seconds / model.memory_efficiency:
-            if sample.matmul_seconds >= model.launch:
-                points["matmul_efficiency"].append((min(sample.matmul_seconds / took, 1.0), weight))
-        elif not sample.matmul_seconds and sample.memory_seconds >= 4 * model.launch:
-            points["memory_efficiency"].append((min(sample.memory_seconds / took, 1.0), weight))
+        weight = took * executions
+        if max(matmul, memory) < model.launch / 4:
+            points["launch"].append((took, executions))
+        elif matmul / model.matmul_efficiency >= memory / model.memory_efficiency:
+            if matmul >= model.launch:
+                points["matmul_efficiency"].append((min(matmul / took, 1.0), weight))
+        elif not matmul and memory >= 4 * model.launch:
+            points["memory_efficiency"].append((min(memory / took, 1.0), weight))
     points["conditional"] = [(max(pause - model.launch, 0.0), 1.0) for pause in pauses]
     fit = {}
     for name, known in points.items():
@@ -597,20 +547,13 @@ def read_constants(path: str) -> Model:
     for name, value in record.items():
         if name not in names:
             raise UserError(f"--constants ({path!r}) names {name!r}; the model has {', '.join(names)}")
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and _is_float(value)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         efficiency = name.endswith("efficiency")
-        if not is_number or value < 0 or (efficiency and not 0 < value <= 1):
+        most = 1 if efficiency else sys.float_info.max  # integers of JSON have no bound
+        if not is_number or not 0 <= value <= most or (efficiency and value == 0):
             rule = "a share above 0 and at most 1" if efficiency else "seconds, at least 0"
             raise UserError(f"--constants ({path!r}): {name} ({value!r}) must be {rule}")
     return Model(**{name: float(value) for name, value in record.items()})
-
-
-def _is_float(value: int | float) -> bool:
-    """Say whether a number of a JSON file is a finite float; its integers have no bound."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 _NAME = re.compile(r'scheduling_name="([^"]*)"')

@@ -7,7 +7,7 @@ import pytest
 from support.toy import BRANCH, MODEL, TARGET
 
 from moe_jax.cluster.hlo import parse_module
-from moe_jax.cluster.timeline import Model, Sample, fit_constants, play, read_constants
+from moe_jax.cluster.timeline import Model, fit_constants, play, read_constants
 from moe_jax.errors import UserError
 
 
@@ -20,9 +20,7 @@ def samples_of(model, conditional=0.0, outliers=0):
         memory = {0: 1e-5, 1: rng.uniform(3e-5, 3e-4), 2: 1e-8}[place % 3]
         took = max(matmul / model.matmul_efficiency, memory / model.memory_efficiency, model.launch)
         slow = 10 if place < outliers else 1
-        found.append(
-            Sample(matmul_seconds=matmul, memory_seconds=memory, measured_seconds=took * slow, executions=1 + place % 4)
-        )
+        found.append((matmul, memory, took * slow, 1 + place % 4))
     return found
 
 

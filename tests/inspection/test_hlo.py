@@ -1,7 +1,7 @@
 import pytest
 from support.toy import HEAD, LOOP
 
-from moe_jax.cluster.hlo import Array, parse_module, pass_of, replica_groups, role_of, scope_of, source_target_pairs
+from moe_jax.cluster.hlo import Array, parse_module, pass_of, replica_groups, role_of, scope_of
 from moe_jax.errors import UserError
 
 
@@ -55,6 +55,7 @@ def test_unknown_dtypes_are_named():
 @pytest.mark.parametrize(
     "text, groups",
     [
+        ("channel_id=2, source_target_pairs={{0,1},{12,0}}, x", ((0, 1), (12, 0))),
         ("replica_groups={{0,1},{2,3}}, dimensions={0}", ((0, 1), (2, 3))),
         ("channel_id=1, replica_groups={}, dimensions={0}", ((0, 1, 2, 3),)),
         ("dimensions={0}", ((0, 1, 2, 3),)),
@@ -80,11 +81,6 @@ def test_replica_groups(text, groups):
 def test_replica_groups_refuses_what_it_cannot_read(text):
     with pytest.raises(UserError):
         replica_groups(text, 4)
-
-
-def test_source_target_pairs():
-    assert source_target_pairs("channel_id=2, source_target_pairs={{0,1},{12,0}}, x") == ((0, 1), (12, 0))
-    assert source_target_pairs("channel_id=2") == ()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import pathlib
 import pytest
 
 from moe_jax.analysis import cuda_wheels
-from moe_jax.cluster.targets import check_mesh, device_named, parse_target, read_device, target_names
+from moe_jax.cluster.targets import check_run, device_named, parse_target, read_device, target_names
 from moe_jax.errors import UserError
 from moe_jax.parallel.mesh import MeshConfig
 
@@ -54,12 +54,12 @@ def test_parse_target_refuses_unknown_devices():
 )
 def test_check_mesh_names_the_numbers(mesh, message):
     with pytest.raises(UserError, match=message):
-        check_mesh(parse_target("h200:4x8"), mesh)
+        check_run(parse_target("h200:4x8"), mesh, "bfloat16")
 
 
 def test_check_mesh_accepts():
     for mesh in (MeshConfig(), MeshConfig(expert=32, devices_per_node=8), MeshConfig(data=4, expert_shard=2)):
-        check_mesh(parse_target("h200:4x8"), mesh)
+        check_run(parse_target("h200:4x8"), mesh, "bfloat16")
 
 
 def test_devices_that_cuda_dropped():
@@ -70,10 +70,9 @@ def test_devices_that_cuda_dropped():
 
 
 def test_turing_multiplies_no_bfloat16():
-    parse_target("2080ti:1x8").check_dtype("float32")
-    parse_target("a100:1x8").check_dtype("bfloat16")
+    check_run(parse_target("2080ti:1x8"), MeshConfig(), "float32")
     with pytest.raises(UserError, match="'2080ti' .* has no bfloat16 matmuls, .* set ModelConfig.dtype = 'float32'"):
-        parse_target("2080ti:1x8").check_dtype("bfloat16")
+        check_run(parse_target("2080ti:1x8"), MeshConfig(), "bfloat16")
 
 
 def test_the_environment_is_the_one_that_the_scripts_make(tmp_path, monkeypatch):

@@ -108,7 +108,7 @@ def test_transfers_share_links_one_after_the_other():
     gather, permute, reduce = flights["ags"], flights["cps"], flights["ars"]
     assert gather.bytes == 320 and gather.exposed == pytest.approx(1.6)
     assert permute.waited_for_links == pytest.approx(1.6) and permute.exposed == pytest.approx(1.6)
-    assert reduce.bytes == 160 and reduce.traffic.inter_bytes == 320
+    assert reduce.bytes == 160 and reduce.inter_bytes == 320
     assert reduce.exposed == pytest.approx(33.6 - 19.2) and reduce.beside_matmuls == 1
 
 

@@ -10,11 +10,9 @@ from moe_jax.analysis.program_report import build_report, overflow_record, repor
 from moe_jax.analysis.stated_buckets import stated_buckets
 from moe_jax.cluster.costs import (
     Buckets,
-    Variant,
     exchanged_rows,
     multiplied_rows,
     overflow_chance,
-    row_bytes,
     used_share,
 )
 from moe_jax.cluster.hlo import arrays_of, parse_module
@@ -31,9 +29,9 @@ def test_rows_by_shape():
     rows = arrays_of("(bf16[4,2,64], bf16[4,6,64], f32[4,6,1], s32[4,2])")
     assert exchanged_rows(rows) == 8 + 24 and exchanged_rows(arrays_of("s32[4,2]")) == 0
     in_float8 = arrays_of("(u8[32,128,784], s32[32,2], u8[4], u32[])")
-    assert exchanged_rows(in_float8) == 4096 and multiplied_rows(in_float8) == 0
+    assert exchanged_rows(in_float8) == 4096 and multiplied_rows(in_float8)[0] == 0
     matmul = arrays_of("(bf16[384,64], bf16[2,64,128], bf16[384,128], s32[2])")
-    assert multiplied_rows(matmul) == 384 and row_bytes(matmul, 384) == 2 * 384 * (64 + 128)
+    assert multiplied_rows(matmul) == (384, 2 * 384 * (64 + 128))
     other = dataclasses.replace(HALF, by_shape=100, expected=80.0)
     assert [used_share((HALF, other), rows) for rows in (8, 100, 5)] == [0.5, 0.8, pytest.approx(0.65)]
     assert overflow_chance((HALF, other)) == pytest.approx(0.06)
@@ -43,7 +41,7 @@ def test_rows_by_shape():
 def test_expected_rows_shorten_transfers_and_matmuls():
     """Half of the rows: 80 bytes of 160 take 8 s, 512 FLOPs of 1,024 too."""
     module = parse_module(LOOP)
-    by_shape = play(module, TARGET, MODEL, Variant(buckets=(HALF,)))
+    by_shape = play(module, TARGET, MODEL, (HALF,))
     assert by_shape.seconds == play(module, TARGET, MODEL).seconds == pytest.approx(48.0)
     record = what_if(module, TARGET, MODEL, (HALF,))["rows"]
     assert record["step_seconds"] == pytest.approx(24.0) and record["flops"] == pytest.approx(3 * 512)
@@ -58,11 +56,11 @@ def test_expected_rows_shorten_transfers_and_matmuls():
 def test_fewer_cores_slow_what_runs_beside_a_transfer():
     """A matmul of 16 s at half the rate does 8 s of it beside a transfer of 16 s, and the rest in 8 s."""
     module = parse_module(LOOP)
-    half = play(module, TARGET, MODEL, Variant(taken=0.5))
+    half = play(module, TARGET, MODEL, taken=0.5)
     assert half.seconds == half.compute_seconds == pytest.approx(3 * 24.0)
     assert sum(flight.exposed for flight in half.flights.values()) == 0
     slow = dataclasses.replace(TARGET, node_bandwidth=4.0)  # 40 s of transfer, beside which the matmul takes 32
-    assert play(module, slow, MODEL, Variant(taken=0.5)).seconds == pytest.approx(3 * 40.0)
+    assert play(module, slow, MODEL, taken=0.5).seconds == pytest.approx(3 * 40.0)
     assert what_if(module, TARGET, MODEL) == {"cores": []}  # the toy's cores are not known
     described = dataclasses.replace(TARGET, config="core_count: 64")
     records = what_if(module, described, MODEL, (HALF,))["cores"]
