@@ -78,7 +78,7 @@ def roofline(records: Records, cost: Cost) -> tuple[float, float] | None:
     in_turn = float(sum(part.mean() for part in _parts(dataclasses.replace(records, hiding="none"), cost).values()))
     work = 3 * float(cost.forward(records.computed, "replay").mean())
     tokens = records.computed.sum(axis=2).mean()
-    flops = 3 * cost.row_flops * tokens / records.computed.shape[2]
+    flops = 6 * cost.expert_params * tokens / records.computed.shape[2]
     return work / max(in_turn - work, 1e-30), flops / max(end_to_end, 1e-30)
 
 

@@ -1,12 +1,10 @@
 """Block-wise schedules as data: which transfer of parameters or gradients runs beside which computation.
 
-A `BlockSchedule` is lists of windows in the order of the program. The model builds its step from it, block_times.py its
-overlap and its picture. Nothing here runs or takes time.
-
-A layer is four stages: attention (everything before the gate), dispatch, experts, combine. Dispatch is route (gate and
-pack) and send, the exchange; combine is send_back, the other exchange, and unpack. *Trans* brings parameters to
-the replicas, *Agg* sums the replicas' gradients at home. Trans runs once per layer, with `refetch_replicas` (Hecate's
-re-materialisation) a second time in the backward.
+A `BlockSchedule` is lists of windows in the order of the program. The model builds its step from it, block_times.py
+counts its overlap. A layer is four stages: attention (everything before the gate), dispatch, experts, combine. Dispatch
+is route (gate and pack) and send, the exchange; combine is send_back, the other exchange, and unpack. *Trans* brings
+parameters to the replicas, *Agg* sums the replicas' gradients at home. Trans runs once per layer, with
+`refetch_replicas` (Hecate's re-materialisation) a second time in the backward.
 
 A device's sequences may be cut into two halves, a and b, that do not depend on each other: while one waits for its
 exchange the other computes. A window then names its half, and an exchange the windows of the other half beside it.
@@ -18,11 +16,16 @@ Source: Hecate, section 3.2; Pro-Prophet, section V-B, algorithm 2 and figure 9;
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from moe_jax.errors import UserError
 
 SCHEDULES = ("none", "hecate", "pro_prophet")
 CASES = ("split", "attention", "expert")  # figure 9 c, b, a
+STAGES = {
+    "A": "attention", "D": "dispatch", "E": "experts", "C": "combine", "R": "recompute", "G": "route", "S": "send",
+    "B": "send_back", "U": "unpack",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +66,6 @@ class Window:
         """The window and its `others`."""
         return (self, *self.others)
 
-    @property
-    def moves(self) -> tuple[Move, ...]:
-        """The moves of the pair, in order."""
-        return tuple(move for window in self.pair for move in window.beside)
-
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
@@ -88,8 +86,15 @@ class Loop:
     def windows(self, layers: int) -> tuple[Window, ...]:
         """Return all windows with absolute layers, in the order of the program."""
         turned = [(window, turn) for turn in self.turns for window in self.body]
-        every = [*((window, 0) for window in self.before), *turned, *((window, 0) for window in self.after)]
-        return tuple(_placed(window, turn, layers) for window, turn in every)
+        found = []
+        for pair, turn in [*((one, 0) for one in self.before), *turned, *((one, 0) for one in self.after)]:
+            placed = []
+            for window in pair.pair:
+                moves = [dataclasses.replace(move, layer=move.layer + turn) for move in window.beside]
+                beside = tuple(move for move in moves if 0 <= move.layer < layers)
+                placed.append(Window(window.stage, window.layer + turn, beside, window.half))
+            found.append(dataclasses.replace(placed[0], others=tuple(placed[1:])))
+        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +118,7 @@ class BlockSchedule:
         """Return the most layers whose replicas are in memory at the end of any window, those in flight included."""
         alive, most = set(), 0
         for direction, both in self.windows():
-            alive |= {move.layer for move in both.moves if move.kind == "trans"}
+            alive |= {move.layer for window in both.pair for move in window.beside if move.kind == "trans"}
             most = max(most, len(alive))
             ends, half = (("combine", "unpack"), 1) if direction == "forward" else (("experts",), 0)
             for window in both.pair:
@@ -146,6 +151,11 @@ class Prefetch:
         if self.case not in CASES:
             raise UserError(f"prefetch_case ({self.case!r}) must be one of {', '.join(CASES)}")
 
+    @property
+    def is_block_wise(self) -> bool:
+        """Whether there is a schedule to build."""
+        return self.schedule != "none" or self.halves
+
     def build(
         self, layers: int, *, trans_share: float = 0.5, agg_share: float = 0.5, recompute: bool = False
     ) -> BlockSchedule:
@@ -164,183 +174,81 @@ class Prefetch:
         shares = {"attention": (1.0, 1.0), "expert": (0.0, 0.0), "split": (trans_share, agg_share)}[self.case]
         if not all(0 <= share <= 1 for share in shares):
             raise ValueError(f"shares of Trans and Agg beside attention {shares} must lie between 0 and 1")
-        if self.schedule != "pro_prophet":
-            shares = (1.0, 1.0)
-        again = self.refetch_replicas
+        trans, agg = shares if self.schedule == "pro_prophet" else (1.0, 1.0)
+        cut, last = 1 - trans, layers - 1
+        # Of two shares of Trans the first runs beside the experts; `fetched` is Trans of the last layer but one.
+        fetched = f"|F{last - 1}[0:{cut}]" if last else ""
+        turns = (range(layers), range(last, -1, -1))  # one layer each
+        before, after = ("", ""), ("", "")
         if self.halves and recompute:
-            forward, backward = _halves_again(layers, again)
+            # What a stage keeps for its backward cannot leave the turn of a loop that computed it: a turn is one layer.
+            forward = "Aa0|T0 Ga0 Sa0+Ab0,Gb0 Sb0+Ea0 Ba0+Eb0 Bb0+Ua0 Ub0"
+            backward = (
+                "G*b0 S*b0+G*a0 S*a0+E*b0 B*b0+E*a0 B*a0+U*b0,Ub0 Bb0+U*a0,Ua0 Ba0+Eb0 Sb0+Ea0 Sa0+Gb0,Ab0|F-1 Ga0 "
+                "Aa0|M0"
+            )
         elif self.halves:
-            forward, backward = _halves(layers, *shares, again)
+            # In the forward turn i begins when b's rows of layer i leave beside a's experts, and ends when a's rows of
+            # layer i + 1 leave beside b's attention. In the backward it begins with the way back of the latter. The
+            # last exchange of the forward and the first of the backward have no window beside them that computes for
+            # long: the loss of half a, which waits for neither, can stand there.
+            turns = (range(last), range(last - 1, -1, -1))
+            before = (
+                "Aa0|T0 Ga0 Sa0+Ab0,Gb0",
+                f"Ub{last} Bb{last} Ua{last} Ba{last}+Eb{last}{fetched} Sb{last}+Ea{last}",
+            )
+            forward = f"Sb0+Ea0 Ba0+Eb0|T1[0:{cut}] Bb0+Ua0,Aa1|T1[{cut}:1],Ga1 Sa1+Ub0,Ab1,Gb1"
+            backward = (
+                f"Sa1+Gb1,Ab1|F0[{cut}:1],Ub0 Bb0+Ga1,Aa1|M1[0:{agg}],Ua0 Ba0+Eb0|M1[{agg}:1]|F-1[0:{cut}] Sb0+Ea0"
+            )
+            after = (
+                f"Sb{last}+Ea{last} Ba{last}+Eb{last} Bb{last}+Ua{last} Ub{last}",
+                "Sa0+Gb0,Ab0 Ga0 Aa0|M0",
+            )
         elif self.schedule == "hecate":
-            forward, backward = _hecate(layers, again, recompute)
-        else:
-            forward, backward = _pro_prophet(layers, *shares, again, recompute)
+            # Attention first in the backward, so that Agg had the next layer's experts beside it too, hid 1.7 ms of a
+            # modelled 54 and exposed 3.2 ms more of the all-to-alls.
+            forward, backward = "A0|T0 D0 E0 C0", "R0 C0 E0 D0 A0|M0|F-1"
+        else:  # turn i is the block [MoE i, attention i + 1]; the first attention and the last MoE stand alone
+            turns = (range(last), range(last - 1, -1, -1))
+            before = ("A0|T0", f"R{last} C{last} E{last}{fetched} D{last}")
+            forward = f"D0 E0|T1[0:{cut}] C0 A1|T1[{cut}:1]"
+            backward = f"A1|M1[0:{agg}]|F0[{cut}:1] R0 C0 E0|M1[{agg}:1]|F-1[0:{cut}] D0"
+            after = (f"D{last} E{last} C{last}", "A0|M0")
+        loops = []
+        for start, body, turn, end in zip(before, (forward, backward), turns, after, strict=True):
+            windows = [self._parsed(text, recompute) for text in (start, body, end)]
+            loops.append(Loop(windows[0], windows[1], turn, windows[2]))
         return BlockSchedule(
             name=self.schedule,
             layers=layers,
             refetch_replicas=self.refetch_replicas,
-            forward=forward,
-            backward=backward,
+            forward=loops[0],
+            backward=loops[1],
             halves=self.halves,
         )
 
-    @property
-    def is_block_wise(self) -> bool:
-        """Whether there is a schedule to build."""
-        return self.schedule != "none" or self.halves
+    def _parsed(self, text: str, recompute: bool) -> tuple[Window, ...]:
+        """Return the windows of a text such as 'Sa1+Ub0,Ab1|T1[0.5:1]', in order.
 
-
-def _hecate(layers: int, refetch_replicas: bool, recompute: bool) -> tuple[Loop, Loop]:
-    """Trans of layer l beside attention l; in the backward Agg of layer l and Trans of layer l - 1 beside it."""
-    forward = (Window("attention", 0, (Move("trans", 0),)), *_moe(0))
-    again = (Move("trans", -1),) if refetch_replicas else ()
-    # Attention first, so that Agg had the next layer's experts beside it too, hid 1.7 ms of a modelled 54 and exposed
-    # 3.2 ms more of the all-to-alls.
-    backward = (*_moe_back(0, recompute), Window("attention", 0, (Move("agg", 0), *again)))
-    return Loop((), forward, range(layers), ()), Loop((), backward, range(layers - 1, -1, -1), ())
-
-
-def _pro_prophet(
-    layers: int, trans_share: float, agg_share: float, refetch_replicas: bool, recompute: bool
-) -> tuple[Loop, Loop]:
-    """Turn i is the block [MoE i, attention i + 1]; the first attention and the last MoE stand alone."""
-    cut, again = 1 - trans_share, refetch_replicas
-    forward = Loop(
-        before=(Window("attention", 0, (Move("trans", 0),)),),
-        body=(*_moe(0, _part("trans", 1, 0.0, cut)), Window("attention", 1, _part("trans", 1, cut, 1.0))),
-        turns=range(layers - 1),
-        after=_moe(layers - 1),
-    )
-    first, second = _part("agg", 1, 0.0, agg_share), _part("agg", 1, agg_share, 1.0)
-    backward = Loop(
-        before=_moe_back(layers - 1, recompute, _part("trans", layers - 2, 0.0, cut, again and layers > 1)),
-        body=(
-            Window("attention", 1, (*first, *_part("trans", 0, cut, 1.0, again))),
-            *_moe_back(0, recompute, (*second, *_part("trans", -1, 0.0, cut, again))),
-        ),
-        turns=range(layers - 2, -1, -1),
-        after=(Window("attention", 0, (Move("agg", 0),)),),
-    )
-    return forward, backward
-
-
-def _halves(layers: int, trans_share: float, agg_share: float, refetch_replicas: bool) -> tuple[Loop, Loop]:
-    """Two halves, a and b: while the rows of one travel, the other computes.
-
-    In the forward turn i begins when b's rows of layer i leave beside a's experts, and ends when a's rows of layer
-    i + 1 leave beside b's attention. In the backward it begins with the way back of the latter. The last exchange
-    of the forward and the first of the backward have no window beside them that computes for long: the loss of half a,
-    which waits for neither, can stand there.
-    """
-    last, cut, again = layers - 1, 1 - trans_share, refetch_replicas
-    forward = Loop(
-        before=(*_to_route(0, 0, (Move("trans", 0),)), _beside("send", 0, 0, *_to_route(0, 1))),
-        body=(
-            *_halves_experts(0, _part("trans", 1, 0.0, cut)),
-            _beside("send_back", 0, 1, Window("unpack", 0, (), 0), *_to_route(1, 0, _part("trans", 1, cut, 1.0))),
-            _beside("send", 1, 0, Window("unpack", 0, (), 1), *_to_route(1, 1)),
-        ),
-        turns=range(last),
-        after=(
-            *_halves_experts(last),
-            _beside("send_back", last, 1, Window("unpack", last, (), 0)),
-            Window("unpack", last, (), 1),
-        ),
-    )
-    first, second = _part("agg", 1, 0.0, agg_share), _part("agg", 1, agg_share, 1.0)
-    leave_b = Window("route", 1, (), 1), Window("attention", 1, _part("trans", 0, cut, 1.0, again), 1)
-    leave_a = Window("route", 1, (), 0), Window("attention", 1, first, 0)
-    backward = Loop(
-        before=(
-            Window("unpack", last, (), 1),
-            Window("send_back", last, (), 1),
-            Window("unpack", last, (), 0),
-            *_halves_back(last, _part("trans", last - 1, 0.0, cut, again and last > 0)),
-        ),
-        body=(
-            _beside("send", 1, 0, *leave_b, Window("unpack", 0, (), 1)),
-            _beside("send_back", 0, 1, *leave_a, Window("unpack", 0, (), 0)),
-            *_halves_back(0, (*second, *_part("trans", -1, 0.0, cut, again))),
-        ),
-        turns=range(last - 1, -1, -1),
-        after=(
-            _beside("send", 0, 0, Window("route", 0, (), 1), Window("attention", 0, (), 1)),
-            Window("route", 0, (), 0),
-            Window("attention", 0, (Move("agg", 0),), 0),
-        ),
-    )
-    return forward, backward
-
-
-def _halves_again(layers: int, refetch_replicas: bool) -> tuple[Loop, Loop]:
-    """Two halves where the backward computes each layer again: a turn is one layer, and nothing stands across two.
-
-    What a stage keeps for its backward cannot leave the turn of a loop that computed it.
-    """
-    forward = (
-        *_to_route(0, 0, (Move("trans", 0),)),
-        _beside("send", 0, 0, *_to_route(0, 1)),
-        *_halves_experts(0),
-        _beside("send_back", 0, 1, Window("unpack", 0, (), 0)),
-        Window("unpack", 0, (), 1),
-    )
-    again = (Move("trans", -1),) if refetch_replicas else ()
-    backward = (
-        Window("route_again", 0, (), 1),
-        _beside("send_again", 0, 1, Window("route_again", 0, (), 0)),
-        _beside("send_again", 0, 0, Window("experts_again", 0, (), 1)),
-        _beside("send_back_again", 0, 1, Window("experts_again", 0, (), 0)),
-        _beside("send_back_again", 0, 0, Window("unpack_again", 0, (), 1), Window("unpack", 0, (), 1)),
-        _beside("send_back", 0, 1, Window("unpack_again", 0, (), 0), Window("unpack", 0, (), 0)),
-        *_halves_back(0, ()),
-        _beside("send", 0, 0, Window("route", 0, (), 1), Window("attention", 0, again, 1)),
-        Window("route", 0, (), 0),
-        Window("attention", 0, (Move("agg", 0),), 0),
-    )
-    return Loop((), forward, range(layers), ()), Loop((), backward, range(layers - 1, -1, -1), ())
-
-
-def _beside(stage: str, layer: int, half: int, *others: Window) -> Window:
-    """Return the exchange of one half and the windows of the other half beside it."""
-    return Window(stage, layer, (), half, others)
-
-
-def _to_route(layer: int, half: int, beside: tuple[Move, ...] = ()) -> tuple[Window, ...]:
-    return Window("attention", layer, beside, half), Window("route", layer, (), half)
-
-
-def _halves_experts(layer: int, beside: tuple[Move, ...] = ()) -> tuple[Window, ...]:
-    """Return the windows of the forward in which experts compute."""
-    return (
-        _beside("send", layer, 1, Window("experts", layer, (), 0)),
-        _beside("send_back", layer, 0, Window("experts", layer, beside, 1)),
-    )
-
-
-def _halves_back(layer: int, beside: tuple[Move, ...]) -> tuple[Window, ...]:
-    """Return the windows of the backward in which experts compute."""
-    return (
-        _beside("send_back", layer, 0, Window("experts", layer, beside, 1)),
-        _beside("send", layer, 1, Window("experts", layer, (), 0)),
-    )
-
-
-def _part(kind: str, layer: int, start: float, stop: float, wanted: bool = True) -> tuple[Move, ...]:
-    return (Move(kind, layer, start, stop),) if wanted and stop > start else ()
-
-
-def _moe(layer: int, beside: tuple[Move, ...] = ()) -> tuple[Window, ...]:
-    return Window("dispatch", layer), Window("experts", layer, beside), Window("combine", layer)
-
-
-def _moe_back(layer: int, recompute: bool, beside: tuple[Move, ...] = ()) -> tuple[Window, ...]:
-    again = (Window("recompute", layer),) if recompute else ()
-    return (*again, Window("combine", layer), Window("experts", layer, beside), Window("dispatch", layer))
-
-
-def _placed(window: Window, turn: int, layers: int) -> Window:
-    """Return a window of a turn with absolute layers, without moves of layers that there are not."""
-    moves = (dataclasses.replace(move, layer=move.layer + turn) for move in window.beside)
-    beside = tuple(move for move in moves if 0 <= move.layer < layers)
-    others = tuple(_placed(other, turn, layers) for other in window.others)
-    return dataclasses.replace(window, layer=window.layer + turn, beside=beside, others=others)
+        A window is the letter of its stage (`STAGES`, '*' where the backward computes it again), its half and its
+        layer, then the moves beside it: T for Trans, F for Trans of `refetch_replicas`, M for Agg, with a layer and a
+        part. After '+' stand the windows of the other half beside an exchange. Parts of no length are left out.
+        """
+        windows = []
+        for pair in text.split():
+            found = []
+            for word in re.split(r"[+,]", pair):
+                head, *moves = word.split("|")
+                letter, again, half, layer = re.fullmatch(r"([A-Z])(\*?)([ab]?)(-?\d+)", head).groups()
+                beside = []
+                for move in moves:
+                    kind, of_layer, start, stop = re.fullmatch(r"([TFM])(-?\d+)(?:\[(.+):(.+)\])?", move).groups()
+                    start, stop = float(start or 0), float(stop or 1)
+                    if stop > start and (kind != "F" or self.refetch_replicas):
+                        beside.append(Move("agg" if kind == "M" else "trans", int(of_layer), start, stop))
+                stage = STAGES[letter] + ("_again" if again else "")
+                found.append(Window(stage, int(layer), tuple(beside), "ab".index(half) if half else None))
+            if found[0].stage != "recompute" or recompute:
+                windows.append(dataclasses.replace(found[0], others=tuple(found[1:])))
+        return tuple(windows)

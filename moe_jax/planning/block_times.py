@@ -1,4 +1,4 @@
-"""The time of a block-wise schedule, the part of its transfers that is exposed, and a picture of both.
+"""The time of a block-wise schedule, and the part of its transfers that is exposed.
 
 A window lasts as long as its stage or its moves together, whichever is longer; its moves run one after the other, in
 their order in `Window.beside`. Of two halves each stage takes half as long; a pair of an exchange and what computes
@@ -10,25 +10,12 @@ Source: Pro-Prophet, equations 7 and 8; Hecate, section 3.2.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 import numpy as np
 
-from moe_jax.planning.block_schedule import BlockSchedule, Move, Prefetch, Window
+from moe_jax.planning.block_schedule import Prefetch, Window
 
 EXCHANGES = ("dispatch", "combine", "send", "send_back")
-STREAMS = ("compute", "exchange", "transfer")
-COLOURS = {
-    "attention": "#56B4E9",
-    "experts": "#0072B2",
-    "recompute": "#CC79A7",
-    "dispatch": "#d8dee4",
-    "combine": "#d8dee4",
-    "send": "#d8dee4",
-    "send_back": "#d8dee4",
-    "trans": "#009E73",
-    "agg": "#D55E00",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,28 +35,22 @@ class Times:
     trans: float | np.ndarray = 0.0
     agg: float | np.ndarray = 0.0
 
-    def stage(self, name: str, backward: bool):
-        """Return the seconds of a stage, of all sequences of the device."""
-        if name == "recompute":
-            return 2 * self.exchange + self.experts
-        name, again, _ = name.partition("_again")
-        if name in EXCHANGES:
-            return self.exchange
-        if name in ("route", "unpack"):
-            return 0.0
-        return (1 if again or not backward else 2) * getattr(self, name)
-
     def window(self, window: Window, backward: bool):
         """Return the seconds of a window's own stage, of its half where it has one."""
-        return self.stage(window.stage, backward) * (1.0 if window.half is None else 0.5)
+        name, again, _ = window.stage.partition("_again")
+        if name == "recompute":
+            seconds = 2 * self.exchange + self.experts
+        elif name in EXCHANGES:
+            seconds = self.exchange
+        elif name in ("route", "unpack"):
+            seconds = 0.0
+        else:
+            seconds = (1 if again or not backward else 2) * getattr(self, name)
+        return seconds * (1.0 if window.half is None else 0.5)
 
     def beside(self, window: Window, backward: bool):
         """Return the seconds of what computes beside a window's exchange."""
         return sum(self.window(other, backward) for other in window.others)
-
-    def move(self, move: Move):
-        """Return the seconds of a part of a transfer."""
-        return (move.stop - move.start) * getattr(self, move.kind)
 
 
 def shares(times: Times, refetch_replicas: bool = False) -> tuple[float, float]:
@@ -92,7 +73,7 @@ def stage_seconds(prefetch: Prefetch, times: Times, recompute: bool = False) -> 
       recompute: the backward computes the MoE layer again.
     """
     if not prefetch.halves:
-        again = times.stage("recompute", backward=True) if recompute else 0.0
+        again = 2 * times.exchange + times.experts if recompute else 0.0
         return 4 * times.exchange + 3 * (times.attention + times.experts) + again
     total, schedule = 0.0, prefetch.build(layers=3, recompute=recompute)
     for loop, backward in ((schedule.forward, False), (schedule.backward, True)):
@@ -122,83 +103,9 @@ def exposed(prefetch: Prefetch, times: Times) -> tuple[np.ndarray | float, np.nd
             left, out = times.window(window, backward), {"trans": 0.0, "agg": 0.0}
             if window.others:  # the links are free from the end of the exchange to that of the computation
                 left = np.maximum(0.0, times.beside(window, backward) - left)
-            for move in window.moves:
-                seconds = times.move(move)
+            for move in [move for one in window.pair for move in one.beside]:
+                seconds = (move.stop - move.start) * getattr(times, move.kind)
                 out[move.kind] = out[move.kind] + np.maximum(0.0, seconds - left)
                 left = np.maximum(0.0, left - seconds)
             late = {kind: late[kind] + out[kind] for kind in late}
     return late["trans"], late["agg"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """An interval `start` to `stop` (seconds) on one of `STREAMS`; `exposed`: the part of a transfer not overlapped.
-
-    Attributes:
-      kind: a stage, 'trans' or 'agg'; layer: absolute; backward: in the backward.
-    """
-
-    stream: str
-    kind: str
-    layer: int
-    backward: bool
-    start: float
-    stop: float
-    exposed: float = 0.0
-
-
-def timeline(schedule: BlockSchedule, times: Times) -> list[Bar]:
-    """Return the bars of one step, window after window; stages that take no time have none."""
-    bars, now = [], 0.0
-    for direction, pair in schedule.windows():
-        backward = direction == "backward"
-        own, beside = float(times.window(pair, backward)), float(times.beside(pair, backward))
-        start = now
-        for window in pair.pair:
-            stop, stage = start + float(times.window(window, backward)), window.stage.removesuffix("_again")
-            if stop > start:
-                stream = "exchange" if stage in EXCHANGES else "compute"
-                bars.append(Bar(stream, stage, window.layer, backward, start, stop))
-            start = now if window is pair else stop  # the others run while the first does, one after the other
-        end = now + own if pair.others else now  # moves follow the exchange of the other half
-        hidden_until = now + max(own, beside)
-        for move in pair.moves:
-            start, end = end, end + float(times.move(move))
-            late = max(0.0, end - max(start, hidden_until))
-            bars.append(Bar("transfer", move.kind, move.layer, backward, start, end, late))
-        now = max(hidden_until, end)
-    return bars
-
-
-def draw(schedule: BlockSchedule, times: Times, path: pathlib.Path | str) -> pathlib.Path:
-    """Write the Gantt chart as a PNG; the exposed part of a transfer is hatched."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 2.6), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    bars, seen = timeline(schedule, times), set()
-    for bar in bars:
-        row, length = len(STREAMS) - 1 - STREAMS.index(bar.stream), bar.stop - bar.start
-        label = None if bar.kind in seen else bar.kind
-        seen.add(bar.kind)
-        axes.barh(row, 1e3 * length, left=1e3 * bar.start, height=0.8, color=COLOURS[bar.kind], edgecolor="white",
-                  linewidth=0.5, label=label)  # fmt: skip
-        if bar.exposed:
-            axes.barh(row, 1e3 * bar.exposed, left=1e3 * (bar.stop - bar.exposed), height=0.8, color="none",
-                      edgecolor="black", hatch="////", linewidth=0)  # fmt: skip
-        if bar.stream != "exchange" and len(bars) <= 120:
-            axes.text(1e3 * (bar.start + length / 2), row, str(bar.layer), ha="center", va="center", fontsize=6)
-    late = 1e3 * sum(bar.exposed for bar in bars)
-    moved = 1e3 * sum(bar.stop - bar.start for bar in bars if bar.stream == "transfer")
-    again = ", replicas refetched" if schedule.refetch_replicas else ""
-    axes.set(
-        yticks=range(len(STREAMS)), yticklabels=STREAMS[::-1], xlabel="ms",
-        title=f"{schedule.name}, {schedule.layers} layers{again}: {late:.3g} ms of {moved:.3g} ms of transfers exposed",
-    )  # fmt: skip
-    axes.legend(ncols=7, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25))
-    path = pathlib.Path(path)
-    path = pathlib.Path(path)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    return path

@@ -18,7 +18,7 @@ import math
 
 import numpy as np
 
-from moe_jax.cluster import AbsentFigureError, Cluster, all_reduce_bytes, received_seconds, uniform_seconds
+from moe_jax.cluster import AbsentFigureError, Cluster, received_seconds, uniform_seconds
 from moe_jax.cluster.fits import fit_name
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
@@ -107,24 +107,15 @@ class Cost:
             )
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's activations."""
-        return self.model_dim * self.dtype_bytes
-
-    @property
     def exchanged_bytes(self) -> float:
         """Bytes of one token in an exchange, the mean of a layer's four: out and back, forward and backward."""
-        return self.token_bytes if self.sent_bytes is None else (3 * self.token_bytes + self.sent_bytes) / 4
+        token = self.model_dim * self.dtype_bytes
+        return token if self.sent_bytes is None else (3 * token + self.sent_bytes) / 4
 
     @property
     def expert_params(self) -> int:
         """Numbers of one expert on one device."""
         return self.matrices * self.model_dim * self.hidden_dim // self.shards
-
-    @property
-    def row_flops(self) -> float:
-        """FLOPs of one token's forward through one expert on one device; the backward takes twice that."""
-        return 2.0 * self.expert_params
 
     @property
     def expert_bytes(self) -> int:
@@ -142,8 +133,11 @@ class Cost:
         return self.cluster.bandwidth(who, of_device=self.price != "paper")
 
     def tokens_per_second(self, requested_by: str) -> float:
-        """v: tokens per second that one device computes in an expert's forward, P / (4 M F) with two matrices."""
-        return self.cluster.need("flops", f"planner {requested_by!r}") / self.row_flops
+        """v: tokens per second that one device computes in an expert's forward, P / (4 M F) with two matrices.
+
+        A token takes two FLOPs for each number of the expert; the backward takes twice that.
+        """
+        return self.cluster.need("flops", f"planner {requested_by!r}") / (2.0 * self.expert_params)
 
     def overlap(self, requested_by: str) -> int:
         """tau: given, or the most experts whose transfer takes no longer than attention, 0 where not one does.
@@ -205,7 +199,9 @@ class Cost:
         times = [self._form_seconds(sizes, form, devices, per_node, requested_by) for form in forms]
         return functools.reduce(np.minimum, times)
 
-    def _form_seconds(self, sizes: TransferSizes, form: str, devices: int, devices_per_node: int, requested_by: str):
+    def _form_seconds(
+        self, sizes: TransferSizes | TransferShape, form: str, devices: int, devices_per_node: int, requested_by: str
+    ):
         """Return the seconds of one Trans as the program runs it in one form: a straight line where anything moves."""
         group = (devices, devices_per_node, self.shards)
         start, offer, slot, crossing = _transfer_rates(self.cluster, self.expert_bytes, form, group, requested_by)
@@ -217,11 +213,11 @@ class Cost:
 
         `price` plays no part: this is a choice for the program. Of equal ones 'flat'.
         """
-        sizes, group = _sizes_of(largest), (largest.devices, largest.devices_per_node)
+        group = (largest.devices, largest.devices_per_node)
         requested_by = "the form of a transfer (PlannerConfig.transfer = 'auto')"
         forms = forms_of("auto", *group)
         try:
-            times = [float(np.sum(self._form_seconds(sizes, form, *group, requested_by))) for form in forms]
+            times = [float(np.sum(self._form_seconds(largest, form, *group, requested_by))) for form in forms]
         except AbsentFigureError:
             return None
         return forms[-1] if times[-1] < times[0] * (1 - 1e-9) else "flat"
@@ -242,15 +238,6 @@ class Cost:
             form = "by_node" if by_node.sent().across < flat.sent().across else "flat"
         return by_node if form == "by_node" else flat
 
-    def slots_left(self, most: int) -> int:
-        """Return how many replica slots fit beside those planned ahead, `most` where the memory is not known."""
-        memory, room = self.cluster.memory_bytes, self.late_room
-        if memory is None:
-            return most
-        if room is None:
-            room = slots_in(memory, self.layers_alive, self.expert_bytes) - self.replica_slots
-        return max(0, min(most, room))
-
     def late_price(self, needed: TransferSizes, each: np.ndarray) -> np.ndarray:
         """Return the seconds of a late transfer and its way back [...]; `each` [...] is the price by the expert."""
         if self.late is None or not self.late_seconds:
@@ -260,17 +247,7 @@ class Cost:
     def shape_seconds(self, shape: TransferShape, requested_by: str) -> float:
         """Return the seconds of one Trans as the program runs it: every offer, slot and crossing of the shape."""
         form = "by_node" if shape.by_node else "flat"
-        return float(self._form_seconds(_sizes_of(shape), form, shape.devices, shape.devices_per_node, requested_by))
-
-    def late_expert(self, requested_by: str) -> float:
-        """Return the seconds of one Trans after the gate that brings one expert to every other device.
-
-        Nothing hides it. The papers' price is S / W.
-        """
-        if self.price == "paper":
-            return self.expert_bytes / self.bandwidth(requested_by)
-        devices = self.cluster.devices or self.cluster.need("devices_per_node", f"planner {requested_by!r}")
-        return float(self.trans(TransferSizes(1, 1, 1, devices), devices, requested_by))
+        return float(self._form_seconds(shape, form, shape.devices, shape.devices_per_node, requested_by))
 
     def layer(self, computed: np.ndarray, received: np.ndarray, sizes: TransferSizes, requested_by: str) -> np.ndarray:
         """T of one layer, forward and backward: H, R [..., D], sizes [...] -> seconds [...].
@@ -319,20 +296,6 @@ class Cost:
 def slots_in(free_bytes: float, layers_alive: int, expert_bytes: float) -> int:
     """mu: replicas of a device that fit, floor(free / (layers alive x bytes of an expert)) (Hecate 4.2)."""
     return int(free_bytes // (layers_alive * expert_bytes))
-
-
-def standing_replica_bytes(replicas: np.ndarray, expert_bytes: float) -> np.ndarray:
-    """Bytes of all-reduces over standing replicas: replicas [..., E] -> [...].
-
-    They are the sum over experts i of 2 (n_i - 1) / n_i Z with n_i = replicas + 1 holders.
-
-    Source: Hecate, equation 2, on what rearranging systems (FlexMoE) pay each step.
-    """
-    return all_reduce_bytes(expert_bytes, replicas + 1).sum(axis=-1)
-
-
-def _sizes_of(shape: TransferShape) -> TransferSizes:
-    return TransferSizes(shape.offers, shape.slots, shape.crossing)
 
 
 def forms_of(form: str, devices: int, devices_per_node: int) -> tuple[str, ...]:
@@ -422,8 +385,3 @@ def predicted_layer_seconds(
     needed = transfer_sizes(placement.home, placement.holds & ~planned.holds, shape.late.inside)
     each = with_late_prices(cost, shape.late).late_seconds
     return total + np.array(each or (0.0,))[late_size(needed, shape.late) if each else 0]
-
-
-def worth_a_swap(now_seconds: float, then_seconds: float, horizon: int, price_seconds: float) -> bool:
-    """Say whether changed sizes pay: the gain over `horizon` steps exceeds what the change costs."""
-    return (now_seconds - then_seconds) * horizon > price_seconds

@@ -33,7 +33,7 @@ from moe_jax.parallel.global_arrays import to_devices
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import BALANCERS
-from moe_jax.planning.cost import predicted_layer_seconds, worth_a_swap
+from moe_jax.planning.cost import predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables, fits
 from moe_jax.training import plan_state
@@ -367,8 +367,8 @@ class RejitEngine:
         if any(seconds is None for seconds in (*now, *then)) or homes_differ(placement, self.placement):
             return True  # nothing to compare, or a move of homes, whose gain the planner has compared with its cost
         horizon = self.config.horizon * listed(self.plans)[0].cost.microbatches
-        gains = (sum(float(seconds.sum()) for seconds in layers) for layers in (now, then))
-        return worth_a_swap(*gains, horizon, self.config.swap_seconds)
+        now, then = (sum(float(seconds.sum()) for seconds in layers) for layers in (now, then))
+        return (now - then) * horizon > self.config.swap_seconds
 
     @staticmethod
     def _predicted(

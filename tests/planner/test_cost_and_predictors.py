@@ -10,7 +10,7 @@ from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.config import PlannerConfig
-from moe_jax.planning.cost import Cost, predicted_layer_seconds, slots_in, standing_replica_bytes, worth_a_swap
+from moe_jax.planning.cost import Cost, predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_session import PlanSession, Predictor
 from moe_jax.planning.plan_shape import build_shape
@@ -90,18 +90,6 @@ def test_uniform_receivers_share_their_nodes_card():
     cost = make_cost(cluster=two_level(intra_latency=0.0, inter_latency=0.0))
     assert cost.exchange(np.full(4, 6.0), "t") == pytest.approx(8.0)
     assert cost.exchange(np.array([60.0, 0, 0, 0]), "t") == pytest.approx(480 * 2 / 3 / 8)
-
-
-def test_sizes_in_bytes():
-    cost = make_cost()
-    assert (cost.token_bytes, cost.expert_bytes, cost.state_bytes) == (8, 48, 48 + 12 * 8)
-    assert slots_in(1000, 2, 48) == 10
-    # n = 1 (no replica): 0; n = 2: 2 x 1/2 x 48 = 48; n = 4: 2 x 3/4 x 48 = 72.
-    np.testing.assert_allclose(standing_replica_bytes(np.array([[0, 1, 3]]), 48), [120])
-
-
-def test_swaps_pay_over_the_horizon():
-    assert worth_a_swap(2.0, 1.5, 10, 4.9) and not worth_a_swap(2.0, 1.5, 10, 5.0)
 
 
 def run(kind, history, **fields):
