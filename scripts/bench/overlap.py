@@ -1,126 +1,141 @@
-"""What of Trans and Agg a block-wise schedule hides, as the GPU compiler schedules the real training step.
+"""Replicas of experts as the GPU compiler schedules the real step: what is overlapped, and what memory they take.
 
     python scripts/bench/overlap.py --gin_file=configs/model/hecate_gpt_moe_s.gin --target=h200:4x8 --target=h200:1x8
 
 needs the CUDA wheels of this jax in the environment, and no GPU. Every device has replicas of one expert of each of its
 next --replicas neighbours, in every layer: all offer one expert and all links are alike. One row for each target,
-schedule, guidance of the scheduler, and with and without the overflow branch, modelled from the program (`python -m
-moe_jax.inspect` says how): of the bytes of Trans and Agg in the loops over layers, the steady state, those that have a
-kernel, and a matmul, between start and done; modelled milliseconds and the share of them that is exposed, of all and in
-the loops; the same for the all-to-alls; bytes per device in GB. Ceiling: 100% of the bytes, 0% exposed. The last line
-is one JSON object; --out stores each case as soon as it is compiled, with its program, and skips those that it holds.
+schedule and guidance of the scheduler, modelled from the program (`python -m moe_jax.inspect` says how): of the bytes
+of Trans and Agg in the loops over layers, the steady state, those that have a kernel, and a matmul, between start and
+done; modelled milliseconds and the share of them that is exposed, of all and in the loops; the same for the
+all-to-alls; the arguments of the step (parameters and optimizer state) and its temporaries, GB a device; and memory
+over EP: arguments, and what the temporaries have above those of `expert parallel`, over its arguments. Ceiling: 100% of
+the bytes, 0% exposed. `flexmoe` is not compiled but computed, as its authors run it: standing replicas, each with
+parameters, two moments and gradients in float32. Hecate's figure 13 has +64% without re-materialization, +11.6% with
+it, and 83% more than Hecate for FlexMoE; it does not say how many replicas. The last line is one JSON object, which
+--out keeps; programs are written beside it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import itertools
 import json
 import pathlib
-import sys
+import time
 
+import numpy as np
 from absl import app, flags
-from compile_cases import Case, Outcome, compile_case
 
 SCHEDULES = {
-    "expert parallel": (0, ()),
-    "none": (None, ()),
-    "hecate": (None, ("ModelConfig.prefetch = 'hecate'", "ModelConfig.refetch_replicas = True")),
-    "pro_prophet": (None, ("ModelConfig.prefetch = 'pro_prophet'", "ModelConfig.refetch_replicas = True")),
+    "expert parallel": (),
+    "none": (),
+    "hecate, kept": ("ModelConfig.prefetch = 'hecate'",),
+    "hecate": ("ModelConfig.prefetch = 'hecate'", "ModelConfig.refetch_replicas = True"),
+    "pro_prophet": ("ModelConfig.prefetch = 'pro_prophet'", "ModelConfig.refetch_replicas = True"),
+    "flexmoe": (),
 }
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file; may repeat.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding; may repeat.")
 _TARGETS = flags.DEFINE_multi_string("target", ["h200:4x8"], "DEVICE:NODESxDEVICES; may repeat.")
 _SCHEDULES = flags.DEFINE_multi_enum("schedule", list(SCHEDULES), list(SCHEDULES), "What is compiled; may repeat.")
 _GUIDED = flags.DEFINE_bool("guided", True, "Compile again, the scheduler given modelled seconds.")
-_OVERFLOW = flags.DEFINE_multi_enum("overflow", ["yes", "no"], ["yes", "no"], "With the branch of later passes.")
+_OVERFLOW = flags.DEFINE_bool("overflow", True, "With the branch of later passes; else buckets of as many rows drop.")
 _TOKENS = flags.DEFINE_integer("tokens", 16384, "Tokens of a device.")
 _REPLICAS = flags.DEFINE_integer("replicas", 2, "Replicas on each device in each layer.")
 _BY_NODE = flags.DEFINE_bool("by_node", False, "Whether replicas travel node by node.")
 _OPTIONS = flags.DEFINE_multi_string("compiler_option", [], "Option for the compiler, NAME=VALUE; may repeat.")
-_OUT = flags.DEFINE_string("out", "", "File of JSON lines, one for each case.")
-ROW = "{:10} {:16} {:>6} {:>8} | {:>7} {:>7} {:>8} {:>8} {:>8} | {:>8} {:>8} | {:>7} {:>6} {:>6} {:>5}"
+_OUT = flags.DEFINE_string("out", "", "JSON file.")
+ROW = "{:10} {:16} {:>6} | {:>7} {:>7} {:>8} {:>8} {:>8} | {:>8} {:>8} | {:>7} {:>6} {:>6} {:>7} {:>5}"
 
 
-def main(argv: list[str]) -> None:
-    done = read(_OUT.value)
-    print(ROW.format("target", "schedule", "guided", "overflow", "kernel", "matmul", "ms", "exposed", "loops", "a2a ms",
-                     "exposed", "step ms", "args", "temp", "s"))  # fmt: skip
-    records = []
-    for target, overflow, schedule in itertools.product(_TARGETS.value, _OVERFLOW.value, _SCHEDULES.value):
-        replicas, bindings = SCHEDULES[schedule]
-        case = Case(
-            files=tuple(_GIN_FILES.value),
-            bindings=(*bindings, *_GIN_BINDINGS.value),
-            target=target,
-            tokens=_TOKENS.value,
-            replicas=_REPLICAS.value if replicas is None else replicas,
-            by_node=_BY_NODE.value,
-            options=tuple(tuple(text.split("=", 1)) for text in _OPTIONS.value),
-            overflow=overflow == "yes",
+def ring_replicas(program, replicas: int):
+    """Return the shape of a placement in which each device has replicas of one expert of each next neighbour."""
+    from moe_jax.planning.plan_shape import build_shape
+    from moe_jax.training.plan_cost import initial_placement
+
+    even = initial_placement(program.config, program.roles)
+    if not replicas:
+        return build_shape(even)
+    devices, held = even.devices, even.experts // even.devices
+    rows = [
+        (layer, (device + shift) % devices * held, device)
+        for layer, device, shift in itertools.product(range(even.layers), range(devices), range(1, replicas + 1))
+    ]
+    return build_shape(even.replace(replicas=np.array(sorted(rows), np.int32)), by_node=_BY_NODE.value)
+
+
+def compile_case(name: str, schedule: str):
+    """Yield (guided, record of the report, program's text) of a step: as the compiler schedules it, then guided."""
+    from moe_jax.analysis import compile_ahead
+    from moe_jax.analysis.program_report import build_report
+    from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.targets import parse_target
+    from moe_jax.cluster.timeline import Model, play, scheduler_profile
+    from moe_jax.config import parse_run_config
+    from moe_jax.training.compiling import compile_with_profile
+    from moe_jax.training.program import build_program
+
+    target = parse_target(name)
+    config = parse_run_config(_GIN_FILES.value, [*SCHEDULES[schedule], *_GIN_BINDINGS.value])[0]
+    devices = target.nodes * target.per_node
+    replicas = 0 if schedule == "expert parallel" else _REPLICAS.value
+    train = dataclasses.replace(config.train, batch_size=devices * _TOKENS.value // config.data.sequence_length)
+    config = compile_ahead.on_target(dataclasses.replace(config, train=train), target)
+    if not _OVERFLOW.value:
+        moe = config.moe
+        groups = moe.num_experts // devices + replicas
+        factor = moe.bucket_slack * moe.num_experts / (devices * groups)
+        config = dataclasses.replace(config, moe=dataclasses.replace(moe, capacity_factor=factor))
+    program = build_program(config, compile_ahead.described_devices(target))
+    options = dict(text.split("=", 1) for text in _OPTIONS.value)
+    options = {"xla_gpu_autotune_level": "0", **program.compiler_options(), **options}
+    started, text = time.monotonic(), None
+    lowered = program.lower_train_step(ring_replicas(program, replicas))
+    for guided in range(1 + _GUIDED.value):
+        if guided:
+            executable = compile_with_profile(lowered, options, scheduler_profile(parse_module(text), target))
+        else:
+            executable = lowered.compile(compiler_options=options)
+        text = executable.as_text()
+        report = build_report(play(parse_module(text), target, Model()), target, Model())
+        yield (
+            bool(guided),
+            text,
+            {
+                "compile_seconds": time.monotonic() - started,
+                "memory": compile_ahead.memory_of(executable),
+                "step": report["step"],
+                "all": {found["role"]: found for found in report["totals"]["by_role"]},
+                "loops": {found["role"]: found for found in report["in_loops"]["by_role"]},
+            },
         )
-        key = {"target": target, "schedule": schedule, "overflow": overflow, "case": repr(case)}
-        found = [r for r in done if {name: r[name] for name in key} == key]
-        if len(found) < 1 + _GUIDED.value:
-            found = []
-            for outcome in compile_case(case, _GUIDED.value):
-                found.append({**key, **recorded(outcome)})
-                keep(found[-1], outcome)
-        records += found
-        for record in found:
-            print(row(record), flush=True)
-    print(json.dumps(records))
 
 
-def keep(record: dict, outcome: Outcome) -> None:
-    """Append a record to --out, and write its program beside it."""
-    if not _OUT.value:
-        return
-    path = pathlib.Path(_OUT.value)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-    name = "-".join(str(record[part]).replace(" ", "_") for part in ("target", "schedule", "guided", "overflow"))
-    (path.parent / f"{path.stem}-{name}.hlo.gz").write_bytes(gzip.compress(outcome.text.encode()))
+def flexmoe_bytes() -> int:
+    """Return the bytes of standing replicas: parameters, two moments and gradients of each, in the master dtype."""
+    from moe_jax.config import parse_run_config
 
-
-def read(path: str) -> list[dict]:
-    """Return the records of a file, none if there is no such file."""
-    found = pathlib.Path(path)
-    return [json.loads(line) for line in found.read_text().splitlines()] if path and found.exists() else []
-
-
-def recorded(outcome: Outcome) -> dict:
-    """Return what is recorded of one compilation."""
-    roles = {"all": outcome.report["totals"]["by_role"], "loops": outcome.report["in_loops"]["by_role"]}
-    return {
-        "guided": "yes" if outcome.guided else "no",
-        "lower_seconds": outcome.lower_seconds,
-        "compile_seconds": outcome.compile_seconds,
-        "memory": outcome.memory,
-        "step": outcome.report["step"],
-        **{place: {r["role"]: r for r in rows} for place, rows in roles.items()},
-    }
-
-
-def moved(rows: dict) -> dict:
-    """Return the sums of Trans and Agg."""
-    both = [rows[role] for role in ("Trans", "Agg") if role in rows]
-    return {name: sum(r[name] for r in both) for name in both[0] if name != "role"} if both else {}
-
-
-def share(rows: dict, name: str, of: str) -> str:
-    """Return a part of a total in percent."""
-    return f"{rows[name] / rows[of]:.1%}" if rows and rows[of] else "-"
+    model = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0].model
+    matrices, itemsize = (3 if model.activation == "swiglu" else 2), (8 if model.dtype == "float64" else 4)
+    return 4 * itemsize * matrices * model.model_dim * model.hidden_dim * _REPLICAS.value * model.moe_layers
 
 
 def row(record: dict) -> str:
     """Return a case as one line of the table."""
+
+    def moved(rows):  # sums of Trans and Agg
+        both = [rows[role] for role in ("Trans", "Agg") if role in rows]
+        return {name: sum(r[name] for r in both) for name in both[0] if name != "role"} if both else {}
+
+    def share(rows, name, of):
+        return f"{rows[name] / rows[of]:.1%}" if rows and rows[of] else "-"
+
     both, loops, tokens = moved(record["all"]), moved(record["loops"]), record["all"].get("all-to-all")
     return ROW.format(
         record["target"],
         record["schedule"],
-        record["guided"],
-        record["overflow"],
+        "yes" if record["guided"] else "no",
         share(loops, "bytes_beside_kernels", "bytes"),
         share(loops, "bytes_beside_matmuls", "bytes"),
         f"{1e3 * both['seconds']:.2f}" if both else "-",
@@ -131,10 +146,38 @@ def row(record: dict) -> str:
         f"{1e3 * record['step']['modelled_seconds']:.1f}",
         f"{record['memory']['arguments'] / 1e9:.2f}",
         f"{record['memory']['temporaries'] / 1e9:.2f}",
-        f"{record['lower_seconds'] + record['compile_seconds']:.0f}",
+        f"{record['memory_over_ep']:.3f}" if record["memory_over_ep"] else "-",
+        f"{record['compile_seconds']:.0f}",
     )
 
 
+def main(_):
+    print(ROW.format("target", "schedule", "guided", "kernel", "matmul", "ms", "exposed", "loops", "a2a ms", "exposed",
+                     "step ms", "args", "temp", "over EP", "s"))  # fmt: skip
+    records, plain = [], {}
+    for target, schedule in itertools.product(_TARGETS.value, _SCHEDULES.value):
+        if schedule == "flexmoe":
+            if target in plain:
+                ratio = 1 + flexmoe_bytes() / plain[target]["arguments"]
+                print(f"{target:10} {schedule:16} computed: memory over EP {ratio:.3f}")
+                records.append({"target": target, "schedule": schedule, "memory_over_ep": ratio})
+            continue
+        for guided, text, found in compile_case(target, schedule):
+            memory = found["memory"]
+            if schedule == "expert parallel":
+                plain[target] = memory
+            ratio = None
+            if base := plain.get(target):
+                ratio = (memory["arguments"] + memory["temporaries"] - base["temporaries"]) / base["arguments"]
+            records.append({"target": target, "schedule": schedule, "guided": guided, **found, "memory_over_ep": ratio})
+            print(row(records[-1]), flush=True)
+            if _OUT.value:
+                path = pathlib.Path(_OUT.value)
+                path.write_text(json.dumps(records) + "\n", encoding="utf-8")
+                name = f"{path.stem}-{target}-{schedule}-{'guided' if guided else 'plain'}.hlo.gz".replace(" ", "_")
+                (path.parent / name).write_bytes(gzip.compress(text.encode()))
+    print(json.dumps(records))
+
+
 if __name__ == "__main__":
-    sys.argv[0] = "bench_overlap"
     app.run(main)
