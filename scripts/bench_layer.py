@@ -101,8 +101,7 @@ def executed_rows(counts, name: str) -> float | None:
     """Return rows that the grouped matmul computed over rows that there are, where the implementation tells."""
     import numpy as np
 
-    from moe_jax.kernels.blocked import choose_heights
-    from moe_jax.kernels.row_blocks import rows_computed
+    from moe_jax.kernels.row_blocks import choose_heights, rows_computed
 
     if name not in ("fused", "blocked"):
         return None

@@ -320,9 +320,9 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
         return [*lines, "bound (comm + comp) / max(comm, comp) unknown: name a file in MoEConfig.cluster"]
     arriving = moe.top_k * (tokens // shape.mp_size) * shape.esp_size
     even = [round(arriving / sizes.groups)] * sizes.groups
-    work = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)
+    flops, _, step_bytes = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)
     try:
-        load = 3 * work.forward_flops, work.step_bytes
+        load = 3 * flops, step_bytes
         moving, experts, by = pairwise_seconds(shape, load, read_named_cluster(path))
     except UserError as error:
         return [*lines, f"bound (comm + comp) / max(comm, comp) unknown: {error}"]

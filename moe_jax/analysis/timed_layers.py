@@ -100,8 +100,8 @@ def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster) -> L
     kept /= sharing
     group = np.full(sizes.groups, round(kept * sources))
     buffer = shape.esp_size * shape.sent_rows // sharing
-    work = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.esp_size)
-    return layer_seconds(schedule, shape, (3 * work.forward_flops, work.step_bytes), cluster, gather=GATHER)
+    flops, _, step_bytes = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.esp_size)
+    return layer_seconds(schedule, shape, (3 * flops, step_bytes), cluster, gather=GATHER)
 
 
 def layer_cases(devices: int, scale: float, mesh: MeshConfig | None, count: int = 14) -> list[LayerCase]:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.cluster.fits import fit_name
 from moe_jax.kernels.blocked import expert_work
 from moe_jax.kernels.grouped import GroupedWeights
-from moe_jax.kernels.matmul import default_implementation
+from moe_jax.kernels.matmul import choose_implementation
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
@@ -275,7 +275,7 @@ def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
 
 def expert_timings(devices, rows: int, groups: int, dim: int, hidden: int) -> tuple[Case, Case]:
     """Return an expert FFN forward, and forward with backward; x is FLOPs of the rows computed, y bytes touched."""
-    implementation = default_implementation(devices[0], jnp.float32, (dim, hidden))
+    implementation = choose_implementation("auto", devices[0], jnp.float32, (dim, hidden))
     sizes = np.full(groups, rows // groups // 2, np.int32)  # half of the buffer is padding, as it often is
 
     def forward(x, w_in, w_out, grad_sinks=None):
@@ -293,10 +293,10 @@ def expert_timings(devices, rows: int, groups: int, dim: int, hidden: int) -> tu
         return pull(y)
 
     shapes = [(rows, dim), (groups, dim, hidden), (groups, hidden, dim)]
-    work = expert_work(sizes, rows, dim, hidden, _ITEM)
+    flops, forward_bytes, step_bytes = expert_work(sizes, rows, dim, hidden, _ITEM)
     return (
-        Case(_on_every_device(devices, forward, shapes), 1, work.forward_flops, work.forward_bytes),
-        Case(_on_every_device(devices, both, shapes), 1, 3 * work.forward_flops, work.step_bytes),
+        Case(_on_every_device(devices, forward, shapes), 1, flops, forward_bytes),
+        Case(_on_every_device(devices, both, shapes), 1, 3 * flops, step_bytes),
     )
 
 

@@ -203,7 +203,7 @@ class FewTokens:
         number = slot.shape[0]
         heights = (*(height for height in HEIGHTS if height < number), number)
         out = cast_varying(jnp.zeros(lines.shape, acc_dtype), varying_axes(lines, sizes, bank, home_row))
-        out = for_each_block(sizes, heights, number, out, turn)
+        out = for_each_block(sizes, heights, number, 0, out, turn)
         back = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*place.shape, -1)
         return jnp.sum(_weighted(weights, back), axis=1)
 

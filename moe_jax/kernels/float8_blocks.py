@@ -4,14 +4,9 @@
     weights  float [G, K, N]   ->  e4m3 [G, K, N], scales float32 [G, K / 128, N / 128]  blocks of 128 x 128
 
 A dim below 128 is one block; a longer one must be a multiple of 128. value x scale is the number; the scale is the
-least power of two that brings the largest magnitude of its block to 448, the largest e4m3, or below. Powers of two
-make scaling exact, in bfloat16 too. So a row that was quantised, sent and brought back is quantised to the same values
-again, and products of blocks may be scaled before or after they are summed. Rounding is to nearest, ties to even: off
-by at most 1/16 of a number, or, of one below 2^-6 of the scale, by 2^-10 of it.
-
-A block of zeros is zeros, with the least scale, 2^-126. NaN or infinity anywhere in a block makes all of it NaN, and
-its scale: nothing that is wrong is rounded to something that looks right. Blocks do not see each other: rows that
-nobody owns may hold anything.
+least power of two that brings the largest magnitude of its block to 448, the largest e4m3, or below. Rounding is to
+nearest, ties to even. A block of zeros is zeros, with the least scale, 2^-126. NaN or infinity anywhere in a block
+makes all of it NaN, and its scale. Blocks do not see each other: rows that nobody owns may hold anything.
 
 Source: DeepSeek-V3 Technical Report (2024), section 3.3.2: e4m3 for all operands, tiles of 1 x 128 for activations and
 blocks of 128 x 128 for weights, scaled online by their largest magnitude; and section 3.3.3: powers of two for the
@@ -57,9 +52,8 @@ def check_blocks(field: str, name: str, dim: int) -> None:
 
 def quantise_rows(rows: Array) -> tuple[Array, Array]:
     """Return (e4m3 [R, K], scales float32 [R, K / 128]) of rows [R, K]."""
-    blocks = _bits(rows).reshape(rows.shape[0], -1, block_of(rows.shape[1]))
-    exponents = _exponents(jnp.max(blocks & 0x7FFFFFFF, axis=2))
-    return _values(blocks, exponents[..., None]).reshape(rows.shape), _powers(exponents)
+    values, scales = _quantise(rows, (rows.shape[0], -1, block_of(rows.shape[1])), 2)
+    return values.reshape(rows.shape), scales
 
 
 def dequantise_rows(values: Array, scales: Array, dtype) -> Array:
@@ -72,9 +66,8 @@ def quantise_weights(weights: Array) -> tuple[Array, Array]:
     """Return (e4m3 [G, K, N], scales float32 [G, K / 128, N / 128]) of weights [G, K, N]."""
     groups, contracted, resulting = weights.shape
     down, across = block_of(contracted), block_of(resulting)
-    blocks = _bits(weights).reshape(groups, contracted // down, down, resulting // across, across)
-    exponents = _exponents(jnp.max(blocks & 0x7FFFFFFF, axis=(2, 4)))
-    return _values(blocks, exponents[:, :, None, :, None]).reshape(weights.shape), _powers(exponents)
+    values, scales = _quantise(weights, (groups, contracted // down, down, resulting // across, across), (2, 4))
+    return values.reshape(weights.shape), scales
 
 
 def dequantise_weights(values: Array, scales: Array, dtype) -> Array:
@@ -85,28 +78,28 @@ def dequantise_weights(values: Array, scales: Array, dtype) -> Array:
     return (blocks * scales[:, :, None, :, None]).reshape(values.shape).astype(dtype)
 
 
-def _bits(array: Array) -> Array:
-    """Return the bits of float32, int32 [...]: as integers, magnitudes compare as the numbers do, NaN above all."""
-    return lax.bitcast_convert_type(array.astype(jnp.float32), jnp.int32)
+def _quantise(array: Array, shape: tuple[int, ...], axes) -> tuple[Array, Array]:
+    """Return e4m3 of `shape`, and scales, powers of two, one for each block of that shape along `axes`.
 
-
-def _exponents(largest: Array) -> Array:
-    """Return the biased exponents of the scales, int32 [...]: 1 to 247, or 255 for NaN; largest: bits of magnitudes."""
+    Powers of two make scaling exact, in bfloat16 too. So a row that was quantised, sent and brought back is quantised
+    to the same values again, and products of blocks may be scaled before or after they are summed.
+    """
+    # as integers, the bits of magnitudes compare as the numbers do, NaN above all
+    bits = lax.bitcast_convert_type(array.astype(jnp.float32), jnp.int32).reshape(shape)
+    largest = jnp.max(bits & 0x7FFFFFFF, axis=axes)
     exponent, fraction = largest >> _MANTISSA, largest & ((1 << _MANTISSA) - 1)
     above = (fraction > _448[1]).astype(jnp.int32)
-    return jnp.where(exponent == _EXPONENT, _EXPONENT, jnp.maximum(exponent - _448[0] + above, 1))
+    # biased exponents of the scales: 1 to 247, or 255 for NaN
+    exponents = jnp.where(exponent == _EXPONENT, _EXPONENT, jnp.maximum(exponent - _448[0] + above, 1))
+    own = jnp.expand_dims(exponents, axes)
+    inverse = _powers(jnp.where(own == _EXPONENT, _EXPONENT, 254 - own))
+    return (lax.bitcast_convert_type(bits, jnp.float32) * inverse).astype(VALUES), _powers(exponents)
 
 
 def _powers(exponents: Array) -> Array:
     """Return float32 2^(exponent - 127), NaN for 255."""
     bits = jnp.where(exponents == _EXPONENT, _NAN, exponents << _MANTISSA)
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _values(blocks: Array, exponents: Array) -> Array:
-    """Return e4m3 of the numbers with these bits over the scales with these exponents."""
-    inverse = _powers(jnp.where(exponents == _EXPONENT, _EXPONENT, 254 - exponents))
-    return (lax.bitcast_convert_type(blocks, jnp.float32) * inverse).astype(VALUES)
 
 
 # A row on its way is its values in e4m3, an exponent for each block of 128 (255 for NaN), and zeros up to a multiple

@@ -1,18 +1,15 @@
-"""The contract that every grouped matmul implementation meets, and the registry that holds them.
+"""What serves the groups of a grouped matmul, and the registry of its implementations.
 
-Inputs: rows `[R, K]` sorted by group, `group_sizes [G]` and the weights of the groups. Output: `[R, N]`. Group g owns
-the `group_sizes[g]` rows after those of the groups before it; rows past the last group belong to no group: they may
-hold anything in the input and are zero in the output. Nothing here computes: see `matmul.py`.
-
-Letters: docs/notation.md; here K and N are the contracted and the resulting dim.
+Rows `[R, K]` are sorted by group: group g owns the `group_sizes[g]` rows after those of the groups before it. Rows past
+the last group belong to none: they may hold anything in the input, NaN too, and are zero in the output. Products are
+summed in float32 or wider. Letters: docs/notation.md; here K and N are the contracted and the resulting dim.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import jax
 
@@ -46,74 +43,27 @@ class GroupedWeights:
 
 Operands = tuple[GroupedWeights, ...]  # the groups of the first come first
 
-
-class GroupedMatmul(Protocol):
-    """Multiply rows by their group's weights, and differentiate that; products are summed in float32 or wider."""
-
-    def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
-        """Return float [R, N] in the dtype of `lhs`; rows past the last group are zero whatever `lhs` holds there."""
-        ...
-
-    def gradients(
-        self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands
-    ) -> tuple[Array, tuple[Array | None, ...]]:
-        """Return the gradients of `lhs` and of each operand's weights [G, K, N], None where it has no grad_sink.
-
-        Rows of `lhs` and `dout` past the last group may hold anything; the gradient of `lhs` is zero there.
-        """
-        ...
+_REGISTRY: dict[str, Any] = {}
 
 
-@runtime_checkable
-class FusedFfn(Protocol):
-    """What an implementation has besides, if it computes an expert's whole FFN at once.
+def register(name: str, implementation: Any) -> None:
+    """Make an implementation available under `name`.
 
-    `activation` takes one hidden array per input weight, in at least float32. `ins` holds the operands of each input
-    weight [Rb, M, F], `outs` those of the output weight [Rb, F, M].
+    One whose name holds a colon stands over another one: a config does not name it, another field asks for it. It has
+
+        multiply(lhs [R, K], group_sizes, operands) -> [R, N] in the dtype of lhs
+        gradients(lhs, dout [R, N], group_sizes, operands) -> (gradient of lhs, zero past the last group,
+            of each operand's weights [G, K, N] in the dtype of its grad_sink, None where it has none)
+
+    and, if it computes a whole expert FFN at once, with `ins` the operands of each input weight [Rb, M, F] and `outs`
+    those of the output weight [Rb, F, M],
+
+        ffn(activation, rows [R, M], group_sizes, ins, outs, saved) -> ([R, M], residuals, () where not `saved`)
+        ffn_gradients(activation, rows, residuals, dout, group_sizes, ins, outs) -> gradients of rows, ins, and outs
     """
-
-    def ffn(
-        self, activation: Callable, rows: Array, group_sizes: Array, ins: tuple[Operands, ...], outs: Operands
-    ) -> Array:
-        """Return float [R, M] in the dtype of `rows`, zero past the last group."""
-        ...
-
-    def ffn_forward(
-        self, activation: Callable, rows: Array, group_sizes: Array, ins: tuple[Operands, ...], outs: Operands
-    ) -> tuple[Array, tuple[Array, ...]]:
-        """Return the same, and residuals: what the backward needs besides the arguments."""
-        ...
-
-    def ffn_gradients(
-        self,
-        activation: Callable,
-        rows: Array,
-        residuals: tuple[Array, ...],
-        dout: Array,
-        group_sizes: Array,
-        ins: tuple[Operands, ...],
-        outs: Operands,
-    ) -> tuple[Array, tuple[tuple[Array | None, ...], ...], tuple[Array | None, ...]]:
-        """Return the gradients of `rows` and of the weights in `ins` and `outs`, None where there is no grad_sink."""
-        ...
-
-
-_REGISTRY: dict[str, GroupedMatmul] = {}
-
-
-def register(name: str) -> Callable[[Callable], Callable]:
-    """Return a class decorator that makes an implementation available under `name`.
-
-    One whose name holds a colon stands over another one: a config does not name it, another field asks for it.
-    """
-
-    def decorate(implementation: Callable) -> Callable:
-        if name in _REGISTRY:
-            raise ValueError(f"a grouped matmul named {name!r} is registered already; choose another name")
-        _REGISTRY[name] = implementation()
-        return implementation
-
-    return decorate
+    if name in _REGISTRY:
+        raise ValueError(f"a grouped matmul named {name!r} is registered already; choose another name")
+    _REGISTRY[name] = implementation
 
 
 def implementations() -> tuple[str, ...]:
@@ -121,8 +71,8 @@ def implementations() -> tuple[str, ...]:
     return tuple(sorted(name for name in _REGISTRY if ":" not in name))
 
 
-def find_implementation(name: str) -> GroupedMatmul:
-    """Return the implementation registered under `name`.
+def find_implementation(name: str) -> Any:
+    """Return the implementation registered under `name`, with the methods that `register` lists.
 
     Raises:
       ValueError: no implementation has that name.

@@ -7,12 +7,11 @@ free for transfers, which a kernel that holds all cores keeps waiting.
 
 Limits: 16-bit floats, K and N multiples of 64. Tests interpret the own kernels on a CPU and compile them for Hopper, no
 GPU has run them: 'auto' never takes them, and training compares either with plain matmuls before it starts. Only a
-program that uses these loads Pallas. K and N are the contracted and the resulting dim.
+program that uses these loads Pallas.
 """
 
 from __future__ import annotations
 
-import math
 import types
 
 import jax
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 
 from moe_jax.errors import UserError
 from moe_jax.kernels.blocked import clear_unowned_rows, gather_weights, split_gradient
-from moe_jax.kernels.grouped import GroupedWeights, Operands, register
+from moe_jax.kernels.grouped import Operands, register
 from moe_jax.kernels.row_blocks import LINES
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
@@ -29,6 +28,7 @@ Array = jax.Array
 CAPABILITY = "9.0"  # the kernels use instructions of this generation alone
 TILE = 64  # the least tile: rows of a warpgroup's matmul, and one swizzled line of 16-bit floats
 HOPPER_CORES = 132
+SPARED = 16  # cores for transfers: NCCL's channels take one each
 
 
 def fits(device, dtype, dims: tuple[int, ...]) -> bool:
@@ -40,41 +40,55 @@ def fits(device, dtype, dims: tuple[int, ...]) -> bool:
     )
 
 
-@register("hopper")
 class HopperMatmul:
     """The shipped `ragged_dot` and `transposed_ragged_dot` kernels; gradients of weights are rounded to 16 bits."""
 
-    def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
-        return self._rows_by_weights(lhs, group_sizes, operands, transpose_rhs=False)
-
-    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
-        # The weight gradient masks its first and last block by multiplication, which keeps a NaN.
-        lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)
-        dlhs = self._rows_by_weights(dout, group_sizes, operands, transpose_rhs=True)
-        if all(operand.grad_sink is None for operand in operands):
-            return dlhs, (None,) * len(operands)
-        return dlhs, split_gradient(_transposed_ragged_dot(_fill(lhs), _fill(dout), group_sizes), operands)
-
-    def _rows_by_weights(self, lhs: Array, group_sizes: Array, operands: Operands, *, transpose_rhs: bool) -> Array:
+    def multiply(self, lhs: Array, group_sizes: Array, operands: Operands, transposed: bool = False) -> Array:
+        """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K]."""
         from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
 
         _check("hopper", lhs, operands)
         weights, filled = gather_weights(operands, lhs.dtype), _fill(lhs)
-        resulting = weights.shape[1] if transpose_rhs else weights.shape[2]
-        block_n = _largest_tile(resulting)
         out = ragged_dot(
             filled,
             weights,
             group_sizes=group_sizes,
             block_m=128 if filled.shape[0] >= 128 * weights.shape[0] else TILE,
-            block_n=block_n,
-            block_k=TILE,
             max_concurrent_steps=4,
-            grid_block_n=_tiles_side_by_side(resulting, block_n),
-            transpose_rhs=transpose_rhs,
+            transpose_rhs=transposed,
+            **_tiles(weights.shape[1] if transposed else weights.shape[2]),
         )
         out = cast_varying(out, varying_axes(lhs))  # the kernel's outputs are typed as equal on all devices
         return clear_unowned_rows(out[: lhs.shape[0]], group_sizes)
+
+    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
+        from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as kernel
+
+        # The weight gradient masks its first and last block by multiplication, which keeps a NaN.
+        lhs, dout = clear_unowned_rows(lhs, group_sizes), clear_unowned_rows(dout, group_sizes)
+        dlhs = self.multiply(dout, group_sizes, operands, transposed=True)
+        if all(operand.grad_sink is None for operand in operands):
+            return dlhs, (None,) * len(operands)
+        if not hasattr(jax.devices()[0], "core_count"):  # compiling for a GPU on a machine without one
+            known = types.SimpleNamespace(core_count=HOPPER_CORES)
+            setattr(kernel, "jax", types.SimpleNamespace(**{**vars(jax), "devices": lambda: [known]}))  # noqa: B010
+        dweight = kernel.transposed_ragged_dot(
+            _fill(lhs),
+            _fill(dout),
+            group_sizes=group_sizes,
+            block_m=128 if lhs.shape[1] % 128 == 0 else TILE,
+            max_concurrent_steps=4,
+            **_tiles(dout.shape[1]),
+        )
+        dweight = cast_varying(dweight, varying_axes(lhs))  # the kernel's outputs are typed as equal on all devices
+        return dlhs, split_gradient(dweight, operands)
+
+
+def _tiles(resulting: int) -> dict[str, int]:
+    """Return the sizes of tiles, and how many along N are visited before the next rows, which neighbours then share."""
+    width = 128 if resulting % 128 == 0 else TILE
+    together = next(count for count in (8, 4, 2, 1) if resulting % (count * width) == 0)
+    return {"block_n": width, "block_k": TILE, "grid_block_n": together}
 
 
 def _check(name: str, rows: Array, operands: Operands) -> None:
@@ -96,155 +110,74 @@ def _fill(rows: Array) -> Array:
     return jnp.pad(rows, ((0, -rows.shape[0] % LINES), (0, 0))) if rows.shape[0] % LINES else rows
 
 
-def _largest_tile(size: int) -> int:
-    return next(tile for tile in (128, TILE) if size % tile == 0)
-
-
-def _tiles_side_by_side(size: int, tile: int) -> int:
-    """Return how many tiles along N are visited before the next rows: neighbours then share rows in the cache."""
-    return next(count for count in (8, 4, 2, 1) if size % (count * tile) == 0)
-
-
-def _transposed_ragged_dot(lhs: Array, dout: Array, group_sizes: Array) -> Array:
-    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as kernel
-
-    if not hasattr(jax.devices()[0], "core_count"):  # compiling for a GPU on a machine without one
-        setattr(kernel, "jax", _JaxOnHopper())  # noqa: B010  (a plain assignment is a type error)
-    block_n = _largest_tile(dout.shape[1])
-    dweight = kernel.transposed_ragged_dot(
-        lhs,
-        dout,
-        group_sizes=group_sizes,
-        block_m=_largest_tile(lhs.shape[1]),
-        block_n=block_n,
-        block_k=TILE,
-        max_concurrent_steps=4,
-        grid_block_n=_tiles_side_by_side(dout.shape[1], block_n),
-    )
-    return cast_varying(dweight, varying_axes(lhs))  # the kernel's outputs are typed as equal on all devices
-
-
-class _JaxOnHopper:
-    """The `jax` module, for the shipped kernel: it reads how many cores the first device has; a CPU has none."""
-
-    def __getattr__(self, name):
-        return getattr(jax, name)
-
-    def devices(self):
-        return [types.SimpleNamespace(core_count=HOPPER_CORES)]
-
-
-SPARED = 16  # cores for transfers: NCCL's channels take one each
-MOST_PARTS = 8
-# What decides into how many parts the rows of a group are cut: FLOP/s of one core in a matmul, bytes/s of all.
-CORE_RATE, MEMORY_RATE = 5e12, 4e12
-
-
-@register("mosaic")
 class MosaicKernels:
-    """This project's kernels, on all cores but `spared`."""
+    """This project's kernels, on all cores but `spared`, which are left to transfers."""
 
-    spared = 0
     interpret = None  # tests set the parameters of Pallas' interpreter
 
-    def multiply(self, lhs: Array, group_sizes: Array, operands: Operands) -> Array:
-        return self._rows_by_weights(lhs, group_sizes, operands, transposed=False)
+    def __init__(self, spared: int = 0):
+        self._spared = spared
 
-    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
-        dlhs = self._rows_by_weights(dout, group_sizes, operands, transposed=True)
-        return dlhs, self._rows_by_rows(lhs, dout, group_sizes, operands)
+    def cores(self) -> int:
+        """Return how many blocks work, each on a core of its own."""
+        if self.interpret is not None:
+            return 2
+        return getattr(jax.devices()[0], "core_count", HOPPER_CORES) - self._spared
 
-    def _rows_by_weights(self, rows: Array, group_sizes: Array, operands: Operands, *, transposed: bool) -> Array:
+    def multiply(self, lhs: Array, group_sizes: Array, operands: Operands, transposed: bool = False) -> Array:
+        """Return rows times weights, [R, N], or with `transposed` rows [R, N] times transposed weights, [R, K]."""
+        _check("mosaic", lhs, operands)
+        weights = []
+        for operand in operands:
+            if operand.bank.dtype == lhs.dtype:
+                weights.append((operand.bank, operand.slots.astype(jnp.int32)))
+            else:  # of a bank in another dtype only what is read is cast
+                own = gather_weights((operand,), lhs.dtype)
+                weights.append((own, jnp.arange(own.shape[0], dtype=jnp.int32)))
+        weights = [(bank, slots) for bank, slots in weights if slots.shape[0]]
+        return self.run(lhs, group_sizes, weights, None, transposed=transposed)
+
+    def run(self, rows: Array, group_sizes: Array, weights, weight_scales, *, transposed: bool) -> Array:
+        """Call the kernel `rows_by_weights`, whose arguments these are, on any number of rows."""
         from moe_jax.kernels.mosaic_kernels import rows_by_weights
 
-        _check("mosaic", rows, operands)
-        read = [_as_read(operand, rows.dtype) for operand in operands if operand.slots.shape[0]]
         out = rows_by_weights(
             _fill(rows),
             group_sizes,
-            [bank for bank, _ in read],
-            [slots for _, slots in read],
+            weights,
+            weight_scales,
             transposed=transposed,
             cores=self.cores(),
             interpret=self.interpret,
         )
         return cast_varying(out[: rows.shape[0]], varying_axes(rows))  # a kernel's outputs are typed as equal
 
-    def _rows_by_rows(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
-        from moe_jax.kernels.mosaic_kernels import rows_by_rows
+    def gradients(self, lhs: Array, dout: Array, group_sizes: Array, operands: Operands):
+        from moe_jax.kernels.mosaic_kernels import parts_of, rows_by_rows
 
-        wanted, dtypes, low = [], [], 0
+        dlhs = self.multiply(dout, group_sizes, operands, transposed=True)
+        wanted, low = [], 0  # ranges of groups that have a gradient
         for operand in operands:
             high = low + operand.slots.shape[0]
             if operand.grad_sink is not None and high > low:
-                wanted.append((low, high))
-                dtypes.append(operand.grad_sink.dtype)
+                wanted.append((low, high, operand.grad_sink.dtype))
             low = high
-        sums: list[Array] = []
+        sums = []
         if wanted:
-            groups = sum(high - low for low, high in wanted)
+            groups = sum(high - low for low, high, _ in wanted)
             parts = parts_of(lhs.shape[0] / group_sizes.shape[0], groups, lhs.shape[1], dout.shape[1], self.cores())
-            alone = parts == 1 and set(dtypes) == {lhs.dtype}
-            sums += rows_by_rows(
-                _fill(lhs),
-                _fill(dout),
-                group_sizes,
-                wanted,
-                out_dtype=lhs.dtype if alone else jnp.float32,
-                parts=parts,
-                cores=self.cores(),
-                interpret=self.interpret,
-            )
-        found = iter(zip(sums, dtypes, strict=True))
-        return tuple(_gradient(operand, found, varying_axes(lhs)) for operand in operands)
-
-    def cores(self) -> int:
-        """Return how many blocks work, each on a core of its own."""
-        return getattr(jax.devices()[0], "core_count", HOPPER_CORES) - self.spared if self.interpret is None else 2
+            sums = rows_by_rows(_fill(lhs), _fill(dout), group_sizes, wanted, parts, self.cores(), self.interpret)
+        left, dweights = iter(sums), []
+        for operand in operands:
+            sink = operand.grad_sink
+            if sink is None:
+                dweights.append(None)
+                continue
+            dweight = next(left) if operand.slots.shape[0] else jnp.zeros(sink.shape, sink.dtype)
+            dweights.append(cast_varying(dweight, varying_axes(lhs)))
+        return dlhs, tuple(dweights)
 
 
-@register("mosaic_sparing")
-class SparingMosaicMatmul(MosaicKernels):
-    """On all cores but `SPARED`, which are left to transfers."""
-
-    spared = SPARED
-
-
-def parts_of(rows: float, groups: int, contracted: int, resulting: int, cores: int) -> int:
-    """Return into how many parts to cut the rows of a group, so that few large gradients fill all cores.
-
-    A part is a sum of its own in float32, written, and read when the parts are added up.
-
-    Args:
-      rows: of a group, on average.
-      groups: whose gradients are wanted.
-    """
-    from moe_jax.kernels.mosaic_kernels import HEIGHT, widest_tile
-
-    width = widest_tile(resulting)
-    tiles = groups * -(-contracted // HEIGHT) * (resulting // width)
-    tile_seconds = 2 * rows * HEIGHT * width / CORE_RATE
-    sum_seconds = 2 * 4 * groups * contracted * resulting / MEMORY_RATE
-
-    def seconds(parts: int) -> float:
-        return math.ceil(tiles * parts / cores) * tile_seconds / parts + (parts > 1) * parts * sum_seconds
-
-    return min(range(1, MOST_PARTS + 1), key=seconds)
-
-
-def _gradient(operand: GroupedWeights, found, axes) -> Array | None:
-    """Return the next sum over parts in the dtype of the operand's grad_sink; None where it has no grad_sink."""
-    if operand.grad_sink is None:
-        return None
-    if not operand.slots.shape[0]:
-        return cast_varying(jnp.zeros(operand.grad_sink.shape, operand.grad_sink.dtype), axes)
-    parts, dtype = next(found)
-    total = parts[0] if parts.shape[0] == 1 else jnp.sum(parts, axis=0)
-    return cast_varying(total.astype(dtype), axes)
-
-
-def _as_read(operand: GroupedWeights, dtype) -> tuple[Array, Array]:
-    """Return (bank, slots) of an operand in `dtype`; of a bank in another one, only what is read is cast."""
-    if operand.bank.dtype == dtype:
-        return operand.bank, operand.slots.astype(jnp.int32)
-    return gather_weights((operand,), dtype), jnp.arange(operand.slots.shape[0], dtype=jnp.int32)
+register("hopper", HopperMatmul())
+register("mosaic", MosaicKernels())
+register("mosaic_sparing", MosaicKernels(SPARED))

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from moe_jax.kernels import float8_ffn as float8
 from moe_jax.kernels import hopper
+from moe_jax.kernels.float8_blocks import BLOCK
 from moe_jax.kernels.grouped import GroupedWeights, Operands, find_implementation
 from moe_jax.parallel.varying import match_varying
 
 Array = jax.Array
 
 
-def default_implementation(device, dtype, dims: tuple[int, ...]) -> str:
-    """Return what 'auto' is: never one that multiplies every row by every group's weights.
+def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...], in_float8: bool = False) -> str:
+    """Return the configured name, or what 'auto' is: never one that multiplies every row by every group's weights.
 
     Hopper GPUs take `hopper`, where its kernels take the dtype and the sizes; this project's own, `mosaic`, wait for a
     GPU that has run them. All other GPUs, and CPUs, take `fused`:
@@ -34,20 +37,13 @@ def default_implementation(device, dtype, dims: tuple[int, ...]) -> str:
       device: `jax.Device`, real or described.
       dtype: of the rows.
       dims: model and hidden dim of the weights on this device.
-    """
-    if device.platform == "tpu":
-        return "ragged"
-    return "hopper" if hopper.fits(device, dtype, dims) else "fused"
-
-
-def choose_implementation(wanted: str, device, dtype, dims: tuple[int, ...], in_float8: bool = False) -> str:
-    """Return the configured name, 'auto' resolved by `default_implementation`.
-
-    With `in_float8` it is that of `float8_ffn.py` over that one; 'auto' is `mosaic` where its kernel takes the sizes.
+      in_float8: take that of `float8_ffn.py` over the chosen one; 'auto' is `mosaic` where its kernel takes the sizes.
     """
     if wanted == "auto":
-        kernel = in_float8 and float8.has_kernel(device, dtype, dims)
-        wanted = "mosaic" if kernel else default_implementation(device, dtype, dims)
+        if hopper.fits(device, dtype, dims):
+            wanted = "mosaic" if in_float8 and not any(dim % BLOCK for dim in dims) else "hopper"
+        else:
+            wanted = "ragged" if device.platform == "tpu" else "fused"
     return float8.PREFIX + wanted if in_float8 else wanted
 
 
@@ -67,83 +63,90 @@ def grouped_matmul(lhs: Array, group_sizes: Array, operands: Operands, *, implem
     Raises:
       ValueError: an unknown implementation, or shapes that do not fit.
     """
-    check_operands(lhs.shape[1], group_sizes, operands)
-    lhs, group_sizes, operands = match_varying(lhs, group_sizes, without_bank_gradient(operands))
-    return _multiply(find_implementation(implementation), grad_sink_dtypes(operands), lhs, group_sizes, operands)
+    return _checked(find_implementation(implementation), None, lhs, group_sizes, (operands,))
 
 
-def without_bank_gradient(operands: Operands) -> Operands:
-    """Return the operands with banks through which no gradient flows."""
-    return tuple(
-        dataclasses.replace(
-            operand, bank=operand.bank if operand.constant else jax.lax.stop_gradient(operand.bank), constant=False
+def grouped_ffn(
+    rows: Array, group_sizes: Array, weights: tuple[Operands, ...], *, activation: Callable, implementation: str
+) -> Array:
+    """Return [R, M], the FFN of each row's group, by an implementation that has it whole; zero past the last group.
+
+    Args:
+      rows, group_sizes: as in `grouped_matmul`; weights: operands of each input weight, and last of the output weight.
+      activation: takes one hidden array per input weight, in at least float32.
+    """
+    return _checked(find_implementation(implementation), activation, rows, group_sizes, weights)
+
+
+def _checked(implementation, activation: Callable | None, rows: Array, group_sizes: Array, weights) -> Array:
+    """Raise a ValueError unless all operands serve the groups and fit their rows; else multiply."""
+    for number, operands in enumerate(weights):
+        groups, shape = sum(operand.slots.shape[0] for operand in operands), operands[0].bank.shape[1:]
+        last = activation is not None and number == len(weights) - 1
+        contracted = weights[0][0].bank.shape[2] if last else rows.shape[1]
+        if groups != group_sizes.shape[0]:
+            raise ValueError(
+                f"the operands serve {groups} groups and group_sizes has {group_sizes.shape[0]}; pass one slot per "
+                "group"
+            )
+        for operand in operands:
+            if operand.bank.shape[1:] != shape or shape[0] != contracted:
+                raise ValueError(
+                    f"a bank of shape {operand.bank.shape} does not fit rows of {contracted} elements and weights of "
+                    f"shape {shape}; banks are [Rb, K, N] with the same K and N"
+                )
+            sink = (operand.slots.shape[0], *shape)
+            if operand.grad_sink is not None and operand.grad_sink.shape != sink:
+                raise ValueError(f"grad_sink {operand.grad_sink.shape} must be {sink}: one [K, N] per group")
+    dtypes = tuple(tuple(o.grad_sink if o.grad_sink is None else o.grad_sink.dtype for o in of) for of in weights)
+    # no gradient flows through a bank
+    frozen = tuple(
+        tuple(
+            dataclasses.replace(o, bank=o.bank if o.constant else jax.lax.stop_gradient(o.bank), constant=False)
+            for o in operands
         )
-        for operand in operands
+        for operands in weights
     )
+    rows, group_sizes, frozen = match_varying(rows, group_sizes, frozen)
+    return _multiply(implementation, activation, dtypes, rows, group_sizes, frozen)
 
 
-def check_operands(contracted: int, group_sizes: Array, operands: Operands) -> None:
-    """Raise a ValueError unless the operands serve all groups and fit rows of `contracted` elements."""
-    groups = sum(operand.slots.shape[0] for operand in operands)
-    if groups != group_sizes.shape[0]:
-        raise ValueError(
-            f"the operands serve {groups} groups and group_sizes has {group_sizes.shape[0]}; pass one slot per group"
-        )
-    shape = operands[0].bank.shape[1:]
-    for operand in operands:
-        if operand.bank.shape[1:] != shape or shape[0] != contracted:
-            raise ValueError(
-                f"a bank of shape {operand.bank.shape} does not fit rows of {contracted} elements and weights of shape "
-                f"{shape}; banks are [Rb, K, N] with the same K and N"
-            )
-        if operand.grad_sink is not None and operand.grad_sink.shape != (operand.slots.shape[0], *shape):
-            raise ValueError(
-                f"grad_sink {operand.grad_sink.shape} must be {(operand.slots.shape[0], *shape)}: one [K, N] per group"
-            )
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _multiply(implementation, activation, dtypes, rows, group_sizes, weights):
+    """Multiply by the only weight, or with an activation apply the FFN; dtypes: of each grad_sink, None for none."""
+    del dtypes
+    if activation is None:
+        return implementation.multiply(rows, group_sizes, weights[0])
+    return implementation.ffn(activation, rows, group_sizes, weights[:-1], weights[-1], saved=False)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(implementation, grad_sink_dtypes, lhs, group_sizes, operands):
-    del grad_sink_dtypes
-    return implementation.multiply(lhs, group_sizes, operands)
+def _multiply_forward(implementation, activation, dtypes, rows, group_sizes, weights):
+    if activation is None:
+        out, saved = implementation.multiply(rows, group_sizes, weights[0]), ()
+    else:
+        out, saved = implementation.ffn(activation, rows, group_sizes, weights[:-1], weights[-1], saved=True)
+        saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, "products"), saved)
+    # a backward that saved the grad_sinks would save zeros as large as the weights
+    plain = tuple(tuple(dataclasses.replace(o, grad_sink=None) for o in operands) for operands in weights)
+    return out, (rows, saved, group_sizes, plain)
 
 
-def _multiply_forward(implementation, grad_sink_dtypes, lhs, group_sizes, operands):
-    out = _multiply(implementation, grad_sink_dtypes, lhs, group_sizes, operands)
-    return out, (lhs, group_sizes, without_grad_sinks(operands))
-
-
-def _multiply_backward(implementation, grad_sink_dtypes, residuals, dout):
-    lhs, group_sizes, operands = residuals
-    dlhs, dweights = implementation.gradients(lhs, dout, group_sizes, with_grad_sink_types(operands, grad_sink_dtypes))
-    return dlhs, None, grad_sink_cotangents(dweights)
+def _multiply_backward(implementation, activation, dtypes, residuals, dout):
+    rows, saved, group_sizes, plain = residuals
+    weights = []  # with grad_sinks that have a shape and a dtype and no value
+    for operands, of_sinks in zip(plain, dtypes, strict=True):
+        shapes = [(o.slots.shape[0], *o.bank.shape[1:]) for o in operands]
+        sinks = [dtype and jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, of_sinks, strict=True)]
+        weights.append(tuple(dataclasses.replace(o, grad_sink=s) for o, s in zip(operands, sinks, strict=True)))
+    if activation is None:
+        drows, *dweights = implementation.gradients(rows, dout, group_sizes, weights[0])
+    else:
+        *ins, outs = weights
+        drows, dins, douts = implementation.ffn_gradients(activation, rows, saved, dout, group_sizes, ins, outs)
+        dweights = [*dins, douts]
+    nothing: Any = None  # flows through banks and slots
+    cotangents = [tuple(GroupedWeights(bank=nothing, slots=nothing, grad_sink=d) for d in ds) for ds in dweights]
+    return drows, None, tuple(cotangents)
 
 
 _multiply.defvjp(_multiply_forward, _multiply_backward)
-
-
-def grad_sink_dtypes(operands: Operands) -> tuple:
-    """Return the dtype of each operand's grad_sink, None where there is none; hashable."""
-    return tuple(None if operand.grad_sink is None else operand.grad_sink.dtype for operand in operands)
-
-
-def without_grad_sinks(operands: Operands) -> Operands:
-    """Return the operands without grad_sinks: a backward that saved them would save zeros as large as the weights."""
-    return tuple(dataclasses.replace(operand, grad_sink=None) for operand in operands)
-
-
-def with_grad_sink_types(operands: Operands, dtypes: tuple) -> Operands:
-    """Return the operands with grad_sinks that have a shape and a dtype and no value."""
-    typed = []
-    for operand, dtype in zip(operands, dtypes, strict=True):
-        shape = (operand.slots.shape[0], *operand.bank.shape[1:])
-        typed.append(
-            dataclasses.replace(operand, grad_sink=None if dtype is None else jax.ShapeDtypeStruct(shape, dtype))
-        )
-    return tuple(typed)
-
-
-def grad_sink_cotangents(dweights: tuple[Array | None, ...]) -> Operands:
-    """Return the cotangents of operands: gradients leave through the grad_sinks, nothing through banks and slots."""
-    nothing: Any = None
-    return tuple(GroupedWeights(bank=nothing, slots=nothing, grad_sink=dweight) for dweight in dweights)

@@ -67,18 +67,16 @@ class RowBlock:
         return lax.dynamic_update_slice_in_dim(totals, values, self.group, 0)
 
 
-def block_heights(rows: int, groups: int, steps: int) -> tuple[int, ...]:
-    """Return the ladder of block heights, ascending.
+def choose_heights(rows: int, groups: int, weight_elements: int) -> tuple[int, ...]:
+    """Return the ladder of block heights, ascending, for R = `rows` and weights of `weight_elements` elements each.
 
     It is dense around the mean number of rows of a group, where most groups of a balanced gate lie; it doubles above,
     and is sparse below, where groups cost little. The highest rung is at least 512 rows, because each further block of
     a group reads its weights and its weight gradient once more; or it is all rows. A mean above TALLEST_MEAN counts as
     TALLEST_MEAN.
-
-    Args:
-      rows: R. groups: G.
-      steps: rungs per doubling around the mean: each costs compile time and saves padding. 0 is two rungs in all.
     """
+    # Rungs per doubling around the mean: each costs compile time and saves padding, which larger matmuls repay.
+    steps = sum(2 * rows * weight_elements > flops for flops in (3e7, 3e8, 3e9))
     mean = max(8, min(TALLEST_MEAN, rows // max(groups, 1)))
     top = max(512, 2 * mean)
     if steps == 0:
@@ -93,9 +91,7 @@ def block_heights(rows: int, groups: int, steps: int) -> tuple[int, ...]:
 def rows_computed(group_sizes: np.ndarray, heights: tuple[int, ...]) -> int:
     """Return how many rows `for_each_block` hands to its steps, padding included.
 
-    Args:
-      group_sizes: int [G], NumPy.
-      heights: the ladder.
+    Args: group_sizes: int [G], NumPy; heights: the ladder.
     """
     top = heights[-1]
     sizes = np.asarray(group_sizes)
@@ -110,19 +106,18 @@ def for_each_block(
     group_sizes: Array,
     heights: tuple[int, ...],
     rows: int,
+    first_row: Array | int,
     carry: Any,
     step: Callable[[Any, RowBlock], Any],
-    first_row: Array | int = 0,
 ) -> Any:
     """Return the carry after `step(carry, block)` for every block of every group; tails come before full blocks.
 
     Args:
       group_sizes: int32 [G].
       heights: ascending ladder of block heights, none above `rows`.
-      rows: R, static.
+      rows: R, static; first_row: where the first group starts.
       carry: pytree of arrays, updated in place by XLA as long as `step` uses each of its arrays once.
       step: handles one block; traced once per rung.
-      first_row: row at which the first group starts.
     """
     if group_sizes.shape[0] == 1:
         # With one group XLA sees that a rung's block does not depend on the turn, moves its matmuls out of the loop,
@@ -188,24 +183,18 @@ LINES = 8  # rows of a swizzled tile in shared memory: a copy into one starts at
 GROUP, START, FIRST, STOP = range(4)  # rows of the table
 
 
-def tile_bound(rows: int, groups: int, height: int) -> int:
-    """Return T: no choice of group sizes needs more tiles, those of rows without an owner included."""
-    return (rows + (groups + 1) * (height + LINES - 2)) // height
-
-
 def row_tiles(group_sizes: Array, rows: int, height: int) -> Array:
     """Return the table [4, T]: of each tile its group, where it starts, and its own rows `first <= row < stop`.
 
-    Args:
-      group_sizes: int32 [G], at most `rows` together.
-      rows: R.
-      height: rows of a tile, a multiple of `LINES`.
+    Args: group_sizes: int32 [G], at most `rows` = R together; height: rows of a tile, a multiple of `LINES`.
     """
+    # T: no choice of group sizes needs more tiles, those of rows without an owner included
+    most = (rows + (group_sizes.shape[0] + 1) * (height + LINES - 2)) // height
     starts, stops = row_ranges(group_sizes, rows)
     bases = starts // LINES * LINES
     counts = jnp.where(stops > starts, -((bases - stops) // height), 0)
     tile_stops = running_sum(counts)
-    tile = lax.broadcasted_iota(jnp.int32, (tile_bound(rows, group_sizes.shape[0], height), 1), 0)
+    tile = lax.broadcasted_iota(jnp.int32, (most, 1), 0)
     before = tile_stops - counts
     owns = (tile >= before[None]) & (tile < tile_stops[None])  # [T, G + 1], one True at most in each line
 

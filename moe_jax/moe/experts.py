@@ -15,17 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moe_jax.kernels.grouped import FusedFfn, Operands, find_implementation
-from moe_jax.kernels.matmul import (
-    check_operands,
-    grad_sink_cotangents,
-    grad_sink_dtypes,
-    grouped_matmul,
-    with_grad_sink_types,
-    without_bank_gradient,
-    without_grad_sinks,
-)
-from moe_jax.parallel.varying import match_varying
+from moe_jax.kernels.grouped import Operands, find_implementation
+from moe_jax.kernels.matmul import grouped_ffn, grouped_matmul
 
 Array = jax.Array
 
@@ -88,57 +79,16 @@ def expert_ffn(
         raise ValueError(
             f"activation {activation!r} needs the weights {', '.join(names)}; missing: {', '.join(missing)}"
         )
-    ins, outs = tuple(weights[name] for name in names[:-1]), weights["w_out"]
-    chosen = find_implementation(implementation)
-    if isinstance(chosen, FusedFfn):
-        return _fused(chosen, activation, rows, group_sizes, ins, outs)
+    operands = tuple(weights[name] for name in names)
+    if hasattr(find_implementation(implementation), "ffn"):
+        function = _ACTIVATIONS[activation][1]
+        return grouped_ffn(rows, group_sizes, operands, activation=function, implementation=implementation)
     acc_dtype = jnp.promote_types(rows.dtype, jnp.float32)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers saves float32 intermediates of each
     def activate(*pre):
         return _ACTIVATIONS[activation][1](*(array.astype(acc_dtype) for array in pre)).astype(rows.dtype)
 
-    products = (grouped_matmul(rows, group_sizes, weight, implementation=implementation) for weight in ins)
+    products = (grouped_matmul(rows, group_sizes, weight, implementation=implementation) for weight in operands[:-1])
     hidden = activate(*(checkpoint_name(product, "products") for product in products))
-    return grouped_matmul(hidden, group_sizes, outs, implementation=implementation)
-
-
-def _fused(
-    implementation: FusedFfn,
-    activation: str,
-    rows: Array,
-    group_sizes: Array,
-    ins: tuple[Operands, ...],
-    outs: Operands,
-) -> Array:
-    """Apply an implementation that has the whole FFN, with its own backward."""
-    for weight in ins:
-        check_operands(rows.shape[1], group_sizes, weight)
-    check_operands(ins[0][0].bank.shape[2], group_sizes, outs)
-    dtypes = (tuple(map(grad_sink_dtypes, ins)), grad_sink_dtypes(outs))
-    ins, outs = tuple(map(without_bank_gradient, ins)), without_bank_gradient(outs)
-    rows, group_sizes, ins, outs = match_varying(rows, group_sizes, ins, outs)
-    return _ffn(implementation, _ACTIVATIONS[activation][1], dtypes, rows, group_sizes, ins, outs)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _ffn(implementation, activation, dtypes, rows, group_sizes, ins, outs):
-    del dtypes
-    return implementation.ffn(activation, rows, group_sizes, ins, outs)
-
-
-def _ffn_forward(implementation, activation, dtypes, rows, group_sizes, ins, outs):
-    out, ffn_residuals = implementation.ffn_forward(activation, rows, group_sizes, ins, outs)
-    ffn_residuals = jax.tree.map(lambda leaf: checkpoint_name(leaf, "products"), ffn_residuals)
-    return out, (rows, ffn_residuals, group_sizes, tuple(map(without_grad_sinks, ins)), without_grad_sinks(outs))
-
-
-def _ffn_backward(implementation, activation, dtypes, residuals, dout):
-    rows, ffn_residuals, group_sizes, ins, outs = residuals
-    ins = tuple(map(with_grad_sink_types, ins, dtypes[0]))
-    outs = with_grad_sink_types(outs, dtypes[1])
-    drows, dins, douts = implementation.ffn_gradients(activation, rows, ffn_residuals, dout, group_sizes, ins, outs)
-    return drows, None, tuple(map(grad_sink_cotangents, dins)), grad_sink_cotangents(douts)
-
-
-_ffn.defvjp(_ffn_forward, _ffn_backward)
+    return grouped_matmul(hidden, group_sizes, operands[-1], implementation=implementation)

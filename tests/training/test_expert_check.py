@@ -97,7 +97,7 @@ def registered(monkeypatch):
 
     def add(implementation):
         name = next(names)
-        register(name)(implementation)
+        register(name, implementation())
         return name
 
     return add
