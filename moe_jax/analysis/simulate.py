@@ -101,15 +101,14 @@ def simulate(
         # A planner that sees the step without a rule of its own for that plans from the step's loads directly.
         newest = sample if sees and not late else sample - lag
         while seen <= newest:
-            session.observe(trace.loads[seen])
+            session.predictor.observe(trace.loads[seen])
             seen += 1
-        proposal = session.propose(int(trace.iterations[sample]))
-        plan, seconds = proposal.placement, proposal.seconds
+        began = time.perf_counter()
+        ahead = plan = session.propose(int(trace.iterations[sample]))
         if session.config.decides_late:
-            began = time.perf_counter()
             plan = session.refine(trace.loads[sample], late=largest)
-            seconds += time.perf_counter() - began
-        log.take(proposal.placement, plan)
+        seconds = time.perf_counter() - began
+        log.take(ahead, plan)
         rows.append((*_judge(plan, before, trace.loads[sample], cost), seconds))
         before = plan
     columns = [np.stack(column) for column in zip(*rows, strict=True)]

@@ -58,12 +58,11 @@ class Placement:
         sum to 2^16 for each (layer, expert, source node). Without a source node (or with -1) a row counts for every
         node that has no rows of its own for that expert.
       rule: one of `nearest`, `home`, `shares`, for all layers or one per layer.
-      devices: D; taken from the largest device id, or from the loads, when not given.
+      devices: D; taken from the largest device id when not given.
       devices_per_node: devices that share a node, by rising id; all of them when not given.
-      replica_slots: if given, the most replicas that one device may hold in one layer.
 
     Raises:
-      UserError: an expert without a home or with two, a replica listed twice, too many replicas, or wrong shares.
+      UserError: an id that does not exist, a replica listed twice or on its home, or wrong shares.
     """
 
     home: np.ndarray
@@ -72,37 +71,31 @@ class Placement:
     rule: str | tuple[str, ...] = "nearest"
     devices: int = _NOT_GIVEN
     devices_per_node: int = _NOT_GIVEN
-    replica_slots: int | None = None
-    _inferred: bool = dataclasses.field(init=False, repr=False, default=False)
 
     def __post_init__(self):
-        home = np.asarray(self.home)
-        if home.ndim != 2 or home.size == 0:
-            raise UserError(f"home must have 2 dims and at least one entry, not shape {home.shape}")
-        home, replicas = _whole("home", home), _rows("replicas", self.replicas, 3)
-        shares = np.zeros((0, 5), np.int32) if self.shares is None else np.asarray(self.shares)
-        if shares.ndim == 2 and shares.shape[1] == 4:
-            shares = np.concatenate([shares, np.full((len(shares), 1), -1, shares.dtype)], axis=1)
-        shares = _rows("shares", shares, 5)
-        inferred = self.devices is None
+        home = np.array(self.home, np.int32)
+        tables = []
+        for table, width in ((self.replicas, 3), (self.shares, 5)):
+            given = table is not None and len(table)
+            tables.append(np.array(table, np.int32) if given else np.zeros((0, width), np.int32))
+        replicas, shares = tables
+        if shares.shape[1] == 4:
+            shares = np.concatenate([shares, np.full((len(shares), 1), -1, np.int32)], axis=1)
         largest = max(home.max(initial=0), replicas[:, 2].max(initial=0))
-        devices = int(largest) + 1 if inferred else int(self.devices)
+        devices = int(largest) + 1 if self.devices is None else int(self.devices)
         fields = {
             "home": home,
             "replicas": replicas[np.lexsort(replicas.T[::-1])],
             "shares": shares[np.lexsort(shares[:, [2, 4, 1, 0]].T)],
-            "rule": (self.rule,) * home.shape[0] if isinstance(self.rule, str) else tuple(self.rule),
+            "rule": (self.rule,) * len(home) if isinstance(self.rule, str) else tuple(self.rule),
             "devices": devices,
             "devices_per_node": devices if self.devices_per_node is None else int(self.devices_per_node),
-            "_inferred": inferred,
         }
         for name, value in fields.items():
             if isinstance(value, np.ndarray):
                 value.setflags(write=False)
             object.__setattr__(self, name, value)
-        self._check_homes()
-        self._check_replicas()
-        self._check_shares()
+        self._check()
 
     @classmethod
     def even(cls, layers: int, experts: int, devices: int, devices_per_node: int | None = None, **fields) -> Placement:
@@ -133,11 +126,7 @@ class Placement:
 
     def replace(self, **fields) -> Placement:
         """Return this placement with some fields changed, checked again."""
-        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-        if self._inferred and "devices" not in fields:
-            kept["devices"] = None
-            kept["devices_per_node"] = None if self.nodes == 1 else self.devices_per_node
-        return Placement(**{**kept, **fields})
+        return dataclasses.replace(self, **fields)
 
     @functools.cached_property
     def homes(self) -> np.ndarray:
@@ -197,153 +186,40 @@ class Placement:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Placement) and self.fingerprint() == other.fingerprint()
 
-    def __hash__(self) -> int:
-        return hash(self.fingerprint())
-
-    def matched(self, loads: np.ndarray) -> tuple[Placement, np.ndarray]:
-        """Return (placement, loads int64 [L, S, E]), checked; where devices were inferred they grow to the sources.
-
-        Raises:
-          UserError: negative or fractional loads, or loads of another shape.
-        """
-        loads = np.asarray(loads)
-        if loads.ndim != 3:
-            raise UserError(f"loads must have dims [layers, sources, experts], not shape {loads.shape}")
-        if loads.dtype.kind not in "iuf":
-            raise UserError(f"loads must be whole numbers of tokens, not {loads.dtype}")
-        wrong = loads < 0
-        if loads.dtype.kind == "f":
-            wrong |= ~np.isfinite(loads) | (loads != np.floor(loads))
-        if wrong.any():
-            layer, source, expert = np.argwhere(wrong)[0]
-            raise UserError(
-                f"layer {layer}, source {source}, expert {expert}: load {loads[layer, source, expert]} is not a whole "
-                "number of tokens >= 0; loads count routed tokens"
-            )
-        placed, sources = self, loads.shape[1]
-        if self._inferred and sources > self.devices:
-            placed = self.replace(
-                devices=sources, devices_per_node=sources if self.nodes == 1 else self.devices_per_node
-            )
-        if loads.shape != (placed.layers, placed.devices, placed.experts):
-            raise UserError(
-                f"loads have shape [layers, sources, experts] = {loads.shape}, but the placement has {placed.layers} "
-                f"layers, {placed.devices} devices (a source is a device) and {placed.experts} experts; use loads of "
-                "the same run"
-            )
-        return placed, loads.astype(np.int64)
-
-    def _check_homes(self) -> None:
-        """Check device and node counts, the name of every layer's rule, and that every home exists."""
-        home, devices, per_node = self.home, self.devices, self.devices_per_node
+    def _check(self) -> None:
+        """Refuse what is wrong with the arrays; of several things the first."""
+        home, devices, per_node, layers = self.home, self.devices, self.devices_per_node, self.layers
         if devices < 1 or per_node < 1 or devices % per_node:
             raise UserError(f"devices ({devices}) must be a positive multiple of devices_per_node ({per_node})")
-        if len(self.rule) != len(home):
-            raise UserError(
-                f"rule has {len(self.rule)} entries for {len(home)} layers; give one name, or one per layer"
-            )
-        for layer, name in enumerate(self.rule):
-            if name not in RULES:
-                raise UserError(f"layer {layer}: rule {name!r} is not one of {', '.join(RULES)}")
-        for layer, expert in np.argwhere((home < 0) | (home >= devices)):
-            raise UserError(
-                f"layer {layer}, expert {expert}: home device {home[layer, expert]} does not exist (rule: exactly one "
-                f"home in 0..{devices - 1}); an expert without a home loses its parameters"
-            )
+        if len(self.rule) != layers or not set(self.rule) <= set(RULES):
+            raise UserError(f"rule {self.rule} must be one of {', '.join(RULES)}, or {layers} of them, one per layer")
 
-    def _check_ids(self, name: str, table: np.ndarray) -> None:
-        """Check layer, expert and device of rows; `name` is 'replicas' or 'shares'."""
-        layers, experts, devices = self.layers, self.experts, self.devices
-        outside = (table[:, :3] < 0) | (table[:, :3] >= (layers, experts, devices))
-        for layer, expert, _ in table[outside[:, :2].any(axis=1), :3]:
-            raise UserError(
-                f"{name}: layer {layer}, expert {expert} does not exist ({layers} layers, {experts} experts)"
-            )
-        for layer, expert, device in table[outside[:, 2], :3]:
-            raise UserError(
-                f"layer {layer}, expert {expert}, device {device}: {name[:-1]} on a device outside 0..{devices - 1}"
-            )
+        def refuse(wrong, rows, rule: str) -> None:
+            for layer, expert, device in rows[wrong][:1, :3]:
+                raise UserError(f"layer {layer}, expert {expert}, device {device}: {rule}")
 
-    def _check_replicas(self) -> None:
-        """Check ids, repeated rows, replicas on the home itself, and the replica slots."""
-        replicas, devices, most = self.replicas, self.devices, self.replica_slots
-        self._check_ids("replicas", replicas)
-        repeated = (replicas[1:] == replicas[:-1]).all(axis=1)
-        for layer, expert, device in replicas[1:][repeated]:
-            raise UserError(
-                f"layer {layer}, expert {expert}, device {device}: replica listed twice (rule: a device holds an "
-                "expert once); drop one row"
-            )
-        for layer, expert, device in replicas[self.homes[tuple(replicas.T)]]:
-            raise UserError(
-                f"layer {layer}, expert {expert}, device {device}: a replica on its own home would home it twice "
-                "(rule: replicas lie on other devices); drop the row"
-            )
-        key = replicas[:, 0] * devices + replicas[:, 2]
-        held = np.bincount(key, minlength=self.layers * devices)
-        if most is not None and held.max() > most:
-            layer, device = divmod(int(np.argmax(held > most)), devices)
-            experts = replicas[key == layer * devices + device, 1].tolist()
-            raise UserError(
-                f"layer {layer}, device {device}: {len(experts)} replicas (experts {experts}) exceed replica_slots "
-                f"({most}) (rule: at most replica_slots replicas per device and layer); replicate fewer experts or "
-                "raise replica_slots"
-            )
-
-    def _check_shares(self) -> None:
-        """Check that share rows name holders, belong to layers that use them, and sum to one."""
-        if not len(self.shares):
+        homes = np.concatenate([np.indices(home.shape), home[None]]).reshape(3, -1).T
+        tables = {"home": homes, "replica": self.replicas, "share": self.shares}
+        for name, rows in tables.items():
+            most = (layers, self.experts, devices)
+            outside = ((rows[:, :3] < 0) | (rows[:, :3] >= most)).any(axis=1)
+            refuse(outside, rows, f"{name} outside {most[0]} layers, {most[1]} experts, {most[2]} devices")
+        replicas, shares = self.replicas, self.shares
+        refuse(self.homes[tuple(replicas.T)], replicas, "a replica on its own home would home it twice")
+        repeated = (replicas[1:] == replicas[:-1]).all(axis=1)  # rows are sorted
+        refuse(repeated, replicas[1:], "replica listed twice; a device holds an expert once")
+        if not len(shares):
             return
-        self._check_ids("shares", self.shares)
-        layer, expert, device, share, node = self.shares.T
-        unused = np.array([name != "shares" for name in self.rule])[layer]
+        layer, expert, device, share, node = shares.T
+        refuse(np.array(self.rule)[layer] != "shares", shares, "share rows in a layer whose rule is not 'shares'")
         outside = (node < -1) | (node >= self.nodes) | (share < 0) | (share > SHARE_ONE)
-        not_held = ~self.holds[layer, expert, device]
+        refuse(outside, shares, f"share outside 0..{SHARE_ONE}, or source node outside 0..{self.nodes - 1} (-1: every)")
+        refuse(~self.holds[layer, expert, device], shares, "share for a device that does not hold the expert")
         group = (layer.astype(np.int64) * self.experts + expert) * (self.nodes + 1) + node + 1
-        repeated = np.r_[False, np.diff(group * self.devices + device) == 0]  # rows are sorted
+        refuse(np.diff(group * devices + device) == 0, shares[1:], "share listed twice; add the two rows")
         start = np.flatnonzero(np.r_[True, np.diff(group) != 0])
-        sums = np.add.reduceat(share.astype(np.int64), start)
-        short = np.zeros(len(share), bool)
-        short[start] = sums != SHARE_ONE
-        for wrong in (unused, outside, not_held, repeated, short):
-            if not wrong.any():
-                continue
-            i = int(np.argmax(wrong))
-            if wrong is unused:
-                what = f"share rows in a layer whose rule is {self.rule[layer[i]]!r}, not 'shares'"
-            elif wrong is outside:
-                what = (
-                    f"share {share[i]} must lie in 0..{SHARE_ONE} and source node {node[i]} in 0..{self.nodes - 1} "
-                    "(-1: every node)"
-                )
-            elif wrong is not_held:
-                what = "share for a device that does not hold the expert"
-            elif wrong is repeated:
-                what = "share listed twice; add the two rows"
-            else:
-                what = (
-                    f"shares of source node {node[i]} sum to {sums[np.searchsorted(start, i)]}, not {SHARE_ONE} "
-                    "(rule: units of 2^-16 that sum to one)"
-                )
-            raise UserError(f"layer {layer[i]}, expert {expert[i]}, device {device[i]}: {what}")
-
-
-def _whole(name: str, array: np.ndarray) -> np.ndarray:
-    """Return a fresh int32 array; anything but whole numbers is an error."""
-    whole = array.dtype.kind == "f" and np.isfinite(array).all() and (array == np.floor(array)).all()
-    if not whole and array.dtype.kind not in "iu":
-        raise UserError(f"{name} must hold whole numbers, not {array.dtype}")
-    return array.astype(np.int32)
-
-
-def _rows(name: str, value, width: int) -> np.ndarray:
-    """Return int32 rows [n, width]; None or an empty list is no rows."""
-    array = np.zeros((0, width), np.int32) if value is None else np.asarray(value)
-    if array.size == 0:
-        return np.zeros((0, width), np.int32)
-    if array.ndim != 2 or array.shape[1] != width:
-        raise UserError(f"{name} must be rows of {width} integers, not an array of shape {array.shape}")
-    return _whole(name, array)
+        wrong = np.add.reduceat(share.astype(np.int64), start) != SHARE_ONE
+        refuse(start[wrong], shares, f"shares of a source node must sum to {SHARE_ONE}, units of 2^-16")
 
 
 def bank_rows(placement: Placement) -> np.ndarray:

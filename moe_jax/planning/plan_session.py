@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import time
 
 import numpy as np
 
@@ -77,39 +76,6 @@ class Predictor:
         total = guess.sum(axis=2, keepdims=True)
         return guess * np.where(total > 0, seen[-1].sum(axis=2, keepdims=True) / np.where(total > 0, total, 1.0), 1.0)
 
-    def state(self) -> dict[str, np.ndarray]:
-        """Return arrays that `restore` takes back."""
-        layers = self.seen[-1].shape[0] if self.seen else 0
-        empty = np.zeros((0, 0, 0, 0), np.int64)
-        return {
-            "seen": np.stack(self.seen) if self.seen else empty,
-            "errors": np.stack(self.errors) if self.errors else np.zeros((0, layers)),
-        }
-
-    def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Continue from what `state` returned."""
-        self.seen.clear()
-        self.seen.extend(np.asarray(state["seen"]))
-        self.errors.clear()
-        self.errors.extend(np.asarray(state["errors"]))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """A placement with what led to it.
-
-    Attributes:
-      planned, resharded: whether the planner ran, and whether homes changed.
-      seconds: host time spent.
-      error: [L], relative error of the prediction behind it.
-    """
-
-    placement: Placement
-    planned: bool
-    resharded: bool
-    seconds: float
-    error: np.ndarray
-
 
 class PlanSession:
     """Keep one planner's placement up to date while a run goes on."""
@@ -129,16 +95,10 @@ class PlanSession:
         self.last_sharded = 0
         self.split = ""  # in use, where it is chosen by price
 
-    def observe(self, loads: np.ndarray) -> None:
-        """Take in the loads [L, S, E] of the newest finished step."""
-        self.predictor.observe(loads)
-
-    def propose(self, iteration: int) -> Proposal:
-        """Return the placement for `iteration`, planned from what has been observed so far."""
-        began = time.perf_counter()
-        every, before = self.config.interval, self.placement
+    def propose(self, iteration: int) -> Placement:
+        """Return the placement for `iteration`, planned from what the predictor has observed so far."""
+        every, shard = self.config.interval, self.planner.reshard_every
         due = self.last_planned is None or iteration // every != self.last_planned // every
-        shard = self.planner.reshard_every
         shard_due = bool(shard) and iteration // shard != self.last_sharded // shard
         if (due or shard_due) and self.predictor.seen:
             loads = self.predictor.predict() / self.exchanges_per_step
@@ -153,13 +113,7 @@ class PlanSession:
             elif self.config.split == "auto" and not self.config.decides_late:
                 self.placement, self.split = choose_split(self.placement, loads, self.cost, self.split)
             self.last_planned = iteration
-        return Proposal(
-            placement=self.placement,
-            planned=due or shard_due,
-            resharded=bool((self.placement.home != before.home).any()),
-            seconds=time.perf_counter() - began,
-            error=self.predictor.error(),
-        )
+        return self.placement
 
     def refine(
         self, loads: np.ndarray, placement: Placement | None = None, late: TransferShape | None = None
@@ -175,7 +129,8 @@ class PlanSession:
 
     def state(self) -> dict:
         """Return what a checkpoint must hold: arrays and numbers by name."""
-        placement = self.placement
+        placement, seen, errors = self.placement, self.predictor.seen, self.predictor.errors
+        layers = seen[-1].shape[0] if seen else 0
         return {
             "home": placement.home,
             "replicas": placement.replicas,
@@ -184,13 +139,9 @@ class PlanSession:
             "last_planned": -1 if self.last_planned is None else self.last_planned,
             "last_sharded": self.last_sharded,
             "split": self.split,
-            **{f"predictor_{name}": value for name, value in self.predictor.state().items()},
+            "predictor_seen": np.stack(seen) if seen else np.zeros((0, 0, 0, 0), np.int64),
+            "predictor_errors": np.stack(errors) if errors else np.zeros((0, layers)),
         }
-
-    def forget_replicas(self) -> None:
-        """Go on with the homes alone, and plan again as soon as asked."""
-        self.placement = self.placement.replace(replicas=None, shares=None, rule="home")
-        self.last_planned = None
 
     def restore(self, state: dict) -> None:
         """Continue from what `state` returned, on the same devices."""
@@ -208,4 +159,6 @@ class PlanSession:
         self.last_planned = None if state["last_planned"] < 0 else int(state["last_planned"])
         self.last_sharded = int(state["last_sharded"])
         self.split = state["split"]
-        self.predictor.restore({"seen": state["predictor_seen"], "errors": state["predictor_errors"]})
+        for kept, name in ((self.predictor.seen, "predictor_seen"), (self.predictor.errors, "predictor_errors")):
+            kept.clear()
+            kept.extend(np.asarray(state[name]))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from moe_jax.errors import UserError
 from moe_jax.planning.placement import RULES, SHARE_ONE, Placement, within_group
 
 
@@ -46,7 +47,17 @@ def candidate_rows(placement: Placement, layer: np.ndarray, source: np.ndarray, 
 
 
 def route(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Count tokens by destination: loads int64 [L, S, E] -> (layer, source, expert, device, tokens), [n] each."""
+    """Count tokens by destination: loads int [L, S, E] -> (layer, source, expert, device, tokens), int64 [n] each.
+
+    Raises:
+      UserError: loads of another shape than the placement's.
+    """
+    loads, (layers, experts) = np.asarray(loads, np.int64), placement.home.shape
+    if loads.shape != (layers, placement.devices, experts):
+        raise UserError(
+            f"loads have shape [layers, sources, experts] = {loads.shape}, but the placement has {layers} layers, "
+            f"{placement.devices} devices (a source is a device) and {experts} experts; use loads of the same run"
+        )
     at = np.nonzero(loads)
     row, nth, device, num, den = candidate_rows(placement, *at)
     layer, source, expert = (part[row] for part in at)
@@ -57,28 +68,17 @@ def route(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, ...]:
 
 def destinations(placement: Placement, loads: np.ndarray) -> np.ndarray:
     """Count tokens by destination: loads int [L, S, E] -> int64 [L, S, E, D]."""
-    placement, loads = placement.matched(loads)
     *at, tokens = route(placement, loads)
     counts = np.zeros((*loads.shape, placement.devices), np.int64)
     counts[tuple(at)] = tokens
     return counts
 
 
-def device_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
-    """Count the tokens that each device computes: loads int [L, S, E] -> H int64 [L, D]."""
-    return pair_loads(placement, loads).sum(axis=1)
-
-
-def computed_and_received(placement: Placement, loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (H, R), int64 [L, D]: the tokens that each device computes, and those of them from other devices."""
-    pairs = pair_loads(placement, loads)
-    computed = pairs.sum(axis=1)
-    return computed, computed - np.diagonal(pairs, axis1=1, axis2=2)
-
-
 def pair_loads(placement: Placement, loads: np.ndarray) -> np.ndarray:
-    """Count tokens by (source, destination), what a bucket holds: loads int [L, S, E] -> int64 [L, S, D]."""
-    placement, loads = placement.matched(loads)
+    """Count tokens by (source, destination), what a bucket holds: loads int [L, S, E] -> int64 [L, S, D].
+
+    Summed over sources they are what each device computes, H.
+    """
     layer, source, _, device, tokens = route(placement, loads)
     key = (layer * placement.devices + source) * placement.devices + device
     sums = np.bincount(key, tokens, placement.layers * placement.devices**2)

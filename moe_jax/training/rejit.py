@@ -179,7 +179,7 @@ class RejitEngine:
         loads = own_loads(loads, planned)
         placement = each(Replanner.refined, self.replanner, shape, planned, loads)
         record["replicas"] = sum(len(own.replicas) for own in listed(placement))
-        computed = listed(each(routing.device_loads, placement, loads))
+        computed = [pairs.sum(axis=1) for pairs in listed(each(routing.pair_loads, placement, loads))]
         balance = [own.max(axis=1) / np.maximum(own.mean(axis=1), 1e-9) for own in computed]
         record["device_load_max_over_mean"] = np.concatenate(balance)
         seconds = listed(each(self._predicted, self.replanner, placement, loads, shape, planned))
@@ -300,7 +300,8 @@ class RejitEngine:
         self.placement = each(lambda bank: bank.replace(replicas=None, shares=None, rule="home"), self.bank)
         bare = each(lambda own: dataclasses.replace(own, ahead=None), self.shape)
         self.shape, self.pending = each(Replanner.with_rule, self.replanner, bare), None
-        each(lambda plans: plans.forget_replicas(), self.plans)
+        for plans in listed(self.plans):  # go on with the homes alone, and plan again as soon as asked
+            plans.placement, plans.last_planned = plans.placement.replace(replicas=None, shares=None, rule="home"), None
         words = ", ".join(f"PlannerConfig.{name} was {saved[name]} and is {now[name]}" for name in changed)
         return f"plan: {words}; homes and seen loads stay, and replicas come anew with the next plan"
 
@@ -311,10 +312,10 @@ class RejitEngine:
 
     def _show(self, loads):
         """Let the planners see the loads of a step."""
-        each(lambda plans, own: plans.observe(own), self.plans, loads)
+        each(lambda plans, own: plans.predictor.observe(own), self.plans, loads)
 
     def _proposed(self, step: int) -> Placements:
-        return each(lambda plans: plans.propose(step).placement, self.plans)
+        return each(lambda plans: plans.propose(step), self.plans)
 
     def _reshard(self, state: dict) -> dict:
         """Return the state with each segment's experts at the placement's homes."""

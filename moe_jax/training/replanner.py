@@ -261,8 +261,8 @@ class Replanner:
         The planner sees the same loads as often as its predictor looks back.
         """
         for _ in range(self.config.planner.window):
-            self.plans.observe(loads)
-        placement = self.plans.propose(self.plans.config.interval).placement
+            self.plans.predictor.observe(loads)
+        placement = self.plans.propose(self.plans.config.interval)
         return self.grow(self.first_shape(), placement), placement
 
 

@@ -302,7 +302,7 @@ def test_shares_are_those_of_the_planner(kind):
         single = decide(planner, cost, shape, ahead, loads, double=False)  # float32, as training runs
         rounded = destinations(single.tables, shape.slots, loads)[0]
         assert np.abs(rounded.sum((0, 1)) - found.sum((0, 1))).max() <= 0.005 * loads.sum() / DEVICES
-        better += found.sum((0, 1)).max() < routing.device_loads(ahead, loads)[0].max()
+        better += found.sum((0, 1)).max() < routing.pair_loads(ahead, loads).sum(axis=1)[0].max()
     assert better
 
 

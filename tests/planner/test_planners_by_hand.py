@@ -46,7 +46,7 @@ def test_fastermoe_shadows_by_tokens_of_an_expert_not_by_tokens_sent():
     placement = plan("fastermoe", HOT, make_cost(4, 12), residual=False)
     assert placement.replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
     assert set(placement.rule) == {"home"}
-    assert routing.device_loads(placement, HOT).tolist() == [[5, 9, 9, 9]]
+    assert routing.pair_loads(placement, HOT).sum(axis=1).tolist() == [[5, 9, 9, 9]]
 
 
 def test_fastermoe_stops_at_the_replica_slots_and_counts_it():
@@ -99,7 +99,7 @@ def test_hecate_calibrates_only_where_a_late_gather_pays():
     planner = build_planner(PlannerConfig(name="hecate", calibrate=True))
     ahead = planner.propose(hot0, Placement.even(1, 4, 4), cost)
     late = planner.refine(hot3, ahead, cost)
-    assert routing.device_loads(late, hot3).tolist() == [[10, 10, 10, 10]]
+    assert routing.pair_loads(late, hot3).sum(axis=1).tolist() == [[10, 10, 10, 10]]
     slow = make_cost(1e-3, 1.2e6, replica_slots=2, overlap_degree=1)
     # Compute is now nearly free and the link slow: 12,000 s of exchange 4 x 30 / W = 120,000 s still pay for 4,000 s.
     assert len(planner.refine(hot3, ahead, slow).replicas) > len(ahead.replicas)
@@ -118,7 +118,7 @@ def test_fastermoe_skips_what_does_not_fit_the_late_transfer():
     start, cost = Placement.even(1, 8, 4, rule="home"), make_cost(1e6, 12, replica_slots=3)
     late = planner.refine(loads, start, with_late_prices(cost, late))
     assert sorted(set(late.replicas[:, 1])) == [0, 2]
-    assert routing.device_loads(late, loads).tolist() == [[43, 19, 19, 19]]
+    assert routing.pair_loads(late, loads).sum(axis=1).tolist() == [[43, 19, 19, 19]]
     assert planner.counters["late_cut"] == 1
 
 
@@ -180,7 +180,7 @@ def test_flexmoe_expands_the_hot_expert_and_migrates_idle_replicas():
     moved = HOT[:, :, [3, 1, 2, 0]]
     after = plan("flexmoe", moved, cost, placement)
     assert (after.replicas[:, 1] == 3).sum() >= 2
-    assert routing.device_loads(after, moved).max() < routing.device_loads(placement, moved).max()
+    assert routing.pair_loads(after, moved).sum(axis=1).max() < routing.pair_loads(placement, moved).sum(axis=1).max()
 
 
 def test_flexmoe_stays_when_state_is_too_dear_to_move():
@@ -210,7 +210,7 @@ def test_eplb_splits_a_replicated_expert_evenly():
     cluster = Cluster(nodes=1, devices_per_node=2)
     cost = Cost(cluster=cluster, model_dim=1, hidden_dim=1, replica_slots=1)
     placement = plan("eplb", loads, cost)
-    assert sorted(routing.device_loads(placement, loads)[0].tolist()) == [8, 8]
+    assert sorted(routing.pair_loads(placement, loads).sum(axis=1)[0].tolist()) == [8, 8]
 
 
 def test_packed_homes_are_even_even_when_replicas_leave_no_choice():
@@ -230,7 +230,7 @@ def test_balanced_computes_the_same_everywhere_for_any_counts(seed):
     rng = np.random.default_rng(seed)
     loads = rng.multinomial(8000, rng.dirichlet(np.full(8, 0.2)), size=(1, 4))
     placement = plan("balanced", loads, make_cost(1, 1, replica_slots=8))
-    assert np.abs(routing.device_loads(placement, loads) - 8000).max() <= 4 * 8
+    assert np.abs(routing.pair_loads(placement, loads).sum(axis=1) - 8000).max() <= 4 * 8
     assert np.bincount(placement.replicas[:, 2], minlength=4).max() <= 8
 
 
@@ -240,7 +240,7 @@ def test_balanced_refines_shares_over_the_same_replicas():
     refined = build_planner(PlannerConfig(name="balanced")).refine(true, placement, make_cost(1, 1))
     np.testing.assert_array_equal(refined.replicas, placement.replicas)
     # Device 2 keeps its 20 (no replica of expert 2 exists); 28 are left over devices 0, 1, 3: 9.33 each.
-    np.testing.assert_allclose(routing.device_loads(refined, true)[0], [28 / 3, 28 / 3, 20, 28 / 3], atol=4)
+    np.testing.assert_allclose(routing.pair_loads(refined, true).sum(axis=1)[0], [28 / 3, 28 / 3, 20, 28 / 3], atol=4)
 
 
 def test_spares_go_to_devices_with_fewest_replicas_near_home():
@@ -271,7 +271,9 @@ def test_llep_spills_what_is_above_capacity_to_the_least_loaded():
     # Totals 20, 4, 4, 4 (times 16, so that shares are whole): mean 8, the surplus of 12 fills three gaps of 4.
     def loads_of(**fields):
         placement = plan("llep", 16 * HOT, make_cost(1, 1), **fields)
-        return placement.replicas.tolist(), np.rint(routing.device_loads(placement, 16 * HOT)[0] / 16).tolist()
+        return placement.replicas.tolist(), np.rint(
+            routing.pair_loads(placement, 16 * HOT).sum(axis=1)[0] / 16
+        ).tolist()
 
     assert loads_of() == ([[0, 0, 1], [0, 0, 2], [0, 0, 3]], [8, 8, 8, 8])
     # Capacity 12: the surplus of 8 fits device 1. A chunk of 4 is below 0.6 x 8, and 20 below 2.6 x 8: nothing moves.
@@ -287,14 +289,14 @@ def test_llep_takes_the_heaviest_expert_first_and_keeps_to_the_slots():
     cost = make_cost(1, 1, replica_slots=1)
     placement = plan("llep", loads, cost)
     assert placement.replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
-    assert routing.device_loads(placement, loads)[0].tolist() == [8, 8, 8, 8]
+    assert routing.pair_loads(placement, loads).sum(axis=1)[0].tolist() == [8, 8, 8, 8]
     # Capacity 12: of the surplus of 8 all goes to the least loaded, device 1.
     assert plan("llep", loads, cost, capacity=1.5).replicas.tolist() == [[0, 0, 1]]
     # No slot, no spill; and with two hot experts on device 0 one slot each serves the first one only.
     assert not len(plan("llep", loads, dataclasses.replace(cost, replica_slots=0)).replicas)
     loads[0, 0] = [20, 12, 0, 0, 0, 0, 0, 0]
     full = plan("llep", loads, cost)
-    assert full.replicas[:, 1].tolist() == [0, 0, 0] and routing.device_loads(full, loads)[0].max() == 12
+    assert full.replicas[:, 1].tolist() == [0, 0, 0] and routing.pair_loads(full, loads).sum(axis=1)[0].max() == 12
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -348,7 +350,8 @@ def test_balanced_adds_replicas_where_the_prediction_is_unsure():
     assert len(known.replicas) < len(many.replicas) <= 2 * 4
     assert (many.holds.sum(axis=2) >= known.holds.sum(axis=2)).all()
     # level but for what spreading the error is worth
-    np.testing.assert_allclose(routing.device_loads(many, np.rint(loads * 7000).astype(int))[0] / 70000, 1, atol=0.05)
+    tokens = routing.pair_loads(many, np.rint(loads * 7000).astype(int)).sum(axis=1)[0]
+    np.testing.assert_allclose(tokens / 70000, 1, atol=0.05)
 
 
 def test_hecate_without_a_cluster_says_what_else_would_do():

@@ -57,7 +57,7 @@ def test_the_choice_is_in_the_saved_state():
         return PlanSession(config, Placement.even(1, 4, 4, 2), COST)
 
     first, second = session(), session()
-    first.observe(TOGETHER)
+    first.predictor.observe(TOGETHER)
     first.propose(1)
     assert first.split in ("plan", "even")
     second.restore(first.state())

@@ -280,7 +280,7 @@ def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want
     for limit, rows in want.items():
         session = session_of(name="hecate", bucket_limit=limit)
         replanner = Replanner(session.config, session.roles)
-        replanner.plans.observe(loads)
+        replanner.plans.predictor.observe(loads)
         assert replanner.grow(replanner.first_shape(), replanner.start).bucket_rows == rows
     with pytest.raises(UserError, match=r"PlannerConfig.bucket_limit \(0.5\) must be at least 1"):
         PlannerConfig(bucket_limit=0.5)
@@ -293,7 +293,7 @@ def test_planned_buckets_are_of_the_tokens_of_one_mp_group(expert_shard, model):
     replanner = Replanner(session.config, session.roles)
     choices = 2 * 8 * 32 // (DEVICES * EXPERTS)  # top_k, batch and length, by member and expert
     for _ in range(2):
-        replanner.plans.observe(np.full((LAYERS, DEVICES, EXPERTS), choices))
+        replanner.plans.predictor.observe(np.full((LAYERS, DEVICES, EXPERTS), choices))
     mean = 2 * 8 * 32 * model // (DEVICES * expert_shard) // DEVICES
     rows = replanner.predicted_rows(replanner.first_shape(), replanner.start)
     assert rows.own == rows.node == mean  # there is no other node
@@ -320,7 +320,8 @@ def test_shadowing_after_the_gate_needs_no_new_slots():
     assert records[3]["replicas"] == len(want.replicas)
     got = records[3]["device_load_max_over_mean"]
     np.testing.assert_allclose(
-        got, routing.device_loads(want, loads[3]).max(1) / routing.device_loads(want, loads[3]).mean(1)
+        got,
+        routing.pair_loads(want, loads[3]).sum(axis=1).max(1) / routing.pair_loads(want, loads[3]).sum(axis=1).mean(1),
     )
     engine.close()
 
@@ -348,7 +349,7 @@ def test_shares_after_the_gate_come_with_the_first_replicas():
     assert session.compiled[0].after_gate is None and isinstance(session.compiled[1].after_gate, ShareRule)
     assert session.compiled[1].candidates == DEVICES  # a token may go to any holder
     record = engine.record(7, loads[7])
-    ahead = routing.device_loads(seen[7][1], loads[7])
+    ahead = routing.pair_loads(seen[7][1], loads[7]).sum(axis=1)
     assert (record["device_load_max_over_mean"] <= ahead.max(1) / ahead.mean(1) + 1e-9).all()
     engine.close()
 
