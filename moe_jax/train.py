@@ -56,10 +56,9 @@ def command(argv: list[str]) -> int:
 
     config, config_text, operative_text = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)
     if _DRY_RUN.value:
-        from moe_jax.analysis.dry_run import print_dry_run
+        from moe_jax.analysis.dry_run import dry_run
 
-        bound = bound_in(config_text)
-        print_dry_run(config, host_devices=_HOST_DEVICES.value, target=_TARGET.value, bound=bound)
+        print(dry_run(config, _HOST_DEVICES.value, _TARGET.value, bound_in(config_text)), end="")
         return 0
     if _TARGET.value:
         raise UserError(

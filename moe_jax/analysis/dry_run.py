@@ -1,7 +1,6 @@
 """A run described as text: resolved config, mesh, parameters, bytes per device, FLOPs per token.
 
-Inputs: a `RunConfig` and, if the user gave one, a number of devices. Outputs: text. Sizes are checked as a run checks
-them, but no data is read, no array is made and no device is needed.
+Sizes are checked as a run checks them, but no data is read, no array is made and no device is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from moe_jax.kernels.float8_blocks import E4M3
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import check_document_mask, missing_for_cudnn, resolve_attention
 from moe_jax.models.counts import (
-    Sizes,
     device_bytes,
     forward_flops_per_token,
     half_work,
@@ -41,7 +39,7 @@ from moe_jax.moe.schedules.pairwise import choose_groups
 from moe_jax.parallel.abstract import assumed_devices, build_abstract_roles
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.balancer import build_planner
-from moe_jax.planning.plan_shape import PlanShape, build_shape
+from moe_jax.planning.plan_shape import build_shape
 from moe_jax.training.feed import padded_vocabulary
 from moe_jax.training.optimizer import state_bytes
 from moe_jax.training.overlap_choice import layer_seconds, settle_overlap, why_not_halves
@@ -97,109 +95,34 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
         run, devices = on_target(run, described), described.devices
     count = assumed_devices(run.mesh) if devices is None else devices
     roles = build_abstract_roles(run.mesh, count, mesh_experts(run, count))
-    vocab_size = padded_vocabulary(build_tokenizer(run.data), run.model)
+    tokenizer = build_tokenizer(run.data)
+    vocab_size = padded_vocabulary(tokenizer, run.model)
     check_sizes(run, roles, vocab_size)
     check_document_mask(resolve_attention(run.model, described), run.data.sequence_length)
-    teacher = teacher_model(run, roles, build_tokenizer(run.data), vocab_size, described)
-    segments, schedule = _segment_lines(run, roles), _schedule_lines(run, roles, described)
-    sections = [
-        _section("Config", config_text(run, bound).splitlines()),
-        _section(
-            "Choices",
-            [
-                attention_line(run, described),
-                *document_lines(run),
-                *overlap_lines(run, roles, described),
-                *planner_lines(run, roles),
-            ],
-        ),
-        _section("Mesh", _mesh_lines(run, roles, given=devices is not None)),
-        *([_section("Segments", segments)] if segments else []),
-        *([_section("Schedule", schedule)] if schedule else []),
-        _section("Parameters", _parameter_lines(run, vocab_size)),
-        *([_section("Teacher", _teacher_lines(run, teacher))] if teacher else []),
-        _section("Bytes on each device", _byte_lines(run, roles, vocab_size, described, teacher)),
-        _section("FLOPs", _flop_lines(run, roles, vocab_size, teacher)),
-    ]
-    return "\n\n".join(sections) + "\n"
+    teacher = teacher_model(run, roles, tokenizer, vocab_size, described)
+    sections = {
+        "Config": config_text(run, bound).splitlines(),
+        "Choices": _choice_lines(run, roles, described, tokenizer.end_id),
+        "Mesh": _mesh_lines(run, roles, given=devices is not None),
+        "Segments": _segment_lines(run, roles),
+        "Schedule": _schedule_lines(run, roles, described),
+        "Parameters": _parameter_lines(run, vocab_size),
+        "Teacher": _teacher_lines(run, teacher) if teacher else [],
+        "Bytes on each device": _byte_lines(run, roles, vocab_size, described, teacher),
+        "FLOPs": _flop_lines(run, roles, vocab_size, teacher),
+    }
+    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items() if lines) + "\n"
 
 
-def print_dry_run(
-    run: RunConfig, *, host_devices: int | None = None, target: str = "", bound: Collection[str] = ()
-) -> None:
-    """Print what `dry_run` returns."""
-    print(dry_run(run, host_devices, target, bound), end="")
-
-
-def attention_line(run: RunConfig, target: Target | None) -> str:
-    """Say what ModelConfig.attention is on the target, or without one on CPU devices and on GPUs.
-
-    Raises:
-      UserError: 'cudnn' where it cannot be.
-    """
-    wanted, resolved = run.model.attention, resolve_attention(run.model, target).attention
-    if wanted != "auto":
-        return f"ModelConfig.attention {wanted!r}"
-    if target is not None:
-        reason = missing_for_cudnn(run.model, target)
-        return f"ModelConfig.attention 'auto' is {resolved!r} on {target.device}{reason and f': {reason}'}"
-    reason = missing_for_cudnn(run.model)
-    on_gpus = f"'xla' on GPUs too: {reason}" if reason else "'cudnn' on GPUs that have it, see --target"
-    return f"ModelConfig.attention 'auto' is 'xla' on CPU devices, {on_gpus}"
-
-
-def document_lines(run: RunConfig) -> list[str]:
-    """Say which id keeps packed documents apart, where they are."""
-    if not run.model.document_mask:
-        return []
-    end = build_tokenizer(run.data).end_id
-    return [f"ModelConfig.document_mask True: a document ends with the id {end}; its mask counts as activations"]
-
-
-def overlap_lines(run: RunConfig, roles: Roles, target: Target | None) -> list[str]:
-    """Say what ModelConfig.overlap is on the target, and by which seconds of a layer."""
-    wanted, settled = run.model.overlap, settle_overlap(run, roles, target).model.overlap
-    first = f"ModelConfig.overlap {wanted!r}" + (f" is {settled!r} here" if wanted == "auto" else "")
-    why = why_not_halves(run, roles)
-    if target is None or why:
-        return [first + (f": {why or 'CPU devices, or GPUs that --target would name'}" if wanted == "auto" else "")]
-    lines = [first]
-    for name in segment_runs(run, roles):
-        seconds = layer_seconds(run, roles, target, name)
-        lines.append(
-            f"modelled at peak rates, even loads, an MoE block of {name}, forward and backward: "
-            f"{1e3 * seconds.none:.3g} ms in one piece, {1e3 * seconds.halves:.3g} ms in two halves"
-        )
-    return lines
-
-
-def planner_lines(run: RunConfig, roles: Roles) -> list[str]:
-    """Say what the planner derives for each segment, if it derives anything."""
-    if run.planner.name == "none" or roles.size(roles.expert) == 1:
-        return []
-    planner, sized = build_planner(run.planner), with_replica_slots(run, roles)
-    remarks = ((name, planner.remark(plan_cost(sized, roles, name))) for name in segment_runs(sized, roles))
-    return [f"PlannerConfig.name {run.planner.name!r} for {name}: {text}" for name, text in remarks if text]
-
-
-def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
-    """Return the model on this mesh, or raise the UserError that building the run would raise."""
+def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> None:
+    """Raise the UserError that building the run would raise."""
     if run.moe.schedule not in schedules():
         known = ", ".join(schedules())
         raise UserError(f"MoEConfig.schedule ({run.moe.schedule!r}) is unknown; choose one of {known}")
-    model = LanguageModel(
-        config=run.model,
-        moe=run.moe,
-        vocab_size=vocab_size,
-        roles=roles,
-        zero_stage=run.train.zero_stage,
-        expert_zero_stage=run.train.expert_zero_stage,
-    )
-    shards, rows, length = (
-        roles.size(roles.dense),
-        run.train.batch_size // run.train.grad_accum_steps,
-        run.data.sequence_length,
-    )
+    stages = {"zero_stage": run.train.zero_stage, "expert_zero_stage": run.train.expert_zero_stage}
+    LanguageModel(config=run.model, moe=run.moe, vocab_size=vocab_size, roles=roles, **stages)  # checks
+    shards, length = roles.size(roles.dense), run.data.sequence_length
+    rows = run.train.batch_size // run.train.grad_accum_steps
     if rows % shards:
         raise UserError(
             f"train.batch_size per accumulation step ({rows}) must be divisible by the {shards} data-parallel devices; "
@@ -218,11 +141,44 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> LanguageModel:
     for own, own_roles in segment_runs(run, roles).values():
         check_router(own.moe, own_roles, rows // shards * length, length, run.planner.decides_late)
         make_schedule(own.moe, own_roles, rows // shards * length, split_tokens=run.model.sequence_parallel)
-    return model
 
 
-def _section(title: str, lines: list[str]) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines)])
+def _choice_lines(run: RunConfig, roles: Roles, target: Target | None, end_id: int) -> list[str]:
+    """Say what attention and overlap are on the target (or without one on CPU devices and on GPUs), and by which
+    seconds of a layer, what id keeps packed documents apart, and what the planner derives for each segment."""
+    wanted, settled = run.model, settle_overlap(run, roles, target).model.overlap
+    line = f"ModelConfig.attention {wanted.attention!r}"
+    if wanted.attention == "auto":
+        reason = missing_for_cudnn(wanted, target)
+        if target is None:
+            on_gpus = f"'xla' on GPUs too: {reason}" if reason else "'cudnn' on GPUs that have it, see --target"
+            line += f" is 'xla' on CPU devices, {on_gpus}"
+        else:
+            resolved = resolve_attention(wanted, target).attention
+            line += f" is {resolved!r} on {target.device}{reason and f': {reason}'}"
+    lines = [line]
+    if wanted.document_mask:
+        lines.append(
+            f"ModelConfig.document_mask True: a document ends with the id {end_id}; its mask counts as activations"
+        )
+    line, why = f"ModelConfig.overlap {wanted.overlap!r}", why_not_halves(run, roles)
+    hidden = target is not None and not why
+    if wanted.overlap == "auto":
+        line += f" is {settled!r} here"
+        line += "" if hidden else f": {why or 'CPU devices, or GPUs that --target would name'}"
+    lines.append(line)
+    for name in segment_runs(run, roles) if hidden else ():
+        seconds = layer_seconds(run, roles, target, name)
+        lines.append(
+            f"modelled at peak rates, even loads, an MoE block of {name}, forward and backward: "
+            f"{1e3 * seconds.none:.3g} ms in one piece, {1e3 * seconds.halves:.3g} ms in two halves"
+        )
+    if run.planner.name != "none" and roles.size(roles.expert) > 1:
+        planner, sized = build_planner(run.planner), with_replica_slots(run, roles)
+        for name in segment_runs(sized, roles):
+            remark = planner.remark(plan_cost(sized, roles, name))
+            lines += [f"PlannerConfig.name {run.planner.name!r} for {name}: {remark}"] if remark else []
+    return lines
 
 
 def _mesh_lines(run: RunConfig, roles: Roles, given: bool) -> list[str]:
@@ -255,56 +211,49 @@ def _segment_lines(run: RunConfig, roles: Roles) -> list[str]:
     segments, lines, first = segments_of(run.model, run.moe), [], 0
     for segment in segments:
         config, own = segment.config, segment.roles(roles)
-        line = f"blocks {first} to {first + config.layers - 1}: "
+        what = f"dense, hidden dim {config.ffn_dim}"
         if segment.has_experts:
-            line += f"{config.moe_layers} MoE layers, {segment.moe.top_k} of {segment.moe.num_experts} experts, "
-            line += f"hidden dim {config.hidden_dim}; expert parallel {own.size(own.expert)}, "
-            line += f"data parallel {own.size(own.data)}"
-        else:
-            line += f"dense, hidden dim {config.ffn_dim}"
-        lines.append(line)
+            what = (
+                f"{config.moe_layers} MoE layers, {segment.moe.top_k} of {segment.moe.num_experts} experts, hidden dim "
+                f"{config.hidden_dim}; expert parallel {own.size(own.expert)}, data parallel {own.size(own.data)}"
+            )
+        lines.append(f"blocks {first} to {first + config.layers - 1}: {what}")
         first += config.layers
     return lines if len(segments) > 1 else []
 
 
 def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list[str]:
-    """Say what the schedule chooses for itself, and by what; nothing of those that choose nothing."""
-    runs = segment_runs(settle_overlap(run, roles, target), roles)
-    named = [(name, [*_float8_lines(own[0]), *_choice_lines(*own, target)]) for name, own in runs.items()]
-    return [f"{name}: {line}" if len(runs) > 1 else line for name, lines in named for line in lines]
-
-
-def _float8_lines(run: RunConfig) -> list[str]:
-    """Say what is in float8, if anything is."""
-    moe, model, lines = run.moe, run.model, []
-    if moe.dispatch_dtype == E4M3:
-        plain = model.model_dim * itemsize(model.dtype)
-        lines.append(
-            f"rows travel to experts in {E4M3}, {moe.sent_bytes(model.model_dim)} bytes each instead of {plain}; "
-            f"back, and their gradients, in {model.dtype}"
-        )
-    if moe.expert_dtype == E4M3:
-        lines.append(
-            f"experts multiply in {E4M3}, forward and for the gradients of rows; gradients of weights in {model.dtype}"
-        )
+    """Say what is in float8, and what the schedule chooses for itself before there is a plan with buckets of its own,
+    and by what; nothing of those that choose nothing."""
+    lines, runs = [], segment_runs(settle_overlap(run, roles, target), roles)
+    for name, (own, own_roles) in runs.items():
+        moe, model, said = own.moe, own.model, []
+        item = itemsize(model.dtype)
+        if moe.dispatch_dtype == E4M3:
+            said.append(
+                f"rows travel to experts in {E4M3}, {moe.sent_bytes(model.model_dim)} bytes each instead of "
+                f"{model.model_dim * item}; back, and their gradients, in {model.dtype}"
+            )
+        if moe.expert_dtype == E4M3:
+            said.append(
+                f"experts multiply in {E4M3}, forward and for the gradients of rows; gradients of weights in "
+                f"{model.dtype}"
+            )
+        rows = own.train.batch_size // own.train.grad_accum_steps
+        tokens = rows * own.data.sequence_length // own_roles.size(own_roles.dense)  # of an MP group
+        sentences = schedule_record(moe.schedule).sentences
+        if moe.schedule == "pairwise":
+            said += _pairwise_lines(own, own_roles, tokens)
+        elif sentences is not None:
+            halves, beside = model.block_wise.halves, None
+            tokens //= 2 if halves else 1
+            if halves and target is not None:
+                beside = half_work(model, moe, tokens // own_roles.size(own_roles.model), own.data.sequence_length)
+            options = schedule_options(moe, model.sequence_parallel, beside)
+            sizes = layer_sizes(moe, own_roles, tokens)
+            said += sentences(own_roles, sizes, options, model.model_dim * item, moe.sent_bytes(model.model_dim))
+        lines += [f"{name}: {line}" if len(runs) > 1 else line for line in said]
     return lines
-
-
-def _choice_lines(run: RunConfig, roles: Roles, target: Target | None) -> list[str]:
-    """Say what a schedule chooses before there is a plan with buckets of its own; target: None for CPU devices."""
-    moe, model = run.moe, run.model
-    tokens = run.train.batch_size // run.train.grad_accum_steps * run.data.sequence_length // roles.size(roles.dense)
-    if moe.schedule == "pairwise":
-        return _pairwise_lines(run, roles, tokens)
-    sentences = schedule_record(moe.schedule).sentences
-    if sentences is None:
-        return []
-    tokens //= 2 if model.block_wise.halves else 1
-    own, hides = tokens // roles.size(roles.model), model.block_wise.halves and target is not None
-    beside = half_work(model, moe, own, run.data.sequence_length) if hides else None
-    options = schedule_options(moe, model.sequence_parallel, beside)
-    row_bytes = model.model_dim * itemsize(model.dtype)
-    return sentences(roles, layer_sizes(moe, roles, tokens), options, row_bytes, moe.sent_bytes(model.model_dim))
 
 
 def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
@@ -371,86 +320,70 @@ def billions(number: float) -> str:
 def _byte_lines(
     run: RunConfig, roles: Roles, vocab_size: int, target: Target | None, teacher: LanguageModel | None
 ) -> list[str]:
-    train = run.train
-    model = resolve_attention(run.model, target)
-    sizes = sizes_of(dataclasses.replace(run, model=model), vocab_size)
-    dtype = run.model.param_dtype
+    train, dtype = run.train, run.model.param_dtype
+    sizes = sizes_of(dataclasses.replace(run, model=resolve_attention(run.model, target)), vocab_size)
     shapes, specs = moment_layout(sizes, roles)
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda node: isinstance(node, tuple)
     )
     state = state_bytes(train, shapes, specs, dict(roles.mesh.shape))
-    held = device_bytes(
-        sizes, roles, _plan(run, roles), state, None if teacher is None else _of_teacher(sizes, teacher)
-    )
+    plan, stages = None, f"ZeRO {train.zero_stage} of the dense parameters"
+    if not schedule_record(run.moe.schedule).moves_tokens:
+        stages += f", {train.expert_zero_stage} of the experts"
+    elif run.planner.name != "none":  # with as many replicas as the planner may have
+        plan = joined(largest_shapes(with_replica_slots(run, roles), roles))
+    else:
+        runs = segment_runs(run, roles)
+        plan = joined({name: build_shape(initial_placement(*own)) for name, own in runs.items()})
+    taught = None
+    if teacher is not None:  # it reads the batches and chunks of its student
+        taught = dataclasses.replace(
+            sizes,
+            config=dataclasses.replace(teacher.config, loss_chunk=sizes.config.loss_chunk),
+            moe=teacher.moe,
+            zero_stage=teacher.zero_stage,
+            expert_zero_stage=teacher.expert_zero_stage,
+            ema=False,
+        )
+    held = device_bytes(sizes, roles, plan, state, taught)
     first_moment = f", first moment {train.first_moment_dtype}" if train.first_moment_dtype else ""
     rows = [
         ("parameters", held.parameters, dtype),
         ("optimizer state", held.optimizer, f"{OPTIMIZER_STATES[train.optimizer]}, {dtype}{first_moment}"),
-        *([("averaged parameters", held.ema, f"train.ema_decay {train.ema_decay}, {dtype}")] if held.ema else []),
+        ("averaged parameters", held.ema, f"train.ema_decay {train.ema_decay}, {dtype}"),
         ("gradients", held.gradients, "sum and microbatch" if train.grad_accum_steps > 1 else dtype),
         ("cast and gathered", held.compute_weights, f"weights cast to {run.model.dtype} or gathered by ZeRO-3"),
-        ("activations", held.activations, f"estimate, remat {model.remat!r}, attention {model.attention!r}"),
+        ("activations", held.activations, f"estimate, remat {run.model.remat!r}, attention {sizes.config.attention!r}"),
         ("replicas", held.replicas, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
         ("overflow passes", held.overflow, "what later passes hold where buckets may be too small"),
-        *([("float8", held.float8, "copies of experts' weights, the most of them")] if held.float8 else []),
-        *([("teacher", held.teacher, "its parameters and one layer's forward, estimate")] if held.teacher else []),
+        ("float8", held.float8, "copies of experts' weights, the most of them"),
+        ("teacher", held.teacher, "its parameters and one layer's forward, estimate"),
         ("sum", held.total, "without other temporaries and buffers of collectives"),
     ]
-    stages = f"ZeRO {train.zero_stage} of the dense parameters"
-    if not schedule_record(run.moe.schedule).moves_tokens:
-        stages += f", {train.expert_zero_stage} of the experts"
-    return [stages] + [f"{name:22}{size:>20,}  {gibibytes(size)}  ({note})" for name, size, note in rows]
-
-
-def _of_teacher(sizes: Sizes, teacher: LanguageModel) -> Sizes:
-    """Return the sizes of a teacher that reads the batches and chunks of its student, whose sizes are given."""
-    config = dataclasses.replace(teacher.config, loss_chunk=sizes.config.loss_chunk)
-    return dataclasses.replace(
-        sizes, config=config, moe=teacher.moe, zero_stage=teacher.zero_stage,
-        expert_zero_stage=teacher.expert_zero_stage, ema=False,
-    )  # fmt: skip
-
-
-def _plan(run: RunConfig, roles: Roles) -> PlanShape | dict[str, PlanShape] | None:
-    """Return the shape of a plan with as many replicas as the planner may have; None where a bank has no owners.
-
-    Of several segments with experts {segment: that}.
-    """
-    if not schedule_record(run.moe.schedule).moves_tokens:
-        return None
-    if run.planner.name != "none":
-        return joined(largest_shapes(with_replica_slots(run, roles), roles))
-    runs = segment_runs(run, roles)
-    return joined({name: build_shape(initial_placement(*own)) for name, own in runs.items()})
-
-
-def gibibytes(number: float) -> str:
-    """Return bytes in GiB or MiB, to two places."""
-    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.2f} MiB"
+    lines = [stages]
+    for name, size, note in rows:
+        if size or name not in ("averaged parameters", "float8", "teacher"):
+            binary = f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+            lines.append(f"{name:22}{size:>20,}  {binary}  ({note})")
+    return lines
 
 
 def _flop_lines(run: RunConfig, roles: Roles, vocab_size: int, teacher: LanguageModel | None) -> list[str]:
-    length = run.data.sequence_length
+    length, sequences = run.data.sequence_length, run.train.batch_size
     arguments = (run.model, run.moe, vocab_size, length)
     forward, training = forward_flops_per_token(*arguments), training_flops_per_token(*arguments)
-    tokens = run.train.batch_size * length
-    taught = 0
-    if teacher is not None:
-        taught = forward_flops_per_token(teacher.config, teacher.moe, vocab_size, length)
     rows = [
         ("forward per token", forward, f"2 per active matrix parameter; attention over all {length} positions"),
         ("training per token", training, "3 x forward; what remat repeats is not counted"),
-        *([("teacher per token", taught, "its forward, in the steps that learn from it")] if taught else []),
-        (
-            "training per step",
-            (training + taught) * tokens,
-            f"{run.train.batch_size} sequences x {length} = {tokens:,} tokens",
-        ),
-        (
-            "per device and step",
-            (training + taught) * tokens // roles.num_devices,
-            f"{roles.num_devices} device(s), even load",
-        ),
+    ]
+    if teacher is not None:
+        taught = forward_flops_per_token(teacher.config, teacher.moe, vocab_size, length)
+        rows.append(("teacher per token", taught, "its forward, in the steps that learn from it"))
+        training += taught
+    tokens = sequences * length
+    step, devices = training * tokens, roles.num_devices
+    rows += [
+        ("training per step", step, f"{sequences} sequences x {length} = {tokens:,} tokens"),
+        ("per device and step", step // devices, f"{devices} device(s), even load"),
     ]
     return [f"{name:22}{flops:>24,}  ({note})" for name, flops, note in rows]
