@@ -40,7 +40,7 @@ from moe_jax.models.counts import leaf_sizes
 from moe_jax.models.segments import BANK, is_bank, path_of, segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
 from moe_jax.observe import RunFolder
-from moe_jax.observe.run_folder import disk_errors_named
+from moe_jax.observe.run_folder import disk_errors_named, write_atomically
 from moe_jax.training.checkpoint import Checkpointer, LeafParts, read_parts, write_params
 from moe_jax.training.feed import padded_vocabulary
 
@@ -88,7 +88,7 @@ def import_folder(
         (folder / "checkpoints").mkdir()
         host = {"config": text, "parameters_only": True}
         write_params(folder / "checkpoints", _leaves(places, readers, model, moe), host)
-        RunFolder(folder, create=False).write_config(text)
+        write_atomically(RunFolder(folder, create=False).config, text)
         _carry(source, folder)
     return run
 

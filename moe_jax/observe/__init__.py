@@ -4,9 +4,7 @@ from moe_jax.observe.loads import (
     LoadsOrigin,
     LoadsRecorder,
     LoadsTrace,
-    dead_experts,
     device_load_max_over_mean,
-    device_loads,
     read_loads,
 )
 from moe_jax.observe.metrics_file import (
@@ -14,12 +12,10 @@ from moe_jax.observe.metrics_file import (
     RunSummary,
     TensorBoardWriter,
     read_metrics,
-    summarize,
     summarize_run,
 )
-from moe_jax.observe.plots import draw_all
-from moe_jax.observe.progress import Progress, short_time, with_prefix
-from moe_jax.observe.report import write_report
+from moe_jax.observe.progress import Progress, with_prefix
+from moe_jax.observe.report import draw_all, write_report
 from moe_jax.observe.run_folder import (
     EVALUATIONS,
     METRICS,
@@ -43,17 +39,13 @@ __all__ = [
     "RunSummary",
     "TensorBoardWriter",
     "atomic_file",
-    "dead_experts",
     "device_load_max_over_mean",
-    "device_loads",
     "disk_errors_named",
     "draw_all",
     "environment_record",
     "git_state",
     "read_loads",
     "read_metrics",
-    "short_time",
-    "summarize",
     "summarize_run",
     "with_prefix",
     "write_atomically",

@@ -1,13 +1,12 @@
 """Expert loads of a run, kept in parts while it trains and as one file when it ends.
 
-Inputs: loads int32 [L, S, E] of a step, on the host. Outputs: loads/part_*.npz, then loads.npz with
+Loads int32 [L, S, E] of a step, on the host, become loads/part_*.npz, then loads.npz with
     loads       int32 [Nt, L, S, E]   tokens that source s routed to expert e
     iterations  int64 [Nt]            the step of each sample, rising
     sources     int64 [Nt]            S of each sample; smaller than the array's S where the run resumed on another mesh
-    M, F, K, dtype, mesh, ...        of the run that recorded them, see `loads_origin.py`
-When S differs between samples the missing sources are filled with zeros. `load_trace.py` reads such files of any
-origin. Nothing here depends on the placement of the experts.
-Letters: docs/notation.md.
+    M, F, K, dtype, mesh, ...        of the run that recorded them, see `LoadsOrigin`
+When S differs between samples the missing sources are filled with zeros. Nothing here depends on the placement of the
+experts. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -21,155 +20,12 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.observe.run_folder import TEMPORARY_SUFFIX, RunFolder, atomic_file, disk_errors_named
-
-
-def device_loads(loads: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:
-    """Sum the tokens that each device computes when every expert runs at its home.
-
-    Args:
-      loads: integers [L, S, E], tokens that source s routed to expert e.
-      home: integers [L, E], the device_id that owns each expert, in 0 .. devices - 1.
-      devices: D.
-
-    Returns:
-      int64 [L, D], tokens.
-    """
-    loads, home = np.asarray(loads), np.asarray(home)
-    L, _, E = loads.shape
-    if home.shape != (L, E):
-        raise ValueError(f"home {list(home.shape)} must be [layers, experts] = [{L}, {E}], as in loads")
-    if home.size and not 0 <= home.min() <= home.max() < devices:
-        raise ValueError(f"home holds device_ids {home.min()} .. {home.max()}; they must be in 0 .. {devices - 1}")
-    per_device = np.zeros((L, devices), np.int64)
-    np.add.at(per_device, (np.arange(L)[:, None], home), loads.sum(axis=1, dtype=np.int64))
-    return per_device
-
-
-def device_load_max_over_mean(loads: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:
-    """Divide the fullest device's tokens by the mean over devices: max_d H[d] / mean_d H[d].
-
-    1 when balanced, D at worst. A step waits for its fullest device, so this is the factor by which expert compute
-    exceeds the balanced one.
-
-    Args:
-      loads: integers [L, S, E].
-      home: integers [L, E].
-      devices: D.
-
-    Returns:
-      float64 [L]. A layer without any token is balanced: 1.
-    """
-    per_device = device_loads(loads, home, devices)
-    mean = per_device.mean(axis=1)
-    return np.where(mean > 0, per_device.max(axis=1) / np.where(mean > 0, mean, 1.0), 1.0)
-
-
-def dead_experts(loads: np.ndarray) -> np.ndarray:
-    """Count the experts of each layer that got no token in this step.
-
-    Args:
-      loads: integers [L, S, E].
-
-    Returns:
-      int64 [L], from 0 to E.
-    """
-    return np.count_nonzero(np.asarray(loads).sum(axis=1, dtype=np.int64) == 0, axis=1)
-
-
-class LoadsTrace(NamedTuple):
-    """A recorded trace.
-
-    Attributes:
-      loads: [Nt, L, S, E], non-negative integers.
-      iterations: [Nt], rising integers.
-      sources: [Nt], S of each sample; None where the file does not say, which means that all are the array's.
-      origins: the run behind each sample, Nt of them, None where the file does not say.
-    """
-
-    loads: np.ndarray
-    iterations: np.ndarray
-    sources: np.ndarray | None = None
-    origins: tuple[LoadsOrigin | None, ...] = ()
-
-
-def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
-    """Read and check a trace of loads.
-
-    Args:
-      path: an npz file with `loads` [Nt, L, S, E], whole numbers of any dtype, and `iterations` [Nt]; without
-        `iterations` samples are numbered from 0; `sources` and what `loads_origin.py` names are read where they are;
-        other keys are ignored.
-
-    Returns:
-      A `LoadsTrace`.
-
-    Raises:
-      UserError: the file is missing or no npz, lacks `loads`, or its arrays break a rule above; names the first bad
-        entry.
-    """
-    arrays = _arrays(path)
-    loads, iterations = check_loads(arrays["loads"], arrays["iterations"], path)[:2]
-    sources = arrays.get("sources")
-    if sources is not None and (sources.shape != iterations.shape or sources.dtype.kind not in "iu"):
-        sources = None  # a key of another program
-    return LoadsTrace(loads, iterations, sources, read_origins(arrays, len(loads), path))
-
-
-def check_loads(loads: np.ndarray, iterations: np.ndarray, path: str | os.PathLike[str]) -> LoadsTrace:
-    """Return the arrays of a trace as integers, or raise a UserError that names `path`; see `read_loads`."""
-    if loads.ndim != 4:
-        raise UserError(f"{path}: loads has shape {list(loads.shape)}; it must be [steps, layers, sources, experts]")
-    if loads.dtype.kind not in "iuf":
-        raise UserError(f"{path}: loads has dtype {loads.dtype}; they are counts of tokens and must be whole numbers")
-    if iterations.dtype.kind not in "iu" or iterations.shape != loads.shape[:1]:
-        raise UserError(
-            f"{path}: iterations is {iterations.dtype} {list(iterations.shape)}; it must be integers [{len(loads)}],"
-            " one for each step of loads"
-        )
-    wrong = loads < 0
-    if loads.dtype.kind == "f":
-        wrong |= ~np.isfinite(loads) | (loads != np.floor(loads))
-    if wrong.any():
-        sample, layer, source, expert = np.argwhere(wrong)[0].tolist()
-        value = loads[sample, layer, source, expert]
-        raise UserError(
-            f"{path}: loads[{sample}, {layer}, {source}, {expert}] ({value}: layer {layer}, source {source}, expert"
-            f" {expert}) is not a whole number of at least 0; they are counts of tokens"
-        )
-    if (np.diff(iterations.astype(np.int64)) <= 0).any():
-        sample = int(np.argmax(np.diff(iterations.astype(np.int64)) <= 0)) + 1
-        raise UserError(
-            f"{path}: iterations[{sample}] ({iterations[sample]}) must be later than the one before it"
-            f" ({iterations[sample - 1]})"
-        )
-    return LoadsTrace(loads if loads.dtype.kind in "iu" else loads.astype(np.int64), iterations)
-
-
-def _arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Return `loads`, `iterations` and what else is known here, as they stand in the file."""
-    try:
-        # Opened here, since np.load leaves a damaged file open.
-        with open(path, "rb") as file:
-            archive = np.load(file, allow_pickle=False)
-            if isinstance(archive, np.ndarray):
-                raise UserError(f"{path} is a single array; a trace is an npz file with `loads` and `iterations`")
-            if "loads" not in archive:
-                raise UserError(f"{path} has no loads; it has {sorted(archive)}")
-            loads = archive["loads"]
-            names = ("iterations", "sources", *KEYS, SEGMENTS, PRECEDING)
-            known = (name for name in names if name in archive)
-            return {"loads": loads, "iterations": np.arange(len(loads)), **{name: archive[name] for name in known}}
-    except UserError:
-        raise
-    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is not a readable npz file of plain arrays ({error})") from error
-
 
 LAYER_KEYS = {
     "activation": "activation",
@@ -179,6 +35,36 @@ LAYER_KEYS = {
 }  # field -> key
 KEYS = ("M", "F", "K", "dtype", "mesh", "devices_per_node", "cluster", "mesh_index", *LAYER_KEYS.values())
 SEGMENTS, PRECEDING = "segments", "preceding"  # where there are any
+PART_RECORDS = 64
+PART_BYTES = 4 << 20
+
+_log = logging.getLogger(__name__)
+
+
+def device_load_max_over_mean(loads: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray:
+    """Divide the fullest device's tokens by the mean over devices, when every expert runs at its home.
+
+    1 when balanced, D at worst. A step waits for its fullest device, so this is the factor by which expert compute
+    exceeds the balanced one.
+
+    Args:
+      loads: integers [L, S, E], tokens that source s routed to expert e.
+      home: integers [L, E], the device_id that owns each expert, in 0 .. devices - 1.
+      devices: D.
+
+    Returns:
+      float64 [L]. A layer without any token is balanced: 1.
+    """
+    loads, home = np.asarray(loads), np.asarray(home)
+    L, _, E = loads.shape
+    if home.shape != (L, E):
+        raise ValueError(f"home {list(home.shape)} must be [layers, experts] = [{L}, {E}], as in loads")
+    if home.size and not 0 <= home.min() <= home.max() < devices:
+        raise ValueError(f"home holds device_ids {home.min()} .. {home.max()}; they must be in 0 .. {devices - 1}")
+    per_device = np.zeros((L, devices), np.int64)
+    np.add.at(per_device, (np.arange(L)[:, None], home), loads.sum(axis=1, dtype=np.int64))
+    mean = per_device.mean(axis=1)
+    return np.where(mean > 0, per_device.max(axis=1) / np.where(mean > 0, mean, 1.0), 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,11 +98,6 @@ class LoadsOrigin:
     preceding: tuple[tuple[int, int], ...] = ()
 
     @property
-    def model(self) -> tuple[int, int, int, str, tuple]:
-        """M, F, K, dtype and segments, which do not change within a run."""
-        return self.model_dim, self.hidden_dim, self.top_k, self.dtype, self.segments
-
-    @property
     def sources(self) -> int:
         """S, members of the largest expert-parallel group."""
         devices = math.prod(size for axis, size in self.mesh if axis.partition("_of_")[0] in ("expert", "expert_mp"))
@@ -232,61 +113,85 @@ class LoadsOrigin:
         return " x ".join(f"{axis} {size}" for axis, size in self.mesh)
 
 
-def origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray]:
-    """Return the arrays of the docstring for one origin per sample; {} where none is known.
+class LoadsTrace(NamedTuple):
+    """A recorded trace.
 
-    Raises:
-      UserError: the samples are of two models.
+    Attributes:
+      loads: [Nt, L, S, E], non-negative integers.
+      iterations: [Nt], rising integers.
+      sources: [Nt], S of each sample; None where the file does not say, which means that all are the array's.
+      origins: the run behind each sample, Nt of them, None where the file does not say.
     """
-    known = [origin for origin in origins if origin is not None]
-    if not known:
-        return {}
-    models = list(dict.fromkeys(origin.model for origin in known))
-    if len(models) > 1:
-        raise UserError(
-            f"samples have (M, F, K, dtype, segments) {models}: they are not of one model; use one folder for each"
-        )
-    meshes = list(dict.fromkeys((o.mesh, o.devices_per_node, o.cluster) if o else ((), 0, "") for o in origins))
-    places = {mesh: index for index, mesh in enumerate(meshes)}
-    M, F, K, dtype, segments = models[0]
-    index = [places[(o.mesh, o.devices_per_node, o.cluster) if o else ((), 0, "")] for o in origins]
-    return {
-        "M": np.int64(M),
-        "F": np.int64(F),
-        "K": np.int64(K),
-        "dtype": np.array(dtype),
-        "mesh": np.array([json.dumps(dict(mesh)) if mesh else "" for mesh, _, _ in meshes]),
-        "devices_per_node": np.array([per_node for _, per_node, _ in meshes], np.int64),
-        "cluster": np.array([cluster for _, _, cluster in meshes]),
-        "mesh_index": np.array(index, np.int64),
-        **{key: np.array(getattr(known[-1], field)) for field, key in LAYER_KEYS.items()},
-        **({SEGMENTS: np.array(segments, np.int64)} if segments else {}),
-        **({PRECEDING: np.array(known[-1].preceding, np.int64)} if segments else {}),
-    }
+
+    loads: np.ndarray
+    iterations: np.ndarray
+    sources: np.ndarray | None = None
+    origins: tuple[LoadsOrigin | None, ...] = ()
 
 
-def _read_segments(arrays: Mapping[str, np.ndarray]) -> tuple[tuple[int, int, int, int], ...]:
-    found = []
-    for layers, experts, hidden_dim, top_k in arrays.get(SEGMENTS, np.zeros((0, 4), np.int64)).tolist():
-        found.append((int(layers), int(experts), int(hidden_dim), int(top_k)))
-    return tuple(found)
-
-
-def _read_preceding(arrays: Mapping[str, np.ndarray]) -> tuple[tuple[int, int], ...]:
-    found = []
-    for moe_every, dense_hidden_dim in arrays.get(PRECEDING, np.zeros((0, 2), np.int64)).tolist():
-        found.append((int(moe_every), int(dense_hidden_dim)))
-    if len(found) != len(arrays.get(SEGMENTS, ())):
-        raise ValueError(f"{PRECEDING} must have a row for each of the {SEGMENTS}")
-    return tuple(found)
-
-
-def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -> tuple[LoadsOrigin | None, ...]:
-    """Return the origin of each of `samples` samples, None where the file does not say.
+def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
+    """Read and check a trace of loads.
 
     Args:
-      arrays: of the npz file, those of `KEYS` that it has.
-      path: of the file, for errors.
+      path: an npz file with `loads` [Nt, L, S, E], whole numbers of any dtype, and `iterations` [Nt]; without
+        `iterations` samples are numbered from 0; `sources` and the keys of `LoadsOrigin` are read where they are;
+        other keys are ignored.
+
+    Raises:
+      UserError: the file is missing or no npz, lacks `loads`, or its arrays break a rule above; names the first bad
+        entry.
+    """
+    try:
+        # Opened here, since np.load leaves a damaged file open.
+        with open(path, "rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
+                raise UserError(f"{path} is a single array; a trace is an npz file with `loads` and `iterations`")
+            if "loads" not in archive:
+                raise UserError(f"{path} has no loads; it has {sorted(archive)}")
+            names = ("loads", "iterations", "sources", *KEYS, SEGMENTS, PRECEDING)
+            arrays = {name: archive[name] for name in names if name in archive}
+    except UserError:
+        raise
+    except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is not a readable npz file of plain arrays ({error})") from error
+    loads = arrays["loads"]
+    if loads.ndim != 4:
+        raise UserError(f"{path}: loads has shape {list(loads.shape)}; it must be [steps, layers, sources, experts]")
+    if loads.dtype.kind not in "iuf":
+        raise UserError(f"{path}: loads has dtype {loads.dtype}; they are counts of tokens and must be whole numbers")
+    iterations = arrays.get("iterations", np.arange(len(loads)))
+    if iterations.dtype.kind not in "iu" or iterations.shape != loads.shape[:1]:
+        raise UserError(
+            f"{path}: iterations is {iterations.dtype} {list(iterations.shape)}; it must be integers [{len(loads)}],"
+            " one for each step of loads"
+        )
+    wrong = loads < 0
+    if loads.dtype.kind == "f":
+        wrong |= ~np.isfinite(loads) | (loads != np.floor(loads))
+    if wrong.any():
+        sample, layer, source, expert = np.argwhere(wrong)[0].tolist()
+        value = loads[sample, layer, source, expert]
+        raise UserError(
+            f"{path}: loads[{sample}, {layer}, {source}, {expert}] ({value}: layer {layer}, source {source}, expert"
+            f" {expert}) is not a whole number of at least 0; they are counts of tokens"
+        )
+    falling = np.diff(iterations.astype(np.int64)) <= 0
+    if falling.any():
+        sample = int(np.argmax(falling)) + 1
+        raise UserError(
+            f"{path}: iterations[{sample}] ({iterations[sample]}) must be later than the one before it"
+            f" ({iterations[sample - 1]})"
+        )
+    sources = arrays.get("sources")
+    if sources is not None and (sources.shape != iterations.shape or sources.dtype.kind not in "iu"):
+        sources = None  # a key of another program
+    loads = loads if loads.dtype.kind in "iu" else loads.astype(np.int64)
+    return LoadsTrace(loads, iterations, sources, _read_origins(arrays, len(loads), path))
+
+
+def _read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -> tuple[LoadsOrigin | None, ...]:
+    """Return the origin of each of `samples` samples, None where the file does not say.
 
     Raises:
       UserError: the keys are all there and do not fit together.
@@ -294,26 +199,34 @@ def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -
     if not all(key in arrays for key in KEYS):  # a file of another program
         return (None,) * samples
     try:
+        segments, preceding = (
+            tuple(tuple(int(size) for size in row) for row in arrays.get(key, np.zeros((0, width))).tolist())
+            for key, width in ((SEGMENTS, 4), (PRECEDING, 2))
+        )
+        if (
+            len(preceding) != len(segments)
+            or {len(row) for row in segments} - {4}
+            or {len(row) for row in preceding} - {2}
+        ):
+            raise ValueError(f"{PRECEDING} must have a row for each of the {SEGMENTS}")
         layer = {field: arrays[key].item() for field, key in LAYER_KEYS.items()}
-        known: list[LoadsOrigin | None] = [
-            None
-            if not str(mesh)
-            else LoadsOrigin(
-                model_dim=int(arrays["M"]),
-                hidden_dim=int(arrays["F"]),
-                top_k=int(arrays["K"]),
-                dtype=str(arrays["dtype"]),
-                mesh=tuple((str(axis), int(size)) for axis, size in json.loads(str(mesh)).items()),
-                devices_per_node=int(per_node),
-                cluster=str(cluster),
-                segments=_read_segments(arrays),
-                preceding=_read_preceding(arrays),
-                **layer,
-            )
-            for mesh, per_node, cluster in zip(
-                arrays["mesh"], arrays["devices_per_node"], arrays["cluster"], strict=True
-            )
-        ]
+        known: list[LoadsOrigin | None] = []
+        for mesh, per_node, cluster in zip(arrays["mesh"], arrays["devices_per_node"], arrays["cluster"], strict=True):
+            origin = None
+            if str(mesh):
+                origin = LoadsOrigin(
+                    model_dim=int(arrays["M"]),
+                    hidden_dim=int(arrays["F"]),
+                    top_k=int(arrays["K"]),
+                    dtype=str(arrays["dtype"]),
+                    mesh=tuple((str(axis), int(size)) for axis, size in json.loads(str(mesh)).items()),
+                    devices_per_node=int(per_node),
+                    cluster=str(cluster),
+                    segments=segments,
+                    preceding=preceding,
+                    **layer,
+                )
+            known.append(origin)
         index = arrays["mesh_index"].tolist()
         if len(index) != samples or not all(0 <= place < len(known) for place in index):
             raise ValueError(f"mesh_index must be {samples} numbers below {len(known)}")
@@ -325,10 +238,36 @@ def read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) -
         ) from error
 
 
-PART_RECORDS = 64
-PART_BYTES = 4 << 20
+def _origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarray]:
+    """Return the arrays of the file for one origin per sample; {} where none is known.
 
-_log = logging.getLogger(__name__)
+    Raises:
+      UserError: the samples are of two models.
+    """
+    known = [origin for origin in origins if origin is not None]
+    if not known:
+        return {}
+    models = list(dict.fromkeys((o.model_dim, o.hidden_dim, o.top_k, o.dtype, o.segments) for o in known))
+    if len(models) > 1:
+        raise UserError(
+            f"samples have (M, F, K, dtype, segments) {models}: they are not of one model; use one folder for each"
+        )
+    of_each = [(o.mesh, o.devices_per_node, o.cluster) if o else ((), 0, "") for o in origins]
+    meshes = list(dict.fromkeys(of_each))
+    M, F, K, dtype, segments = models[0]
+    return {
+        "M": np.int64(M),
+        "F": np.int64(F),
+        "K": np.int64(K),
+        "dtype": np.array(dtype),
+        "mesh": np.array([json.dumps(dict(mesh)) if mesh else "" for mesh, _, _ in meshes]),
+        "devices_per_node": np.array([per_node for _, per_node, _ in meshes], np.int64),
+        "cluster": np.array([cluster for _, _, cluster in meshes]),
+        "mesh_index": np.array([meshes.index(mesh) for mesh in of_each], np.int64),
+        **{key: np.array(getattr(known[-1], field)) for field, key in LAYER_KEYS.items()},
+        **({SEGMENTS: np.array(segments, np.int64)} if segments else {}),
+        **({PRECEDING: np.array(known[-1].preceding, np.int64)} if segments else {}),
+    }
 
 
 class LoadsRecorder:
@@ -372,7 +311,19 @@ class LoadsRecorder:
             self._folder.loads.unlink(missing_ok=True)
             for leftover in self._folder.loads_parts.glob("*" + TEMPORARY_SUFFIX):
                 leftover.unlink()
-        self.last_step = self._cut_after(-1 if resume_step is None else resume_step)
+        self.last_step = None
+        last_kept = -1 if resume_step is None else resume_step
+        for part in sorted(self._folder.loads_parts.glob("part_*.npz")):
+            if int(part.stem.removeprefix("part_")) > last_kept:
+                with disk_errors_named(part):
+                    part.unlink()
+                continue
+            trace = read_loads(part)
+            kept = int((trace.iterations <= last_kept).sum())  # they rise
+            if kept < len(trace.iterations):
+                self._write_part(trace.loads[:kept], trace.iterations[:kept], trace.origins[:kept])
+            self.last_step = int(trace.iterations[kept - 1])
+            self._older.append((trace.origins[0], trace.loads.shape[2], kept, self.last_step))
 
     def describe_older(self) -> str | None:
         """Return what became of samples that an earlier start recorded on another mesh; None where there are none."""
@@ -415,7 +366,9 @@ class LoadsRecorder:
             )
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(f"step ({step}) must be later than the last recorded one ({self.last_step})")
-        if self._loads and (self._loads[0].shape != loads.shape or self._part_is_full()):
+        held = sum(sample.nbytes for sample in self._loads)
+        full = len(self._loads) >= PART_RECORDS or held >= PART_BYTES
+        if full or self._loads and self._loads[0].shape != loads.shape:
             self._loads, self._iterations = [], []
         self._loads.append(loads.astype(np.int32))
         self._iterations.append(int(step))
@@ -433,7 +386,7 @@ class LoadsRecorder:
         Raises:
           UserError: a part is damaged, the parts are of two models, or the disk is full.
         """
-        parts = self._parts()
+        parts = sorted(self._folder.loads_parts.glob("part_*.npz"))
         if not parts:
             return None
         shapes, iterations, origins = [], [], []
@@ -444,53 +397,27 @@ class LoadsRecorder:
             origins += trace.origins
         if len({(L, E) for _, L, _, E in shapes}) > 1:
             raise UserError(f"the parts of {self._folder.loads_parts} have shapes {shapes}: they are not of one model")
-        Nt, S = sum(shape[0] for shape in shapes), max(shape[2] for shape in shapes)
+        (_, L, _, E), S = shapes[0], max(shape[2] for shape in shapes)
+        whole = (sum(shape[0] for shape in shapes), L, S, E)
         if any(shape[2] != S for shape in shapes):
             _log.info("loads.npz: sources were %s along the run; filled with zeros to %d", [s[2] for s in shapes], S)
         sources = np.concatenate([np.full(shape[0], shape[2], np.int64) for shape in shapes])
         with atomic_file(self._folder.loads) as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
                 with archive.open("loads.npy", "w", force_zip64=True) as member:
-                    _write_loads(member, parts, (Nt, shapes[0][1], S, shapes[0][3]))
-                small = {"iterations": np.concatenate(iterations), "sources": sources, **origin_arrays(origins)}
+                    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.int32)), "fortran_order": False}
+                    np.lib.format.write_array_header_1_0(member, {**header, "shape": whole})
+                    for part in parts:
+                        loads = read_loads(part).loads.astype(np.int32)
+                        missing = ((0, 0), (0, 0), (0, S - loads.shape[2]), (0, 0))  # sources, as zeros
+                        member.write(np.pad(loads, missing).tobytes())
+                small = {"iterations": np.concatenate(iterations), "sources": sources, **_origin_arrays(origins)}
                 for name, values in small.items():
                     with archive.open(name + ".npy", "w") as member:
                         np.lib.format.write_array(member, np.asanyarray(values), allow_pickle=False)
         return self._folder.loads
 
-    def _parts(self) -> list[Path]:
-        return sorted(self._folder.loads_parts.glob("part_*.npz"))
-
-    def _part_is_full(self) -> bool:
-        return len(self._loads) >= PART_RECORDS or sum(sample.nbytes for sample in self._loads) >= PART_BYTES
-
     def _write_part(self, loads: np.ndarray, iterations: np.ndarray, origins: Sequence[LoadsOrigin | None]) -> None:
         """Write one part under the name of its first step, so that parts sort by time."""
         with atomic_file(self._folder.loads_parts / f"part_{iterations[0]:010d}.npz") as file:
-            np.savez(file, loads=loads, iterations=iterations, **origin_arrays(origins))
-
-    def _cut_after(self, last_kept: int) -> int | None:
-        """Drop all samples after step `last_kept`; return the last step that stays."""
-        last_step = None
-        for part in self._parts():
-            if int(part.stem.removeprefix("part_")) > last_kept:
-                with disk_errors_named(part):
-                    part.unlink()
-                continue
-            trace = read_loads(part)
-            kept = int((trace.iterations <= last_kept).sum())  # they rise
-            if kept < len(trace.iterations):
-                self._write_part(trace.loads[:kept], trace.iterations[:kept], trace.origins[:kept])
-            last_step = int(trace.iterations[kept - 1])
-            self._older.append((trace.origins[0], trace.loads.shape[2], kept, last_step))
-        return last_step
-
-
-def _write_loads(member: IO[bytes], parts: list[Path], shape: tuple[int, int, int, int]) -> None:
-    """Stream the samples of all parts into one .npy, missing sources as zeros."""
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.int32)), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(member, header)
-    for part in parts:
-        loads = read_loads(part).loads.astype(np.int32)
-        missing = shape[2] - loads.shape[2]
-        member.write(np.pad(loads, ((0, 0), (0, 0), (0, missing), (0, 0))).tobytes())
+            np.savez(file, loads=loads, iterations=iterations, **_origin_arrays(origins))

@@ -1,8 +1,7 @@
 """One strict JSON object per line and step, in the order of the steps, also after a kill.
 
-Inputs: plain numbers and NumPy values of one step, already on the host. Outputs: metrics.jsonl (or evaluations.jsonl).
-Floats that are not finite stand as the strings "nan", "inf" and "-inf", since JSON cannot express them; `read_metrics`
-turns them back. It computes no metric.
+Plain numbers and NumPy values of one step, already on the host, become lines of metrics.jsonl or evaluations.jsonl.
+Floats that are not finite stand as the strings "nan", "inf" and "-inf"; `read_metrics` turns them back.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,15 @@ class MetricsWriter:
         Raises:
           UserError: the file cannot be written, or a line before the last one is not a record.
         """
-        self.path = RunFolder(folder).path / file_name
-        self.last_step = _cut_after(self.path, resume_step)
+        self.path, self.last_step = RunFolder(folder).path / file_name, None
+        # Steps rise, so what stays is a prefix, and the file is truncated once: nothing is copied, a kill cannot leave
+        # it half done, and it works on a full disk too.
+        kept_bytes = 0
+        for line, record in _complete_lines(self.path) if resume_step is not None else ():
+            if record["step"] > resume_step:
+                break
+            kept_bytes += len(line)
+            self.last_step = record["step"]
         if resume_step and file_name == METRICS and (self.last_step or 0) < resume_step:
             _log.warning(
                 "%s ends at step %s but the run resumes after step %d: the steps between have no metrics",
@@ -52,6 +58,8 @@ class MetricsWriter:
                 resume_step,
             )
         with disk_errors_named(self.path):
+            if self.path.exists() and self.path.stat().st_size != kept_bytes:
+                os.truncate(self.path, kept_bytes)
             # Unbuffered: a failed write must not be tried again when the file is closed.
             self._file = open(self.path, "ab", buffering=0)
 
@@ -82,12 +90,6 @@ class MetricsWriter:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def read_metrics(folder: str | os.PathLike[str], *, file_name: str = METRICS) -> list[dict[str, Any]]:
     """Return the records of a run, in order; also of one that is still being written or was killed.
@@ -111,34 +113,13 @@ def column(records: Iterable[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
     Infinite values come back as NaN, which plots leave out. Records whose list is of another length than the last one
     (no run has them, a file edited by hand may) are left out too.
     """
-    rows = [
-        (record["step"], np.asarray(record[name], np.float64)) for record in records if record.get(name) is not None
-    ]
+    rows = [(r["step"], np.asarray(r[name], np.float64)) for r in records if r.get(name) is not None]
     if not rows:
         return np.zeros(0, np.int64), np.zeros(0)
     shape = rows[-1][1].shape
     rows = [row for row in rows if row[1].shape == shape]
     values = np.stack([value for _, value in rows])
     return np.asarray([step for step, _ in rows], np.int64), np.where(np.isfinite(values), values, np.nan)
-
-
-def _cut_after(path: Path, last_kept: int | None) -> int | None:
-    """Cut the file after the line of step `last_kept` (None: before the first); return the last step that stays.
-
-    Steps rise, so what stays is a prefix, and the file is truncated once: nothing is copied, a kill cannot leave it
-    half done, and it works on a full disk too.
-    """
-    kept_bytes, last_step = 0, None
-    if last_kept is not None:
-        for line, record in _complete_lines(path):
-            if record["step"] > last_kept:
-                break
-            kept_bytes += len(line)
-            last_step = record["step"]
-    if path.exists() and path.stat().st_size != kept_bytes:
-        with disk_errors_named(path):
-            os.truncate(path, kept_bytes)
-    return last_step
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -148,21 +129,16 @@ def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
-                record = _parsed(line) if line.endswith(b"\n") else None
-                if record is not None:
+                try:
+                    record = json.loads(line) if line.endswith(b"\n") else None
+                except ValueError:
+                    record = None
+                if isinstance(record, dict) and type(record.get("step")) is int:
                     yield line, record
                 elif next(file, None) is not None:
                     raise UserError(f"{path} line {number} is not a JSON object with an integer step; remove that line")
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}); give another --workdir") from error
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
 
 
 def _plain(value: Any, name: str) -> Any:
@@ -172,7 +148,8 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return _finite_or_name(float(value))
+        # also of NumPy's own floats; the names are those of _NON_FINITE
+        return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):
         return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -186,12 +163,6 @@ def _plain(value: Any, name: str) -> Any:
     raise TypeError(f"metric {name!r} has type {type(value).__name__}; give numbers, text, or lists and dicts of them")
 
 
-def _finite_or_name(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-
-
 def _with_floats(value: Any) -> Any:
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
@@ -203,7 +174,7 @@ def _with_floats(value: Any) -> Any:
 
 
 class TensorBoardWriter:
-    """Write scalars; without tensorboardX log it once and count what was not written."""
+    """Write scalars; without tensorboardX this is logged once, and nothing is written."""
 
     def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         """Open a new event file.
@@ -213,7 +184,6 @@ class TensorBoardWriter:
           resume_step: the last step that the restored checkpoint contains; TensorBoard hides what earlier files say of
             later steps. None starts a new run.
         """
-        self.records_missed = 0
         self._writer = None
         try:
             from tensorboardX import SummaryWriter
@@ -226,61 +196,41 @@ class TensorBoardWriter:
         with disk_errors_named(path):
             self._writer = SummaryWriter(os.fspath(path), purge_step=purge_step, flush_secs=10)
 
-    @property
-    def available(self) -> bool:
-        return self._writer is not None
-
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        """Write the numbers of a step; text and nested records are left to metrics.jsonl."""
+        """Write the numbers of a step, of a list its mean, min and max; the rest is left to metrics.jsonl."""
         if self._writer is None:
-            self.records_missed += 1
             return
-        for tag, value in scalars(record).items():
-            self._writer.add_scalar(tag, value, step)
-
-    def flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+        for name, value in record.items():
+            if name == "step" or value is None or isinstance(value, str | Mapping):
+                continue
+            values, found = np.asarray(value, np.float64), {}
+            if values.ndim == 0:
+                found[name] = float(values)
+            elif values.size:
+                for key, reduce in (("mean", np.mean), ("min", np.min), ("max", np.max)):
+                    found[f"{name}/{key}"] = float(reduce(values))
+            for tag, number in found.items():
+                self._writer.add_scalar(tag, number if math.isfinite(number) else math.nan, step)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
-    def __enter__(self) -> TensorBoardWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Flatten a record to tag -> number: a list gives `tag/mean`, `tag/min` and `tag/max`; the step is no tag."""
-    found: dict[str, float] = {}
-    for name, value in record.items():
-        if name == "step" or value is None or isinstance(value, str | Mapping):
-            continue
-        values = np.asarray(value, np.float64)
-        if values.ndim == 0:
-            found[name] = float(values)
-        elif values.size:
-            found |= {
-                f"{name}/{key}": float(f(values)) for key, f in (("mean", np.mean), ("min", np.min), ("max", np.max))
-            }
-    return {tag: value if math.isfinite(value) else math.nan for tag, value in found.items()}
-
-
-Records = Sequence[Mapping[str, Any]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Losses in nats per token; medians leave out steps that compiled; device load is max over mean, 1 = balanced."""
+    """Losses in nats per token; medians leave out steps that compiled; device load is max over mean, 1 = balanced.
+
+    below_unigram_entropy: how far the last held-out loss lies below the unigram entropy, as a fraction of it.
+    """
 
     steps: int | None
     loss_last: float | None
     held_out_loss_first: float | None
     held_out_loss_last: float | None
+    held_out_loss_ema: float | None
     unigram_entropy: float | None
+    below_unigram_entropy: float | None
     tokens_per_second: float | None
     model_flops_per_second: float | None
     step_seconds: float | None
@@ -289,65 +239,51 @@ class RunSummary:
     device_load_worst: float | None
     dropped_fraction: float | None
     overflow_steps: int | None
-    skipped_steps: int | None = None
-    steps_run_again: int | None = None
-    held_out_loss_ema: float | None = None
+    skipped_steps: int | None
+    steps_run_again: int | None
     compilations: int
     compile_seconds: float
     rejit_stall_seconds: float | None
 
-    @property
-    def below_unigram_entropy(self) -> float | None:
-        """How far the last held-out loss lies below the unigram entropy, as a fraction of it."""
-        if self.held_out_loss_last is None or not self.unigram_entropy:
-            return None
-        return 1.0 - self.held_out_loss_last / self.unigram_entropy
-
-
-def summarize(metrics: Records, evaluations: Records) -> RunSummary:
-    """Condense records.
-
-    Args:
-      metrics: as `read_metrics` returns them, with the fields that the training loop writes; any may be absent.
-        `overflow_steps` and `rejit_stall_seconds` count what happened in that record's step, and are summed;
-        `skipped_steps` and `steps_run_again` count from the start of the run.
-      evaluations: records with `held_out_loss` and, in at least one, `unigram_entropy`.
-    """
-    steady = [record for record in metrics if not record.get("compile_seconds")] or metrics
-    compilations = column(metrics, "compile_seconds")[1]
-    held_out = column(evaluations, "held_out_loss")[1]
-    return RunSummary(
-        steps=metrics[-1]["step"] if metrics else None,
-        loss_last=_reduced(np.ravel(column(metrics, "loss")[1])[-1:], np.mean),
-        held_out_loss_first=_reduced(held_out[:1], np.mean),
-        held_out_loss_last=_reduced(held_out[-1:], np.mean),
-        held_out_loss_ema=_reduced(column(evaluations, "held_out_loss_ema")[1][-1:], np.mean),
-        unigram_entropy=_reduced(column(evaluations, "unigram_entropy")[1][-1:], np.mean),
-        tokens_per_second=_reduced(column(steady, "tokens_per_second")[1], np.median),
-        model_flops_per_second=_reduced(column(steady, "model_flops_per_second")[1], np.median),
-        step_seconds=_reduced(column(steady, "step_seconds")[1], np.median),
-        peak_device_bytes=_reduced(column(metrics, "peak_device_bytes")[1], np.max),
-        device_load_mean=_reduced(column(metrics, "device_load_max_over_mean")[1], np.mean),
-        device_load_worst=_reduced(column(metrics, "device_load_max_over_mean")[1], np.max),
-        dropped_fraction=_reduced(column(metrics, "dropped_fraction")[1], np.mean),
-        overflow_steps=_whole(_reduced(column(metrics, "overflow_steps")[1], np.sum)),
-        skipped_steps=_whole(_reduced(column(metrics, "skipped_steps")[1], np.max)),
-        steps_run_again=_whole(_reduced(column(metrics, "steps_run_again")[1], np.max)),
-        compilations=int(np.count_nonzero(compilations)),
-        compile_seconds=float(np.nansum(compilations)),
-        rejit_stall_seconds=_reduced(column(metrics, "rejit_stall_seconds")[1], np.sum),
-    )
-
 
 def summarize_run(folder: str | os.PathLike[str]) -> RunSummary:
-    """Condense the records of a run folder."""
-    return summarize(read_metrics(folder), read_metrics(folder, file_name=EVALUATIONS))
+    """Condense the records of a run folder; a number that no record states, or none finite, is None."""
+    metrics, evaluations = read_metrics(folder), read_metrics(folder, file_name=EVALUATIONS)
+    steady = [record for record in metrics if not record.get("compile_seconds")] or metrics
 
+    def number(records: list, name: str, reduce: Callable, take: slice = slice(None)) -> float | None:
+        values = np.ravel(column(records, name)[1])[take]
+        finite = values[np.isfinite(values)]
+        return float(reduce(finite)) if finite.size else None
 
-def _reduced(values: np.ndarray, reduce: Any) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(reduce(finite)) if finite.size else None
+    def whole(name: str, reduce: Callable) -> int | None:
+        value = number(metrics, name, reduce)
+        return None if value is None else int(value)
 
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
+    last = slice(-1, None)
+    compilations = column(metrics, "compile_seconds")[1]
+    held_out = number(evaluations, "held_out_loss", np.mean, last)
+    entropy = number(evaluations, "unigram_entropy", np.mean, last)
+    return RunSummary(
+        steps=metrics[-1]["step"] if metrics else None,
+        loss_last=number(metrics, "loss", np.mean, last),
+        held_out_loss_first=number(evaluations, "held_out_loss", np.mean, slice(1)),
+        held_out_loss_last=held_out,
+        held_out_loss_ema=number(evaluations, "held_out_loss_ema", np.mean, last),
+        unigram_entropy=entropy,
+        below_unigram_entropy=None if held_out is None or not entropy else 1.0 - held_out / entropy,
+        tokens_per_second=number(steady, "tokens_per_second", np.median),
+        model_flops_per_second=number(steady, "model_flops_per_second", np.median),
+        step_seconds=number(steady, "step_seconds", np.median),
+        peak_device_bytes=number(metrics, "peak_device_bytes", np.max),
+        device_load_mean=number(metrics, "device_load_max_over_mean", np.mean),
+        device_load_worst=number(metrics, "device_load_max_over_mean", np.max),
+        dropped_fraction=number(metrics, "dropped_fraction", np.mean),
+        # what happened in each record's step; the two below count from the start of the run
+        overflow_steps=whole("overflow_steps", np.sum),
+        skipped_steps=whole("skipped_steps", np.max),
+        steps_run_again=whole("steps_run_again", np.max),
+        compilations=int(np.count_nonzero(compilations)),
+        compile_seconds=float(np.nansum(compilations)),
+        rejit_stall_seconds=number(metrics, "rejit_stall_seconds", np.sum),
+    )

@@ -1,23 +1,47 @@
-"""One page about a run in one file: report.html, with its pictures, without scripts or links to the network.
+"""The pictures of a run (loss, expert load and device load over time), and one page about it in one file.
 
-Inputs: the files of a run folder. Outputs: report.html. Absolute paths in the config are shortened to their last part,
-so that the page shows no folders or user names of the machine.
+metrics.jsonl, evaluations.jsonl and loads.npz of a run folder become plots/*.png; these, its config and its environment
+become report.html, without scripts or links to the network. Absolute paths in the config are shortened to their last
+part, so that the page shows no folders or user names of the machine. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
 
 import base64
 import html
+import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_jax.observe.metrics_file import RunSummary, summarize_run
-from moe_jax.observe.plots import draw_all
+import numpy as np
+
+from moe_jax.errors import UserError
+from moe_jax.observe.loads import LoadsTrace, read_loads
+from moe_jax.observe.metrics_file import RunSummary, column, read_metrics, summarize_run
 from moe_jax.observe.progress import with_prefix
-from moe_jax.observe.run_folder import RunFolder, read_text, write_atomically
+from moe_jax.observe.run_folder import (
+    EVALUATIONS,
+    RunFolder,
+    atomic_file,
+    disk_errors_named,
+    read_text,
+    write_atomically,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DOTS_PER_INCH = 200
+MOST_POINTS = 400  # along the time axis; longer runs are averaged in windows
+
+PURPLE, YELLOW, SKY = "#CC79A7", "#E69F00", "#56B4E9"
+BLUE, ORANGE, GREEN, INK, GREY, FAINT = "#0072B2", "#D55E00", "#009E73", "#1f2328", "#656d76", "#d8dee4"
+_NAMED = (BLUE, ORANGE, PURPLE, YELLOW, SKY)  # for a few layers; more layers get a colour scale
 
 _CAPTIONS = {
     "loss.png": "Cross-entropy on the training batches and on held-out text, above the learning rate.",
@@ -61,49 +85,76 @@ summary { cursor: pointer; color: var(--quiet); margin: .8rem 0; }
 
 
 def write_report(folder: str | os.PathLike[str], pictures: Sequence[Path] | None = None) -> Path:
-    """Write report.html from whatever the run folder holds.
+    """Write report.html from whatever the run folder holds, and return its path.
 
     Args:
       folder: the run folder.
       pictures: what `draw_all` returned; None draws them now.
 
-    Returns:
-      The path of the page.
-
     Raises:
       UserError: a file of the run is damaged, or the folder cannot be written.
     """
     run = RunFolder(folder)
-    summary = summarize_run(run)
-    environment = run.read_environment()
+    summary, text = summarize_run(run), read_text(run.environment)
+    try:
+        environment = {} if text is None else json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{run.environment} is not JSON ({error}); remove it") from error
+    if not isinstance(environment, dict):
+        raise UserError(f"{run.environment} holds a {type(environment).__name__}, not a JSON object; remove it")
     # The folder's own name, also when it is given as "." or with a link.
     title = html.escape(run.path.resolve().name)
     date = environment.get("date")
     steps = "no steps" if summary.steps is None else f"{summary.steps:,} steps"
+    cards = [
+        f'<div><dt>{html.escape(label)}</dt><dd class="value">{html.escape(value)}</dd>'
+        f'<dd class="aside">{html.escape(remark)}</dd></div>'
+        for label, value, remark in headline_numbers(summary)
+    ]
     body = [
         f"<h1>{title}</h1>",
         f'<p class="lead">moe_jax run, {steps}{f", {html.escape(str(date))}" if date else ""}</p>',
-        _number_cards(headline_numbers(summary)),
-        *(_figure(picture) for picture in (draw_all(run) if pictures is None else pictures)),
-        "<h2>Config</h2>",
-        _text_block(read_text(run.config) or "(no config.gin)"),
+        f'<dl class="numbers">{"".join(cards)}</dl>' if cards else "<p>No records yet.</p>",
     ]
-    operative = read_text(run.operative_config)
+    for picture in draw_all(run) if pictures is None else pictures:
+        caption = html.escape(_CAPTIONS.get(picture.name, picture.stem))
+        data = base64.b64encode(picture.read_bytes()).decode("ascii")
+        body.append(
+            f'<figure><img alt="{caption}" src="data:image/png;base64,{data}">'
+            f"<figcaption>{caption}</figcaption></figure>"
+        )
+    config, operative = read_text(run.config) or "(no config.gin)", read_text(run.operative_config)
+    blocks = [f"<pre>{html.escape(without_absolute_paths((text or '').strip()))}</pre>" for text in (config, operative)]
+    body += ["<h2>Config</h2>", blocks[0]]
     if operative:
-        body.append(f"<details><summary>All values used, defaults included</summary>{_text_block(operative)}</details>")
-    body += ["<h2>Environment</h2>", _table(environment) if environment else "<p>(no environment.json)</p>"]
-    return write_atomically(run.report, _page(title, "\n".join(body)))
+        body.append(f"<details><summary>All values used, defaults included</summary>{blocks[1]}</details>")
+    rows = [
+        f"<tr><th>{html.escape(name.replace('_', ' '))}</th>"
+        f"<td>{html.escape(without_absolute_paths(_words(value)))}</td></tr>"
+        for name, value in environment.items()
+    ]
+    body += ["<h2>Environment</h2>", f"<table>{''.join(rows)}</table>" if rows else "<p>(no environment.json)</p>"]
+    # The empty icon keeps browsers from asking a server for one.
+    return write_atomically(
+        run.report,
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
+        f"<title>{title}: moe_jax run</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body>\n</html>\n",
+    )
 
 
 def headline_numbers(summary: RunSummary) -> list[tuple[str, str, str]]:
     """Return (label, value, remark) for each number that the run's records state."""
-    s = summary
-    below = s.below_unigram_entropy
+    s, below, against = summary, summary.below_unigram_entropy, ""
+    if below is not None:
+        against = f"loss ends {abs(below):.0%} {'below' if below >= 0 else 'above'} it"
     rows: list[tuple[str, float | None, str, str]] = [
         ("held-out loss, before", s.held_out_loss_first, ".3f", "nats per token"),
         ("held-out loss, after", s.held_out_loss_last, ".3f", "nats per token"),
         ("held-out loss, averaged", s.held_out_loss_ema, ".3f", "moving average of parameters"),
-        ("unigram entropy", s.unigram_entropy, ".3f", "" if below is None else f"loss ends {_percent_below(below)} it"),
+        ("unigram entropy", s.unigram_entropy, ".3f", against),
         ("training loss, last step", s.loss_last, ".3f", "nats per token"),
         ("tokens/s", s.tokens_per_second, "si", "median"),
         ("model FLOP/s", s.model_flops_per_second, "si", "median, all devices"),
@@ -118,54 +169,25 @@ def headline_numbers(summary: RunSummary) -> list[tuple[str, str, str]]:
         ("compilations", s.compilations or None, ",.0f", f"{s.compile_seconds:.1f} s in all"),
         ("re-jit stall", s.rejit_stall_seconds, ".1f", "seconds waited"),
     ]
-    return [(label, _formatted(value, form), remark) for label, value, form, remark in rows if value is not None]
+    numbers = []
+    for label, value, form, remark in rows:
+        if value is None:
+            continue
+        if form == "si":
+            text = with_prefix(value)
+        elif form == "s":
+            text = f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
+        elif form == "bytes":
+            text = f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+        else:
+            text = format(value, form)
+        numbers.append((label, text, remark))
+    return numbers
 
 
 def without_absolute_paths(text: str) -> str:
     """Shorten every absolute path to its last part: `'/data/ann/books.txt'` becomes `'.../books.txt'`."""
     return _ABSOLUTE_PATH.sub(r".../\1", text)
-
-
-def _formatted(value: float, form: str) -> str:
-    if form == "si":
-        return with_prefix(value)
-    if form == "s":
-        return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
-    if form == "bytes":
-        return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
-    return format(value, form)
-
-
-def _percent_below(fraction: float) -> str:
-    return f"{abs(fraction):.0%} {'below' if fraction >= 0 else 'above'}"
-
-
-def _number_cards(numbers: Sequence[tuple[str, str, str]]) -> str:
-    cards = [
-        f'<div><dt>{html.escape(label)}</dt><dd class="value">{html.escape(value)}</dd>'
-        f'<dd class="aside">{html.escape(remark)}</dd></div>'
-        for label, value, remark in numbers
-    ]
-    return f'<dl class="numbers">{"".join(cards)}</dl>' if cards else "<p>No records yet.</p>"
-
-
-def _figure(picture: Path) -> str:
-    caption = _CAPTIONS.get(picture.name, picture.stem)
-    data = base64.b64encode(picture.read_bytes()).decode("ascii")
-    return (
-        f'<figure><img alt="{html.escape(caption)}" src="data:image/png;base64,{data}">'
-        f"<figcaption>{html.escape(caption)}</figcaption></figure>"
-    )
-
-
-def _text_block(text: str) -> str:
-    return f"<pre>{html.escape(without_absolute_paths(text.strip()))}</pre>"
-
-
-def _table(record: Mapping[str, Any]) -> str:
-    cells = [(name.replace("_", " "), without_absolute_paths(_words(value))) for name, value in record.items()]
-    rows = [f"<tr><th>{html.escape(name)}</th><td>{html.escape(words)}</td></tr>" for name, words in cells]
-    return f"<table>{''.join(rows)}</table>"
 
 
 def _words(value: Any) -> str:
@@ -179,10 +201,289 @@ def _words(value: Any) -> str:
     return str(value)
 
 
-def _page(title: str, body: str) -> str:
-    # The empty icon keeps browsers from asking a server for one.
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">\n'
-        f"<title>{title}: moe_jax run</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+def draw_all(folder: str | os.PathLike[str]) -> list[Path]:
+    """Draw every picture that the run has data for.
+
+    Args:
+      folder: the run folder.
+
+    Returns:
+      The files drawn: loss.png, device_load.png and, if loads were recorded, expert_load.png.
+
+    Raises:
+      UserError: a file of the run is damaged, or plots/ cannot be written.
+    """
+    run = RunFolder(folder)
+    metrics, evaluations = read_metrics(run), read_metrics(run, file_name=EVALUATIONS)
+    with disk_errors_named(run.plots):
+        run.plots.mkdir(exist_ok=True)
+    drawn = []
+    if metrics or evaluations:
+        drawn.append(save_figure(loss_figure(metrics, evaluations), run.plots / "loss.png"))
+    if column(metrics, "device_load_max_over_mean")[1].ndim == 2:
+        drawn.append(save_figure(device_load_figure(metrics), run.plots / "device_load.png"))
+    if run.loads.exists():
+        drawn.append(save_figure(expert_load_heat_maps(read_loads(run.loads)), run.plots / "expert_load.png"))
+    return drawn
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a PNG atomically, without the metadata that would make equal pictures differ."""
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", dpi=DOTS_PER_INCH, facecolor="white", metadata={"Software": None})
+    return path
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of that many inches that draws with Agg."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def windowed(steps: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """Average neighbouring records so that at most `most` points are left.
+
+    Args:
+      steps: [n].
+      values: [n] or [n, layers]; NaN counts as absent.
+
+    Returns:
+      (steps, values) of at most `most` rows: the last step of each window and the mean over it.
+    """
+    if len(steps) <= most:
+        return steps, values
+    starts = np.linspace(0, len(steps), most, endpoint=False).astype(int)
+    present = np.isfinite(values)
+    counts = np.add.reduceat(present, starts, axis=0, dtype=np.float64)
+    sums = np.add.reduceat(np.where(present, values, 0.0), starts, axis=0)
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    return steps[np.append(starts[1:], len(steps)) - 1], means
+
+
+def smoothed(values: np.ndarray, reach: int | None = None) -> np.ndarray:
+    """Average each value [n] with its neighbours up to `reach` away on both sides; NaN is left out."""
+    n = len(values)
+    reach = max(1, min(10, n // 20)) if reach is None else reach
+    present = np.isfinite(values)
+    counts = np.concatenate([[0.0], np.cumsum(present)])
+    sums = np.concatenate([[0.0], np.cumsum(np.where(present, values, 0.0))])
+    index = np.arange(n)
+    # The same reach on both sides, so that a falling curve is not shifted.
+    sides = np.minimum(reach, np.minimum(index, n - 1 - index))
+    first, stop = index - sides, index + sides + 1
+    number = counts[stop] - counts[first]
+    return np.where(present, (sums[stop] - sums[first]) / np.maximum(number, 1), np.nan)
+
+
+def style_axes(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(FAINT)
+    axes.grid(True, axis="y", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=GREY, labelsize=8.5, length=0)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set(color=GREY, size=9)
+
+
+def title_axes(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", color=INK, fontsize=11, fontweight="bold", pad=10)
+
+
+def span_axes(axes: Axes, steps: np.ndarray) -> None:
+    """Let the axis begin and end with the data; a single step gets a margin on both sides."""
+    if len(steps):
+        first, last = float(steps.min()), float(steps.max())
+        room = 0.01 * (last - first) if last > first else 0.5
+        axes.set_xlim(first - room, last + room)
+
+
+def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
+    """Draw a panel per layer: steps to the right, experts upwards, colour = load against an even share.
+
+    The scale is logarithmic and the same in all panels; white is an even share, an expert without a token is black.
+    With more experts than pixels their colours are averaged.
+
+    Args:
+      trace: loads [Nt, L, S, E] and iterations [Nt].
+    """
+    import matplotlib
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator
+
+    shares, first, last = load_grid(trace)
+    L, E, _ = shares.shape
+    # one or two wide panels, then 3, 4, 6 and 8 columns; taller for more experts, lower when many share the page
+    across = min(L, next(columns for columns, most in ((1, 2), (2, 6), (3, 12), (4, 24), (6, 48), (8, L)) if L <= most))
+    down = math.ceil(L / across)
+    height = max(0.75, min(0.6 + 0.05 * E, 3.8, 9.0 / down))
+    figure = new_figure(7.2, 0.9 + down * (height + 0.26))
+    figure.set_layout_engine("constrained", w_pad=0.03, h_pad=0.03, wspace=0.02, hspace=0.02)
+    panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    # The upper end of the scale, a power of two from 2 to 64, covers all but the heaviest 0.2% of the loads, so that
+    # one outlier does not make the others look alike. The lower end is its inverse: the light experts do not set it,
+    # since a step waits for the heavy ones.
+    power = min(6, max(1, math.ceil(math.log2(max(float(np.quantile(shares, 0.998)), 1.0)) - 0.01)))
+    reach = 2.0**power
+    norm, colours = LogNorm(1.0 / reach, reach), matplotlib.colormaps["RdBu_r"].with_extremes(under="#000000")
+    for layer, axes in enumerate(panels.flat):
+        if layer >= L:
+            axes.set_axis_off()
+            continue
+        # Below the scale: no token. The lightest loads stay on it.
+        shown = np.where(shares[layer] > 0, np.clip(shares[layer], 1.001 / reach, reach), 1e-9)
+        extent = (first, last, -0.5, E - 0.5)
+        axes.imshow(shown, cmap=colours, norm=norm, aspect="auto", origin="lower", extent=extent)
+        axes.set_title(f"layer {layer}", loc="left", fontsize=8, color=INK, pad=2)
+        labelled = {"labelbottom": layer + across >= L, "labelleft": layer % across == 0}
+        axes.tick_params(colors=GREY, labelsize=7.5, length=2, color=FAINT, **labelled)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    # The panels share their axes, and so one set of ticks.
+    panels[0, 0].set_yticks(sorted({0, E // 2, E - 1}))
+    panels[0, 0].xaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+    panels[0, 0].set_xlim(first, last)
+    bar = figure.colorbar(
+        ScalarMappable(norm, colours), ax=panels, location="top", aspect=45, shrink=0.7, pad=0.01, extend="min"
     )
+    powers = range(-power, power + 1)
+    labels = [f"{2**power}x" if power > 0 else f"1/{2**-power}x" for power in powers]
+    labels[0], labels[-1], labels[len(labels) // 2] = "\u2264 " + labels[0], "\u2265 " + labels[-1], "even"
+    bar.set_ticks([2.0**power for power in powers], labels=labels)
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(labelsize=8, colors=GREY, length=0)
+    bar.outline.set_visible(False)
+    figure.suptitle("Expert load over time, against an even share (black: no token)", x=0.01, ha="left", color=INK,
+                    fontsize=11, fontweight="bold")  # fmt: skip
+    figure.supxlabel("step", color=GREY, fontsize=9)
+    figure.supylabel("expert", color=GREY, fontsize=9)
+    return figure
+
+
+def load_grid(trace: LoadsTrace, most: int = MOST_POINTS) -> tuple[np.ndarray, float, float]:
+    """Bring samples onto an even time axis and divide each expert's load by the even share.
+
+    Args:
+      trace: loads [Nt, L, S, E].
+      most: columns at most; several samples in one column are averaged, a gap repeats the sample before it.
+
+    Returns:
+      (shares float64 [L, E, n], first, last): 1 is an even share; the steps at the left and right edge.
+    """
+    tokens = trace.loads.sum(axis=2, dtype=np.int64).astype(np.float64)
+    even = tokens.mean(axis=2, keepdims=True)
+    shares = tokens / np.where(even > 0, even, 1.0)
+    steps = trace.iterations.astype(np.int64)
+    apart = int(np.diff(steps).min()) if len(steps) > 1 else 1
+    columns = min(most, int(steps[-1] - steps[0]) // apart + 1)
+    edges = steps[0] + (steps[-1] - steps[0] + apart) * np.arange(columns + 1) / columns
+    # Column j holds the samples from edge j to edge j + 1, or else the newest one before it.
+    stops = np.searchsorted(steps, edges[1:] - 1e-6)
+    starts = np.minimum(np.concatenate([[0], stops[:-1]]), stops - 1)
+    sums = np.concatenate([np.zeros((1, *shares.shape[1:])), np.cumsum(shares, axis=0)])
+    means = (sums[stops] - sums[starts]) / (stops - starts)[:, None, None]
+    return means.transpose(1, 2, 0), float(edges[0]), float(edges[-1])
+
+
+def loss_figure(metrics: list[dict], evaluations: list[dict]) -> Figure:
+    """Draw training and held-out loss over the steps, and below them the learning rate.
+
+    Args:
+      metrics: records with `loss` and `learning_rate`.
+      evaluations: records with `held_out_loss`, perhaps `unigram_entropy`.
+    """
+    figure = new_figure(7.2, 4.6)
+    rates = column(metrics, "learning_rate")
+    if len(rates[0]):
+        axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
+        style_axes(below)
+        below.plot(*windowed(*rates), color=GREY, linewidth=1.4)
+        below.set_ylim(bottom=0)
+        below.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+        below.yaxis.get_offset_text().set(size=7.5, color=GREY)
+        below.set_ylabel("learning\nrate")
+        below.set_xlabel("step")
+    else:
+        axes = figure.subplots()
+        axes.set_xlabel("step")
+    style_axes(axes)
+    steps, losses = windowed(*column(metrics, "loss"))
+    if len(steps):
+        axes.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.35, marker="o" if len(steps) == 1 else None)
+        axes.plot(steps, smoothed(losses), color=BLUE, linewidth=1.8, label="training (smoothed)")
+    held_steps, held_losses = column(evaluations, "held_out_loss")
+    if len(held_steps):
+        axes.plot(held_steps, held_losses, "o-", color=ORANGE, markersize=5, linewidth=1.0, label="held-out")
+        last = held_losses[-1]
+        if np.isfinite(last):
+            axes.annotate(f"{last:.3f}", (held_steps[-1], last), (4, -13), textcoords="offset points", ha="right",
+                          color=ORANGE, fontsize=8.5, fontweight="bold")  # fmt: skip
+    entropies = column(evaluations, "unigram_entropy")[1]
+    if entropies.size and np.isfinite(entropies[-1]):
+        axes.axhline(
+            entropies[-1], color=GREEN, linewidth=1.2, linestyle=(0, (5, 3)), label="unigram entropy of the corpus"
+        )
+    axes.set_ylabel("cross-entropy (nats per token)")
+    title_axes(axes, "Loss")
+    span_axes(axes, np.concatenate([steps, held_steps]))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=8.5, labelcolor=INK)
+    return figure
+
+
+def device_load_figure(metrics: list[dict]) -> Figure:
+    """Draw device load max over mean of every layer over the steps, their mean, and the balanced value 1.
+
+    Args:
+      metrics: records with `device_load_max_over_mean`, one number per layer.
+    """
+    import matplotlib
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    figure = new_figure(7.2, 4.0)
+    axes = figure.subplots()
+    style_axes(axes)
+    steps, per_layer = column(metrics, "device_load_max_over_mean")
+    L = per_layer.shape[1]
+    counted = np.isfinite(per_layer).sum(axis=1)
+    mean = np.where(counted > 0, np.nansum(per_layer, axis=1) / np.maximum(counted, 1), np.nan)
+    named, few = L <= len(_NAMED), len(steps) < 3
+    # named colours for a few layers, else from dark to light with depth
+    colours = list(_NAMED[:L]) if named else list(matplotlib.colormaps["viridis"](np.linspace(0.0, 0.92, L)))
+    # Many layers overlap: theirs are drawn from wider windows than the mean.
+    line_steps, lines = windowed(steps, per_layer, MOST_POINTS if named else MOST_POINTS // 4)
+    for layer in range(L):
+        label = f"layer {layer}" if named else None
+        axes.plot(line_steps, lines[:, layer], color=colours[layer], linewidth=1.0, alpha=0.75, label=label,
+                  marker="o" if few else None, markersize=3)  # fmt: skip
+    if L > 1:
+        steps, mean = windowed(steps, mean)
+        axes.plot(steps, smoothed(mean), color=INK, linewidth=2.0, label=f"mean of {L} layers (smoothed)",
+                  marker="o" if few else None)  # fmt: skip
+    if not named:
+        bar = figure.colorbar(
+            ScalarMappable(BoundaryNorm(np.arange(-0.5, L), L), ListedColormap(colours)), ax=axes, aspect=30, pad=0.02
+        )
+        bar.set_ticks([tick for tick in MaxNLocator(6, integer=True).tick_values(0, L - 1) if 0 <= tick < L])
+        bar.ax.minorticks_off()
+        bar.ax.yaxis.set_major_formatter("{x:.0f}")
+        bar.set_label("layer", color=GREY, fontsize=8.5)
+        bar.ax.tick_params(labelsize=8, colors=GREY, length=0)
+        bar.outline.set_visible(False)
+    axes.axhline(1.0, color=GREEN, linewidth=1.2, linestyle=(0, (5, 3)), label="balanced")
+    axes.set_ylim(bottom=1.0 - 0.06 * max(0.05, axes.get_ylim()[1] - 1.0))
+    axes.set_xlabel("step")
+    axes.set_ylabel("tokens per device, max / mean")
+    title_axes(axes, "Device load: the fullest device against the mean")
+    span_axes(axes, steps)
+    # Below the axes: noisy lines leave no corner free.
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8.5, labelcolor=INK)
+    return figure

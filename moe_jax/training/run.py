@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
 from collections.abc import Iterator
 
@@ -17,7 +18,15 @@ import jax
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.errors import UserError
-from moe_jax.observe import Progress, RunFolder, draw_all, environment_record, summarize_run, write_report
+from moe_jax.observe import (
+    Progress,
+    RunFolder,
+    draw_all,
+    environment_record,
+    summarize_run,
+    write_atomically,
+    write_report,
+)
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.first_step_check import settle_unproven
 from moe_jax.training.hosts import Hosts, StopSignal
@@ -87,14 +96,15 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         engine = build_engine(session, lag_of(session))
         state = starting_state(session, checkpoints, latest, options, hosts, engine)
         if hosts.is_main:
-            folder.write_config(config_text)
-            folder.write_operative_config(operative_text)
+            write_atomically(folder.config, config_text)
+            write_atomically(folder.operative_config, operative_text)
             found = [{"platform": d.platform, "kind": d.device_kind} for d in session.roles.mesh.devices.flat]
             mesh, processes = dict(session.roles.mesh.shape), hosts.process_count
             record = environment_record(devices=found, mesh=mesh, processes=processes)
             node = session.roles.config.devices_per_node
             record["resolved"] = {"MeshConfig.devices_per_node": node, **session.resolved()}
-            folder.write_environment({**record, "compared_before_first_step": compared})
+            record["compared_before_first_step"] = compared
+            write_atomically(folder.environment, json.dumps(record, indent=2, allow_nan=False))
         memory = Memory(config_text, checkpoint=latest, teacher=identity)
         return train(session, state, engine, memory, folder, checkpoints, hosts)
 

@@ -1,18 +1,23 @@
 """A small finished run, written by the writers themselves."""
 
+import json
+from contextlib import closing
+
 import numpy as np
 import pytest
 
-from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, RunFolder
+from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, RunFolder, write_atomically
 
 
 def write_run(path, *, layers: int, experts: int, steps: int = 30) -> RunFolder:
     """Write config, environment, metrics, evaluations and loads of a run of that size."""
     run = RunFolder(path)
     random = np.random.default_rng(0)
-    run.write_config("train.steps = 30\nDataConfig.path = '/data/ann/books.txt'\n")
-    run.write_environment({"date": "2026-11-20", "machine": {"system": "Linux"}, "mesh": {"expert": 2}, "commit": None})
-    with MetricsWriter(run) as metrics, MetricsWriter(run, file_name=EVALUATIONS) as evaluations:
+    write_atomically(run.config, "train.steps = 30\nDataConfig.path = '/data/ann/books.txt'\n")
+    environment = {"date": "2026-11-20", "machine": {"system": "Linux"}, "mesh": {"expert": 2}, "commit": None}
+    write_atomically(run.environment, json.dumps(environment, indent=2))
+    writers = closing(MetricsWriter(run)), closing(MetricsWriter(run, file_name=EVALUATIONS))
+    with writers[0] as metrics, writers[1] as evaluations:
         recorder = LoadsRecorder(run, every=10)
         evaluations.write(0, {"held_out_loss": 5.0, "unigram_entropy": 3.2})
         for step in range(1, steps + 1):

@@ -3,7 +3,7 @@ import pytest
 
 import moe_jax.observe.loads as loads_module
 from moe_jax.errors import UserError
-from moe_jax.observe import LoadsOrigin, LoadsRecorder, read_loads
+from moe_jax.observe import LoadsOrigin, LoadsRecorder, device_load_max_over_mean, read_loads
 
 
 def sample(step, sources=2):
@@ -24,6 +24,10 @@ def part_names(folder):
 
 def test_record_takes_every_nth_step_and_merge_joins_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(loads_module, "PART_RECORDS", 2)
+    record_steps(tmp_path / "small", [10, 20, 30], origin=None)
+    assert part_names(tmp_path / "small") == ["part_0000000010.npz", "part_0000000030.npz"]
+    monkeypatch.setattr(loads_module, "PART_RECORDS", 64)
+    monkeypatch.setattr(loads_module, "PART_BYTES", 2 * sample(1).size * 4)
     recorder = record_steps(tmp_path, range(1, 56))
     assert not recorder.due(15) and recorder.due(20)
     assert part_names(tmp_path) == ["part_0000000010.npz", "part_0000000030.npz", "part_0000000050.npz"]
@@ -33,56 +37,25 @@ def test_record_takes_every_nth_step_and_merge_joins_parts(tmp_path, monkeypatch
     np.testing.assert_array_equal(trace.loads, [sample(step) for step in (10, 20, 30, 40, 50)])
 
 
-def test_record_is_on_disk_when_it_returns(tmp_path):
-    record_steps(tmp_path, [10, 20])
-    # Another process, as after a kill: no close, no merge before it.
-    trace = read_loads(LoadsRecorder(tmp_path, 10, resume_step=20).merge())
-    np.testing.assert_array_equal(trace.iterations, [10, 20])
-
-
 @pytest.mark.parametrize(
-    ("resume_step", "kept"), [(30, [10, 20, 30]), (25, [10, 20]), (9, []), (99, [10, 20, 30, 40, 50])]
+    ("resume_step", "kept"), [(30, [10, 20, 30]), (25, [10, 20]), (None, []), (99, [10, 20, 30, 40, 50])]
 )
 def test_resume_cuts_parts_at_the_restored_step(tmp_path, monkeypatch, resume_step, kept):
-    """Parts hold (10, 20), (30, 40), (50): cuts at a border, inside a part, before all, after all."""
+    """Parts hold (10, 20), (30, 40), (50): cuts at a border, inside a part, before all (a new run), after all.
+
+    A sample is on the disk when `record` returns: as after a kill, nobody closes or merges in between."""
     monkeypatch.setattr(loads_module, "PART_RECORDS", 2)
-    record_steps(tmp_path, [10, 20, 30, 40, 50]).merge()
+    record_steps(tmp_path, [10, 20, 30, 40, 50])
+    (tmp_path / "loads.npz").touch()
+    (tmp_path / "loads" / "part_0000000060.npz.tmp").write_bytes(b"half")
     recorder = LoadsRecorder(tmp_path, 10, resume_step=resume_step)
+    assert not (tmp_path / "loads" / "part_0000000060.npz.tmp").exists()
     assert not (tmp_path / "loads.npz").exists()
     assert recorder.last_step == (kept[-1] if kept else None)
     recorder.record(100, sample(100))
     trace = read_loads(recorder.merge())
     np.testing.assert_array_equal(trace.iterations, [*kept, 100])
     np.testing.assert_array_equal(trace.loads, [sample(step) for step in [*kept, 100]])
-
-
-def test_new_run_removes_samples_and_leftovers(tmp_path):
-    record_steps(tmp_path, [10, 20]).merge()
-    (tmp_path / "loads" / "part_0000000030.npz.tmp").write_bytes(b"half")
-    recorder = LoadsRecorder(tmp_path, 10)
-    assert part_names(tmp_path) == []
-    assert recorder.merge() is None
-    assert not (tmp_path / "loads.npz").exists()
-
-
-def test_part_closes_at_its_size_in_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(loads_module, "PART_BYTES", 2 * sample(1).size * 4)
-    record_steps(tmp_path, [10, 20, 30])
-    assert part_names(tmp_path) == ["part_0000000010.npz", "part_0000000030.npz"]
-
-
-def test_merge_fills_sources_of_another_mesh_and_says_so(tmp_path, caplog):
-    caplog.set_level("INFO")
-    record_steps(tmp_path, [10], sources=4)
-    recorder = record_steps(tmp_path, [20], sources=2, resume_step=10)
-    path = recorder.merge()
-    assert "sources were [4, 2] along the run" in caplog.text
-    assert {record.levelname for record in caplog.records} == {"INFO"}
-    trace = read_loads(path)
-    np.testing.assert_array_equal(trace.loads[0], sample(10, 4))
-    np.testing.assert_array_equal(trace.loads[1, :, :2], sample(20, 2))
-    assert trace.loads[1, :, 2:].sum() == 0
-    np.testing.assert_array_equal(np.load(path)["sources"], [4, 2])
 
 
 def origin(sources=2, **changes):
@@ -92,29 +65,33 @@ def origin(sources=2, **changes):
 
 def test_merged_file_says_which_run_recorded_it(tmp_path, monkeypatch):
     monkeypatch.setattr(loads_module, "PART_RECORDS", 2)
-    recorder = record_steps(tmp_path, [10, 20, 30], origin=origin(cluster="configs/cluster/hecate_a.gin"))
-    path = recorder.merge()
+    layer = {"activation": "swiglu", "moe_every": 2, "dense_hidden_dim": 20, "sequence_length": 8}
+    own = origin(cluster="configs/cluster/hecate_a.gin", segments=((2, 3, 32, 2),), preceding=((2, 20),), **layer)
+    path = record_steps(tmp_path, [10, 20, 30], origin=own).merge()
     with np.load(path) as file:
         assert (file["M"], file["F"], file["K"], file["dtype"]) == (16, 32, 2, "bfloat16")
         assert file["mesh"].tolist() == ['{"data": 2, "expert": 2}'] and file["mesh_index"].tolist() == [0, 0, 0]
         assert file["devices_per_node"].tolist() == [2] and file["cluster"].tolist() == ["configs/cluster/hecate_a.gin"]
-    assert read_loads(path).origins == (origin(cluster="configs/cluster/hecate_a.gin"),) * 3
+    assert read_loads(path).origins == (own,) * 3
+    assert origin(mesh=(("expert", 2), ("expert_shard_mp", 2), ("expert_shard", 3))).expert_shards == 6
 
 
-def test_resume_on_another_mesh_keeps_what_is_known_of_the_first(tmp_path):
+def test_resume_on_another_mesh_keeps_what_is_known_of_the_first(tmp_path, caplog):
     record_steps(tmp_path, [10, 20, 30], sources=4, origin=origin(4))
+    assert record_steps(tmp_path, [40], resume_step=30, origin=origin(4)).describe_older() is None  # the same mesh
     recorder = record_steps(tmp_path, [30], resume_step=20, origin=origin(2))  # cuts the sample of step 30
     text = recorder.describe_older()
     assert text.startswith("recorded loads: samples of other meshes up to step 20 are kept as they are")
     assert "2 of (data 2 x expert 4, 4 sources)" in text and "this mesh (data 2 x expert 2, 2 sources)" in text
+    caplog.set_level("INFO")
     trace = read_loads(recorder.merge())
+    assert "sources were [4, 2] along the run" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    np.testing.assert_array_equal(trace.loads[0], sample(10, 4))
+    np.testing.assert_array_equal(trace.loads[2, :, :2], sample(30, 2))
+    assert trace.loads[2, :, 2:].sum() == 0
     assert trace.iterations.tolist() == [10, 20, 30] and trace.sources.tolist() == [4, 4, 2]
     assert trace.origins == (origin(4), origin(4), origin(2))
-
-
-def test_resume_on_the_same_mesh_has_nothing_to_say(tmp_path):
-    record_steps(tmp_path, [10], origin=origin())
-    assert record_steps(tmp_path, [20], resume_step=10, origin=origin()).describe_older() is None
 
 
 def test_parts_without_a_run_are_kept_and_read(tmp_path):
@@ -126,14 +103,6 @@ def test_parts_without_a_run_are_kept_and_read(tmp_path):
     assert LoadsRecorder(tmp_path, 10, resume_step=20, origin=origin(4)).describe_older().count(" of (") == 1
     np.savez(tmp_path / "old.npz", **GOOD, mesh=np.zeros(3))  # somebody else's file, somebody else's key
     assert read_loads(tmp_path / "old.npz").origins == (None, None)
-
-
-def test_a_run_that_goes_on_says_which_layer_it_is_of(tmp_path):
-    layer = {"activation": "swiglu", "moe_every": 2, "dense_hidden_dim": 20, "sequence_length": 8}
-    record_steps(tmp_path, [10], origin=origin(**layer))
-    recorder = record_steps(tmp_path, [20], resume_step=10, origin=origin(**layer))
-    assert read_loads(recorder.merge()).origins == (origin(**layer),) * 2
-    assert origin(mesh=(("expert", 2), ("expert_shard_mp", 2), ("expert_shard", 3))).expert_shards == 6
 
 
 def test_parts_of_two_models_are_refused(tmp_path):
@@ -177,7 +146,6 @@ NEGATIVE[1, 0, 1, 2] = -4
     ("arrays", "message"),
     [
         ({"iterations": GOOD["iterations"]}, r"has no loads; it has \['iterations'\]"),
-        ({"x": np.zeros(1)}, r"has no loads; it has \['x'\]"),
         (GOOD | {"loads": np.ones((2, 2, 3), np.int32)}, r"loads has shape \[2, 2, 3\]; it must be \[steps, layers"),
         (GOOD | {"loads": np.ones((2, 1, 2, 3)) / 2}, r"loads\[0, 0, 0, 0\] \(0.5: .* is not a whole number"),
         (GOOD | {"loads": np.ones((2, 1, 2, 3), complex)}, "loads has dtype complex128"),
@@ -205,3 +173,20 @@ def test_read_loads_of_no_npz_is_a_user_error(tmp_path):
     (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-40])
     with pytest.raises(UserError, match="not a readable npz"):
         read_loads(tmp_path / "cut.npz")
+
+
+def test_device_load_max_over_mean_by_hand():
+    """Two layers, two sources, four experts; sums over sources: layer 0 (4, 2, 0, 2), layer 1 (8, 0, 0, 0)."""
+    loads = np.array([[[1, 2, 0, 2], [3, 0, 0, 0]], [[8, 0, 0, 0], [0, 0, 0, 0]]], np.int32)
+    home = np.array([[0, 0, 1, 1], [0, 1, 0, 1]])
+    # Layer 0: 6 / 4. Layer 1: everything on one of two devices, the worst case D.
+    np.testing.assert_array_equal(device_load_max_over_mean(loads, home, 2), [1.5, 2.0])
+    # Devices without an expert count in the mean: 6 / (8 / 4).
+    np.testing.assert_array_equal(device_load_max_over_mean(loads, home, 4), [3.0, 4.0])
+    np.testing.assert_array_equal(device_load_max_over_mean(0 * loads, home, 2), [1.0, 1.0])  # no tokens: balanced
+    most = np.full((2, 2, 4), 2**31 - 1, np.int32)  # sums overflow int32
+    np.testing.assert_array_equal(device_load_max_over_mean(most, home, 2), [1.0, 1.0])
+    with pytest.raises(ValueError, match=r"home \[1, 4\] must be \[layers, experts\] = \[2, 4\]"):
+        device_load_max_over_mean(loads, home[:1], 2)
+    with pytest.raises(ValueError, match=r"device_ids 0 .. 1; they must be in 0 .. 0"):
+        device_load_max_over_mean(loads, home, 1)

@@ -1,19 +1,21 @@
+import builtins
 import errno
 import json
 import logging
 import math
+from contextlib import closing
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.observe import EVALUATIONS, MetricsWriter, read_metrics
+from moe_jax.observe import EVALUATIONS, MetricsWriter, TensorBoardWriter, read_metrics, summarize_run
 from moe_jax.observe.metrics_file import column
 
 
 def write_steps(folder, steps, **options):
-    with MetricsWriter(folder, **options) as writer:
+    with closing(MetricsWriter(folder, **options)) as writer:
         for step in steps:
             writer.write(step, {"loss": step / 2})
 
@@ -43,7 +45,7 @@ def test_write_gives_strict_json_for_numpy_and_non_finite_values(tmp_path):
         "plan_id": "even",
         "nothing": None,
     }
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(np.int64(1), record)
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert strict(line) == {
@@ -63,15 +65,8 @@ def test_write_gives_strict_json_for_numpy_and_non_finite_values(tmp_path):
     assert read["plan_id"] == "even"
 
 
-def test_write_flushes_each_line(tmp_path):
-    writer = MetricsWriter(tmp_path)
-    writer.write(1, {"loss": 1.0})
-    assert steps_in(tmp_path) == [1]
-    writer.close()
-
-
 def test_write_refuses_steps_that_do_not_rise_and_unknown_types(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(3, {"loss": 1.0, "step": 3})
         with pytest.raises(ValueError, match=r"step \(3\) must be later than the last one in metrics.jsonl \(3\)"):
             writer.write(3, {})
@@ -83,18 +78,14 @@ def test_write_refuses_steps_that_do_not_rise_and_unknown_types(tmp_path):
 
 
 def test_resume_cuts_later_steps_so_that_each_stands_once(tmp_path):
+    assert read_metrics(tmp_path) == []
     write_steps(tmp_path, range(1, 8))
     write_steps(tmp_path, [6, 7, 8], resume_step=5)
+    write_steps(tmp_path, [0], file_name=EVALUATIONS)  # a file of its own
     assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_resume_keeps_the_bytes_of_earlier_lines(tmp_path):
-    write_steps(tmp_path, range(1, 4))
-    path = tmp_path / "metrics.jsonl"
-    before = path.read_bytes()
-    with MetricsWriter(tmp_path, resume_step=3) as writer:
-        assert writer.last_step == 3
-    assert path.read_bytes() == before
+    assert read_metrics(tmp_path, file_name=EVALUATIONS) == [{"step": 0, "loss": 0.0}]
+    write_steps(tmp_path, [1], resume_step=None)  # a new run
+    assert steps_in(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("half", ['{"step": 4, "lo', '{"step": 4, "loss": 1.0}', "\x00\x00\x00", '{"step": 4\n'])
@@ -106,12 +97,6 @@ def test_resume_drops_a_half_written_last_line(tmp_path, half):
     assert steps_in(tmp_path) == [1, 2, 3]
     write_steps(tmp_path, [4], resume_step=3)
     assert steps_in(tmp_path) == [1, 2, 3, 4]
-
-
-def test_new_run_starts_from_an_empty_file(tmp_path):
-    write_steps(tmp_path, [1, 2])
-    write_steps(tmp_path, [1], resume_step=None)
-    assert steps_in(tmp_path) == [1]
 
 
 def test_damage_before_the_last_line_is_named(tmp_path):
@@ -129,18 +114,6 @@ def test_resume_past_the_last_line_is_logged(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         MetricsWriter(tmp_path, resume_step=9).close()
     assert "ends at step 2 but the run resumes after step 9" in caplog.text
-
-
-def test_evaluations_are_a_file_of_their_own(tmp_path):
-    write_steps(tmp_path, [1])
-    with MetricsWriter(tmp_path, file_name=EVALUATIONS) as writer:
-        writer.write(0, {"held_out_loss": 5.5})
-    assert read_metrics(tmp_path, file_name=EVALUATIONS) == [{"step": 0, "held_out_loss": 5.5}]
-    assert steps_in(tmp_path) == [1]
-
-
-def test_read_metrics_of_an_empty_folder_is_empty(tmp_path):
-    assert read_metrics(tmp_path) == []
 
 
 def test_column_takes_the_records_that_have_it():
@@ -167,10 +140,58 @@ def test_write_on_a_full_disk_is_a_user_error_and_resumes(tmp_path):
         def close(self):
             self.file.close()
 
-    with MetricsWriter(tmp_path) as writer:
+    with closing(MetricsWriter(tmp_path)) as writer:
         writer.write(1, {"loss": 1.0})
         writer._file = HalfThenFull(writer._file)
         with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl \(No space left on device\); free space"):
             writer.write(2, {"loss": 1.0})
     write_steps(tmp_path, [2], resume_step=1)
     assert steps_in(tmp_path) == [1, 2]
+
+
+def test_summarize_run_by_hand(finished_run):
+    summary = summarize_run(finished_run)
+    assert (summary.steps, summary.held_out_loss_first, summary.held_out_loss_last) == (30, 5.0, 2.4)
+    # Step 1 compiled: its 1 token/s is not in the median.
+    assert summary.tokens_per_second == 1000.0 and summary.model_flops_per_second == 2.5e9
+    assert (summary.compilations, summary.compile_seconds) == (1, 4.5)
+    assert summary.overflow_steps == 1 and summary.dropped_fraction == 0.0
+    assert summary.below_unigram_entropy == pytest.approx(0.25)  # 1 - 2.4 / 3.2
+    assert summary.rejit_stall_seconds is None
+    assert 1.0 < summary.device_load_mean < summary.device_load_worst < 2.0
+
+
+def test_a_summary_guesses_nothing(tmp_path):
+    summary = summarize_run(tmp_path)
+    assert summary.steps is None and summary.loss_last is None and summary.below_unigram_entropy is None
+    assert summary.compilations == 0 and summary.overflow_steps is None
+    with closing(MetricsWriter(tmp_path)) as writer:  # one step, which compiles, is used
+        writer.write(1, {"tokens_per_second": 5.0, "compile_seconds": 2.0, "loss": math.nan})
+    summary = summarize_run(tmp_path)
+    assert summary.tokens_per_second == 5.0 and summary.loss_last is None
+
+
+def test_events_hold_the_tags(tmp_path, caplog):
+    with closing(TensorBoardWriter(tmp_path)) as writer:
+        writer.write(1, {"step": 1, "loss": 1.5, "load": [1.0, 2.0], "plan_id": "even", "none": None, "empty": []})
+        writer.write(2, {"loss": math.nan, "grad_norm": math.inf})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    data = events.read_bytes()
+    assert all(tag in data for tag in (b"loss", b"load/mean", b"load/max"))
+    assert not any(tag in data for tag in (b"plan_id", b"none", b"empty"))
+    assert caplog.records == []  # tensorboardX has a line for each NaN
+
+
+def test_absent_tensorboard_is_said_once(tmp_path, monkeypatch, caplog):
+    real = builtins.__import__
+
+    def refuse(name, *rest, **options):
+        if name == "tensorboardX":
+            raise ImportError("No module named 'tensorboardX'")
+        return real(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with closing(TensorBoardWriter(tmp_path)) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"loss": 1.0})
+    assert caplog.text.count("pip install tensorboardX") == 1 and not (tmp_path / "tensorboard").exists()

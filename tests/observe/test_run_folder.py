@@ -1,22 +1,26 @@
+import errno
+import getpass
+import json
 import os
+import platform
+import socket
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.observe import RunFolder
+from moe_jax.observe import RunFolder, environment_record, git_state, write_atomically
+from moe_jax.observe.run_folder import atomic_file, disk_errors_named
+
+DEVICES = [{"platform": "cpu", "kind": "cpu", "id": index} for index in range(8)]
 
 
 def test_run_folder_creates_parents_and_names_files(tmp_path):
     run = RunFolder(tmp_path / "runs" / "try")
     assert os.listdir(run) == []
-    names = {
-        getattr(run, name).name
-        for name in (
-            "config operative_config environment metrics evaluations loads_parts loads plots report checkpoints"
-            " tensorboard profile"
-        ).split()
-    }
-    assert names == {
+    names = "config operative_config environment metrics evaluations loads_parts loads plots report checkpoints"
+    assert {getattr(run, name).name for name in f"{names} tensorboard profile".split()} == {
         *("config.gin", "operative_config.gin", "environment.json", "metrics.jsonl", "evaluations.jsonl", "loads"),
         *("loads.npz", "plots", "report.html", "checkpoints", "tensorboard", "profile"),
     }
@@ -24,7 +28,7 @@ def test_run_folder_creates_parents_and_names_files(tmp_path):
 
 def test_an_unused_run_folder_goes_with_what_was_made_for_it_alone(tmp_path):
     folder, found = RunFolder(tmp_path / "runs" / "one"), RunFolder(tmp_path / "runs")
-    folder.write_config("train.steps = 3")
+    folder.config.write_text("train.steps = 3")
     folder.remove_if_unused()
     assert folder.config.exists()
     folder.config.unlink()
@@ -34,15 +38,11 @@ def test_an_unused_run_folder_goes_with_what_was_made_for_it_alone(tmp_path):
     assert not (tmp_path / "runs").exists() and tmp_path.is_dir()
 
 
-def test_run_folder_that_is_a_file_is_a_user_error(tmp_path):
+def test_run_folders_that_cannot_be_opened(tmp_path):
     (tmp_path / "try").write_text("")
-    with pytest.raises(UserError, match="a file stands where a folder is needed"):
-        RunFolder(tmp_path / "try")
-    with pytest.raises(UserError, match="a file stands where a folder is needed"):
-        RunFolder(tmp_path / "try" / "below")
-
-
-def test_run_folder_without_create_must_exist(tmp_path):
+    for path in (tmp_path / "try", tmp_path / "try" / "below"):
+        with pytest.raises(UserError, match="a file stands where a folder is needed"):
+            RunFolder(path)
     with pytest.raises(UserError, match="does not exist; give the --workdir of a run"):
         RunFolder(tmp_path / "none", create=False)
     assert not (tmp_path / "none").exists()
@@ -51,20 +51,68 @@ def test_run_folder_without_create_must_exist(tmp_path):
 def test_held_config_returns_only_another_text(tmp_path):
     run = RunFolder(tmp_path)
     assert run.held_config("train.steps = 1") is None
-    run.write_config("train.steps = 1")
-    assert run.config.read_text() == "train.steps = 1\n"
+    write_atomically(run.config, "train.steps = 1")
     assert run.held_config("train.steps = 1  \n\n") is None
     assert run.held_config("train.steps = 2") == "train.steps = 1\n"
 
 
-def test_environment_round_trip_and_damage(tmp_path):
-    run = RunFolder(tmp_path)
-    assert run.read_environment() == {}
-    run.write_environment({"mesh": {"expert": 8}})
-    assert run.read_environment() == {"mesh": {"expert": 8}}
-    run.environment.write_text("[1]")
-    with pytest.raises(UserError, match="holds a list"):
-        run.read_environment()
-    run.environment.write_text("{")
-    with pytest.raises(UserError, match="is not JSON"):
-        run.read_environment()
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    write_atomically(path, "old")
+    assert write_atomically(path, "né") == path and path.read_bytes() == "né\n".encode()
+    with pytest.raises(KeyError), atomic_file(path) as file:
+        file.write(b"half")
+        raise KeyError
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        write_atomically(path, "new")
+    assert path.read_text() == "né\n" and [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "free space"), (errno.EACCES, "may write to"), (errno.ENOTDIR, "move it away"), (errno.EIO, "che")],
+)
+def test_disk_errors_named_says_file_cause_and_remedy(number, remedy):
+    with pytest.raises(UserError, match=rf"cannot write runs/a \({os.strerror(number)}\); .*{remedy}") as caught:
+        with disk_errors_named("runs/a"):
+            raise OSError(number, os.strerror(number))
+    assert "\n" not in str(caught.value)
+
+
+def test_environment_record_states_versions_devices_and_mesh():
+    record = environment_record(devices=DEVICES, mesh={"data": 2, "expert": 4}, processes=2)
+    assert record["python"] == platform.python_version()
+    assert {"jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"} <= set(record["packages"])
+    assert record["machine"]["cpu_count"] >= 1 and record["machine"]["architecture"] == platform.machine()
+    assert record["devices"] == [{"platform": "cpu", "kind": "cpu", "count": 8}]
+    assert record["mesh"] == {"data": 2, "expert": 4} and record["processes"] == 2
+    text = json.dumps(record)  # names no host, user or path
+    assert f'"{socket.gethostname()}"' not in text and f'"{getpass.getuser()}"' not in text
+    assert str(Path.home()) not in text and "/" not in text
+
+
+def test_git_state_of_a_checkout(tmp_path):
+    def git(*arguments):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    unknown = {"commit": None, "uncommitted_changes": None}
+    assert git_state(package) == unknown
+    git("init", "-q")
+    # Inside a checkout but not tracked, as in a virtual environment of another project.
+    assert git_state(package) == unknown
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    commit = git("rev-parse", "HEAD").strip()
+    assert git_state(package) == {"commit": commit, "uncommitted_changes": False}
+    (package / "__init__.py").write_text("x = 1\n")
+    (tmp_path / "elsewhere.txt").write_text("")
+    assert git_state(package) == {"commit": commit, "uncommitted_changes": True}
