@@ -76,7 +76,6 @@ def main() -> int:
     import_all()
     from moe_jax.analysis.compile_ahead import planned_shapes
     from moe_jax.config import parse_run_config
-    from moe_jax.models.segments import joined
     from moe_jax.training.program import build_program
 
     config = parse_run_config([args.gin_file], args.gin_bindings)[0]
@@ -84,8 +83,7 @@ def main() -> int:
     program.on()
     built = build_program(config, jax.devices())
     program.off()
-    plans = planned_shapes(built.config, built.roles, skew=1.0)
-    shape = None if plans is None else joined(plans)
+    shape = planned_shapes(built.config, built.roles, skew=1.0)
     for frames in (program, lowering):
         frames.on()
         built.lower_train_step(shape)

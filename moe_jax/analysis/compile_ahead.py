@@ -93,14 +93,12 @@ def compile_step(
     """
     from moe_jax.analysis.stated_buckets import stated_buckets
     from moe_jax.models.counts import training_flops_per_token
-    from moe_jax.models.segments import joined
     from moe_jax.training.compiling import compile_guided
     from moe_jax.training.program import build_program
 
     program = build_program(config, devices)
     config = program.config
-    plans = planned_shapes(config, program.roles, skew)
-    shape = None if plans is None else joined(plans)
+    shape = planned_shapes(config, program.roles, skew)
     started = time.monotonic()
     common = not complete and program.is_optimistic(shape)
     lowered = program.trace_step(shape, common).lower()
@@ -132,7 +130,7 @@ def compile_step(
         plan_shape="" if shape is None else describe_shape(shape),
         executable=executable if real else None,
         common=common,
-        buckets=stated_buckets(config, program.roles, plans),
+        buckets=stated_buckets(config, program.roles, shape),
         model_flops=flops * program.tokens_per_step / len(devices),
     )
 
@@ -201,10 +199,13 @@ def skewed_loads(replanner, tokens: int, skew: float) -> np.ndarray:
     return np.repeat(np.stack(rows)[:, None], sources, axis=1)
 
 
-def describe_shape(shape) -> str:
+def describe_shape(shapes: dict) -> str:
     """Return in words what a plan's program is compiled for, of several segments one after the other."""
-    if isinstance(shape, dict):
-        return "; ".join(f"{name}: {describe_shape(own)}" for name, own in shape.items())
+    said = {name: _describe_one(shape) for name, shape in shapes.items()}
+    return "; ".join(f"{name}: {words}" if len(said) > 1 else words for name, words in said.items())
+
+
+def _describe_one(shape) -> str:
     parts = [f"{shape.home_slots} home and {shape.replica_slots} replica slots a device and layer"]
     for name, transfer in (("ahead", shape.ahead), ("late", shape.late)):
         if transfer is not None:

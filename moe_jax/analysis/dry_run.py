@@ -31,7 +31,7 @@ from moe_jax.models.counts import (
     training_flops_per_token,
 )
 from moe_jax.models.model_group import check_sequence_parallel, make_model_group
-from moe_jax.models.segments import joined, segments_of, with_experts
+from moe_jax.models.segments import segments_of, with_experts
 from moe_jax.moe.build import check_router, layer_sizes, make_schedule, schedule_options
 from moe_jax.moe.schedules import schedule_record, schedules
 from moe_jax.moe.schedules.automatic import layer_shape
@@ -331,10 +331,10 @@ def _byte_lines(
     if not schedule_record(run.moe.schedule).moves_tokens:
         stages += f", {train.expert_zero_stage} of the experts"
     elif run.planner.name != "none":  # with as many replicas as the planner may have
-        plan = joined(largest_shapes(with_replica_slots(run, roles), roles))
+        plan = largest_shapes(with_replica_slots(run, roles), roles)
     else:
         runs = segment_runs(run, roles)
-        plan = joined({name: build_shape(initial_placement(*own)) for name, own in runs.items()})
+        plan = {name: build_shape(initial_placement(*own)) for name, own in runs.items()}
     taught = None
     if teacher is not None:  # it reads the batches and chunks of its student
         taught = dataclasses.replace(

@@ -37,7 +37,7 @@ from moe_jax.inference.tensors import (
 )
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.counts import leaf_sizes
-from moe_jax.models.segments import BANK, is_bank, path_of, segments_of, with_experts
+from moe_jax.models.segments import is_bank, segment_of, segments_of
 from moe_jax.moe.config import MoEConfig
 from moe_jax.observe import RunFolder
 from moe_jax.observe.run_folder import disk_errors_named, write_atomically
@@ -284,13 +284,13 @@ def _key(index) -> tuple:
 
 def file_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the parameters in a checkpoint; leaves of the bank are [L, E, ...]."""
-    segments = with_experts(segments_of(model, moe))
+    segments = {segment.name: segment for segment in segments_of(model, moe)}
     found = {}
     for leaf in leaf_sizes(model, moe, model.vocab_size):
         name = "/".join(("params", *leaf.path))
         shape = leaf.shape
         if is_bank(name):
-            own = next(s for s in segments if leaf.path[:-1] == (BANK, *path_of(s, segments)))
+            own = segments[segment_of(name)]
             shape = (own.config.moe_layers, own.moe.num_experts, *shape[1:])
         found[name] = shape
     return found

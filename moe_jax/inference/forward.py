@@ -28,7 +28,7 @@ from moe_jax.inference.few_tokens import FewTokens, FewTokensGroup, alike, on_cp
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import attend
 from moe_jax.models.model_group import ModelGroup, in_dtype, project
-from moe_jax.models.segments import Segment, part_of
+from moe_jax.models.segments import Segment
 from moe_jax.models.transformer import Transformer, Unit, add_shared
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.build import make_moe
@@ -194,8 +194,8 @@ def make_forward(
         x = whole.embedding(ids, jnp.dtype(config.dtype), group, positions)
         found, kept = {}, {}
         for segment, loop in loops.items():
-            units = part_of(dense["units"], segment, model.segments)
-            own = [model.own_part(tree, segment) if segment.has_experts else None for tree in (bank, tables)]
+            units = dense["units"][segment.name]
+            own = [tree.get(segment.name) for tree in (bank, tables)]
             own[1] = alike(own[1], model.roles_of(segment)) if few.get(segment) else own[1]
             held = None if fresh else cache[segment.name]
             x, new, choices = loop(x, units, *own, held, positions, real)

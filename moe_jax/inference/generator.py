@@ -36,7 +36,7 @@ from moe_jax.inference.programs import (
     prompt_keys,
 )
 from moe_jax.models import LanguageModel
-from moe_jax.models.segments import Segment, joined
+from moe_jax.models.segments import Segment
 from moe_jax.moe.tables import Tables
 from moe_jax.parallel.global_arrays import to_devices
 from moe_jax.planning.balancer import build_planner
@@ -297,16 +297,14 @@ class Generator:
 
     def _of_banks(self, tree: dict, function: Callable) -> dict:
         """Return parameters, or something of their structure, with function(bank, segment's name) for each bank."""
-        segments = self.model.expert_segments
-        banks = {own.name: function(self.model.own_part(tree["bank"], own), own.name) for own in segments}
-        return {**tree, "bank": joined(banks)}
+        return {**tree, "bank": {name: function(bank, name) for name, bank in tree["bank"].items()}}
 
     def _placed_tables(self):
         found = {}
         for segment in self.model.expert_segments:
             axes = self.model.roles_of(segment).expert
             found[segment.name] = to_devices(self._residence[segment.name].tables, self.model.roles.sharding(axes))
-        return joined(found)
+        return found
 
     @property
     def longest(self) -> int | None:

@@ -19,7 +19,7 @@ from moe_jax.inference.generator import Generator, even_placement
 from moe_jax.kernels.float8_blocks import COMPUTE
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.models.attention import resolve_attention
-from moe_jax.models.segments import expert_counts, joined
+from moe_jax.models.segments import expert_counts
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.registry import find
 from moe_jax.observe import RunFolder
@@ -178,7 +178,7 @@ def _restore(checkpoints: Checkpointer, step: int, model: LanguageModel, part: s
         model.shapes(),
         shardings,
     )
-    homes = joined({segment.name: even_placement(model, segment).home for segment in model.expert_segments})
+    homes = {segment.name: even_placement(model, segment).home for segment in model.expert_segments}
     params = checkpoints.restore_params(step, abstract, homes, part)
     return in_compute_dtype(params, model.config.dtype)
 

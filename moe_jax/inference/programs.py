@@ -27,7 +27,6 @@ from moe_jax.inference.few_tokens import on_cpu
 from moe_jax.inference.forward import cache_specs, logits_of, make_forward, whole_tokens
 from moe_jax.models import LanguageModel
 from moe_jax.models.cross_entropy import chunked_cross_entropy
-from moe_jax.models.segments import joined
 from moe_jax.moe.routing import record
 from moe_jax.parallel.replicated import join_parts, own_part
 from moe_jax.planning.plan_shape import PlanShape
@@ -190,8 +189,8 @@ def state_specs(model: LanguageModel) -> State:
 
 
 def tables_specs(model: LanguageModel):
-    """Return the PartitionSpec of the tables; of several segments with experts {segment: that}."""
-    return joined({segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments})
+    """Return {segment: PartitionSpec} of the tables."""
+    return {segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments}
 
 
 def make_prefill(

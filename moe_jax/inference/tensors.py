@@ -18,7 +18,7 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.inference.config_keys import Family
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.segments import path_of, segments_of, with_experts
+from moe_jax.models.segments import segments_of
 from moe_jax.moe.config import MoEConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -215,11 +215,9 @@ def tensor_places(family: Family, model: ModelConfig, moe: MoEConfig) -> list[Te
     ]
     if not model.tied_head:
         whole.append(TensorPlace("lm_head.weight", (vocab, dim), _dense("embedding/head"), (), (vocab, dim)))
-    segments, layer = segments_of(model, moe), 0
-    in_bank = with_experts(segments)
-    for segment in segments:
-        units = "/".join(("params/dense/units", *path_of(segment, segments)))
-        bank = "/".join(("params/bank", *path_of(segment, in_bank))) if segment.has_experts else ""
+    layer = 0
+    for segment in segments_of(model, moe):
+        units, bank = f"params/dense/units/{segment.name}", f"params/bank/{segment.name}"
         for unit in range(segment.units):
             names = _Layer(family, segment.config, segment.moe, units, unit, bank)
             if segment.config.moe_every != 1:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from moe_jax.cluster.layer_seconds import HalfWork, matrices_of, preceding_flops
 from moe_jax.kernels.float8_blocks import E4M3
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.segments import Segment, part_of, path_of, segments_of, with_experts
+from moe_jax.models.segments import Segment, segments_of, with_experts
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.routers import build_router
@@ -42,7 +42,7 @@ class LeafSize:
     """One leaf of the parameter tree.
 
     Attributes:
-      path: keys, as in the tree: ('dense', 'units', 'attention', 'qkv').
+      path: keys, as in the tree: ('dense', 'units', 'segment_0', 'attention', 'qkv').
       shape: global; leaves of units and bank are stacked over units or slots in their first dim.
       group: one of `GROUPS`.
       model_dim: the dim that a model-parallel group splits, not counting the stacked one; -1 for none.
@@ -140,11 +140,10 @@ def leaf_sizes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> list[Lea
     if not config.tied_head:
         leaves.append(LeafSize(("dense", "embedding", "head"), (vocab_size, dim), "embedding", operand=True))
     for segment in segments:
-        leaves += _of_units(("dense", "units", *path_of(segment, segments)), segment)
+        leaves += _of_units(("dense", "units", segment.name), segment)
     leaves += _norm(("dense",), (), config)
-    in_bank = with_experts(segments)
-    for segment in in_bank:
-        leaves += _of_bank(("bank", *path_of(segment, in_bank)), segment)
+    for segment in with_experts(segments):
+        leaves += _of_bank(("bank", segment.name), segment)
     return leaves
 
 
@@ -371,7 +370,7 @@ def _banks(sizes: Sizes, roles: Roles) -> list[_Bank]:
     found = []
     for segment in segments:
         own = segment.roles(roles)
-        path = ("bank", *path_of(segment, segments))
+        path = ("bank", segment.name)
         leaves = {
             leaf.path[-1]: leaf
             for leaf in leaf_sizes(sizes.config, sizes.moe, sizes.vocab_size)
@@ -403,7 +402,7 @@ def _dp_stage(sizes: Sizes) -> int | None:
 
 
 def device_bytes(
-    sizes: Sizes, roles: Roles, plan: PlanShape | dict[str, PlanShape] | None = None,
+    sizes: Sizes, roles: Roles, plan: dict[str, PlanShape] | None = None,
     optimizer: int | None = None, teacher: Sizes | None = None,
 ) -> DeviceBytes:  # fmt: skip
     """Return what one device needs for a training step on this mesh; an abstract one will do.
@@ -414,8 +413,8 @@ def device_bytes(
 
     Args:
       optimizer: bytes of the optimizer's state on one device; None counts AdamW's two moments.
-      plan: slots and buckets that the step is compiled for, of several segments with experts {segment: that}. Whatever
-        the routing, the step stays within them: a fuller bucket takes more passes, not more rows.
+      plan: {segment: slots and buckets that the step is compiled for}. Whatever the routing, the step stays within
+        them: a fuller bucket takes more passes, not more rows.
       teacher: of a student; its batch and length are the student's.
     """
     # Compared with CPU, float32, 1 and 8 devices, 4 to 16 layers, as long as the later passes of a layer save nothing
@@ -433,7 +432,7 @@ def device_bytes(
     sums = 1 if sizes.grad_accum_steps == 1 else 2
     local_bank = sum(bank.held(bank.params) for bank in banks)
     compute_weights = local_bank * compute_itemsize if compute_itemsize != param_itemsize else 0
-    planned = [(bank, part_of(plan, bank.segment, tuple(b.segment for b in banks))) for bank in banks]
+    planned = [(bank, None if plan is None else plan[bank.segment.name]) for bank in banks]
     return DeviceBytes(
         parameters=param_itemsize * held(params, "params"),
         optimizer=param_itemsize * MOMENTS * held(state, "state") if optimizer is None else optimizer,
@@ -496,7 +495,7 @@ def _gathered(
         outer = sum(size[path] for path, leaf in dense.items() if not leaf.stacked)
         segments, units = segments_of(sizes.config, sizes.moe), []
         for segment in segments:
-            path = ("dense", "units", *path_of(segment, segments))
+            path = ("dense", "units", segment.name)
             units.append(sum(own // segment.units for at, own in size.items() if at[: len(path)] == path))
         count += (outer + max(units)) // roles.size(roles.model)
     if _dp_stage(sizes) == 3 and roles.size(roles.data) > 1:
@@ -581,12 +580,11 @@ def _activations(sizes: Sizes, roles: Roles, compute_itemsize: int, plan) -> int
     They are what each unit saves, once more all of the unit whose backward runs, and the logits of one chunk.
     """
     segments = segments_of(sizes.config, sizes.moe)
-    in_plan = with_experts(segments)
     tokens = sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense)
     saved, running = 0.0, 0.0
     for segment in segments:
         part = dataclasses.replace(sizes, config=segment.config, moe=segment.moe)
-        own_plan = part_of(plan, segment, in_plan) if segment.has_experts else None
+        own_plan = plan[segment.name] if plan is not None and segment.has_experts else None
         residual, unit = _unit_bytes(part, segment.roles(roles), compute_itemsize, own_plan, tokens)
         saved, running = saved + segment.units * residual, max(running, unit)
     logits = 2 * max(4, compute_itemsize) * min(sizes.config.loss_chunk, tokens) * sizes.vocab_size

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.segments import Segment, joined, part_of, segments_of, with_experts
+from moe_jax.models.segments import Segment, segments_of, with_experts
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import init_bank
 from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_schedule
@@ -107,7 +107,7 @@ class Layout:
 
     Attributes:
       params, state: pytrees of PartitionSpec for parameters and for optimizer moments.
-      grad_sink: {name: PartitionSpec} of the bank's gradients; of several segments {segment: that}.
+      grad_sink: {segment: {name: PartitionSpec}} of the bank's gradients.
       gather: pytree of int for the dense leaves: dim to gather inside the model, -1 for none.
       wires: matching pytree of the names of the dtypes in which they are gathered: the compute dtype where a leaf is
         read in it alone, else the leaf's own.
@@ -194,21 +194,16 @@ class LanguageModel:
         """Return the roles of a segment on this model's mesh."""
         return segment.roles(self.roles)
 
-    def own_part(self, tree, segment: Segment):
-        """Return a segment's part of what stands once for each segment with experts: bank, tables, plans, homes."""
-        return part_of(tree, segment, self.expert_segments)
-
     def init(self, key) -> dict:
-        """Return fresh parameters {'dense': nested dict, 'bank': {name: [D Rb, ...]}} with an even placement.
+        """Return fresh parameters {'dense': nested dict, 'bank': {segment: {name: [D Rb, ...]}}}, homes even.
 
-        Of several segments with experts the bank is {segment: {name: [D Rb, ...]}}, D of the segment's expert-parallel
-        group. Values depend on the key and the model only, never on the mesh; call it under `jax.jit` with the
-        layout's shardings as `out_shardings` and each device makes its own part.
+        D is that of the segment's expert-parallel group. Values depend on the key and the model only, never on the
+        mesh; call it under `jax.jit` with the layout's shardings as `out_shardings` and each device makes its own part.
         """
         dense_key, expert_key = jax.random.split(key)
         model = Transformer(self.config, self.moe, self.vocab_size, nnx.Rngs(dense_key))
         banks = {segment.name: self._init_bank(segment, expert_key) for segment in self.expert_segments}
-        return {"dense": nnx.to_pure_dict(nnx.state(model)), "bank": joined(banks)}
+        return {"dense": nnx.to_pure_dict(nnx.state(model)), "bank": banks}
 
     def _init_bank(self, segment: Segment, key) -> dict:
         config, roles = segment.config, self.roles_of(segment)
@@ -248,10 +243,10 @@ class LanguageModel:
         dp_stage = None if schedule_record(self.moe.schedule).moves_tokens else self.expert_zero_stage
         banks = {}
         for segment in self.expert_segments:
-            bank = {name: tuple(leaf.shape) for name, leaf in self.own_part(shapes["bank"], segment).items()}
+            bank = {name: tuple(leaf.shape) for name, leaf in shapes["bank"][segment.name].items()}
             banks[segment.name] = expert_specs(bank, self.roles_of(segment), self.zero_stage, dp_stage)
         bank_params, grad_sink, bank_state = (
-            joined({name: specs[index] for name, specs in banks.items()}) for index in range(3)
+            {name: specs[index] for name, specs in banks.items()} for index in range(3)
         )
         return Layout(
             params={"dense": params, "bank": bank_params},
@@ -266,15 +261,15 @@ class LanguageModel:
         """Return the layout of one segment: its own units and bank; what lies outside the layers is as it was."""
         parts = layout.params["bank"], layout.state["bank"], layout.grad_sink
         if segment.has_experts:
-            parts = tuple(self.own_part(tree, segment) for tree in parts)
+            parts = tuple(tree[segment.name] for tree in parts)
         bank_params, bank_state, grad_sink = parts
         return dataclasses.replace(
             layout,
             params={**layout.params, "bank": bank_params},
             state={**layout.state, "bank": bank_state},
             grad_sink=grad_sink,
-            gather={**layout.gather, "units": part_of(layout.gather["units"], segment, self.segments)},
-            wires={**layout.wires, "units": part_of(layout.wires["units"], segment, self.segments)},
+            gather={**layout.gather, "units": layout.gather["units"][segment.name]},
+            wires={**layout.wires, "units": layout.wires["units"][segment.name]},
         )
 
 
@@ -283,7 +278,7 @@ def first_pass_model(model: LanguageModel) -> LanguageModel:
     return dataclasses.replace(model, moe=first_pass_of(model.moe))
 
 
-def has_later_passes(model: LanguageModel, tokens: int, plan: PlanShape | dict[str, PlanShape] | None = None) -> bool:
+def has_later_passes(model: LanguageModel, tokens: int, plan: dict[str, PlanShape] | None = None) -> bool:
     """Say whether some bucket of some layer can overflow, so that the program has conditionals.
 
     Args:
@@ -294,7 +289,7 @@ def has_later_passes(model: LanguageModel, tokens: int, plan: PlanShape | dict[s
     row_bytes = dim * jnp.dtype(model.config.dtype).itemsize
 
     def may_overflow(segment: Segment) -> bool:
-        own = None if plan is None else model.own_part(plan, segment)
+        own = None if plan is None else plan[segment.name]
         chooser = make_schedule(segment.moe, model.roles_of(segment), tokens, own)
         return chooser.for_rows(row_bytes, segment.moe.sent_bytes(dim)).passes.most > 1
 
@@ -316,16 +311,13 @@ class Teacher:
     alpha: float
 
     @property
-    def home(self) -> np.ndarray | dict[str, np.ndarray]:
-        """int32 [L, E], home device of every expert of the teacher, of several segments {segment: that}.
-
-        Its experts stay where they are.
-        """
+    def home(self) -> dict[str, np.ndarray]:
+        """{segment: int32 [L, E]}, home device of every expert of the teacher; they stay there."""
         model, homes = self.model, {}
         for segment in model.expert_segments:
             roles, layers = model.roles_of(segment), segment.config.moe_layers
             homes[segment.name] = Placement.even(layers, segment.moe.num_experts, roles.size(roles.expert)).home
-        return joined(homes)
+        return homes
 
     def shardings(self) -> dict:
         """Return where every leaf of the parameters lies, as NamedShardings."""

@@ -23,7 +23,7 @@ from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import Prefetcher
 from moe_jax.models.residuals import named, save_expensive_residuals
-from moe_jax.models.segments import Segment, part_of
+from moe_jax.models.segments import Segment
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit, add_shared
 from moe_jax.moe.bank import fetch_in_turn
@@ -44,8 +44,7 @@ def make_layers(
     """Return layers(x, units, grad_sink, constants) -> (x, {segment: (GateStats [L, ...], passes int32 [L])}).
 
     x is a tuple of what `ModelGroup` keeps of each part: of all sequences, or of either half. Found are the statistics
-    of each segment that has experts. Where the model has several segments, units, grad_sink and `plan` are dictionaries
-    with each one's, see `segments.py`; constants: `Constants`.
+    of each segment that has experts. Units, grad_sink, `plan` and the `Constants`' bank and tables are {segment: that}.
 
     Args:
       model, layout: the model, and the layout of its parameters.
@@ -61,7 +60,8 @@ def make_layers(
     for segment in model.segments:
         own, roles = model.layout_of(layout, segment), model.roles_of(segment)
         if segment.has_experts:
-            own_plan, bank_store = model.own_part(plan, segment), make_bank_store(own, roles)
+            own_plan = None if plan is None else plan[segment.name]
+            bank_store = make_bank_store(own, roles)
             loops[segment] = _make_moe_loop(segment, roles, own, tokens, own_plan, bank_store, group)
         else:
             loops[segment] = _make_dense_loop(segment, roles, own, group)
@@ -69,7 +69,7 @@ def make_layers(
     def layers(x, units, grad_sink, constants):
         found = {}
         for segment, loop in loops.items():
-            own_units = part_of(units, segment, model.segments)
+            own_units = units[segment.name]
             if not segment.has_experts:
                 x = loop(x, own_units, constants.documents)
                 continue
@@ -81,12 +81,12 @@ def make_layers(
                 )
             own = dataclasses.replace(
                 constants,
-                bank=model.own_part(constants.bank, segment),
-                tables=model.own_part(constants.tables, segment),
+                bank=constants.bank[segment.name],
+                tables=constants.tables[segment.name],
                 key=constants.key if build_router(segment.moe).draws else None,
                 choices=None if choices is None else choices[_layers_of(segment)],
             )
-            x, *found[segment] = loop(x, own_units, model.own_part(grad_sink, segment), own)
+            x, *found[segment] = loop(x, own_units, grad_sink[segment.name], own)
         return x, found
 
     return layers

@@ -32,7 +32,7 @@ from moe_jax.models.language_model import (
 )  # fmt: skip
 from moe_jax.models.layer_loop import make_layers
 from moe_jax.models.model_group import ModelGroup, check_sequence_parallel, make_model_group
-from moe_jax.models.segments import Segment, joined, own_layers
+from moe_jax.models.segments import Segment, own_layers
 from moe_jax.models.stages import Constants
 from moe_jax.models.transformer import Transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
@@ -49,7 +49,7 @@ from moe_jax.planning.plan_shape import PlanShape
 
 def make_loss(
     model: LanguageModel, layout: Layout, batch_size: int, length: int, *, microbatches: int = 1,
-    plan: PlanShape | dict[str, PlanShape] | None = None, teacher: Teacher | None = None,
+    plan: dict[str, PlanShape] | None = None, teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
     """Return the loss of one global microbatch as a function to be jitted and differentiated.
 
@@ -58,12 +58,11 @@ def make_loss(
         are not summed over devices.
       batch_size: B, global sequences of a microbatch; length: Sq.
       microbatches: number of them in one step; each one's gate losses are divided by it.
-      plan: slots and buckets of the placements whose tables will come; None is an even one without replicas. Of several
-        segments with experts {segment: that}, and so are the tables.
+      plan: {segment: slots and buckets of the placements whose tables will come}; None is an even one without replicas.
       teacher: what the model learns from beside the text, None for the text alone.
 
     Returns:
-      loss(params, batch: Batch, tables: Tables, key, first_row int32 [], normalizer float []) ->
+      loss(params, batch: Batch, tables {segment: Tables}, key, first_row int32 [], normalizer float []) ->
       (float [], StepStats). The first is the sum of the token losses over `normalizer` plus the weighted gate losses;
       `first_row` is the number of the microbatch's first sequence within the step, which keys the gates' noise; with
       key None they have none. With a teacher its parameters, laid out as `teacher.layout` says, are one more argument,
@@ -144,8 +143,8 @@ def _stacked_loads(loads: tuple):
 
 
 def _tables_specs(model: LanguageModel):
-    """Return the PartitionSpec of a model's tables, of several segments with experts {segment: that}."""
-    return joined({segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments})
+    """Return {segment: PartitionSpec} of a model's tables."""
+    return {segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments}
 
 
 def _even_tables(model: LanguageModel):
@@ -155,7 +154,7 @@ def _even_tables(model: LanguageModel):
         roles = model.roles_of(segment)
         devices = roles.size(roles.expert)
         parts[segment.name] = even_tables(segment.config.moe_layers, segment.moe.num_experts, devices)
-    return joined(parts)
+    return parts
 
 
 def check_token_numbers(batch_size: int, microbatches: int, length: int, top_k: int) -> None:
@@ -316,8 +315,8 @@ def _make_trunk(model: LanguageModel, layout: Layout, rows: int, length: int, pl
         bank = jax.tree.map(lambda leaf: lax.stop_gradient(leaf).astype(dtype), bank)
         opened = {}
         for segment in model.expert_segments:
-            home_row = model.own_part(tables, segment).home_row
-            own = model.own_part(grad_sink, segment)
+            home_row = tables[segment.name].home_row
+            own = grad_sink[segment.name]
             opened[segment.name] = {name: open_grad_sink(leaf, home_row) for name, leaf in own.items()}
         outer = {name: leaf for name, leaf in dense.items() if name != "units"}
         dims, wires = ({name: tree[name] for name in outer} for tree in (layout.gather, layout.wires))
@@ -333,7 +332,7 @@ def _make_trunk(model: LanguageModel, layout: Layout, rows: int, length: int, pl
         x = tuple(jnp.split(x, group.parts))
         choices = None if batch.choices is None else by_layer(batch.choices)
         constants = Constants(bank, tables, token_ids, key, batch.documents, choices)
-        x, found = layers(x, dense["units"], joined(opened), constants)
+        x, found = layers(x, dense["units"], opened, constants)
         with jax.named_scope("loss"):
             return tuple(map(units.norm, group.to_loss(x))), units.embedding.head_table(), found
 

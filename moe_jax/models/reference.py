@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.segments import part_of, segments_of, with_experts
+from moe_jax.models.segments import segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.reference import reference_moe
 
@@ -104,14 +104,13 @@ def reference_logits(
 ):
     """Return (logits [B, Sq, V], weighted gate losses [], loads int32 [L, E]); arguments as below."""
     dense, segments = params["dense"], segments_of(config, moe)
-    experts_in = with_experts(segments)
-    most = max(segment.moe.num_experts for segment in experts_in)
+    most = max(segment.moe.num_experts for segment in with_experts(segments))
     x = dense["embedding"]["tokens"][inputs]
     if config.positions == "learned":
         x = x + dense["embedding"]["positions"][positions(inputs, documents)]
     gate_loss, loads = 0.0, []
     for segment in segments:
-        units = part_of(dense["units"], segment, segments)
+        units = dense["units"][segment.name]
         for index in range(segment.units):
             p = jax.tree.map(lambda leaf: leaf[index], units)  # noqa: B023
             if segment.config.moe_every != 1:
@@ -121,7 +120,7 @@ def reference_logits(
                 continue
             x = x + attention(x, p["attention"], config, documents)
             h = normalize(x, p["gate"]["norm"], config).reshape(-1, x.shape[-1])
-            own = part_of(params["experts"], segment, experts_in)
+            own = params["experts"][segment.name]
             here = None if route is None else functools.partial(route, len(loads), p["gate"])
             y, balance, z, counts = reference_moe(
                 h,
@@ -154,8 +153,7 @@ def reference_loss(
     """Return the loss that the real model must reproduce.
 
     Args:
-      params: {'dense': as in the real model, 'experts': {name: [L, E, ...]}}; of several segments with experts
-        {segment: {name: [L, E, ...]}}.
+      params: {'dense': as in the real model, 'experts': {segment: {name: [L, E, ...]}}}.
       inputs, targets: int32 [B, Sq]; weights: float [B, Sq].
       config, moe: the model.
       noise: list of L arrays [B Sq, E] of standard normal noise, E of that layer, or None.

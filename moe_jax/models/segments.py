@@ -10,8 +10,8 @@ expert axis are its expert-parallel group, and the others hold replicas, as `dat
 the whole batch, shared evenly among its replicas, and its gradient is summed over them. Source: DeepSpeed-MoE
 (Rajbhandari et al. 2022), section 4.2, "flexible multi-expert and multi-data parallelism".
 
-Where a model has one segment, a tree holds that segment's part itself; where it has several, a dictionary {name: part}.
-For units every segment counts; for the bank, tables, homes and plans only those with experts.
+What stands once for each segment is a dictionary {name: part}: units of all; bank, tables, homes and plans of those
+with experts.
 Letters: docs/notation.md.
 """
 
@@ -32,11 +32,10 @@ from moe_jax.moe.routers import Router, build_router, check_knobs
 from moe_jax.parallel.mesh import MeshConfig, Roles, ep_degree
 
 BANK = "bank"
-SEGMENT = "segment_"  # the names of a model's segments begin so (`segments.py`)
 
 
 def flatten(tree, prefix: str = "") -> dict[str, Any]:
-    """Return {name: leaf} of a tree, names such as 'params/dense/units/gate/w_gate' or 'opt_state/1/0/mu/bank/w_in'."""
+    """Return {name: leaf} of a tree, names such as 'params/dense/norm/scale' or 'params/bank/segment_0/w_in'."""
     flat = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         name = "/".join([prefix, *map(_text, path)] if prefix else map(_text, path))
@@ -50,10 +49,9 @@ def is_bank(name: str) -> bool:
     return BANK in name.split("/")
 
 
-def segment_of(name: str) -> str | None:
-    """Return the segment that a leaf of the bank is of, None in a model whose bank is one segment's."""
-    after = name.split("/")[name.split("/").index(BANK) + 1]
-    return after if after.startswith(SEGMENT) else None
+def segment_of(name: str) -> str:
+    """Return the segment that a leaf of the bank is of."""
+    return name.split("/")[name.split("/").index(BANK) + 1]
 
 
 def _text(entry) -> str:
@@ -114,7 +112,7 @@ def segments_of(config: ModelConfig, moe: MoEConfig) -> tuple[Segment, ...]:
             part = dataclasses.replace(config, **whole, **{name: run[name] for name in MODEL_FIELDS if name in run})
             layer = dataclasses.replace(moe, **{name: run[name] for name in MOE_FIELDS if name in run})
         first = sum(segment.config.moe_layers for segment in found)
-        name = f"{SEGMENT}{index}"
+        name = f"segment_{index}"
         found.append(Segment(name=name, config=part, moe=layer, first_layer=first, depth=config.layers))
     if not any(segment.has_experts for segment in found):
         raise UserError(
@@ -166,21 +164,6 @@ def expert_counts(config: ModelConfig, moe: MoEConfig, mesh: MeshConfig, devices
     return tuple(counts)
 
 
-def joined(parts: dict[str, Any]) -> Any:
-    """Return the tree of what stands once per segment, from {name: part}: the only part, or all by name."""
-    return next(iter(parts.values())) if len(parts) == 1 else parts
-
-
-def part_of(tree: Any, segment: Segment, segments: tuple[Segment, ...]) -> Any:
-    """Return the part of `segment` in a tree of `segments`, as `joined` made it; None stays None."""
-    return tree if tree is None or len(segments) == 1 else tree[segment.name]
-
-
-def path_of(segment: Segment, segments: tuple[Segment, ...]) -> tuple[str, ...]:
-    """Return the keys that lead to the part of `segment` in a tree of `segments`."""
-    return () if len(segments) == 1 else (segment.name,)
-
-
 def own_layers(counts, segment: Segment):
     """Return a segment's counts [L, E] of those of all MoE layers, without the zeros of the experts that it lacks."""
     layers = slice(segment.first_layer, segment.first_layer + segment.config.moe_layers)
@@ -213,7 +196,7 @@ def with_same_router_state(segments: tuple[Segment, ...], tree, params):
 def _with_state(segments: tuple[Segment, ...]) -> list[tuple[tuple[str, ...], Segment, Router]]:
     """Return (path of the gates in the parameters, segment, its router) where the router has a state."""
     found = [
-        (("dense", "units", *path_of(segment, segments), "gate"), segment, build_router(segment.moe))
+        (("dense", "units", segment.name, "gate"), segment, build_router(segment.moe))
         for segment in with_experts(segments)
     ]
     return [(path, segment, router) for path, segment, router in found if router.state]

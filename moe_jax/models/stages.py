@@ -30,8 +30,7 @@ class Constants:
     """What all layers of a stack read and never differentiate.
 
     Attributes:
-      bank: {name: [Rb, ...]} in the compute dtype; tables: leaves [L, ...]. Where a model has several segments, both
-        are dictionaries with each one's, see `segments.py`.
+      bank: {name: [Rb, ...]} in the compute dtype; tables: leaves [L, ...]; of the whole model {segment: that}.
       token_ids: int32 [t].
       key: of the gates' noise; None where they have none.
       documents: int32 [b, Sq], or None.

@@ -22,7 +22,7 @@ from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup, add_bias, in_dtype
 from moe_jax.models.residuals import named
-from moe_jax.models.segments import Segment, joined, segments_of
+from moe_jax.models.segments import Segment, segments_of
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.routers import build_router
@@ -353,10 +353,7 @@ class Embedding(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """All parameters of a model but the experts: embedding, stacked units [U, ...], final norm.
-
-    Where the model has several segments, units are those of each by name.
-    """
+    """All parameters of a model but the experts: embedding, stacked units [U, ...] by segment, final norm."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, vocab_size: int, rngs: nnx.Rngs):
         def make_units(segment: Segment):
@@ -369,7 +366,7 @@ class Transformer(nnx.Module):
 
         self.embedding = Embedding(config, vocab_size, rngs)
         units = {segment.name: make_units(segment) for segment in segments_of(config, moe)}
-        self.units = joined(units) if len(units) == 1 else nnx.Dict(units)
+        self.units = nnx.Dict(units)
         self.norm = build_norm(config)
 
 

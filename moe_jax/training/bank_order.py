@@ -23,14 +23,12 @@ from moe_jax.models.segments import flatten, is_bank, segment_of
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
 
-Homes = np.ndarray | dict[str, np.ndarray]  # int [L, E]; of several segments with experts {segment: that}
+Homes = dict[str, np.ndarray]  # {segment: int [L, E]}
 
 
 def home_of(name: str, home: Homes) -> np.ndarray | None:
     """Return the homes int [L, E] of the experts in the leaf of this name, None where it is not of the bank."""
-    if not is_bank(name):
-        return None
-    return home[segment_of(name)] if isinstance(home, dict) else home
+    return home[segment_of(name)] if is_bank(name) else None
 
 
 def stored_as(leaf, home: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -123,14 +121,14 @@ def _from_file(sharding: NamedSharding, stored: NamedSharding, exchange: bool, b
 # and its new version memory holds D rows and the D that arrive, however many move. The rounds are data: the program is
 # compiled once.
 def reshard(
-    state: dict, old: Placement, new: Placement, rows: int, segment: str | None = None,
+    state: dict, old: Placement, new: Placement, rows: int, segment: str,
     share: Callable[[Callable], Callable] = lambda move: move,
 ) -> dict:  # fmt: skip
     """Return the state with the experts where `new` homes them. The given state is donated.
 
     Args:
       rows: Rb.
-      segment: whose bank moves, None where the bank is one segment's.
+      segment: whose bank moves.
       share: jitted move -> what runs it; the move is the same object for banks of the same shapes and shardings.
     """
     leaves, tree = jax.tree.flatten(state)

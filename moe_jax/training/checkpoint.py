@@ -115,8 +115,8 @@ class Checkpointer:
         Args:
           step: of a finished checkpoint.
           abstract_state: ShapeDtypeStructs with NamedShardings of this run's mesh; any mesh.
-          home: int [L, E], where the experts are to be stored, bank rows numbered as `placement.bank_rows`
-            does; of several segments with experts {segment: that}.
+          home: {segment: int [L, E]}, where the experts are to be stored, bank rows numbered as `placement.bank_rows`
+            does.
 
         Raises:
           UserError: the checkpoint is of another model (names the first leaf that differs), or cannot be read.
@@ -175,7 +175,7 @@ class Checkpointer:
         Args:
           step: number of finished steps; names the checkpoint.
           state: pytree of global jax.Arrays with NamedShardings; leaves under a key 'bank' are [D Rb, ...].
-          home: int [L, E], home device of each expert in that bank; of several segments with experts {segment: that}.
+          home: {segment: int [L, E]}, home device of each expert in that bank.
           host: JSON data; tuples come back as lists, keys as text.
 
         Raises:

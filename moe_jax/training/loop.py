@@ -24,7 +24,6 @@ from moe_jax.observe.progress import with_prefix
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts, StopSignal
 from moe_jax.training.optimistic import Programs
-from moe_jax.training.plan_state import by_name
 from moe_jax.training.program import Session
 from moe_jax.training.step import ema_params, leaf_names
 from moe_jax.training.step_metrics import check_finite, loads_origin, step_record
@@ -203,7 +202,7 @@ class Loop:
         """Say before the first step what the programs of optimistic steps take of the devices' memory."""
         if not self.writers or self.stepper.programs.common is None or self.compiled_peak is None:
             return
-        shape = None if self.engine is None else by_name(self.engine.names, self.engine.shape)
+        shape = None if self.engine is None else self.engine.shape
         complete = self.compiled_peak + self.session.overflow_bytes(shape)
         memory = device_memory(self.session.roles.mesh.local_devices)
         self.progress.note(

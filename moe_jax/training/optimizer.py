@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
-from moe_jax.models.segments import SEGMENT
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import build_router
 
@@ -86,12 +85,8 @@ def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransfo
 def stack_of(names: list[str]) -> str:
     """Return the name of the leaves that are stacked alike with the one at this path of the parameters, or 'outer'."""
     if names[0] == "bank":
-        kind, rest = "experts", names[1:]
-    elif names[:2] == ["dense", "units"]:
-        kind, rest = "units", names[2:]
-    else:
-        return "outer"
-    return f"{kind}_{rest[0]}" if rest[0].startswith(SEGMENT) else kind
+        return f"experts_{names[1]}"
+    return f"units_{names[2]}" if names[:2] == ["dense", "units"] else "outer"
 
 
 def over_first_dim(transform: optax.GradientTransformation) -> optax.GradientTransformation:

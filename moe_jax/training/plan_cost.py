@@ -16,7 +16,7 @@ from moe_jax.cluster.layer_seconds import matrices_of
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 from moe_jax.models.counts import Sizes, device_bytes, flops_before_moe, itemsize
-from moe_jax.models.segments import joined, segments_of, with_experts
+from moe_jax.models.segments import segments_of, with_experts
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import build_planner, with_late
@@ -94,7 +94,7 @@ def _late_room(shapes: dict[str, PlanShape], sizes: Sizes, roles: Roles, memory:
         return dataclasses.replace(shape, late=late)
 
     def exceeds(slots: int) -> bool:
-        plan = joined({name: cut(shape, slots) for name, shape in shapes.items()})
+        plan = {name: cut(shape, slots) for name, shape in shapes.items()}
         return device_bytes(sizes, roles, plan).at_most > memory
 
     most = max(shape.late.slots for shape in shapes.values() if shape.late is not None)
@@ -151,7 +151,7 @@ def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
         return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))
 
     def fits(slots: int) -> bool:  # with all late slots that the planner wants
-        return device_bytes(sizes, roles, joined(_most_slots(holding(slots), roles))).at_most <= memory
+        return device_bytes(sizes, roles, _most_slots(holding(slots), roles)).at_most <= memory
 
     most = 0
     for own, own_roles in segment_runs(holding(0), roles).values():

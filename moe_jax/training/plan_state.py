@@ -1,4 +1,4 @@
-"""Plans as values and as JSON data: of one segment with experts as they are, of several a tuple, first layers first."""
+"""Plans as values and as JSON data: {segment: ...} of the segments with experts, first layers first."""
 
 from __future__ import annotations
 
@@ -14,35 +14,23 @@ from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
 
 
-def each(function: Callable, *values) -> Any:
-    """Return function(*values) of one segment, or the tuple of it of each of several."""
-    if isinstance(values[0], tuple):
-        return tuple(function(*own) for own in zip(*values, strict=True))
-    return function(*values)
+def each(function: Callable, first: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
+    """Return {segment: function(its parts of all that is given)}, segments in the order of the first."""
+    return {name: function(own, *(other[name] for other in others)) for name, own in first.items()}
 
 
-def listed(value) -> tuple:
-    """Return a tuple with each segment's part, also of one segment."""
-    return value if isinstance(value, tuple) else (value,)
-
-
-def by_name(names: tuple[str, ...], value) -> Any:
-    """Return the tree that a compiled step takes: the only segment's part, or {segment: part}."""
-    return dict(zip(names, value, strict=True)) if isinstance(value, tuple) else value
-
-
-def own_loads(loads: np.ndarray, placement: Placement | tuple[Placement, ...]):
+def own_loads(loads: np.ndarray, placement: dict[str, Placement]) -> dict[str, np.ndarray]:
     """Return int64 [L, D, E] of each segment, from the counts of all layers, without the zeros of what it lacks."""
-    found, first = [], 0
-    for own in listed(placement):
-        found.append(np.asarray(loads[first : first + own.layers, : own.devices, : own.experts], np.int64))
+    found, first = {}, 0
+    for name, own in placement.items():
+        found[name] = np.asarray(loads[first : first + own.layers, : own.devices, : own.experts], np.int64)
         first += own.layers
-    return tuple(found) if isinstance(placement, tuple) else found[0]
+    return found
 
 
-def homes_differ(placement, other) -> bool:
+def homes_differ(placement: dict[str, Placement], other: dict[str, Placement]) -> bool:
     """Say whether an expert's home in one is not its home in the other."""
-    return any((own.home != there.home).any() for own, there in zip(listed(placement), listed(other), strict=True))
+    return any((own.home != other[name].home).any() for name, own in placement.items())
 
 
 def to_lists(value):
@@ -60,7 +48,7 @@ def placement_data(placement: Placement) -> dict:
     return {**{name: getattr(placement, name).tolist() for name in names}, "rule": list(placement.rule)}
 
 
-def read_placement(data: dict, like: Placement) -> Placement:
+def read_placement(like: Placement, data: dict) -> Placement:
     """Return the placement on the devices of `like`."""
     arrays = {name: np.asarray(data[name], np.int32) for name in ("home", "replicas", "shares")}
     return like.replace(**arrays, rule=tuple(data["rule"]))

@@ -25,7 +25,6 @@ from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.counts import device_bytes
 from moe_jax.models.language_model import Teacher, has_later_passes
-from moe_jax.models.segments import joined
 from moe_jax.moe.build import check_router
 from moe_jax.moe.tables import Tables, even_tables
 from moe_jax.parallel.global_arrays import to_devices
@@ -93,9 +92,9 @@ class Program:
         return found
 
     @property
-    def home(self) -> np.ndarray | dict[str, np.ndarray]:
-        """int32 [L, E], home device of every expert when a run starts; of several segments {segment: that}."""
-        return joined({name: home for name, (home, _) in self.homes.items()})
+    def home(self) -> dict[str, np.ndarray]:
+        """{segment: int32 [L, E]}, home device of every expert when a run starts."""
+        return {name: home for name, (home, _) in self.homes.items()}
 
     def resolved(self) -> dict[str, str | bool]:
         """Return what 'auto' and None are on these devices, under the names of the bindings."""
@@ -121,10 +120,9 @@ class Program:
             for hidden_dim in hidden_dims
         }
 
-    def even_tables(self) -> Tables | dict[str, Tables]:
-        """Return the tables of even homes without a planner, as NumPy arrays; of several segments {segment: that}."""
-        homes = self.homes.items()
-        return joined({name: even_tables(*home.shape, devices) for name, (home, devices) in homes})
+    def even_tables(self) -> dict[str, Tables]:
+        """Return {segment: tables of even homes without a planner}, as NumPy arrays."""
+        return {name: even_tables(*home.shape, devices) for name, (home, devices) in self.homes.items()}
 
     def abstract_state(self) -> dict:
         """Return the training state as ShapeDtypeStructs with shardings."""
@@ -142,7 +140,7 @@ class Program:
             self.state_shardings.batch,
         )
 
-    def is_optimistic(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> bool:
+    def is_optimistic(self, shape: dict[str, PlanShape] | None = None) -> bool:
         """Say whether steps with plans of this shape run the common program, and the complete one after an overflow."""
         wanted = self.config.train.optimistic
         if wanted is None:
@@ -158,26 +156,23 @@ class Program:
         rows = self.config.train.batch_size // self.config.train.grad_accum_steps // self.roles.size(self.roles.dense)
         return rows * self.config.data.sequence_length
 
-    def overflow_bytes(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> int:
+    def overflow_bytes(self, shape: dict[str, PlanShape] | None = None) -> int:
         """Return about how many bytes the complete program takes on each device beyond the common one."""
         return device_bytes(sizes_of(self.config, self.model.vocab_size), self.roles, shape).overflow
 
-    def lower_train_step(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> jax.stages.Lowered:
+    def lower_train_step(self, shape: dict[str, PlanShape] | None = None) -> jax.stages.Lowered:
         """Return the training step, the complete program, for exactly these shapes and shardings, not compiled yet.
 
         Args:
-          shape: of the plans whose tables will come, of several segments with experts {segment: that}; None is even
-            homes for good, without a planner.
+          shape: {segment: of the plans whose tables will come}; None is even homes for good, without a planner.
         """
         return self.trace_step(shape).lower()
 
-    def lower_common_step(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> jax.stages.Lowered:
+    def lower_common_step(self, shape: dict[str, PlanShape] | None = None) -> jax.stages.Lowered:
         """Return the common program of optimistic steps, not compiled yet; shape: as in `lower_train_step`."""
         return self.trace_step(shape, common=True).lower()
 
-    def trace_step(
-        self, shape: PlanShape | dict[str, PlanShape] | None = None, common: bool = False
-    ) -> jax.stages.Traced:
+    def trace_step(self, shape: dict[str, PlanShape] | None = None, common: bool = False) -> jax.stages.Traced:
         """Return what `lower_common_step` or `lower_train_step` lowers: its equations alone, on any machine."""
         make, length = make_common_step if common else make_train_step, self.config.data.sequence_length
         step = make(self.model, self.layout, self.config.train, self.state_shardings, length, shape, self.teacher)
@@ -200,15 +195,15 @@ class Program:
             self.roles.mesh.devices.flat[0].platform, jax.process_count(), self.config.train.deterministic
         )
 
-    def compile_train_step(self, shape: PlanShape | dict[str, PlanShape] | None = None):
+    def compile_train_step(self, shape: dict[str, PlanShape] | None = None):
         """Return (executable, seconds) of what `lower_train_step` returns."""
         return self._compile(self.lower_train_step, shape)
 
-    def compile_common_step(self, shape: PlanShape | dict[str, PlanShape] | None = None):
+    def compile_common_step(self, shape: dict[str, PlanShape] | None = None):
         """Return (executable, seconds) of what `lower_common_step` returns."""
         return self._compile(self.lower_common_step, shape)
 
-    def compile_programs(self, shape: PlanShape | dict[str, PlanShape] | None = None) -> tuple[Programs, float]:
+    def compile_programs(self, shape: dict[str, PlanShape] | None = None) -> tuple[Programs, float]:
         """Compile what a step with plans of this shape starts with; return it, and the seconds that it took.
 
         Of an optimistic step the complete program is compiled behind it, in a thread.
@@ -233,9 +228,9 @@ class Program:
         return find_target(list(self.roles.mesh.devices.flat), self.roles.config.devices_per_node)
 
 
-def empty_tables(shape: PlanShape | dict[str, PlanShape]) -> Tables | dict[str, Tables]:
-    """Return tables of this shape that mean nothing, as NumPy arrays; of several segments {segment: that}."""
-    return {name: table_shapes(own) for name, own in shape.items()} if isinstance(shape, dict) else table_shapes(shape)
+def empty_tables(shape: dict[str, PlanShape]) -> dict[str, Tables]:
+    """Return tables of these shapes that mean nothing, as NumPy arrays."""
+    return {name: table_shapes(own) for name, own in shape.items()}
 
 
 def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None) -> Program:
@@ -284,11 +279,11 @@ class Session(Program):
 
     Attributes:
       feed: batches.
-      tables: the plan's tables, on the devices; of several segments with experts {segment: that}.
+      tables: {segment: the plan's tables}, on the devices.
     """
 
     feed: Feed
-    tables: Tables | dict[str, Tables]
+    tables: dict[str, Tables]
 
     def fresh_state(self) -> dict:
         """Return the state of step 0."""
@@ -298,7 +293,7 @@ class Session(Program):
         """Return the state of step 0 that starts from given parameters."""
         return state_of_params(params, self.optimizer, self.state_shardings)
 
-    def evaluation_step(self, shape: PlanShape | dict[str, PlanShape] | None = None):
+    def evaluation_step(self, shape: dict[str, PlanShape] | None = None):
         """Return the evaluation step; it compiles when first called."""
         step = make_evaluation_step(
             self.model, self.layout, self.config.train, self.state_shardings, self.config.data.sequence_length,

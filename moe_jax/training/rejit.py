@@ -12,8 +12,8 @@ disagree the run ends with an error instead of hanging.
 What step j runs with depends on the loads of steps up to j - 1 - lag, and on time only through the swap (with
 `PlannerConfig.swap_after` not at all), so a resumed run continues bit for bit.
 
-Where a model has several segments with experts, each has a planner of its own, and placements, shapes and loads are
-tuples with each one's (`each`); an executable is for the shapes of all.
+Each segment with experts has a planner of its own; placements, shapes and loads are {segment: ...}, and an executable
+is for the shapes of all.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables, fit
 from moe_jax.training import plan_state
 from moe_jax.training.bank_order import reshard
 from moe_jax.training.plan_cost import segment_runs
-from moe_jax.training.plan_state import by_name, each, homes_differ, listed, own_loads
+from moe_jax.training.plan_state import each, homes_differ, own_loads
 from moe_jax.training.program import Session
 from moe_jax.training.replanner import Replanner, check_planner, plan_hash
 
-Placements = Placement | tuple[Placement, ...]
-Shapes = PlanShape | tuple[PlanShape, ...]
+Placements = dict[str, Placement]
+Shapes = dict[str, PlanShape]
 
 
 @dataclasses.dataclass
@@ -68,11 +68,10 @@ class RejitEngine:
     def __init__(self, session: Session, lag: int):
         config = session.config.planner
         self.session, self.config, self.lag = session, config, lag
-        self.names = tuple(segment_runs(session.config, session.roles))  # of the segments with experts
-        replanners = tuple(Replanner(session.config, session.roles, name) for name in self.names)
-        self.replanner = replanners[0] if len(replanners) == 1 else replanners
+        runs = segment_runs(session.config, session.roles)
+        self.replanner = {name: Replanner(session.config, session.roles, name) for name in runs}
         self.plans = each(lambda replanner: replanner.plans, self.replanner)
-        self.remark = "; ".join(filter(None, (own.planner.remark(own.cost) for own in listed(self.plans))))
+        self.remark = "; ".join(filter(None, (own.planner.remark(own.cost) for own in self.plans.values())))
         # placement: what the next step runs with; bank: where the state's experts are now
         self.placement = self.bank = each(lambda replanner: replanner.start, self.replanner)
         self.shape = each(Replanner.first_shape, self.replanner)
@@ -83,7 +82,9 @@ class RejitEngine:
         self.plan_id = 0
         self.next_planner_seconds = 0.0
         self.records: dict[int, tuple[Placements, dict, Shapes]] = {}
-        self.executables: collections.OrderedDict[Shapes, concurrent.futures.Future] = collections.OrderedDict()
+        self.executables: collections.OrderedDict[tuple[PlanShape, ...], concurrent.futures.Future] = (
+            collections.OrderedDict()
+        )
         self.evaluations: dict[tuple[int, ...], object] = {}
         self.share = functools.cache(lambda move: self.session.shared(move))
         self.thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="rejit")
@@ -145,20 +146,20 @@ class RejitEngine:
             record["plan_remark"] = self.remark
         self.records[step] = (self.placement, record, self.shape)
         ready = 0
-        if self.pending is not None and (future := self.executables[self.pending.shape]).done():
+        if self.pending is not None and (future := self.executables[_key(self.pending.shape)]).done():
             future.result()  # a failed compilation ends the run now, not at a swap that others may never reach
             ready = self.pending.number
         # each process' row of the step's input int32 [devices, 3]: stop, newest shape ready here, hash of the plan
         rows = np.tile(np.array([flag, ready, self.hash], np.int32), (self.session.roles.num_devices, 1))
         host_signals = to_devices(rows, self.session.state_shardings.host_signals)
-        return self.executables[self.shape].result()[0], self.tables, host_signals, state
+        return self.executables[_key(self.shape)].result()[0], self.tables, host_signals, state
 
     def after_dispatch(self, step: int):
         """Plan for step `step` + 1 while the devices work on `step`."""
         began = time.perf_counter()
         for ready in sorted(at for at in self.waiting if at <= step - self.lag):
             self._show(self.waiting.pop(ready))
-        if listed(self.plans)[0].predictor.seen:
+        if next(iter(self.plans.values())).predictor.seen:
             self._take(step + 1, self._proposed(step + 1))
         self.next_planner_seconds = time.perf_counter() - began
 
@@ -178,15 +179,15 @@ class RejitEngine:
         planned, record, shape = self.records.pop(step)
         loads = own_loads(loads, planned)
         placement = each(Replanner.refined, self.replanner, shape, planned, loads)
-        record["replicas"] = sum(len(own.replicas) for own in listed(placement))
-        computed = [pairs.sum(axis=1) for pairs in listed(each(routing.pair_loads, placement, loads))]
+        record["replicas"] = sum(len(own.replicas) for own in placement.values())
+        computed = [pairs.sum(axis=1) for pairs in each(routing.pair_loads, placement, loads).values()]
         balance = [own.max(axis=1) / np.maximum(own.mean(axis=1), 1e-9) for own in computed]
         record["device_load_max_over_mean"] = np.concatenate(balance)
-        seconds = listed(each(self._predicted, self.replanner, placement, loads, shape, planned))
+        seconds = list(each(self._predicted, self.replanner, placement, loads, shape, planned).values())
         if all(own is not None for own in seconds):
             record["predicted_layer_seconds"] = np.concatenate(seconds)
         for name in ("shadow_cut", "late_cut"):
-            counted = [own.planner.counters[name] for own in listed(self.plans) if name in own.planner.counters]
+            counted = [own.planner.counters[name] for own in self.plans.values() if name in own.planner.counters]
             if counted:
                 record[name] = sum(counted)
         return record
@@ -195,9 +196,9 @@ class RejitEngine:
         """Return (evaluation step, tables) for the experts' current homes, without replicas."""
         bare = each(lambda bank: bank.replace(replicas=None, shares=None, rule="nearest"), self.bank)
         shape = each(build_shape, bare)
-        slots = tuple(own.home_slots for own in listed(shape))
+        slots = tuple(own.home_slots for own in shape.values())
         if slots not in self.evaluations:
-            self.evaluations[slots] = self.session.evaluation_step(by_name(self.names, shape))
+            self.evaluations[slots] = self.session.evaluation_step(shape)
         return self.evaluations[slots], self._on_devices(shape, bare)
 
     def close(self):
@@ -208,11 +209,11 @@ class RejitEngine:
 
     @property
     def home(self):
-        """int32 [L, E], home device of every expert of the state; of several segments {segment: that}."""
-        return by_name(self.names, each(lambda bank: bank.home, self.bank))
+        """{segment: int32 [L, E]}, home device of every expert of the state."""
+        return each(lambda bank: bank.home, self.bank)
 
     def state(self) -> dict:
-        """Return what a checkpoint holds of the plan, as JSON data; what each of several segments has is a list."""
+        """Return what a checkpoint holds of the plan, as JSON data."""
         pending = self.pending
         return {
             "session": each(lambda plans: plan_state.to_lists(plans.state()), self.plans),
@@ -244,48 +245,44 @@ class RejitEngine:
         """
         if state is None:
             return None
-        saved = self._parts(state["shape"])
+        saved = state["shape"]
         sizes = ("layers", "experts", "devices", "devices_per_node", "bank_rows")
         changed = [
             f"{name} was {then[name]} and is {getattr(now, name)}"
-            for then, now in zip(listed(saved), listed(self.shape), strict=True)
+            for segment, now in self.shape.items()
             for name in sizes
-            if then[name] != getattr(now, name)
+            if (then := saved[segment])[name] != getattr(now, name)
         ]
         if changed:
             return (
                 f"plan: the checkpoint's is of another mesh or planner ({', '.join(changed)}); experts start at even "
                 "homes, and the planner sees new loads only"
             )
-        each(lambda plans, own: plans.restore(own), self.plans, self._parts(state["session"]))
-        self.placement = each(plan_state.read_placement, self._parts(state["placement"]), self.placement)
-        self.bank = each(plan_state.read_placement, self._parts(state["bank"]), self.bank)
+        each(lambda plans, own: plans.restore(own), self.plans, state["session"])
+        self.placement = each(plan_state.read_placement, self.placement, state["placement"])
+        self.bank = each(plan_state.read_placement, self.bank, state["bank"])
         late = each(lambda shape: shape.late, self.shape)  # this planner's own; the saved shape may be of another one
         self.shape = each(self._read_shape, self.replanner, saved, late)
         if not self._fits(self.shape, self.placement):  # another planner's replicas, this one decides on the device
             self.placement = each(lambda bank: bank.replace(replicas=None, shares=None, rule="home"), self.bank)
         if (pending := state["pending"]) is not None:
-            placement = each(plan_state.read_placement, self._parts(pending["placement"]), self.placement)
+            placement = each(plan_state.read_placement, self.placement, pending["placement"])
             self.pending = Pending(
                 number=pending["number"],
                 step=pending["step"],
-                shape=each(self._read_shape, self.replanner, self._parts(pending["shape"]), late),
+                shape=each(self._read_shape, self.replanner, pending["shape"], late),
                 placement=placement,
             )
         self.asked, self.plan_id = state["asked"], state["plan_id"]
-        waiting = {int(step): self._parts(loads) for step, loads in state["waiting"].items()}
-        self.waiting = {step: each(lambda own: np.asarray(own, np.int64), loads) for step, loads in waiting.items()}
+        waiting = state["waiting"].items()
+        self.waiting = {int(step): each(lambda own: np.asarray(own, np.int64), loads) for step, loads in waiting}
         return self._without_other_options(state["options"])
-
-    def _parts(self, data):
-        """Return what `state` wrote down of each segment, a tuple where there are several."""
-        return tuple(data) if len(self.names) > 1 else data
 
     # Internal.
 
     def _options(self) -> dict[str, str]:
         """Return what decides which replicas there are and how they travel, as text by field of `PlannerConfig`."""
-        config = listed(self.plans)[0].config
+        config = next(iter(self.plans.values())).config
         names = ("when", "replica_slots", "overlap_degree", "bounded", "transfer")
         names += tuple(BALANCERS[config.name].knobs)
         return {name: repr(getattr(config, name)) for name in ("name", *names)}
@@ -294,13 +291,13 @@ class RejitEngine:
         """Leave out replicas and sizes of transfers that were planned under other options; say which these were."""
         now = self._options()
         changed = [name for name in now if name in saved and saved[name] != now[name]]
-        replicated = any(own.ahead is not None for own in listed(self.shape))
+        replicated = any(own.ahead is not None for own in self.shape.values())
         if not changed or (not replicated and self.pending is None):
             return None
         self.placement = each(lambda bank: bank.replace(replicas=None, shares=None, rule="home"), self.bank)
         bare = each(lambda own: dataclasses.replace(own, ahead=None), self.shape)
         self.shape, self.pending = each(Replanner.with_rule, self.replanner, bare), None
-        for plans in listed(self.plans):  # go on with the homes alone, and plan again as soon as asked
+        for plans in self.plans.values():  # go on with the homes alone, and plan again as soon as asked
             plans.placement, plans.last_planned = plans.placement.replace(replicas=None, shares=None, rule="home"), None
         words = ", ".join(f"PlannerConfig.{name} was {saved[name]} and is {now[name]}" for name in changed)
         return f"plan: {words}; homes and seen loads stay, and replicas come anew with the next plan"
@@ -319,24 +316,18 @@ class RejitEngine:
 
     def _reshard(self, state: dict) -> dict:
         """Return the state with each segment's experts at the placement's homes."""
-        several = len(self.names) > 1
-        for name, old, new, shape in zip(
-            self.names, listed(self.bank), listed(self.placement), listed(self.shape), strict=True
-        ):
+        for name, old in self.bank.items():
+            new = self.placement[name]
             if (old.home != new.home).any():
-                state = reshard(state, old, new, shape.bank_rows, name if several else None, self.share)
+                state = reshard(state, old, new, self.shape[name].bank_rows, name, self.share)
         return state
 
     def _on_devices(self, shape: Shapes, placement: Placements):
         """Return the tables of a placement as the step takes them."""
-        tables = by_name(self.names, each(fill_tables, shape, placement))
-        shardings = self.session.state_shardings.tables
-        if not isinstance(shardings, dict):
-            return to_devices(tables, shardings)
-        return {name: to_devices(own, shardings[name]) for name, own in tables.items()}
+        return each(to_devices, each(fill_tables, shape, placement), self.session.state_shardings.tables)
 
     def _fits(self, shape: Shapes, placement: Placements) -> bool:
-        return all(listed(each(fits, shape, placement)))
+        return all(each(fits, shape, placement).values())
 
     def _take(self, step: int, placement: Placements):
         """Let step `step` run with a new placement if it fits; else request a shape that it fits."""
@@ -345,7 +336,7 @@ class RejitEngine:
         fitting = self._fits(self.shape, placement)
         if fitting:
             self._adopt(placement)
-        crowded = any(listed(each(Replanner.is_crowded, self.replanner, self.shape, placement)))
+        crowded = any(each(Replanner.is_crowded, self.replanner, self.shape, placement).values())
         if self.pending is None and (crowded if fitting else self._pays(placement)):
             shape = each(Replanner.grow, self.replanner, self.shape, placement)
             if shape == self.shape:  # no bucket can be larger
@@ -363,11 +354,11 @@ class RejitEngine:
         """Hysteresis: say whether the predicted gain over the horizon exceeds what a new shape costs."""
         loads = each(lambda plans: plans.predictor.predict(), self.plans)
         larger = each(Replanner.grow, self.replanner, self.shape, placement)
-        now = listed(each(self._predicted, self.replanner, self.placement, loads, self.shape))
-        then = listed(each(self._predicted, self.replanner, placement, loads, larger))
+        now = each(self._predicted, self.replanner, self.placement, loads, self.shape).values()
+        then = each(self._predicted, self.replanner, placement, loads, larger).values()
         if any(seconds is None for seconds in (*now, *then)) or homes_differ(placement, self.placement):
             return True  # nothing to compare, or a move of homes, whose gain the planner has compared with its cost
-        horizon = self.config.horizon * listed(self.plans)[0].cost.microbatches
+        horizon = self.config.horizon * next(iter(self.plans.values())).cost.microbatches
         now, then = (sum(float(seconds.sum()) for seconds in layers) for layers in (now, then))
         return (now - then) * horizon > self.config.swap_seconds
 
@@ -394,10 +385,10 @@ class RejitEngine:
         """Run with the pending shape from now on; wait for it only if its time has come before it is ready."""
         assert self.pending is not None
         began = time.perf_counter()
-        _, record["compile_seconds"] = self.executables[self.pending.shape].result()
+        _, record["compile_seconds"] = self.executables[_key(self.pending.shape)].result()
         record["rejit_stall_seconds"] = time.perf_counter() - began
         self.shape, placement, self.pending = self.pending.shape, self.pending.placement, None
-        self.executables.move_to_end(self.shape)
+        self.executables.move_to_end(_key(self.shape))
         self.tables = None
         self._adopt(placement)
         while len(self.executables) > self.config.executables:
@@ -405,14 +396,19 @@ class RejitEngine:
 
     def _compile(self, shape: Shapes, now: bool = False) -> concurrent.futures.Future:
         """Have a shape compiled, unless it is in the cache: in the thread, or `now` by the caller's thread."""
-        if shape not in self.executables:
+        key = _key(shape)
+        if key not in self.executables:
             if now:
                 future: concurrent.futures.Future = concurrent.futures.Future()
-                future.set_result(self.session.compile_programs(by_name(self.names, shape)))
+                future.set_result(self.session.compile_programs(shape))
             else:
-                future = self.thread.submit(self.session.compile_programs, by_name(self.names, shape))
-            self.executables[shape] = future
-        return self.executables[shape]
+                future = self.thread.submit(self.session.compile_programs, shape)
+            self.executables[key] = future
+        return self.executables[key]
+
+
+def _key(shape: Shapes) -> tuple[PlanShape, ...]:
+    return tuple(shape.values())
 
 
 def build_engine(session: Session, lag: int) -> RejitEngine | None:

@@ -35,7 +35,6 @@ from moe_jax.planning.plan_session import PlanSession
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow, needed_transfer
 from moe_jax.planning.transfer_sizes import TransferSizes
 from moe_jax.training.plan_cost import initial_placement, plan_cost, planned_run, segment_runs, with_replica_slots
-from moe_jax.training.plan_state import listed
 
 _LOG = logging.getLogger(__name__)
 
@@ -305,7 +304,7 @@ def check_transfer(config: RunConfig, roles: Roles) -> None:
         TransferShape(devices=members, devices_per_node=min(inside, members), offers=1, slots=1, by_node=True)
 
 
-def plan_hash(shape: PlanShape | tuple[PlanShape, ...], placement: Placement | tuple[Placement, ...]) -> int:
+def plan_hash(shape: dict[str, PlanShape], placement: dict[str, Placement]) -> int:
     """Return 31 bits of what a step runs with, for processes to compare."""
-    text = "".join(own.fingerprint() for own in listed(placement)) + repr(shape)
+    text = "".join(own.fingerprint() for own in placement.values()) + repr(shape)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF

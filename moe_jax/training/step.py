@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
 from moe_jax.models.language_model import Teacher, first_pass_model, kept_apart, summed, with_own_leaves
-from moe_jax.models.segments import joined, with_router_state, with_same_router_state
+from moe_jax.models.segments import with_router_state, with_same_router_state
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.training.optimizer import build_learning_rate, build_optimizer, finished_updates, state_specs
 
@@ -88,14 +88,14 @@ class StateShardings:
     Attributes:
       state: of the training state.
       batch: of a `Batch` [Nm, B / Nm, Sq].
-      tables: of every array of the plan's `Tables`; of several segments with experts {segment: that}.
+      tables: {segment: of every array of the plan's `Tables`}.
       host_signals: of int32 [devices] or [devices, 3], what each host sends to the step.
       replicated: of everything else.
     """
 
     state: dict
     batch: Batch
-    tables: NamedSharding | dict[str, NamedSharding]
+    tables: dict[str, NamedSharding]
     host_signals: NamedSharding
     replicated: NamedSharding
 
@@ -122,17 +122,15 @@ def build_state_shardings(
     return StateShardings(
         state={**state, "ema": named(layout.state)} if ema else state,
         batch=Batch(rows, rows, rows, documents=rows if model.config.document_mask else None),
-        tables=joined({s.name: NamedSharding(mesh, P(model.roles_of(s).expert)) for s in model.expert_segments}),
+        tables={s.name: NamedSharding(mesh, P(model.roles_of(s).expert)) for s in model.expert_segments},
         host_signals=NamedSharding(mesh, P(roles.all)),
         replicated=replicated,
     )
 
 
-def of_each_table(shardings: NamedSharding | dict[str, NamedSharding], tables):
+def of_each_table(shardings: dict[str, NamedSharding], tables):
     """Return the shardings of a plan's tables as a tree like the tables."""
-    if isinstance(shardings, dict):
-        return {name: of_each_table(sharding, tables[name]) for name, sharding in shardings.items()}
-    return jax.tree.map(lambda _: shardings, tables)
+    return {name: jax.tree.map(lambda _: shardings[name], own) for name, own in tables.items()}  # noqa: B023
 
 
 def abstract_state(

@@ -43,7 +43,6 @@ def lower(config, devices):
     from moe_jax.inference.generator import even_placement, reside
     from moe_jax.inference.load import build_model, is_matrix
     from moe_jax.inference.programs import Knobs, Parameters, State, make_decode, state_specs, tables_specs
-    from moe_jax.models.segments import joined
 
     model = build_model(config, devices, None)
     mesh, specs, segments = model.roles.mesh, model.layout().params, model.expert_segments
@@ -71,12 +70,10 @@ def lower(config, devices):
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, config.model.dtype if is_matrix(path) else leaf.dtype),
         model.shapes(),
     )
-    tables = joined({name: found.tables for name, found in residence.items()})
-    where = tables_specs(model)
-    placed = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, where)),
-        tables,
-    )
+    placed = {
+        name: abstract(found.tables, jax.tree.map(lambda _, at=name: tables_specs(model)[at], found.tables), mesh)
+        for name, found in residence.items()
+    }
     arguments = abstract(params, specs, mesh), placed, abstract(state, state_specs(model), mesh)
     return model, params, decode.lower(*arguments, abstract(knobs, Knobs(none, none, none), mesh))
 

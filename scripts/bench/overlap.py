@@ -91,7 +91,7 @@ def compile_case(name: str, schedule: str):
     options = dict(text.split("=", 1) for text in _OPTIONS.value)
     options = {"xla_gpu_autotune_level": "0", **program.compiler_options(), **options}
     started, text = time.monotonic(), None
-    lowered = program.lower_train_step(ring_replicas(program, replicas))
+    lowered = program.lower_train_step({"segment_0": ring_replicas(program, replicas)})
     for guided in range(1 + _GUIDED.value):
         if guided:
             executable = compile_with_profile(lowered, options, scheduler_profile(parse_module(text), target))

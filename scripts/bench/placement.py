@@ -133,7 +133,7 @@ def change():
     counts = read_counts(_TRACE.value, devices, 2 * _TOKENS.value, _FIRST.value)
 
     def with_counts(state, step):
-        gate = state["params"]["dense"]["units"]["gate"]
+        gate = state["params"]["dense"]["units"]["segment_0"]["gate"]
         weight = np.zeros(gate["w_gate"].shape, np.float32)
         weight[:, :devices] = counts[step % len(counts)]
         gate["w_gate"] = to_devices(weight, gate["w_gate"].sharding)

@@ -102,10 +102,9 @@ def test_forward_flops_are_the_matrix_products_of_the_reference(changes, layer):
     config, moe = ModelConfig(**{**SIZES, **changes}), MoEConfig(num_experts=2, top_k=2, **layer)
     roles = build_mesh(MeshConfig(), jax.devices()[:1])
     shapes = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles).shapes()
-    experts = {
-        name: jax.ShapeDtypeStruct((config.moe_layers, 2, *leaf.shape[1:]), leaf.dtype)
-        for name, leaf in shapes["bank"].items()
-    }
+    experts = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((config.moe_layers, 2, *leaf.shape[1:]), leaf.dtype), shapes["bank"]
+    )
     batch = Batch(*(jax.ShapeDtypeStruct((3, 8), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)))
     jaxpr = jax.make_jaxpr(
         lambda params, batch: reference_loss(params, batch.inputs, batch.targets, batch.weights, config, moe)
@@ -209,7 +208,7 @@ def test_activations_estimate_is_within_a_factor_of_two_of_the_compiler():
 
     def step(params, batch):  # updates the parameters, so that gradients are temporaries
         key = jax.random.key(0)
-        tables = even_tables(config.moe_layers, experts, 1)
+        tables = {"segment_0": even_tables(config.moe_layers, experts, 1)}
         (_, stats), grads = jax.value_and_grad(loss, has_aux=True)(
             params, batch, tables, key, jnp.int32(0), jnp.float32(1)
         )

@@ -34,11 +34,10 @@ class RealModel:
         self.params = jax.tree.map(np.asarray, _as_tree(arrays))
 
     def _tables(self):
-        parts = {
+        return {
             segment.name: even_tables(segment.config.moe_layers, segment.moe.num_experts, 1)
             for segment in self.model.expert_segments
         }
-        return next(iter(parts.values())) if len(parts) == 1 else parts
 
     def logits(self, tokens):
         """Return float32 [B, Sq, V] of int [B, Sq]."""

@@ -212,7 +212,7 @@ def test_replicas_of_hot_experts_change_no_text(planner, quantize, decode, float
     before = generator.generate(PROMPTS, 6, GREEDY, experts=True)
     (placement,) = generator.replicate(before.experts, planner, replica_slots=2).values()
     assert len(placement.replicas) > 0
-    rows = generator.params["bank"]["w_in"].shape[0]
+    rows = generator.params["bank"]["segment_0"]["w_in"].shape[0]
     assert rows == 4 * config.moe_layers * (2 + np.bincount(placement.replicas[:, 2]).max())
     after = generator.generate(PROMPTS, 6, GREEDY, experts=True)
     assert after.token_ids == before.token_ids

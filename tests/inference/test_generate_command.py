@@ -60,8 +60,9 @@ def test_bfloat16_decodes_what_it_would_compute_anew(workdir, as_gpu, monkeypatc
             monkeypatch.setattr(module, "on_cpu", lambda roles: False)
     one = load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1], bindings=BFLOAT16)
     dtypes = {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(one.params)}
-    assert {dtypes["['bank']['w_in']"], dtypes["['dense']['units']['attention']['out']"]} == {"bfloat16"}
-    assert {dtypes["['dense']['units']['gate']['w_gate']"], dtypes["['dense']['norm']['scale']"]} == {"float32"}
+    units = "['dense']['units']['segment_0']"
+    assert {dtypes["['bank']['segment_0']['w_in']"], dtypes[f"{units}['attention']['out']"]} == {"bfloat16"}
+    assert {dtypes[f"{units}['gate']['w_gate']"], dtypes["['dense']['norm']['scale']"]} == {"float32"}
     logits, program = [], one.program
     one.program = lambda *key: lambda *inputs: kept(logits, program(*key)(*inputs))
     made = one.generate(["12 apples"], 3, GREEDY)

@@ -27,14 +27,14 @@ def test_loss_on_int8_equals_that_on_rounded_weights():
     mesh = {"expert": 2, "expert_shard": 2}
     plain, _ = build(config, moe, mesh)
     rounded = {}
-    for name, leaf in plain.params["bank"].items():
+    for name, leaf in plain.params["bank"]["segment_0"].items():
         held, scale = jax.jit(quantize)(leaf)
         rounded[name] = jax.device_put(held * scale[:, None], leaf.sharding)
     before, given = plain.loss(PROMPTS[2:]), plain.params
-    plain.params = {**given, "bank": rounded}
+    plain.params = {**given, "bank": {"segment_0": rounded}}
     exact = plain.loss(PROMPTS[2:])
     int8 = Generator(plain.model, given, quantize="int8")
-    assert int8.params["bank"]["w_in"].dtype == jnp.int8
+    assert int8.params["bank"]["segment_0"]["w_in"].dtype == jnp.int8
     got = int8.loss(PROMPTS[2:])
     np.testing.assert_allclose(got, exact, rtol=1e-6)
     np.testing.assert_allclose(got, before, rtol=5e-3)

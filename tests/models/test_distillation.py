@@ -14,7 +14,7 @@ from support.segment_cases import banks, tables_of
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, make_loss
 from moe_jax.models.language_model import Teacher
-from moe_jax.models.segments import expert_counts, joined
+from moe_jax.models.segments import expert_counts
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 ALPHA = 0.7
@@ -43,9 +43,9 @@ def drawn(seed, config, moe):
 
     params, experts = draw(jax.random.key(seed)), {}
     for segment in model.expert_segments:
-        shape, own = (segment.config.moe_layers, segment.moe.num_experts), model.own_part(params["bank"], segment)
+        shape, own = (segment.config.moe_layers, segment.moe.num_experts), params["bank"][segment.name]
         experts[segment.name] = {n: v.reshape(*shape, *v.shape[1:]) for n, v in own.items()}
-    return {"dense": params["dense"], "experts": joined(experts)}
+    return {"dense": params["dense"], "experts": experts}
 
 
 def stored(params, config, moe, roles):

@@ -44,7 +44,8 @@ def test_halves_send_what_the_whole_sends():
             if params is None:
                 shardings = jax.tree.map(lambda spec: roles.sharding(*spec), layout.params)
                 params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(7))
-            rest = even_tables(1, EXPERTS, 2), jax.random.key(11), np.int32(0), np.float64(BATCH * LENGTH)
+            tables = {"segment_0": even_tables(1, EXPERTS, 2)}
+            rest = tables, jax.random.key(11), np.int32(0), np.float64(BATCH * LENGTH)
             step = jax.jit(jax.value_and_grad(make_loss(model, layout, BATCH, LENGTH), has_aux=True))
             lowered = step.lower(params, batch(), *rest)
             assert "f8E4M3FN" in lowered.as_text()

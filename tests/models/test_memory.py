@@ -49,7 +49,7 @@ def gradient_of(*, layers, model_dim, hidden_dim, batch, length, slack, ahead=No
     ids, weights = (jax.ShapeDtypeStruct((batch, length), dtype) for dtype in (jnp.int32, jnp.float32))
     plan = shape_of(layers, ahead)
     step = jax.jit(jax.grad(make_loss(model, layout, batch, length, plan=plan), has_aux=True))
-    tables = table_shapes(plan) if ahead else even_tables(layers, EXPERTS, DEVICES)
+    tables = {"segment_0": table_shapes(plan["segment_0"]) if ahead else even_tables(layers, EXPERTS, DEVICES)}
     arguments = (params, Batch(ids, ids, weights), tables, jax.random.key(0), np.int32(0), np.float32(1))
     return model, step.lower(*arguments).compile()
 
@@ -57,12 +57,12 @@ def gradient_of(*, layers, model_dim, hidden_dim, batch, length, slack, ahead=No
 def shape_of(layers, ahead):
     """Return the shape of plans over two nodes of two devices, with so many replicas."""
     even = build_shape(Placement.even(layers, EXPERTS, DEVICES, DEVICES // 2))
-    return dataclasses.replace(even, candidates=2, ahead=ahead)
+    return {"segment_0": dataclasses.replace(even, candidates=2, ahead=ahead)}
 
 
 def bank_bytes(model):
     """Return the bytes of one device's part of the bank."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in model.shapes()["bank"].values()) // DEVICES
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.shapes()["bank"])) // DEVICES
 
 
 @overflow_copies_the_bank
@@ -96,16 +96,16 @@ def test_skew_runs_in_the_same_program():
         model.init(jax.random.key(0)),
         layout.params,
     )
-    gate = params["dense"]["units"]["gate"]
+    gate = params["dense"]["units"]["segment_0"]["gate"]
     tilted = jax.tree.map(lambda leaf: leaf, params)
     # the gate's norm has a bias of one, so a column of ones adds its length to the logit: experts 2 and 3 for everybody
-    tilted["dense"]["units"]["gate"] = {
+    tilted["dense"]["units"]["segment_0"]["gate"] = {
         "norm": {**gate["norm"], "bias": gate["norm"]["bias"] + 1},
         "w_gate": gate["w_gate"].at[:, :, 2:4].add(1.0),
     }
     tokens = np.random.default_rng(0).integers(0, VOCAB, (32, 64)).astype(np.int32)
     batch = Batch(tokens, tokens, np.ones(tokens.shape, np.float32))
-    tables = even_tables(2, EXPERTS, DEVICES)
+    tables = {"segment_0": even_tables(2, EXPERTS, DEVICES)}
     passes = []
     for given in (params, tilted):
         given = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), given, params)

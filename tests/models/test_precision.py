@@ -117,9 +117,9 @@ def build(case: Case, dtype: str, top_k: int = 2):
         config=config, moe=moe, vocab_size=VOCAB, roles=roles, zero_stage=case.zero, expert_zero_stage=3
     )
     if case.by_node is None:
-        return model, None, even_tables(config.moe_layers, EXPERTS, roles.size(roles.expert)), 0
+        return model, None, {"segment_0": even_tables(config.moe_layers, EXPERTS, roles.size(roles.expert))}, 0
     (placement, *_), shape = placements_of(case.by_node, config.moe_layers, 8, number=1)
-    return model, shape, fill_tables(shape, placement), 8 * shape.bank_rows
+    return model, {"segment_0": shape}, {"segment_0": fill_tables(shape, placement)}, 8 * shape.bank_rows
 
 
 def batch_of():
@@ -174,7 +174,7 @@ def gradients(case: Case, dtype: str):
     loss = make_loss(model, layout, BATCH, LENGTH, plan=plan)
     params = model.init(jax.random.key(7))
     if rows:  # experts anywhere; which weights they have does not matter here
-        params["bank"] = {name: jnp.resize(leaf, (rows, *leaf.shape[1:])) for name, leaf in params["bank"].items()}
+        params["bank"] = jax.tree.map(lambda leaf: jnp.resize(leaf, (rows, *leaf.shape[1:])), params["bank"])
     placed = jax.tree.map(
         lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(model.roles.mesh, spec)),
         params,

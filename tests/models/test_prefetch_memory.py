@@ -43,9 +43,15 @@ def temporary_bytes(prefetch, case, refetch_replicas):
         model.shapes(),
         layout.params,
     )
-    loss = make_loss(model, layout, BATCH, LENGTH, plan=shape)
+    loss = make_loss(model, layout, BATCH, LENGTH, plan={"segment_0": shape})
     ids, weights = (jax.ShapeDtypeStruct((BATCH, LENGTH), dtype) for dtype in (jnp.int32, jnp.float32))
-    arguments = (Batch(ids, ids, weights), fill_tables(shape, placement), jax.random.key(0), 0, np.float32(1))
+    arguments = (
+        Batch(ids, ids, weights),
+        {"segment_0": fill_tables(shape, placement)},
+        jax.random.key(0),
+        0,
+        np.float32(1),
+    )
     compiled = jax.jit(jax.grad(loss, has_aux=True)).lower(params, *arguments).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 

@@ -49,7 +49,7 @@ def stacked_by_scan(turns: int, **fields) -> list:
     moe = moe_config(gate_noise=0.0, schedule="s1")
     model = first_pass_model(LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles))
     gradient = jax.grad(make_loss(model, model.layout(), BATCH, LENGTH), has_aux=True)
-    tables = even_tables(LAYERS, EXPERTS, 2)
+    tables = {"segment_0": even_tables(LAYERS, EXPERTS, 2)}
     inputs = model.shapes(), data("float32", False), tables, jax.random.key(0), np.int32(0), np.float32(1)
     return stacked(jax.make_jaxpr(gradient)(*inputs).jaxpr, turns)
 

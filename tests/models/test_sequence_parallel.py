@@ -68,7 +68,7 @@ def traced(config, moe, mesh, length=LENGTH):
     model = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles)
     layout = model.layout()
     loss = make_loss(model, layout, BATCH, length)
-    tables = even_tables(config.moe_layers, EXPERTS, roles.size(roles.expert))
+    tables = {"segment_0": even_tables(config.moe_layers, EXPERTS, roles.size(roles.expert))}
     arguments = (model.shapes(), data(np.float32, False), tables, jax.random.key(0), np.int32(0), np.float32(1))
     return loss, arguments
 

@@ -48,7 +48,7 @@ def loss_of(name, dtype, zero):
         {"dense": params["dense"], "bank": bank}, layout.params,
     )  # fmt: skip
     batch = data(config.param_dtype, weighted=True)
-    inputs = placed, batch, even_tables(config.moe_layers, EXPERTS, 2), jax.random.key(1), np.int32(0)
+    inputs = placed, batch, {"segment_0": even_tables(config.moe_layers, EXPERTS, 2)}, jax.random.key(1), np.int32(0)
     return model, make_loss(model, layout, BATCH, LENGTH), (*inputs, np.sum(batch.weights))
 
 

@@ -31,7 +31,6 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.plan_shape import fits
 from moe_jax.training import rejit
 from moe_jax.training.plan_cost import segment_runs
-from moe_jax.training.plan_state import by_name, listed
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.replanner import Replanner
 
@@ -49,6 +48,7 @@ class Pretended(types.SimpleNamespace):
 
 
 SEGMENTS = ("layers=1 num_experts=2", "layers=2")
+ONE = "segment_0"
 
 
 def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0, segments=(), **planner):
@@ -68,7 +68,7 @@ def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0
     )
     tables = {name: NamedSharding(roles.mesh, P(own.expert)) for name, (_, own) in segment_runs(config, roles).items()}
     state_shardings = types.SimpleNamespace(
-        tables=tables if segments else NamedSharding(roles.mesh, P(roles.expert)),
+        tables=tables,
         host_signals=NamedSharding(roles.mesh, P(roles.all)),
     )
     home = np.repeat(np.arange(DEVICES), EXPERTS // DEVICES)[None].repeat(LAYERS, 0)
@@ -117,22 +117,25 @@ def metrics_of(host_signals, loads):
     }  # fmt: skip
 
 
-def drive(engine, all_loads, first=0):
-    """Run steps as the loop does on a CPU (lag 1); return per step (shape, placement, record)."""
+def drive(engine, all_loads, first=0, whole=False):
+    """Run steps as the loop does on a CPU (lag 1); return per step (shape, placement, record).
+
+    Shape and placement are those of the first segment, or `whole` those of all by name.
+    """
     state, seen = {}, []
     flight = None
     for step, loads in enumerate(all_loads, first):
         if flight is not None:
             engine.observe(*flight)
         executable, tables, host_signals, state = engine.before_step(step, state, 0)
-        assert executable == by_name(engine.names, engine.shape)
-        parts = (listed(value) for value in (engine.shape, engine.placement, engine.bank))
-        for shape, placement, bank in zip(*parts, strict=True):
-            assert fits(shape, placement)
-            np.testing.assert_array_equal(bank.home, placement.home)
+        assert executable == engine.shape
+        for name, placement in engine.placement.items():
+            assert fits(engine.shape[name], placement)
+            np.testing.assert_array_equal(engine.bank[name].home, placement.home)
         engine.after_dispatch(step)
         flight = step, metrics_of(host_signals, loads)
-        seen.append((engine.shape, engine.records[step][0], engine.records[step][1]))
+        placement, record, _ = engine.records[step]
+        seen.append((engine.shape, placement, record) if whole else (engine.shape[ONE], placement[ONE], record))
     engine.observe(*flight)
     return seen
 
@@ -157,7 +160,7 @@ def test_a_slow_compilation_stalls_nothing_and_the_old_plan_goes_on():
     before = drive(engine, loads[:20])
     assert not any(len(placement.replicas) for _, placement, _ in before)
     session.gate.set()
-    engine.executables[engine.pending.shape].result()
+    engine.executables[tuple(engine.pending.shape.values())].result()
     after = drive(engine, loads[20:], first=20)
     assert sum(r["rejit_stall_seconds"] for *_, r in before + after) < 0.1
     # `ready` enters step 20 and is read before step 21, so step 21 is the first with replicas
@@ -182,7 +185,7 @@ def test_resume_continues_with_the_same_plans(segments, cut):
     settings = {"name": "hecate", "shard_every": 4, "swap_after": 3, "segments": segments}
     whole = RejitEngine(session_of(**settings), 1)
     whole.start()
-    want = drive(whole, loads)
+    want = drive(whole, loads, whole=True)
     first = RejitEngine(session_of(**settings), 1)
     first.start()
     drive(first, loads[:cut])
@@ -190,11 +193,11 @@ def test_resume_continues_with_the_same_plans(segments, cut):
     second = RejitEngine(session_of(**settings), 1)
     second.restore(state)
     second.start()
-    got = drive(second, loads[cut:], first=cut)
+    got = drive(second, loads[cut:], first=cut, whole=True)
     for (shape, placement, record), (shape_, placement_, record_) in zip(want[cut:], got, strict=True):
         assert shape == shape_ and placement == placement_ and record["plan_id"] == record_["plan_id"]
-    assert all(len(own.replicas) for own in listed(want[-1][1]))
-    assert len(listed(want[-1][1])) == max(len(segments), 1)
+    assert all(len(own.replicas) for own in want[-1][1].values())
+    assert len(want[-1][1]) == max(len(segments), 1)
     for engine in (whole, first, second):
         engine.close()
 
@@ -203,7 +206,7 @@ def test_plan_of_another_mesh_is_left_out_and_named():
     first, second = (RejitEngine(session_of(name="hecate"), 1) for _ in range(2))
     state = json.loads(json.dumps(first.state()))
     assert second.restore(None) is None and second.restore(state) is None
-    state["shape"]["devices"] = 8
+    state["shape"][ONE]["devices"] = 8
     text = second.restore(state)
     assert text.startswith("plan: the checkpoint's is of another mesh or planner (devices was 8 and is 4)")
     assert text.endswith("experts start at even homes, and the planner sees new loads only")
@@ -217,14 +220,14 @@ def test_replicas_of_other_options_are_left_out_and_named():
     first.start()
     drive(first, list(drifting_loads(12)))
     state = json.loads(json.dumps(first.state()))
-    assert state["shape"]["ahead"] is not None
+    assert state["shape"][ONE]["ahead"] is not None
     for settings, text in (
         ({"name": "smartmoe", "cluster": FLAT}, "plan: PlannerConfig.name was 'hecate' and is 'smartmoe'; homes"),
         ({"name": "hecate", "shard_every": 4, "materialize": False}, "plan: PlannerConfig.materialize was True and is"),
     ):
         engine = RejitEngine(session_of(**settings), 1)
         assert engine.restore(state).startswith(text)
-        np.testing.assert_array_equal(engine.bank.home, first.bank.home)
+        np.testing.assert_array_equal(engine.bank[ONE].home, first.bank[ONE].home)
         engine.start()
         seen = drive(engine, list(drifting_loads(4)), first=12)
         assert all(shape.ahead is None and not len(placement.replicas) for shape, placement, _ in seen)
@@ -238,7 +241,7 @@ def test_replicas_of_other_options_are_left_out_and_named():
     assert engine.restore(state).startswith("plan: PlannerConfig.transfer was 'flat' and is 'by_node'")
     engine.start()
     drive(engine, list(drifting_loads(4)), first=12)
-    assert engine.pending is not None and engine.pending.shape.ahead.by_node or engine.shape.ahead.by_node
+    assert engine.pending is not None and engine.pending.shape[ONE].ahead.by_node or engine.shape[ONE].ahead.by_node
     engine.close()
     first.close()
 
@@ -309,14 +312,14 @@ def test_shadowing_after_the_gate_needs_no_new_slots():
     engine.start()
     loads = list(drifting_loads(6))
     seen = drive(engine, loads)
-    assert len({dataclasses.replace(shape, bucket_rows=None) for shape in session.compiled}) == 1
-    assert session.compiled[0].late.slots == 2 and session.compiled[0].ahead is None
-    assert isinstance(session.compiled[0].after_gate, ShadowRule)
+    assert len({dataclasses.replace(shape, bucket_rows=None) for (shape,) in map(dict.values, session.compiled)}) == 1
+    shape = session.compiled[0][ONE]
+    assert shape.late.slots == 2 and shape.ahead is None and isinstance(shape.after_gate, ShadowRule)
     assert not any(len(placement.replicas) for _, placement, _ in seen)
     records = [engine.record(step, step_loads) for step, step_loads in enumerate(loads)]
     assert max(record["replicas"] for record in records) >= DEVICES - 1
-    planner = engine.plans.planner
-    want = planner.refine(loads[3], seen[3][1], engine.plans.cost)
+    plans = engine.plans[ONE]
+    want = plans.planner.refine(loads[3], seen[3][1], plans.cost)
     assert records[3]["replicas"] == len(want.replicas)
     got = records[3]["device_load_max_over_mean"]
     np.testing.assert_allclose(
@@ -346,8 +349,9 @@ def test_shares_after_the_gate_come_with_the_first_replicas():
     engine.start()
     loads = list(drifting_loads(8))
     seen = drive(engine, loads)
-    assert session.compiled[0].after_gate is None and isinstance(session.compiled[1].after_gate, ShareRule)
-    assert session.compiled[1].candidates == DEVICES  # a token may go to any holder
+    before, after = (shape[ONE] for shape in session.compiled[:2])
+    assert before.after_gate is None and isinstance(after.after_gate, ShareRule)
+    assert after.candidates == DEVICES  # a token may go to any holder
     record = engine.record(7, loads[7])
     ahead = routing.pair_loads(seen[7][1], loads[7]).sum(axis=1)
     assert (record["device_load_max_over_mean"] <= ahead.max(1) / ahead.mean(1) + 1e-9).all()
@@ -362,7 +366,7 @@ def test_what_is_decided_late_is_of_the_planner_that_resumes():
     first.start()
     drive(first, loads)
     state = json.loads(json.dumps(first.state()))
-    assert state["shape"]["late"]["slots"] == 2
+    assert state["shape"][ONE]["late"]["slots"] == 2
     for settings, slots in (
         ({"name": "hecate", **ahead}, 0),
         ({"name": "hecate", "calibrate": True, **ahead, "late_slots": 3}, 3),
@@ -370,7 +374,8 @@ def test_what_is_decided_late_is_of_the_planner_that_resumes():
     ):
         engine = RejitEngine(session_of(**settings), 1)
         assert engine.restore(state).startswith("plan: PlannerConfig.")  # no option of which was that of the run
-        assert engine.shape.late_slots == slots and (engine.shape.after_gate is not None) == (slots > 0)
+        shape = engine.shape[ONE]
+        assert shape.late_slots == slots and (shape.after_gate is not None) == (slots > 0)
         engine.close()
     first.close()
 
@@ -396,8 +401,9 @@ def test_calibration_has_slots_with_and_without_replicas_ahead(materialize):
     engine.start()
     drive(engine, drifting_loads(8))
     # its slots are there from the start, beside those of replicas ahead where there are any
-    assert all(isinstance(shape.after_gate, CalibrateRule) and shape.late.slots == 2 for shape in session.compiled)
-    assert (session.compiled[-1].ahead is not None) == materialize
+    shapes = [shape[ONE] for shape in session.compiled]
+    assert all(isinstance(shape.after_gate, CalibrateRule) and shape.late.slots == 2 for shape in shapes)
+    assert (shapes[-1].ahead is not None) == materialize
     engine.close()
 
 
@@ -422,5 +428,5 @@ def test_a_warm_start_gives_the_first_step_its_replicas():
     engine.start()
     seen = drive(engine, loads)
     assert all(len(placement.replicas) for _, placement, _ in seen)
-    assert session.compiled == [seen[0][0]]
+    assert session.compiled == [{ONE: seen[0][0]}]
     engine.close()

@@ -37,11 +37,12 @@ def test_homes_move_there_and_back(devices, data, spare):
         bank = bank_of(placement, rows, 4)
         put = {n: jax.device_put(bank, NamedSharding(roles.mesh, spec)) for n, spec in specs.items()}
         dense = jax.device_put(np.arange(3.0), NamedSharding(roles.mesh, P()))
-        return {"params": {"dense": dense, "bank": {"w_in": put["params"]}}, "opt": {"bank": {"w_in": put["mu"]}}}
+        bank, mu = ({"segment_0": {"w_in": put[name]}} for name in ("params", "mu"))
+        return {"params": {"dense": dense, "bank": bank}, "opt": {"bank": mu}}
 
     state = state_of(placements[0])
     for old, new in [(0, 1), (1, 2), (2, 2), (2, 0)]:
-        state = reshard(state, placements[old], placements[new], rows)
+        state = reshard(state, placements[old], placements[new], rows, "segment_0")
         want = state_of(placements[new])
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), jax.tree.map(np.asarray, want))
         assert [a.sharding for a in jax.tree.leaves(state)] == [a.sharding for a in jax.tree.leaves(want)]

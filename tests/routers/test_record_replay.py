@@ -23,12 +23,12 @@ def runner(moe, mesh, **model_changes):
     roles = build_mesh(MeshConfig(**mesh), jax.devices()[:devices])
     model = LanguageModel(config=model_config(**model_changes), moe=moe, vocab_size=VOCAB, roles=roles)
     layout, batch = model.layout(), data("float64", True)
-    tables = even_tables(2, EXPERTS, roles.size(roles.expert))
+    tables = {"segment_0": even_tables(2, EXPERTS, roles.size(roles.expert))}
     step = jax.jit(jax.value_and_grad(make_loss(model, layout, BATCH, LENGTH), has_aux=True))
 
     def run(change=0.0, choices=None):
         params = model.init(jax.random.key(7))
-        gate = params["dense"]["units"]["gate"]
+        gate = params["dense"]["units"]["segment_0"]["gate"]
         gate["w_gate"] = gate["w_gate"] + change * jax.random.normal(jax.random.key(8), gate["w_gate"].shape)
         named = lambda spec: jax.sharding.NamedSharding(roles.mesh, spec)  # noqa: E731
         params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, named(spec)), params, layout.params)

@@ -16,7 +16,7 @@ RUN = (
     # the cosine ends at train.steps, so runs of several lengths compare at one rate
     "train.learning_rate = 1e-3", "train.final_learning_rate = 1.0", "train.warmup_steps = 0",
 )  # fmt: skip
-LEAF = "dense/units/gate/choice_bias"
+LEAF = "dense/units/segment_0/gate/choice_bias"
 
 
 def arrays_of(folder, step):

@@ -43,10 +43,11 @@ def abstract(data, expert, *, zero=1, schedule="deepspeed", **model_changes):
 
 
 def homes(devices, seed=None):
-    """Home of every expert [L, E]: plain expert parallelism, or spread at random over all layers, evenly in memory."""
+    """{segment: homes [L, E]}: plain expert parallelism, or spread at random over all layers, evenly in memory."""
     even = np.repeat(np.arange(devices, dtype=np.int32), EXPERTS // devices)
     cells = np.tile(even, LAYERS)
-    return (cells if seed is None else np.random.default_rng(seed).permutation(cells)).reshape(LAYERS, EXPERTS)
+    cells = cells if seed is None else np.random.default_rng(seed).permutation(cells)
+    return {"segment_0": cells.reshape(LAYERS, EXPERTS)}
 
 
 def content(name, shape, dtype):
@@ -61,6 +62,7 @@ def leaf_content(path, leaf, home):
     if "['bank']" not in name:
         return content(name, leaf.shape, leaf.dtype)
     stored = content(name, (LAYERS, EXPERTS, *leaf.shape[1:]), leaf.dtype)
+    home = home["segment_0"]
     devices = home.max() + 1
     bank, filled = np.zeros(leaf.shape, leaf.dtype), [0] * devices
     for layer in range(LAYERS):

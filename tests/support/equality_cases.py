@@ -28,7 +28,7 @@ def moe_config(**changes):
 
 def skew(params, routing):
     """Tilt the gates: 'one_hot' sends every first choice to expert 3, 'zero' leaves experts 0-3 without a token."""
-    gate = params["dense"]["units"]["gate"]
+    gate = params["dense"]["units"]["segment_0"]["gate"]
     if "bias" in gate["norm"]:
         gate["norm"]["bias"] = jnp.ones_like(gate["norm"]["bias"])
     w = gate["w_gate"]
@@ -47,7 +47,7 @@ def reference_params(config, moe, routing):
     keys = jax.random.split(jax.random.key(8), len(leaves))
     noisy = [a + 0.05 * jax.random.normal(k, a.shape, a.dtype) for a, k in zip(leaves, keys, strict=True)]
     params = skew({"dense": jax.tree.unflatten(tree, noisy), "bank": params["bank"]}, routing)
-    experts = {n: v.reshape(config.moe_layers, EXPERTS, *v.shape[1:]) for n, v in params["bank"].items()}
+    experts = jax.tree.map(lambda leaf: leaf.reshape(config.moe_layers, EXPERTS, *leaf.shape[1:]), params["bank"])
     return {"dense": params["dense"], "experts": experts}
 
 
@@ -94,7 +94,7 @@ def assert_equal(case, config, moe, mesh, zero, expert_zero, routing, weighted=F
         layout.params,
     )
     loss = make_loss(model, layout, BATCH, LENGTH)
-    tables = even_tables(config.moe_layers, EXPERTS, devices)
+    tables = {"segment_0": even_tables(config.moe_layers, EXPERTS, devices)}
     (got, stats), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(
         placed, batch, tables, key, np.int32(0), np.sum(batch.weights)
     )

@@ -42,13 +42,13 @@ CONFIG = ModelConfig(
 def reference_params(routing):
     roles = build_mesh(MeshConfig(), jax.devices()[:1])
     params = LanguageModel(config=CONFIG, moe=moe_config(), vocab_size=VOCAB, roles=roles).init(jax.random.key(7))
-    gate = params["dense"]["units"]["gate"]
+    gate = params["dense"]["units"]["segment_0"]["gate"]
     gate["norm"]["bias"] = jnp.ones_like(gate["norm"]["bias"])
     if routing == "one_hot":
         gate["w_gate"] = gate["w_gate"].at[:, :, 3].add(5.0)
     elif routing == "zero":
         gate["w_gate"] = gate["w_gate"].at[:, :, :4].add(-5.0)
-    experts = {n: v.reshape(LAYERS, EXPERTS, *v.shape[1:]) for n, v in params["bank"].items()}
+    experts = jax.tree.map(lambda leaf: leaf.reshape(LAYERS, EXPERTS, *leaf.shape[1:]), params["bank"])
     return {"dense": params["dense"], "experts": experts}
 
 
@@ -97,7 +97,7 @@ def runner(shape, mesh, schedule):
     roles = build_mesh(MeshConfig(**mesh), jax.devices())
     model = LanguageModel(config=CONFIG, moe=moe_config(schedule=schedule), vocab_size=VOCAB, roles=roles)
     layout = model.layout()
-    loss = make_loss(model, layout, BATCH, LENGTH, plan=shape)
+    loss = make_loss(model, layout, BATCH, LENGTH, plan={"segment_0": shape})
     by_expert, whole = NamedSharding(roles.mesh, P(roles.expert)), NamedSharding(roles.mesh, P())
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
     rest = jax.device_put((data(), jax.random.key(1), np.int32(0), np.float64(BATCH * LENGTH)), whole)
@@ -107,7 +107,7 @@ def runner(shape, mesh, schedule):
         params = reference_params(routing)
         params = {"dense": params["dense"], "bank": to_bank(params["experts"], placement, shape.bank_rows)}
         params = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(roles.mesh, s)), params, layout.params)
-        tables = jax.device_put(fill_tables(shape, placement), by_expert)
+        tables = jax.device_put({"segment_0": fill_tables(shape, placement)}, by_expert)
         arguments = (params, rest[0], tables, *rest[1:])
         if not compiled:
             compiled.append(step.lower(*arguments).compile())

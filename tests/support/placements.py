@@ -1,5 +1,6 @@
 """Placements drawn at random, and experts in the order of a placement's bank."""
 
+import jax
 import numpy as np
 
 from moe_jax.planning.placement import SHARE_ONE, Placement, bank_rows
@@ -37,7 +38,7 @@ def random_placement(seed, *, layers, experts, devices, replica_slots, fewest=0,
 
 
 def to_bank(experts, placement, rows=None):
-    """Return {name: [D Rb, ...]} in the order of a bank, from {name: [L, E, ...]}; `rows` is Rb, or else the least."""
+    """Return leaves [D Rb, ...] in the order of a bank, from leaves [L, E, ...]; `rows` is Rb, or else the least."""
     at = bank_rows(placement)
     rows = int(at.max()) + 1 if rows is None else rows
     at = (placement.home * rows + at).ravel()
@@ -47,4 +48,4 @@ def to_bank(experts, placement, rows=None):
         bank[at] = np.asarray(value).reshape(-1, *value.shape[2:])
         return bank
 
-    return {name: one(value) for name, value in experts.items()}
+    return jax.tree.map(one, experts)

@@ -47,13 +47,13 @@ def placements_of(by_node, layers, devices, number=2):
 def reference_params(config, routing="general"):
     roles = build_mesh(MeshConfig(), jax.devices()[:1])
     params = LanguageModel(config=config, moe=moe_config("s1"), vocab_size=VOCAB, roles=roles).init(jax.random.key(7))
-    gate = params["dense"]["units"]["gate"]
+    gate = params["dense"]["units"]["segment_0"]["gate"]
     gate["norm"]["bias"] = jnp.ones_like(gate["norm"]["bias"])  # so that first choices crowd
     if routing == "one_hot":  # every first choice is expert 3
         gate["w_gate"] = gate["w_gate"].at[:, :, 3].add(5.0)
     elif routing == "zero":  # nobody chooses experts 0 to 3
         gate["w_gate"] = gate["w_gate"].at[:, :, :4].add(-5.0)
-    experts = {n: v.reshape(config.moe_layers, EXPERTS, *v.shape[1:]) for n, v in params["bank"].items()}
+    experts = jax.tree.map(lambda leaf: leaf.reshape(config.moe_layers, EXPERTS, *leaf.shape[1:]), params["bank"])
     return {"dense": params["dense"], "experts": experts}
 
 
@@ -90,7 +90,8 @@ def gradient_step(config, schedule, mesh, shape, zero=1, shares=None, routing="g
     roles = build_mesh(MeshConfig(**mesh), jax.devices()[:number])
     model = LanguageModel(config=config, moe=moe_config(schedule), vocab_size=VOCAB, roles=roles, zero_stage=zero)
     layout = model.layout()
-    loss = make_loss(model, layout, BATCH, LENGTH, plan=dataclasses.replace(shape, **(shares or {})))
+    plan = {"segment_0": dataclasses.replace(shape, **(shares or {}))}
+    loss = make_loss(model, layout, BATCH, LENGTH, plan=plan)
     by_expert, whole = NamedSharding(roles.mesh, P(roles.expert)), NamedSharding(roles.mesh, P())
     rest = jax.device_put((batch(), jax.random.key(11), np.int32(0), np.float64(BATCH * LENGTH)), whole)
 
@@ -98,7 +99,7 @@ def gradient_step(config, schedule, mesh, shape, zero=1, shares=None, routing="g
         params = reference_params(what(config), routing)
         params = {"dense": params["dense"], "bank": to_bank(params["experts"], placement, shape.bank_rows)}
         params = jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(roles.mesh, s)), params, layout.params)
-        tables = jax.device_put(fill_tables(shape, placement), by_expert)
+        tables = jax.device_put({"segment_0": fill_tables(shape, placement)}, by_expert)
         return params, rest[0], tables, *rest[1:]
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True)), arguments

@@ -9,7 +9,7 @@ from support.placements import to_bank
 
 from moe_jax.models import LanguageModel, ModelConfig, make_loss
 from moe_jax.models.reference import reference_loss
-from moe_jax.models.segments import expert_counts, joined
+from moe_jax.models.segments import expert_counts
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.scores import gate_noise
 from moe_jax.moe.tables import even_tables
@@ -49,9 +49,9 @@ def reference_params(config, moe):
     experts = {}
     for segment in model.expert_segments:
         shape = (segment.config.moe_layers, segment.moe.num_experts)
-        own = model.own_part(params["bank"], segment)
+        own = params["bank"][segment.name]
         experts[segment.name] = {name: v.reshape(*shape, *v.shape[1:]) for name, v in own.items()}
-    return {"dense": jax.tree.unflatten(tree, noisy), "experts": joined(experts)}
+    return {"dense": jax.tree.unflatten(tree, noisy), "experts": experts}
 
 
 def banks(model, experts):
@@ -60,8 +60,8 @@ def banks(model, experts):
     for segment in model.expert_segments:
         devices = model.roles_of(segment).size(model.roles_of(segment).expert)
         even = Placement.even(segment.config.moe_layers, segment.moe.num_experts, devices)
-        found[segment.name] = to_bank(model.own_part(experts, segment), even)
-    return joined(found)
+        found[segment.name] = to_bank(experts[segment.name], even)
+    return found
 
 
 def tables_of(model):
@@ -71,7 +71,7 @@ def tables_of(model):
         roles = model.roles_of(segment)
         layers, experts = segment.config.moe_layers, segment.moe.num_experts
         found[segment.name] = even_tables(layers, experts, roles.size(roles.expert))
-    return joined(found)
+    return found
 
 
 def route_of(model, key):

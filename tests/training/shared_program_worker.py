@@ -68,10 +68,10 @@ def main(port: str, index: int) -> None:
         homes = [Placement.even(2, 4, 4), Placement([[3, 2, 1, 0], [0, 0, 2, 3]], devices=4)]
         rows = np.arange(12.0, dtype=np.float32)  # three a device, one empty; expert (l, e) is 4 l + e
         rows[[0, 1, 3, 4, 6, 7, 9, 10]] = [0, 4, 1, 5, 2, 6, 3, 7]
-        state = {"bank": {"w": jax.make_array_from_callback((12,), split, lambda part: rows[part])}}
+        state = {"bank": {"segment_0": {"w": jax.make_array_from_callback((12,), split, lambda part: rows[part])}}}
         for old, new in ((0, 1), (1, 0)):
-            state = reshard(state, homes[old], homes[new], 3, None, share)
-            held = multihost_utils.process_allgather(state["bank"]["w"], tiled=True)
+            state = reshard(state, homes[old], homes[new], 3, "segment_0", share)
+            held = multihost_utils.process_allgather(state["bank"]["segment_0"]["w"], tiled=True)
             at = (homes[new].home * 3 + bank_rows(homes[new])).ravel()
             print("moved", held[at].astype(int).tolist(), len(compiled), flush=True)
         compiling.compiled = here

@@ -46,7 +46,10 @@ def small_state(here, value=0.0, rows=8):
     sharding = here["step"].sharding
     fill = lambda shape: jax.device_put(jnp.full(shape, value, jnp.float32), sharding)  # noqa: E731
     step = jax.device_put(jnp.int32(value), sharding)
-    return {"step": step, "params": {"dense": {"w": fill((rows, 2))}, "bank": {"w_in": fill((16, 2, 2))}}}
+    return {
+        "step": step,
+        "params": {"dense": {"w": fill((rows, 2))}, "bank": {"segment_0": {"w_in": fill((16, 2, 2))}}},
+    }
 
 
 def one_leaf(here, rows=8):
@@ -62,7 +65,7 @@ def abstract_of(state):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
 
 
-SMALL_HOME = np.zeros((2, 8), np.int32)
+SMALL_HOME = {"segment_0": np.zeros((2, 8), np.int32)}
 
 
 # Every bit comes back.
@@ -91,7 +94,7 @@ def test_restore_gives_back_every_bit(saved, case):
 
 def test_save_from_every_mesh_writes_the_same_arrays(saved, tmp_path):
     want = Checkpointer(saved, keep=3).read_arrays(1)
-    assert want["params/bank/w_in"].shape == (2, 8, 16, 32), "experts are stored by (layer, expert)"
+    assert want["params/bank/segment_0/w_in"].shape == (2, 8, 16, 32), "experts are stored by (layer, expert)"
     for step, case in enumerate(("plain_homes", "ep4_data2_zero3", "dp8_zero3", "one_device")):
         data, expert, zero, seed, schedule = MESHES[case]
         there, home = states.abstract(data, expert, zero=zero, schedule=schedule), states.homes(expert, seed)
@@ -173,9 +176,9 @@ def test_kill_leaves_only_whole_checkpoints(here, tmp_path):
         "checkpointer = Checkpointer(sys.argv[1], keep=2)\n"
         "for step in range(1, 10**6):\n"
         "    fill = lambda shape: jax.device_put(jnp.full(shape, step, jnp.float32), one)\n"
-        "    params = {'dense': {'w': fill((8, 2))}, 'bank': {'w_in': fill((16, 2, 2))}}\n"
+        "    params = {'dense': {'w': fill((8, 2))}, 'bank': {'segment_0': {'w_in': fill((16, 2, 2))}}}\n"
         "    state = {'step': jax.device_put(jnp.int32(step), one), 'params': params}\n"
-        "    checkpointer.save(step, state, np.zeros((2, 8), np.int32), {'step': step})\n"
+        "    checkpointer.save(step, state, {'segment_0': np.zeros((2, 8), np.int32)}, {'step': step})\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environment(devices=1))
     reader = Checkpointer(tmp_path, keep=2)
@@ -269,11 +272,11 @@ def test_restore_refuses_another_model(saved, here):
         return str(error.value)
 
     assert refusal(states.abstract(1, 8, hidden_dim=64)) == (
-        f"checkpoint {saved}/00000001 is not of this model: opt_state/1/0/mu/bank/w_in is float32 [2, 8, 16, 32] in "
-        "the checkpoint and float32 [2, 8, 16, 64] in this run (and 5 more leaves differ); use the model, optimizer "
-        "and tokenizer that it was trained with, or another --workdir"
+        f"checkpoint {saved}/00000001 is not of this model: opt_state/1/0/mu/bank/segment_0/w_in is float32 [2, 8, "
+        "16, 32] in the checkpoint and float32 [2, 8, 16, 64] in this run (and 5 more leaves differ); use the model, "
+        "optimizer and tokenizer that it was trained with, or another --workdir"
     )
-    wanted = "mu/bank/w_gate is absent in the checkpoint and float32 [2, 8, 16, 32] in this run"
+    wanted = "mu/bank/segment_0/w_gate is absent in the checkpoint and float32 [2, 8, 16, 32] in this run"
     assert wanted in refusal(states.abstract(1, 8, activation="swiglu"))
     dense = {name: leaf for name, leaf in here["params"]["dense"].items() if name != "embedding"}
     wanted = r"params/dense/embedding/\w+ is float32 .* in the checkpoint and absent in this run"
@@ -282,10 +285,10 @@ def test_restore_refuses_another_model(saved, here):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=leaf.sharding), here["params"]["bank"]
     )
     params = {**here["params"], "bank": half}
-    assert "params/bank/w_in is float32 [2, 8, 16, 32] in the checkpoint and bfloat16 [" in refusal(
+    assert "params/bank/segment_0/w_in is float32 [2, 8, 16, 32] in the checkpoint and bfloat16 [" in refusal(
         {**here, "params": params}
     )
-    with pytest.raises(UserError, match="params/bank/w_in is float32 .* and bfloat16"):
+    with pytest.raises(UserError, match="params/bank/segment_0/w_in is float32 .* and bfloat16"):
         Checkpointer(saved, keep=3).restore_params(1, params, states.homes(8))
 
 

@@ -28,7 +28,7 @@ def curve(folder, devices: int, *changes: str):
     layers, group = config.model.moe_layers, session.devices
 
     even = Placement.even(layers, config.moe.num_experts, group)  # one device holds (layer, expert) order
-    experts = {name: value.reshape(layers, -1, *value.shape[1:]) for name, value in params["bank"].items()}
+    experts = jax.tree.map(lambda leaf: leaf.reshape(layers, -1, *leaf.shape[1:]), params["bank"])
     params = {"dense": params["dense"], "bank": to_bank(experts, even)}
     state = session.state_from(to_devices(params, session.state_shardings.state["params"]))
     losses, norms = [], []

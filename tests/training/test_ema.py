@@ -92,7 +92,7 @@ def test_average_may_come_and_go(tmp_path, capsys):
     assert dropped.keys() == {"step", "params", "opt_state"}
     checkpointer.close()
     stored = checkpointer.read_arrays(5)
-    assert stored["ema/bank/w_in"].shape == (2, 8, 16, 16)  # by (layer, expert)
+    assert stored["ema/bank/segment_0/w_in"].shape == (2, 8, 16, 16)  # by (layer, expert)
 
 
 def test_mistakes_are_one_line(tmp_path):

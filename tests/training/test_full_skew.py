@@ -29,7 +29,7 @@ HOT = 5
 
 def tilt(state):
     """Give expert HOT of every layer a logit that nobody else reaches: the norm's bias is one, its column large."""
-    gate = state["params"]["dense"]["units"]["gate"]
+    gate = state["params"]["dense"]["units"]["segment_0"]["gate"]
     for name, value in (("bias", np.ones), ("scale", np.zeros)):
         old = gate["norm"][name]
         gate["norm"][name] = to_devices(value(old.shape, np.float32), old.sharding)
@@ -45,7 +45,7 @@ def predicted(config, session, shape):
         config=config.model, moe=config.moe, vocab_size=session.model.vocab_size, length=config.data.sequence_length,
         batch_size=config.train.batch_size, grad_accum_steps=1, zero_stage=0, expert_zero_stage=1,
     )  # fmt: skip
-    return device_bytes(sizes, session.roles, shape)
+    return device_bytes(sizes, session.roles, {"segment_0": shape})
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
@@ -67,8 +67,8 @@ def test_ten_steps_on_one_expert(tmp_path):
             state, other = tilt(state), tilt(other)
         batch = to_devices(session.feed.read(step), session.state_shardings.batch)
         programs, tables, host_signals, state = engine.before_step(step, state, 0)
-        executable = used[engine.shape] = programs.complete()
-        replicas.append(len(engine.placement.replicas))
+        executable = used[engine.shape["segment_0"]] = programs.complete()
+        replicas.append(len(engine.placement["segment_0"].replicas))
         state, metrics = executable(state, batch, tables, host_signals)
         engine.after_dispatch(step)
         metrics = jax.device_get(metrics)

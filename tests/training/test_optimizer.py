@@ -13,22 +13,22 @@ from moe_jax.training.optimizer import build_optimizer, decays
 
 # Every leaf of a model that has them all: pairs of a dense and an MoE block, SwiGLU, learned positions.
 DECAYING = """
-bank/w_gate bank/w_in bank/w_out
+bank/segment_0/w_gate bank/segment_0/w_in bank/segment_0/w_out
 dense/embedding/positions dense/embedding/tokens
-dense/units/attention/out dense/units/attention/qkv
-dense/units/dense/w_gate dense/units/dense/w_in dense/units/dense/w_out
-dense/units/dense_attention/out dense/units/dense_attention/qkv
+dense/units/segment_0/attention/out dense/units/segment_0/attention/qkv
+dense/units/segment_0/dense/w_gate dense/units/segment_0/dense/w_in dense/units/segment_0/dense/w_out
+dense/units/segment_0/dense_attention/out dense/units/segment_0/dense_attention/qkv
 """.split()
 SPARED = """
 dense/norm/bias dense/norm/scale
-dense/units/attention/norm/bias dense/units/attention/norm/scale
-dense/units/attention/out_bias dense/units/attention/qkv_bias
-dense/units/dense/in_bias dense/units/dense/out_bias
-dense/units/dense/norm/bias dense/units/dense/norm/scale
-dense/units/dense_attention/norm/bias dense/units/dense_attention/norm/scale
-dense/units/dense_attention/out_bias dense/units/dense_attention/qkv_bias
-dense/units/gate/norm/bias dense/units/gate/norm/scale
-dense/units/gate/w_gate
+dense/units/segment_0/attention/norm/bias dense/units/segment_0/attention/norm/scale
+dense/units/segment_0/attention/out_bias dense/units/segment_0/attention/qkv_bias
+dense/units/segment_0/dense/in_bias dense/units/segment_0/dense/out_bias
+dense/units/segment_0/dense/norm/bias dense/units/segment_0/dense/norm/scale
+dense/units/segment_0/dense_attention/norm/bias dense/units/segment_0/dense_attention/norm/scale
+dense/units/segment_0/dense_attention/out_bias dense/units/segment_0/dense_attention/qkv_bias
+dense/units/segment_0/gate/norm/bias dense/units/segment_0/gate/norm/scale
+dense/units/segment_0/gate/w_gate
 """.split()
 
 
@@ -49,9 +49,9 @@ def test_optimizer_decays_what_it_should(name):
     """With a gradient of zero the step is the decay alone: learning rate x weight decay x value, or nothing."""
     config = TrainConfig(optimizer=name, steps=10, warmup_steps=0, learning_rate=0.5, weight_decay=0.25)
     optimizer = build_optimizer(config)
-    params = {"bank": {"w_in": jnp.ones((2, 2, 2))}, "dense": {"norm": {"scale": jnp.ones(2)}}}
+    params = {"bank": {"segment_0": {"w_in": jnp.ones((2, 2, 2))}}, "dense": {"norm": {"scale": jnp.ones(2)}}}
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    np.testing.assert_allclose(updates["bank"]["w_in"], -0.5 * 0.25 * np.ones((2, 2, 2)), rtol=1e-6)
+    np.testing.assert_allclose(updates["bank"]["segment_0"]["w_in"], -0.5 * 0.25 * np.ones((2, 2, 2)), rtol=1e-6)
     np.testing.assert_array_equal(updates["dense"]["norm"]["scale"], np.zeros(2))
 
 

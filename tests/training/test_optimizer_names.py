@@ -43,8 +43,8 @@ def one_update(config, params, grads):
 
 def tree(bank, qkv, tokens):
     return {
-        "bank": {"w_in": bank},
-        "dense": {"embedding": {"tokens": tokens}, "units": {"attention": {"qkv": qkv}}},
+        "bank": {"segment_0": {"w_in": bank}},
+        "dense": {"embedding": {"tokens": tokens}, "units": {"segment_0": {"attention": {"qkv": qkv}}}},
     }
 
 
@@ -67,9 +67,9 @@ def test_muon_takes_each_matrix_by_itself():
         s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
     want = -0.1 * 0.2 * 8**0.5 * s * np.eye(8)
     for expert in (1, 2, 3):
-        np.testing.assert_allclose(updates["bank"]["w_in"][expert], want, atol=1e-5)
-    np.testing.assert_array_equal(updates["bank"]["w_in"][0], np.zeros((8, 8)))
-    projections = updates["dense"]["units"]["attention"]["qkv"].reshape(8, 3, 8)
+        np.testing.assert_allclose(updates["bank"]["segment_0"]["w_in"][expert], want, atol=1e-5)
+    np.testing.assert_array_equal(updates["bank"]["segment_0"]["w_in"][0], np.zeros((8, 8)))
+    projections = updates["dense"]["units"]["segment_0"]["attention"]["qkv"].reshape(8, 3, 8)
     for index in range(3):
         np.testing.assert_allclose(projections[:, index], want, atol=1e-5)
     # an embedding is Adam's: the first update is the sign of the gradient
@@ -84,9 +84,11 @@ def test_adafactor_takes_each_matrix_by_itself():
     grads = tree(scale * ones, jnp.ones((1, 8, 3, 2, 4)), jnp.full((16, 8), 3.0))
     params = tree(size * ones, jnp.ones((1, 8, 3, 2, 4)), jnp.full((16, 8), 0.5))
     updates, state = one_update(config_of("adafactor", **NO_DECAY), params, grads)
-    np.testing.assert_allclose(updates["bank"]["w_in"], -0.1 * size * ones, rtol=1e-5)
+    np.testing.assert_allclose(updates["bank"]["segment_0"]["w_in"], -0.1 * size * ones, rtol=1e-5)
     np.testing.assert_allclose(updates["dense"]["embedding"]["tokens"], np.full((16, 8), -0.05), rtol=1e-5)
-    factors = {name.split("/")[-3]: leaf for name, leaf in flatten(state).items() if name.endswith("bank/w_in")}
+    factors = {
+        name.split("/")[-4]: leaf for name, leaf in flatten(state).items() if name.endswith("bank/segment_0/w_in")
+    }
     # at the first step the moments are the squares themselves, means over rows and over columns of each expert
     np.testing.assert_allclose(factors["v_row"], np.broadcast_to(scale[:, 0] ** 2, (4, 8)), rtol=1e-6)
     np.testing.assert_allclose(factors["v_col"], np.broadcast_to(scale[:, 0] ** 2, (4, 16)), rtol=1e-6)
@@ -140,7 +142,7 @@ def test_a_run_says_it_at_its_start(tmp_path, capsys):
 def test_lion_takes_the_sign():
     grads = tree(jnp.array([[[3.0, -0.01]]]), jnp.ones((1, 1, 3, 1, 1)), -jnp.ones((1, 1)))
     updates, _ = one_update(config_of("lion", **NO_DECAY), jax.tree.map(jnp.ones_like, grads), grads)
-    np.testing.assert_allclose(updates["bank"]["w_in"], [[[-0.1, 0.1]]], rtol=1e-6)
+    np.testing.assert_allclose(updates["bank"]["segment_0"]["w_in"], [[[-0.1, 0.1]]], rtol=1e-6)
 
 
 def test_muon_has_the_hidden_matrices():
@@ -148,9 +150,13 @@ def test_muon_has_the_hidden_matrices():
     named = {"/".join(e.key for e in path): muon_dims(path) for path, _ in jax.tree.leaves_with_path(model.shapes())}
     hidden = sorted(name for name, dims in named.items() if dims)
     assert hidden == sorted(
-        ["bank/w_in", "bank/w_out"]
-        + [f"dense/units/{part}/{leaf}" for part in ("attention", "dense_attention") for leaf in ("out", "qkv")]
-        + ["dense/units/dense/w_in", "dense/units/dense/w_out"]
+        ["bank/segment_0/w_in", "bank/segment_0/w_out"]
+        + [
+            f"dense/units/segment_0/{part}/{leaf}"
+            for part in ("attention", "dense_attention")
+            for leaf in ("out", "qkv")
+        ]
+        + ["dense/units/segment_0/dense/w_in", "dense/units/segment_0/dense/w_out"]
     )
 
 
@@ -181,6 +187,10 @@ class Run:
 
         self.update = jax.jit(update, out_shardings=self.state_shardings.state)
 
+    @property
+    def homes(self):
+        return {"segment_0": self.placement.home}
+
     def params(self, seed, scale):
         """Random leaves by name, experts in the order of the file."""
         rng = np.random.default_rng(seed)
@@ -208,7 +218,7 @@ class Run:
     def move(self, seed):
         home = np.random.default_rng(seed).permutation(self.placement.home.ravel()).reshape(LAYERS, EXPERTS)
         new = self.placement.replace(home=home.astype(np.int32))
-        self.state = reshard(self.state, self.placement, new, LAYERS * EXPERTS // new.devices)
+        self.state = reshard(self.state, self.placement, new, LAYERS * EXPERTS // new.devices, "segment_0")
         self.placement = new
 
 
@@ -230,20 +240,20 @@ def test_every_mesh_gives_the_same_numbers(name, tmp_path):
     one = Run(config, 1, 1)
     one.start()
     one.steps(1, 5)
-    checkpoints["one"].save(4, one.state, one.placement.home, {})
+    checkpoints["one"].save(4, one.state, one.homes, {})
     eight = Run(config, 2, 4)
     eight.start()
     eight.steps(1, 3)
     eight.move(seed=7)
     eight.steps(3, 4)
-    checkpoints["eight"].save(3, eight.state, eight.placement.home, {})
+    checkpoints["eight"].save(3, eight.state, eight.homes, {})
     checkpoints["eight"].wait()
-    same, _ = checkpoints["eight"].restore(3, eight.abstract, eight.placement.home)
+    same, _ = checkpoints["eight"].restore(3, eight.abstract, eight.homes)
     jax.tree.map(np.testing.assert_array_equal, same, eight.state)  # a resumed run has the same bits
     other = Run(config, 4, 2, zero=3)
-    other.state, _ = checkpoints["eight"].restore(3, other.abstract, other.placement.home)
+    other.state, _ = checkpoints["eight"].restore(3, other.abstract, other.homes)
     other.steps(4, 5)
-    checkpoints["eight"].save(4, other.state, other.placement.home, {})
+    checkpoints["eight"].save(4, other.state, other.homes, {})
     arrays = {}
     for key, checkpointer in checkpoints.items():
         checkpointer.close()
@@ -262,8 +272,10 @@ def test_every_mesh_gives_the_same_numbers(name, tmp_path):
             tight = 0.1 * 2**-6
         np.testing.assert_allclose(got, want, atol=tight, rtol=1e-4, err_msg=leaf)
         assert want.shape[:2] == (LAYERS, EXPERTS) or not is_bank(leaf), leaf
-    start = np.asarray(one.params(0, 0.1)["bank"]["w_in"]).reshape(arrays["one"]["params/bank/w_in"].shape)
-    assert np.abs(arrays["one"]["params/bank/w_in"] - start).max() > 0.05  # it went somewhere
+    start = np.asarray(one.params(0, 0.1)["bank"]["segment_0"]["w_in"]).reshape(
+        arrays["one"]["params/bank/segment_0/w_in"].shape
+    )
+    assert np.abs(arrays["one"]["params/bank/segment_0/w_in"] - start).max() > 0.05  # it went somewhere
 
 
 @pytest.mark.parametrize("name", NAMES)

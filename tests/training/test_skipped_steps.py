@@ -93,9 +93,9 @@ def test_one_step_too_many_ends_the_run(tmp_path, poisoned, monkeypatch):
     monkeypatch.setattr(loop, "allocated_peak", lambda devices: next(peaks))
     changes = (*FLAT, "train.max_skipped_steps = 1", "train.checkpoint_every = 1", "train.keep_checkpoints = 9")
     words = (
-        "step 5: the loss is nan, and gradient leaf 'bank/w_in' is the first that is not finite; 2 such steps are more "
-        "than train.max_skipped_steps (1); the checkpoint of step 4 is kept. Lower train.learning_rate, or raise "
-        "train.warmup_steps"
+        "step 5: the loss is nan, and gradient leaf 'bank/segment_0/w_in' is the first that is not finite; 2 such "
+        "steps are more than train.max_skipped_steps (1); the checkpoint of step 4 is kept. Lower train.learning_rate, "
+        "or raise train.warmup_steps"
     )
     with pytest.raises(NonFiniteError, match=f"^{re.escape(words)}$"):
         run_here(tmp_path, tmp_path / "work", *changes)
