@@ -1,16 +1,18 @@
-"""Train the demo with several gates, shared experts and other models' layers; compare losses and steps to one loss.
+"""Train the demo with several gates, shared experts, other models' layers or float8; compare losses and steps to one.
 
     python scripts/bench/gates.py --out=runs/gates --seeds=3
     python scripts/bench/gates.py --out=runs/gates --step_ms=topk=118.0,gshard=118.9,base=80.1,topology=101.5
+    python scripts/bench/gates.py --out=runs/float8 --seeds=1 --base=bfloat16 --gin_bindings='train.steps = 80' \\
+        --kinds='bfloat16,float8 dispatch,float8 experts,float8 both'
 
 What it says: held-out cross-entropy of the demo's model after equal steps on equal batches, once for each seed and kind
 (below). A difference is that of two runs of one seed. `steps to topk's loss`: where a kind's held-out loss reaches what
-topk ends with, plus --margin nats so that noise at the end of a curve does not decide, over topk's own steps to there.
+--base (topk) ends with, plus --margin nats so that no noise at the end decides, over its own steps to there.
 `fullest expert`: largest over mean count of an expert, mean over layers and seeds, of the recorded steps of the last
 third: of each by itself, and of their sum. With --step_ms, milliseconds of a step of each kind on some machine (as
 `python -m moe_jax.inspect` models them, or measured), also over that time. Runs are commands of the trainer in folders
 below --out, so a command that was stopped goes on where it was. Prints Markdown, and writes losses.json and gates.png
-to --out.
+to --out. On a CPU float8 is emulated: the same rounding, none of the speed.
 """
 
 from __future__ import annotations
@@ -27,15 +29,18 @@ from moe_jax.observe.report import BLUE, GREEN, GREY, INK, ORANGE, new_figure, s
 
 _OUT = flags.DEFINE_string("out", None, "Folder of the runs, the table and the picture.", required=True)
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each kind.")
-_KINDS = flags.DEFINE_list("kinds", [], "Which kinds to train; all by default.")
-_MARGIN = flags.DEFINE_float("margin", 0.1, "Nats above topk's last loss to which steps are counted.")
+_KINDS = flags.DEFINE_list("kinds", [], "Which kinds to train; all gates by default.")
+_BASE = flags.DEFINE_string("base", "topk", "The kind that others are compared with, the first.")
+_MARGIN = flags.DEFINE_float("margin", 0.1, "Nats above the last loss of --base to which steps are counted.")
 _STEP_MS = flags.DEFINE_list("step_ms", [], "KIND=milliseconds of a step.")
 _BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding of all runs; may repeat.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", 8, "Devices that the CPU is split into.")
 
 _RESIDUAL = ["MoEConfig.top_k = 1", "MoEConfig.shared_experts = 1", "MoEConfig.renormalize = False"]
+_NARROW = "ModelConfig.dtype = 'bfloat16'"
+_DISPATCH, _EXPERTS = (f"MoEConfig.{name}_dtype = 'float8_e4m3'" for name in ("dispatch", "expert"))
 # kind: (colour, line, run file, bindings)
-KINDS = {
+GATES = {
     "topk": (INK, "-", "demo", []),
     "gshard": (ORANGE, "-", "gshard", []),
     "base": (GREEN, "-", "base", []),
@@ -46,6 +51,13 @@ KINDS = {
     "pr_moe": (GREEN, ":", "pr_moe", []),
     "deepseek_moe": (GREY, ":", "deepseek_moe", []),
 }
+KINDS = {
+    **GATES,
+    "bfloat16": (INK, "-", "demo", [_NARROW]),
+    "float8 dispatch": (BLUE, "-", "demo", [_NARROW, _DISPATCH]),
+    "float8 experts": (GREEN, "-", "demo", [_NARROW, _EXPERTS]),
+    "float8 both": (ORANGE, "-", "demo", [_NARROW, _DISPATCH, _EXPERTS]),
+}
 
 
 def main(_) -> None:
@@ -53,7 +65,7 @@ def main(_) -> None:
     curves: dict[str, list[Curve]] = {}
     fullest: dict[str, list[tuple[float, float]]] = {}
     for seed in range(_SEEDS.value):
-        for kind in _KINDS.value or KINDS:
+        for kind in _KINDS.value or GATES:
             _, _, file, bindings = KINDS[kind]
             folder = out / f"{kind.replace(',', '').replace(' ', '_')}_{seed}"
             bindings = [*_BINDINGS.value, *bindings, f"train.seed = {seed}"]
@@ -69,21 +81,22 @@ def main(_) -> None:
 
 def table(curves: dict[str, list[Curve]], fullest: dict, milliseconds: dict[str, float]) -> str:
     """Return Markdown, one row for each kind."""
+    base = _BASE.value
     rows = [
-        "| gate | held-out loss, nats per token | smallest to largest | below topk, seed by seed | "
-        "steps to topk's loss, over topk's | time to it, over topk's | fullest expert of a step, of all |",
+        f"| gate | held-out loss, nats per token | smallest to largest | below {base}, seed by seed | "
+        f"steps to {base}'s loss, over {base}'s | time to it, over {base}'s | fullest expert of a step, of all |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind, runs in curves.items():
-        cells = loss_cells(runs, None if kind == "topk" else curves["topk"])
-        ratios = [ratio_of_steps(run, base) for run, base in zip(runs, curves["topk"], strict=True)]
+        cells = loss_cells(runs, None if kind == base else curves[base])
+        ratios = [ratio_of_steps(run, other) for run, other in zip(runs, curves[base], strict=True)]
         reached = [ratio for ratio in ratios if ratio is not None]
         steps = time = "not reached"
         if len(reached) == len(ratios):
             mean = statistics.mean(reached)
             steps = f"{mean:.2f} ({min(reached):.2f} to {max(reached):.2f})"
-            known = kind in milliseconds and "topk" in milliseconds
-            time = f"{mean * milliseconds[kind] / milliseconds['topk']:.2f}" if known else ""
+            known = kind in milliseconds and base in milliseconds
+            time = f"{mean * milliseconds[kind] / milliseconds[base]:.2f}" if known else ""
         each, whole = (statistics.mean(seed[at] for seed in fullest[kind]) for at in (0, 1))
         rows.append(f"| {kind} | {cells} | {steps} | {time} | {each:.2f}, {whole:.2f} |")
     return "\n".join(rows)

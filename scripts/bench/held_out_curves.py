@@ -25,17 +25,12 @@ def train(folder: Path, gin_file: str, bindings: list[str], host_devices: int) -
     return [(record["step"], record["held_out_loss"]) for record in read_metrics(folder, file_name=EVALUATIONS)]
 
 
-def last_losses(runs: list[Curve]) -> list[float]:
-    """Return the last loss of each run."""
-    return [run[-1][1] for run in runs]
-
-
 def loss_cells(runs: list[Curve], base: list[Curve] | None) -> str:
     """Return Markdown cells: mean of the last losses, their range, and how far they lie below `base`, seed by seed."""
-    last = last_losses(runs)
+    last = [run[-1][1] for run in runs]
     below = ""
     if base is not None:
-        gains = [b - a for a, b in zip(last, last_losses(base), strict=True)]
+        gains = [b - a for a, b in zip(last, (run[-1][1] for run in base), strict=True)]
         below = f"{statistics.mean(gains):.4f} ({min(gains):.4f} to {max(gains):.4f})"
     return f"{statistics.mean(last):.4f} | {min(last):.4f} to {max(last):.4f} | {below}"
 
