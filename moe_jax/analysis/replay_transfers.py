@@ -17,7 +17,7 @@ from moe_jax.cluster import AbsentFigureError
 from moe_jax.parallel.transfer_shape import Sent, TransferShape, sent_by_collective
 from moe_jax.planning.cost import Cost, forms_of
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow, needed_transfer
+from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow
 from moe_jax.planning.transfer_sizes import TransferSizes, late_size, placement_sizes, transfer_sizes
 
 
@@ -69,7 +69,7 @@ class TransferLog:
 
     def take(self, ahead: Placement, plan: Placement) -> None:
         """Add one sample: the plan ahead, and what the step made of it after the gate."""
-        need = needed_transfer(ahead, by_node=len(self.forms) > 1)
+        need = build_shape(ahead, by_node=len(self.forms) > 1).ahead
         if self.form is None and need is not None:
             self.form = self._cheaper(need)
         form = self.form or "flat"
@@ -79,7 +79,7 @@ class TransferLog:
             if not fits(shape, ahead):
                 room = {"replica_slots": self.cost.replica_slots, "most": self.most}
                 self.shapes[name] = grow(shape, ahead, by_node=name == "by_node", **room)
-        least = needed_transfer(ahead, by_node=form == "by_node")
+        least = build_shape(ahead, by_node=form == "by_node").ahead
         sizes = placement_sizes(ahead)
         group = {"devices": ahead.devices, "devices_per_node": ahead.devices_per_node}
         own = _total(sent_by_collective(*sizes[:3], **group, by_node=form == "by_node"))

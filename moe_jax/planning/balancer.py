@@ -1,7 +1,7 @@
 """The contract of every planner, the registry of their files, and the few array steps that several share.
 
-A planner's file declares its class by the decorator `balancer`; nothing else names it. The package imports every file
-in its folder, so a new file is a new balancer, and `PlannerConfig` takes its knobs from here (config.py).
+A planner's file has a subclass of `Planner`; nothing else names it. The package imports every file in its folder, so a
+new file is a new balancer, and `PlannerConfig` takes its knobs from here (config.py).
 Letters: docs/notation.md; S = D here.
 """
 
@@ -19,6 +19,8 @@ from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.planning.transfer_sizes import TransferSizes
 
+BALANCERS: dict[str, type[Planner]] = {}
+
 
 class Planner:
     """Turn loads into placements, all layers at once; equal inputs give equal placements on every process.
@@ -28,8 +30,11 @@ class Planner:
     It keeps no state but `counters`, counts of what happened while planning (for example `shadow_cut`), until cleared;
     `config` is a `PlannerConfig` with every default filled in (`settled`).
 
+    Arguments of a subclass: its name as in `PlannerConfig.name`; `defaults`, values of its own for fields of
+    `PlannerConfig` that were left at None; and whether `when = 'after_gate'` works. What its body annotates with
+    `knob(...)` becomes fields of `PlannerConfig`.
+
     Attributes:
-      name, defaults, after_gate: see `balancer`.
       knobs: {field: (type, dataclass field)} of the fields of `PlannerConfig` that this planner brings (`knob`).
       reference: whether the balance of all is also given as a ratio to this planner's (Pro-Prophet, figure 16).
       any_holder: whether a token may go to any holder after the gate, so that a step's lists have room for all devices.
@@ -38,6 +43,7 @@ class Planner:
       reshard_every: steps between calls of `reshard`; 0 for never.
       original: what the system that this planner comes from pays, in words.
       standing: whether its replicas stand, with optimizer state of their own, rather than last one step.
+      late_replicas: whether all its replicas come after the gate where it decides after it.
     """
 
     name: typing.ClassVar[str]
@@ -50,7 +56,25 @@ class Planner:
     decides_again: typing.ClassVar[str | None] = None
     original: typing.ClassVar[str] = "Trans and Agg to the chosen devices, every step"
     standing: typing.ClassVar[bool] = False
+    late_replicas: typing.ClassVar[bool] = False
     reshard_every: int = 0
+
+    def __init_subclass__(
+        cls, name: str, defaults: Mapping[str, typing.Any] | None = None, after_gate: bool = False
+    ) -> None:
+        hints = typing.get_type_hints(cls)
+        own = {field: value for field, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
+        assert name not in BALANCERS, f"two planners are called {name}"
+        for other in BALANCERS.values():
+            both = own.keys() & other.knobs.keys()
+            assert not both, (
+                f"planners {other.name!r} and {name!r} both have a knob {', '.join(sorted(both))}; rename one"
+            )
+        for field in own:
+            delattr(cls, field)  # its value is in `config`
+        cls.name, cls.defaults, cls.after_gate = name, defaults or {}, after_gate
+        cls.knobs = {field: (hints[field], value) for field, value in own.items()}
+        BALANCERS[name] = cls
 
     def __init__(self, config: typing.Any):
         self.config = config
@@ -75,10 +99,9 @@ class Planner:
         """
         return None
 
-    def late_needs(self, shape: PlanShape, cost: Cost) -> TransferSizes | None:
-        """Return how many offers, slots and crossings a transfer after the gate of a step so far compiled for `shape`
-        may have; None for no such transfer."""
-        return None
+    def slots_after_gate(self, cost: Cost) -> int:
+        """Return the replica slots of a device that a transfer after the gate may fill; 0 for no such transfer."""
+        return cost.replica_slots if self.late_replicas and self.config.when == "after_gate" else 0
 
     def late_rule(self, shape: PlanShape, cost: Cost, groups: int) -> tuple[str, dict[str, typing.Any]] | None:
         """Return the rule of a step of this shape: its name in `moe_jax.moe.after_gate_rules.RULES`, and its fields.
@@ -96,43 +119,8 @@ class Planner:
         return None
 
 
-BALANCERS: dict[str, type[Planner]] = {}
-
-Class = typing.TypeVar("Class", bound=type)
-
-
-def balancer(
-    name: str, defaults: Mapping[str, typing.Any] | None = None, after_gate: bool = False
-) -> typing.Callable[[Class], Class]:
-    """Declare the decorated planner class. What its body annotates with `knob(...)` becomes fields of `PlannerConfig`.
-
-    Args:
-      name: as in `PlannerConfig.name`.
-      defaults: value of a field of `PlannerConfig` that was left at None, where this planner has one of its own.
-      after_gate: whether `when = 'after_gate'` works.
-    """
-
-    def declare(planner: Class) -> Class:
-        hints = typing.get_type_hints(planner)
-        own = {field: value for field, value in vars(planner).items() if isinstance(value, dataclasses.Field)}
-        assert name not in BALANCERS, f"two planners are called {name}"
-        for other in BALANCERS.values():
-            both = own.keys() & other.knobs.keys()
-            assert not both, (
-                f"planners {other.name!r} and {name!r} both have a knob {', '.join(sorted(both))}; rename one"
-            )
-        for field in own:
-            delattr(planner, field)  # its value is in `config`
-        planner.knobs = {field: (hints[field], value) for field, value in own.items()}
-        planner.name, planner.defaults, planner.after_gate = name, defaults or {}, after_gate
-        BALANCERS[name] = planner
-        return planner
-
-    return declare
-
-
 def knob(default: typing.Any, doc: str, least: float | None = None, above: float | None = None) -> typing.Any:
-    """Return a field of `PlannerConfig` with its meaning; None: see `defaults` of `balancer`.
+    """Return a field of `PlannerConfig` with its meaning; None: see `defaults` of `Planner`.
 
     Args:
       least: the smallest value, of a whole number where it is an int; above: what it must exceed.
@@ -151,8 +139,7 @@ def build_planner(config) -> Planner:
     return BALANCERS[config.name](config.settled())
 
 
-@balancer("none")
-class NonePlanner(Planner):
+class NonePlanner(Planner, name="none"):
     """Plain expert parallelism."""
 
     original = "plain expert parallelism: nothing moves"
@@ -160,9 +147,14 @@ class NonePlanner(Planner):
 
 def with_late(planner: Planner, shape: PlanShape, cost: Cost) -> PlanShape:
     """Return the shape with slots and candidates for what the planner decides after the gate; `shape.late` is kept."""
-    needs = planner.late_needs(shape, cost)
-    if needs is not None and shape.late is None:
-        shape = dataclasses.replace(shape, late=cost.transfer_shape(needs, shape.devices, shape.devices_per_node))
+    slots = planner.slots_after_gate(cost)
+    if slots and shape.late is None:
+        offers = min(slots, shape.home_slots)
+        crossing = offers * shape.devices_per_node
+        if not planner.any_holder:  # then each of the experts has a replica on every device
+            crossing = min(slots, crossing)
+        sizes = TransferSizes(offers, slots, crossing)
+        shape = dataclasses.replace(shape, late=cost.transfer_shape(sizes, shape.devices, shape.devices_per_node))
     if shape.replica_slots and planner.any_holder:
         shape = dataclasses.replace(shape, candidates=shape.devices)
     return shape
@@ -178,8 +170,3 @@ def home_loads(totals: np.ndarray, home: np.ndarray, devices: int) -> np.ndarray
     layers = len(home)
     key = np.arange(layers)[:, None] * devices + home
     return np.bincount(key.ravel(), totals.ravel(), layers * devices).reshape(layers, devices)
-
-
-def replicated_everywhere(placement: Placement, chosen: np.ndarray) -> np.ndarray:
-    """Replicate chosen experts on all other devices: chosen bool [L, E] -> rows [n, 3]."""
-    return np.argwhere(chosen[:, :, None] & ~placement.homes)

@@ -12,18 +12,15 @@ import numpy as np
 
 from moe_jax.planning.balancer import (
     Planner,
-    balancer,
     falling,
     home_loads,
     knob,
-    replicated_everywhere,
 )
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.transfer_sizes import RunningSizes, TransferSizes, late_room
 
 
-@balancer("fastermoe", after_gate=True)
-class FasterMoePlanner(Planner):
+class FasterMoePlanner(Planner, name="fastermoe", after_gate=True):
     """Shadow experts while T(r) falls.
 
     B counts the tokens *of a device's experts*, from every source; the tokens a device sends play no part. By default
@@ -34,6 +31,7 @@ class FasterMoePlanner(Planner):
 
     residual: bool = knob(True, "count the all-to-all that is left after shadowing; off: T(r) as printed, without it")
     reference = True
+    late_replicas = True
     any_holder = False  # a device computes its own tokens of a shadowed expert, all others go home
     original = "broadcast and reduce of each shadowed expert, every step"
 
@@ -96,14 +94,7 @@ class FasterMoePlanner(Planner):
             received = np.where(take[:, None], left, received)
             best = np.where(take, time, best)
         self.counters["shadow_cut" if late is None else "late_cut"] += cut
-        return placement.replace(replicas=replicated_everywhere(placement, chosen), shares=None, rule="home")
-
-    def late_needs(self, shape, cost):
-        slots = cost.replica_slots
-        if self.config.when != "after_gate" or not slots:
-            return None
-        offers = min(slots, shape.home_slots)
-        return TransferSizes(offers, slots, min(slots, offers * shape.devices_per_node))
+        return placement.replace(replicas=np.argwhere(chosen[:, :, None] & ~placement.homes), shares=None, rule="home")
 
     def late_rule(self, shape, cost, groups):
         if shape.late is None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, balancer
+from moe_jax.planning.balancer import Planner
 from moe_jax.planning.placement import within_group
 
 
-@balancer("flexmoe")
-class FlexMoePlanner(Planner):
+class FlexMoePlanner(Planner, name="flexmoe"):
     """Expand the expert with most load per holder where time falls most, then migrate.
 
     Where a device has no free slot, its replica with least load is dropped (shrink).

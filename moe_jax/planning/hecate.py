@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_jax.cluster import AbsentFigureError
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import Planner, balancer, falling, home_loads, knob, replicated_everywhere
+from moe_jax.planning.balancer import Planner, falling, home_loads, knob
 from moe_jax.planning.cost import slots_in
 from moe_jax.planning.fastermoe import shadow_rates
 from moe_jax.planning.placement import Placement
@@ -22,8 +22,7 @@ from moe_jax.planning.transfer_sizes import TransferSizes, fit_replicas, transfe
 _PAPER = {"predictor": "window", "shard_every": 100, "calibrate": True}
 
 
-@balancer("hecate", defaults=_PAPER, after_gate=True)
-class HecatePlanner(Planner):
+class HecatePlanner(Planner, name="hecate", defaults=_PAPER, after_gate=True):
     """Materialize replicas each step, reshard homes now and then, calibrate after the gate; each part can be off.
 
     Source: Hecate, algorithms 1 and 2, sections 4.2 to 4.4.
@@ -53,9 +52,10 @@ class HecatePlanner(Planner):
         if tau <= mu:
             chosen = np.zeros(bare.home.shape, bool)
             np.put_along_axis(chosen, order, True, axis=1)
-            return bare.replace(replicas=replicated_everywhere(bare, chosen))
+            return bare.replace(replicas=np.argwhere(chosen[:, :, None] & ~bare.homes))
         counts = slots_by_load(np.take_along_axis(totals, order, axis=1), devices * mu, devices - 1)
-        free, limits = np.full((layers, devices), mu), self._limits(bare, tau)
+        # what a device sends, and what a node sends one other, stays even, or one more a device (`ahead_most`)
+        free, limits = np.full((layers, devices), mu), (1 + -(-tau // devices), -(-tau // bare.nodes))
         added = spread_replicas(bare, order, counts, free, limits)
         free = free - added.sum(axis=1)
         if free.any():
@@ -64,10 +64,6 @@ class HecatePlanner(Planner):
             self.counters["transfer_cut"] += int(free.sum())
             added |= spread_replicas(placed, order, _slots_left(totals, placed, order, free), free, limits)
         return bare.replace(replicas=np.argwhere(added))
-
-    def _limits(self, placement: Placement, tau: int) -> tuple[int, int]:
-        """Return the most experts that a device sends, and that a node sends one other: even, or one more a device."""
-        return 1 + -(-tau // placement.devices), -(-tau // placement.nodes)
 
     def refine(self, loads, placement, cost):
         """Add replicas in the late slots, layer by layer, where that saves more than the late gather costs.
@@ -106,21 +102,18 @@ class HecatePlanner(Planner):
 
     def ahead_most(self, placement, cost):
         tau = min(cost.overlap(self.config.name), placement.experts)
-        limits = self._limits(placement, tau)
         if tau <= cost.replica_slots:  # then all of them go everywhere
             return None
-        return TransferSizes(limits[0], cost.replica_slots, limits[1])
+        return TransferSizes(1 + -(-tau // placement.devices), cost.replica_slots, -(-tau // placement.nodes))
 
-    def late_needs(self, shape, cost):
+    def slots_after_gate(self, cost):
         slots, memory, room = self.config.late_slots, cost.cluster.memory_bytes, cost.late_room
         if memory is not None:  # what fits beside the replicas that are planned ahead
             if room is None:
                 room = slots_in(memory, cost.layers_alive, cost.expert_bytes) - cost.replica_slots
             slots = max(0, min(slots, room))
-        if not self.config.decides_late or not slots or not cost.overlap(self.config.name):
-            return None  # nothing to decide, no slot left, or no expert may get replicas
-        offers = min(slots, shape.home_slots)
-        return TransferSizes(offers, slots, offers * shape.devices_per_node)
+        # none where nothing is to decide, or no expert may get replicas
+        return slots if self.config.decides_late and slots and cost.overlap(self.config.name) else 0
 
     def late_rule(self, shape, cost, groups):
         if shape.late is None:

@@ -15,9 +15,9 @@ import types
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, balancer, falling, knob
+from moe_jax.planning.balancer import Planner, falling, knob
 from moe_jax.planning.shares import with_quotas
-from moe_jax.planning.transfer_sizes import TransferSizes, fit_replicas
+from moe_jax.planning.transfer_sizes import fit_replicas
 
 
 def _put(array, index, value):
@@ -47,7 +47,7 @@ def spill_quotas(xp, totals, home, slots: tuple[int, int], knobs: tuple[float, f
       xp: the arrays, `NUMPY` here.
       slots: (replica slots of a device, devices). A device sends as many experts at most, so that the transfer of one
         that fits all slots has room for every spill.
-      knobs: `LlepPlanner.quota_knobs`.
+      knobs: capacity, least_chunk, uneven_from of `LlepPlanner`.
     """
     layers, experts = totals.shape
     (most, devices), (capacity, least_chunk, uneven_from) = slots, knobs
@@ -92,8 +92,7 @@ def spill_quotas(xp, totals, home, slots: tuple[int, int], knobs: tuple[float, f
     return xp.repeat(step, start, lambda carry: (next_expert(carry)[0] > 0).any(), devices + 2 * experts)[0]
 
 
-@balancer("llep", after_gate=True)
-class LlepPlanner(Planner):
+class LlepPlanner(Planner, name="llep", after_gate=True):
     """Spill by predicted loads ahead, or by those of the step after the gate, when every replica comes late."""
 
     capacity: float = knob(
@@ -103,6 +102,7 @@ class LlepPlanner(Planner):
         0.0625, "fewest tokens that are worth moving an expert, over the mean load of a device", least=0.0
     )
     uneven_from: float = knob(1.3, "layers whose largest load is below this times the mean stay as they are", least=0.0)
+    late_replicas = True
     original = "parameters of spilled experts to their helpers and gradients back, every step"
 
     def propose(self, loads, placement, cost):
@@ -116,7 +116,8 @@ class LlepPlanner(Planner):
         totals, late = loads.sum(axis=1), cost.late if self.config.when == "after_gate" else None
         most = late.slots if late is not None else cost.replica_slots if self.config.bounded else placement.experts
         bare = placement.replace(replicas=None, shares=None, rule="shares")
-        quota = spill_quotas(NUMPY, totals, bare.home, (most, bare.devices), self.quota_knobs)
+        knobs = (self.config.capacity, self.config.least_chunk, self.config.uneven_from)
+        quota = spill_quotas(NUMPY, totals, bare.home, (most, bare.devices), knobs)
         if late is not None:
             wanted = (quota > 0) & ~bare.holds
             added, cut = fit_replicas(wanted, falling(totals), bare.home, late)
@@ -125,16 +126,6 @@ class LlepPlanner(Planner):
             quota = np.where(stays, bare.holds * totals[:, :, None], quota)
         return with_quotas(bare, quota, loads)
 
-    def late_needs(self, shape, cost):
-        if self.config.when != "after_gate" or not cost.replica_slots:
-            return None
-        offers = min(cost.replica_slots, shape.home_slots)
-        return TransferSizes(offers, cost.replica_slots, offers * shape.devices_per_node)
-
     def late_rule(self, shape, cost, groups):
-        return None if shape.late is None else ("quotas", {"plan": spill_quotas, "knobs": self.quota_knobs})
-
-    @property
-    def quota_knobs(self) -> tuple[float, float, float]:
-        """What is decided by, ahead or after the gate: capacity, least_chunk, uneven_from."""
-        return self.config.capacity, self.config.least_chunk, self.config.uneven_from
+        knobs = (self.config.capacity, self.config.least_chunk, self.config.uneven_from)
+        return None if shape.late is None else ("quotas", {"plan": spill_quotas, "knobs": knobs})

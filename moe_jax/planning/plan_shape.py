@@ -84,6 +84,9 @@ def build_shape(placement: Placement, *, by_node: bool = False) -> PlanShape:
     lacks_node = (lists.node_count == 0).any(axis=2)
     inside = np.where(lists.node_count == placement.devices_per_node, 1, lists.node_count).max(axis=2)
     even = np.where(nearest, np.maximum(inside, np.where(lacks_node, lists.count, 1)), 1)
+    ahead = None
+    if len(placement.replicas):
+        ahead = placement_sizes(placement).shape(devices, placement.devices_per_node, by_node)
     return PlanShape(
         layers=layers,
         experts=placement.experts,
@@ -92,15 +95,8 @@ def build_shape(placement: Placement, *, by_node: bool = False) -> PlanShape:
         home_slots=int(in_layer.max()),
         bank_rows=most_homes(placement),
         candidates=int(max(even.max(), lists.share_count.max(initial=0))),
-        ahead=needed_transfer(placement, by_node=by_node),
+        ahead=ahead,
     )
-
-
-def needed_transfer(placement: Placement, *, by_node: bool = False) -> TransferShape | None:
-    """Return the smallest transfer that brings all replicas of a placement; None without replicas."""
-    if not len(placement.replicas):
-        return None
-    return placement_sizes(placement).shape(placement.devices, placement.devices_per_node, by_node)
 
 
 def fits(shape: PlanShape, placement: Placement) -> bool:

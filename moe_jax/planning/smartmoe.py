@@ -10,13 +10,12 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import Planner, balancer
+from moe_jax.planning.balancer import Planner
 from moe_jax.planning.eplb import pack
 from moe_jax.planning.transfer_sizes import TransferSizes
 
 
-@balancer("smartmoe", defaults={"interval": 25})
-class SmartMoePlanner(Planner):
+class SmartMoePlanner(Planner, name="smartmoe", defaults={"interval": 25}):
     """Pack experts by falling load onto the least-loaded device with a free place. Source: SmartMoE (ATC 2023)."""
 
     original = "parameters and optimizer state move when homes change"

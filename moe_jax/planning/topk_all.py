@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, balancer, falling, knob, replicated_everywhere
+from moe_jax.planning.balancer import Planner, falling, knob
 
 
-@balancer("topk_all")
-class TopkAllPlanner(Planner):
+class TopkAllPlanner(Planner, name="topk_all"):
     """Replicate the `top_k` heaviest experts of every layer on every device."""
 
     top_k: int = knob(2, "experts replicated on all devices", least=1)
@@ -21,4 +20,4 @@ class TopkAllPlanner(Planner):
             self.counters["shadow_cut"] += placement.layers * (count < self.config.top_k)
         chosen = np.zeros(placement.home.shape, bool)
         np.put_along_axis(chosen, falling(loads.sum(axis=1))[:, :count], True, axis=1)
-        return placement.replace(replicas=replicated_everywhere(placement, chosen), shares=None, rule="home")
+        return placement.replace(replicas=np.argwhere(chosen[:, :, None] & ~placement.homes), shares=None, rule="home")

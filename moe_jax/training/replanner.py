@@ -32,7 +32,7 @@ from moe_jax.planning.buckets import bucket_rows, expected_rows, fullest_pairs, 
 from moe_jax.planning.cost import Cost, with_late_prices
 from moe_jax.planning.placement import Placement, most_homes
 from moe_jax.planning.plan_session import PlanSession
-from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow, needed_transfer
+from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow
 from moe_jax.planning.transfer_sizes import TransferSizes
 from moe_jax.training.plan_cost import initial_placement, plan_cost, planned_run, segment_runs, with_replica_slots
 
@@ -242,7 +242,7 @@ class Replanner:
     def _larger(self, shape: PlanShape, placement: Placement) -> PlanShape:
         """Return a shape that the placement fits, with the rule and the split of its transfers that go with it."""
         several_levels = 1 < self.start.devices_per_node < self.start.devices  # nodes of several devices
-        first, need = shape.ahead is None, needed_transfer(placement, by_node=several_levels)
+        first, need = shape.ahead is None, build_shape(placement, by_node=several_levels).ahead
         by_node = False
         if need is not None:  # whether the first transfer of replicas planned ahead goes by node
             sizes = TransferSizes(*(np.array(size) for size in (need.offers, need.slots, need.crossing)))
