@@ -40,58 +40,36 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, f
 _JOB_TOKEN = flags.DEFINE_string("job_token", None, "Secret of the job; or MOE_JAX_JOB_TOKEN in the environment.")
 
 
-class Printer:
-    """Print continuations while they come: that of the first prompt that has not ended, then of the next."""
-
-    def __init__(self, prompts: int, decode):
-        self._ids: list[list[int]] = [[] for _ in range(prompts)]
-        self._decode, self._printed = decode, ""
-
-    def token(self, index: int, token_id: int) -> None:
-        """Take up a token; of the first prompt it is printed at once."""
-        self._ids[index].append(token_id)
-        if index == 0:
-            self._show(0, last=False)
-
-    def finish(self) -> None:
-        """Print what is left."""
-        for index in range(len(self._ids)):
-            if index:
-                print("\n---", flush=True)
-                self._printed = ""
-            self._show(index, last=True)
-        print(flush=True)
-
-    def _show(self, index: int, last: bool) -> None:
-        text = self._decode(self._ids[index])
-        stable = text if last else text.rstrip("\ufffd")  # bytes of a character that is not whole yet
-        if stable.startswith(self._printed):
-            print(stable[len(self._printed) :], end="", flush=True)
-            self._printed = stable
-
-
 def command(argv: list[str]) -> int:
     """Carry out the command line and return the exit code 0; errors are raised."""
     parse_flags(argv, "moe_jax.generate", "prompt")
     logging.set_verbosity(logging.WARNING)
+    out, prompts, file = _OUT.value, _PROMPT.value, _PROMPT_IDS.value
     if not _WORKDIR.value:
         raise UserError("--workdir is needed: the folder of a run that has trained, such as --workdir=runs/demo")
-    if bool(_PROMPT.value) == bool(_PROMPT_IDS.value):
+    if bool(prompts) == bool(file):
         raise UserError("give either --prompt (text, may repeat) or --prompt_ids (a JSON file of id lists)")
+    if out and not pathlib.Path(out).absolute().parent.is_dir():
+        raise UserError(f"--out={out} cannot be written: its folder does not exist; name a file in one that does")
     from moe_jax.inference import Sampling
-    from moe_jax.training.hosts import HostsConfig, start_hosts
-
-    if _OUT.value and not pathlib.Path(_OUT.value).absolute().parent.is_dir():
-        raise UserError(
-            f"--out={_OUT.value} cannot be written: its folder does not exist; name a file in one that does"
-        )
-    from moe_jax.inference.generator import read_prompt_ids
     from moe_jax.parallel.host_devices import set_up_devices
+    from moe_jax.training.hosts import HostsConfig, start_hosts
 
     sampling = Sampling(
         temperature=_TEMPERATURE.value, top_k=_TOP_K.value, top_p=_TOP_P.value, seed=_SEED.value
     )  # before a model is read
-    prompts = read_prompt_ids(_PROMPT_IDS.value) if _PROMPT_IDS.value else _PROMPT.value
+    if file:
+        try:
+            prompts = json.loads(pathlib.Path(file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--prompt_ids={file} cannot be read ({error}); give a JSON file such as [[5, 17], [8]]"
+            ) from error
+        lists = isinstance(prompts, list) and all(isinstance(row, list) for row in prompts)
+        if not lists or not all(type(value) is int for row in prompts for value in row):
+            raise UserError(
+                f"--prompt_ids={file} must be a JSON list of lists of whole numbers, such as [[5, 17], [8]]"
+            )
     set_up_devices(_HOST_DEVICES.value)
     hosts_config = HostsConfig(
         coordinator=_COORDINATOR.value,
@@ -121,34 +99,46 @@ def generate(prompts, sampling, hosts) -> None:
         decode=_DECODE.value,
     )  # fmt: skip
     ends = () if _IGNORE_EOS.value else generator.end_ids
+    said: list[list[int]] = [[] for _ in prompts]
+    printed = ""  # of the first prompt, whose text appears while it comes
 
-    def shown(ids):
-        return " ".join(map(str, ids)) if generator.tokenizer is None else generator.text_of(ids, ends)
+    def show(index: int, last: bool) -> None:
+        nonlocal printed
+        ids = said[index]
+        text = " ".join(map(str, ids)) if generator.tokenizer is None else generator.text_of(ids, ends)
+        stable = text if last else text.rstrip("\ufffd")  # bytes of a character that is not whole yet
+        if stable.startswith(printed):
+            print(stable[len(printed) :], end="", flush=True)
+            printed = stable
 
-    printer = Printer(len(prompts), shown) if hosts.is_main else None
+    def on_token(index: int, token_id: int) -> None:
+        said[index].append(token_id)
+        if index == 0:
+            show(0, last=False)
+
     found = generator.generate(
         prompts,
         _MAX_NEW_TOKENS.value,
         sampling,
         ignore_eos=_IGNORE_EOS.value,
-        on_token=None if printer is None else printer.token,
+        on_token=on_token if hosts.is_main else None,
     )
-    if printer is not None:
-        printer.finish()
-        if _OUT.value:
-            write_json(_OUT.value, found.as_json())
-
-
-def write_json(path: str, record: dict) -> None:
-    """Write a JSON file; a UserError where that cannot be done."""
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(record, file)
-            file.write("\n")
-    except OSError as error:
-        raise UserError(
-            f"--out={path} cannot be written ({error.strerror}); name a file in a folder that exists"
-        ) from error
+    if not hosts.is_main:
+        return
+    for index in range(len(prompts)):
+        if index:
+            print("\n---", flush=True)
+            printed = ""
+        show(index, last=True)
+    print(flush=True)
+    if _OUT.value:
+        record = {name: getattr(found, name) for name in ("prompt_ids", "token_ids", "text", "stopped")}
+        try:
+            pathlib.Path(_OUT.value).write_text(json.dumps(record) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"--out={_OUT.value} cannot be written ({error.strerror}); name a file in a folder that exists"
+            ) from error
 
 
 if __name__ == "__main__":

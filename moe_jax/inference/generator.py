@@ -9,8 +9,6 @@ in layer l is l G + g.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,18 +19,15 @@ import numpy as np
 from moe_jax.cluster import Cluster
 from moe_jax.data import Tokenizer
 from moe_jax.errors import UserError
-from moe_jax.inference.few_tokens import quantize_bank, quantized_specs
+from moe_jax.inference.few_tokens import quantize_bank
+from moe_jax.inference.forward import Serving
 from moe_jax.inference.programs import (
     LEAST_LENGTH,
-    Chosen,
-    Knobs,
-    Parameters,
     Sampling,
+    State,
     bucket,
-    by_sequence,
-    make_decode,
-    make_prefill,
     make_score,
+    make_step,
     prompt_keys,
 )
 from moe_jax.models import LanguageModel
@@ -44,45 +39,6 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
-
-
-def read_prompt_ids(path: str | os.PathLike[str]) -> list[list[int]]:
-    """Return the id lists of a JSON file.
-
-    Raises:
-      UserError: it cannot be read, or is not a list of lists of whole numbers.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--prompt_ids={path} cannot be read ({error}); give a JSON file such as [[5, 17], [8]]"
-        ) from error
-    whole = isinstance(found, list) and all(isinstance(row, list) for row in found)
-    if not whole or not all(type(value) is int for row in found for value in row):
-        raise UserError(f"--prompt_ids={path} must be a JSON list of lists of whole numbers, such as [[5, 17], [8]]")
-    return found
-
-
-def to_ids(prompts: Sequence, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Return each prompt's ids; texts get the tokenizer's special tokens.
-
-    Raises:
-      UserError: a text without a tokenizer.
-    """
-    found = []
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            found.append([int(value) for value in prompt])
-            continue
-        if tokenizer is None:
-            raise UserError(
-                "a prompt is text, and this run has no tokenizer (DataConfig.tokenizer, or tokenizer.json in its "
-                "folder); give token ids with --prompt_ids"
-            )
-        found.append(tokenizer.encode_prompt(prompt).tolist())
-    return found
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocabulary: int, longest: int | None) -> None:
@@ -111,33 +67,19 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocabul
             )
 
 
-PLANNERS = ("balanced", "eplb")  # those that need no prices, only loads and a number of slots
+def reside(placement: Placement) -> tuple[PlanShape, Tables, np.ndarray]:
+    """Return how a placement is kept for good.
 
-
-@dataclasses.dataclass(frozen=True)
-class Residence:
-    """Where the experts of one segment are.
-
-    Attributes:
-      placement: homes and replicas; shape: what programs are built for; tables: that say so, NumPy arrays.
-      slot_expert: int32 [D, L, G], the expert in each slot, -1 for none.
+    That is what programs are built for, the tables that say so, NumPy arrays, and int32 [D, L, G], the expert in each
+    slot, -1 for none.
     """
-
-    placement: Placement
-    shape: PlanShape
-    tables: Tables
-    slot_expert: np.ndarray
-
-
-def reside(placement: Placement) -> Residence:
-    """Return how a placement is kept for good."""
     shape = build_shape(placement)
     filled = fill_tables(shape, placement)
     devices, layers, slots = filled.slot_expert.shape
     rows = np.arange(layers * slots, dtype=np.int32).reshape(1, layers, slots)
     tables = Tables(filled.dest_slot, filled.dest_num, filled.dest_den, np.broadcast_to(rows, (devices, layers, slots)))
     shape = dataclasses.replace(shape, home_slots=slots, bank_rows=layers * slots, ahead=None)
-    return Residence(placement, shape, tables, filled.slot_expert)
+    return shape, tables, filled.slot_expert
 
 
 def even_placement(model: LanguageModel, segment: Segment) -> Placement:
@@ -147,65 +89,7 @@ def even_placement(model: LanguageModel, segment: Segment) -> Placement:
     return Placement.even(segment.config.moe_layers, segment.moe.num_experts, devices, near)
 
 
-def plan_replicas(
-    model: LanguageModel, experts: Sequence[np.ndarray], planner: str, replica_slots: int
-) -> dict[str, Placement]:
-    """Return {segment: placement} for the loads that were seen.
-
-    Args:
-      experts: int32 [tokens, L, K] of each prompt, as `Generated.experts`; sources count as alike.
-      planner: one of `PLANNERS`; replica_slots: replicas that a device may hold in each layer.
-
-    Raises:
-      UserError: another planner, or a negative number of slots.
-    """
-    if planner not in PLANNERS:
-        raise UserError(f"planner ({planner!r}) must be one of {', '.join(PLANNERS)}, which plan by loads alone")
-    if replica_slots < 0:
-        raise UserError(f"replica_slots ({replica_slots}) must be at least 0")
-    found, taken = {}, np.concatenate(list(experts))
-    for segment in model.expert_segments:
-        start = even_placement(model, segment)
-        layers = range(segment.first_layer, segment.first_layer + start.layers)
-        counts = [np.bincount(taken[:, at][taken[:, at] >= 0], minlength=start.experts) for at in layers]
-        loads = np.repeat(np.asarray(counts, np.float64)[:, None], start.devices, axis=1) / start.devices
-        cost = Cost(
-            cluster=Cluster(),
-            model_dim=segment.config.model_dim,
-            hidden_dim=segment.config.hidden_dim,
-            replica_slots=replica_slots,
-        )
-        found[segment.name] = build_planner(PlannerConfig(name=planner)).propose(loads, start, cost)
-    return found
-
-
-def move_bank(bank: dict, old: np.ndarray, new: np.ndarray) -> dict:
-    """Return a segment's bank in the order of other slots; the arrays given are deleted one by one.
-
-    Args:
-      bank: {name: [D Rb, ...]}; old, new: `Residence.slot_expert` before and after.
-    """
-    source = _source_rows(old, new)
-
-    def one(leaf):
-        moved = jax.jit(lambda leaf: jnp.take(leaf, source, axis=0), out_shardings=leaf.sharding)(leaf)
-        jax.block_until_ready(moved)
-        leaf.delete()  # not two banks at once
-        return moved
-
-    return {name: one(leaf) for name, leaf in bank.items()}
-
-
-def _source_rows(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Return int32 [D Rb], for each row of the new bank the old bank's row of its expert; any where there is none."""
-    devices, layers, slots = old.shape
-    row_of = np.zeros((layers, max(int(old.max()), int(new.max())) + 1), np.int32)
-    device, layer, slot = np.nonzero(old >= 0)
-    row_of[layer, old[device, layer, slot]] = (device * layers + layer) * slots + slot
-    layer = np.broadcast_to(np.arange(layers)[None, :, None], new.shape)
-    return row_of[layer, np.maximum(new, 0)].reshape(-1)
-
-
+PLANNERS = ("balanced", "eplb")  # those that need no prices, only loads and a number of slots
 QUANTIZE = ("none", "int8")
 DECODE = ("gather", "exchange")
 END_SLOTS = 8  # ids that end a text; more of them compile another program
@@ -232,10 +116,6 @@ class Generated:
     experts: list[np.ndarray] | None
     seconds: np.ndarray
 
-    def as_json(self) -> dict:
-        """Return the record of `--out`."""
-        return {name: getattr(self, name) for name in ("prompt_ids", "token_ids", "text", "stopped")}
-
 
 class Generator:
     """A model with its parameters on the devices.
@@ -248,6 +128,9 @@ class Generator:
       quantize: 'int8' keeps the experts so and deletes those given; 'none' keeps these.
       decode: 'gather' brings few tokens to all devices that share the experts (`few_tokens.py`); 'exchange' sends each
         to its experts by the run's schedule and all-to-all, as prompts always are.
+
+    Attributes:
+      longest: positions of the model, None where they have no end.
 
     Raises:
       UserError: another `quantize` or `decode`.
@@ -262,15 +145,23 @@ class Generator:
                 raise UserError(f"{name} ({value!r}) must be one of {', '.join(known)}")
         self.model, self.params, self.tokenizer = model, params, tokenizer
         self.end_ids, self.vocabulary = tuple(end_ids), vocabulary or model.vocab_size
-        self._residence = {segment.name: reside(even_placement(model, segment)) for segment in model.expert_segments}
+        self.longest = model.config.max_length if model.config.positions == "learned" else None
         specs = model.layout().params
         if quantize == "int8":
-            self.params = self._of_banks(params, lambda bank, _: quantize_bank(bank))
-            specs = self._of_banks(specs, lambda bank, _: quantized_specs(bank))
-        shapes = {name: residence.shape for name, residence in self._residence.items()}
-        self._parameters = Parameters(specs, shapes, quantize, decode)
-        self.tables = self._placed_tables()
-        self._programs: dict[tuple, Callable] = {}
+            self.params = {**params, "bank": {name: quantize_bank(bank) for name, bank in params["bank"].items()}}
+            specs = {**specs, "bank": jax.tree.map(lambda leaf: leaf.sharding.spec, self.params["bank"])}
+        self._serving = Serving(model, self.vocabulary, specs, {}, quantize, decode)
+        self._settle({segment.name: even_placement(model, segment) for segment in model.expert_segments})
+
+    def _settle(self, placements: dict[str, Placement]) -> None:
+        """Expect the experts where placements {segment: its own} say; programs are built for that."""
+        shapes, tables, self._slot_expert = {}, {}, {}
+        for segment in self.model.expert_segments:
+            name, axes = segment.name, self.model.roles_of(segment).expert
+            shapes[name], arrays, self._slot_expert[name] = reside(placements[name])
+            tables[name] = to_devices(arrays, self.model.roles.sharding(axes))
+        self.tables, self._programs = tables, {}
+        self._serving = dataclasses.replace(self._serving, shapes=shapes)
 
     def replicate(
         self, experts: Sequence[np.ndarray], planner: str = "balanced", replica_slots: int = 1
@@ -280,37 +171,43 @@ class Generator:
         Text stays the same; devices share its work more evenly. The parameters given before are moved.
 
         Args:
-          experts: of `Generated`, from which loads are counted; planner, replica_slots: as in `plan_replicas`.
+          experts: of `Generated`, from which loads are counted; sources count as alike.
+          planner: one of `PLANNERS`; replica_slots: replicas that a device may hold in each layer.
+
+        Raises:
+          UserError: another planner, or a negative number of slots.
         """
-        placements = plan_replicas(self.model, experts, planner, replica_slots)
-        before, after = self._residence, {name: reside(placement) for name, placement in placements.items()}
-
-        def moved(bank, name):
-            return move_bank(bank, before[name].slot_expert, after[name].slot_expert)
-
-        self.params = self._of_banks(self.params, moved)
-        shapes = {name: residence.shape for name, residence in after.items()}
-        self._residence, self._programs = after, {}
-        self._parameters = dataclasses.replace(self._parameters, shapes=shapes)
-        self.tables = self._placed_tables()
-        return placements
-
-    def _of_banks(self, tree: dict, function: Callable) -> dict:
-        """Return parameters, or something of their structure, with function(bank, segment's name) for each bank."""
-        return {**tree, "bank": {name: function(bank, name) for name, bank in tree["bank"].items()}}
-
-    def _placed_tables(self):
-        found = {}
+        if planner not in PLANNERS:
+            raise UserError(f"planner ({planner!r}) must be one of {', '.join(PLANNERS)}, which plan by loads alone")
+        if replica_slots < 0:
+            raise UserError(f"replica_slots ({replica_slots}) must be at least 0")
+        placements, taken, before = {}, np.concatenate(list(experts)), self._slot_expert
         for segment in self.model.expert_segments:
-            axes = self.model.roles_of(segment).expert
-            found[segment.name] = to_devices(self._residence[segment.name].tables, self.model.roles.sharding(axes))
-        return found
-
-    @property
-    def longest(self) -> int | None:
-        """Positions of the model, None where they have no end."""
-        config = self.model.config
-        return config.max_length if config.positions == "learned" else None
+            start, config = even_placement(self.model, segment), segment.config
+            layers = range(segment.first_layer, segment.first_layer + start.layers)
+            counts = [np.bincount(taken[:, at][taken[:, at] >= 0], minlength=start.experts) for at in layers]
+            loads = np.repeat(np.asarray(counts, np.float64)[:, None], start.devices, axis=1) / start.devices
+            sizes = {"model_dim": config.model_dim, "hidden_dim": config.hidden_dim}
+            cost = Cost(cluster=Cluster(), replica_slots=replica_slots, **sizes)
+            placements[segment.name] = build_planner(PlannerConfig(name=planner)).propose(loads, start, cost)
+        self._settle(placements)
+        banks = {}
+        for segment in self.model.expert_segments:
+            # for each row of the new bank the old bank's row of its expert; any where there is none
+            old, new = before[segment.name], self._slot_expert[segment.name]
+            devices, layers, slots = old.shape
+            row_of = np.zeros((layers, max(int(old.max()), int(new.max())) + 1), np.int32)
+            device, layer, slot = np.nonzero(old >= 0)
+            row_of[layer, old[device, layer, slot]] = (device * layers + layer) * slots + slot
+            layer = np.broadcast_to(np.arange(layers)[None, :, None], new.shape)
+            source = row_of[layer, np.maximum(new, 0)].reshape(-1)
+            banks[segment.name] = {}
+            for name, leaf in self.params["bank"][segment.name].items():
+                move = jax.jit(lambda leaf, source=source: jnp.take(leaf, source, axis=0), out_shardings=leaf.sharding)
+                banks[segment.name][name] = jax.block_until_ready(move(leaf))
+                leaf.delete()  # not two banks at once
+        self.params = {**self.params, "bank": banks}
+        return placements
 
     def generate(
         self, prompts: str | Sequence, max_new_tokens: int, sampling: Sampling | None = None, *,
@@ -329,19 +226,92 @@ class Generator:
         Raises:
           UserError: prompts that the model cannot continue.
         """
-        ids = to_ids([prompts] if isinstance(prompts, str) else prompts, self.tokenizer)
-        check_prompts(ids, max_new_tokens, self.vocabulary, self.longest)
-        request = _Request(self, ids, max_new_tokens, sampling or Sampling(), () if ignore_eos else self.end_ids)
-        said, choices, seconds = request.run(on_token, experts)
-        ends = set(request.end_ids)
+        ids = []
+        for prompt in [prompts] if isinstance(prompts, str) else prompts:
+            if isinstance(prompt, str) and self.tokenizer is None:
+                raise UserError(
+                    "a prompt is text, and this run has no tokenizer (DataConfig.tokenizer, or tokenizer.json in its "
+                    "folder); give token ids with --prompt_ids"
+                )
+            if isinstance(prompt, str):
+                ids.append(self.tokenizer.encode_prompt(prompt).tolist())
+            else:
+                ids.append([int(value) for value in prompt])
+        limit, ends = self.longest, () if ignore_eos else self.end_ids
+        check_prompts(ids, max_new_tokens, self.vocabulary, limit)
+        # how many tokens may follow each: the last one needs no position of its own
+        left = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt) + 1) for prompt in ids]
+        said, taken, seconds = self._run(ids, left, sampling or Sampling(), ends, on_token, experts)
+        stopped = []
+        for prompt, new in zip(ids, said, strict=True):
+            full = limit is not None and len(prompt) + len(new) > limit
+            stopped.append("end" if new and new[-1] in ends else "max_length" if full else "max_new_tokens")
         return Generated(
             prompt_ids=ids,
             token_ids=said,
             text=None if self.tokenizer is None else [self.text_of(new, ends) for new in said],
-            stopped=[request.reason(index, new) for index, new in enumerate(said)],
-            experts=choices,
+            stopped=stopped,
+            experts=taken,
             seconds=seconds,
         )
+
+    def _run(self, prompts: list[list[int]], left: list[int], sampling: Sampling, ends: tuple, on_token, experts: bool):
+        """Return (new ids of each prompt, at most `left`, experts of each or None, seconds [steps])."""
+        roles, compiled = self.model.roles, sampling.compiled
+        parts = roles.size(roles.dense)
+        rows, sizes = bucket(-(-len(prompts) // parts)), []
+        most = max(len(prompt) + more - 1 for prompt, more in zip(prompts, left, strict=True))
+        for tokens in (max(map(len, prompts)), most):  # that go in, and that the cache holds
+            size = bucket(tokens, LEAST_LENGTH)
+            sizes.append(size if self.longest is None else max(min(size, self.longest), tokens))
+        length, held = sizes[0], max(sizes)
+        prefill, decode = self.program("step", rows, length, held, compiled), self.program("step", rows, 1, 0, compiled)
+
+        total = parts * rows  # rows that fill the batch are empty, and not live
+        ids, keys = np.zeros((total, length), np.int32), np.zeros((total, 3), np.uint32)
+        last, more = np.zeros(total, np.int32), np.zeros(total, np.int32)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = prompt
+            last[row], more[row] = len(prompt) - 1, left[row]
+        keys[: len(prompts)] = prompt_keys(prompts, sampling.seed)
+        state = State(None, *to_devices((ids, last, more > 0, more, keys), roles.sharding(roles.dense)))
+        end_ids = np.full(bucket(len(ends), END_SLOTS), -1, np.int32)
+        end_ids[: len(ends)] = ends
+        knobs = np.float32(sampling.temperature), np.float32(sampling.top_p), end_ids
+        knobs = to_devices(knobs, roles.sharding())
+
+        started, seconds = time.perf_counter(), []
+        said: list[list[int]] = [[] for _ in prompts]
+        taken: list[list[np.ndarray]] = [[] for _ in prompts]  # of each prompt [tokens, L, K]
+        state, chosen = prefill(self.params, self.tables, state, knobs)
+        for step in range(max(left)):
+            following = None
+            if step + 1 < max(left):
+                state, following = decode(self.params, self.tables, state, knobs)
+            new_ids = np.asarray(chosen[0])[: len(prompts)]
+            seconds.append(time.perf_counter() - started)
+            for row in np.flatnonzero(new_ids >= 0):
+                said[row].append(int(new_ids[row]))
+                if on_token is not None:
+                    on_token(int(row), int(new_ids[row]))
+            if experts:
+                number, layers = (1 if step else length), []
+                widest = max(segment.moe.top_k for segment in self.model.expert_segments)
+                for segment in self.model.expert_segments:
+                    own = np.asarray(chosen[2][segment.name])  # [L, B', K]
+                    own = own.reshape(own.shape[0], parts, -1, own.shape[2])[:, :, : rows * number]
+                    own = own.reshape(own.shape[0], total, number, own.shape[3])
+                    layers.append(np.pad(own, [(0, 0)] * 3 + [(0, widest - own.shape[3])], constant_values=-1))
+                found = np.concatenate(layers).transpose(1, 2, 0, 3)
+                for row, tokens in enumerate(taken):
+                    tokens.append(found[row][found[row, :, 0, 0] >= 0])  # padding has no expert
+            ended = [
+                len(new) >= limit or bool(new) and new[-1] in ends for new, limit in zip(said, left, strict=True)
+            ]  # fmt: skip
+            if following is None or (new_ids < 0).all() or all(ended):
+                break
+            chosen = following
+        return said, [np.concatenate(tokens) for tokens in taken] if experts else None, np.asarray(seconds)
 
     def experts(self, prompts: str | Sequence) -> list[np.ndarray]:
         """Return the experts that each token of each prompt takes, int32 [tokens, L, K] for each prompt."""
@@ -363,11 +333,9 @@ class Generator:
         for row, ids in enumerate(sequences):
             lengths[row] = len(ids) - 1
             inputs[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
-        key = ("score", rows, length)
-        if key not in self._programs:
-            self._programs[key] = make_score(self.model, self._parameters, rows, length)
         arrays = to_devices((inputs, targets, lengths), roles.sharding(roles.dense))
-        return float(self._programs[key](self.params, self.tables, *arrays)) / int(lengths.sum())
+        total = self.program("score", rows, length)(self.params, self.tables, *arrays)
+        return float(total) / int(lengths.sum())
 
     def text_of(self, ids: Sequence[int], ends=()) -> str:
         """Return the text of ids, without an end of text at their end."""
@@ -377,99 +345,11 @@ class Generator:
         return self.tokenizer.decode(np.asarray(ids[:-1] if ids and ids[-1] in ends else ids, np.int32))
 
     def program(self, kind: str, *sizes) -> Callable:
-        """Return a compiled-on-first-call program: 'prefill' (rows, length, held, compiled), 'decode' (rows, compiled).
+        """Return a compiled-on-first-call program: `make_step` or `make_score` of these sizes.
 
         One program serves all requests whose rounded sizes are equal.
         """
         key = (kind, *sizes)
         if key not in self._programs:
-            make = {"prefill": make_prefill, "decode": make_decode}[kind]
-            self._programs[key] = make(self.model, self._parameters, self.vocabulary, *sizes)
+            self._programs[key] = {"step": make_step, "score": make_score}[kind](self._serving, *sizes)
         return self._programs[key]
-
-
-class _Request:
-    """One batch of prompts on its way through the programs."""
-
-    def __init__(self, owner: Generator, prompts: list[list[int]], max_new: int, sampling: Sampling, end_ids):
-        self.owner, self.prompts, self.sampling, self.end_ids = owner, prompts, sampling, tuple(end_ids)
-        roles = owner.model.roles
-        self.parts = roles.size(roles.dense)
-        self.rows = bucket(-(-len(prompts) // self.parts))
-        longest = max(map(len, prompts))
-        # how many tokens may follow each: the last one needs no position of its own
-        limit = owner.longest
-        self.left = [max_new if limit is None else min(max_new, limit - len(prompt) + 1) for prompt in prompts]
-        most = max(len(prompt) + left for prompt, left in zip(prompts, self.left, strict=True))
-        self.length, self.held = self._fit(longest), max(self._fit(longest), self._fit(most - 1))
-
-    def _fit(self, tokens: int) -> int:
-        limit = self.owner.longest
-        size = bucket(tokens, LEAST_LENGTH)
-        return size if limit is None else max(min(size, limit), tokens)
-
-    def reason(self, index: int, new: list[int]) -> str:
-        """Return why a continuation ended."""
-        if new and new[-1] in self.end_ids:
-            return "end"
-        limit = self.owner.longest
-        full = limit is not None and len(self.prompts[index]) + len(new) > limit
-        return "max_length" if full else "max_new_tokens"
-
-    def inputs(self):
-        """Return (prompts [B, Sq], lengths, left, keys, Knobs) on the devices; rows that fill the batch are empty."""
-        total, roles = self.parts * self.rows, self.owner.model.roles
-        tokens = np.zeros((total, self.length), np.int32)
-        lengths, left, keys = np.zeros(total, np.int32), np.zeros(total, np.int32), np.zeros((total, 3), np.uint32)
-        for row, prompt in enumerate(self.prompts):
-            tokens[row, : len(prompt)] = prompt
-            lengths[row], left[row] = len(prompt), self.left[row]
-        keys[: len(self.prompts)] = prompt_keys(self.prompts, self.sampling.seed)
-        by_row = roles.sharding(roles.dense)
-        ends = np.full(bucket(len(self.end_ids), END_SLOTS), -1, np.int32)
-        ends[: len(self.end_ids)] = self.end_ids
-        knobs = Knobs(np.float32(self.sampling.temperature), np.float32(self.sampling.top_p), ends)
-        return *to_devices((tokens, lengths, left, keys), by_row), to_devices(knobs, roles.sharding())
-
-    def run(self, on_token, want_experts: bool):
-        """Return (new ids of each prompt, experts of each or None, seconds [steps])."""
-        owner, compiled = self.owner, self.sampling.compiled
-        prefill = owner.program("prefill", self.rows, self.length, self.held, compiled)
-        decode = owner.program("decode", self.rows, compiled)
-        *arrays, knobs = self.inputs()
-        started, seconds = time.perf_counter(), []
-        said: list[list[int]] = [[] for _ in self.prompts]
-        taken: list[list[np.ndarray]] = [[] for _ in self.prompts]  # of each prompt [tokens, L, K]
-        state, chosen = prefill(owner.params, owner.tables, *arrays, knobs)
-        for step in range(max(self.left)):
-            following = None
-            if step + 1 < max(self.left):
-                state, following = decode(owner.params, owner.tables, state, knobs)
-            ids = np.asarray(chosen.ids)[: len(self.prompts)]
-            seconds.append(time.perf_counter() - started)
-            for row in np.flatnonzero(ids >= 0):
-                said[row].append(int(ids[row]))
-                if on_token is not None:
-                    on_token(int(row), int(ids[row]))
-            if want_experts:
-                found = self._experts(chosen, 1 if step else self.length)
-                for row, tokens in enumerate(taken):
-                    tokens.append(found[row][found[row, :, 0, 0] >= 0])  # padding has no expert
-            ended = (
-                len(new) >= most or bool(new) and new[-1] in self.end_ids
-                for new, most in zip(said, self.left, strict=True)
-            )  # fmt: skip
-            if following is None or (ids < 0).all() or all(ended):
-                break
-            chosen = following
-        return said, [np.concatenate(tokens) for tokens in taken] if want_experts else None, np.asarray(seconds)
-
-    def _experts(self, chosen: Chosen, length: int) -> np.ndarray:
-        """Return the experts of the tokens that went into one program call, [B, Sq, L, K], -1 for none."""
-        model = self.owner.model
-        most = max(segment.moe.top_k for segment in model.expert_segments)
-        layers = []
-        for segment in model.expert_segments:
-            own = by_sequence(np.asarray(chosen.choices[segment.name]), self.parts, self.rows, length)
-            layers.append(np.pad(own, ((0, 0), (0, 0), (0, 0), (0, most - own.shape[-1])), constant_values=-1))
-        return np.concatenate(layers).transpose(1, 2, 0, 3)

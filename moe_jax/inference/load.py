@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from moe_jax.config import parse_run_config
 from moe_jax.config.run_config import RunConfig
@@ -23,11 +23,12 @@ from moe_jax.models.segments import expert_counts
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.registry import find
 from moe_jax.observe import RunFolder
-from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.mesh import build_mesh
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import padded_vocabulary
 
-PER_TOKEN = "topk"  # what a user may choose by token instead
+MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out", "head")  # of attention, FFNs, and an untied head
+TOKENIZER = "tokenizer.json"
 
 
 def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, MoEConfig]:
@@ -47,7 +48,7 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
         if not find(name).router.by_token:
             raise UserError(
                 f"MoEConfig.router ({name!r}) lets a token's experts depend on the other tokens of its batch, so text "
-                f"would depend on what is generated beside it; bind MoEConfig.router = {PER_TOKEN!r}, by which each "
+                f"would depend on what is generated beside it; bind MoEConfig.router = 'topk', by which each "
                 "token chooses for itself"
             )
     changes = {"remat": "none", "prefetch": "none", "refetch_replicas": False, "sequence_parallel": False}
@@ -59,23 +60,18 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
     return model, moe
 
 
-MATRICES = ("qkv", "q", "kv", "out", "w_in", "w_gate", "w_out", "head")  # of attention, FFNs, and an untied head
-TOKENIZER = "tokenizer.json"
-
-
 def load(
-    workdir: str | os.PathLike[str], mesh: MeshConfig | None = None, *, step: int | None = None, averaged: bool = False,
-    bindings: Sequence[str] = (), devices: Sequence | None = None, quantize: str = "none",
-    decode: str = "gather",
+    workdir: str | os.PathLike[str], *, step: int | None = None, averaged: bool = False, bindings: Sequence[str] = (),
+    devices: Sequence | None = None, quantize: str = "none", decode: str = "gather",
 ) -> Generator:  # fmt: skip
     """Return a finished or running run's model, ready to generate.
 
     Args:
       workdir: the run folder.
-      mesh: group sizes to run on; None takes the run's own, which must make the number of devices.
       step: of a checkpoint; None is the newest.
       averaged: take the moving average of the parameters.
-      bindings: lines 'Name.field = value' that win over the run's config, such as MoEConfig.schedule.
+      bindings: lines 'Name.field = value' that win over the run's config, such as MoEConfig.schedule, or the sizes in
+        MeshConfig, which must make the number of devices.
       devices: to run on; None takes all.
       quantize: 'int8' keeps the experts' weights so, for a small change of the loss.
       decode: how single tokens meet their experts, 'gather' or 'exchange', as `Generator` says.
@@ -84,11 +80,19 @@ def load(
       UserError: no such run or checkpoint, a model that cannot generate, or a mesh that does not fit it.
     """
     config, folder = run_config(workdir, bindings), RunFolder(workdir, create=False)
-    if mesh is not None:
-        config = dataclasses.replace(config, mesh=mesh)
     checkpoints = Checkpointer(folder.checkpoints, keep=1)
     try:
-        step = _step(checkpoints, folder, step)
+        steps = checkpoints.steps()
+        if not steps:
+            raise UserError(
+                f"run folder {folder.path} has no finished checkpoint; train first, with the same --workdir"
+            )
+        if step is not None and step not in steps:
+            raise UserError(
+                f"run folder {folder.path} has no checkpoint of step {step}, only of {', '.join(map(str, steps))}; "
+                "take one of these"
+            )
+        step = steps[-1] if step is None else step
         if averaged and not checkpoints.has_ema(step):
             raise UserError(
                 f"the checkpoint of step {step} of {folder.path} holds no averaged parameters; leave --averaged out, "
@@ -96,14 +100,38 @@ def load(
             )
         tokenizer = find_tokenizer(config, folder.path)
         model = build_model(config, jax.devices() if devices is None else list(devices), tokenizer)
-        params = _restore(checkpoints, step, model, "ema" if averaged else "params")
+        abstract = jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(model.roles.mesh, spec)
+            ),
+            model.shapes(),
+            model.layout().params,
+        )
+        homes = {segment.name: even_placement(model, segment).home for segment in model.expert_segments}
+        params = checkpoints.restore_params(step, abstract, homes, "ema" if averaged else "params")
     finally:
         checkpoints.close()
-    vocabulary = model.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.vocab_size)
+    leaves, tree = jax.tree.flatten_with_path(params)
+    dtype, cast = model.config.dtype, []
+    for path, leaf in leaves:
+        # Experts and matrices of blocks are kept as every step would cast them. Norms, gates, biases and embeddings
+        # stay as trained, but for an untied output head: they are read in their own dtype.
+        if leaf.dtype == dtype or not is_matrix(path):
+            cast.append(leaf)
+            continue
+        own = jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=leaf.sharding)(leaf)
+        cast.append(jax.block_until_ready(own))
+        leaf.delete()  # not two banks at once
     return Generator(
-        model, params, tokenizer=tokenizer, end_ids=_end_ids(folder.path, tokenizer), vocabulary=vocabulary,
-        quantize=quantize, decode=decode,
-    )  # fmt: skip
+        model,
+        jax.tree.unflatten(tree, cast),
+        tokenizer=tokenizer,
+        # of generation_config.json, else of config.json, else the tokenizer's
+        end_ids=read_end_ids(folder.path) or (() if tokenizer is None else tokenizer.end_ids),
+        vocabulary=model.vocab_size if tokenizer is None else min(tokenizer.vocab_size, model.vocab_size),
+        quantize=quantize,
+        decode=decode,
+    )
 
 
 def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) -> RunConfig:
@@ -155,57 +183,7 @@ def find_tokenizer(config: RunConfig, folder: Path) -> Tokenizer | None:
     return build_tokenizer(dataclasses.replace(config.data, tokenizer=str(inside))) if inside.exists() else None
 
 
-def _step(checkpoints: Checkpointer, folder: RunFolder, wanted: int | None) -> int:
-    steps = checkpoints.steps()
-    if not steps:
-        raise UserError(f"run folder {folder.path} has no finished checkpoint; train first, with the same --workdir")
-    if wanted is not None and wanted not in steps:
-        raise UserError(
-            f"run folder {folder.path} has no checkpoint of step {wanted}, only of {', '.join(map(str, steps))}; take "
-            "one of these"
-        )
-    return steps[-1] if wanted is None else wanted
-
-
-def _restore(checkpoints: Checkpointer, step: int, model: LanguageModel, part: str) -> dict:
-    """Return the parameters on the devices, each its own part, as `in_compute_dtype` leaves them."""
-    mesh, specs = model.roles.mesh, model.layout().params
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, PartitionSpec)
-    )
-    abstract = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        model.shapes(),
-        shardings,
-    )
-    homes = {segment.name: even_placement(model, segment).home for segment in model.expert_segments}
-    params = checkpoints.restore_params(step, abstract, homes, part)
-    return in_compute_dtype(params, model.config.dtype)
-
-
-def in_compute_dtype(params: dict, dtype: str) -> dict:
-    """Return parameters whose experts and matrices of blocks are in the compute dtype, as every step would cast them.
-
-    Norms, gates, biases and embeddings stay as trained, but for an untied output head: they are read in their own
-    dtype. Arrays that are cast are deleted one by one.
-    """
-
-    def one(path, leaf):
-        if leaf.dtype == dtype or not is_matrix(path):
-            return leaf
-        cast = jax.block_until_ready(jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=leaf.sharding)(leaf))
-        leaf.delete()  # not two banks at once
-        return cast
-
-    return jax.tree_util.tree_map_with_path(one, params)
-
-
 def is_matrix(path) -> bool:
     """Say whether the leaf at a key path of {'dense', 'bank'} is an expert's or a block's matrix."""
     keys = [entry.key for entry in path]
     return keys[0] == "bank" or "gate" not in keys[:-1] and keys[-1] in MATRICES
-
-
-def _end_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the ids that end a text: of generation_config.json, else of config.json, else the tokenizer's."""
-    return read_end_ids(folder) or (() if tokenizer is None else tokenizer.end_ids)

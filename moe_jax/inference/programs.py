@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +22,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import UserError
-from moe_jax.inference.few_tokens import on_cpu
-from moe_jax.inference.forward import cache_specs, logits_of, make_forward, whole_tokens
+from moe_jax.inference import few_tokens
+from moe_jax.inference.forward import Serving, attentions_of, make_forward, whole_tokens
 from moe_jax.models import LanguageModel
 from moe_jax.models.cross_entropy import chunked_cross_entropy
+from moe_jax.models.model_group import in_dtype, project
 from moe_jax.moe.routing import record
 from moe_jax.parallel.replicated import join_parts, own_part
-from moe_jax.planning.plan_shape import PlanShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,13 +58,9 @@ class Sampling:
             raise UserError(f"seed ({self.seed}) must lie between 0 and {(1 << 32) - 1}")
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
     def compiled(self) -> tuple[bool, int, bool]:
         """What a program is compiled for: greedy, top_k, whether top_p cuts."""
-        return (True, 0, False) if self.greedy else (False, self.top_k, self.top_p < 1)
+        return (True, 0, False) if self.temperature == 0 else (False, self.top_k, self.top_p < 1)
 
 
 def prompt_keys(prompts: Sequence[Sequence[int]], seed: int) -> np.ndarray:
@@ -90,9 +85,17 @@ def choose_tokens(logits, keys, positions, compiled: tuple[bool, int, bool], tem
     greedy, top_k, cuts = compiled
     if greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    scaled = logits / temperature.astype(logits.dtype)
-    noisy = scaled + jax.vmap(_noise, in_axes=(0, 0, None))(keys, positions, logits.shape[1:]).astype(logits.dtype)
     size = logits.shape[1]
+
+    def noise(key, position):
+        """Return Gumbel noise of one sequence's token at one position."""
+        folded = jax.random.key(key[0])
+        for value in (key[1], key[2], position.astype(jnp.uint32)):
+            folded = jax.random.fold_in(folded, value)
+        return jax.random.gumbel(folded, (size,), jnp.float32)
+
+    scaled = logits / temperature.astype(logits.dtype)
+    noisy = scaled + jax.vmap(noise)(keys, positions).astype(logits.dtype)
     if not top_k and not cuts:
         return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
     best, token_ids = jax.lax.top_k(scaled, min(top_k or size, size))
@@ -105,76 +108,27 @@ def choose_tokens(logits, keys, positions, compiled: tuple[bool, int, bool], tem
     return jnp.take_along_axis(token_ids, picked, axis=-1)[:, 0].astype(jnp.int32)
 
 
-def _noise(key, position, shape):
-    """Return Gumbel noise of one sequence's token at one position."""
-    seed, prompt, number = key
-    folded = jax.random.key(seed)
-    for value in (prompt, number, position.astype(jnp.uint32)):
-        folded = jax.random.fold_in(folded, value)
-    return jax.random.gumbel(folded, shape, jnp.float32)
-
-
 LEAST_LENGTH = 16  # of a prompt or cache: shorter ones share a program
 
 
 @record
 class State:
-    """Of B sequences between two tokens.
+    """Of B sequences between two tokens, and before the first.
 
     Attributes:
-      cache: of all tokens but the last one.
-      ids: int32 [B], the last token of each; positions: int32 [B], where it stands.
+      cache: of all tokens but those in `ids`; None before the first.
+      ids: int32 [B, Sq], the last token of each, or padded prompts before the first.
+      positions: int32 [B], where the last one stands.
       live: bool [B], whether another token is to come; left: int32 [B], how many at most.
       keys: uint32 [B, 3], of `prompt_keys`.
     """
 
-    cache: dict
+    cache: dict | None
     ids: jax.Array
     positions: jax.Array
     live: jax.Array
     left: jax.Array
     keys: jax.Array
-
-
-@record
-class Chosen:
-    """What one program call found.
-
-    Attributes:
-      ids: int32 [B], the token chosen for each sequence, -1 where it had ended; equal on all devices.
-      logits: float [B, V], in at least float32, -inf where the vocabulary has no such token.
-      choices: {segment: int32 [L, B', K]}, experts of the tokens that went in, -1 for padding; see `by_sequence`.
-    """
-
-    ids: jax.Array
-    logits: jax.Array
-    choices: dict
-
-
-@record
-class Knobs:
-    """Inputs that no program is compiled for: temperature, top_p float32 []; end_ids int32 [n], -1 where unused."""
-
-    temperature: jax.Array
-    top_p: jax.Array
-    end_ids: jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Parameters:
-    """How the parameters lie, as programs are built for them.
-
-    Attributes:
-      specs: PartitionSpecs {'dense': ..., 'bank': ...}.
-      shapes: {segment: `Residence.shape`}, its slots and candidates.
-      quantize: how the bank is kept, 'none' or 'int8'.
-      decode: how single tokens meet their experts, 'gather' or 'exchange'; see `make_forward`.
-    """
-
-    specs: Any
-    shapes: dict[str, PlanShape]
-    quantize: str = "none"
-    decode: str = "gather"
 
 
 def bucket(number: int, least: int = 1) -> int:
@@ -183,9 +137,10 @@ def bucket(number: int, least: int = 1) -> int:
 
 
 def state_specs(model: LanguageModel) -> State:
-    """Return the PartitionSpec of every array of a `State`."""
-    rows = P(model.roles.dense)
-    return State(cache_specs(model), rows, rows, rows, rows, rows)
+    """Return the PartitionSpec of every array of a `State` with a cache."""
+    rows, held = P(model.roles.dense), P(None, model.roles.dense, model.roles.model or None)
+    cache = {own.name: {name: (held, held) for name in attentions_of(own)} for own in model.segments}
+    return State(cache, rows, rows, rows, rows, rows)
 
 
 def tables_specs(model: LanguageModel):
@@ -193,70 +148,73 @@ def tables_specs(model: LanguageModel):
     return {segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments}
 
 
-def make_prefill(
-    model: LanguageModel, parameters: Parameters, vocabulary: int, rows: int, length: int, held: int, compiled: tuple
-) -> Callable:
-    """Return prefill(params, tables, prompts [B, Sq], lengths, left, keys, Knobs) -> (State, Chosen), compiled lazily.
+def make_step(serving: Serving, rows: int, length: int, held: int, compiled: tuple) -> Callable:
+    """Return step(params, tables, State, knobs) -> (State, chosen), compiled lazily; a cache is donated.
+
+    knobs are inputs that no program is compiled for: (temperature, top_p float32 [], end_ids int32 [n], -1 where
+    unused). chosen is (int32 [B], the token chosen for each sequence, -1 where it had ended, equal on all devices;
+    logits float [B, V], in at least float32, -inf where the vocabulary has no such token; {segment: int32 [L, B', K]},
+    experts of the tokens that went in, -1 for padding, those of a device's rows after one another).
 
     Args:
-      parameters: how they lie on the mesh.
-      vocabulary: ids below it may be chosen.
-      rows: b; length: Sq, of the padded prompts; held: T, tokens that the cache has room for.
+      rows: b; length: Sq; held: of whole prompts the tokens that the cache has room for; else Sq is 1 and it is 0.
       compiled: of the `Sampling`.
     """
-    roles = model.roles
-    forward = make_forward(model, rows, length, True, parameters.shapes, parameters.quantize)
-    next_token = _make_next(model, vocabulary, compiled)
-
-    def body(params, tables, prompts, lengths, left, keys, knobs):
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], prompts.shape)
-        real = positions < lengths[:, None]
-        x, table, cache, choices = forward(
-            params["dense"], params["bank"], tables, held, jnp.where(real, prompts, 0), positions, real
-        )
-        last = jnp.maximum(lengths - 1, 0)
-        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-        state = State(cache, prompts[:, 0], last, left > 0, left, keys)
-        return next_token(state, x, table, choices, knobs)
-
-    specs = P(roles.dense)
-    in_specs = parameters.specs, tables_specs(model), specs, specs, specs, specs, Knobs(P(), P(), P())
-    return _compiled(model, body, in_specs)
-
-
-def make_decode(model: LanguageModel, parameters: Parameters, vocabulary: int, rows: int, compiled: tuple) -> Callable:
-    """Return decode(params, tables, State, Knobs) -> (State, Chosen), compiled lazily; the state is donated.
-
-    Args:
-      as for `make_prefill`.
-    """
-    forward = make_forward(model, rows, 1, False, parameters.shapes, parameters.quantize, parameters.decode)
-    next_token = _make_next(model, vocabulary, compiled)
+    model, roles = serving.model, serving.model.roles
+    forward = make_forward(serving, rows, length, held)
 
     def body(params, tables, state, knobs):
-        x, table, cache, choices = forward(
-            params["dense"], params["bank"], tables, state.cache, state.ids[:, None], state.positions[:, None],
-            state.live[:, None],
-        )  # fmt: skip
-        return next_token(dataclasses.replace(state, cache=cache), x[:, 0], table, choices, knobs)
+        temperature, top_p, end_ids = knobs
+        ids, last, real = state.ids, state.positions, state.live[:, None]
+        positions = last[:, None]
+        if held:
+            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], ids.shape)
+            real = real & (positions <= last[:, None])
+            ids = jnp.where(real, ids, 0)
+        x, table, cache, choices = forward(params, tables, state.cache, ids, positions, real)
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0] if held else x[:, 0]
+        # each device of an MP group has a part of the table [V, M]
+        split = roles.model if table.shape[0] % roles.size(roles.model) == 0 else ()
+        own = in_dtype(own_part(table, split), x.dtype)
+        acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+        if rows == 1 and not few_tokens.on_cpu(roles):  # multiplied where it lies, without a matmul
+            part = jnp.sum(x[:, None].astype(acc_dtype) * own.held[None].astype(acc_dtype), axis=-1)
+        else:
+            part = project("bm,vm->bv", x, own, out=acc_dtype)
+        logits = join_parts(part, split, dim=1)
+        with jax.named_scope("sampling"):
+            known = jnp.arange(logits.shape[1], dtype=jnp.int32) < serving.vocabulary
+            logits = jnp.where(known[None], logits, -jnp.inf)
+            ids = choose_tokens(logits, state.keys, last + 1, compiled, temperature, top_p)
+            ended = jnp.any(ids[:, None] == end_ids[None], axis=1)
+            left = state.left - state.live
+            live = state.live & ~ended & (left > 0)
+            said = join_parts(jnp.where(state.live, ids, -1), roles.dense)
+        ids, positions = jnp.where(live, ids, 0), jnp.where(live, last + 1, last)
+        return State(cache, ids[:, None], positions, live, left, state.keys), (said, logits, choices)
 
-    in_specs = parameters.specs, tables_specs(model), state_specs(model), Knobs(P(), P(), P())
-    return _compiled(model, body, in_specs, donate=(2,))
+    after = state_specs(model)
+    before = dataclasses.replace(after, cache=None) if held else after
+    choices = {segment.name: P(None, roles.dense + roles.model) for segment in model.expert_segments}
+    in_specs = serving.specs, tables_specs(model), before, (P(), P(), P())
+    out_specs = after, (P(), P(roles.dense), choices)
+    sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(sharded, donate_argnums=() if held else (2,))
 
 
-def make_score(model: LanguageModel, parameters: Parameters, rows: int, length: int) -> Callable:
+def make_score(serving: Serving, rows: int, length: int) -> Callable:
     """Return score(params, tables, inputs [B, Sq], targets [B, Sq], lengths [B]) -> float [], the sum of token losses.
 
     Args:
-      as for `make_prefill`; no token is chosen and no cache is kept.
+      rows: b; length: Sq. No token is chosen and no cache is kept.
     """
-    roles = model.roles
-    forward = make_forward(model, rows, length, True, parameters.shapes, parameters.quantize)
+    model, roles = serving.model, serving.model.roles
+    forward = make_forward(serving, rows, length, held=length)
 
     def body(params, tables, inputs, targets, lengths):
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], inputs.shape)
         real = positions < lengths[:, None]
-        x, table, *_ = forward(params["dense"], params["bank"], tables, length, inputs, positions, real)
+        x, table, *_ = forward(params, tables, None, inputs, positions, real)
         spare = whole_tokens(rows * length, roles.size(roles.model)) - rows * length
 
         def own(array):  # tokens that fill up the last device's part are zero, and not real
@@ -269,46 +227,5 @@ def make_score(model: LanguageModel, parameters: Parameters, rows: int, length: 
         return lax.psum(total, roles.all)
 
     specs = P(roles.dense)
-    in_specs = parameters.specs, tables_specs(model), specs, specs, specs
+    in_specs = serving.specs, tables_specs(model), specs, specs, specs
     return jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=P()))
-
-
-def _make_next(model: LanguageModel, vocabulary: int, compiled: tuple) -> Callable:
-    """Return next_token(state, x [b, M], table, choices, knobs) -> (State, Chosen)."""
-    roles = model.roles
-
-    def next_token(state: State, x, table, choices, knobs: Knobs):
-        logits = logits_of(x, table, roles.model, x.shape[0] == 1 and not on_cpu(roles))
-        with jax.named_scope("sampling"):
-            known = jnp.arange(logits.shape[1], dtype=jnp.int32) < vocabulary
-            logits = jnp.where(known[None], logits, -jnp.inf)
-            positions = state.positions + 1
-            ids = choose_tokens(logits, state.keys, positions, compiled, knobs.temperature, knobs.top_p)
-            ended = jnp.any(ids[:, None] == knobs.end_ids[None], axis=1)
-            left = state.left - state.live
-            live = state.live & ~ended & (left > 0)
-            said = join_parts(jnp.where(state.live, ids, -1), roles.dense)
-        ids, positions = jnp.where(live, ids, state.ids), jnp.where(live, positions, state.positions)
-        after = dataclasses.replace(state, ids=ids, positions=positions, live=live, left=left)
-        return after, Chosen(said, logits, choices)
-
-    return next_token
-
-
-def _compiled(model: LanguageModel, body: Callable, in_specs: tuple, donate: tuple[int, ...] = ()) -> Callable:
-    roles = model.roles
-    choices = {segment.name: P(None, roles.dense + roles.model) for segment in model.expert_segments}
-    out_specs = state_specs(model), Chosen(P(), P(roles.dense), choices)
-    sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(sharded, donate_argnums=donate)
-
-
-def by_sequence(choices, parts: int, rows: int, length: int):
-    """Return one segment's choices [L, B', K] as [L, B, Sq, K], NumPy arrays.
-
-    Args:
-      parts: data-parallel devices; rows: b; length: Sq.
-    """
-    layers, _, top_k = choices.shape
-    own = choices.reshape(layers, parts, -1, top_k)[:, :, : rows * length]
-    return own.reshape(layers, parts * rows, length, top_k)

@@ -39,43 +39,43 @@ def lower(config, devices):
     import jax
     import numpy as np
 
-    from moe_jax.inference.forward import Entry, attentions_of
+    from moe_jax.inference.forward import Serving, attentions_of
     from moe_jax.inference.generator import even_placement, reside
     from moe_jax.inference.load import build_model, is_matrix
-    from moe_jax.inference.programs import Knobs, Parameters, State, make_decode, state_specs, tables_specs
+    from moe_jax.inference.programs import State, make_step, state_specs, tables_specs
 
     model = build_model(config, devices, None)
     mesh, specs, segments = model.roles.mesh, model.layout().params, model.expert_segments
     residence = {segment.name: reside(even_placement(model, segment)) for segment in segments}
-    shapes = {name: found.shape for name, found in residence.items()}
-    decode = make_decode(
-        model, Parameters(specs, shapes, decode=_DECODE.value), model.vocab_size, _BATCH.value, (True, 0, False)
-    )
+    shapes = {name: shape for name, (shape, _, _) in residence.items()}
+    serving = Serving(model, model.vocab_size, specs, shapes, decode=_DECODE.value)
+    decode = make_step(serving, _BATCH.value, 1, 0, (True, 0, False))
     rows = _BATCH.value * model.roles.size(model.roles.dense)
 
     def entry(segment):
         sizes = (segment.units, rows, segment.config.key_value_heads, _HELD.value, segment.config.head_size)
         array = jax.ShapeDtypeStruct(sizes, segment.config.dtype)
-        return {name: Entry(array, array) for name in attentions_of(segment)}
+        return {name: (array, array) for name in attentions_of(segment)}
 
     ints = jax.ShapeDtypeStruct((rows,), np.int32)
     state = State(
-        cache={segment.name: entry(segment) for segment in model.segments}, ids=ints, positions=ints,
+        cache={segment.name: entry(segment) for segment in model.segments},
+        ids=jax.ShapeDtypeStruct((rows, 1), np.int32), positions=ints,
         live=jax.ShapeDtypeStruct((rows,), bool), left=ints, keys=jax.ShapeDtypeStruct((rows, 3), np.uint32),
     )  # fmt: skip
     none = jax.sharding.PartitionSpec()
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    knobs = Knobs(scalar, scalar, jax.ShapeDtypeStruct((8,), np.int32))
+    knobs = scalar, scalar, jax.ShapeDtypeStruct((8,), np.int32)
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, config.model.dtype if is_matrix(path) else leaf.dtype),
         model.shapes(),
     )
     placed = {
-        name: abstract(found.tables, jax.tree.map(lambda _, at=name: tables_specs(model)[at], found.tables), mesh)
-        for name, found in residence.items()
+        name: abstract(tables, jax.tree.map(lambda _, at=name: tables_specs(model)[at], tables), mesh)
+        for name, (_, tables, _) in residence.items()
     }
     arguments = abstract(params, specs, mesh), placed, abstract(state, state_specs(model), mesh)
-    return model, params, decode.lower(*arguments, abstract(knobs, Knobs(none, none, none), mesh))
+    return model, params, decode.lower(*arguments, abstract(knobs, (none, none, none), mesh))
 
 
 def floor_bytes(model, params) -> float:

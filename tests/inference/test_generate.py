@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 from support.equality_cases import VOCAB
 from support.generation_cases import PROMPTS, build, configs, reference_of
 
 from moe_jax.errors import UserError
-from moe_jax.inference import Sampling, few_tokens, forward, programs
+from moe_jax.generate import command
+from moe_jax.inference import Sampling, few_tokens
 from moe_jax.inference.few_tokens import FewTokensGroup
 from moe_jax.inference.forward import RealTokens
-from moe_jax.inference.generator import DECODE, _Request, check_prompts, read_prompt_ids, to_ids
+from moe_jax.inference.generator import DECODE, check_prompts
 from moe_jax.inference.load import inference_configs
 from moe_jax.inference.programs import choose_tokens, prompt_keys
 from moe_jax.models import ModelConfig
@@ -59,8 +61,7 @@ def test_greedy_text_and_logits_equal_the_reference(case, float64, monkeypatch):
     layer = {"gate_noise": 0.1, **layer} if layer.get("router") != "sigmoid_bias" else {"gate_noise": 0.0, **layer}
     config, moe = configs(layer, **changes)
     if case in AS_GPU:
-        for module in (few_tokens, forward, programs):
-            monkeypatch.setattr(module, "on_cpu", lambda roles: False)
+        monkeypatch.setattr(few_tokens, "on_cpu", lambda roles: False)
     decode = "exchange" if case in EXCHANGE else "gather"
     generator, params = build(config, moe, mesh, end_ids=(), decode=decode)
     logits = []
@@ -82,7 +83,7 @@ def test_greedy_text_and_logits_equal_the_reference(case, float64, monkeypatch):
 
 
 def _kept(logits, result):
-    logits.append(np.asarray(result[1].logits))
+    logits.append(np.asarray(result[1][1]))
     return result
 
 
@@ -106,14 +107,14 @@ def test_text_does_not_depend_on_its_company_and_ends(float64):
         assert (new, stopped) == (cut, "end" if end in whole else "max_new_tokens")
     assert one.generate(PROMPTS, 7, drawn, ignore_eos=True).token_ids == alone
     # rounded sizes are shared: programs of 1 and of 4 rows
-    assert sorted(key[:4] for key in one._programs) == [
-        ("decode", 1, (False, 20, True)), ("decode", 4, (False, 20, True)),
-        ("prefill", 1, 16, 16), ("prefill", 4, 16, 16),
-    ]  # fmt: skip
+    assert sorted(one._programs) == [("step", rows, *sizes, (False, 20, True)) for rows in (1, 4)
+                                     for sizes in ((1, 0), (16, 16))]  # fmt: skip
     # the model has 32 positions, and the last token needs none
-    full = _Request(one, [list(range(1, 31)), [1]], 7, drawn, ())
-    assert (full.left, full.length, full.held) == ([3, 7], 32, 32)
-    assert [full.reason(0, [1, 2, 3]), full.reason(1, [1])] == ["max_length", "max_new_tokens"]
+    full = one.generate([list(range(1, 31)), [1]], 7, drawn, ignore_eos=True)
+    assert [len(new) for new in full.token_ids] == [3, 7] and full.stopped == ["max_length", "max_new_tokens"]
+    assert ("step", 2, 32, 32, (False, 20, True)) in one._programs
+    with pytest.raises(UserError, match="no tokenizer"):
+        one.generate("text", 1)
 
 
 def test_choose_tokens_keeps_what_top_k_and_top_p_leave():
@@ -190,15 +191,11 @@ def test_bad_sampling_and_files_are_refused(tmp_path):
     for name, value in (("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("seed", -1)):
         with pytest.raises(UserError, match=name):
             Sampling(**{name: value})
-    with pytest.raises(UserError, match="no tokenizer"):
-        to_ids(["text"], None)
     file = tmp_path / "ids.json"
     for text in ("[[1, 2", "[1, 2]", '{"a": 1}', "[[1, 2.5]]", "[[true]]"):
         file.write_text(text)
-        with pytest.raises(UserError, match="--prompt_ids"):
-            read_prompt_ids(file)
-    file.write_text("[[1, 2], [3]]")
-    assert read_prompt_ids(file) == [[1, 2], [3]]
+        with flagsaver.flagsaver(), pytest.raises(UserError, match="--prompt_ids"):
+            command(["generate", "--workdir=none", f"--prompt_ids={file}"])
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,23 @@ from support.tiny_run import finish, run_here, start
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
-from moe_jax.inference import Sampling, few_tokens, forward, load, programs
+from moe_jax.inference import Sampling, few_tokens, load
 from moe_jax.inference.load import find_tokenizer
 from moe_jax.models import ModelConfig
-from moe_jax.parallel.mesh import MeshConfig
 
 GREEDY = Sampling(temperature=0)
 BFLOAT16 = [
     "ModelConfig.dtype = 'bfloat16'",
     "MoEConfig.top_k = 8",
 ]  # all experts, so that no rounding changes a choice
+
+
+def on_mesh(**sizes):
+    """Return bindings of these sizes, and of 1 where none is named."""
+    return [f"MeshConfig.{name} = {sizes.get(name, 1)}" for name in ("data", "expert", "expert_shard", "model")]
+
+
+ONE = {"bindings": on_mesh(expert=1), "devices": jax.devices()[:1]}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +48,7 @@ def many(workdir):
 
 def test_load_reads_a_run_on_another_mesh(workdir, many):
     """Text of a run on 8 devices is the same on 8 and on 2 x 2 with tensor slicing; averaged parameters are read."""
-    few = load(workdir, MeshConfig(expert=2, expert_shard=2, model=2), devices=jax.devices()[:4])
+    few = load(workdir, bindings=on_mesh(expert=2, expert_shard=2, model=2), devices=jax.devices()[:4])
     texts = many.generate(["12 apples", "7"], 6, GREEDY, experts=True)
     again = few.generate(["12 apples", "7"], 6, GREEDY, experts=True)
     assert texts.token_ids == again.token_ids and texts.text == again.text
@@ -49,16 +56,15 @@ def test_load_reads_a_run_on_another_mesh(workdir, many):
     assert many.experts("12 apples")[0].shape == (9, 2, 2)
     assert max(map(max, texts.token_ids)) < 258  # the model's vocabulary is rounded up to 384
     assert many.end_ids == (256,)
-    load(workdir, MeshConfig(expert=1), averaged=True, step=3, devices=jax.devices()[:1])
+    load(workdir, averaged=True, step=3, **ONE)
 
 
 @pytest.mark.parametrize("as_gpu", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_bfloat16_decodes_what_it_would_compute_anew(workdir, as_gpu, monkeypatch):
     """Matrices are kept in the compute dtype, the rest in float32; cached and recomputed logits differ by roundings."""
     if as_gpu:  # single tokens meet their experts as on a GPU
-        for module in (few_tokens, forward, programs):
-            monkeypatch.setattr(module, "on_cpu", lambda roles: False)
-    one = load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1], bindings=BFLOAT16)
+        monkeypatch.setattr(few_tokens, "on_cpu", lambda roles: False)
+    one = load(workdir, bindings=[*on_mesh(expert=1), *BFLOAT16], devices=jax.devices()[:1])
     dtypes = {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in jax.tree.leaves_with_path(one.params)}
     units = "['dense']['units']['segment_0']"
     assert {dtypes["['bank']['segment_0']['w_in']"], dtypes[f"{units}['attention']['out']"]} == {"bfloat16"}
@@ -73,7 +79,7 @@ def test_bfloat16_decodes_what_it_would_compute_anew(workdir, as_gpu, monkeypatc
 
 
 def kept(logits, result):
-    logits.append(np.asarray(result[1].logits, np.float32)[0, :258])
+    logits.append(np.asarray(result[1][1], np.float32)[0, :258])
     return result
 
 
@@ -91,9 +97,9 @@ def test_find_tokenizer_looks_beside_the_run(tmp_path):
 
 def test_end_ids_come_from_the_converted_files(workdir):
     (workdir / "config.json").write_text('{"eos_token_id": 7}')
-    assert load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1]).end_ids == (7,)
+    assert load(workdir, **ONE).end_ids == (7,)
     (workdir / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert load(workdir, MeshConfig(expert=1), devices=jax.devices()[:1]).end_ids == (5, 6)
+    assert load(workdir, **ONE).end_ids == (5, 6)
     (workdir / "generation_config.json").unlink()
     (workdir / "config.json").unlink()
 
@@ -114,26 +120,21 @@ def test_prompts_are_checked_before_anything_runs(many, monkeypatch):
 
 
 def test_mistakes_are_one_line(workdir, tmp_path):
-    one = jax.devices()[:1]
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.gin").write_text((workdir / "config.gin").read_text())
     cases = [
-        ((tmp_path / "none",), {}, "does not exist"),
-        ((tmp_path,), {}, "holds no config.gin"),
-        ((empty,), {}, "has no finished checkpoint"),
-        ((workdir,), {"step": 2}, "has no checkpoint of step 2, only of 3"),
-        ((workdir, MeshConfig(expert=4, model=4)), {"devices": jax.devices()[:4]}, r"ModelConfig.heads \(2\)"),
-        ((workdir, MeshConfig(expert=2)), {"devices": one}, "but there are 1 devices"),
-        (
-            (workdir, MeshConfig(expert=1)),
-            {"devices": one, "bindings": ["ModelConfig.layers = 4"]},
-            "not of this model",
-        ),
+        (tmp_path / "none", {}, "does not exist"),
+        (tmp_path, {}, "holds no config.gin"),
+        (empty, {}, "has no finished checkpoint"),
+        (workdir, {"step": 2}, "has no checkpoint of step 2, only of 3"),
+        (workdir, {"devices": jax.devices()[:4], "bindings": on_mesh(expert=4, model=4)}, r"ModelConfig.heads \(2\)"),
+        (workdir, {**ONE, "bindings": on_mesh(expert=2)}, "but there are 1 devices"),
+        (workdir, {**ONE, "bindings": [*ONE["bindings"], "ModelConfig.layers = 4"]}, "not of this model"),
     ]
-    for arguments, options, words in cases:
+    for folder, options, words in cases:
         with pytest.raises(UserError, match=words) as error:
-            load(*arguments, **options)
+            load(folder, **options)
         assert "\n" not in str(error.value)
 
 

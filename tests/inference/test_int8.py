@@ -1,15 +1,14 @@
 """int8 experts: each weight off by at most half a scale, and a layer that equals the layer on the rounded weights."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from support.generation_cases import PROMPTS, build, configs
 
 from moe_jax.inference import Generator
-from moe_jax.inference.few_tokens import SCALE, FewTokens, quantize
-from moe_jax.moe import MoEConfig
-from moe_jax.moe.build import make_moe
-from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.inference.few_tokens import SCALE, own_experts, quantize
 
 
 def test_quantize_rounds_each_channel_by_its_largest_weight():
@@ -43,8 +42,6 @@ def test_loss_on_int8_equals_that_on_rounded_weights():
 def test_every_way_of_few_tokens_equals_a_loop_over_choices():
     """Choices of other devices and of padding count nothing; each way multiplies int8 weights as it does float ones."""
     rng = np.random.default_rng(0)
-    config = MoEConfig(num_experts=4, top_k=2, capacity_factor=None)
-    moe = make_moe(config, build_mesh(MeshConfig(expert=1), jax.devices()[:1]), 3, "swiglu")
     rows, home_row = jnp.asarray(rng.normal(size=(3, 6)), jnp.float32), jnp.arange(4, 8, dtype=jnp.int32)
     place, weights = np.array([[0, 3], [3, -1], [2, 0]]), rng.uniform(0.5, 1, (3, 2)).astype(np.float32)
     weights[place < 0] = 0
@@ -62,7 +59,6 @@ def test_every_way_of_few_tokens_equals_a_loop_over_choices():
             gate = rows[token] @ w_gate
             want[token] += weights[token, choice] * ((gate / (1 + np.exp(-gate)) * (rows[token] @ w_in)) @ w_out)
         for way in ("in turn", "by choice", "by slot"):
-            at = place if way == "in turn" else np.maximum(place, 0)
-            compute = getattr(FewTokens(moe, 4, way), "_" + way.replace(" ", "_"))
-            got = jax.jit(compute)(rows, jnp.asarray(at), jnp.asarray(weights), bank, home_row)
+            compute = jax.jit(functools.partial(own_experts, "swiglu", way))
+            got = compute(rows, jnp.asarray(place), jnp.asarray(weights), bank, home_row)
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
