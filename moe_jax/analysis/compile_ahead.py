@@ -154,11 +154,11 @@ def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[B
     """Return the buckets of a run on described devices, of which nothing but their number and rates is needed."""
     from moe_jax.analysis.stated_buckets import stated_buckets
     from moe_jax.models.segments import expert_counts
-    from moe_jax.parallel.abstract import build_abstract_roles
+    from moe_jax.parallel.mesh import build_mesh
     from moe_jax.training.overlap_choice import settle_overlap
 
     counts = expert_counts(config.model, config.moe, config.mesh, target.devices)
-    roles = build_abstract_roles(config.mesh, target.devices, counts)
+    roles = build_mesh(config.mesh, target.devices, counts)
     config = settle_overlap(config, roles, target)
     return stated_buckets(config, roles, planned_shapes(config, roles, skew))
 
@@ -213,7 +213,7 @@ def _describe_one(shape) -> str:
             form = f"by node, {transfer.crossing} crossing" if transfer.by_node else "flat"
             parts.append(
                 f"transfer {name} {form} of {transfer.offers} offers into {transfer.slots} slots, {sum(sent):.3g} "
-                f"experts sent by a device, {sent.across:.3g} of them to other nodes"
+                f"experts sent by a device, {sent[1]:.3g} of them to other nodes"
             )
     rows = shape.bucket_rows
     sizes = "the default" if rows is None else f"{rows.own} (own), {rows.node} (same node) and {rows.far} (other nodes)"

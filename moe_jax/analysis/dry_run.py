@@ -6,6 +6,7 @@ Sizes are checked as a run checks them, but no data is read, no array is made an
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 
 import jax
@@ -36,8 +37,7 @@ from moe_jax.moe.build import check_router, layer_sizes, make_schedule, schedule
 from moe_jax.moe.schedules import schedule_record, schedules
 from moe_jax.moe.schedules.automatic import layer_shape
 from moe_jax.moe.schedules.pairwise import choose_groups
-from moe_jax.parallel.abstract import assumed_devices, build_abstract_roles
-from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.plan_shape import build_shape
 from moe_jax.training.feed import padded_vocabulary
@@ -93,8 +93,11 @@ def dry_run(run: RunConfig, devices: int | None = None, target: str = "", bound:
         if devices is not None:
             raise UserError(f"--target={target} and --host_devices={devices} both count devices; give one of them")
         run, devices = on_target(run, described), described.devices
-    count = assumed_devices(run.mesh) if devices is None else devices
-    roles = build_abstract_roles(run.mesh, count, mesh_experts(run, count))
+    mesh, count = run.mesh, devices
+    if devices is None:  # the least that the sizes given can be built on; `expert` = -1 counts as 1
+        count = mesh.data * mesh.expert_shard * max(mesh.expert, 1)
+        count = count if mesh.expert != -1 else math.lcm(count, mesh.model, mesh.devices_per_node or 1)
+    roles = build_mesh(run.mesh, count, mesh_experts(run, count))
     tokenizer = build_tokenizer(run.data)
     vocab_size = padded_vocabulary(tokenizer, run.model)
     check_sizes(run, roles, vocab_size)

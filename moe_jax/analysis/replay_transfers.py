@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from moe_jax.cluster import AbsentFigureError
-from moe_jax.parallel.transfer_shape import Sent, TransferShape, sent_by_collective
+from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning.cost import Cost, forms_of
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow
@@ -150,10 +150,10 @@ class TransferLog:
 
 
 def _sent(shape: TransferShape | None) -> tuple[float, float]:
-    return (0.0, 0.0) if shape is None else tuple(shape.sent())
+    return (0.0, 0.0) if shape is None else shape.sent()
 
 
-def _total(parts: list[Sent]) -> np.ndarray:
+def _total(parts: list[tuple]) -> np.ndarray:
     """Return [L, 2], what all collectives of each layer send inside and across."""
     inside, across = (sum(np.asarray(part[at], float) for part in parts) for at in (0, 1))
     return np.stack(np.broadcast_arrays(inside, across), axis=-1)

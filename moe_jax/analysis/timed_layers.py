@@ -28,7 +28,6 @@ from moe_jax.moe.schedules import schedule_record
 from moe_jax.moe.schedules.automatic import layer_shape
 from moe_jax.moe.schedules.contract import LayerSizes
 from moe_jax.moe.tables import even_tables, local
-from moe_jax.parallel.abstract import build_abstract_roles
 from moe_jax.parallel.mesh import MeshConfig, Roles, build_mesh
 from moe_jax.parallel.replicated import varying_to_replicated
 from moe_jax.parallel.sharding import expert_specs
@@ -75,7 +74,7 @@ class LayerCase(typing.NamedTuple):
 
     def sizes(self, devices: int) -> tuple[Roles, LayerSizes]:
         """Return roles without devices, and static sizes."""
-        roles = build_abstract_roles(self.mesh(devices), devices)
+        roles = build_mesh(self.mesh(devices), devices)
         return roles, layer_sizes(self.config("s1", devices), roles, self.tokens)
 
 

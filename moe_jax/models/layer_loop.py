@@ -33,7 +33,7 @@ from moe_jax.moe.schedules import schedule_record, schedules
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.sparse_all_gather import Transfer
+from moe_jax.parallel.slices import Transfer
 from moe_jax.parallel.varying import cast_varying
 from moe_jax.planning.plan_shape import PlanShape
 

@@ -30,8 +30,8 @@ from moe_jax.models.stages import Constants, LayerInputs, Stages, join_floats, k
 from moe_jax.moe.routers import join_statistics
 from moe_jax.parallel.ordering import wait_for_tree
 from moe_jax.parallel.replicated import declare_equal
-from moe_jax.parallel.slices import PARTS
-from moe_jax.parallel.sparse_all_gather import Transfer, empty_replicas, fetch_part, return_part
+from moe_jax.parallel.slices import PARTS, Transfer, fetch
+from moe_jax.parallel.sparse_all_gather import empty_replicas, return_part
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.block_schedule import BlockSchedule, Loop, Window
@@ -229,7 +229,7 @@ class Direction:
             tables = self.of_layer(self.constants.tables, move.layer)
             part = round(move.start * PARTS), round(move.stop * PARTS)
             if move.kind == "trans":
-                steps = fetch_part(self.constants.bank, tables.home_row, tables.transfer, transfer, part)
+                steps = fetch(self.constants.bank, tables.home_row, tables.transfer, transfer, part)
                 found.append((("held_replicas", move.layer, None), steps))
             else:
                 wires = {name: leaf.dtype for name, leaf in self.constants.bank.items()}

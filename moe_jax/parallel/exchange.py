@@ -13,7 +13,6 @@ Letters: docs/notation.md; here P devices of the group at hand.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -57,12 +56,28 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int, 
     inner = size if inside is None else min(inside, size)
     if inner == 1:
         return lambda x: x
-    if transport == "two_level" and inner == size:
-        move = functools.partial(_two_levels, axes, size // local, local)
-    else:
-        move = functools.partial(_all_to_all, axes, _neighbours(size // inner, inner) if inner < size else None)
-    symmetric = _own_transpose(move)
+    neighbours = [list(range(first, first + inner)) for first in range(0, size, inner)] if inner < size else None
+    nodes, in_node = size // local, [list(range(first, first + local)) for first in range(0, size, local)]
+
+    def move(x):
+        if transport != "two_level" or inner < size:
+            return _all_to_all(x, axes, neighbours)
+        # within the node to the member in the target's place, then once between the nodes
+        here = jnp.swapaxes(x.reshape((nodes, local) + x.shape[1:]), 0, 1)  # [Ll target place, Nn target node, ...]
+        if local > 1:  # two collectives, each with one start-up: rounds of messages would have one each
+            here = _all_to_all(here, axes, in_node)  # [Ll source place, Nn target node, ...]
+        there = jnp.swapaxes(here, 0, 1)
+        if nodes > 1:
+            there = _all_to_all(there, axes, list(map(list, zip(*in_node, strict=True))))
+        return there.reshape(x.shape)  # [Nn source node, Ll source place, ...]
+
+    symmetric = jax.custom_vjp(move)
+    symmetric.defvjp(lambda x: (move(x), None), lambda _, d: (move(d),))
     return lambda x: symmetric(cast_varying(x, axes))
+
+
+def _all_to_all(x, axes, groups):
+    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, axis_index_groups=groups, tiled=True)
 
 
 def permute_apart(x, axes: tuple[str, ...], pairs: list[tuple[int, int]]):
@@ -81,23 +96,6 @@ def exchange_counts(counts, axes: tuple[str, ...], size: int):
     return lax.all_to_all(cast_varying(counts, axes), axes, split_axis=0, concat_axis=0, tiled=True)
 
 
-def _own_transpose(move):
-    @jax.custom_vjp
-    def exchange(x):
-        return move(x)
-
-    exchange.defvjp(lambda x: (move(x), None), lambda _, d: (move(d),))
-    return exchange
-
-
-def _all_to_all(axes, groups, x):
-    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, axis_index_groups=groups, tiled=True)
-
-
-def _neighbours(outer: int, inner: int) -> list[list[int]]:
-    return [list(range(first * inner, (first + 1) * inner)) for first in range(outer)]
-
-
 def shift_pairs(outer: int, inner: int, outer_step: int, inner_step: int) -> list[tuple[int, int]]:
     """Return (source, target) of all devices in a group [outer, inner], each dim rotated by its step."""
     return [
@@ -105,15 +103,3 @@ def shift_pairs(outer: int, inner: int, outer_step: int, inner_step: int) -> lis
         for o in range(outer)
         for i in range(inner)
     ]
-
-
-def _two_levels(axes, nodes, local, x):
-    """Exchange x [P, ...]: within the node to the member in the target's place, then once between the nodes."""
-    here = jnp.swapaxes(x.reshape((nodes, local) + x.shape[1:]), 0, 1)  # [Ll target place, Nn target node, ...]
-    in_node = _neighbours(nodes, local)
-    if local > 1:  # two collectives, each with one start-up: rounds of messages would have one each
-        here = _all_to_all(axes, in_node, here)  # [Ll source place, Nn target node, ...]
-    there = jnp.swapaxes(here, 0, 1)
-    if nodes > 1:
-        there = _all_to_all(axes, list(map(list, zip(*in_node, strict=True))), there)
-    return there.reshape(x.shape)  # [Nn source node, Ll source place, ...]

@@ -47,7 +47,13 @@ def gather_tree(shards, dims, axes: tuple[str, ...], parts: int, wires=None):
                 full = lax.all_gather(jnp.concatenate(flat), axes, axis=0, tiled=False)  # [parts, n], n elements in all
             else:
                 full = _gather_narrow(axes, tuple(sent[i] for i in gathered), flat)
-            _unpack(full, leaves, gathered, split, parts, out)
+            start = 0
+            for i in gathered:  # cut into leaves again, whose parts are joined along each leaf's dim
+                shape, size, dim = leaves[i].shape, leaves[i].size, split[i]
+                piece = lax.slice_in_dim(full, start, start + size, axis=1).reshape((parts, *shape))
+                start += size
+                joined = shape[:dim] + (parts * shape[dim],) + shape[dim + 1 :]
+                out[i] = jnp.moveaxis(piece, 0, dim).reshape(joined)
         if whole and kind[2]:
             for i, leaf in zip(whole, _give_each(tuple(leaves[i] for i in whole), kind[2]), strict=True):
                 out[i] = leaf
@@ -98,15 +104,3 @@ def _sum_gradients(axes, _, gradients):
 
 
 _give_each.defvjp(lambda leaves, axes: (cast_varying(leaves, axes), None), _sum_gradients)
-
-
-def _unpack(packed, leaves, chosen, split, parts, out):
-    """Cut packed [parts, n] into leaves again and write them to `out`; parts are joined along each leaf's dim."""
-    start = 0
-    for i in chosen:
-        shape, size = leaves[i].shape, leaves[i].size
-        piece = lax.slice_in_dim(packed, start, start + size, axis=1).reshape((parts, *shape))
-        start += size
-        dim = split[i]
-        joined = shape[:dim] + (parts * shape[dim],) + shape[dim + 1 :]
-        out[i] = jnp.moveaxis(piece, 0, dim).reshape(joined)

@@ -27,10 +27,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+import re
+import typing
+from collections.abc import Collection, Sequence
 
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from moe_jax.errors import UserError
 
@@ -216,51 +218,32 @@ def mesh_axes(
                 f"MeshConfig.model ({config.model}) must be a multiple or a divisor of {product} ({outer}); make "
                 "model, expert and expert_shard powers of two"
             )
-        pieces = _pieces(name, sizes[name], split, cuts.get(name, set()))
-        axes += [(axis, size) for axis, size, _ in pieces]
-        inside += [axis for axis, _, in_model in pieces if in_model]
+        # (axis, size) of the parts of this axis, innermost first: the one inside the MP group, and each cut's
+        within = 1
+        for end in sorted({sizes[name], *cuts.get(name, ())} | ({split} if split > 1 else set())):
+            if end % within:
+                raise UserError(
+                    f"expert-parallel groups of {within} and of {end} devices do not lie inside one another on an "
+                    f"expert axis of {sizes[name]} (groups have min(experts, {sizes[name]}) devices, and "
+                    "MeshConfig.model cuts the axis too); make the numbers of experts divide one another"
+                )
+            in_model = split > 1 and end <= split
+            axis = f"{name}_mp" if in_model else name
+            axis = axis if end == (split if in_model else sizes[name]) else f"{axis}_of_{end}"
+            axes.append((axis, end // within))
+            inside += [axis] if in_model else []
+            within = end
         inner = outer
     return dict(reversed(axes)), tuple(reversed(inside))
 
 
-def _pieces(name: str, size: int, split: int, cuts: set[int]) -> list[tuple[str, int, bool]]:
-    """Return (axis, size, whether inside the MP group) of the parts of one axis, innermost first.
-
-    Args:
-      split: devices of the axis inside the MP group, 1 for none; cuts: devices inside each further cut.
-    """
-    pieces, inner = [], 1
-    for outer in sorted({size, *cuts} | ({split} if split > 1 else set())):
-        if outer % inner:
-            raise UserError(
-                f"expert-parallel groups of {inner} and of {outer} devices do not lie inside one another on an expert "
-                f"axis of {size} (groups have min(experts, {size}) devices, and MeshConfig.model cuts the axis too); "
-                "make the numbers of experts divide one another"
-            )
-        in_model = split > 1 and outer <= split
-        whole = outer == split if in_model else outer == size
-        axis = f"{name}_mp" if in_model else name
-        pieces.append((axis if whole else f"{axis}_of_{outer}", outer // inner, in_model))
-        inner = outer
-    return pieces
-
-
-def axes_of_role(axes: Collection[str], name: str) -> tuple[str, ...]:
-    """Return those mesh axes that are parts of the axis `name` of the picture above, in their order."""
-
-    def is_part(axis: str) -> bool:
-        whole, _, number = axis.partition("_of_")
-        return whole in (name, f"{name}_mp") and (number.isdecimal() or not number)
-
-    return tuple(axis for axis in axes if is_part(axis))
-
-
-def build_mesh(config: MeshConfig, devices, experts: Collection[int] = ()) -> Roles:
+def build_mesh(config: MeshConfig, devices: Sequence | int, experts: Collection[int] = ()) -> Roles:
     """Lay `devices` out as the config says.
 
     Args:
       config: group sizes; `expert` may be -1.
-      devices: JAX devices, in the order of the device index (neighbours should share a node).
+      devices: JAX devices, in the order of the device index (neighbours should share a node), or a number of devices
+        that need not exist: then the mesh is abstract, and no backend is started.
       experts: E of each kind of layer that is to lie on the mesh; only those below the expert axis matter.
 
     Returns:
@@ -269,22 +252,14 @@ def build_mesh(config: MeshConfig, devices, experts: Collection[int] = ()) -> Ro
     Raises:
       UserError: if the sizes do not fit the number of devices, or the experts do not spread evenly over them.
     """
-    config = config.resolve(len(devices))
-    shape, model = mesh_axes(config, len(devices), experts)
-    grid = np.asarray(devices, dtype=object).reshape(tuple(shape.values()))
-    mesh = Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
-
-    return roles_of(config, mesh, tuple(shape), model)
-
-
-def roles_of(config: MeshConfig, mesh, axes: tuple[str, ...], model: tuple[str, ...]) -> Roles:
-    """Return the roles of a mesh with the axes that `mesh_axes` gave; the mesh may be abstract."""
-    return Roles(
-        config=config,
-        mesh=mesh,
-        data=axes_of_role(axes, "data"),
-        expert=axes_of_role(axes, "expert"),
-        expert_shard=axes_of_role(axes, "expert_shard"),
-        model=model,
-        dense=tuple(axis for axis in axes if axis not in model),
-    )
+    count = devices if isinstance(devices, int) else len(devices)
+    config = config.resolve(count)
+    sizes, model = mesh_axes(config, count, experts)
+    shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+    if isinstance(devices, int):
+        mesh: typing.Any = AbstractMesh(shape, tuple(sizes), axis_types=types)
+    else:
+        mesh = Mesh(np.asarray(devices, dtype=object).reshape(shape), tuple(sizes), axis_types=types)
+    parts = {name: tuple(axis for axis in sizes if re.fullmatch(rf"{name}(_mp)?(_of_\d+)?", axis)) for name in AXES}
+    dense = tuple(axis for axis in sizes if axis not in model)
+    return Roles(config=config, mesh=mesh, model=model, dense=dense, **parts)

@@ -40,62 +40,48 @@ def declare_equal(x, axes: tuple[str, ...]):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _replicated_to_varying(x, axes):
-    return cast_varying(x, axes)
-
-
-_replicated_to_varying.defvjp(
-    lambda x, axes: (cast_varying(x, axes), None), lambda axes, _, d: (declare_equal(d, axes),)
-)
-
-
 def replicated_to_varying(x, axes: tuple[str, ...]):
     """Return x typed as varying over `axes`, for code in which each device of the group works on x by itself.
 
     The cotangent on every device must be the whole one, as it is when the results leave by `varying_to_replicated`;
     then it needs no sum over the group.
     """
-    return _replicated_to_varying(x, tuple(axes)) if axes else x
+    return cast_varying(x, axes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _varying_to_replicated(x, axes):
-    return declare_equal(x, axes)
-
-
-_varying_to_replicated.defvjp(
-    lambda x, axes: (declare_equal(x, axes), None), lambda axes, _, d: (cast_varying(d, axes),)
+replicated_to_varying.defvjp(
+    lambda x, axes: (cast_varying(x, axes), None), lambda axes, _, d: (declare_equal(d, axes),)
 )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def varying_to_replicated(x, axes: tuple[str, ...]):
     """Type values that are equal on the group as one value; each device gets the whole cotangent.
 
     The gradient of weights that all devices used then counts once per device: see `scale_gradient`.
     """
-    return _varying_to_replicated(x, tuple(axes)) if axes else x
+    return declare_equal(x, axes)
+
+
+varying_to_replicated.defvjp(
+    lambda x, axes: (declare_equal(x, axes), None), lambda axes, _, d: (cast_varying(d, axes),)
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _scale_gradient(x, factor):
+def scale_gradient(x, factor: float):
+    """Return x; its cotangent is multiplied by `factor`."""
     return x
 
 
-_scale_gradient.defvjp(lambda x, factor: (x, None), lambda factor, _, d: (d * jnp.asarray(factor, d.dtype),))
-
-
-def scale_gradient(x, factor: float):
-    """Return x; its cotangent is multiplied by `factor`."""
-    return x if factor == 1 else _scale_gradient(x, factor)
-
-
-def group_size(axes: tuple[str, ...]) -> int:
-    """Return the number of devices in a group that spans `axes`, inside `shard_map`."""
-    return math.prod(lax.axis_size(axis) for axis in axes)
+scale_gradient.defvjp(
+    lambda x, factor: (x, None),
+    lambda factor, _, d: (d if factor == 1 else d * jnp.asarray(factor, d.dtype),),
+)
 
 
 def _take_part(x, axes, dim):
-    part = x.shape[dim] // group_size(axes)
+    part = x.shape[dim] // math.prod(lax.axis_size(axis) for axis in axes)
     return lax.dynamic_slice_in_dim(cast_varying(x, axes), lax.axis_index(axes) * part, part, axis=dim)
 
 
@@ -123,9 +109,7 @@ def own_part(x, axes: tuple[str, ...], dim: int = 0):
     """
     if not axes:
         return x
-    missing = frozenset(axes) & varying_axes(x)
-    if missing:
-        raise AssertionError(f"own_part needs a value that is equal over {axes}; it varies over {sorted(missing)}")
+    assert not frozenset(axes) & varying_axes(x), f"own_part needs a value that is equal over {axes}"
     if jnp.issubdtype(x.dtype, jnp.floating):
         return _own_part(x, tuple(axes), dim)
     return _take_part(x, axes, dim)

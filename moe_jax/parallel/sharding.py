@@ -16,20 +16,6 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.parallel.mesh import Roles
 
 
-def divisible_dim(shape: tuple[int, ...], parts: int, taken: int | None = None) -> int | None:
-    """Return the largest dim of `shape` that `parts` divides, later ones first among equals; None where none does.
-
-    Args:
-      shape: of the leaf, without any stacked layer dim.
-      parts: number of shards; 1 has nothing to split.
-      taken: a dim that is split over other axes already, or None.
-    """
-    if parts == 1:
-        return None
-    fitting = [dim for dim, size in enumerate(shape) if dim != taken and size % parts == 0]
-    return max(fitting, key=lambda dim: (shape[dim], dim), default=None)
-
-
 def spec_of(ndim: int, entries: dict[int | None, tuple[str, ...]]) -> P:
     """Return a PartitionSpec of `ndim` dims from {dim: axes}; an entry for dim None is left out."""
     return P(*(entries.get(dim) or None for dim in range(ndim)))
@@ -54,7 +40,9 @@ def dense_specs(shapes, model_dims, stacked, roles: Roles, zero_stage: int):
         body = shape[1:] if is_stacked else shape
         offset = 1 if is_stacked else 0
         taken = model_dim if model_dim >= 0 and model_parts > 1 else None
-        dim = divisible_dim(body, parts, taken)
+        # the largest dim that divides among the devices, the last among equals
+        fitting = [dim for dim, size in enumerate(body) if parts > 1 and dim != taken and size % parts == 0]
+        dim = max(fitting, key=lambda dim: (body[dim], dim), default=None)
         model = {} if taken is None else {taken + offset: roles.model}
         both = dict(model) if dim is None else {**model, dim + offset: roles.dense}
         params = both if zero_stage == 3 else model

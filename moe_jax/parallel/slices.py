@@ -21,7 +21,6 @@ Source: the sparse collectives of Hecate, section 3.1; the slices are ours.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -31,7 +30,7 @@ from jax import lax
 
 from moe_jax.parallel.sorted_search import first_places
 from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
-from moe_jax.parallel.varying import cast_varying, varying_axes
+from moe_jax.parallel.varying import cast_varying, match_varying, varying_axes
 
 Array = jax.Array
 Bank = dict[str, Array]
@@ -59,38 +58,36 @@ class ChunkTransfer:
         """Run the three steps one after the other."""
         return self.unpack(self.communicate(self.pack()), into)
 
-    def named(self, scope: str) -> ChunkTransfer:
-        """Return the transfer with every step inside a named scope."""
 
-        def within(step):
-            @functools.wraps(step)
-            def run(*arguments):
-                with jax.named_scope(scope):
-                    return step(*arguments)
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """What a program is compiled for: the sizes of a transfer, and the mesh axes of its devices."""
 
-            return run
+    shape: TransferShape
+    axes: tuple[str, ...]
 
-        return ChunkTransfer(within(self.pack), within(self.communicate), within(self.unpack))
+    @property
+    def slots(self) -> int:
+        """m: replica slots of a device."""
+        return self.shape.slots
 
 
 _NOTHING = ChunkTransfer(lambda: (), lambda payload: payload, lambda _, into: into)  # a part of a small chunk
 
 
-def fetch(
-    bank: Bank, rows: Array, tables: TransferTables, shape: TransferShape, axes: tuple[str, ...], part=WHOLE
-) -> ChunkTransfer:
+def fetch(bank: Bank, rows: Array, tables: TransferTables, transfer: Transfer, part=WHOLE) -> ChunkTransfer:
     """Return the transfer of chunks to replica slots {name: [m, ...]}; a part overwrites its elements of all slots.
+
+    Slots that nothing fills become zero. No gradient flows.
 
     Args:
       bank: {name: [Rb, ...]}, of one dtype; rows: int32 [Hs], the bank row of each home slot.
-      tables, shape: who offers and wants what, and in which sizes.
-      axes: mesh axes of the D devices.
+      tables, transfer: who offers and wants what, and in which sizes.
       part: (first, last) eighth of every chunk.
-
-    Slots that nothing fills become zero.
     """
-    levels = _Levels(shape, axes)
-    first, last = _columns(_elements(bank), shape.inside, part)
+    bank, rows, tables = match_varying(bank, rows, tables)
+    shape, scope = transfer.shape, jax.named_scope("sparse_all_gather")
+    first, last = _columns(bank, shape.inside, part)
     if first == last:
         return _NOTHING
     home_slots, bank_rows = rows.shape[0], next(iter(bank.values())).shape[0]
@@ -98,75 +95,74 @@ def fetch(
     def pack():
         row = jnp.where(tables.offer < home_slots, rows[jnp.minimum(tables.offer, home_slots - 1)], bank_rows)
         # what no slot wants may be any row
-        return _sliced(_columns_of(bank, jnp.minimum(row, bank_rows - 1), first, last), shape.inside)
+        return _slices_of(bank, jnp.minimum(row, bank_rows - 1), first, last, shape.inside)
 
     def communicate(offered):
-        here = levels.swap_inside(offered).reshape(shape.inside * shape.offers, -1)
+        here = _swap(offered, transfer).reshape(shape.inside * shape.offers, -1)
         if shape.crosses:
-            came = levels.swap_across(_take(here, tables.pick))
+            came = _swap(_take(here, tables.pick), transfer, across=True)
             here = jnp.concatenate([here, came.reshape(-1, came.shape[-1])])
-        return levels.swap_inside(_take(here, tables.want))
+        return _swap(_take(here, tables.want), transfer)
 
     def unpack(arrived, into):
-        return _with_columns(into, _joined(arrived), first, last)
+        packed = arrived.swapaxes(0, 1).reshape(arrived.shape[1], -1)  # [inside, m, s] -> [m, w]
+        return _put(into, packed, first, last, add=False)
 
-    return ChunkTransfer(pack, communicate, unpack)
+    return ChunkTransfer(scope(pack), scope(communicate), scope(unpack))
 
 
-def give_back(
-    gradients: Bank, tables: TransferTables, shape: TransferShape, axes: tuple[str, ...], part=WHOLE
-) -> ChunkTransfer:
+def give_back(gradients: Bank, tables: TransferTables, transfer: Transfer, part=WHOLE) -> ChunkTransfer:
     """Return the transfer of gradients {name: [m, ...]} to their homes, which add them to sums {name: [Hs, ...]}.
 
     Args:
       gradients: of the replica slots, of one dtype, in which they travel.
-      tables, shape, axes, part: of the `fetch` that filled the slots.
+      tables, transfer, part: of the `fetch` that filled the slots.
     """
-    levels = _Levels(shape, axes)
-    first, last = _columns(_elements(gradients), shape.inside, part)
+    gradients, tables = match_varying(gradients, tables)
+    shape, scope = transfer.shape, jax.named_scope("sparse_reduce_scatter")
+    first, last = _columns(gradients, shape.inside, part)
     if first == last:
         return _NOTHING
 
     def pack():
-        every = jnp.arange(shape.slots, dtype=jnp.int32)
-        return _sliced(_columns_of(gradients, every, first, last), shape.inside)
+        return _slices_of(gradients, jnp.arange(shape.slots, dtype=jnp.int32), first, last, shape.inside)
 
     def communicate(mine):
         wire = mine.dtype
-        came = levels.swap_inside(mine)
+        came = _swap(mine, transfer)
         sums = sum_by_target(came.reshape(-1, came.shape[-1]), tables.want.reshape(-1), shape.places, shape.inside)
         offered = shape.inside * shape.offers
         own = sums[:offered]
         if shape.crosses:
             others = sums[offered:].astype(wire).reshape(shape.nodes, shape.crossing, -1)
-            back = levels.swap_across(others).reshape(-1, others.shape[-1])
+            back = _swap(others, transfer, across=True).reshape(-1, others.shape[-1])
             own = own + sum_by_target(back, tables.pick.reshape(-1), offered, shape.nodes)
-        return levels.swap_inside(own.astype(wire).reshape(shape.inside, shape.offers, -1))
+        return _swap(own.astype(wire).reshape(shape.inside, shape.offers, -1), transfer)
 
     def unpack(arrived, sums):
         home = next(iter(sums.values())).shape[0]
         same = tables.offer[None] == jnp.arange(home, dtype=tables.offer.dtype)[:, None]  # [Hs, X], at most one a row
         place = jnp.where(jnp.any(same, axis=1), jnp.argmax(same, axis=1), shape.offers)
-        return _plus_columns(sums, _take(_joined(arrived), place), first, last)
+        packed = arrived.swapaxes(0, 1).reshape(arrived.shape[1], -1)
+        return _put(sums, _take(packed, place), first, last, add=True)
 
-    return ChunkTransfer(pack, communicate, unpack)
+    return ChunkTransfer(scope(pack), scope(communicate), scope(unpack))
 
 
 def shrunk(tables: TransferTables, shape: TransferShape, small: TransferShape) -> TransferTables:
     """Return the tables of a smaller shape, of which only the first offers, crossings and slots are in use."""
     tables_in, offers = shape.inside * shape.offers, small.offers
-
-    def offered(index):
-        return index // shape.offers * offers + index % shape.offers
-
-    pick = tables.pick
+    pick, want = tables.pick, tables.want[:, : small.slots]
     if shape.by_node:
-        pick = jnp.where(pick < tables_in, offered(pick), small.inside * offers)[:, : small.crossing]
-    want = tables.want[:, : small.slots]
+        near = pick < tables_in
+        offered = pick // shape.offers * offers + pick % shape.offers
+        pick = jnp.where(near, offered, small.inside * offers)[:, : small.crossing]
     came = jnp.maximum(want - tables_in, 0)
     crossing = max(shape.crossing, 1)
     far = small.inside * offers + came // crossing * small.crossing + came % crossing
-    want = jnp.where(want < tables_in, offered(want), jnp.where(want < shape.places, far, small.places))
+    near = want < tables_in
+    offered = want // shape.offers * offers + want % shape.offers
+    want = jnp.where(near, offered, jnp.where(want < shape.places, far, small.places))
     return TransferTables(offer=tables.offer[:offers], pick=pick, want=want)
 
 
@@ -200,41 +196,30 @@ def zeros_varying(shape, dtype, like) -> Array:
     return cast_varying(jnp.zeros(shape, dtype), varying_axes(like))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Levels:
-    """The two kinds of exchange: among the devices of a level, and among those of equal rank on all nodes."""
-
-    shape: TransferShape
-    axes: tuple[str, ...]
-
-    def swap_inside(self, blocks: Array) -> Array:
-        """Hand block j of [inside, ...] to member j."""
-        nodes, inside = self.shape.nodes, self.shape.inside
-        groups = [[node * inside + j for j in range(inside)] for node in range(nodes)]
-        return self._swap(blocks, groups if nodes > 1 else None)
-
-    def swap_across(self, blocks: Array) -> Array:
-        """Hand block q of [Nn, ...] to the member of equal rank on node q."""
-        nodes, inside = self.shape.nodes, self.shape.inside
-        return self._swap(blocks, [[node * inside + j for node in range(nodes)] for j in range(inside)])
-
-    def _swap(self, blocks: Array, groups) -> Array:
-        blocks = cast_varying(blocks, self.axes)
-        return lax.all_to_all(blocks, self.axes, 0, 0, axis_index_groups=groups, tiled=True)
+def _swap(blocks: Array, transfer: Transfer, across: bool = False) -> Array:
+    """Hand block j of [inside, ...] to member j of the level, or q of [Nn, ...] to that of equal rank on node q."""
+    nodes, inside = transfer.shape.nodes, transfer.shape.inside
+    groups = [[node * inside + j for j in range(inside)] for node in range(nodes)]
+    if across:
+        groups = [[node * inside + j for node in range(nodes)] for j in range(inside)]
+    elif nodes == 1:
+        groups = None
+    blocks = cast_varying(blocks, transfer.axes)
+    return lax.all_to_all(blocks, transfer.axes, 0, 0, axis_index_groups=groups, tiled=True)
 
 
-def _elements(leaves: Bank) -> int:
-    return sum(math.prod(leaf.shape[1:]) for leaf in leaves.values())
-
-
-def _columns(elements: int, inside: int, part: tuple[int, int]) -> tuple[int, int]:
+def _columns(leaves: Bank, inside: int, part: tuple[int, int]) -> tuple[int, int]:
     """Return the first and the last (exclusive) element of a part: whole slices, the last ones padded."""
+    elements = sum(math.prod(leaf.shape[1:]) for leaf in leaves.values())
     first, last = (math.ceil(elements * eighth / PARTS / inside) * inside for eighth in part)
     return first, last
 
 
-def _columns_of(leaves: Bank, index: Array, first: int, last: int) -> Array:
-    """Return elements [first, last) of rows `index` of all leaves side by side, [k, w]; past the last one zeros."""
+def _slices_of(leaves: Bank, index: Array, first: int, last: int, inside: int) -> Array:
+    """Return elements [first, last) of rows `index` of all leaves side by side, past the last one zeros, as slices.
+
+    These are [inside, k, s]: of each row one for each member.
+    """
     pieces = []
     for name, begin, size in _places(leaves):
         low, high = max(first - begin, 0), min(last - begin, size)
@@ -244,7 +229,7 @@ def _columns_of(leaves: Bank, index: Array, first: int, last: int) -> Array:
     if missing:
         like = next(iter(leaves.values()))
         pieces.append(zeros_varying((index.shape[0], missing), like.dtype, like))
-    return jnp.concatenate(pieces, axis=1)
+    return jnp.concatenate(pieces, axis=1).reshape(index.shape[0], inside, -1).swapaxes(0, 1)
 
 
 def _places(leaves: Bank):
@@ -256,37 +241,19 @@ def _places(leaves: Bank):
         begin += size
 
 
-def _with_columns(into: Bank, packed: Array, first: int, last: int) -> Bank:
-    """Return the leaves [k, ...] with elements [first, last) replaced by packed [k, w]."""
-    return _at_columns(into, packed, first, last, lambda old, new: new.astype(old.dtype))
-
-
-def _plus_columns(into: Bank, packed: Array, first: int, last: int) -> Bank:
-    """Return the leaves [k, ...] with packed [k, w] added to elements [first, last)."""
-    return _at_columns(into, packed, first, last, lambda old, new: old + new.astype(old.dtype))
-
-
-def _at_columns(into: Bank, packed: Array, first: int, last: int, put) -> Bank:
+def _put(into: Bank, packed: Array, first: int, last: int, add: bool) -> Bank:
+    """Return the leaves [k, ...] with elements [first, last) replaced by packed [k, w], or with it added to them."""
     out = dict(into)
     for name, begin, size in _places(into):
         low, high = max(first - begin, 0), min(last - begin, size)
         if low >= high:
             continue
         flat = into[name].reshape(-1, size)
-        new = put(flat[:, low:high], packed[:, begin + low - first : begin + high - first])
+        old, new = flat[:, low:high], packed[:, begin + low - first : begin + high - first].astype(flat.dtype)
+        new = old + new if add else new
         flat = new if high - low == size else lax.dynamic_update_slice_in_dim(flat, new, low, axis=1)
         out[name] = flat.reshape(into[name].shape)
     return out
-
-
-def _sliced(chunks: Array, inside: int) -> Array:
-    """Cut chunks into the slices of all members: [k, w] -> [inside, k, s]."""
-    return chunks.reshape(chunks.shape[0], inside, -1).swapaxes(0, 1)
-
-
-def _joined(slices: Array) -> Array:
-    """Undo `_sliced`: [inside, k, s] -> [k, w]."""
-    return slices.swapaxes(0, 1).reshape(slices.shape[1], -1)
 
 
 def _take(rows: Array, index) -> Array:

@@ -15,25 +15,20 @@ import typing
 from moe_jax.errors import UserError
 
 
-class Sent(typing.NamedTuple):
-    """Chunks that one device sends: inside its node, and across nodes."""
+def sent_by_collective(
+    offers, slots, crossing, *, devices: int, devices_per_node: int, by_node: bool
+) -> list[tuple[float, float]]:
+    """Return chunks that the busiest device sends in each collective of one Trans, in order: (inside a node, across).
 
-    inside: float
-    across: float
-
-
-def sent_by_collective(offers, slots, crossing, *, devices: int, devices_per_node: int, by_node: bool) -> list[Sent]:
-    """Return what the busiest device sends in each collective of one Trans, in order; sizes are numbers or arrays.
-
-    Flat: offers, then slots, D devices each. By node: offers inside the node, crossing chunks to other nodes, slots
-    inside the node.
+    Sizes are numbers or arrays. Flat: offers, then slots, D devices each. By node: offers inside the node, crossing
+    chunks to other nodes, slots inside the node.
     """
     group = devices_per_node
     if by_node:
         inside, nodes = (group - 1) / group, devices // group
-        return [Sent(offers * inside, 0.0), Sent(0.0, (nodes - 1) * crossing / group), Sent(slots * inside, 0.0)]
+        return [(offers * inside, 0.0), (0.0, (nodes - 1) * crossing / group), (slots * inside, 0.0)]
     near, far = (group - 1) / devices, (devices - group) / devices
-    return [Sent(size * near, size * far) for size in (offers, slots)]
+    return [(size * near, size * far) for size in (offers, slots)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,8 +98,8 @@ class TransferShape:
             sizes.insert(0, dataclasses.replace(sizes[0], **half))
         return tuple(sizes)
 
-    def sent(self) -> Sent:
-        """Return the chunks that the busiest device sends in one Trans; Agg sends the same back.
+    def sent(self) -> tuple[float, float]:
+        """Return the chunks that the busiest device sends in one Trans, inside and across; Agg sends the same back.
 
         Flat: (X + m) (D - 1) / D, of which (X + m) (D - G) / D cross nodes. By node: (X + m) (G - 1) / G inside and
         (Nn - 1) Cp / G across.
@@ -117,7 +112,7 @@ class TransferShape:
             devices_per_node=self.devices_per_node,
             by_node=self.by_node,
         )
-        return Sent(sum(part.inside for part in parts), sum(part.across for part in parts))
+        return sum(inside for inside, _ in parts), sum(across for _, across in parts)
 
 
 @dataclasses.dataclass(frozen=True)

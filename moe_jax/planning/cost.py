@@ -235,7 +235,7 @@ class Cost:
             return by_node
         form = self.cheapest_form(by_node)
         if form is None:
-            form = "by_node" if by_node.sent().across < flat.sent().across else "flat"
+            form = "by_node" if by_node.sent()[1] < flat.sent()[1] else "flat"
         return by_node if form == "by_node" else flat
 
     def late_price(self, needed: TransferSizes, each: np.ndarray) -> np.ndarray:
@@ -335,8 +335,8 @@ def _transfer_rates(
         sizes = {"devices": devices, "devices_per_node": devices_per_node, "by_node": by_node}
         latency = dataclasses.replace(cluster, intra_latency=None, inter_latency=None)
         lines = []
-        for part in sent_by_collective(1, 1, 1, **sizes):
-            sent = (part.inside * chunk_bytes, part.across * chunk_bytes)
+        for inside, across in sent_by_collective(1, 1, 1, **sizes):
+            sent = (inside * chunk_bytes, across * chunk_bytes)
             moving = float(uniform_seconds(latency, *sent, requested_by))
             lines.append((float(uniform_seconds(cluster, *sent, requested_by)) - moving, moving))
     each = [line[1] for line in lines]

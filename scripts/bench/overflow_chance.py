@@ -23,9 +23,8 @@ from moe_jax.analysis.compile_ahead import skewed_loads
 from moe_jax.config import parse_run_config
 from moe_jax.config.run_config import RunConfig
 from moe_jax.moe.build import layer_sizes
-from moe_jax.parallel.abstract import build_abstract_roles
 from moe_jax.parallel.bucket_rows import BucketRows, bucket_layout
-from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import routing
 from moe_jax.planning.buckets import pairs_by_kind
 from moe_jax.planning.placement import Placement
@@ -124,7 +123,7 @@ def overflow_rate(case: Case, draws: int, seed: int) -> tuple[float, float]:
 def main(_):
     config, *_ = parse_run_config(FLAGS.gin_file, FLAGS.gin_bindings)
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=FLAGS.per_node))
-    case = case_of(config, build_abstract_roles(config.mesh, FLAGS.devices), FLAGS.skew)
+    case = case_of(config, build_mesh(config.mesh, FLAGS.devices), FLAGS.skew)
     rate, fullest = overflow_rate(case, FLAGS.draws, FLAGS.seed)
     print(f"rows of a bucket  {case.rows.own} (own), {case.rows.node} (same node), {case.rows.far} (other nodes)")
     print(f"mean rows         {case.choices / case.members:.0f}, the fullest pair of a step {fullest:.3f} times that")

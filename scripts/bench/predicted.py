@@ -87,8 +87,8 @@ def transfer_cases(devices) -> list[dict]:
     from jax.sharding import PartitionSpec as P
 
     from moe_jax.parallel.exchange import make_exchange
-    from moe_jax.parallel.slices import fetch, give_back
-    from moe_jax.parallel.sparse_all_gather import Transfer, empty_replicas
+    from moe_jax.parallel.slices import Transfer, fetch, give_back
+    from moe_jax.parallel.sparse_all_gather import empty_replicas
     from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
 
     rng, number, group = np.random.default_rng(0), len(devices), _PER_NODE.value
@@ -125,13 +125,13 @@ def transfer_cases(devices) -> list[dict]:
         def trans(bank, tables, shape=shape):
             bank, tables = {"w": bank[0]}, jax.tree.map(lambda leaf: leaf[0], tables)
             rows = jnp.arange(shape.offers, dtype=jnp.int32)
-            empty = empty_replicas(bank, Transfer(shape, ("expert",)))
-            return fetch(bank, rows, tables, shape, ("expert",)).at_once(empty)["w"][None]
+            transfer = Transfer(shape, ("expert",))
+            return fetch(bank, rows, tables, transfer).at_once(empty_replicas(bank, transfer))["w"][None]
 
         def agg(gradients, tables, shape=shape):
             gradients, tables = {"w": gradients[0]}, jax.tree.map(lambda leaf: leaf[0], tables)
             sums = {"w": 0 * gradients["w"][:1] + jnp.zeros((shape.offers, 1))}
-            return give_back(gradients, tables, shape, ("expert",)).at_once(sums)["w"][None]
+            return give_back(gradients, tables, Transfer(shape, ("expert",))).at_once(sums)["w"][None]
 
         rows = int(rng.integers(16, 257))
         exchange = make_exchange(("expert",), number, "all_to_all", group)

@@ -18,15 +18,8 @@ from support.placements import random_placement
 from moe_jax.errors import UserError
 from moe_jax.moe.tables import local
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.slices import PARTS, shrunk, sum_by_target
-from moe_jax.parallel.sparse_all_gather import (
-    Transfer,
-    empty_replicas,
-    fetch_part,
-    return_part,
-    sparse_all_gather,
-    sparse_reduce_scatter,
-)
+from moe_jax.parallel.slices import PARTS, Transfer, fetch, shrunk, sum_by_target
+from moe_jax.parallel.sparse_all_gather import empty_replicas, open_replicas, return_part
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.placement import Placement, bank_rows
 from moe_jax.planning.plan_shape import build_shape, fill_tables
@@ -54,7 +47,7 @@ def oracle(placement, shape, bank, cotangent):
 
 @functools.cache
 def make_functions(shape):
-    """Return jitted (gather, gradient through gather, reduce, both in parts) over global arrays, layer after layer."""
+    """Return jitted (gather, gradient through gather, both in parts) over global arrays, layer after layer."""
     roles = build_mesh(MeshConfig(expert=DEVICES), jax.devices())
     transfer = Transfer(shape.ahead, roles.expert)
     spec = P(roles.expert)
@@ -73,17 +66,20 @@ def make_functions(shape):
         sums = {name: jnp.zeros((shape.home_slots, *leaf.shape[1:])) for name, leaf in bank.items()}
         sums = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, roles.expert, to="varying"), sums)
         for part in CUTS:
-            slots = fetch_part(bank, tables.home_row, tables.transfer, transfer, part).at_once(slots)
+            slots = fetch(bank, tables.home_row, tables.transfer, transfer, part).at_once(slots)
             sums = return_part(cotangent, tables.transfer, transfer, part).at_once(sums)
         return slots, sums
 
-    gather = of_layers(lambda t, grad_sink, bank: sparse_all_gather(bank, t.home_row, grad_sink, t.transfer, transfer))
-    reduce = of_layers(lambda t, slots, _: sparse_reduce_scatter(slots, t.transfer, transfer, shape.home_slots))
+    opened = of_layers(lambda t, grad_sink, bank: open_replicas(bank, t.home_row, grad_sink, t.transfer, transfer))
+
+    def gather(bank, tables, grad_sink):
+        return opened(bank, tables, grad_sink)[0]
 
     def gradient(bank, tables, grad_sink, cotangent):
-        return jax.vjp(lambda bank, grad_sink: gather(bank, tables, grad_sink), bank, grad_sink)[1](cotangent)
+        (replicas, _), pull = jax.vjp(lambda bank, grad_sink: opened(bank, tables, grad_sink), bank, grad_sink)
+        return pull((jax.tree.map(jnp.zeros_like, replicas), cotangent))
 
-    return jax.jit(gather), jax.jit(gradient), jax.jit(reduce), jax.jit(of_layers(in_parts))
+    return jax.jit(gather), jax.jit(gradient), jax.jit(of_layers(in_parts))
 
 
 def case_of(placement, by_node, **room):
@@ -117,17 +113,16 @@ def test_random_plans_equal_the_oracle(per_node, by_node, seed):
     shape, bank, grad_sink, cotangent = case_of(placement, by_node, **({"offers": 5} if seed else {}))
     tables = fill_tables(shape, placement)
     with jax.enable_x64(True):
-        gather, gradient, reduce, in_parts = make_functions(shape)
+        gather, gradient, in_parts = make_functions(shape)
         stacked = {n: a.reshape(DEVICES, shape.bank_rows, *a.shape[1:]) for n, a in bank.items()}
         replicas = gather(stacked, tables, grad_sink)
         d_bank, d_grad_sink = gradient(stacked, tables, grad_sink, cotangent)
-        sums = reduce(stacked, tables, cotangent)
         slots_in_parts, sums_in_parts = in_parts(stacked, tables, cotangent)
     want, want_sums = oracle(placement, shape, bank, cotangent)
     for name in SHAPES:
         for got in (replicas, slots_in_parts):
             np.testing.assert_array_equal(got[name], want[name])  # chunks, not sums
-        for got in (d_grad_sink, sums, sums_in_parts):
+        for got in (d_grad_sink, sums_in_parts):
             got = by_bank_row(np.asarray(got[name]), tables.home_row, shape.bank_rows)
             np.testing.assert_allclose(got, want_sums[name], rtol=1e-12, atol=1e-12)
         assert not np.any(d_bank[name])
@@ -163,12 +158,13 @@ def test_bytes_of_the_program_equal_the_formula(per_node, by_node):
     shape, bank, grad_sink, cotangent = case_of(placement, by_node)
     tables = fill_tables(shape, placement)
     with jax.enable_x64(True):
-        gather, _, reduce, _ = make_functions(shape)
+        gather, gradient, _ = make_functions(shape)
         stacked = {n: a.reshape(DEVICES, shape.bank_rows, *a.shape[1:]) for n, a in bank.items()}
-        texts = gather.lower(stacked, tables, grad_sink).as_text(), reduce.lower(stacked, tables, cotangent).as_text()
+        there = gather.lower(stacked, tables, grad_sink).as_text()
+        back = gradient.lower(stacked, tables, grad_sink, cotangent).as_text()
     padded = 24  # elements of a chunk, 23 padded to whole slices
-    for text in texts:
-        assert collective_bytes(text) == LAYERS * 8 * padded * sum(shape.ahead.operands)
+    one_way = LAYERS * 8 * padded * sum(shape.ahead.operands)
+    assert collective_bytes(there) == collective_bytes(back) == one_way
 
 
 def collective_bytes(text):

@@ -21,7 +21,6 @@ from moe_jax.models.counts import (
 )
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.parallel.abstract import assumed_devices, build_abstract_roles
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 VOCAB = 48
@@ -126,16 +125,10 @@ MESHES = [
 @pytest.mark.parametrize(("mesh", "devices"), MESHES)
 def test_abstract_roles_are_those_of_the_mesh(mesh, devices):
     config = MeshConfig(**mesh)
-    real, abstract = build_mesh(config, jax.devices()[:devices]), build_abstract_roles(config, devices)
+    real, abstract = build_mesh(config, jax.devices()[:devices]), build_mesh(config, devices)
     for name in ("config", "data", "expert", "expert_shard", "model", "dense", "all", "num_devices"):
         assert getattr(real, name) == getattr(abstract, name), name
     assert dict(real.mesh.shape) == dict(abstract.mesh.shape)
-
-
-def test_assumed_devices():
-    assert assumed_devices(MeshConfig()) == 1
-    assert assumed_devices(MeshConfig(data=2, expert=4, expert_shard=2)) == 16
-    assert assumed_devices(MeshConfig(data=2, model=4, devices_per_node=8)) == 8
 
 
 def sizes(config, moe, zero, expert_zero, grad_accum_steps=1, batch=8):
@@ -166,7 +159,7 @@ def test_device_bytes_are_those_of_the_layout(mesh, devices):
             config=config, moe=moe, vocab_size=VOCAB, roles=roles, zero_stage=zero, expert_zero_stage=expert_zero
         )
         layout, shapes = model.layout(), model.shapes()
-        abstract = build_abstract_roles(MeshConfig(**mesh), devices)
+        abstract = build_mesh(MeshConfig(**mesh), devices)
         got = device_bytes(sizes(config, moe, zero, expert_zero), abstract)
         assert got.parameters == bytes_of(shapes, layout.params, roles)
         assert got.optimizer == 2 * bytes_of(shapes, layout.state, roles)
@@ -178,7 +171,7 @@ def test_device_bytes_are_those_of_the_layout(mesh, devices):
 
 def test_device_bytes_shrink_where_they_should():
     config, moe = ModelConfig(**SIZES), MoEConfig(num_experts=8)
-    roles = build_abstract_roles(MeshConfig(), 8)
+    roles = build_mesh(MeshConfig(), 8)
     by_stage = [device_bytes(sizes(config, moe, stage, 1), roles) for stage in (0, 1, 3)]
     assert by_stage[0].optimizer > by_stage[1].optimizer == by_stage[2].optimizer
     assert (
@@ -221,7 +214,7 @@ def test_activations_estimate_is_within_a_factor_of_two_of_the_compiler():
             config=config, moe=moe, vocab_size=VOCAB, length=length, batch_size=rows, grad_accum_steps=1, zero_stage=0,
             expert_zero_stage=0,
         ),
-        build_abstract_roles(MeshConfig(), 1),
+        build_mesh(MeshConfig(), 1),
     )  # fmt: skip
     ratio = (held.gradients + held.activations) / compiled.memory_analysis().temp_size_in_bytes
     assert 0.5 < ratio < 2, ratio

@@ -14,7 +14,6 @@ from moe_jax.config import bound_in, parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
-from moe_jax.parallel.abstract import build_abstract_roles
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.program import build_program
 from moe_jax.training.replanner import Replanner
@@ -147,7 +146,7 @@ def test_transfers_by_node_need_nodes(devices, bindings, why):
     sizes = ("MeshConfig.devices_per_node = 4", "MoEConfig.num_experts = 24", "train.batch_size = 24", *bindings)
     sizes = (*sizes, "PlannerConfig.transfer = 'by_node'", "ModelConfig.vocab_size = 64")
     run, _, _ = parse_run_config(["configs/run/hecate.gin"], sizes)
-    for refused in (lambda: dry_run(run, devices), lambda: Replanner(run, build_abstract_roles(run.mesh, devices))):
+    for refused in (lambda: dry_run(run, devices), lambda: Replanner(run, build_mesh(run.mesh, devices))):
         with pytest.raises(UserError, match=why) as error:
             refused()
         assert "\n" not in str(error.value)

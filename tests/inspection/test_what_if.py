@@ -19,7 +19,7 @@ from moe_jax.cluster.hlo import arrays_of, parse_module
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
 from moe_jax.config import parse_run_config
-from moe_jax.parallel.abstract import build_abstract_roles
+from moe_jax.parallel.mesh import build_mesh
 
 RUN = pathlib.Path(__file__).parents[2] / "configs/run/gpt_moe_s_h200.gin"
 HALF = Buckets(segment="all", by_shape=8, expected=4.0, exchanges=3, overflow=0.01)
@@ -104,12 +104,12 @@ def test_buckets_of_the_committed_run():
     """32 buckets of 632 rows for 512 choices each, 12 layers in two halves; and with MP."""
     config = parse_run_config([str(RUN)], [])[0]
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=8))
-    (found,) = stated_buckets(config, build_abstract_roles(config.mesh, 32), None)
+    (found,) = stated_buckets(config, build_mesh(config.mesh, 32), None)
     assert (found.by_shape, found.expected, found.exchanges) == (32 * 632, 16384, 24)
     assert 0 < found.overflow <= 0.0004 and overflow_chance((found,)) < 0.01
     # 16 MP groups of 2: under s1 each device fills buckets from its own half of the group's tokens
     in_pairs = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, model=2, expert=32))
-    roles = build_abstract_roles(in_pairs.mesh, 32)
+    roles = build_mesh(in_pairs.mesh, 32)
     moe = dataclasses.replace(config.moe, overflow_chance=0.0, bucket_slack=1.5)
     by_name = {}
     for name in ("s1", "s2"):
@@ -118,5 +118,5 @@ def test_buckets_of_the_committed_run():
     assert (by_name["s1"].by_shape, by_name["s1"].expected) == (32 * 768, 16384)
     assert (by_name["s2"].by_shape, by_name["s2"].expected) == (32 * 1536, 32768)
     dense = dataclasses.replace(config, moe=dataclasses.replace(config.moe, schedule="dp"))
-    assert stated_buckets(dense, build_abstract_roles(config.mesh, 32), None) == ()
+    assert stated_buckets(dense, build_mesh(config.mesh, 32), None) == ()
     assert parse_target("h200:4x8").cores == 132

@@ -1,38 +1,14 @@
 """Where every leaf lies."""
 
 import jax
-import pytest
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.sharding import dense_specs, divisible_dim, expert_specs, spec_of
+from moe_jax.parallel.sharding import dense_specs, expert_specs
 
 
 def roles_of(**sizes):
     return build_mesh(MeshConfig(**sizes), jax.devices())
-
-
-@pytest.mark.parametrize(
-    "shape, parts, taken, expected",
-    [
-        ((8, 16), 4, None, 1),  # the largest
-        ((16, 8), 4, None, 0),
-        ((8, 8), 4, None, 1),  # the last among equals
-        ((16, 6), 4, None, 0),  # 4 does not divide 6
-        ((12, 16), 4, 1, 0),  # dim 1 is taken
-        ((16,), 4, 0, None),
-        ((6, 10), 4, None, None),
-        ((), 4, None, None),
-        ((16, 16), 1, None, None),  # nothing to split
-    ],
-)
-def test_divisible_dim(shape, parts, taken, expected):
-    assert divisible_dim(shape, parts, taken) == expected
-
-
-def test_spec_of():
-    assert spec_of(3, {0: ("expert",), 2: ("a", "b"), None: ("data",)}) == P("expert", None, ("a", "b"))
-    assert spec_of(2, {0: ()}) == P(None, None)
 
 
 # Outputs: `matrix` stacked over three layers, with its last dim split by the MP group; `vector` has five elements,

@@ -30,7 +30,8 @@ from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.schedules import LayerSizes, build_schedule
 from moe_jax.moe.tables import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.sparse_all_gather import Transfer, sparse_reduce_scatter
+from moe_jax.parallel.slices import Transfer, zeros_varying
+from moe_jax.parallel.sparse_all_gather import return_part
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
 from moe_jax.training.optimizer import build_optimizer
@@ -221,8 +222,8 @@ def test_gradients_of_many_holders_are_rounded_once_a_node(by_node):
 
     def body(values, tables):
         here = jax.tree.map(lambda leaf: leaf[0, 0], tables.transfer)
-        sums = sparse_reduce_scatter({"w": values[0]}, here, transfer, shape.home_slots, dtypes={"w": jnp.float32})
-        return sums["w"][None]
+        zeros = zeros_varying((shape.home_slots, elements), jnp.float32, values)
+        return return_part({"w": values[0]}, here, transfer).at_once({"w": zeros})["w"][None]
 
     spec = P(roles.expert)
     reduce = jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=spec, out_specs=spec))

@@ -8,7 +8,7 @@ import pytest
 from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
-from moe_jax.parallel.abstract import build_abstract_roles
+from moe_jax.parallel.mesh import build_mesh
 from moe_jax.planning.buckets import expected_rows, overflow_chance
 
 BINDINGS = (
@@ -47,7 +47,7 @@ def test_draws_overflow_no_more_often_than_asked(planner):
     script = runpy.run_path("scripts/bench/overflow_chance.py", run_name="overflow_chance")
     for chance, least, most in ((0.02, 0.0, 0.09), (0.9, 0.1, 1.0)):
         config, *_ = parse_run_config((), [*BINDINGS, *planner, f"MoEConfig.overflow_chance = {chance}"])
-        case = script["case_of"](config, build_abstract_roles(config.mesh, 4), skew=0.5)
+        case = script["case_of"](config, build_mesh(config.mesh, 4), skew=0.5)
         rate, fullest = script["overflow_rate"](case, 600, seed=1)
         assert least <= rate <= most, (chance, case.rows)
         assert 1 < fullest < 3

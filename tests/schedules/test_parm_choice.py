@@ -6,12 +6,11 @@ import math
 import pathlib
 
 import pytest
-from jax.sharding import AbstractMesh
 
 from moe_jax.cluster import read_cluster
 from moe_jax.moe.schedules import LayerSizes, ScheduleOptions
 from moe_jax.moe.schedules.automatic import choose
-from moe_jax.parallel.mesh import MeshConfig, mesh_axes, roles_of
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 PRESETS = pathlib.Path(__file__).parents[2] / "configs" / "cluster"
 TOP_K, PAIRS = 2, [(mp, esp) for mp in (2, 4) for esp in (1, 2, 4)]  # with N_MP = 1 the two schedules are one
@@ -26,8 +25,7 @@ def table(devices, factors=FACTORS):
     """
     for mp, esp in PAIRS:
         config = MeshConfig(expert_shard=esp, model=mp, devices_per_node=min(4, devices)).resolve(devices)
-        shape, model = mesh_axes(config, devices)
-        roles = roles_of(config, AbstractMesh(tuple(shape.values()), tuple(shape)), tuple(shape), model)
+        roles = build_mesh(config, devices)
         for tokens, dim, factor in itertools.product(TOKENS, DIMS, factors):
             capacity = 4 * math.ceil(factor * TOP_K * tokens / devices / 4)  # no part of a bucket is rounded up
             groups = devices // config.expert

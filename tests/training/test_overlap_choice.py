@@ -9,8 +9,7 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.models import ModelConfig
 from moe_jax.moe import MoEConfig
-from moe_jax.parallel.abstract import build_abstract_roles
-from moe_jax.parallel.mesh import MeshConfig
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.training.overlap_choice import layer_seconds, settle_overlap, why_not_halves
 
 
@@ -26,7 +25,7 @@ def settled(target="h200:4x8", batch=256, **changes):
         train=dataclasses.replace(run.train, batch_size=batch),
     )
     run = dataclasses.replace(run, **changes)
-    roles = build_abstract_roles(run.mesh, described.devices)
+    roles = build_mesh(run.mesh, described.devices)
     return settle_overlap(run, roles, described).model.overlap, why_not_halves(run, roles), run, roles, described
 
 
