@@ -24,6 +24,15 @@ from moe_jax.errors import UserError
 
 MOST_NAMES = 8  # of what computes beside a transfer
 TAKEN_CORES = (0, 16, 32)
+SAID = {
+    "nodes": "nodes_of_a_group",
+    "intra_bytes": "bytes_inside_nodes",
+    "inter_bytes": "bytes_leaving_a_node",
+    "exposed": "exposed_seconds",
+    "waited_for_links": "waited_for_links_seconds",
+    "beside_kernels": "executions_beside_kernels",
+    "beside_matmuls": "executions_beside_matmuls",
+}  # field of a flight -> name in its record
 
 
 def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> dict:
@@ -41,6 +50,11 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
     exchange = [flight for flight in flights if flight.role == EXCHANGE]
     moving, exposed = sum(flight.seconds for flight in exchange), sum(flight.exposed for flight in exchange)
     experts = sum(seconds for (_, scope), seconds in timeline.by_scope.items() if "experts" in scope.split("/"))
+    collectives = []
+    for flight in flights:
+        record = {SAID.get(name, name): value for name, value in dataclasses.asdict(flight).items() if name != "alone"}
+        beside = sorted(flight.beside.items(), key=lambda item: -item[1])[:MOST_NAMES]
+        collectives.append({**record, "beside": dict(beside)})
     return {
         **facts,
         "target": described,
@@ -76,25 +90,7 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
             {"part": part, "scope": scope, "seconds": seconds}
             for (part, scope), seconds in sorted(timeline.by_scope.items(), key=lambda item: -item[1])
         ],
-        "collectives": [
-            {
-                **{name: getattr(flight, name) for name in ("name", "kind", "role", "part", "scope", "computation")},
-                "loops": list(flight.loops),
-                **{name: getattr(flight, name) for name in ("asynchronous", "bytes", "groups", "group_size")},
-                "nodes_of_a_group": flight.nodes,
-                "bytes_inside_nodes": flight.intra_bytes,
-                "bytes_leaving_a_node": flight.inter_bytes,
-                "executions": flight.executions,
-                "seconds": flight.seconds,
-                "exposed_seconds": flight.exposed,
-                "waited_for_links_seconds": flight.waited_for_links,
-                "beside_seconds": flight.beside_seconds,
-                "executions_beside_kernels": flight.beside_kernels,
-                "executions_beside_matmuls": flight.beside_matmuls,
-                "beside": dict(sorted(flight.beside.items(), key=lambda item: -item[1])[:MOST_NAMES]),
-            }
-            for flight in flights
-        ],
+        "collectives": collectives,
         "branches": [{"name": name, **record} for name, record in timeline.skipped.items()],
         "unknown_loops": sorted(timeline.unknown_loops),
         "unknown_calls": dict(sorted(timeline.unknown_calls.items())),
@@ -333,8 +329,7 @@ def add_measured(report: dict, spans: Sequence[Span], steps: int) -> dict:
 
     Args:
       report: from `build_report`.
-      spans: of `steps` steps, on any number of devices.
-      steps: at least 1.
+      spans: of `steps` steps (at least 1), on any number of devices.
 
     Returns:
       A new report: `measured` at its top (seconds of a step by the longest device, of compute, of collectives,
@@ -352,7 +347,8 @@ def add_measured(report: dict, spans: Sequence[Span], steps: int) -> dict:
         compute += sum(end - begin for begin, end in working)
         step = max(step, max(s.end for s in of_device) - min(s.begin for s in of_device))
         for span in of_device:
-            if (name := stem(span.instruction)) in names:
+            name = stem(span.instruction)
+            if name in names:
                 length = span.end - span.begin
                 covered = (max(0.0, min(span.end, stop) - max(span.begin, start)) for start, stop in working)
                 own = sums.setdefault(name, {"executions": 0, "seconds": 0.0, "exposed_seconds": 0.0})
@@ -501,7 +497,8 @@ def _step_lines(report: dict) -> list[str]:
 def _what_if_lines(report: dict) -> list[str]:
     """Return what a report says of overflows, cores, thunks and rows."""
     lines = []
-    if overflow := report.get("overflow"):
+    overflow, thunks, rows = (report.get(name) for name in ("overflow", "thunks", "rows"))
+    if overflow:
         common, chance = _ms(overflow["common_seconds"]), overflow["chance"]
         said = "not known, since planned buckets state no chance" if chance is None else f"at most {chance:.3%}"
         said = f"P(overflow) of a step is {said}; "
@@ -522,11 +519,11 @@ def _what_if_lines(report: dict) -> list[str]:
             f"{_ms(own['step_seconds'])}, exposed {_ms(own['exposed_seconds'])}"
             + ("" if both is None else f"; by expected rows {_ms(both)}")
         )
-    if thunks := report.get("thunks"):
+    if thunks:
         names = ", ".join(f"{count:,} {group.replace('_', ' ')}" for group, count in thunks["outside"].items())
         inside = sum(thunks["inside"].values())
         lines.append(f"{thunks['buffers']:,} command buffers with {inside:,} thunks; outside of them {names}")
-    if rows := report.get("rows"):
+    if rows:
         lines.append("")
         for own in rows["buckets"]:
             lines.append(
@@ -567,8 +564,9 @@ def _measured_lines(report: dict) -> list[str]:
             lines.append(f"{name:<44}  not in the trace")
         else:
             lines.append(_SIDES.format(name[:44], f"{modelled * 1e3:.3f}", f"{measured * 1e3:.3f}"))
-    if (found := report.get("instructions")) is None:
+    if "instructions" not in report:
         return lines
+    found = report["instructions"]
     plain = "" if found["step_seconds"] is None else f"{_ms(found['step_seconds'])} without the profiler, "
     busy, profiled = _ms(found["busy_seconds"]), _ms(found["profiled_step_seconds"])
     lines += ["", f"{found['launches']} launches a step, busy {busy} of {plain}{profiled} with it"]

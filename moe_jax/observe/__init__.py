@@ -9,7 +9,6 @@ from moe_jax.observe.loads import (
 )
 from moe_jax.observe.metrics_file import (
     MetricsWriter,
-    RunSummary,
     TensorBoardWriter,
     read_metrics,
     summarize_run,
@@ -36,7 +35,6 @@ __all__ = [
     "MetricsWriter",
     "Progress",
     "RunFolder",
-    "RunSummary",
     "TensorBoardWriter",
     "atomic_file",
     "device_load_max_over_mean",

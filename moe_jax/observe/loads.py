@@ -27,13 +27,17 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.observe.run_folder import TEMPORARY_SUFFIX, RunFolder, atomic_file, disk_errors_named
 
-LAYER_KEYS = {
+SCALARS = {
+    "model_dim": "M",
+    "hidden_dim": "F",
+    "top_k": "K",
+    "dtype": "dtype",
     "activation": "activation",
     "moe_every": "moe_every",
     "dense_hidden_dim": "dense_F",
     "sequence_length": "sequence_length",
-}  # field -> key
-KEYS = ("M", "F", "K", "dtype", "mesh", "devices_per_node", "cluster", "mesh_index", *LAYER_KEYS.values())
+}  # field of `LoadsOrigin` -> key
+KEYS = (*SCALARS.values(), "mesh", "devices_per_node", "cluster", "mesh_index")
 SEGMENTS, PRECEDING = "segments", "preceding"  # where there are any
 PART_RECORDS = 64
 PART_BYTES = 4 << 20
@@ -203,28 +207,20 @@ def _read_origins(arrays: Mapping[str, np.ndarray], samples: int, path: object) 
             tuple(tuple(int(size) for size in row) for row in arrays.get(key, np.zeros((0, width))).tolist())
             for key, width in ((SEGMENTS, 4), (PRECEDING, 2))
         )
-        if (
-            len(preceding) != len(segments)
-            or {len(row) for row in segments} - {4}
-            or {len(row) for row in preceding} - {2}
-        ):
+        if [len(row) for row in segments + preceding] != [4] * len(segments) + [2] * len(segments):
             raise ValueError(f"{PRECEDING} must have a row for each of the {SEGMENTS}")
-        layer = {field: arrays[key].item() for field, key in LAYER_KEYS.items()}
+        scalars = {field: arrays[key].item() for field, key in SCALARS.items()}
         known: list[LoadsOrigin | None] = []
         for mesh, per_node, cluster in zip(arrays["mesh"], arrays["devices_per_node"], arrays["cluster"], strict=True):
             origin = None
             if str(mesh):
                 origin = LoadsOrigin(
-                    model_dim=int(arrays["M"]),
-                    hidden_dim=int(arrays["F"]),
-                    top_k=int(arrays["K"]),
-                    dtype=str(arrays["dtype"]),
                     mesh=tuple((str(axis), int(size)) for axis, size in json.loads(str(mesh)).items()),
                     devices_per_node=int(per_node),
                     cluster=str(cluster),
                     segments=segments,
                     preceding=preceding,
-                    **layer,
+                    **scalars,
                 )
             known.append(origin)
         index = arrays["mesh_index"].tolist()
@@ -254,19 +250,15 @@ def _origin_arrays(origins: Sequence[LoadsOrigin | None]) -> dict[str, np.ndarra
         )
     of_each = [(o.mesh, o.devices_per_node, o.cluster) if o else ((), 0, "") for o in origins]
     meshes = list(dict.fromkeys(of_each))
-    M, F, K, dtype, segments = models[0]
+    last = known[-1]
     return {
-        "M": np.int64(M),
-        "F": np.int64(F),
-        "K": np.int64(K),
-        "dtype": np.array(dtype),
+        **{key: np.array(getattr(last, field)) for field, key in SCALARS.items()},
         "mesh": np.array([json.dumps(dict(mesh)) if mesh else "" for mesh, _, _ in meshes]),
         "devices_per_node": np.array([per_node for _, per_node, _ in meshes], np.int64),
         "cluster": np.array([cluster for _, _, cluster in meshes]),
         "mesh_index": np.array([meshes.index(mesh) for mesh in of_each], np.int64),
-        **{key: np.array(getattr(known[-1], field)) for field, key in LAYER_KEYS.items()},
-        **({SEGMENTS: np.array(segments, np.int64)} if segments else {}),
-        **({PRECEDING: np.array(known[-1].preceding, np.int64)} if segments else {}),
+        **({SEGMENTS: np.array(last.segments, np.int64)} if last.segments else {}),
+        **({PRECEDING: np.array(last.preceding, np.int64)} if last.segments else {}),
     }
 
 

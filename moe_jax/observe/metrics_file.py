@@ -11,7 +11,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -217,37 +216,12 @@ class TensorBoardWriter:
             self._writer.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSummary:
-    """Losses in nats per token; medians leave out steps that compiled; device load is max over mean, 1 = balanced.
+def summarize_run(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Condense the records of a run folder; a number that no record states, or none finite, is None.
 
-    below_unigram_entropy: how far the last held-out loss lies below the unigram entropy, as a fraction of it.
+    Losses are in nats per token; medians leave out steps that compiled; device load is max over mean, 1 = balanced;
+    below_unigram_entropy is how far the last held-out loss lies below the unigram entropy, as a fraction of it.
     """
-
-    steps: int | None
-    loss_last: float | None
-    held_out_loss_first: float | None
-    held_out_loss_last: float | None
-    held_out_loss_ema: float | None
-    unigram_entropy: float | None
-    below_unigram_entropy: float | None
-    tokens_per_second: float | None
-    model_flops_per_second: float | None
-    step_seconds: float | None
-    peak_device_bytes: float | None
-    device_load_mean: float | None
-    device_load_worst: float | None
-    dropped_fraction: float | None
-    overflow_steps: int | None
-    skipped_steps: int | None
-    steps_run_again: int | None
-    compilations: int
-    compile_seconds: float
-    rejit_stall_seconds: float | None
-
-
-def summarize_run(folder: str | os.PathLike[str]) -> RunSummary:
-    """Condense the records of a run folder; a number that no record states, or none finite, is None."""
     metrics, evaluations = read_metrics(folder), read_metrics(folder, file_name=EVALUATIONS)
     steady = [record for record in metrics if not record.get("compile_seconds")] or metrics
 
@@ -264,26 +238,26 @@ def summarize_run(folder: str | os.PathLike[str]) -> RunSummary:
     compilations = column(metrics, "compile_seconds")[1]
     held_out = number(evaluations, "held_out_loss", np.mean, last)
     entropy = number(evaluations, "unigram_entropy", np.mean, last)
-    return RunSummary(
-        steps=metrics[-1]["step"] if metrics else None,
-        loss_last=number(metrics, "loss", np.mean, last),
-        held_out_loss_first=number(evaluations, "held_out_loss", np.mean, slice(1)),
-        held_out_loss_last=held_out,
-        held_out_loss_ema=number(evaluations, "held_out_loss_ema", np.mean, last),
-        unigram_entropy=entropy,
-        below_unigram_entropy=None if held_out is None or not entropy else 1.0 - held_out / entropy,
-        tokens_per_second=number(steady, "tokens_per_second", np.median),
-        model_flops_per_second=number(steady, "model_flops_per_second", np.median),
-        step_seconds=number(steady, "step_seconds", np.median),
-        peak_device_bytes=number(metrics, "peak_device_bytes", np.max),
-        device_load_mean=number(metrics, "device_load_max_over_mean", np.mean),
-        device_load_worst=number(metrics, "device_load_max_over_mean", np.max),
-        dropped_fraction=number(metrics, "dropped_fraction", np.mean),
+    return {
+        "steps": metrics[-1]["step"] if metrics else None,
+        "loss_last": number(metrics, "loss", np.mean, last),
+        "held_out_loss_first": number(evaluations, "held_out_loss", np.mean, slice(1)),
+        "held_out_loss_last": held_out,
+        "held_out_loss_ema": number(evaluations, "held_out_loss_ema", np.mean, last),
+        "unigram_entropy": entropy,
+        "below_unigram_entropy": None if held_out is None or not entropy else 1.0 - held_out / entropy,
+        "tokens_per_second": number(steady, "tokens_per_second", np.median),
+        "model_flops_per_second": number(steady, "model_flops_per_second", np.median),
+        "step_seconds": number(steady, "step_seconds", np.median),
+        "peak_device_bytes": number(metrics, "peak_device_bytes", np.max),
+        "device_load_mean": number(metrics, "device_load_max_over_mean", np.mean),
+        "device_load_worst": number(metrics, "device_load_max_over_mean", np.max),
+        "dropped_fraction": number(metrics, "dropped_fraction", np.mean),
         # what happened in each record's step; the two below count from the start of the run
-        overflow_steps=whole("overflow_steps", np.sum),
-        skipped_steps=whole("skipped_steps", np.max),
-        steps_run_again=whole("steps_run_again", np.max),
-        compilations=int(np.count_nonzero(compilations)),
-        compile_seconds=float(np.nansum(compilations)),
-        rejit_stall_seconds=number(metrics, "rejit_stall_seconds", np.sum),
-    )
+        "overflow_steps": whole("overflow_steps", np.sum),
+        "skipped_steps": whole("skipped_steps", np.max),
+        "steps_run_again": whole("steps_run_again", np.max),
+        "compilations": int(np.count_nonzero(compilations)),
+        "compile_seconds": float(np.nansum(compilations)),
+        "rejit_stall_seconds": number(metrics, "rejit_stall_seconds", np.sum),
+    }

@@ -21,7 +21,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsTrace, read_loads
-from moe_jax.observe.metrics_file import RunSummary, column, read_metrics, summarize_run
+from moe_jax.observe.metrics_file import column, read_metrics, summarize_run
 from moe_jax.observe.progress import with_prefix
 from moe_jax.observe.run_folder import (
     EVALUATIONS,
@@ -105,7 +105,7 @@ def write_report(folder: str | os.PathLike[str], pictures: Sequence[Path] | None
     # The folder's own name, also when it is given as "." or with a link.
     title = html.escape(run.path.resolve().name)
     date = environment.get("date")
-    steps = "no steps" if summary.steps is None else f"{summary.steps:,} steps"
+    steps = "no steps" if summary["steps"] is None else f"{summary['steps']:,} steps"
     cards = [
         f'<div><dt>{html.escape(label)}</dt><dd class="value">{html.escape(value)}</dd>'
         f'<dd class="aside">{html.escape(remark)}</dd></div>'
@@ -145,29 +145,29 @@ def write_report(folder: str | os.PathLike[str], pictures: Sequence[Path] | None
     )
 
 
-def headline_numbers(summary: RunSummary) -> list[tuple[str, str, str]]:
+def headline_numbers(summary: dict) -> list[tuple[str, str, str]]:
     """Return (label, value, remark) for each number that the run's records state."""
-    s, below, against = summary, summary.below_unigram_entropy, ""
+    s, below, against = summary, summary["below_unigram_entropy"], ""
     if below is not None:
         against = f"loss ends {abs(below):.0%} {'below' if below >= 0 else 'above'} it"
     rows: list[tuple[str, float | None, str, str]] = [
-        ("held-out loss, before", s.held_out_loss_first, ".3f", "nats per token"),
-        ("held-out loss, after", s.held_out_loss_last, ".3f", "nats per token"),
-        ("held-out loss, averaged", s.held_out_loss_ema, ".3f", "moving average of parameters"),
-        ("unigram entropy", s.unigram_entropy, ".3f", against),
-        ("training loss, last step", s.loss_last, ".3f", "nats per token"),
-        ("tokens/s", s.tokens_per_second, "si", "median"),
-        ("model FLOP/s", s.model_flops_per_second, "si", "median, all devices"),
-        ("step", s.step_seconds, "s", "median"),
-        ("peak memory per device", s.peak_device_bytes, "bytes", ""),
-        ("device load, mean", s.device_load_mean, ".2f", "max / mean, 1 is balanced"),
-        ("device load, worst", s.device_load_worst, ".2f", "of any layer and step"),
-        ("dropped tokens", s.dropped_fraction, ".3%", "mean over steps"),
-        ("overflow steps", s.overflow_steps, ",.0f", "took more than one pass"),
-        ("skipped steps", s.skipped_steps or None, ",.0f", "loss or gradient not finite"),
-        ("steps run again", s.steps_run_again or None, ",.0f", "a bucket overflowed in the common program"),
-        ("compilations", s.compilations or None, ",.0f", f"{s.compile_seconds:.1f} s in all"),
-        ("re-jit stall", s.rejit_stall_seconds, ".1f", "seconds waited"),
+        ("held-out loss, before", s["held_out_loss_first"], ".3f", "nats per token"),
+        ("held-out loss, after", s["held_out_loss_last"], ".3f", "nats per token"),
+        ("held-out loss, averaged", s["held_out_loss_ema"], ".3f", "moving average of parameters"),
+        ("unigram entropy", s["unigram_entropy"], ".3f", against),
+        ("training loss, last step", s["loss_last"], ".3f", "nats per token"),
+        ("tokens/s", s["tokens_per_second"], "si", "median"),
+        ("model FLOP/s", s["model_flops_per_second"], "si", "median, all devices"),
+        ("step", s["step_seconds"], "s", "median"),
+        ("peak memory per device", s["peak_device_bytes"], "bytes", ""),
+        ("device load, mean", s["device_load_mean"], ".2f", "max / mean, 1 is balanced"),
+        ("device load, worst", s["device_load_worst"], ".2f", "of any layer and step"),
+        ("dropped tokens", s["dropped_fraction"], ".3%", "mean over steps"),
+        ("overflow steps", s["overflow_steps"], ",.0f", "took more than one pass"),
+        ("skipped steps", s["skipped_steps"] or None, ",.0f", "loss or gradient not finite"),
+        ("steps run again", s["steps_run_again"] or None, ",.0f", "a bucket overflowed in the common program"),
+        ("compilations", s["compilations"] or None, ",.0f", f"{s['compile_seconds']:.1f} s in all"),
+        ("re-jit stall", s["rejit_stall_seconds"], ".1f", "seconds waited"),
     ]
     numbers = []
     for label, value, form, remark in rows:

@@ -286,20 +286,20 @@ def report(folder: RunFolder):
     page = write_report(folder, pictures)
     summary = summarize_run(folder)
     print(f"run folder        {folder.path}")
-    if summary.held_out_loss_first is not None and summary.held_out_loss_last is not None:
-        first, last = summary.held_out_loss_first, summary.held_out_loss_last
+    if summary["held_out_loss_first"] is not None and summary["held_out_loss_last"] is not None:
+        first, last = summary["held_out_loss_first"], summary["held_out_loss_last"]
         print(f"held-out loss     {first:.4f} before, {last:.4f} after training")
-    if summary.held_out_loss_ema is not None:
-        print(f"                  {summary.held_out_loss_ema:.4f} after training, with averaged parameters")
-    if summary.unigram_entropy is not None:
-        below = summary.below_unigram_entropy
+    if summary["held_out_loss_ema"] is not None:
+        print(f"                  {summary['held_out_loss_ema']:.4f} after training, with averaged parameters")
+    if summary["unigram_entropy"] is not None:
+        below = summary["below_unigram_entropy"]
         side = "below" if (below or 0) >= 0 else "above"
         share = "" if below is None else f"; the held-out loss ends {100 * abs(below):.1f}% {side} it"
-        print(f"unigram entropy   {summary.unigram_entropy:.4f} of the held-out text{share}")
-    if summary.skipped_steps:
-        print(f"skipped steps     {summary.skipped_steps}, whose loss or gradient was not finite")
-    if summary.steps_run_again:
-        print(f"steps run again   {summary.steps_run_again}, because a bucket overflowed")
+        print(f"unigram entropy   {summary['unigram_entropy']:.4f} of the held-out text{share}")
+    if summary["skipped_steps"]:
+        print(f"skipped steps     {summary['skipped_steps']}, whose loss or gradient was not finite")
+    if summary["steps_run_again"]:
+        print(f"steps run again   {summary['steps_run_again']}, because a bucket overflowed")
     for picture in pictures:
         print(f"plot              {picture}")
     print(f"report            {page}")

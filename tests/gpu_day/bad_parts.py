@@ -35,10 +35,5 @@ def does_not_apply(context):
     raise NotHere("no such device")
 
 
-def wants_to_be_killed(context):
-    context.record(process=os.getpid())
-    context.kill_me()
-
-
 def exits(context):
     os._exit(3)

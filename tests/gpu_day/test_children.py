@@ -6,7 +6,6 @@ import pathlib
 import subprocess
 import sys
 import time
-import types
 from unittest import mock
 
 import pytest
@@ -51,22 +50,6 @@ def test_what_goes_wrong_is_recorded_and_the_next_runs(workspace):
     assert reported[-1] == len(records)
 
 
-def test_parts_share_a_process_until_one_goes_wrong(workspace):
-    records, _ = run(
-        workspace, part("a", "well"), part("b", "well"), part("raises"), part("c", "well"),
-        part("d", "well", flags="--xla_gpu_deterministic_ops=true"),
-    )  # fmt: skip
-    process = {record["name"]: record.get("process") for record in records}
-    assert process["a"] == process["b"] and len({process[name] for name in "acd"}) == 3
-
-
-def test_a_part_that_asks_for_it_is_killed(workspace):
-    records, _ = run(workspace, part("wants_to_be_killed"), part("then", "well", after="wants_to_be_killed"))
-    assert [record["status"] for record in records] == ["ok", "ok"]
-    with pytest.raises(ProcessLookupError):
-        os.kill(records[0]["process"], 0)
-
-
 def test_a_child_whose_parent_is_killed_ends_itself(tmp_path):
     """By SIGKILL the parent tidies up nothing; a kernel that hangs must not hold the GPU for the next run."""
     code = f"""
@@ -97,13 +80,23 @@ def runs(process: int) -> bool:
 
 
 def test_unless_and_after(workspace):
-    records, _ = run(
-        workspace, part("well"), part("substitute", "well", unless="well"), part("raises"),
-        part("instead", "well", unless="raises"), part("never", "well", after="raises"),
+    """An item whose substitute went well is well; parts share a process until one goes wrong, or wants other flags."""
+    parts = (
+        part("well"), part("same", "well"), part("substitute", "well", unless="well"), part("raises"),
+        part("instead", "well", unless="raises"), part("flags", "well", flags="--xla_gpu_deterministic_ops=true"),
+        part("never", "well", after="raises"),
     )  # fmt: skip
-    assert [(record["name"], record["status"]) for record in records] == [
-        ("well", "ok"), ("raises", "failed"), ("instead", "ok"), ("never", "skipped"),
+    record = day.run_item(
+        Item(number=1, name="a", title="A", budget=60, least=1, parts=parts), workspace, time.monotonic() + 60, print
+    )
+    assert record["status"] == "ok" and [(own["name"], own["status"]) for own in record["parts"]] == [
+        ("well", "ok"), ("same", "ok"), ("raises", "failed"), ("instead", "ok"), ("flags", "ok"), ("never", "skipped"),
     ]  # fmt: skip
+    process = {own["name"]: own.get("process") for own in record["parts"]}
+    assert process["well"] == process["same"] and len({process[name] for name in ("well", "instead", "flags")}) == 3
+    lines = page.item_lines(record)
+    assert "| what | a \\| result of 1 |" in lines
+    assert any(line.startswith("| raises | failed: RuntimeError") for line in lines)
 
 
 def test_time_that_is_spent_skips_parts_and_items(workspace):
@@ -114,29 +107,6 @@ def test_time_that_is_spent_skips_parts_and_items(workspace):
     full = children.Workspace(out=workspace.out, scratch=workspace.scratch, tiny=False)
     record = day.run_item(item, full, time.monotonic() + 10, lambda _: None)
     assert record["status"] == "skipped" and "it needs at least 30 s" in record["reason"]
-
-
-def test_an_item_whose_substitute_went_well_is_well(workspace):
-    parts = (part("raises"), part("instead", "well", unless="raises"))
-    item = Item(number=1, name="a", title="A", budget=30, least=1, parts=parts)
-    record = day.run_item(item, workspace, time.monotonic() + 30, lambda _: None)
-    assert record["status"] == "ok" and record["parts"][0]["status"] == "failed"
-    lines = page.item_lines(record)
-    assert "| what | a \\| result of 1 |" in lines
-    assert any(line.startswith("| raises | failed: RuntimeError") for line in lines)
-
-
-def test_a_child_that_hangs_in_the_driver_is_not_waited_for(monkeypatch):
-    """SIGKILL does not reach a process that the kernel holds."""
-    waited = []
-
-    def wait(timeout=None):
-        waited.append(timeout)
-        raise subprocess.TimeoutExpired("child", timeout or 0)
-
-    monkeypatch.setattr(children.os, "killpg", lambda *_: None)
-    children._kill(types.SimpleNamespace(pid=1, wait=wait, stdin=None))
-    assert waited == [children.KILLED_SECONDS]
 
 
 def test_what_is_not_finite_leaves_strict_json(tmp_path):
@@ -173,19 +143,3 @@ def test_children_share_one_gpu_one_cache_and_take_no_memory_ahead(workspace, mo
     assert found["JAX_COMPILATION_CACHE_DIR"] == str(workspace.out / "cache")
     assert found["XLA_FLAGS"] == "--a=1 --b=2" and found["JAX_PLATFORMS"] == "cuda,cpu"
     assert children.environment(workspace, "")["JAX_PLATFORMS"] == "cpu"
-
-
-def test_the_page_gives_constants_with_units():
-    record = {
-        "date": "2026-11-22T09:00:00+00:00",
-        "machine": {"device_kind": "cpu", "jax": "0.10.2", "jaxlib": "0.10.2"},
-        "commit": "0" * 40,
-        "uncommitted_changes": False,
-        "command": "gpu_day",
-        "seconds": 1.0,
-        "sizes": "full",
-        "finished": True,
-        "constants": {"matmul_efficiency": 0.614, "launch": 2.5e-6},
-        "items": [],
-    }
-    assert "gpu_day.json`: launch 2.5 us, matmul_efficiency 0.61.\n" in page.page(record)

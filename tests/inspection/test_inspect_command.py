@@ -9,7 +9,7 @@ import sys
 import pytest
 from support.tiny_run import bindings_of
 
-FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+SAVED = pathlib.Path(__file__).parent / "fixtures" / "expert_parallel.hlo.xz"
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -70,22 +70,20 @@ def test_a_failed_installation_leaves_nothing(tmp_path):
     [
         (("--target=h200:4x8",), "--out is needed"),
         (("--out=x", "--target=h200:1x8", "--profile"), "--profile and --host_devices need real devices"),
-        (("--out=x", "--target=b300:4x8"), "names no known device"),
         (("--out=x", "--target=h200:4x8", "--gin_bindings=MeshConfig.expert = 16"), "has 32 devices, but"),
-        (("--out=x", "--target=v100:1x8"), "was dropped by CUDA 13"),
         (("--out=x", "--target=h200:4x8", "--compiler_option=fast"), "is not xla_NAME=VALUE"),
         (("--out=x", "--target=h200:4x8", "--hlo=nowhere.hlo"), "cannot be read"),
-        (("--out=x", "--target=h200:4x8", "--constants=nowhere.json"), "cannot be read as JSON"),
-        (("--nonsense",), "nonsense"),
+        (("--out=x", f"--hlo={SAVED}", "--target=h200:1x2"), "the target has 2 devices"),
+        (("--out=x", "--host_devices=2"), "no GPU that is known here (2 x cpu)"),
     ],
 )
 def test_bad_input_is_one_line(flags, message, tmp_path):
-    assert message in refused(*flags, MOE_JAX_VENV=str(tmp_path / "none"))
+    assert message in refused(*flags, MOE_JAX_VENV=str(tmp_path / "none"), JAX_PLATFORMS="cpu")
 
 
 def test_a_saved_schedule_is_read_without_wheels(tmp_path):
     code, out, err = inspect(
-        f"--hlo={FIXTURES / 'expert_parallel.hlo.xz'}",
+        f"--hlo={SAVED}",
         "--target=h200:2x2",
         f"--out={tmp_path}",
         MOE_JAX_VENV="/nowhere",
@@ -96,11 +94,6 @@ def test_a_saved_schedule_is_read_without_wheels(tmp_path):
     assert "rows" not in report and [record["taken"] for record in report["cores"]] == [0, 16, 32]
     assert (tmp_path / "timeline.png").read_bytes()[:4] == b"\x89PNG"
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-
-
-def test_a_schedule_of_more_devices_than_the_target_is_refused(tmp_path):
-    line = refused(f"--hlo={FIXTURES / 'expert_parallel.hlo.xz'}", "--target=h200:1x2", f"--out={tmp_path / 'out'}")
-    assert "the target has 2 devices" in line
 
 
 def test_real_devices_are_run_and_measured(tmp_path):
@@ -140,8 +133,3 @@ def test_unknown_compiler_options_are_refused(tmp_path):
     flags = (*bindings, "--host_devices=2", "--rates=h200", f"--out={tmp_path / 'out'}")
     line = refused(*flags, "--compiler_option=xla_gpu_nonsense=1", JAX_PLATFORMS="cpu")
     assert "No such compile option: 'xla_gpu_nonsense'" in line and not (tmp_path / "out").exists()
-
-
-def test_unknown_devices_need_rates(tmp_path):
-    line = refused("--host_devices=2", f"--out={tmp_path / 'out'}", JAX_PLATFORMS="cpu")
-    assert "no GPU that is known here (2 x cpu)" in line and "--target=h200:4x8" in line

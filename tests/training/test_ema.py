@@ -51,7 +51,7 @@ def test_a_run_evaluates_both_and_starts_another(tmp_path, capsys):
     assert abs(last["held_out_loss_ema"] - last["held_out_loss"]) > 1e-3
     shown = f"{last['held_out_loss']:.4f}, {last['held_out_loss_ema']:.4f} with averaged parameters"
     assert f"step 3: held-out loss {shown}" in capsys.readouterr().out
-    assert summarize_run(work).held_out_loss_ema == last["held_out_loss_ema"]
+    assert summarize_run(work)["held_out_loss_ema"] == last["held_out_loss_ema"]
     assert run_here(tmp_path, work, EMA, "train.steps = 3", "train.learning_rate = 0.03", eval_only=True)
     assert f"step 3: held-out loss {shown}" in capsys.readouterr().out
     # a new run from the average, on another mesh: its parameters are that average

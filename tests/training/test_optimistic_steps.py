@@ -313,7 +313,7 @@ def test_a_run_that_overflows_goes_on_where_it_stopped(tmp_path, monkeypatch, th
     for name in ("loss", "grad_norm", "run_again", "steps_run_again", "overflow_steps"):
         assert [record[name] for record in whole] == [record[name] for record in parts], name
     assert [record["overflow_steps"] for record in whole] == [0, 1, 1, 0, 0, 1]
-    assert summarize_run(tmp_path / "whole").steps_run_again == whole[-1]["steps_run_again"]
+    assert summarize_run(tmp_path / "whole")["steps_run_again"] == whole[-1]["steps_run_again"]
     ends = [Checkpointer(tmp_path / name / "checkpoints", keep=1).read_arrays(6) for name in ("whole", "parts")]
     for name, leaf in ends[0].items():
         np.testing.assert_array_equal(leaf, ends[1][name], err_msg=name)

@@ -81,7 +81,7 @@ def test_skipped_steps_are_counted_and_outlive_a_stop(tmp_path, poisoned, capsys
     for name, leaf in ends[0].items():
         assert np.isfinite(leaf).all(), name
         np.testing.assert_array_equal(leaf, ends[1][name], err_msg=name)
-    assert summarize_run(tmp_path / "whole").skipped_steps == 2
+    assert summarize_run(tmp_path / "whole")["skipped_steps"] == 2
 
 
 def test_one_step_too_many_ends_the_run(tmp_path, poisoned, monkeypatch):
