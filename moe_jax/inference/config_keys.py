@@ -160,28 +160,22 @@ FIXED = {
 }  # fmt: skip
 
 
-def find_family(keys: dict[str, Any]) -> Family:
-    """Return the family of a config.json.
-
-    Raises:
-      UserError: it is of none that can be read.
-    """
-    name = keys.get("model_type")
-    if name in FAMILIES:
-        return FAMILIES[name]
-    why = f": {REFUSED[name]}" if name in REFUSED else ""
-    raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join(FAMILIES)}{why}")
-
-
 def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
     """Return (family, configs) of a config.json.
 
     Raises:
       UserError: names a key that is missing, unknown, or has a value that this program cannot take.
     """
-    family = find_family(keys)
+    name = keys.get("model_type")
+    if name not in FAMILIES:
+        why = f": {REFUSED[name]}" if name in REFUSED else ""
+        raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join(FAMILIES)}{why}")
+    family = FAMILIES[name]
     _check_keys(family, keys)
     own = {key: default if keys.get(key) is None else keys[key] for key, default in family.own_keys.items()}
+    dtype = next((keys[key] for key in ("dtype", "torch_dtype") if keys.get(key) is not None), "float32")
+    if dtype not in DTYPES:
+        raise UserError(f"config.json: dtype ({dtype!r}) must be one of {', '.join(DTYPES)}; convert its tensors first")
     model = {**FIXED, "attention_bias": False, "tied_head": False, "norm_epsilon": family.epsilon}
     model |= {field: keys[key] for key, field in MODEL_KEYS.items() if keys.get(key) is not None}
     if model.get("kv_heads") == model["heads"]:
@@ -189,12 +183,30 @@ def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
     if model.get("head_dim", 0) * model["heads"] == model["model_dim"]:
         del model["head_dim"]
     hidden = "moe_intermediate_size" if family.dense_blocks else "intermediate_size"
-    model |= {"hidden_dim": _needed(keys, hidden), "dtype": _dtype(keys), **_rotary(family, keys)}
-    flags = moe_flags(own, model["layers"])
+    model |= {"hidden_dim": _needed(keys, hidden), "dtype": dtype, **_rotary(family, keys)}
+
+    # which blocks have experts
+    layers, step, first = model["layers"], own.get("decoder_sparse_step", 1), own.get("first_k_dense_replace", 0)
+    listed = own.get("mlp_only_layers", [])
+    flags = [i >= first and i not in listed and step > 0 and (i + 1) % step == 0 for i in range(layers)]
+    if not any(flags):
+        raise UserError(f"config.json gives none of the {layers} layers experts: it is no mixture of experts")
     if family.dense_blocks and not all(flags):
         model["dense_hidden_dim"] = keys["intermediate_size"]
-    model |= _layer_fields(flags)
-    moe = {"num_experts": _experts(keys), "top_k": keys["num_experts_per_tok"], "z_loss_weight": 0.0}
+    start = flags.index(True)
+    if all(flags[start:]):
+        model |= {"moe_every": 1, "first_dense": start}
+    elif layers % 2 == 0 and flags == [bool(i % 2) for i in range(layers)]:
+        model["moe_every"] = 2
+    else:
+        starts = [i for i in range(layers) if not i or flags[i] != flags[i - 1]]
+        runs = zip(starts, [*starts[1:], layers], strict=True)
+        model["segments"] = tuple(f"layers={end - start} moe_every={int(flags[start])}" for start, end in runs)
+
+    experts = [keys[key] for key in EXPERT_KEYS if keys.get(key) is not None]
+    if not experts:
+        raise UserError(f"config.json has none of {', '.join(map(repr, EXPERT_KEYS))}: it is no mixture of experts")
+    moe = {"num_experts": experts[0], "top_k": keys["num_experts_per_tok"], "z_loss_weight": 0.0}
     moe["renormalize"] = own.get("norm_topk_prob", True)
     coefficient = keys.get("router_aux_loss_coef", keys.get("aux_loss_alpha")) or 0.0
     # There the balance loss is pooled over layers and is K where loads are even; ours is summed over layers, 1 each.
@@ -230,20 +242,17 @@ def _check_keys(family: Family, keys: dict[str, Any]) -> None:
     """Raise a UserError for keys that are missing, unknown, or not neutral."""
     for key in REQUIRED:
         _needed(keys, key)
-    known = {*MODEL_KEYS, *JOINT_KEYS, *HARMLESS, *family.own_keys}
+    known = {*MODEL_KEYS, *JOINT_KEYS, *HARMLESS, *family.own_keys} - set(family.neutral)
     neutral = {**NEUTRAL, **family.neutral}
-    sliding = keys.get("use_sliding_window", True)
+    kinds = set(keys.get("layer_types") or ())
+    # what says nothing where no layer has a window
+    no_window = ["max_window_layers"]
+    if kinds <= {"full_attention"}:
+        no_window.append("layer_types")
+    if kinds == {"full_attention"} or not keys.get("use_sliding_window", True):
+        no_window.append("sliding_window")
     for key, value in keys.items():
-        if (
-            key not in family.neutral
-            and key in known
-            or key == "layer_types"
-            and set(value or ()) <= {"full_attention"}
-        ):
-            continue
-        if key == "sliding_window" and not sliding or key == "max_window_layers":
-            continue  # it says nothing where no layer has a window
-        if key == "sliding_window" and set(keys.get("layer_types") or ("",)) == {"full_attention"}:
+        if key in known or key in no_window:
             continue
         if key not in neutral:
             raise UserError(f"config.json: {key} ({value!r}) is unknown to moe_jax for {family.model_type!r} models")
@@ -260,20 +269,6 @@ def _needed(keys: dict[str, Any], key: str) -> Any:
     return keys[key]
 
 
-def _experts(keys: dict[str, Any]) -> int:
-    for key in EXPERT_KEYS:
-        if keys.get(key) is not None:
-            return keys[key]
-    raise UserError(f"config.json has none of {', '.join(map(repr, EXPERT_KEYS))}: it is no mixture of experts")
-
-
-def _dtype(keys: dict[str, Any]) -> str:
-    name = next((keys[key] for key in ("dtype", "torch_dtype") if keys.get(key) is not None), "float32")
-    if name not in DTYPES:
-        raise UserError(f"config.json: dtype ({name!r}) must be one of {', '.join(DTYPES)}; convert its tensors first")
-    return name
-
-
 def _rotary(family: Family, keys: dict[str, Any]) -> dict[str, float]:
     """Return the fields of rotary positions, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
     key = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
@@ -281,36 +276,14 @@ def _rotary(family: Family, keys: dict[str, Any]) -> dict[str, float]:
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ("default", "linear"):
         raise UserError(f"config.json: {key}.rope_type ({kind!r}) must be 'default' or 'linear'")
-    unknown = sorted(set(given) - {"rope_type", "type", "rope_theta", "factor"})
+    known = {"rope_type", "type", "rope_theta", "factor"}
     if given.get("partial_rotary_factor", 1) == 1:
-        unknown = [name for name in unknown if name != "partial_rotary_factor"]
-    if unknown:
-        raise UserError(f"config.json: {key}.{unknown[0]} ({given[unknown[0]]!r}) is unknown to moe_jax")
+        known.add("partial_rotary_factor")
+    for name in sorted(set(given) - known):
+        raise UserError(f"config.json: {key}.{name} ({given[name]!r}) is unknown to moe_jax")
     base = given.get("rope_theta", keys.get("rope_theta"))
     factor = given.get("factor", 1.0) if kind == "linear" else 1.0
     return {"rotary_base": float(family.rotary_base if base is None else base), "rotary_factor": float(factor)}
-
-
-def moe_flags(own: dict[str, Any], layers: int) -> list[bool]:
-    """Return for each block whether it has experts; own: the keys of the family that say so, with defaults."""
-    step, listed = own.get("decoder_sparse_step", 1), own.get("mlp_only_layers", [])
-    first = own.get("first_k_dense_replace", 0)
-    flags = [i >= first and i not in listed and step > 0 and (i + 1) % step == 0 for i in range(layers)]
-    if not any(flags):
-        raise UserError(f"config.json gives none of the {layers} layers experts: it is no mixture of experts")
-    return flags
-
-
-def _layer_fields(flags: list[bool]) -> dict[str, Any]:
-    """Return the fields of ModelConfig that say which blocks have experts."""
-    layers, first = len(flags), flags.index(True)
-    if all(flags[first:]):
-        return {"moe_every": 1, "first_dense": first}
-    if layers % 2 == 0 and flags == [bool(i % 2) for i in range(layers)]:
-        return {"moe_every": 2}
-    starts = [i for i in range(layers) if not i or flags[i] != flags[i - 1]]
-    runs = zip(starts, [*starts[1:], layers], strict=True)
-    return {"segments": tuple(f"layers={end - start} moe_every={int(flags[start])}" for start, end in runs)}
 
 
 def write_config(family: Family, model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
@@ -392,7 +365,11 @@ def described(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
         dense = set()
     else:
         dense = {segment.config.ffn_dim for segment in segments if segment.config.moe_every != 1}
-    experts = {(s.moe.num_experts, s.moe.top_k, _router(s.moe), s.config.hidden_dim) for s in segments if s.has_experts}
+    experts = set()
+    for segment in with_experts(segments):
+        # a model is served by 'topk' where it was trained with 'group_limited', which insists on groups
+        router = "topk" if segment.moe.router == "group_limited" else segment.moe.router
+        experts.add((segment.moe.num_experts, segment.moe.top_k, router, segment.config.hidden_dim))
     (first, *_) = with_experts(segments)
     return found | {
         "ModelConfig.segments": flags_of(model, moe),
@@ -405,8 +382,3 @@ def described(model: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
         "MoEConfig.expert_groups": (moe.expert_groups, moe.kept_groups if moe.expert_groups else 1),
         "MoEConfig.capacity_factor": moe.capacity_factor,
     }
-
-
-def _router(moe: MoEConfig) -> str:
-    """Return the router by which a model is served; `group_limited` is `topk` that insists on groups."""
-    return "topk" if moe.router == "group_limited" else moe.router

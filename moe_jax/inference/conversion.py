@@ -16,7 +16,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import ml_dtypes
@@ -31,9 +31,9 @@ from moe_jax.inference.tensors import (
     SHARD_BYTES,
     TensorFolder,
     TensorPlace,
-    TensorWriter,
     read_json,
     tensor_places,
+    write_tensors,
 )
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.counts import leaf_sizes
@@ -73,7 +73,34 @@ def import_folder(
     family, model, moe = read_config(keys)
     tensors = TensorFolder(source)
     places = tensor_places(family, model, moe)
-    readers = _readers(tensors, family, model, places, upcycling)
+    sources = {place.name: _source(tensors, place, upcycling) for place in places}
+    left = tensors.names - {source[0] for source in sources.values() if source is not None}
+    if model.tied_head:
+        left.discard("lm_head.weight")
+    for name in sorted(name for name in left if not name.endswith(NOT_NEEDED)):
+        raise UserError(f"{tensors.path}: the tensor {name} is unknown to moe_jax for {family.model_type!r} models")
+    by_leaf: dict[str, dict[str, TensorPlace]] = {}
+    for place in places:
+        by_leaf.setdefault(place.leaf, {})[str(place.index)] = place
+    leaves, param_dtype = {}, np.dtype(model.param_dtype)
+    for name, shape in file_shapes(model, moe).items():
+        own = by_leaf.pop(name)
+
+        def read(index, own=own):
+            place = own[str(index)]
+            found = sources[place.name]
+            if found is None:  # a router, which the dense checkpoint has none of
+                tensor = place.shape[1] ** -0.5 * upcycling.drawn(place.name, place.shape)
+            else:
+                tensor = tensors.read(*found)
+                tensor = upcycling.expert(place.name, tensor) if upcycling and place.fused else tensor
+            part = (tensor.T if place.transposed else tensor).reshape(place.part)
+            return np.ascontiguousarray(part, dtype=param_dtype)
+
+        assert sum(math.prod(place.part) for place in own.values()) == math.prod(shape), name
+        leaves[name] = LeafParts(shape, param_dtype, [place.index for place in own.values()], read)
+    assert not by_leaf, f"no leaf is called {next(iter(by_leaf))}"
+
     data = DataConfig()  # bytes, where the checkpoint has no tokenizer
     if (source / TOKENIZER).exists():
         data = DataConfig(tokenizer=str(Path(workdir).expanduser().absolute() / TOKENIZER))
@@ -87,7 +114,7 @@ def import_folder(
     with new_folder(workdir) as folder:
         (folder / "checkpoints").mkdir()
         host = {"config": text, "parameters_only": True}
-        write_params(folder / "checkpoints", _leaves(places, readers, model, moe), host)
+        write_params(folder / "checkpoints", leaves, host)
         write_atomically(RunFolder(folder, create=False).config, text)
         _carry(source, folder)
     return run
@@ -161,11 +188,10 @@ def export_folder(
     places = sorted(tensor_places(family, model, run.moe), key=lambda place: place.leaf)
     parts = read_parts(folder.checkpoints, step, [(place.leaf, place.index) for place in places])
     with new_folder(target) as out:
-        writer = TensorWriter(out, shard_bytes)
-        for place, part in zip(places, parts, strict=True):
-            tensor = place.to_tensor(part)
-            writer.add(place.name, tensor.astype(NUMPY_DTYPES["float32" if place.float32 else model.dtype]))
-        writer.close()
+        dtypes = [NUMPY_DTYPES["float32" if place.float32 else model.dtype] for place in places]
+        every = zip(places, parts, dtypes, strict=True)
+        named = ((place.name, place.to_tensor(part).astype(of_file)) for place, part, of_file in every)
+        write_tensors(out, named, shard_bytes)
         # files to be carried: the run's own, or those of the tokenizer that it was trained with
         own = (folder.path / TOKENIZER).exists() or run.data.tokenizer == "byte"
         beside = folder.path if own else Path(run.data.tokenizer).expanduser().parent
@@ -201,85 +227,34 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             raise
 
 
-def _readers(
-    tensors: TensorFolder,
-    family: Family,
-    model: ModelConfig,
-    places: list[TensorPlace],
-    upcycling: Upcycling | None,
-) -> dict[str, Callable[[], np.ndarray]]:
-    """Return {name: function that reads the tensor}, for names as in `places`, after all of them are checked."""
-    left, readers = tensors.names, {}
-    for place in places:
-        if upcycling is not None and place.leaf.endswith("gate/w_gate"):
-            scale = place.shape[1] ** -0.5
-            readers[place.name] = lambda place=place, scale=scale: scale * upcycling.drawn(place.name, place.shape)
-            continue
-        if upcycling is not None and place.fused:
-            half = place.fused[2]  # the matrix of the dense FFN that an expert's is copied from
-            matrix = ("gate_proj", "up_proj", "down_proj")[BACK if half is None else half]
-            dense = f"{'.'.join(place.name.split('.')[:3])}.mlp.{matrix}.weight"
-            name, read, shape = _find(tensors, dataclasses.replace(place, name=dense, fused=None))
-            readers[place.name] = lambda place=place, read=read: upcycling.expert(place.name, read())
-        else:
-            name, read, shape = _find(tensors, place)
-            readers[place.name] = read
-        left.discard(name)
-        found = tensors.shape(name)
-        if found != shape:
-            raise UserError(
-                f"{tensors.path}: {name} is {list(found)}, but {list(shape)} by config.json; one of the two is of "
-                "another model"
-            )
-    if model.tied_head:
-        left.discard("lm_head.weight")
-    for name in sorted(name for name in left if not name.endswith(NOT_NEEDED)):
-        raise UserError(f"{tensors.path}: the tensor {name} is unknown to moe_jax for {family.model_type!r} models")
-    return readers
+def _source(tensors: TensorFolder, place: TensorPlace, upcycling: Upcycling | None):
+    """Return the arguments of `TensorFolder.read` for a place; None where upcycling draws it.
 
-
-def _find(tensors: TensorFolder, place: TensorPlace) -> tuple[str, Callable[[], np.ndarray], tuple[int, ...]]:
-    """Return (name in the files, function that reads the tensor, shape in the files) of a place."""
-    for name in (place.name, place.name.replace(".block_sparse_moe.", ".mlp.")):
-        if name in tensors.names:
-            return name, lambda name=name: tensors.read(name), place.shape
-    if place.fused and place.fused[0] in tensors.names:
-        name, expert, half = place.fused
-        experts, (rows, columns) = tensors.shape(name)[:1], place.shape
-        if half is None:
-            return name, lambda: tensors.read_rows(name, expert, slice(0, rows)), (*experts, rows, columns)
-        return (
-            name,
-            lambda: tensors.read_rows(name, expert, slice(half * rows, (half + 1) * rows)),
-            (*experts, 2 * rows, columns),
+    Raises:
+      UserError: the tensor is missing, or has another shape than config.json says.
+    """
+    if upcycling is not None and place.leaf.endswith("gate/w_gate"):
+        return None
+    shape, names, fused = place.shape, [place.name, place.name.replace(".block_sparse_moe.", ".mlp.")], place.fused
+    if upcycling is not None and fused:
+        # the matrix of the dense FFN that an expert's is copied from
+        matrix = ("gate_proj", "up_proj", "down_proj")[BACK if fused[2] is None else fused[2]]
+        names, fused = [f"{'.'.join(place.name.split('.')[:3])}.mlp.{matrix}.weight"], None
+    found = next(((name, None) for name in names if name in tensors.names), None)
+    if found is None and fused and fused[0] in tensors.names:
+        name, expert, half = fused
+        (rows, columns), start = shape, (half or 0) * shape[0]
+        shape = (*tensors.shape(name)[:1], rows if half is None else 2 * rows, columns)
+        found = name, (expert, slice(start, start + rows))
+    if found is None:
+        raise UserError(f"{tensors.path}: the tensor {names[0]} is missing; copy the folder again")
+    held = tensors.shape(found[0])
+    if held != shape:
+        raise UserError(
+            f"{tensors.path}: {found[0]} is {list(held)}, but {list(shape)} by config.json; one of the two is of "
+            "another model"
         )
-    raise UserError(f"{tensors.path}: the tensor {place.name} is missing; copy the folder again")
-
-
-def _leaves(
-    places: list[TensorPlace], readers: dict[str, Callable[[], np.ndarray]], model: ModelConfig, moe: MoEConfig
-) -> dict[str, LeafParts]:
-    """Return what `write_params` writes."""
-    by_leaf: dict[str, dict] = {}
-    for place in places:
-        by_leaf.setdefault(place.leaf, {})[_key(place.index)] = place
-    leaves, param_dtype = {}, np.dtype(model.param_dtype)
-    for name, shape in file_shapes(model, moe).items():
-        own = by_leaf.pop(name)
-
-        def read(index, own=own):
-            place = own[_key(index)]
-            return np.ascontiguousarray(place.to_part(readers[place.name]()), dtype=param_dtype)
-
-        assert sum(math.prod(place.part) for place in own.values()) == math.prod(shape), name
-        leaves[name] = LeafParts(shape, param_dtype, [place.index for place in own.values()], read)
-    assert not by_leaf, f"no leaf is called {next(iter(by_leaf))}"
-    return leaves
-
-
-def _key(index) -> tuple:
-    """Return an index as something that a dictionary takes; slices are always whole."""
-    return tuple(None if isinstance(at, slice) else at for at in index)
+    return found
 
 
 def file_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 from moe_jax.errors import UserError
 from moe_jax.inference.config_keys import Family
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.segments import segments_of
+from moe_jax.models.segments import Segment, segments_of
 from moe_jax.moe.config import MoEConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -74,25 +75,21 @@ class TensorFolder:
         """
         self.path = path
         self._open: dict[Path, Any] = {}
-        index = path / INDEX
+        index, single = path / INDEX, path / SINGLE
         if index.exists():
             entries = read_json(index).get("weight_map")
             if not isinstance(entries, dict):
                 raise UserError(f"{index} has no weight_map; copy the folder again")
             self._file = {name: path / str(file) for name, file in entries.items()}
-        else:
-            single = path / SINGLE
-            if not single.exists():
-                raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; give a folder with safetensors files")
+        elif single.exists():
             self._file = dict.fromkeys(self._handle(single).keys(), single)
+        else:
+            raise UserError(f"{path} has neither {SINGLE} nor {INDEX}; give a folder with safetensors files")
         for file in sorted(set(self._file.values())):
             held = set(self._handle(file).keys())
             for name in sorted(name for name, where in self._file.items() if where == file and name not in held):
                 raise UserError(f"{file} has no tensor {name}, which {INDEX} says it has; copy the folder again")
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._file)
+        self.names = set(self._file)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor.
@@ -105,13 +102,13 @@ class TensorFolder:
             raise UserError(f"{self._file[name]}: {name} is {part.get_dtype()}, and moe_jax reads {', '.join(DTYPES)}")
         return tuple(part.get_shape())
 
-    def read(self, name: str) -> np.ndarray:
-        """Return a tensor."""
-        return self._handle(self._file[name]).get_tensor(name)
-
-    def read_rows(self, name: str, expert: int, rows: slice) -> np.ndarray:
-        """Return [expert, rows] of a tensor [E, ..., ...]."""
-        return self._handle(self._file[name]).get_slice(name)[expert : expert + 1, rows][0]
+    def read(self, name: str, part: tuple[int, slice] | None = None) -> np.ndarray:
+        """Return a tensor, or of one [E, ..., ...] the rows of an expert, `part`."""
+        handle = self._handle(self._file[name])
+        if part is None:
+            return handle.get_tensor(name)
+        expert, rows = part
+        return handle.get_slice(name)[expert : expert + 1, rows][0]
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
@@ -125,45 +122,36 @@ class TensorFolder:
         return self._open[file]
 
 
-class TensorWriter:
-    """Write tensors that come one after the other into files of a folder, and the index of these."""
+def write_tensors(folder: Path, named: Iterable[tuple[str, np.ndarray]], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write tensors, (name, array) one after the other, into files of a folder, as transformers looks for them.
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES):
-        self._folder, self._limit = folder, shard_bytes
-        self._held: dict[str, np.ndarray] = {}
-        self._files: list[list[str]] = []
-        self._total = 0
+    Args:
+      shard_bytes: of one file, at most, but for a tensor that is larger by itself; several files get an index.
+    """
+    files, held, total = [], {}, 0
 
-    def add(self, name: str, tensor: np.ndarray) -> None:
-        """Write a tensor, at once or together with those that come next."""
-        held = sum(array.nbytes for array in self._held.values())
-        if self._held and held + tensor.nbytes > self._limit:
-            self._flush()
-        self._held[name] = np.ascontiguousarray(tensor)
-        self._total += tensor.nbytes
+    def flush():
+        path = folder / f"part-{len(files)}"
+        library().numpy.save_file(held, str(path), metadata={"format": "pt"})
+        files.append((path, list(held)))
+        held.clear()
 
-    def close(self) -> None:
-        """Write what is left, and name the files as transformers looks for them."""
-        self._flush()
-        number = len(self._files)
-        if number == 1:
-            self._part(0).rename(self._folder / SINGLE)
-            return
-        weight_map = {}
-        for index, names in enumerate(self._files):
-            file = f"model-{index + 1:05d}-of-{number:05d}.safetensors"
-            self._part(index).rename(self._folder / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    def _part(self, index: int) -> Path:
-        return self._folder / f"part-{index}"
-
-    def _flush(self) -> None:
-        library().numpy.save_file(self._held, str(self._part(len(self._files))), metadata={"format": "pt"})
-        self._files.append(list(self._held))
-        self._held = {}
+    for name, tensor in named:
+        if held and sum(array.nbytes for array in held.values()) + tensor.nbytes > shard_bytes:
+            flush()
+        held[name] = np.ascontiguousarray(tensor)
+        total += tensor.nbytes
+    flush()
+    if len(files) == 1:
+        files[0][0].rename(folder / SINGLE)
+        return
+    weight_map = {}
+    for number, (path, names) in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 Index = tuple[int | slice, ...]
@@ -197,10 +185,6 @@ class TensorPlace:
     float32: bool = False
     fused: tuple[str, int, int | None] | None = None
 
-    def to_part(self, tensor: np.ndarray) -> np.ndarray:
-        """Return the part of the leaf from the tensor."""
-        return (tensor.T if self.transposed else tensor).reshape(self.part)
-
     def to_tensor(self, part: np.ndarray) -> np.ndarray:
         """Return the tensor from the part of the leaf."""
         return part.reshape(self.shape[::-1]).T if self.transposed else part.reshape(self.shape)
@@ -208,124 +192,93 @@ class TensorPlace:
 
 def tensor_places(family: Family, model: ModelConfig, moe: MoEConfig) -> list[TensorPlace]:
     """Return every tensor of a checkpoint, in the order of our leaves' layers."""
-    vocab, dim = model.vocab_size, model.model_dim
-    whole = [
-        TensorPlace("model.embed_tokens.weight", (vocab, dim), _dense("embedding/tokens"), (), (vocab, dim)),
-        TensorPlace("model.norm.weight", (dim,), _dense("norm/scale"), (), (dim,)),
+    vocab, dim, dense = model.vocab_size, model.model_dim, "params/dense"
+    places = [
+        TensorPlace("model.embed_tokens.weight", (vocab, dim), f"{dense}/embedding/tokens", (), (vocab, dim)),
+        TensorPlace("model.norm.weight", (dim,), f"{dense}/norm/scale", (), (dim,)),
     ]
     if not model.tied_head:
-        whole.append(TensorPlace("lm_head.weight", (vocab, dim), _dense("embedding/head"), (), (vocab, dim)))
+        places.append(TensorPlace("lm_head.weight", (vocab, dim), f"{dense}/embedding/head", (), (vocab, dim)))
     layer = 0
     for segment in segments_of(model, moe):
-        units, bank = f"params/dense/units/{segment.name}", f"params/bank/{segment.name}"
+        config, units, bank = segment.config, f"{dense}/units/{segment.name}", f"params/bank/{segment.name}"
         for unit in range(segment.units):
-            names = _Layer(family, segment.config, segment.moe, units, unit, bank)
-            if segment.config.moe_every != 1:
-                whole += names.attention(layer, "dense_attention") + names.dense(layer)
+            if config.moe_every != 1:
+                at, norm = f"model.layers.{layer}", f"{units}/dense/norm/scale"
+                places += _attention(config, at, f"{units}/dense_attention", unit)
+                places.append(_vector(f"{at}.post_attention_layernorm.weight", norm, unit, (config.model_dim,)))
+                places += _ffn(f"{at}.mlp", f"{units}/dense", unit, config.model_dim, config.ffn_dim)
                 layer += 1
             if segment.has_experts:
-                whole += names.attention(layer, "attention") + names.experts(layer)
+                at = f"model.layers.{layer}"
+                places += _attention(config, at, f"{units}/attention", unit)
+                places += _experts(family, segment, at, (units, bank), unit)
                 layer += 1
-    return whole
+    return places
 
 
-def _dense(name: str) -> str:
-    return f"params/dense/{name}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layer:
-    """The tensors of the blocks of one unit.
-
-    Attributes:
-      config, moe: of its segment; units, bank: names that its leaves begin with; unit: its place in the segment.
-    """
-
-    family: Family
-    config: ModelConfig
-    moe: MoEConfig
-    units: str
-    unit: int
-    bank: str
-
-    def attention(self, layer: int, module: str) -> list[TensorPlace]:
-        config, at = self.config, f"model.layers.{layer}"
-        dim, size, queries, keys = config.model_dim, config.head_size, config.heads, config.key_value_heads
-        places = [self._vector(f"{at}.input_layernorm.weight", f"{module}/norm/scale", (dim,))]
-        fused = "qkv" in config.qkv_matrices
-        for number, (name, heads) in enumerate((("q", queries), ("k", keys), ("v", keys))):
-            leaf = "qkv" if fused else "q" if name == "q" else "kv"
-            inner = (number,) if fused else () if name == "q" else (number - 1,)
-            tensor = f"{at}.self_attn.{name}_proj"
-            index = (self.unit, ALL, *inner)
-            places.append(
-                TensorPlace(
-                    f"{tensor}.weight", (heads * size, dim), f"{self.units}/{module}/{leaf}", index,
-                    (dim, heads, size), transposed=True,
-                )
-            )  # fmt: skip
-            if config.attention_bias:
-                places.append(
-                    self._vector(f"{tensor}.bias", f"{module}/{leaf}_bias", (heads * size,), inner, (heads, size))
-                )
-        if config.qk_norm != "none":
-            for name, heads in (("q", queries), ("k", keys)):
-                width = config.qk_norm == "width"
-                shape, part = ((heads * size,), (heads, size)) if width else ((size,), (size,))
-                places.append(
-                    self._vector(f"{at}.self_attn.{name}_norm.weight", f"{module}/{name}_norm/scale", shape, (), part)
-                )
-        out = TensorPlace(
-            f"{at}.self_attn.o_proj.weight", (dim, queries * size), f"{self.units}/{module}/out", (self.unit,),
-            (queries, size, dim), transposed=True,
-        )  # fmt: skip
-        places.append(out)
+def _attention(config: ModelConfig, at: str, module: str, unit: int) -> list[TensorPlace]:
+    """Return the tensors of the attention `module` of a unit, in the block `at` of the files."""
+    dim, size, queries, keys = config.model_dim, config.head_size, config.heads, config.key_value_heads
+    places = [_vector(f"{at}.input_layernorm.weight", f"{module}/norm/scale", unit, (dim,))]
+    fused = "qkv" in config.qkv_matrices
+    for number, (name, heads) in enumerate((("q", queries), ("k", keys), ("v", keys))):
+        leaf = "qkv" if fused else "q" if name == "q" else "kv"
+        inner = (number,) if fused else () if name == "q" else (number - 1,)
+        tensor, shape, part = f"{at}.self_attn.{name}_proj", (heads * size, dim), (dim, heads, size)
+        index = (unit, ALL, *inner)
+        places.append(TensorPlace(f"{tensor}.weight", shape, f"{module}/{leaf}", index, part, transposed=True))
         if config.attention_bias:
-            places.append(self._vector(f"{at}.self_attn.o_proj.bias", f"{module}/out_bias", (dim,)))
-        return places
+            shape, part, index = (heads * size,), (heads, size), (unit, *inner)
+            places.append(TensorPlace(f"{tensor}.bias", shape, f"{module}/{leaf}_bias", index, part))
+    for name, heads in (("q", queries), ("k", keys)) if config.qk_norm != "none" else ():
+        width = config.qk_norm == "width"
+        shape, part = ((heads * size,), (heads, size)) if width else ((size,), (size,))
+        name = f"{at}.self_attn.{name}_norm.weight", f"{module}/{name}_norm/scale"
+        places.append(TensorPlace(name[0], shape, name[1], (unit,), part))
+    name, shape, part = f"{at}.self_attn.o_proj", (dim, queries * size), (queries, size, dim)
+    places.append(TensorPlace(f"{name}.weight", shape, f"{module}/out", (unit,), part, transposed=True))
+    if config.attention_bias:
+        places.append(_vector(f"{name}.bias", f"{module}/out_bias", unit, (dim,)))
+    return places
 
-    def dense(self, layer: int) -> list[TensorPlace]:
-        config, at = self.config, f"model.layers.{layer}"
-        norm = self._vector(f"{at}.post_attention_layernorm.weight", "dense/norm/scale", (config.model_dim,))
-        return [norm, *self._ffn(f"{at}.mlp", "dense", config.ffn_dim)]
 
-    def experts(self, layer: int) -> list[TensorPlace]:
-        config, moe, family, at = self.config, self.moe, self.family, f"model.layers.{layer}"
-        dim, hidden, number = config.model_dim, config.hidden_dim, moe.num_experts
-        places = [
-            self._vector(f"{at}.post_attention_layernorm.weight", "gate/norm/scale", (dim,)),
-            self._matrix(f"{at}.{family.gate}", "gate/w_gate", dim, number),
-        ]
-        if moe.router == "sigmoid_bias":
-            name = f"{at}.mlp.gate.e_score_correction_bias"
-            places.append(dataclasses.replace(self._vector(name, "gate/choice_bias", (number,)), float32=True))
-        shared = moe.shared_ffn_dim(hidden)
-        if shared:
-            places += self._ffn(f"{at}.{family.shared}", "shared", shared)
-        for j in range(number):
-            for matrix, name in enumerate(family.matrices):
-                sizes = (hidden, dim) if matrix == BACK else (dim, hidden)
-                fused = f"{at}.mlp.experts.{'down_proj' if matrix == BACK else 'gate_up_proj'}"
-                places.append(
-                    TensorPlace(
-                        f"{at}.{family.experts.format(j=j)}.{name}.weight", sizes[::-1], f"{self.bank}/{OURS[matrix]}",
-                        (self.unit, j), sizes, transposed=True, fused=(fused, j, None if matrix == BACK else matrix),
-                    )
-                )  # fmt: skip
-        return places
-
-    def _ffn(self, module: str, ours: str, hidden: int) -> list[TensorPlace]:
-        dim, places = self.config.model_dim, []
-        for matrix, name in enumerate(("gate_proj", "up_proj", "down_proj")):
+def _experts(family: Family, segment: Segment, at: str, ours: tuple[str, str], unit: int) -> list[TensorPlace]:
+    """Return the tensors of the experts of a unit and of what is beside them; ours: leaves of units, of the bank."""
+    config, moe, (units, bank) = segment.config, segment.moe, ours
+    dim, hidden, number = config.model_dim, config.hidden_dim, moe.num_experts
+    places = [
+        _vector(f"{at}.post_attention_layernorm.weight", f"{units}/gate/norm/scale", unit, (dim,)),
+        _matrix(f"{at}.{family.gate}", f"{units}/gate/w_gate", (unit,), (dim, number)),
+    ]
+    if moe.router == "sigmoid_bias":
+        name, leaf = f"{at}.mlp.gate.e_score_correction_bias", f"{units}/gate/choice_bias"
+        places.append(dataclasses.replace(_vector(name, leaf, unit, (number,)), float32=True))
+    shared = moe.shared_ffn_dim(hidden)
+    if shared:
+        places += _ffn(f"{at}.{family.shared}", f"{units}/shared", unit, dim, shared)
+    for j in range(number):
+        for matrix, name in enumerate(family.matrices):
             sizes = (hidden, dim) if matrix == BACK else (dim, hidden)
-            places.append(self._matrix(f"{module}.{name}.weight", f"{ours}/{OURS[matrix]}", *sizes))
-        return places
+            together = f"{at}.mlp.experts.{'down_proj' if matrix == BACK else 'gate_up_proj'}"
+            tensor = f"{at}.{family.experts.format(j=j)}.{name}.weight"
+            place = _matrix(tensor, f"{bank}/{OURS[matrix]}", (unit, j), sizes)
+            places.append(dataclasses.replace(place, fused=(together, j, None if matrix == BACK else matrix)))
+    return places
 
-    def _matrix(self, name: str, leaf: str, before: int, after: int) -> TensorPlace:
-        """Return the place of a matrix, ours [before, after]."""
-        return TensorPlace(
-            name, (after, before), f"{self.units}/{leaf}", (self.unit,), (before, after), transposed=True
-        )
 
-    def _vector(self, name: str, leaf: str, shape, inner: Index = (), part=None) -> TensorPlace:
-        return TensorPlace(name, shape, f"{self.units}/{leaf}", (self.unit, *inner), part or shape)
+def _ffn(module: str, ours: str, unit: int, dim: int, hidden: int) -> list[TensorPlace]:
+    places = []
+    for matrix, name in enumerate(("gate_proj", "up_proj", "down_proj")):
+        sizes = (hidden, dim) if matrix == BACK else (dim, hidden)
+        places.append(_matrix(f"{module}.{name}.weight", f"{ours}/{OURS[matrix]}", (unit,), sizes))
+    return places
+
+
+def _matrix(name: str, leaf: str, index: Index, sizes: tuple[int, int]) -> TensorPlace:
+    """Return the place of a matrix; sizes: of ours, before and after it."""
+    return TensorPlace(name, sizes[::-1], leaf, index, sizes, transposed=True)
+
+
+def _vector(name: str, leaf: str, unit: int, shape: tuple[int, ...]) -> TensorPlace:
+    return TensorPlace(name, shape, leaf, (unit,), shape)
