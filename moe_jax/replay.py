@@ -140,7 +140,7 @@ def _setup() -> tuple[inputs.ReplayInputs, Placement, Cost]:
 
 def replay() -> dict:
     """Run the planners that the flags name; return the JSON answer and write pictures to --out."""
-    asked = simulate.every_name() if FLAGS.planners == ["all"] else list(dict.fromkeys(FLAGS.planners))
+    asked = list(simulate.EVERY_NAME) if FLAGS.planners == ["all"] else list(dict.fromkeys(FLAGS.planners))
     for name in asked:
         simulate.split_name(name)
     given, placement, cost = _setup()
@@ -162,35 +162,26 @@ def replay() -> dict:
         if (remark := planner.remark(cost)) is not None:
             print(f"{name}: {remark}", flush=True)
     summaries = {name: report.summarize(record, records["none"], cost) for name, record in records.items()}
-    for name in references:
-        report.add_ratios(summaries, name)
+    for name in references:  # each planner's RB over that of this one (Pro-Prophet, figure 16)
+        base = summaries.get(name, {}).get("rb")
+        for summary in summaries.values():
+            ratio = None if not base else float(f"{summary['rb'] / base:.6g}")
+            summary[f"rb_ratio_to_{name}"] = ratio
     answer = {name: summaries[name] for name in asked}
     print(report.table(answer), flush=True)
     if FLAGS.out is not None:
         out = pathlib.Path(FLAGS.out)
         out.mkdir(parents=True, exist_ok=True)
         for name in asked:
-            report.plot_device_load(records[name], FLAGS.plot_layer, out / f"device_load_{name}.png")
-            report.plot_replicas(records[name], FLAGS.plot_layer, out / f"replicas_{name}.png")
+            report.plot_layer(records[name], FLAGS.plot_layer, out)
         report.plot_roofline({name: records[name] for name in asked}, cost, out / "ddl_roofline.png")
-    return {"planners": answer, **_provenance(given)}
-
-
-def _provenance(given: inputs.ReplayInputs) -> dict:
-    """Say what was run: command, date, commit, trace, model and cluster."""
     here = pathlib.Path(__file__).parent
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    model = ("model_dim", "hidden_dim", "top_k", "dtype_bytes", "activation", "expert_shards", "moe_every")
     return {
+        "planners": answer,
         "trace": {"name": given.path.name, "shape": list(given.trace.loads.shape)},
-        "model": {
-            "model_dim": given.model_dim,
-            "hidden_dim": given.hidden_dim,
-            "top_k": given.top_k,
-            "dtype_bytes": given.dtype_bytes,
-            "activation": given.activation,
-            "expert_shards": given.expert_shards,
-            "moe_every": given.moe_every,
-        },
+        "model": {name: getattr(given, name) for name in model},
         "cluster": given.cluster.name,
         "lag": FLAGS.lag,
         "every": FLAGS.every,

@@ -84,7 +84,14 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
     """
     if given.trace is None:
         raise UserError("--trace is missing; give a run folder, or the path of an npz file with loads")
-    path = trace_path(given.trace)
+    path = Path(given.trace).expanduser()
+    if path.is_dir():
+        path = RunFolder(path, create=False).loads
+        if not path.exists():
+            raise UserError(
+                f"{path.parent} has no {path.name}, so --trace must name another run folder or an npz file; a run "
+                f"writes {path.name} when it ends or is stopped, unless train.loads_every = 0"
+            )
     recorded = read_loads(path)
     if not recorded.loads.size:
         raise UserError(f"{path}: loads {list(recorded.loads.shape)} is empty; give a trace with samples")
@@ -105,7 +112,12 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
         )
     cluster = find_cluster(given, origin, trace.loads.shape[2], path, messages)
     model_dim = model_dim if given.model_dim is None else given.model_dim
-    layer = _layer(given, origin, model_dim)
+    layer = {}  # sizes of the layer that ran, and of what precedes it
+    for name, default in {**LAYER, "dense_hidden_dim": 4 * model_dim}.items():
+        flag, ran = getattr(given, name), getattr(origin, name, None)
+        layer[name] = flag if flag is not None else ran or default
+        if name != "activation" and layer[name] < 1:
+            raise UserError(f"--{name} ({layer[name]}) must be at least 1")
     return ReplayInputs(
         path=path,
         trace=trace,
@@ -117,21 +129,6 @@ def build_inputs(given: GivenFlags) -> ReplayInputs:
         top_k=None if origin is None else origin.top_k,
         messages=tuple(messages),
     )
-
-
-def _layer(given: GivenFlags, origin: LoadsOrigin | None, model_dim: int) -> dict:
-    """Return the sizes of the layer that ran, and of what precedes it, by the names of `ReplayInputs`.
-
-    Raises:
-      UserError: one is below 1.
-    """
-    found = {}
-    for name, default in {**LAYER, "dense_hidden_dim": 4 * model_dim}.items():
-        flag, recorded = getattr(given, name), getattr(origin, name, None)
-        found[name] = flag if flag is not None else recorded or default
-        if name != "activation" and found[name] < 1:
-            raise UserError(f"--{name} ({found[name]}) must be at least 1")
-    return found
 
 
 def layer_of(given: ReplayInputs) -> dict:
@@ -169,20 +166,6 @@ def attention_seconds(given: ReplayInputs) -> tuple[float, str]:
         f"attention: {seconds:.4g} s forward{blocks}, modelled from {tokens:.0f} tokens a device (top-{top_k}), M "
         f"{given.model_dim} and --sequence_length {given.sequence_length}; --attention_seconds gives a measured one"
     )
-
-
-def trace_path(trace: str) -> Path:
-    """Return the trace file of a path that names it, or the run folder that it is in."""
-    path = Path(trace).expanduser()
-    if not path.is_dir():
-        return path
-    loads = RunFolder(path, create=False).loads
-    if not loads.exists():
-        raise UserError(
-            f"{path} has no {loads.name}, so --trace must name another run folder or an npz file; a run writes "
-            f"{loads.name} when it ends or is stopped, unless train.loads_every = 0"
-        )
-    return loads
 
 
 def one_mesh(recorded: LoadsTrace, given: GivenFlags) -> tuple[LoadsTrace, list[str]]:

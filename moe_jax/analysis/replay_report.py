@@ -20,15 +20,10 @@ from moe_jax.planning.cost import Cost
 WARM = 10  # in the first nine samples a plan from the past hardly helps: report without them too
 
 
-def imbalance(records: Records) -> np.ndarray:
-    """Return max over mean of the device loads: [n, L]; a layer without tokens is even."""
-    mean = records.computed.mean(axis=2)
-    return np.where(mean > 0, records.computed.max(axis=2) / np.where(mean > 0, mean, 1.0), 1.0)
-
-
 def summarize(records: Records, base: Records, cost: Cost) -> dict:
     """Return the numbers of one planner; `base` holds plain expert parallelism over the same samples."""
-    ratio = imbalance(records)
+    mean = records.computed.mean(axis=2)  # a layer without tokens is even
+    ratio = np.where(mean > 0, records.computed.max(axis=2) / np.where(mean > 0, mean, 1.0), 1.0)
     warm = ratio[records.sample >= WARM]
     spread, before = records.computed.std(axis=2).mean(), base.computed.std(axis=2).mean()
     replicas = records.expert_replicas.sum(axis=2)
@@ -57,13 +52,6 @@ def summarize(records: Records, base: Records, cost: Cost) -> dict:
         "shape_changes_at": records.sample[list(records.transfers.changed)].tolist(),
         **{f"counter_{name}": count for name, count in records.counters.items()},
     }
-
-
-def add_ratios(summaries: dict[str, dict], reference: str) -> None:
-    """Add each planner's RB over that of the one named (Pro-Prophet, figure 16), None where that one was not run."""
-    base = summaries.get(reference, {}).get("rb")
-    for summary in summaries.values():
-        summary[f"rb_ratio_to_{reference}"] = None if not base else _number(summary["rb"] / base)
 
 
 def roofline(records: Records, cost: Cost) -> tuple[float, float] | None:
@@ -131,19 +119,15 @@ def _parts(records: Records, cost: Cost) -> dict[str, np.ndarray]:
     cost = dataclasses.replace(cost, prefetch=Prefetch(schedule=records.hiding))
     paper = cost.price == "paper"
     exchange = None if paper or np.isnan(records.exchange).any() else records.exchange
-    loads = (records.computed, records.received, records.transfers.needed)
-    parts = cost.parts(*loads, "replay", exchange=exchange, trans=_trans(records, cost))
+    needed = records.transfers.needed
+    if paper:  # one Trans by the formula, with the holders that came late
+        holders = records.expert_replicas + (records.expert_replicas > 0)
+        trans = cost.trans(needed._replace(holders=holders.sum(axis=2)), records.computed.shape[2], "replay")
+    else:
+        trans = np.broadcast_to(records.transfers.seconds[:, None], needed.slots.shape)
+    parts = cost.parts(records.computed, records.received, needed, "replay", exchange=exchange, trans=trans)
     late = 0.0 if paper else records.transfers.late_seconds
     return {**parts, "place": parts["place"] + late, "reduce": parts["reduce"] + late}
-
-
-def _trans(records: Records, cost: Cost) -> np.ndarray:
-    """Return seconds [n, L] of one Trans ahead: of the shape in force, or by the papers' formula."""
-    needed = records.transfers.needed
-    if cost.price == "paper":
-        holders = records.expert_replicas + (records.expert_replicas > 0)  # those that came late included
-        return cost.trans(needed._replace(holders=holders.sum(axis=2)), records.computed.shape[2], "replay")
-    return np.broadcast_to(records.transfers.seconds[:, None], needed.slots.shape)
 
 
 def _sent(records: Records) -> dict:
@@ -229,35 +213,28 @@ def _figure(width: float, height: float):
     return figure
 
 
-def plot_device_load(records: Records, layer: int, path: pathlib.Path) -> None:
-    """Draw tokens per device over the device mean, samples to the right, devices upwards, for one layer."""
-    figure = _figure(9, 3)
-    axes = figure.subplots()
+def plot_layer(records: Records, layer: int, folder: pathlib.Path) -> None:
+    """Draw one layer, samples to the right, into the folder.
+
+    One picture has the tokens of each device over the device mean, one is black where an expert has replicas
+    (FasterMoE, figure 11).
+    """
     loads = records.computed[:, layer].T
     mean = loads.mean(axis=0)
-    shades = axes.imshow(
-        loads / np.where(mean > 0, mean, 1.0), aspect="auto", origin="lower", vmin=0, vmax=4, interpolation="nearest"
-    )
-    axes.set(xlabel="sample", ylabel="device", title=f"{records.name}: device load / mean, layer {layer}")
-    figure.colorbar(shades)
-    figure.savefig(path, dpi=90)
-
-
-def plot_replicas(records: Records, layer: int, path: pathlib.Path) -> None:
-    """Draw which experts are replicated, black where an expert has replicas (FasterMoE, figure 11), for one layer."""
-    figure = _figure(9, 3)
-    axes = figure.subplots()
-    axes.imshow(
-        records.expert_replicas[:, layer].T > 0,
-        aspect="auto",
-        origin="lower",
-        cmap="binary",
-        vmin=0,
-        vmax=1,
-        interpolation="nearest",
-    )
-    axes.set(xlabel="sample", ylabel="expert", title=f"{records.name}: replicated experts, layer {layer}")
-    figure.savefig(path, dpi=90)
+    pictures = {
+        "device_load": (loads / np.where(mean > 0, mean, 1.0), "device", "device load / mean", {"vmax": 4}),
+        "replicas": (
+            records.expert_replicas[:, layer].T > 0, "expert", "replicated experts", {"vmax": 1, "cmap": "binary"},
+        ),
+    }  # fmt: skip
+    for name, (values, label, title, how) in pictures.items():
+        figure = _figure(9, 3)
+        axes = figure.subplots()
+        shades = axes.imshow(values, aspect="auto", origin="lower", vmin=0, interpolation="nearest", **how)
+        axes.set(xlabel="sample", ylabel=label, title=f"{records.name}: {title}, layer {layer}")
+        if name == "device_load":
+            figure.colorbar(shades)
+        figure.savefig(folder / f"{name}_{records.name}.png", dpi=90)
 
 
 def plot_roofline(records: dict[str, Records], cost: Cost, path: pathlib.Path) -> bool:

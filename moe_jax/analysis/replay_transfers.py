@@ -17,8 +17,8 @@ from moe_jax.cluster import AbsentFigureError
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning.cost import Cost, forms_of
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow
-from moe_jax.planning.transfer_sizes import TransferSizes, late_size, placement_sizes, transfer_sizes
+from moe_jax.planning.plan_shape import build_shape, fits, grow
+from moe_jax.planning.transfer_sizes import SIZES, TransferSizes, late_size, placement_sizes, transfer_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,10 +82,13 @@ class TransferLog:
         least = build_shape(ahead, by_node=form == "by_node").ahead
         sizes = placement_sizes(ahead)
         group = {"devices": ahead.devices, "devices_per_node": ahead.devices_per_node}
-        own = _total(sent_by_collective(*sizes[:3], **group, by_node=form == "by_node"))
-        in_force = [_sent(shape.ahead) for shape in self.shapes.values()]
-        seconds = self._seconds(self.shapes[form])
-        self.rows.append((sizes, in_force, _sent(least), own, *self._after_gate(ahead, plan), seconds))
+        parts = sent_by_collective(*sizes[:3], **group, by_node=form == "by_node")
+        inside, across = (sum(np.asarray(part[at], float) for part in parts) for at in (0, 1))
+        own = np.stack(np.broadcast_arrays(inside, across), axis=-1)  # by each layer
+        shapes = [shape.ahead for shape in self.shapes.values()]
+        *in_force, least = [(0.0, 0.0) if shape is None else tuple(shape.sent()) for shape in (*shapes, least)]
+        seconds = self._seconds(self.shapes[form].ahead)
+        self.rows.append((sizes, in_force, least, own, *self._after_gate(ahead, plan), seconds))
 
     def result(self) -> Transfers:
         """Return all samples so far."""
@@ -108,52 +111,32 @@ class TransferLog:
             return self.cost.transfer
         return self.cost.cheapest_form(need) or "flat"
 
-    def _seconds(self, shape: PlanShape) -> float:
+    def _seconds(self, shape: TransferShape | None) -> float:
         try:
-            return 0.0 if shape.ahead is None else self.cost.shape_seconds(shape.ahead, "replay")
+            return 0.0 if shape is None else self.cost.shape_seconds(shape, "replay")
         except AbsentFigureError:
             return float("nan")
 
     def _after_gate(self, ahead: Placement, plan: Placement) -> tuple[np.ndarray, np.ndarray]:
         """Return experts sent [L, 2] and seconds [L] of what came late: the smallest half of the largest that holds it.
 
-        Where nothing bounds it, the largest holds all that came so far.
+        Where nothing bounds it, the largest holds all that came so far, in the cheaper form.
         """
         sent, seconds = np.zeros((plan.layers, 2)), np.zeros(plan.layers)
-        if plan is ahead or len(plan.replicas) == len(ahead.replicas):
+        if len(plan.replicas) == len(ahead.replicas):
             return sent, seconds
-        added = plan.holds & ~ahead.holds
-        late = self.late if self.bounded else self._grown(transfer_sizes(plan.home, added, plan.devices_per_node), plan)
+        added, late = plan.holds & ~ahead.holds, self.late
+        if not self.bounded:
+            sizes = transfer_sizes(plan.home, added, plan.devices_per_node)
+            late = sizes.shape(plan.devices, plan.devices_per_node, len(self.forms) > 1)
+            if self.late is not None:
+                most = {name: max(getattr(late, name), getattr(self.late, name)) for name in SIZES}
+                late = dataclasses.replace(late, **most)
+            self.late = late
+            if self._cheaper(late) != "by_node":
+                late = dataclasses.replace(late, by_node=False, crossing=0)
         size_of_layer = late_size(transfer_sizes(plan.home, added, late.inside), late)
         for number, size in enumerate(late.halves(), 1):
             sent[size_of_layer == number] = size.sent()
-            seconds[size_of_layer == number] = self._seconds_of(size)
+            seconds[size_of_layer == number] = self._seconds(size)
         return sent, seconds
-
-    def _grown(self, sizes: TransferSizes, plan: Placement) -> TransferShape:
-        """Return a late transfer that holds this and all that came so far, in the cheaper form."""
-        largest = sizes.shape(plan.devices, plan.devices_per_node, len(self.forms) > 1)
-        if self.late is not None:
-            names = ("offers", "slots", "crossing")
-            most = {name: max(getattr(largest, name), getattr(self.late, name)) for name in names}
-            largest = dataclasses.replace(largest, **most)
-        self.late = largest
-        return (
-            largest if self._cheaper(largest) == "by_node" else dataclasses.replace(largest, by_node=False, crossing=0)
-        )
-
-    def _seconds_of(self, size: TransferShape) -> float:
-        try:
-            return self.cost.shape_seconds(size, "replay")
-        except AbsentFigureError:
-            return float("nan")
-
-
-def _sent(shape: TransferShape | None) -> tuple[float, float]:
-    return (0.0, 0.0) if shape is None else shape.sent()
-
-
-def _total(parts: list[tuple]) -> np.ndarray:
-    """Return [L, 2], what all collectives of each layer send inside and across."""
-    inside, across = (sum(np.asarray(part[at], float) for part in parts) for at in (0, 1))
-    return np.stack(np.broadcast_arrays(inside, across), axis=-1)

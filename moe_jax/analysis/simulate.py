@@ -27,6 +27,7 @@ from moe_jax.planning.plan_session import PlanSession
 from moe_jax.planning.plan_shape import build_shape
 
 SUFFIX = "_after_gate"
+EVERY_NAME = (*NAMES, *(name + SUFFIX for name in AFTER_GATE))  # what `all` stands for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,11 +69,6 @@ def split_name(name: str) -> tuple[str, bool]:
     return base, base != name
 
 
-def every_name() -> list[str]:
-    """Return what `all` stands for: every planner ahead, and those that can decide after the gate."""
-    return [*NAMES, *(name + SUFFIX for name in AFTER_GATE)]
-
-
 def simulate(
     name: str, trace: LoadsTrace, config: PlannerConfig, placement: Placement, cost: Cost, lag: int, every: int
 ) -> Records:
@@ -109,7 +105,16 @@ def simulate(
             plan = session.refine(trace.loads[sample], late=largest)
         seconds = time.perf_counter() - began
         log.take(ahead, plan)
-        rows.append((*_judge(plan, before, trace.loads[sample], cost), seconds))
+        pairs = routing.pair_loads(plan, trace.loads[sample])
+        computed = pairs.sum(axis=1)
+        received = computed - np.einsum("ldd->ld", pairs)
+        held = plan.holds & ~plan.homes
+        moved, arrived = (plan.home != before.home).sum(axis=1), (plan.holds & ~before.holds).sum(axis=(1, 2))
+        exchange = np.full(len(computed), np.nan)
+        if cost.cluster.intra_bandwidth is not None or cost.cluster.inter_bandwidth is not None:
+            exchange = exchange_seconds(cost.cluster, pairs * cost.exchanged_bytes, "replay")
+        replicas = (held.sum(axis=1), held.sum(axis=2).astype(np.int16))
+        rows.append((computed, received, *replicas, moved, arrived, exchange, seconds))
         before = plan
     columns = [np.stack(column) for column in zip(*rows, strict=True)]
     keys = ("computed", "received", "device_replicas", "expert_replicas", "moved", "arrived", "exchange", "search")
@@ -121,20 +126,3 @@ def simulate(
         counters=dict(session.planner.counters),
         **dict(zip(keys, columns, strict=True)),
     )
-
-
-def _judge(plan: Placement, before: Placement, loads: np.ndarray, cost: Cost) -> tuple:
-    """Return computed, received, device_replicas, expert_replicas, moved, arrived and exchange of one sample."""
-    pairs = routing.pair_loads(plan, loads)
-    computed = pairs.sum(axis=1)
-    received = computed - np.einsum("ldd->ld", pairs)
-    layer, expert, device = plan.replicas.T
-    device_replicas = np.bincount(layer * plan.devices + device, minlength=computed.size).reshape(computed.shape)
-    expert_replicas = np.bincount(layer * plan.experts + expert, minlength=plan.home.size).reshape(plan.home.shape)
-    moved = (plan.home != before.home).sum(axis=1)
-    arrived = (plan.holds & ~before.holds).sum(axis=(1, 2))
-    known = cost.cluster.intra_bandwidth is not None or cost.cluster.inter_bandwidth is not None
-    exchange = np.full(len(computed), np.nan)
-    if known:
-        exchange = exchange_seconds(cost.cluster, pairs * cost.exchanged_bytes, "replay")
-    return computed, received, device_replicas, expert_replicas.astype(np.int16), moved, arrived, exchange

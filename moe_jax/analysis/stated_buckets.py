@@ -12,7 +12,7 @@ import dataclasses
 from moe_jax.cluster.costs import Buckets
 from moe_jax.config.run_config import RunConfig
 from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.schedules import LayerSizes, schedule_record
+from moe_jax.moe.schedules import schedule_record
 from moe_jax.moe.schedules.contract import layout_of
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.mesh import Roles
@@ -46,27 +46,20 @@ def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] 
         sizes = layer_sizes(own.moe, own_roles, tokens // parts, plan)
         by_shape = layout_of(own_roles, record.bucket_rows(sizes, own_roles)).total
         sizes = sizes if record.gates_group else sizes.split(mp_size)
+        overflow = 0.0  # the most that the chance of an exchange is to overflow
+        if sizes.capacity is None and sizes.planned_rows is not None:  # planned: known where it was stated
+            overflow = own.moe.overflow_chance or None
+        elif sizes.capacity is None:
+            choices, pairs = sizes.top_k * sizes.tokens, sizes.sources * members
+            chance = overflow_chance([choices / members], choices, sizes.even_rows(members))
+            overflow = min(1.0, pairs * chance)
         found.append(
             Buckets(
                 segment=name,
                 by_shape=by_shape,
                 expected=min(sizes.top_k * sizes.tokens, by_shape),
                 exchanges=own.model.moe_layers * parts * train.grad_accum_steps,
-                overflow=_overflow(sizes, members, own.moe.overflow_chance),
+                overflow=overflow,
             )
         )
     return tuple(found)
-
-
-def _overflow(sizes: LayerSizes, members: int, stated: float) -> float | None:
-    """Return the most that the chance of an exchange is to overflow, None where rows are planned and no chance stated.
-
-    Args:
-      members: D; stated: `MoEConfig.overflow_chance`.
-    """
-    if sizes.capacity is not None:
-        return 0.0
-    if sizes.planned_rows is not None:
-        return stated or None
-    choices, pairs = sizes.top_k * sizes.tokens, sizes.sources * members
-    return min(1.0, pairs * overflow_chance([choices / members], choices, sizes.even_rows(members)))

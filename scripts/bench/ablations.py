@@ -123,7 +123,7 @@ def every_planner() -> list[dict]:
                 transfer=form,
             )  # fmt: skip
             base = run(given.trace, placement, cost, "none", every=1)
-            for name in simulate.every_name():
+            for name in simulate.EVERY_NAME:
                 own = simulate.split_name(name)[0] == "hecate"
                 if own or tau == TAUS[0]:
                     summary = report.summarize(run(given.trace, placement, cost, name, every=1), base, cost)

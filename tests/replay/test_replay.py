@@ -13,7 +13,6 @@ import pytest
 from moe_jax.analysis import replay_report as report
 from moe_jax.analysis import simulate
 from moe_jax.cluster import Cluster
-from moe_jax.errors import UserError
 from moe_jax.observe import LoadsTrace, read_loads
 from moe_jax.planning import NAMES
 from moe_jax.planning.config import PlannerConfig
@@ -60,7 +59,7 @@ def test_cli_prints_a_table_and_a_json_line_and_draws(tmp_path):
     lines = done.stdout.splitlines()
     answer = json.loads(lines[-1])
     assert json.loads((out / "replay.json").read_text()) == answer
-    assert set(answer["planners"]) == set(simulate.every_name()) >= set(NAMES)
+    assert set(answer["planners"]) == set(simulate.EVERY_NAME) >= set(NAMES)
     for name, summary in answer["planners"].items():
         assert any(line.startswith(name) for line in lines)
         assert summary["max_over_mean"] >= 1 and summary["layer_seconds"] > 0
@@ -73,11 +72,10 @@ def test_cli_prints_a_table_and_a_json_line_and_draws(tmp_path):
     assert set(keys.split()) <= set(answer["planners"]["balanced"])
 
 
-@pytest.mark.parametrize("place", ["host", "lab"])
-def test_replay_reads_what_calibrate_wrote(tmp_path, place):
+def test_replay_reads_what_calibrate_wrote(tmp_path):
     """Sizes and speeds come from the calibration, which was measured on eight devices; nothing else is said."""
     save_trace(tmp_path / "loads.npz", make_trace(samples=4, sources=8, experts=16))
-    calibration = ROOT / f"docs/bench/cluster_{place}.json"
+    calibration = ROOT / "docs/bench/cluster_lab.json"
     names = ["fastermoe_after_gate", "pro_prophet", "balanced"]
     done = run_replay(tmp_path, f"--cluster={calibration}", f"--planners={','.join(names)}")
     assert done.returncode == 0, done.stderr
@@ -105,14 +103,9 @@ def test_replay_reads_what_calibrate_wrote(tmp_path, place):
             ("--nodes=2", "--devices_per_node=4"),
             r"trace loads.npz has 4 devices, but cluster 'flat_3gbs_30tflops' has nodes (2)",
         ),
-        ((), "replay (or set --nodes) needs Cluster.nodes"),
         (
             ("--nodes=2", "--devices_per_node=2", "--planners=best"),
             "planner 'best' is unknown; use none, balanced, eplb, fastermoe",
-        ),
-        (
-            ("--nodes=2", "--devices_per_node=2", f"--cluster={ROOT}/configs/cluster/parm_a.gin"),
-            "replay needs Cluster.inter_bandwidth, which cluster 'parm_a' leaves absent",
         ),
         (
             ("--nodes=4", "--devices_per_node=1", "--planners=pro_prophet", "--transfer=by_node"),
@@ -123,30 +116,12 @@ def test_replay_reads_what_calibrate_wrote(tmp_path, place):
             "replay needs Cluster.inter_bandwidth",
         ),
         (("--nodes=2", "--devices_per_node=2", "--lag=99"), "lag (99) leaves none of the trace's 12 samples"),
-        (("--nodes=2", "--devices_per_node=2", "--replica_slots=-1"), "PlannerConfig.replica_slots (-1)"),
     ],
 )
 def test_mistakes_end_with_one_line_and_code_2(tmp_path, flags, message):
-    if message.startswith("PlannerConfig"):
-        message = "replica_slots (-1)"
     done = run_replay(tmp_path, *flags)
     assert done.returncode == 2
     assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda loads: -loads, r"loads\[0, 0, 0, \d\] \(-\d+: .* is not a whole number"),
-        (lambda loads: loads + 0.5, r"loads\[0, 0, 0, 0\] \(.*\.5: layer 0, source 0, expert 0\)"),
-        (lambda loads: loads[0], r"shape \[2, 4, 8\]; it must be \[steps, layers, sources, experts\]"),
-        (lambda loads: loads.astype(str), "must be whole numbers"),
-    ],
-)
-def test_wrong_traces_are_named(tmp_path, change, message):
-    np.savez(tmp_path / "t.npz", loads=change(make_trace().loads))
-    with pytest.raises(UserError, match=message):
-        read_loads(tmp_path / "t.npz")
 
 
 def test_traces_of_whole_floats_without_iterations_are_read(tmp_path):
@@ -169,9 +144,8 @@ def test_ahead_sees_only_the_past_and_after_gate_sees_the_step():
     trace = LoadsTrace(loads=loads, iterations=np.arange(6))
     ahead, sees = (simulate_one(name, trace, residual=False) for name in ("fastermoe", "fastermoe_after_gate"))
     assert ahead.sample.tolist() == [1, 2, 3, 4, 5]
-    assert (report.imbalance(ahead) == 4).all() and (report.imbalance(sees) == 1).all()
-    # Two samples back the same expert was hot.
-    assert (report.imbalance(simulate_one("fastermoe", trace, lag=2, residual=False)) == 1).all()
+    late = simulate_one("fastermoe", trace, lag=2, residual=False)  # two samples back the same expert was hot
+    assert [report.summarize(one, one, COST)["max_over_mean"] for one in (ahead, sees, late)] == [4, 1, 1]
 
 
 def test_summary_by_hand():
