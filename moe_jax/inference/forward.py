@@ -31,7 +31,7 @@ from moe_jax.models import LanguageModel
 from moe_jax.models.attention import attend
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.segments import Segment
-from moe_jax.models.transformer import Transformer, Unit, add_shared
+from moe_jax.models.transformer import Unit, abstract_transformer, add_shared
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.build import make_moe
 from moe_jax.moe.layer import MoE
@@ -147,7 +147,7 @@ def make_forward(serving: Serving, rows: int, length: int, held: int) -> Callabl
         for each sequence, at its position.
     """
     model, config, roles = serving.model, serving.model.config, serving.model.roles
-    graph = nnx.split(nnx.eval_shape(lambda: Transformer(config, model.moe, model.vocab_size, nnx.Rngs(0))))[0]
+    graph = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
     ways = {}  # of segments whose tokens are gathered
     if not held and serving.decode == "gather":
         for segment in model.expert_segments:

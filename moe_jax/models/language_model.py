@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.segments import Segment, segments_of, with_experts
-from moe_jax.models.transformer import Transformer
+from moe_jax.models.transformer import Transformer, abstract_transformer
 from moe_jax.moe.bank import init_bank
 from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_schedule
 from moe_jax.moe.config import MoEConfig, first_pass_of
@@ -202,22 +202,21 @@ class LanguageModel:
         """
         dense_key, expert_key = jax.random.split(key)
         model = Transformer(self.config, self.moe, self.vocab_size, nnx.Rngs(dense_key))
-        banks = {segment.name: self._init_bank(segment, expert_key) for segment in self.expert_segments}
+        banks = {}
+        for segment in self.expert_segments:
+            config, roles = segment.config, self.roles_of(segment)
+            banks[segment.name] = init_bank(
+                jax.random.fold_in(expert_key, segment.first_layer) if segment.first_layer else expert_key,
+                config.moe_layers,
+                segment.moe.num_experts,
+                roles.size(roles.expert),
+                model_dim=config.model_dim,
+                hidden_dim=config.hidden_dim,
+                activation=config.activation,
+                dtype=config.param_dtype,
+                output_scale=(2 * segment.depth) ** -0.5,
+            )
         return {"dense": nnx.to_pure_dict(nnx.state(model)), "bank": banks}
-
-    def _init_bank(self, segment: Segment, key) -> dict:
-        config, roles = segment.config, self.roles_of(segment)
-        return init_bank(
-            jax.random.fold_in(key, segment.first_layer) if segment.first_layer else key,
-            config.moe_layers,
-            segment.moe.num_experts,
-            roles.size(roles.expert),
-            model_dim=config.model_dim,
-            hidden_dim=config.hidden_dim,
-            activation=config.activation,
-            dtype=config.param_dtype,
-            output_scale=(2 * segment.depth) ** -0.5,
-        )
 
     def shapes(self) -> dict:
         """Return the parameters as a pytree of ShapeDtypeStruct; nothing is computed."""
@@ -226,7 +225,7 @@ class LanguageModel:
     def layout(self) -> Layout:
         """Return where every leaf lies."""
         config, shapes = self.config, self.shapes()
-        abstract = nnx.eval_shape(lambda: Transformer(self.config, self.moe, self.vocab_size, nnx.Rngs(0)))
+        abstract = abstract_transformer(self.config, self.moe, self.vocab_size)
         flat = {path: leaf for path, leaf in nnx.to_flat_state(nnx.state(abstract))}
 
         dense = shapes["dense"]
@@ -288,12 +287,12 @@ def has_later_passes(model: LanguageModel, tokens: int, plan: dict[str, PlanShap
     dim = model.config.model_dim
     row_bytes = dim * jnp.dtype(model.config.dtype).itemsize
 
-    def may_overflow(segment: Segment) -> bool:
+    for segment in model.expert_segments:
         own = None if plan is None else plan[segment.name]
         chooser = make_schedule(segment.moe, model.roles_of(segment), tokens, own)
-        return chooser.for_rows(row_bytes, segment.moe.sent_bytes(dim)).passes.most > 1
-
-    return any(may_overflow(segment) for segment in model.expert_segments)
+        if chooser.for_rows(row_bytes, segment.moe.sent_bytes(dim)).passes.most > 1:
+            return True
+    return False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,19 +343,6 @@ class Teacher:
 # device already, so it moves nothing; its gradient is that device's own, and `summed` adds them up where the optimizer
 # wants them: under ZeRO-1 by a reduce-scatter, half the bytes of an all-reduce. Leaves that are split (ZeRO-3) and the
 # experts stay as they are, and the model sums their gradients. Traced, outside the model's `shard_map`.
-def kept_apart(microbatches: int, zero_stage: int, parts: int) -> str:
-    """Return 'none', 'outer' or 'all' for a step of so many microbatches on `parts` data-parallel devices.
-
-    Of one microbatch each layer's gradient is summed beside the backward of the layers before it; only what comes last,
-    the embedding's, has nothing beside it.
-    """
-    if parts == 1:
-        return "none"
-    if microbatches > 1:
-        return "all"
-    return "outer" if zero_stage == 1 else "none"
-
-
 def is_own(layout: Layout, roles: Roles):
     """Return bool for every dense leaf: whether each device has a copy of its own."""
 
@@ -378,11 +364,6 @@ def own_specs(layout: Layout, roles: Roles):
     """Return the PartitionSpecs of what `with_own_leaves` makes of the dense parameters."""
     own, specs = is_own(layout, roles), layout.params["dense"]
     return jax.tree.map(lambda own, spec: P(roles.dense, *spec) if own else spec, own, specs)
-
-
-def own_leaves(dense, layout: Layout, roles: Roles):
-    """Return this device's dense parameters, inside `shard_map`."""
-    return jax.tree.map(lambda leaf, own: leaf[0] if own else leaf, dense, is_own(layout, roles))
 
 
 def with_own_leaves(params, layout: Layout, roles: Roles):

@@ -27,16 +27,16 @@ from moe_jax.models.language_model import (
     StepStats,
     Teacher,
     by_layer,
-    own_leaves,
+    is_own,
     own_specs,
 )  # fmt: skip
 from moe_jax.models.layer_loop import make_layers
 from moe_jax.models.model_group import ModelGroup, check_sequence_parallel, make_model_group
-from moe_jax.models.segments import Segment, own_layers
+from moe_jax.models.segments import own_layers
 from moe_jax.models.stages import Constants
-from moe_jax.models.transformer import Transformer
+from moe_jax.models.transformer import abstract_transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
-from moe_jax.moe.routers import GateStats, build_router, counts_so_far, z_loss
+from moe_jax.moe.routers import build_router, counts_so_far, z_loss
 from moe_jax.moe.schedules.contract import MOST_ROWS
 from moe_jax.moe.schedules.passes import most_of_all
 from moe_jax.moe.tables import even_tables, local
@@ -71,12 +71,13 @@ def make_loss(
     Raises:
       UserError: if the batch does not divide over the data-parallel devices, or is longer than the positions.
     """
-    roles = model.roles
-    model = _resolved(model)
-    config = model.config
+    roles, device = model.roles, model.roles.mesh.devices.flat[0]
+    config = resolve_attention(model.config, device)
+    model = dataclasses.replace(model, config=config)
     if teacher is not None:
-        teacher = dataclasses.replace(teacher, model=_resolved(teacher.model))
-        check_document_mask(teacher.model.config, length)
+        taught = resolve_attention(teacher.model.config, device)
+        check_document_mask(taught, length)
+        teacher = dataclasses.replace(teacher, model=dataclasses.replace(teacher.model, config=taught))
     shards = roles.size(roles.dense)
     if batch_size % shards:
         raise UserError(
@@ -120,41 +121,27 @@ def make_loss(
         frozen = ()
         if teacher is not None:
             (held,) = lax.stop_gradient(teacher_params)
-            frozen = (held["dense"], *with_grad_sink(held["bank"])), _even_tables(teacher.model)
+            frozen_tables = {}  # its experts stay where they are
+            for segment in teacher.model.expert_segments:
+                own = teacher.model.roles_of(segment)
+                sizes = segment.config.moe_layers, segment.moe.num_experts, own.size(own.expert)
+                frozen_tables[segment.name] = even_tables(*sizes)
+            frozen = (held["dense"], *with_grad_sink(held["bank"])), frozen_tables
         total, stats = sharded(weights, batch, tables, key, first_row, normalizer, frozen)
-        return total, dataclasses.replace(stats, loads=_stacked_loads(stats.loads))
+        if len(stats.loads) > 1:  # [L, sources, E] of each segment; sources and experts that one lacks are 0
+            sources, experts = (max(part.shape[dim] for part in stats.loads) for dim in (1, 2))
+            widths = [((0, 0), (0, sources - own.shape[1]), (0, experts - own.shape[2])) for own in stats.loads]
+            loads = jnp.concatenate([jnp.pad(own, width) for own, width in zip(stats.loads, widths, strict=True)])
+        else:
+            (loads,) = stats.loads
+        return total, dataclasses.replace(stats, loads=loads)
 
     return loss
-
-
-def _resolved(model: LanguageModel) -> LanguageModel:
-    """Return the model with the attention that 'auto' is on its devices."""
-    config = resolve_attention(model.config, model.roles.mesh.devices.flat[0])
-    return dataclasses.replace(model, config=config)
-
-
-def _stacked_loads(loads: tuple):
-    """Return the counts [L, sources, E] of all layers from each segment's; sources and experts that one lacks are 0."""
-    if len(loads) == 1:
-        return loads[0]
-    sources, experts = (max(part.shape[dim] for part in loads) for dim in (1, 2))
-    padded = (jnp.pad(part, ((0, 0), (0, sources - part.shape[1]), (0, experts - part.shape[2]))) for part in loads)
-    return jnp.concatenate(list(padded))
 
 
 def _tables_specs(model: LanguageModel):
     """Return {segment: PartitionSpec} of a model's tables."""
     return {segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments}
-
-
-def _even_tables(model: LanguageModel):
-    """Return the tables of a model whose experts stay where they are, as `_tables_specs` says."""
-    parts = {}
-    for segment in model.expert_segments:
-        roles = model.roles_of(segment)
-        devices = roles.size(roles.expert)
-        parts[segment.name] = even_tables(segment.config.moe_layers, segment.moe.num_experts, devices)
-    return parts
 
 
 def check_token_numbers(batch_size: int, microbatches: int, length: int, top_k: int) -> None:
@@ -193,7 +180,8 @@ def _make_stack(
 
     def stack(weights, batch, tables, key, first_row, normalizer, frozen):
         dense, bank, grad_sink = weights
-        weights = own_leaves(dense, layout, roles), bank, grad_sink
+        dense = jax.tree.map(lambda leaf, own: leaf[0] if own else leaf, dense, is_own(layout, roles))
+        weights = dense, bank, grad_sink
         x, table, found = trunk(weights, batch, tables, key, first_row)
         targets, counts = group.own_flat(batch.targets), group.own_flat(batch.weights)
         kl = teacher_passes = None
@@ -219,14 +207,26 @@ def _make_stack(
         if teacher is not None:
             kl = lax.psum(kl, roles.all) / normalizer
             token_loss, teacher_passes = cross_entropy + teacher.alpha * kl, passes_of(of_teacher)
-        aux, z, gates = zip(
-            *(_gate_losses(at, roles, stats, batch.counted, global_tokens) for at, (stats, _) in found.items()),
-            strict=True,
-        )
-        weighted = [
-            jnp.sum(segment.moe.aux_loss_weight * own_aux + segment.moe.z_loss_weight * own_z)
-            for segment, own_aux, own_z in zip(found, aux, z, strict=True)
-        ]
+        aux, z, gates, weighted = (
+            [],
+            [],
+            [],
+            [],
+        )  # of each segment: losses [L], GateStats of all tokens, the loss's part
+        for segment, (own, _) in found.items():
+            expert = segment.roles(roles).expert
+            sums = lax.psum(own.sums, roles.dense)
+            inside = tuple(axis for axis in roles.all if axis not in expert)
+            counts = lax.psum(own.counts, inside) if inside else own.counts  # [L, E] of this source
+            meant = lax.psum(own.counts, roles.all)
+            if batch.counted is not None:
+                meant = counts_so_far(meant, own_layers(batch.counted, segment))
+            every = dataclasses.replace(sums, counts=meant)
+            aux.append(build_router(segment.moe).balance_loss(every, global_tokens))
+            z.append(z_loss(sums.squared_logsumexp, global_tokens))
+            gates.append(dataclasses.replace(sums, counts=counts))
+        for segment, own_aux, own_z in zip(found, aux, z, strict=True):
+            weighted.append(jnp.sum(segment.moe.aux_loss_weight * own_aux + segment.moe.z_loss_weight * own_z))
         completed = [gate.completed for gate in gates]
         if any(part is not None for part in completed):  # only layers of the router `base` have a number
             completed = [jnp.zeros_like(gate.dropped) if gate.completed is None else gate.completed for gate in gates]
@@ -246,22 +246,6 @@ def _make_stack(
         return token_loss + functools.reduce(jnp.add, weighted) / microbatches, stats
 
     return stack
-
-
-def _gate_losses(segment: Segment, roles: Roles, stats: GateStats, counted, global_tokens: int):
-    """Return (balance losses [L], z-losses [L], GateStats of all tokens, but counts [L, E] of this source).
-
-    Args:
-      roles: of the whole model; counted: `Batch.counted`.
-    """
-    expert = segment.roles(roles).expert
-    sums = lax.psum(stats.sums, roles.dense)
-    inside = tuple(axis for axis in roles.all if axis not in expert)
-    counts = lax.psum(stats.counts, inside) if inside else stats.counts
-    total = lax.psum(stats.counts, roles.all)
-    meant = total if counted is None else counts_so_far(total, own_layers(counted, segment))
-    aux = build_router(segment.moe).balance_loss(dataclasses.replace(sums, counts=meant), global_tokens)
-    return aux, z_loss(sums.squared_logsumexp, global_tokens), dataclasses.replace(sums, counts=counts)
 
 
 def _all_layers(parts) -> jax.Array | None:
@@ -303,7 +287,7 @@ def _make_trunk(model: LanguageModel, layout: Layout, rows: int, length: int, pl
     config, roles = model.config, model.roles
     dtype = jnp.dtype(config.dtype)
     tokens = rows * length
-    transformer = nnx.split(nnx.eval_shape(lambda: Transformer(config, model.moe, model.vocab_size, nnx.Rngs(0))))[0]
+    transformer = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
     group = _group_of(model, rows)
     layers = make_layers(model, layout, tokens, plan, _make_bank_store, group)
 

@@ -1,19 +1,14 @@
 """The segments of a model: runs of equal units, each with experts, placement and expert-parallel degree of its own.
 
-Inputs: `ModelConfig`, `MoEConfig`, and for what lies on devices the mesh's `Roles`. Outputs: `Segment`s; and the rule
-by which trees keep what stands once for each of them.
-
-A segment reads like a model of its own between the embedding and the head: its `config` and `moe` are those of a model
-whose layers are all alike, so whatever is computed for such a model (leaves, bytes, placements, plans) is computed for
-a segment by the same functions. On a mesh its roles are those of a mesh on which the innermost min(E, D) devices of the
-expert axis are its expert-parallel group, and the others hold replicas, as `data` does. So an expert's tokens come from
-the whole batch, shared evenly among its replicas, and its gradient is summed over them. Source: DeepSpeed-MoE
-(Rajbhandari et al. 2022), section 4.2, "flexible multi-expert and multi-data parallelism".
-
-What stands once for each segment is a dictionary {name: part}: units of all; bank, tables, homes and plans of those
-with experts.
+What stands once for each is a dictionary {name: part}: units of all; bank, tables, homes, plans of those with experts.
+Source: DeepSpeed-MoE (Rajbhandari et al. 2022), section 4.2, "flexible multi-expert and multi-data parallelism".
 Letters: docs/notation.md.
 """
+
+# A segment reads like a model of its own between the embedding and the head: its `config` and `moe` are those of a
+# model whose layers are all alike. On a mesh its roles are those of a mesh on which the innermost min(E, D) devices of
+# the expert axis are its expert-parallel group, and the others hold replicas, as `data` does. So an expert's tokens
+# come from the whole batch, shared evenly among its replicas, and its gradient is summed over them.
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ import jax.numpy as jnp
 from moe_jax.errors import UserError
 from moe_jax.models.config import MODEL_FIELDS, MOE_FIELDS, ModelConfig
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.routers import Router, build_router, check_knobs
+from moe_jax.moe.routers import build_router, check_knobs
 from moe_jax.parallel.mesh import MeshConfig, Roles, ep_degree
 
 BANK = "bank"
@@ -38,7 +33,9 @@ def flatten(tree, prefix: str = "") -> dict[str, Any]:
     """Return {name: leaf} of a tree, names such as 'params/dense/norm/scale' or 'params/bank/segment_0/w_in'."""
     flat = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
-        name = "/".join([prefix, *map(_text, path)] if prefix else map(_text, path))
+        # a dictionary's key, a named tuple's field, or an index
+        steps = (getattr(step, next(a for a in ("key", "name", "idx") if hasattr(step, a))) for step in path)
+        name = "/".join(map(str, ([prefix] if prefix else []) + list(steps)))
         assert name not in flat, f"two leaves are called {name}"
         flat[name] = leaf
     return flat
@@ -52,14 +49,6 @@ def is_bank(name: str) -> bool:
 def segment_of(name: str) -> str:
     """Return the segment that a leaf of the bank is of."""
     return name.split("/")[name.split("/").index(BANK) + 1]
-
-
-def _text(entry) -> str:
-    """Return one step of a path: a dictionary's key, a named tuple's field, or an index."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    raise TypeError(f"a state has no {type(entry).__name__}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,19 +108,14 @@ def segments_of(config: ModelConfig, moe: MoEConfig) -> tuple[Segment, ...]:
             f"ModelConfig.moe_every ({config.moe_every}) leaves no layer with experts; set it to 1 or 2, or let a "
             "segment of ModelConfig.segments say moe_every=1"
         )
-    _check_recorded(with_experts(found))
-    check_knobs(moe, {segment.moe.router for segment in with_experts(found)})
-    return tuple(found)
-
-
-def _check_recorded(segments: tuple[Segment, ...]) -> None:
-    """Raise a UserError where the choices of all layers, [L, N, K], are to be recorded and K differs."""
-    numbers = sorted({segment.moe.top_k for segment in segments})
-    if segments[0].moe.record_choices and len(numbers) > 1:
+    numbers = sorted({segment.moe.top_k for segment in with_experts(found)})
+    if moe.record_choices and len(numbers) > 1:  # those of all layers are one array [L, N, K]
         raise UserError(
             f"MoEConfig.record_choices (True) needs one top_k for all layers, but the segments of the model have "
             f"{', '.join(map(str, numbers))}; set MoEConfig.record_choices = False, or top_k alike in all segments"
         )
+    check_knobs(moe, {segment.moe.router for segment in with_experts(found)})
+    return tuple(found)
 
 
 @contextlib.contextmanager
@@ -173,42 +157,19 @@ def own_layers(counts, segment: Segment):
 # What routers keep beside parameters: leaves in the gate of their layer, so that checkpoints, --init_from and
 # evaluation have them, which no optimizer moves but the router itself.
 def with_router_state(segments: tuple[Segment, ...], before, after, loads):
-    """Return the parameters `after` an update, with the routers' state moved on from `before`; the rest is `after`.
+    """Return a tree like the parameters, `after`, with the routers' state of the parameters `before`.
 
     Args:
       segments: of the model.
-      loads: int32 [L, sources, E] of the whole step, all its microbatches together, as in `StepStats`.
+      loads: int32 [L, sources, E] of the whole step, all its microbatches together, as in `StepStats`, by which the
+        state moves on; None leaves it as it is.
     """
-    for path, segment, router in _with_state(segments):
-        gate, counts = _at(before, path), own_layers(jnp.sum(loads, axis=1), segment)
-        after = _replaced(after, path, router.next_state({name: gate[name] for name in router.state}, counts))
-    return after
-
-
-def with_same_router_state(segments: tuple[Segment, ...], tree, params):
-    """Return a tree like `params`, such as their moving average, with the routers' state of `params`."""
-    for path, _, router in _with_state(segments):
-        gate = _at(params, path)
-        tree = _replaced(tree, path, {name: gate[name] for name in router.state})
-    return tree
-
-
-def _with_state(segments: tuple[Segment, ...]) -> list[tuple[tuple[str, ...], Segment, Router]]:
-    """Return (path of the gates in the parameters, segment, its router) where the router has a state."""
-    found = [
-        (("dense", "units", segment.name, "gate"), segment, build_router(segment.moe))
-        for segment in with_experts(segments)
-    ]
-    return [(path, segment, router) for path, segment, router in found if router.state]
-
-
-def _at(tree: dict, path: tuple[str, ...]) -> dict:
-    """Return the dict at a path of nested ones."""
-    return _at(tree[path[0]], path[1:]) if path else tree
-
-
-def _replaced(tree: dict, path: tuple[str, ...], leaves: dict) -> dict:
-    """Return the nested dict with other leaves at a path."""
-    if not path:
-        return {**tree, **leaves}
-    return {**tree, path[0]: _replaced(tree[path[0]], path[1:], leaves)}
+    units = dict(after["dense"]["units"])
+    for segment in with_experts(segments):
+        router, old = build_router(segment.moe), before["dense"]["units"][segment.name]["gate"]
+        state = {name: old[name] for name in router.state}
+        if state and loads is not None:
+            state = router.next_state(state, own_layers(jnp.sum(loads, axis=1), segment))
+        unit = units[segment.name]
+        units[segment.name] = {**unit, "gate": {**unit["gate"], **state}}
+    return {**after, "dense": {**after["dense"], "units": units}}

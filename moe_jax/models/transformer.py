@@ -370,6 +370,11 @@ class Transformer(nnx.Module):
         self.norm = build_norm(config)
 
 
+def abstract_transformer(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> Transformer:
+    """Return the modules with the shapes of their parameters; nothing is computed."""
+    return nnx.eval_shape(lambda: Transformer(config, moe, vocab_size, nnx.Rngs(0)))
+
+
 class SharedExperts(nnx.Module):
     """A dense FFN on every token of an MoE layer, beside its routed experts, and w_mix where the mix is learned.
 

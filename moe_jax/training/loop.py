@@ -18,7 +18,7 @@ import numpy as np
 from moe_jax.data import held_out_entropy
 from moe_jax.data.stream import prefetch
 from moe_jax.errors import UserError
-from moe_jax.models.counts import choices_per_token, forward_flops_per_token, training_flops_per_token
+from moe_jax.models.counts import forward_flops_per_token, training_flops_per_token
 from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
 from moe_jax.observe.progress import with_prefix
 from moe_jax.training.checkpoint import Checkpointer
@@ -268,7 +268,8 @@ class Loop:
         if "kl" in metrics:  # the teacher's forward
             teacher = session.teacher.model
             flops += forward_flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length)
-        record = step_record(metrics, tokens * choices_per_token(model, moe), session.homes.values())
+        choices = sum(part.moe.top_k * part.config.moe_layers for part in session.model.expert_segments)
+        record = step_record(metrics, tokens * choices, session.homes.values())
         record["tokens_per_second"] = tokens / seconds
         record["model_flops_per_second"] = tokens * flops / seconds
         record["step_seconds"] = seconds

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
-from moe_jax.models.language_model import Teacher, first_pass_model, kept_apart, summed, with_own_leaves
-from moe_jax.models.segments import with_router_state, with_same_router_state
+from moe_jax.models.language_model import Teacher, first_pass_model, summed, with_own_leaves
+from moe_jax.models.segments import with_router_state
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.training.optimizer import build_learning_rate, build_optimizer, finished_updates, state_specs
 
@@ -44,7 +44,9 @@ def make_gradients(
     microbatches = config.grad_accum_steps
     rows = config.batch_size // microbatches
     roles = model.roles
-    apart = kept_apart(microbatches, model.zero_stage, roles.size(roles.dense))
+    apart = "all" if microbatches > 1 else "outer" if model.zero_stage == 1 else "none"
+    if roles.size(roles.dense) == 1:
+        apart = "none"
     layout = dataclasses.replace(layout, apart=apart)
     loss = make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher)
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
@@ -260,7 +262,7 @@ def make_update(
         new_state = {"step": state["step"] + 1, "params": new_params, "opt_state": opt_state}
         if config.ema_decay:
             ema = optax.incremental_update(new_params, state["ema"], 1 - config.ema_decay)
-            new_state["ema"] = with_same_router_state(model.segments, ema, new_params)
+            new_state["ema"] = with_router_state(model.segments, new_params, ema, None)
 
         # What the microbatches' statistics [Nm, ...] and the gradients say of the step.
         square_norms = jnp.stack([jnp.sum(jnp.square(g)).astype(jnp.float32) for g in jax.tree.leaves(grads)])
