@@ -212,7 +212,7 @@ def _make_stack(
             [],
             [],
             [],
-        )  # of each segment: losses [L], GateStats of all tokens, the loss's part
+        )  # of each segment; GateStats of all tokens
         for segment, (own, _) in found.items():
             expert = segment.roles(roles).expert
             sums = lax.psum(own.sums, roles.dense)
