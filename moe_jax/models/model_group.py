@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -109,17 +108,14 @@ def _add_bias(axes, bias_dtype, x, bias):
     return x + bias.astype(x.dtype)
 
 
-def _sum_over(d, axes, dtype):
+def _add_bias_bwd(axes, bias_dtype, _, d):
     if axes != tuple(range(len(axes))):
-        return jnp.sum(d, axis=axes, keepdims=True, dtype=dtype)
+        return d, jnp.sum(d, axis=axes, keepdims=True, dtype=bias_dtype)
     shape = d.shape[len(axes) :]
-    return sum_rows(d.reshape(-1, *shape), dtype).reshape((1,) * len(axes) + shape)
+    return d, sum_rows(d.reshape(-1, *shape), bias_dtype).reshape((1,) * len(axes) + shape)
 
 
-_add_bias.defvjp(
-    lambda axes, bias_dtype, x, bias: (_add_bias(axes, bias_dtype, x, bias), None),
-    lambda axes, bias_dtype, _, d: (d, _sum_over(d, axes, bias_dtype)),
-)
+_add_bias.defvjp(lambda axes, bias_dtype, x, bias: (_add_bias(axes, bias_dtype, x, bias), None), _add_bias_bwd)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,20 +138,21 @@ class ModelGroup:
         """Return the group as it holds one of the parts."""
         return dataclasses.replace(self, rows=self.rows // self.parts, parts=1)
 
-    def project(self, h, function: Callable, *weights):
-        """Return function(tokens [b, Sq, M], *weights), the first matmul of attention or FFN.
+    def project(self, h, specs: list[str], weights: list[Weight]):
+        """Return [einsum(spec, tokens [b, Sq, M], weight)], the first matmuls of attention or FFN.
+
+        With split tokens the backward gathers them again instead of saving all t.
 
         Args:
-          h: normed tokens as the residual stream is kept.
-          function: linear in the tokens. With split tokens the backward gathers them again instead of saving all t.
-          weights: pytrees of arrays, split over the group.
+          h: normed tokens as the residual stream is kept; weights: split over the group.
         """
         if not self.split:
-            return function(h, *weights)
+            return [self.times(spec, h, weight) for spec, weight in zip(specs, weights, strict=True)]
 
         def whole(part, weights):
             tokens = lax.all_gather(part, self.axes, axis=0, tiled=True)
-            return function(tokens.reshape(self.rows, -1, tokens.shape[-1]), *weights)
+            tokens = tokens.reshape(self.rows, -1, tokens.shape[-1])
+            return [self.times(spec, tokens, weight) for spec, weight in zip(specs, weights, strict=True)]
 
         def backward(saved, d):
             part, weights = saved
@@ -180,10 +177,6 @@ class ModelGroup:
         flat = partial.reshape(-1, partial.shape[-1])
         return lax.psum_scatter(flat, self.axes, scatter_dimension=0, tiled=True)
 
-    def own_tokens(self, tokens):
-        """Return the part of [b, Sq] that this device keeps: [t / N_MP] of split tokens, else all of it."""
-        return self.own_flat(tokens) if self.split else tokens
-
     def own_flat(self, tokens):
         """Return [t / N_MP, ...] of [b, Sq, ...], the tokens that this device takes to the loss, in their order."""
         flat = tokens.reshape(self.parts if self.split else 1, -1, *tokens.shape[2:])
@@ -199,11 +192,6 @@ class ModelGroup:
             return tuple(part.reshape(-1, part.shape[-1]) for part in x)
         whole = jnp.concatenate(x)
         return (own_part(whole.reshape(-1, whole.shape[-1]), self.axes),)
-
-    def positions(self, length: int):
-        """Return int32, the position of every token that `own_tokens` keeps, within its sequence of `length`."""
-        index = jnp.arange(self.rows * length, dtype=jnp.int32) % length
-        return self.own_tokens(index.reshape(self.rows, length))
 
 
 def make_model_group(roles: Roles, rows: int, sequence_parallel: bool, halves: bool = False) -> ModelGroup:

@@ -37,32 +37,19 @@ from moe_jax.parallel.row_sums import spread
 recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
-def build_norm(config: ModelConfig) -> LayerNorm | RMSNorm:
-    """Return the norm of a model's residual stream, over its M features."""
-    norm = RMSNorm if config.norm == "rms" else LayerNorm
-    return norm(config.model_dim, config.param_dtype, config.norm_epsilon)
+class Norm(nnx.Module):
+    """The norm of a model's residual stream, over its M features, the last dim."""
 
-
-class LayerNorm(nnx.Module):
-    """Layer normalisation over the last dim."""
-
-    def __init__(self, dim: int, dtype, epsilon: float = 1e-5):
+    def __init__(self, config: ModelConfig):
+        dim, dtype = config.model_dim, config.param_dtype
         self.scale = nnx.Param(jnp.ones((dim,), dtype))
-        self.bias = nnx.Param(jnp.zeros((dim,), dtype))
-        self.epsilon = epsilon
+        self.has_mean, self.epsilon = config.norm == "layer", config.norm_epsilon
+        if self.has_mean:
+            self.bias = nnx.Param(jnp.zeros((dim,), dtype))
 
     def __call__(self, x):
-        return _normalize(x, self.scale[...], self.bias[...], self.epsilon)
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over the last dim."""
-
-    def __init__(self, dim: int, dtype, epsilon: float):
-        self.scale = nnx.Param(jnp.ones((dim,), dtype))
-        self.epsilon = epsilon
-
-    def __call__(self, x):
+        if self.has_mean:
+            return _normalize(x, self.scale[...], self.bias[...], self.epsilon)
         return _divide_by_root(x, self.scale[...], self.epsilon)
 
 
@@ -84,9 +71,14 @@ class HeadNorm(nnx.Module):
         """Return x normalised; over all heads the squares are summed over the MP group, which holds them together."""
         if not self.whole:
             return _divide_by_root(x, self.scale[...], self.epsilon)
-        squares = _sum_of_squares(x)
+
+        @recomputed
+        def sum_of_squares(x):  # [b, Sq, 1, 1]
+            return jnp.sum(jnp.square(_upcast(x)), axis=(-2, -1), keepdims=True)
+
+        squares = sum_of_squares(x)
         squares = lax.psum(squares, group.axes) if group.axes else squares
-        return _times_rsqrt(x, squares / self.features, self.scale[...], self.epsilon)
+        return recomputed(_scaled, static_argnums=3)(x, squares / self.features, self.scale[...], self.epsilon)
 
 
 def as_last(vector, like):
@@ -108,17 +100,6 @@ def _normalize(x, scale, bias, epsilon):
 def _divide_by_root(x, scale, epsilon):
     mean_square = jnp.mean(jnp.square(_upcast(x)), axis=-1, keepdims=True)
     return _scaled(x, mean_square, scale, epsilon)
-
-
-@functools.partial(recomputed, static_argnums=3)
-def _times_rsqrt(x, mean_square, scale, epsilon):
-    return _scaled(x, mean_square, scale, epsilon)
-
-
-@recomputed
-def _sum_of_squares(x):
-    """Return [b, Sq, 1, 1] of [b, Sq, H, Dh]."""
-    return jnp.sum(jnp.square(_upcast(x)), axis=(-2, -1), keepdims=True)
 
 
 def _scaled(x, mean_square, scale, epsilon):
@@ -161,7 +142,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int | None = None):
         dim, heads, head_size, dtype = config.model_dim, config.heads, config.head_size, config.param_dtype
         self.config = config
-        self.norm = build_norm(config)
+        self.norm = Norm(config)
         for name, shape in config.qkv_matrices.items():
             shape = (*shape, head_size)
             split = len(shape) - 2  # the heads
@@ -185,9 +166,18 @@ class Attention(nnx.Module):
           mix: (q, k, v) -> mixed values [b, Sq, H, Dh], attention to more than these tokens; None attends among them.
           documents: int32 [b, Sq], as in `Batch`; None is one document.
         """
-        config = self.config
+        config, names = self.config, self.config.qkv_matrices
         with jax.named_scope("attention"):
-            q, k, v = self.queries_keys_values(x, group)
+            h = self.norm(x)
+            weights = [in_dtype(getattr(self, name)[...], x.dtype) for name in names]
+            specs = ["bsm,mhd->bshd" if len(shape) == 1 else "bsm,mchd->bschd" for shape in names.values()]
+            parts = group.project(h, specs, weights)  # [b, Sq, H, Dh] or [b, Sq, 2 or 3, H, Dh]
+            if config.attention_bias:
+                biases = (getattr(self, f"{name}_bias")[...] for name in names)
+                parts = [add_bias(part, bias[None, None]) for part, bias in zip(parts, biases, strict=True)]
+            q, k, v = (array for part in parts for array in ((part,) if part.ndim == 4 else jnp.unstack(part, axis=2)))
+            if config.qk_norm != "none":
+                q, k = self.q_norm(q, group), self.k_norm(k, group)
             if config.positions == "rotary":
                 positions = jnp.arange(q.shape[1], dtype=jnp.int32) if positions is None else positions
                 q, k = (rotate(array, positions, config.rotary_base, config.rotary_factor) for array in (q, k))
@@ -196,30 +186,8 @@ class Attention(nnx.Module):
                 mixed = attend(q, k, v, config.kind == "gpt", config.attention, documents)
             else:
                 mixed = mix(q, k, v)
-            return self.leave(mixed, group)
-
-    def queries_keys_values(self, x, group: ModelGroup):
-        """Return q [b, Sq, H, Dh], k and v [b, Sq, Hkv, Dh] of this device's heads, before their positions."""
-        names = self.config.qkv_matrices
-        weights = (in_dtype(getattr(self, name)[...], x.dtype) for name in names)
-        parts = group.project(self.norm(x), functools.partial(_to_heads, group), *weights)
-        if self.config.attention_bias:
-            biases = (getattr(self, f"{name}_bias")[...] for name in names)
-            parts = [add_bias(part, bias[None, None]) for part, bias in zip(parts, biases, strict=True)]
-        q, k, v = (array for part in parts for array in ((part,) if part.ndim == 4 else jnp.unstack(part, axis=2)))
-        if self.config.qk_norm != "none":
-            q, k = self.q_norm(q, group), self.k_norm(k, group)
-        return q, k, v
-
-    def leave(self, mixed, group: ModelGroup):
-        """Return the residual branch, of the shape of x, from this device's heads' mixed values [b, Sq, H, Dh]."""
-        out = group.reduce(group.times("bshd,hdm->bsm", mixed, in_dtype(self.out[...], mixed.dtype)))
-        return add_bias(out, as_last(self.out_bias[...], out)) if self.config.attention_bias else out
-
-
-def _to_heads(group, h, *weights):
-    """Return [b, Sq, H, Dh], or [b, Sq, 2 or 3, H, Dh], of tokens [b, Sq, M] for each weight [M, (2 or 3), H, Dh]."""
-    return [group.times("bsm,mhd->bshd" if w.held.ndim == 3 else "bsm,mchd->bschd", h, w) for w in weights]
+            out = group.reduce(group.times("bshd,hdm->bsm", mixed, in_dtype(self.out[...], mixed.dtype)))
+            return add_bias(out, as_last(self.out_bias[...], out)) if config.attention_bias else out
 
 
 class FeedForward(nnx.Module):
@@ -227,7 +195,7 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int | None = None):
         dim, hidden, dtype = config.model_dim, config.ffn_dim, config.param_dtype
-        self.norm = build_norm(config)
+        self.norm = Norm(config)
         self.w_in = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1, operand=True)
         if config.ffn_bias:
             self.in_bias = nnx.Param(jnp.zeros((hidden,), dtype), model_dim=0)
@@ -244,8 +212,9 @@ class FeedForward(nnx.Module):
         dtype = x.dtype
         with jax.named_scope("feed_forward"):
             weights = [self.w_in, self.w_gate] if self.swiglu else [self.w_in]
-            held = (in_dtype(w[...], dtype) for w in weights)
-            up, *gate = group.project(self.norm(x), functools.partial(_times_each, group), *held)
+            h = self.norm(x)
+            held = [in_dtype(w[...], dtype) for w in weights]
+            up, *gate = group.project(h, ["bsm,mf->bsf"] * len(held), held)
             up = add_bias(up, as_last(self.in_bias[...], up)) if self.has_bias else up
             up = jax.checkpoint(_swiglu if self.swiglu else jax.nn.gelu, prevent_cse=False)(up, *gate)
             out = group.reduce(group.times("bsf,fm->bsm", up, in_dtype(self.w_out[...], dtype)))
@@ -256,15 +225,11 @@ def _swiglu(up, gate):
     return jax.nn.silu(gate) * up
 
 
-def _times_each(group, h, *weights):
-    return [group.times("bsm,mf->bsf", h, w) for w in weights]
-
-
 class Gate(nnx.Module):
     """Norm, gate weight and what else its router keeps of one MoE layer; the experts are in the bank."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
-        self.norm = build_norm(config)
+        self.norm = Norm(config)
         shape = (config.model_dim, moe.num_experts)
         self.w_gate = nnx.Param(normal(rngs.params(), shape, config.model_dim**-0.5, config.param_dtype))
         leaves = build_router(moe).leaves(config.model_dim)
@@ -342,13 +307,16 @@ class Embedding(nnx.Module):
         Args:
           positions: int32 [b, Sq], of the tokens in their sequences or documents; None counts from 0.
         """
-        length = token_ids.shape[1]
-        x = self.tokens[...][group.own_tokens(token_ids)]
+        rows, length = token_ids.shape
+        x = self.tokens[...][group.own_flat(token_ids) if group.split else token_ids]
         if self.learned:
             table = self.positions[...]
-            if positions is not None:
-                return (x + table[group.own_tokens(positions)]).astype(dtype)
-            x = x + (table[group.positions(length)] if group.split else table[None, :length])
+            if positions is None and group.split:
+                positions = (jnp.arange(rows * length, dtype=jnp.int32) % length).reshape(rows, length)
+            if positions is None:
+                x = x + table[None, :length]
+            else:
+                x = x + table[group.own_flat(positions) if group.split else positions]
         return x.astype(dtype)
 
 
@@ -367,7 +335,7 @@ class Transformer(nnx.Module):
         self.embedding = Embedding(config, vocab_size, rngs)
         units = {segment.name: make_units(segment) for segment in segments_of(config, moe)}
         self.units = nnx.Dict(units)
-        self.norm = build_norm(config)
+        self.norm = Norm(config)
 
 
 def abstract_transformer(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> Transformer:
@@ -393,23 +361,22 @@ class SharedExperts(nnx.Module):
     def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs, depth: int | None = None):
         dim, hidden, dtype = config.model_dim, moe.shared_ffn_dim(config.hidden_dim), config.param_dtype
 
-        def normal(shape, scale):
-            return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
-
         self.activation, self.learned = config.activation, moe.residual == "learned"
         for name in weight_names(config.activation)[:-1]:
-            setattr(self, name, nnx.Param(normal((dim, hidden), dim**-0.5), model_dim=1, operand=True))
+            setattr(
+                self, name, nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1, operand=True)
+            )
         scale = (2 * (depth or config.layers) * hidden) ** -0.5
-        self.w_out = nnx.Param(normal((hidden, dim), scale), model_dim=0, operand=True)
+        self.w_out = nnx.Param(normal(rngs.params(), (hidden, dim), scale, dtype), model_dim=0, operand=True)
         if self.learned:
-            self.w_mix = nnx.Param(normal((dim, 2), dim**-0.5))
+            self.w_mix = nnx.Param(normal(rngs.params(), (dim, 2), dim**-0.5, dtype))
 
     def __call__(self, x, group: ModelGroup):
         """Return (addend of the shape of x, factor of the routed experts' result: float [..., 1], or None for 1)."""
         names = weight_names(self.activation)[:-1]
         with jax.named_scope("shared_experts"):
             weights = [in_dtype(getattr(self, name)[...], x.dtype) for name in names]
-            pre = group.project(x, functools.partial(_times_each, group), *weights)
+            pre = group.project(x, ["bsm,mf->bsf"] * len(names), weights)
             hidden = jax.checkpoint(_activate, prevent_cse=False, static_argnums=0)(self.activation, *pre)
             out = group.reduce(group.times("bsf,fm->bsm", hidden, in_dtype(self.w_out[...], x.dtype)))
             if not self.learned:

@@ -12,7 +12,7 @@ from moe_jax.models import ModelConfig, reference
 from moe_jax.models.attention import attend
 from moe_jax.models.cross_entropy import chunked_cross_entropy, token_losses
 from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.transformer import Attention, FeedForward, LayerNorm, rotate
+from moe_jax.models.transformer import Attention, FeedForward, Norm, rotate
 
 BATCH, LENGTH, DIM, HEADS = 2, 6, 8, 4
 
@@ -52,19 +52,19 @@ def assert_close(got, wanted):
 
 def test_layer_norm_by_hand():
     # mean 2, variance 1: (x - 2) / sqrt(1 + 1e-5), times 3, plus 1
-    norm = LayerNorm(2, jnp.float32)
+    norm = Norm(ModelConfig(model_dim=2, heads=1))
     norm.scale[...], norm.bias[...] = jnp.float32([3, 3]), jnp.float32([1, 1])
     turned = 3 / np.sqrt(1 + 1e-5)
     np.testing.assert_allclose(norm(jnp.float32([[1, 3]])), [[1 - turned, 1 + turned]], rtol=1e-6)
     # bfloat16 in, bfloat16 out, but the mean of 256 and 257 needs more than its 8 bits
-    plain = LayerNorm(2, jnp.float32)(jnp.bfloat16([[256, 258]]))
+    plain = Norm(ModelConfig(model_dim=2, heads=1))(jnp.bfloat16([[256, 258]]))
     assert plain.dtype == jnp.bfloat16
     np.testing.assert_array_equal(plain, [[-1, 1]])
 
 
 def test_layer_norm_equals_reference():
     with jax.enable_x64(True):
-        norm = LayerNorm(DIM, jnp.float64)
+        norm = Norm(config_of())
         params = random_params(norm)
         got = nnx.merge(nnx.split(norm)[0], params)(tokens())
         assert_close(got, reference.normalize(tokens(), params, config_of()))
