@@ -1,16 +1,11 @@
 """Block-wise schedules as data: which transfer of parameters or gradients runs beside which computation.
 
-A `BlockSchedule` is lists of windows in the order of the program. The model builds its step from it, block_times.py
-counts its overlap. A layer is four stages: attention (everything before the gate), dispatch, experts, combine. Dispatch
-is route (gate and pack) and send, the exchange; combine is send_back, the other exchange, and unpack. *Trans* brings
-parameters to the replicas, *Agg* sums the replicas' gradients at home. Trans runs once per layer, with
-`refetch_replicas` (Hecate's re-materialisation) a second time in the backward.
-
-A device's sequences may be cut into two halves, a and b, that do not depend on each other: while one waits for its
-exchange the other computes. A window then names its half, and an exchange the windows of the other half beside it.
+A layer is four stages: attention (everything before the gate), dispatch (route, and send, the exchange), experts,
+combine (send_back, the other exchange, and unpack). *Trans* brings parameters to the replicas, *Agg* sums the replicas'
+gradients at home. Of two halves of a device's sequences, a and b, one computes while the other waits for its exchange.
 Letters: docs/notation.md; i a turn of a loop.
-Source: Hecate, section 3.2; Pro-Prophet, section V-B, algorithm 2 and figure 9; halves: design, after DualPipe
-(DeepSeek-V3, section 3.2.1), within one device and one step.
+Source: Hecate, section 3.2; Pro-Prophet, section V-B, algorithm 2 and figure 9; halves after DualPipe (DeepSeek-V3,
+section 3.2.1), within one device and one step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The time of a block-wise schedule, and the part of its transfers that is exposed.
 
-A window lasts as long as its stage or its moves together, whichever is longer; its moves run one after the other, in
-their order in `Window.beside`. Of two halves each stage takes half as long; a pair of an exchange and what computes
-beside it lasts as long as the longer, and its moves follow the exchange on the links. Gating, packing and unpacking
-count as nothing. Seconds are numbers or arrays of one shape [...].
+A window lasts as long as its stage or its moves together; its moves run one after the other. A pair of an exchange and
+what computes beside it lasts as long as the longer, and its moves follow the exchange on the links. Gating, packing and
+unpacking count as nothing. Seconds are numbers or arrays of one shape [...].
 Source: Pro-Prophet, equations 7 and 8; Hecate, section 3.2.
 """
 

@@ -311,13 +311,7 @@ def _transfer_rates(
 ) -> tuple[float, float, float, float]:
     """Return the seconds of one Trans as a line: start where anything moves, and for each offer, slot and crossing.
 
-    Args:
-      chunk_bytes: bytes of one expert as it travels.
-      group: devices of one expert-parallel group D, those of a node G, and devices between neighbours of the group
-        (N_ESP), which decides the names of fits.
-
-    Raises:
-      AbsentFigureError: neither fits nor links are known; it names the figure and `requested_by`.
+    `group` is D, devices of a node G, and the devices between neighbours of the group (N_ESP), as fits are named.
     """
     devices, devices_per_node, stride = group
     by_node, fitted = form == "by_node", dict(cluster.fits)
@@ -367,9 +361,7 @@ def predicted_layer_seconds(
     """Return what every layer takes, forward and backward of one microbatch: loads [L, S, E] -> seconds [L].
 
     Args:
-      loads: as the gate of one microbatch and one expert-parallel group counts them.
-      shape: what the step is compiled for; its transfer ahead is paid in full by every layer. None: each pays what its
-        own replicas need.
+      shape: what the step is compiled for, whose transfer ahead every layer pays; None: what its own replicas need.
       planned: what was planned ahead, where `placement` has replicas that come after the gate.
     """
     computed, received = routing.expected(placement, loads)

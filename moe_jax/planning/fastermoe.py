@@ -23,10 +23,9 @@ from moe_jax.planning.transfer_sizes import RunningSizes, TransferSizes, late_ro
 class FasterMoePlanner(Planner, name="fastermoe", after_gate=True):
     """Shadow experts while T(r) falls.
 
-    B counts the tokens *of a device's experts*, from every source; the tokens a device sends play no part. By default
-    both sides of the comparison count the all-to-all over what is received, as the authors' release does; with
-    `residual` off it is counted before shadowing only, over all tokens, as equation 8 is printed.
-    Source: FasterMoE, equations 7 and 8, algorithm 1.
+    B counts the tokens *of a device's experts*, from every source. By default both sides of the comparison count the
+    all-to-all over what is received, as the authors' release does; with `residual` off it is counted before shadowing
+    only, over all tokens, as equation 8 is printed. Source: FasterMoE, equations 7 and 8, algorithm 1.
     """
 
     residual: bool = knob(True, "count the all-to-all that is left after shadowing; off: T(r) as printed, without it")

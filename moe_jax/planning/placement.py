@@ -23,10 +23,7 @@ _NOT_GIVEN: Any = None  # fields typed as what they are once checked
 
 
 class Candidates(NamedTuple):
-    """The holders that a token may choose between, as slices of two sorted row tables.
-
-    Devices of a node have neighbouring ids, so in rows sorted by (layer, expert, device) the holders of an expert on
-    one node are a slice too.
+    """The holders that a token may choose between, as slices of two sorted row tables; those of a node are one too.
 
     Attributes:
       holder: int32 [h], devices by rising (layer, expert, device).

@@ -84,15 +84,9 @@ def _even_part(places: np.ndarray, parts: int, count: int) -> np.ndarray:
 def relabelled(home_new: np.ndarray, home_old: np.ndarray, devices: int, devices_per_node: int) -> np.ndarray:
     """Return the new homes with labels under which more experts stay where they are, never fewer.
 
-    Devices of a node are exchanged among themselves, and whole nodes: first in all layers at once, then in single
-    layers among devices that home as many experts of it. So every layer keeps the loads and the transfers that the new
-    homes were made for, and every device as many rows of the bank.
-
-    Args:
-      home_new, home_old: int [L, E]; devices: D; devices_per_node: Dn.
-
-    Returns:
-      int [L, E]; home_new as it is where it agrees already.
+    Homes are int [L, E]. Devices of a node are exchanged among themselves, and whole nodes: first in all layers at
+    once, then in single layers among devices that home as many experts of it. So every layer keeps the loads and the
+    transfers that the new homes were made for, and every device as many rows of the bank.
     """
     home = _exchanged(home_new, home_old, devices, devices_per_node, np.zeros(devices, int))
     for layer, (new, old) in enumerate(zip(home, home_old, strict=True)):

@@ -41,7 +41,7 @@ def test_rows_are_the_fewest_that_hold_it():
     assert expected_rows([0.0], 64, 1e-3) == 8
 
 
-@pytest.mark.parametrize("planner", [(), BALANCED, (*BALANCED, "ModelConfig.overlap = 'halves'")])
+@pytest.mark.parametrize("planner", [(), (*BALANCED, "ModelConfig.overlap = 'halves'")])
 def test_draws_overflow_no_more_often_than_asked(planner):
     """600 steps of 2 exchanges, in halves of 4, with at most 2% each, and with fewer rows many."""
     script = runpy.run_path("scripts/bench/overflow_chance.py", run_name="overflow_chance")

@@ -1,19 +1,10 @@
-"""The sizes of a transfer, by hand, as a loop counts them, and kept by a greedy search."""
+"""The sizes of a transfer as a loop counts them, and kept by a greedy search."""
 
 import numpy as np
 import pytest
 from support.placements import random_placement
 
-from moe_jax.planning.placement import Placement
 from moe_jax.planning.transfer_sizes import RunningSizes, placement_sizes, transfer_sizes
-
-
-def test_sizes_by_hand():
-    # 2 x 2 devices, homes 0 0 1 1 2 2 3 3; expert 0 everywhere, 1 on device 1, 4 on devices 0 and 1.
-    rows = [(0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 1, 1), (0, 4, 0), (0, 4, 1)]
-    placement = Placement.even(1, 8, 4, 2).replace(replicas=rows)
-    # Device 0 offers two, device 1 gets three, node 0 sends node 1 one expert and the other way; 4 + 2 + 3 holders.
-    assert [int(size[0]) for size in placement_sizes(placement)] == [2, 3, 1, 9]
 
 
 def counted(placement, layer):

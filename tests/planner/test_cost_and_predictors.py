@@ -124,15 +124,6 @@ def test_error_is_the_share_of_tokens_guessed_wrong():
     np.testing.assert_allclose(run("last", [10, 20, 20]).error(), [0.1])
 
 
-def test_predicting_before_observing_and_changing_shape_are_errors():
-    predictor = Predictor(PlannerConfig().settled())
-    with pytest.raises(UserError, match="observe first"):
-        predictor.predict()
-    predictor.observe(np.ones((1, 2, 3), int))
-    with pytest.raises(UserError, match=r"loads changed shape from \(1, 2, 3\) to \(1, 2, 4\)"):
-        predictor.observe(np.ones((1, 2, 4), int))
-
-
 def session(**fields):
     cluster = Cluster(nodes=2, devices_per_node=2, flat=True, intra_bandwidth=3e9, flops=3e13)
     cost = Cost(cluster=cluster, model_dim=64, hidden_dim=128, replica_slots=2, overlap_degree=4)

@@ -1,11 +1,8 @@
 """An even split keeps the device loads of a plan and makes its fullest bucket small."""
 
 import numpy as np
-import pytest
 
-from moe_jax.errors import UserError
 from moe_jax.planning import routing
-from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.placement import SHARE_ONE, Placement
 from moe_jax.planning.shares import split_evenly
 
@@ -34,8 +31,3 @@ def test_device_loads_stay_and_the_fullest_bucket_shrinks():
         np.abs(routing.pair_loads(even, loads).sum(axis=1) - routing.pair_loads(near, loads).sum(axis=1)).max() <= 8 * 2
     )  # rounding, of one per source
     assert routing.pair_loads(even, loads).max() < 0.4 * routing.pair_loads(near, loads).max()
-
-
-def test_a_planner_that_decides_late_refuses_it():
-    with pytest.raises(UserError, match="this planner decides after it"):
-        PlannerConfig(name="hecate", calibrate=True, split="even")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from moe_jax.analysis.replay_inputs import DEFAULT_CLUSTER, GivenFlags, attention_seconds, build_inputs, layer_of
-from moe_jax.analysis.replay_report import table
 from moe_jax.cluster import read_cluster
 from moe_jax.errors import UserError
 from moe_jax.observe import LoadsOrigin, LoadsRecorder
@@ -163,13 +162,3 @@ def test_trace_file_of_anyone_keeps_its_defaults(tmp_path):
     assert (got.model_dim, got.hidden_dim, got.dtype_bytes, got.messages) == (1024, 2048, 4, ())
     with pytest.raises(UserError, match="--trace is missing"):
         build_inputs(GivenFlags(trace=None))
-
-
-def test_titles_of_the_table_do_not_touch():
-    columns = dict.fromkeys(
-        ("max_over_mean", "max_over_mean_p95", "max_over_mean_from_10", "rb", "replicas_per_device", "lambda",
-         "bytes_moved", "layer_seconds", "speedup_over_ep", "original_seconds_per_layer", "planner_us_per_layer",
-         "shape_changes", "hiding")
-    )  # fmt: skip
-    titles, row = table({"none": columns}).splitlines()
-    assert len(titles) == len(row) and "RB  replicas/dev" in titles
