@@ -42,7 +42,6 @@ def moe_case(dtype):
     experts, tokens, dim, hidden = _EXPERTS.value, _TOKENS.value, _MODEL_DIM.value, _HIDDEN_DIM.value
     roles = build_mesh(MeshConfig(), jax.devices()[:1])
     config = MoEConfig(num_experts=experts, top_k=_TOP_K.value, grouped_matmul=_IMPLEMENTATION.value)
-    apply = make_moe(config, roles, tokens, "gelu")
     sizes = {"model_dim": dim, "hidden_dim": hidden, "activation": "gelu", "dtype": jnp.float32}
     bank = jax.jit(lambda key: init_bank(key, 1, experts, 1, **sizes))(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (tokens, dim), dtype)
@@ -55,7 +54,7 @@ def moe_case(dtype):
         held = {name: value.astype(dtype) for name, value in held.items()}
         grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         ids = jnp.arange(tokens, dtype=jnp.int32)
-        y, stats, _ = apply(x, w_gate, RouterInputs(None, ids, layer), held, grad_sink)
+        y, stats, _ = make_moe(config, roles, x, "gelu")(x, w_gate, RouterInputs(None, ids, layer), held, grad_sink)
         return jnp.sum((y * cotangent).astype(jnp.float32)), stats.counts
 
     gradient = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))

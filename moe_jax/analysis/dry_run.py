@@ -143,7 +143,8 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> None:
         check_planner(run, roles)
     for own, own_roles in segment_runs(run, roles).values():
         check_router(own.moe, own_roles, rows // shards * length, length, run.planner.decides_late)
-        make_schedule(own.moe, own_roles, rows // shards * length, split_tokens=run.model.sequence_parallel)
+        x = jax.ShapeDtypeStruct((rows // shards * length, run.model.model_dim), run.model.dtype)
+        make_schedule(own.moe, own_roles, x, options=schedule_options(own.moe, run.model.sequence_parallel))
 
 
 def _choice_lines(run: RunConfig, roles: Roles, target: Target | None, end_id: int) -> list[str]:
@@ -244,17 +245,18 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
             )
         rows = own.train.batch_size // own.train.grad_accum_steps
         tokens = rows * own.data.sequence_length // own_roles.size(own_roles.dense)  # of an MP group
-        sentences = schedule_record(moe.schedule).sentences
         if moe.schedule == "pairwise":
             said += _pairwise_lines(own, own_roles, tokens)
-        elif sentences is not None:
+        else:
             halves, beside = model.block_wise.halves, None
             tokens //= 2 if halves else 1
             if halves and target is not None:
                 beside = half_work(model, moe, tokens // own_roles.size(own_roles.model), own.data.sequence_length)
             options = schedule_options(moe, model.sequence_parallel, beside)
+            row_bytes, sent_bytes = model.model_dim * item, moe.sent_bytes(model.model_dim)
             sizes = layer_sizes(moe, own_roles, tokens)
-            said += sentences(own_roles, sizes, options, model.model_dim * item, moe.sent_bytes(model.model_dim))
+            sizes = dataclasses.replace(sizes, row_bytes=row_bytes, sent_bytes=sent_bytes)
+            said += schedule_record(moe.schedule).sentences(own_roles, sizes, options)
         lines += [f"{name}: {line}" if len(runs) > 1 else line for line in said]
     return lines
 

@@ -125,7 +125,6 @@ def build_layer(schedule: str, case: LayerCase, devices) -> Callable:
     """Compile the layer on one data-parallel group, forward and backward, and return a call of it."""
     roles, config = build_mesh(case.mesh(len(devices)), devices), case.config(schedule, len(devices))
     model_dim, hidden_dim = case.model_dim, case.hidden_dim
-    apply = make_moe(config, roles, case.tokens, "gelu")
     tables = jax.tree.map(np.asarray, even_tables(1, config.num_experts, roles.size(roles.expert)))
     whole = schedule_record(config.schedule).gates_group
 
@@ -136,7 +135,7 @@ def build_layer(schedule: str, case: LayerCase, devices) -> Callable:
         # one copy of the gate's weight per device, so that its gradient stays there
         weight = varying_to_replicated(w_gate[0], roles.model) if whole else w_gate[0]
         ids = jnp.arange(x.shape[0], dtype=jnp.int32)
-        return apply(x, weight, RouterInputs(None, ids, layer), bank, grad_sink)[0]
+        return make_moe(config, roles, x, "gelu")(x, weight, RouterInputs(None, ids, layer), bank, grad_sink)[0]
 
     specs = expert_specs({"w_in": (1, 1, 1), "w_out": (1, 1, 1)}, roles, 0, None)[0]
     rows = P(roles.dense)

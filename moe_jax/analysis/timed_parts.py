@@ -7,6 +7,7 @@ and EP&ESP are neighbours and EP stands N_ESP apart. Letters: docs/notation.md.
 
 from __future__ import annotations
 
+import functools
 import time
 import typing
 from collections.abc import Callable, Mapping
@@ -27,8 +28,8 @@ from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
 from moe_jax.moe.routers import choose_experts
 from moe_jax.moe.routing import pack, regroup, route
-from moe_jax.moe.schedules.expert_group import build_expert_group
-from moe_jax.moe.schedules.pause_after_gate import make_collect, receive_part, rows_ahead
+from moe_jax.moe.schedules.expert_group import ExpertGroup
+from moe_jax.moe.schedules.pause_after_gate import collect_parts, receive_part, rows_ahead
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
@@ -190,11 +191,11 @@ def _saa_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
         data=len(devices) // timed.size, expert=ep_size, expert_shard=timed.esp_size, model=timed.mp_size
     )
     roles = build_mesh(config, devices)
-    group = build_expert_group(roles)
+    group = ExpertGroup(roles)
     rows = max(1, size_bytes // (_ITEM * _SAA_DIM * timed.size))
     total = roles.num_devices * timed.size * rows
     array = spread((total, _SAA_DIM), roles.sharding(roles.all))
-    collect = make_collect(roles, group, "saa", bucket_layout(rows, ep_size))
+    collect = functools.partial(collect_parts, roles, group, "saa", bucket_layout(rows, ep_size))
 
     def rounds_alone(x):
         blocks = x.reshape(ep_size, timed.esp_size, -1, _SAA_DIM)
@@ -239,7 +240,7 @@ def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
         def gate(x, w_gate, config=config, capacity=capacity):
             choice, _ = choose_experts(x, w_gate, config)
             routing = route(choice, choice.expert_ids, jnp.zeros_like(choice.expert_ids), experts, 1)
-            parcel = pack(routing, 0, capacity, config.top_k, 1)
+            parcel = pack(routing, 0, bucket_layout(capacity, config.num_experts), config.top_k, 1)
             return unpermute_tokens(jnp.tanh(permute_tokens(x, parcel)), choice.weights, parcel)
 
         moved = _ITEM * dim * (experts * capacity + top_k * tokens)
@@ -258,7 +259,7 @@ def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
         counts = np.full((sources, groups), each // groups // 2, np.int32)
 
         def reorder(x, counts=counts, each=each):
-            grouping = regroup(jnp.asarray(counts), each)
+            grouping = regroup(jnp.asarray(counts), bucket_layout(each, len(counts)))
             return unpermute_rows(jnp.tanh(permute_rows(x, grouping)), grouping)
 
         call = _on_every_device(devices, _with_gradients(reorder), [(each * sources, dim)])

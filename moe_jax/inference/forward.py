@@ -242,7 +242,8 @@ def _make_layer(serving: Serving, segment: Segment, tokens: int, way: str | None
     whole = whole_tokens(tokens, roles.size(roles.model))
     row_bytes = segment.config.model_dim * jnp.dtype(segment.config.dtype).itemsize
     config = settle_transport(segment.moe, roles, whole, row_bytes)
-    moe: MoE = make_moe(config, roles, whole, segment.config.activation, serving.shapes[segment.name])
+    like = jax.ShapeDtypeStruct((whole, segment.config.model_dim), segment.config.dtype)
+    moe: MoE = make_moe(config, roles, like, segment.config.activation, serving.shapes[segment.name])
     moe = dataclasses.replace(moe, router=RealTokens(moe.router))
     if serving.quantize == "int8":
         moe = Int8MoE(**{field.name: getattr(moe, field.name) for field in dataclasses.fields(moe)})

@@ -284,13 +284,11 @@ def has_later_passes(model: LanguageModel, tokens: int, plan: dict[str, PlanShap
       tokens: of one MP group in one microbatch.
       plan: as `make_loss` takes it.
     """
-    dim = model.config.model_dim
-    row_bytes = dim * jnp.dtype(model.config.dtype).itemsize
+    x = jax.ShapeDtypeStruct((tokens, model.config.model_dim), model.config.dtype)
 
     for segment in model.expert_segments:
         own = None if plan is None else plan[segment.name]
-        chooser = make_schedule(segment.moe, model.roles_of(segment), tokens, own)
-        if chooser.for_rows(row_bytes, segment.moe.sent_bytes(dim)).passes.most > 1:
+        if make_schedule(segment.moe, model.roles_of(segment), x, own).most_passes > 1:
             return True
     return False
 

@@ -140,7 +140,8 @@ def _make_moe_loop(
         return _make_prefetcher(segment, roles, layout, graph, tokens, plan, group)
     parts, gather, wires = roles.size(roles.dense), layout.gather["units"], layout.wires["units"]
     options = schedule_options(segment.moe, group.split)
-    moe = make_moe(segment.moe, roles, tokens, config.activation, plan, tokens // group.rows, options)
+    x = jax.ShapeDtypeStruct((tokens, config.model_dim), config.dtype)
+    moe = make_moe(segment.moe, roles, x, config.activation, plan, tokens // group.rows, options)
 
     def whole_unit(params):
         return gather_tree(params, gather, roles.dense, parts, wires)
@@ -230,12 +231,13 @@ def _make_prefetcher(segment, roles, layout, graph, tokens, plan, group):
         return tuple(gather_tree(tree, dim, roles.dense, parts, wire) for tree, dim, wire in trees)
 
     options = schedule_options(segment.moe, group.split, beside)
+    x = jax.ShapeDtypeStruct((tokens, config.model_dim), config.dtype)
     prefetcher = Prefetcher(
         schedule=schedule,
         stages=Stages(
             attend=attend,
             enter_moe=enter_moe,
-            moe=make_moe(segment.moe, roles, tokens, config.activation, own_plan, length, options),
+            moe=make_moe(segment.moe, roles, x, config.activation, own_plan, length, options),
             checkpoint=lambda function: body_of(function, config, roles),
             # the schedule's window `recompute` runs these stages again, so no checkpoint does
             moe_checkpoint=lambda function: function if recompute else body_of(function, config, roles),

@@ -105,7 +105,7 @@ class Stages:
         def run(a, gate, home_sink):
             tokens, beside = self.enter_moe(inputs.mix, gate, a)
             router_params = {name: leaf for name, leaf in gate["gate"].items() if name != "norm"}
-            schedule = self.moe.schedule_of(tokens)
+            schedule = self.moe.schedule
             routed, stats, _, late = self.moe.route(
                 tokens,
                 router_params,
@@ -113,24 +113,28 @@ class Stages:
                 inputs.bank,
                 home_sink,
             )
-            packed = schedule.pack(routed, 0)
-            before = lax.stop_gradient(stats) if schedule.most_passes > 1 else None  # later passes wait for them
-            context = schedule.after_dispatch(routed), before, beside
+            rows, metadata = schedule.pack(routed, 0)
+            before, passes = None, routed.passes
+            if schedule.run_passes > 1:  # later passes wait for them
+                before = lax.stop_gradient(stats)
+            else:  # the combine needs the weights alone
+                routed = dataclasses.replace(routed, tokens=None, routing=None)
+            context = routed, before, beside
             (context, stats), whole = split_floats((context, stats))
             values, late_grad_sinks = (tuple(part) for part in zip(*late, strict=True)) if late else ((), ())
-            return (packed.rows, context, stats, late_grad_sinks), (packed.metadata, whole, routed.passes, values)
+            return (rows, context, stats, late_grad_sinks), (metadata, whole, passes, values)
 
         arguments = (a, inputs.gate, inputs.grad_sinks[0] if self.moe.late else {})
         return self._run(self.moe_checkpoint(run), arguments, inputs, save_residuals, has_aux=True)
 
     def send(self, rows, metadata, inputs: LayerInputs, save_residuals: bool):
         """Exchange the packed rows."""
-        schedule = self.moe.schedule_of(rows)
+        schedule = self.moe.schedule
         return self._run(lambda rows: schedule.send(rows, metadata), (rows,), inputs, save_residuals)
 
     def experts(self, received, metadata, inputs: LayerInputs, save_residuals: bool):
         """Compute received rows, which leave in the order in which they came."""
-        schedule = self.moe.schedule_of(received)
+        schedule = self.moe.schedule
 
         def run(received, grad_sinks):
             rows, group_sizes = schedule.arrive(received, metadata)
@@ -140,7 +144,7 @@ class Stages:
 
     def send_back(self, rows, metadata, inputs: LayerInputs, save_residuals: bool):
         """Exchange the computed rows the other way."""
-        schedule = self.moe.schedule_of(rows)
+        schedule = self.moe.schedule
         return self._run(lambda rows: schedule.send_back(rows, metadata), (rows,), inputs, save_residuals)
 
     def unpack(self, returned, metadata, context, whole, inputs: LayerInputs, save_residuals: bool):
@@ -148,7 +152,7 @@ class Stages:
 
         def run(returned, context, grad_sinks):
             routed, stats, beside = join_floats(context, whole)
-            y = self.moe.schedule_of(returned).unpack(returned, metadata, routed)
+            y = self.moe.schedule.unpack(returned, metadata, routed)
             experts = functools.partial(self.moe.experts, weights=self._weights(inputs, grad_sinks))
             y = self.moe.finish(y, routed, stats, experts)
             return add_shared(y, *beside)

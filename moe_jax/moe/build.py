@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+
+import jax.numpy as jnp
 
 from moe_jax.cluster.layer_seconds import HalfWork
 from moe_jax.errors import UserError
 from moe_jax.kernels.float8_blocks import E4M3, check_blocks
 from moe_jax.kernels.grouped import implementations
-from moe_jax.kernels.matmul import choose_implementation
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import RouterPlace, build_router
-from moe_jax.moe.schedules import LayerSizes, ScheduleOptions, build_schedule, schedule_record
-from moe_jax.moe.schedules.contract import Chooser
-from moe_jax.moe.schedules.float8_dispatch import Float8Chooser, check_float8_dispatch
+from moe_jax.moe.schedules import LayerSizes, ScheduleOptions, build_schedule, schedule_record, schedules
+from moe_jax.moe.schedules.contract import Schedule
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.plan_shape import PlanShape
 
+_LOG = logging.getLogger(__name__)
+
 
 def make_moe(
-    config: MoEConfig, roles: Roles, tokens: int, activation: str, plan: PlanShape | None = None, length: int = 0,
-    options: ScheduleOptions | None = None,
+    config: MoEConfig, roles: Roles, x, activation: str, plan: PlanShape | None = None,
+    length: int = 0, options: ScheduleOptions | None = None,
 ) -> MoE:  # fmt: skip
     """Return the layer as a function of this device's tokens; see `MoE`.
 
     Args:
       config: the layer.
       roles: the mesh whose axes its collectives use.
-      tokens: t, tokens of this device's MP group.
+      x: array or `jax.ShapeDtypeStruct` [t, M], like the tokens of this device's MP group.
       activation: 'gelu' or 'swiglu'.
       plan: sizes of the placements to come; None is an even one without replicas.
       length: Sq, tokens of a sequence; 0 where that is not known.
@@ -44,37 +47,28 @@ def make_moe(
             f"MoEConfig.grouped_matmul ({wanted!r}) is unknown; choose 'auto' or one of {', '.join(implementations())}"
         )
     router = build_router(config, router_place(config, roles, plan, length))
-    router.check_tokens(tokens)
-    chooser = _chooser(config, roles, tokens, plan, options or schedule_options(config))
-
-    def schedule_of(rows):
-        dim = rows.shape[-1]
-        return chooser.for_rows(dim * rows.dtype.itemsize, config.sent_bytes(dim))
-
-    def find_implementation(rows, weights) -> str:
-        # named: without looking at the devices, for the mesh may be abstract
-        device = roles.mesh.devices.flat[0] if wanted == "auto" else None
-        dims = weights["w_in"][0].bank.shape[1:]
-        return choose_implementation(wanted, device, rows.dtype, dims, config.expert_dtype == E4M3)
-
-    return MoE(config, roles, activation, plan, router, schedule_of, find_implementation)
+    router.check_tokens(x.shape[0])
+    schedule = make_schedule(config, roles, x, plan, options)
+    for note in schedule.notes:
+        _LOG.warning(note)
+    return MoE(config, roles, activation, plan, router, schedule)
 
 
 def make_schedule(
-    config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | None = None, split_tokens: bool = False,
-    beside: HalfWork | None = None,
-) -> Chooser:  # fmt: skip
-    """Return the schedule that a config names, for `tokens` tokens of an MP group; the mesh may be abstract.
+    config: MoEConfig, roles: Roles, x, plan: PlanShape | None = None,
+    options: ScheduleOptions | None = None,
+) -> Schedule:  # fmt: skip
+    """Return the schedule that a config names, or the one that it chooses; arguments as of `make_moe`.
+
+    The mesh may be abstract.
 
     Raises:
       UserError: an unknown name, or a mesh on which that schedule, transport or group count is not possible.
     """
-    return _chooser(config, roles, tokens, plan, schedule_options(config, split_tokens, beside))
-
-
-def _chooser(config, roles, tokens, plan, options) -> Chooser:
-    chooser = build_schedule(config.schedule, roles, layer_sizes(config, roles, tokens, plan), options)
-    return Float8Chooser(chooser) if config.dispatch_dtype == E4M3 else chooser
+    sizes = layer_sizes(config, roles, x.shape[0], plan)
+    row_bytes, sent_bytes = x.shape[1] * jnp.dtype(x.dtype).itemsize, config.sent_bytes(x.shape[1])
+    sizes = dataclasses.replace(sizes, row_bytes=row_bytes, sent_bytes=sent_bytes)
+    return build_schedule(config.schedule, roles, sizes, options or schedule_options(config))
 
 
 def schedule_options(config: MoEConfig, split_tokens: bool = False, beside: HalfWork | None = None) -> ScheduleOptions:
@@ -124,10 +118,11 @@ def layer_sizes(config: MoEConfig, roles: Roles, tokens: int, plan: PlanShape | 
 def router_place(config: MoEConfig, roles: Roles, plan: PlanShape | None = None, length: int = 0) -> RouterPlace:
     """Return where the router of a layer runs; length: of a sequence, 0 where that is not known."""
     schedule = schedule_record(config.schedule).on_mesh(roles.size(roles.model), roles.size(roles.expert_shard))
+    gate_groups = [schedule_record(name).gates_group for name in (schedule.name, *schedule.chooses_from)]
     return RouterPlace(
         roles=roles,
         slots=config.num_experts // roles.size(roles.expert) if plan is None else plan.slots,
-        splits_tokens=not schedule.may_gate_group(),
+        splits_tokens=not any(gate_groups),
         decides_late=plan is not None and plan.after_gate is not None,
         length=length,
     )
@@ -159,7 +154,14 @@ def check_hidden_dim(name: str, hidden_dim: int, roles: Roles) -> None:
 def check_float8(config: MoEConfig, model_dim: int, hidden_dim: int, roles: Roles) -> None:
     """Raise a UserError where `expert_dtype` or `dispatch_dtype` ask for float8 and sizes or schedule forbid it."""
     if config.dispatch_dtype == E4M3:
-        check_float8_dispatch(config.schedule)
+        records = map(schedule_record, schedules())
+        possible = [record.name for record in records if record.one_piece and record.moves_tokens]
+        if config.schedule not in possible:
+            raise UserError(
+                f"MoEConfig.dispatch_dtype ('float8_e4m3') cannot be used with MoEConfig.schedule = "
+                f"{config.schedule!r}, which sends no rows in one exchange; choose one of {', '.join(possible)}, or "
+                "MoEConfig.dispatch_dtype = 'compute'"
+            )
         check_blocks("MoEConfig.dispatch_dtype", "the model dim", model_dim)
     if config.expert_dtype == E4M3:
         check_blocks("MoEConfig.expert_dtype", "the model dim", model_dim)

@@ -137,7 +137,6 @@ class MoELayer(nnx.Module):
 @functools.lru_cache(maxsize=32)
 def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: str):
     """Return `make_moe` on global arrays [N, M], with losses; jitted, because eagerly each operation compiles alone."""
-    apply = make_moe(config, roles, tokens // roles.size(roles.dense), activation)
     tables = even_tables(1, config.num_experts, roles.size(roles.expert))
     inside = tuple(axis for axis in roles.all if axis not in roles.expert)
 
@@ -145,6 +144,7 @@ def _make_global_moe(config: MoEConfig, roles: Roles, tokens: int, activation: s
         tables = local(tables)  # of one layer
         grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
+        apply = make_moe(config, roles, x, activation)
         y, stats, _ = apply(x, gate, RouterInputs(noise_key, token_ids, layer), bank, grad_sink)
         sums = lax.psum(stats.sums, roles.dense)
         per_source = lax.psum(stats.counts, inside) if inside else stats.counts

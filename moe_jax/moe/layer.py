@@ -17,12 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.errors import UserError
+from moe_jax.kernels.float8_blocks import E4M3
+from moe_jax.kernels.matmul import choose_implementation
 from moe_jax.moe.after_gate import decide
 from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.routers import GateStats, Router, RouterInputs, share_statistics
-from moe_jax.moe.schedules.contract import Routed
+from moe_jax.moe.schedules.contract import Routed, Schedule
 from moe_jax.moe.schedules.passes import add_later_passes
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import gradients_in_turn, wait_for
@@ -36,9 +38,7 @@ class MoE:
 
     Attributes:
       config, roles, activation, plan: as `make_moe` takes them.
-      router: which experts each token takes.
-      schedule_of: rows [..., M] -> the schedule that moves rows like these.
-      find_implementation: (rows [R, M], weights {name: operands}) -> name of the grouped matmul.
+      router: which experts each token takes; schedule: how rows move.
     """
 
     config: MoEConfig
@@ -46,8 +46,7 @@ class MoE:
     activation: str
     plan: PlanShape | None
     router: Router
-    schedule_of: Callable
-    find_implementation: Callable
+    schedule: Schedule
 
     @property
     def late(self) -> bool:
@@ -73,7 +72,7 @@ class MoE:
         def experts(rows, group_sizes):
             return self.experts(rows, group_sizes, weights)
 
-        y = self.schedule_of(x).run_pass(routed, 0, experts)  # dispatch, experts, combine
+        y = self.schedule.run_pass(routed, 0, experts)  # dispatch, experts, combine
         y = self.finish(y, routed, stats, experts)
         # sums of statistics over devices come after the layer's own collectives
         stats = jax.tree.map(lambda leaf: wait_for(leaf, routed.passes, y), stats)
@@ -86,9 +85,19 @@ class MoE:
           (Routed, GateStats, grad_sink, replicas): replicas that come after the gate stand behind those given, and
           their gradients leave through the cotangent of that grad_sink.
         """
-        schedule, tables = self.schedule_of(x), inputs.tables
+        tables, ids, replay = inputs.tables, inputs.token_ids, inputs.replay
         count = tables.home_row[0]
-        tokens, inputs = self._enter(x, inputs)
+        if replay is None:
+            tokens, ids = self.schedule.enter(x, ids)
+        elif self.router.replays:
+            tokens, both = self.schedule.enter(x, jnp.concatenate([ids[:, None], replay], axis=1))
+            ids, replay = both[:, 0], both[:, 1:]
+        else:
+            raise UserError(
+                f"Batch.choices cannot be replayed by MoEConfig.router = {self.config.router!r}; leave them out, or "
+                "set MoEConfig.router = 'topk' or 'sigmoid_bias'"
+            )
+        inputs = dataclasses.replace(inputs, token_ids=ids, replay=replay)
         gated = tokens
         if self.late:
             # sums of the gradients of tokens and gate come after the branch of late replicas' gradients
@@ -106,35 +115,25 @@ class MoE:
             # compiler may put their branch ahead of the exchanges that bring these home (jax 0.12 does for `pairwise`).
             late, tokens = gradients_in_turn(replicas[-1], tokens, count)
             replicas = (*replicas[:-1], late)
-        return schedule.route(tokens, choice, tables), stats, grad_sink, replicas
-
-    def _enter(self, x, inputs: RouterInputs):
-        """Return the tokens that this device gates, and what the router reads of them."""
-        schedule, ids, replay = self.schedule_of(x), inputs.token_ids, inputs.replay
-        if replay is None:
-            tokens, ids = schedule.enter(x, ids)
-            return tokens, dataclasses.replace(inputs, token_ids=ids)
-        if not self.router.replays:
-            raise UserError(
-                f"Batch.choices cannot be replayed by MoEConfig.router = {self.config.router!r}; leave them out, or "
-                "set MoEConfig.router = 'topk' or 'sigmoid_bias'"
-            )
-        tokens, both = schedule.enter(x, jnp.concatenate([ids[:, None], replay], axis=1))
-        return tokens, dataclasses.replace(inputs, token_ids=both[:, 0], replay=both[:, 1:])
+        return self.schedule.route(tokens, choice, tables), stats, grad_sink, replicas
 
     def experts(self, rows, group_sizes, weights: ExpertWeights):
         """Apply the experts to rows [R, M] in group order."""
+        name = self.config.grouped_matmul
         with jax.named_scope("experts"):
             operands = {name: weights.operands(name) for name in weights.bank}
-            name = self.find_implementation(rows, operands)
+            # named: without looking at the devices, for the mesh may be abstract
+            device = self.roles.mesh.devices.flat[0] if name == "auto" else None
+            dims = operands["w_in"][0].bank.shape[1:]
+            name = choose_implementation(name, device, rows.dtype, dims, self.config.expert_dtype == E4M3)
             return expert_ffn(rows, group_sizes, operands, activation=self.activation, implementation=name)
 
     def finish(self, y, routed: Routed, stats: GateStats, experts: Callable):
         """Run what follows the combine of pass 0, whose result is y: later passes, leave; returns [t, M]."""
-        schedule = self.schedule_of(y)
+        schedule = self.schedule
 
         def one_pass(index):
             return schedule.run_pass(routed, index, experts)
 
-        y = add_later_passes(y, one_pass, routed.passes, schedule.most_passes, before=lax.stop_gradient(stats))
+        y = add_later_passes(y, one_pass, routed.passes, schedule.run_passes, before=lax.stop_gradient(stats))
         return schedule.leave(y)

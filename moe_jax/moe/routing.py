@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.parallel.bucket_rows import BucketLayout, Piece, bucket_layout
+from moe_jax.parallel.bucket_rows import BucketLayout, Piece
 from moe_jax.parallel.sorted_search import first_places, places_of_keys
 
 
@@ -135,26 +135,15 @@ def route(choice: Choice, destination, group, num_destinations: int, num_groups:
     )
 
 
-def largest_bucket(routing: Routing, num_groups: int):
-    """Return int32 [], the most rows that this source sends to one destination, all passes together."""
-    edges = routing.start[::num_groups]
-    return jnp.max(edges[1:] - edges[:-1])
-
-
-def passes_of(routing: Routing, rows: int | BucketLayout, num_groups: int, me=None):
+def passes_of(routing: Routing, layout: BucketLayout, num_groups: int, me=None):
     """Return int32 [], passes that this source's buckets take: the most over them; 0 where it sends nothing.
 
     Args:
-      rows, me: as in `pack`.
+      layout, me: as in `pack`.
     """
-    layout = _layout(rows, routing, num_groups)
     edges = routing.start[::num_groups]
     limit = layout.rows.far if len(layout.pieces) == 1 else bucket_lengths(layout, me)
     return jnp.max((edges[1:] - edges[:-1] + limit - 1) // limit)
-
-
-def _layout(rows: int | BucketLayout, routing: Routing, num_groups: int) -> BucketLayout:
-    return rows if isinstance(rows, BucketLayout) else bucket_layout(rows, (routing.start.shape[0] - 1) // num_groups)
 
 
 def bucket_lengths(layout: BucketLayout, me):
@@ -176,25 +165,23 @@ def members_of(piece: Piece, layout: BucketLayout, me, each: int = 1):
     return first * each + lax.iota(jnp.int32, piece.count * each)
 
 
-def pack(routing: Routing, index, rows: int | BucketLayout, top_k: int, num_groups: int, me=None) -> Parcel:
+def pack(routing: Routing, index, layout: BucketLayout, top_k: int, num_groups: int, me=None) -> Parcel:
     """Cut pass `index` (int or int32 []) out of the routing: places [index C, (index + 1) C) of every destination.
 
     Args:
       routing: of A = t K choices.
       index: number of the pass, from 0.
-      rows: C, rows of every bucket, or where rows of buckets of different lengths stand.
-      top_k: K.
-      num_groups: G.
-      me: int32 [], which member this source is; read where the lengths differ.
+      layout: where the rows of the D buckets stand.
+      top_k: K; num_groups: G.
+      me: int32 [], which member this source is; read where the lengths of buckets differ.
     """
-    layout = _layout(rows, routing, num_groups)
     num_choices = routing.choice_at.shape[0]
     edges = routing.start[::num_groups]
     num_destinations = edges.shape[0] - 1
     even = len(layout.pieces) == 1
     length = layout.rows.far if even else bucket_lengths(layout, me)
     first = edges[:-1] + index * length
-    choice_of_row = []
+    choice_of_row, row = [], None
     for piece in layout.pieces:
         who = members_of(piece, layout, me)
         start, end = (first, edges[1:]) if who is None else (first[who], edges[1:][who])
@@ -205,7 +192,11 @@ def pack(routing: Routing, index, rows: int | BucketLayout, top_k: int, num_grou
     slot = routing.place_of - jnp.append(first, 0)[routing.destination]
     ends_at = length if even else jnp.append(length, 0)[routing.destination]
     inside = (slot >= 0) & (slot < ends_at) & (routing.destination < num_destinations)
-    row = _rows_at(layout, me, routing.destination, slot)
+    for piece in layout.pieces:
+        who = members_of(piece, layout, me)
+        bucket = routing.destination if who is None else routing.destination - who[0]
+        here = piece.offset + bucket * piece.width + slot - piece.begin
+        row = here if row is None else jnp.where(slot >= piece.begin, here, row)
     most = length if even else length[:, None]
     bounds = jnp.clip(routing.start[:-1].reshape(num_destinations, num_groups) - first[:, None], 0, most)
     ends = jnp.clip(routing.start[1:].reshape(num_destinations, num_groups) - first[:, None], 0, most)
@@ -214,17 +205,6 @@ def pack(routing: Routing, index, rows: int | BucketLayout, top_k: int, num_grou
         row_of_choice=jnp.where(inside, row, layout.total).reshape(-1, top_k),
         counts=ends - bounds,
     )
-
-
-def _rows_at(layout: BucketLayout, me, destination, slot):
-    """Return the row of place `slot` of the bucket for `destination`, both int32 [A]."""
-    row = None
-    for piece in layout.pieces:
-        who = members_of(piece, layout, me)
-        bucket = destination if who is None else destination - who[0]
-        here = piece.offset + bucket * piece.width + slot - piece.begin
-        row = here if row is None else jnp.where(slot >= piece.begin, here, row)
-    return row
 
 
 def stack_rows(choice_of_row, layout: BucketLayout):
@@ -251,18 +231,15 @@ def stacked_row(row, parcel, parcels: int, layout: BucketLayout):
     return jnp.where(row < layout.total, out, parcels * layout.total)
 
 
-def regroup(counts, rows: int | BucketLayout, me=None) -> Grouping:
+def regroup(counts, layout: BucketLayout, me=None) -> Grouping:
     """Say how received buckets form compact groups: groups in order, within a group sources in order.
 
     Args:
       counts: int32 [S, G], rows of each source and group; each source's rows come sorted by group, empty ones last.
         The sources are D members, or D members of several devices each.
-      rows: C, rows of one source's bucket, so R = S C; or the layout of the buffers that sources packed.
-      me: int32 [], which member received them; read where lengths differ.
+      layout: of the buffers that sources packed; me: int32 [], which member received them; read where lengths differ.
     """
-    num_sources = counts.shape[0]
-    layout = rows if isinstance(rows, BucketLayout) else bucket_layout(rows, num_sources)
-    each = num_sources // layout.members
+    each = counts.shape[0] // layout.members
     pieces = [(members_of(piece, layout, me, each), piece.begin, piece.end) for piece in layout.pieces]
     return regroup_pieces(counts, pieces)
 

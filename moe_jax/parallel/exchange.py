@@ -6,7 +6,7 @@ transpose, and every transport defines it so, so forward and backward move the s
     all_to_all   one collective
     two_level    first within the node, then across nodes: fewer and larger messages on the slow links
     coordinated  among devices of equal place in their groups, then inside them; no exchange of one group but of EP and
-                 ESP groups together, so it is built in moe/schedules/coordinated_group.py and not here
+                 ESP groups together, so it is built in moe/schedules/expert_group.py and not here
 
 Letters: docs/notation.md; here P devices of the group at hand.
 """

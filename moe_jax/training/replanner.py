@@ -193,7 +193,9 @@ class Replanner:
         most, worst = min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows()), sizes.worst_rows()
         roles = self.roles
         several = roles.size(roles.model) > roles.size(roles.expert_shard)  # members of an MP group
-        cut_over_members = several and schedule_record(self.config.moe.schedule).may_cut_buckets()
+        schedule = schedule_record(self.config.moe.schedule)
+        cuts = [schedule_record(name).cuts_buckets for name in (schedule.name, *schedule.chooses_from)]
+        cut_over_members = several and any(cuts)
         return BucketRows(own=most if cut_over_members else worst, node=most, far=most)
 
     def _mean_rows(self, shape: PlanShape) -> float:

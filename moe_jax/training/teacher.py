@@ -27,7 +27,7 @@ from moe_jax.models.attention import resolve_attention
 from moe_jax.models.language_model import Teacher
 from moe_jax.models.model_group import check_sequence_parallel
 from moe_jax.models.segments import expert_counts
-from moe_jax.moe.build import make_schedule
+from moe_jax.moe.build import make_schedule, schedule_options
 from moe_jax.observe import RunFolder
 from moe_jax.parallel.mesh import Roles, mesh_axes
 from moe_jax.training.checkpoint import Checkpointer
@@ -141,7 +141,9 @@ def teacher_model(
         check_sequence_parallel(model.sequence_parallel, length, roles)
         tokens = rows // roles.size(roles.dense) * length
         for segment in built.expert_segments:
-            make_schedule(segment.moe, built.roles_of(segment), tokens, split_tokens=model.sequence_parallel)
+            x = jax.ShapeDtypeStruct((tokens, model.model_dim), model.dtype)
+            options = schedule_options(segment.moe, model.sequence_parallel)
+            make_schedule(segment.moe, built.roles_of(segment), x, options=options)
         return built
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.moe.routing import Choice
+from moe_jax.parallel.bucket_rows import bucket_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Case:
     @property
     def experts(self):
         return self.destinations * self.groups
+
+    @property
+    def layout(self):
+        return bucket_layout(self.rows, self.destinations)
 
     def draw(self, seed=0):
         """Return Choice, destination [t, K] and group [t, K] as NumPy; a token's experts differ from each other."""

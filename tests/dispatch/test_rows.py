@@ -1,4 +1,4 @@
-"""Rows that move: by hand, against NumPy loops, and their hand-written gradients against those of one-hot matrices."""
+"""Rows that move, and their hand-written gradients against those of one-hot matrices."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
-from moe_jax.moe.routing import Grouping, Parcel, pack, regroup, route
+from moe_jax.moe.routing import Parcel, pack, regroup, route
 
 DIM = 3
 # Two tokens, two choices; five rows. Choice 0 travels in row 3, choice 1 in row 0, choice 2 in no row of this pass,
@@ -15,29 +15,6 @@ DIM = 3
 HAND = Parcel(
     choice_of_row=np.int32([1, 4, 4, 0, 3]), row_of_choice=np.int32([[3, 0], [5, 4]]), counts=np.int32([[1, 2]])
 )
-
-
-def test_permute_tokens_by_hand():
-    x = jnp.float32([[1, 2], [3, 4]])
-    np.testing.assert_array_equal(permute_tokens(x, HAND), [[1, 2], [0, 0], [0, 0], [1, 2], [3, 4]])
-
-
-def test_unpermute_tokens_by_hand():
-    # token 0: 10 * row 3 + 100 * row 0; token 1: its choice 2 (weight 7) is not here, 2 * row 4. Empty rows go unread.
-    rows = jnp.float32([[1, 2], [np.nan, np.nan], [np.nan, np.nan], [3, 4], [5, 6]])
-    weights = jnp.float32([[10, 100], [7, 2]])
-    np.testing.assert_array_equal(unpermute_tokens(rows, weights, HAND), [[130, 240], [10, 12]])
-
-
-def test_permute_rows_by_hand():
-    # rows 0 and 3 are of group 1 and 0; row 1 and 2 are empty: compact order 3, 0
-    grouping = Grouping(
-        place_of_row=np.int32([1, 4, 4, 0]), row_of_place=np.int32([3, 0, 4, 4]), group_sizes=np.int32([1, 1])
-    )
-    rows = jnp.float32([[1], [np.nan], [np.nan], [2]])
-    compact = permute_rows(rows, grouping)
-    np.testing.assert_array_equal(compact, [[2], [1], [0], [0]])
-    np.testing.assert_array_equal(unpermute_rows(compact, grouping), [[1], [0], [0], [2]])
 
 
 def test_unpermute_tokens_sums_in_float32():
@@ -63,7 +40,7 @@ def parcel_of(case, index):
     @jax.jit
     def routed(choice, destination, group):
         routing = route(choice, destination, group, case.destinations, case.groups)
-        return pack(routing, index, case.rows, case.top_k, case.groups)
+        return pack(routing, index, case.layout, case.top_k, case.groups)
 
     return jax.tree.map(np.asarray, routed(choice, destination, group)), choice.weights
 
@@ -106,7 +83,7 @@ def test_token_moves_equal_one_hot_matrices(case):
 def test_group_moves_equal_one_hot_matrices(case):
     with jax.enable_x64(True):
         parcel, _ = parcel_of(case, 0)
-        grouping = jax.tree.map(np.asarray, jax.jit(regroup, static_argnums=1)(parcel.counts, case.rows))
+        grouping = jax.tree.map(np.asarray, jax.jit(regroup, static_argnums=1)(parcel.counts, case.layout))
         rows = np.random.default_rng(2).normal(size=(case.destinations * case.rows, DIM))
         matrix = one_hot(grouping.row_of_place, len(rows))
         assert_equal_with_gradients(lambda r: permute_rows(r, grouping), lambda r: matrix @ r, (rows,))
@@ -147,11 +124,11 @@ def test_dispatch_identity_combine(case):
         routing = jax.vmap(lambda c, d, g: route(c, d, g, devices, case.groups))(choice, destination, group)
 
         def one_pass(index):
-            cut = functools.partial(pack, index=index, rows=case.rows, top_k=case.top_k, num_groups=case.groups)
+            cut = functools.partial(pack, index=index, layout=case.layout, top_k=case.top_k, num_groups=case.groups)
             parcel = jax.vmap(lambda r: cut(r))(routing)
             sent = jax.vmap(permute_tokens)(x, parcel)
             arrived = exchange(sent.reshape(devices, devices, case.rows, DIM)).reshape(devices, -1, DIM)
-            grouping = jax.vmap(lambda c: regroup(c, case.rows))(exchange(parcel.counts))
+            grouping = jax.vmap(lambda c: regroup(c, case.layout))(exchange(parcel.counts))
             done = jax.vmap(unpermute_rows)(jax.vmap(permute_rows)(arrived, grouping), grouping)
             returned = exchange(done.reshape(devices, devices, case.rows, DIM)).reshape(devices, -1, DIM)
             return jax.vmap(unpermute_tokens)(returned, ones, parcel)

@@ -84,7 +84,7 @@ def test_identity_experts_are_exact_on_a_grid():
     ids[: 3 * tokens, 0], ids[: 3 * tokens, 1] = 5, 6  # three sources send everything to two experts
     weights = rng.integers(0, 65, ids.shape).astype(np.float32) / 64
     placements, shape = cases_of(False, 8)
-    schedule = build_schedule("deepspeed", roles, layer_sizes(config, roles, tokens, shape)).for_rows(4 * dim)
+    schedule = build_schedule("deepspeed", roles, layer_sizes(config, roles, tokens, shape))
     rows, by_expert = P(roles.dense), P(roles.expert)
 
     def body(x, ids, weights, tables):
@@ -92,7 +92,7 @@ def test_identity_experts_are_exact_on_a_grid():
         choice = Choice(ids, weights, jnp.ones(ids.shape, bool))
         routed = schedule.route(schedule.enter(x, jnp.arange(tokens))[0], choice, layer)
         one_pass = functools.partial(schedule.run_pass, routed, experts=lambda rows, sizes: rows)
-        return schedule.leave(add_later_passes(one_pass(0), one_pass, routed.passes, schedule.most_passes))
+        return schedule.leave(add_later_passes(one_pass(0), one_pass, routed.passes, schedule.run_passes))
 
     specs = (rows, rows, rows, by_expert)
     step = jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=specs, out_specs=rows))

@@ -245,7 +245,7 @@ def test_ring_sums_within_its_bound(shards):
     tokens, top_k = 64, 3
     roles = build_mesh(MeshConfig(expert=8 // shards, expert_shard=shards), jax.devices())
     sizes = {"num_experts": EXPERTS, "groups": shards, "capacity": None, "bucket_slack": 4.0}
-    schedule = build_schedule("ring", roles, LayerSizes(tokens=tokens, top_k=top_k, **sizes)).for_rows(32)
+    schedule = build_schedule("ring", roles, LayerSizes(tokens=tokens, top_k=top_k, **sizes))
     rng, rows = np.random.default_rng(0), 8 * tokens
     members = np.argsort(rng.random((rows, 8 // shards)), axis=1)[:, :top_k]
     holds = np.repeat(np.any(members[None] == np.arange(8 // shards)[:, None, None], axis=2), shards, axis=0)

@@ -28,7 +28,7 @@ SIGNATURES = {
     "balance_loss": "(counts, probability, tokens, top_k)",
     "choose_experts": "(x, w_gate, config, *, noise_key=None, token_ids=None)",
     "grouped_matmul": "(lhs, group_sizes, operands, *, implementation)",
-    "make_moe": "(config, roles, tokens, activation, plan=None, length=0, options=None)",
+    "make_moe": "(config, roles, x, activation, plan=None, length=0, options=None)",
     "reference_moe": "(x, w_gate, experts, config, *, noise=None, drop_groups=1, shared=None, route=None)",
     "z_loss": "(squared_logsumexp, tokens)",
 }

@@ -32,6 +32,6 @@ def test_coordinated_equals_reference(schedule, pair, skewed):
 
 def test_coordinated_is_refused_where_it_means_nothing():
     with pytest.raises(UserError, match="schedules s1 and s2"):
-        make_moe(moe_config("deepspeed", transport="coordinated"), roles_of(2, 2), 16, "gelu")
+        make_moe(moe_config("deepspeed", transport="coordinated"), roles_of(2, 2), np.zeros((16, 4)), "gelu")
     with pytest.raises(UserError, match="MoEConfig.gather"):
         ScheduleOptions(transport="coordinated", gather="saa")

@@ -16,10 +16,9 @@ from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import reference
 from moe_jax.moe.build import check_float8, make_moe
-from moe_jax.moe.schedules import LayerSizes, automatic
+from moe_jax.moe.schedules import LayerSizes, automatic, contract
 from moe_jax.moe.schedules.automatic import choose, layer_shape
 from moe_jax.moe.schedules.contract import layout_of
-from moe_jax.moe.schedules.float8_dispatch import Float8Dispatch
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.cost import Cost
 
@@ -88,7 +87,7 @@ def test_quantised_then_sent_is_sent_then_quantised(schedule, monkeypatch):
     run = lambda: jax.jit(make_loss(config, roles_of(2, 2)))(*arguments)  # noqa: E731
     ours = run()
     monkeypatch.setattr(
-        Float8Dispatch, "send", lambda self, rows, metadata: in_float8(self.inside.send(rows, metadata))
+        contract, "exchange_float8", lambda exchange, rows, metadata: in_float8(exchange(rows, metadata))
     )
     theirs = run()
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
@@ -141,7 +140,7 @@ def test_parm_compares_the_bytes_that_are_sent(dtype, row_bytes, monkeypatch):
     monkeypatch.setattr(automatic, "choose", lambda *args: given.append((args[2], args[-1])) or choose(*args))
     rows = jax.ShapeDtypeStruct((64, 768), dtype)
     for config, sent in ((moe_config("parm"), 0), (moe_config("parm", dispatch_dtype=E4M3), 784)):
-        make_moe(config, roles_of(2, 2), 64, "gelu").schedule_of(rows)
+        make_moe(config, roles_of(2, 2), rows, "gelu")
         assert given.pop() == (row_bytes, sent) and not given
 
 

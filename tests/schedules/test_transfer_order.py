@@ -1,14 +1,16 @@
 """In which order transfers may start: those of `pairwise` and the phases of s2's SAA, read from the traced program."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.layer_cases import roles_of
 
-from moe_jax.moe.schedules.expert_group import build_expert_group
+from moe_jax.moe.schedules.expert_group import ExpertGroup
 from moe_jax.moe.schedules.pairwise import Ring
-from moe_jax.moe.schedules.pause_after_gate import make_collect
+from moe_jax.moe.schedules.pause_after_gate import collect_parts
 from moe_jax.parallel.bucket_rows import bucket_layout
 
 
@@ -30,7 +32,7 @@ def waits(mapped, arguments, kind):
 def test_transfers_wait_for_the_experts_of_the_step_before_the_last(groups, expected):
     """S_1 waits for none, S_s for C_0 .. C_{s-2}; no way back is on its way before its own experts are done."""
     roles = roles_of(1, 1)
-    ring = Ring(build_expert_group(roles), groups)
+    ring = Ring(ExpertGroup(roles), groups)
     blocks = jnp.zeros((8, ring.each, groups, 2, 4))
     arriving = jnp.ones((8, 8, 1), jnp.int32)
 
@@ -47,6 +49,6 @@ def test_transfers_wait_for_the_experts_of_the_step_before_the_last(groups, expe
 def test_phases_of_saa_wait_for_the_gather_before_the_last():
     """Phase j + 1 starts beside gather j, when gather j - 1 is through; 4 members of 2 shards, 2 permutes a phase."""
     roles = roles_of(2, 2)
-    collect = make_collect(roles, build_expert_group(roles), "saa", bucket_layout(1, 4))
+    collect = functools.partial(collect_parts, roles, ExpertGroup(roles), "saa", bucket_layout(1, 4))
     mapped = jax.shard_map(collect, mesh=roles.mesh, in_specs=P(roles.all), out_specs=P(roles.dense))
     assert waits(mapped, (jnp.zeros((8 * 8, 4)),), "all_gather_invariant")[1:] == [0, 0, 1, 1, 2, 2]

@@ -70,9 +70,8 @@ def name_of(case):
 
 def lower(config, roles, split=False, plan=None):
     """Return the lowered forward and forward with backward of a layer, of its tokens and passes alone."""
-    apply = make_moe(
-        config, roles, TOKENS // roles.size(roles.dense), "gelu", plan, options=schedule_options(config, split)
-    )
+    like = jax.ShapeDtypeStruct((TOKENS // roles.size(roles.dense), DIM), np.float32)
+    apply = make_moe(config, roles, like, "gelu", plan, options=schedule_options(config, split))
     tables = even_tables(1, EXPERTS, roles.size(roles.expert))
 
     def body(x, w_gate, bank, grad_sink, tables):

@@ -60,7 +60,6 @@ def draw(skewed, dtype=np.float64, tokens=TOKENS):
 
 def make_loss(config, roles, tokens=TOKENS, plan=None, noise_key=None):
     """Return loss(x, w_gate, experts, cotangent) -> (loss, (y, loads [sources, E], passes)) on global arrays."""
-    apply = make_moe(config, roles, tokens // roles.size(roles.dense), "gelu", plan)
     members = roles.size(roles.expert)
     tables = even_tables(1, EXPERTS, members)
     if plan is not None:
@@ -72,6 +71,7 @@ def make_loss(config, roles, tokens=TOKENS, plan=None, noise_key=None):
         grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
         layer = jax.tree.map(lambda array: array[0], tables)
         ids = lax.axis_index(roles.dense) * x.shape[0] + jnp.arange(x.shape[0], dtype=jnp.int32)
+        apply = make_moe(config, roles, x, "gelu", plan)
         y, stats, passes = apply(x, w_gate, RouterInputs(noise_key, ids, layer), bank, grad_sink)
         probability, squared = lax.psum((stats.probability, stats.squared_logsumexp), roles.dense)
         loads = lax.psum(stats.counts, outside)

@@ -11,7 +11,6 @@ so is that in two halves only that part of an exchange counts which outlasts the
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 
 from moe_jax.cluster import Cluster, Fit, ParmChoice, parm_choice
@@ -26,12 +25,11 @@ from moe_jax.moe.schedules.contract import (
     schedule_record,
 )
 from moe_jax.moe.schedules.gather_choice import choose_gather, fits_of, read_cluster_of
-from moe_jax.moe.schedules.pause_after_gate import gather_sentences, whole_bucket_rows
+from moe_jax.moe.schedules.pause_after_gate import PauseAfterGate
 from moe_jax.parallel.mesh import Roles
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.block_times import Times, stage_seconds
 
-_LOG = logging.getLogger(__name__)
 _REQUESTED_BY = "MoEConfig.schedule 'parm'"
 _DEFAULTS = ScheduleOptions()
 _PARTS = {"gate", "regroup", "expert_step", "call"}
@@ -44,42 +42,49 @@ _RULES = {
 }
 
 
-def parm_sentences(
-    roles: Roles, sizes: LayerSizes, options: ScheduleOptions, row_bytes: int, sent_bytes: int = 0
-) -> list[str]:
-    """Say what a run with these sizes takes, by which rule, and the numbers compared; then how s2 would return.
+@register("parm")
+class Parm(Schedule):
+    """No schedule by itself: building it returns the one that is predicted to take less time."""
+
+    chooses_from = ("deepspeed", "s1", "s2")
+
+    @classmethod
+    def build(cls, roles, sizes, options):
+        name, sentence = _decide(roles, sizes, options)
+        chosen = build_schedule(name, roles, sizes, options)
+        if sentence:
+            chosen.notes = (sentence, *chosen.notes)
+        return chosen
+
+    @classmethod
+    def sentences(cls, roles, sizes, options):
+        sentence = _decide(roles, sizes, options)[1]
+        taken = "schedule 'parm' takes s1 without a comparison: with MeshConfig.model = 1 it is what s2 is"
+        under_mp = roles.size(roles.model) > 1
+        return [sentence or taken, *(PauseAfterGate.sentences(roles, sizes, options) if under_mp else ())]
+
+
+def _decide(roles: Roles, sizes: LayerSizes, options: ScheduleOptions) -> tuple[str, str]:
+    """Return (the schedule to take, a sentence that says so, by which rule, and the numbers; '' without a choice).
 
     Raises:
-      UserError: as building the schedule does.
+      UserError: the cluster is of other devices or lacks collectives.
     """
-    cluster = _cluster_of(roles, options)
-    if _is_s1(roles, cluster):
-        taken = "schedule 'parm' takes s1 without a comparison: with MeshConfig.model = 1 it is what s2 is"
-    else:
-        taken = _sentence(choose(roles, sizes, row_bytes, cluster, options, sent_bytes), cluster, options)
-    return [taken, *(gather_sentences(roles, sizes, options, row_bytes) if roles.size(roles.model) > 1 else ())]
-
-
-@register("parm", chooses_from=("deepspeed", "s1", "s2"), sentences=parm_sentences)
-class Parm:
-    """The schedules to choose from; the bytes of a row, known when the layer is called, decide which one runs."""
-
-    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-        self.roles, self.sizes, self.options = roles, sizes, options
-        self.cluster = _cluster_of(roles, options)
-        names = ("s1",) if _is_s1(roles, self.cluster) else schedule_record("parm").chooses_from
-        self.built = {name: build_schedule(name, roles, sizes, options) for name in names}
-        self.said: set[ParmChoice] = set()
-
-    def for_rows(self, row_bytes: int, sent_bytes: int = 0) -> Schedule:
-        """Return the schedule that is predicted to take less time."""
-        if len(self.built) == 1:
-            return self.built["s1"]
-        choice = choose(self.roles, self.sizes, row_bytes, self.cluster, self.options, sent_bytes)
-        if choice not in self.said:
-            self.said.add(choice)
-            _LOG.warning(_sentence(choice, self.cluster, self.options))
-        return self.built[choice.schedule]
+    cluster = None
+    if options.cluster:
+        cluster = read_cluster_of(options.cluster, roles)
+        fits_of(cluster, roles, options.gather, options.transport, _REQUESTED_BY)
+    # without MP s1 and s2 are one, and without ESP deepspeed is the same too
+    if roles.size(roles.model) == 1 and (roles.size(roles.expert_shard) == 1 or not _knows_layers(cluster)):
+        return "s1", ""
+    choice = choose(roles, sizes, sizes.row_bytes, cluster, options, sizes.sent_bytes)
+    unit, name = ("bytes", "") if cluster is None else ("s", cluster.name)
+    others = "" if choice.deepspeed_seconds is None else f", deepspeed {choice.deepspeed_seconds:.4g} {unit}"
+    less = "" if _waits(cluster, options) is sum else ", of exchanges what outlasts the other half's computation"
+    return choice.schedule, (
+        f"schedule 'parm' takes {choice.schedule} by {_RULES[choice.rule].format(name)}{less}: "
+        f"s1 {choice.s1_seconds:.4g} {unit}, s2 {choice.s2_seconds:.4g} {unit}{others} in one layer"
+    )
 
 
 def choose(
@@ -98,37 +103,29 @@ def choose(
     Args:
       sizes: of the whole MP group's tokens; row_bytes: bytes of one row of M elements; options: of the layer.
       sent_bytes: of a row on its way to experts where it travels as float8, else 0.
+
+    Raises:
+      UserError: the cluster lacks a fit.
     """
     known = set() if cluster is None else {name for name, _ in cluster.fits}
     by = by_layers if cluster is not None and known >= _PARTS else by_equations
     return by(roles, sizes, row_bytes, cluster, options, sent_bytes)
 
 
-def by_layers(
-    roles: Roles,
-    sizes: LayerSizes,
-    row_bytes: int,
-    cluster: Cluster,
-    options: ScheduleOptions = _DEFAULTS,
-    sent_bytes: int = 0,
-) -> ParmChoice:
-    """Return the choice by `layer_seconds`: rule 'parts', or 'layers' where whole layers were timed too.
+def by_layers(roles, sizes, row_bytes, cluster, options=_DEFAULTS, sent_bytes=0) -> ParmChoice:
+    """Return the choice by `layer_seconds`: rule 'parts', or 'layers' where whole layers were timed too; see `choose`.
 
     The whole step is compared but for the experts, which do the same work under all: s2 gates every token on each
     device of its MP group, and that may cost more than it saves. Only 'layers' compares `deepspeed` as well. There
     calibrations timed s2 with SAA, and the start of its layers belongs to that: under 'auto' s2 is judged so, even
     where it will run with AAS.
-
-    Args:
-      as for `choose`.
-
-    Raises:
-      UserError: the cluster lacks a fit of the parts.
     """
-    whole, waits = _knows_layers(cluster), _waits(cluster, options)
+    whole = _knows_layers(cluster)
     timed_with = "saa" if whole and options.gather == "auto" else options.gather
-    gather = _gather(roles, sizes, row_bytes, cluster, timed_with, options.transport)
+    far_rows = layout_of(roles, PauseAfterGate.bucket_rows(sizes, roles)).rows.far
+    gather = choose_gather(timed_with, roles, far_rows, row_bytes, cluster, options.transport)[0]
     candidates = ["s1", "s2", "deepspeed"] if whole else ["s1", "s2"]
+    waits = _waits(cluster, options)
     seconds = {}
     for name in candidates:
         shape = layer_shape(name, roles, sizes, row_bytes, options.split_tokens, sent_bytes=sent_bytes)
@@ -137,34 +134,21 @@ def by_layers(
     return ParmChoice(fastest, seconds["s1"], seconds["s2"], seconds.get("deepspeed"), "layers" if whole else "parts")
 
 
-def by_equations(
-    roles: Roles,
-    sizes: LayerSizes,
-    row_bytes: int,
-    cluster: Cluster | None,
-    options: ScheduleOptions = _DEFAULTS,
-    sent_bytes: int = 0,
-) -> ParmChoice:
-    """Return the choice by the closed form, seconds of a forward; without a cluster these are bytes, rule 'bytes'.
+def by_equations(roles, sizes, row_bytes, cluster, options=_DEFAULTS, sent_bytes=0) -> ParmChoice:
+    """Return the choice by the closed form, seconds of a forward; without a cluster bytes, rule 'bytes'; see `choose`.
 
     Both schedules have two exchanges of x and one gather, so without SAA start-ups are alike and only what is gathered
     counts: N M bytes under s1, E C M = K f N M under s2. s2 is then taken where K f < 1, in no layer of Parm's table
     III (f of 1.2 and 2.4). With SAA it gains where its gathers run on other links than its rounds, as inside nodes
     while rows cross them; where all links have one speed, or one node has all devices, nothing is gained.
 
-    Args:
-      as for `choose`.
-
-    Raises:
-      UserError: the cluster lacks a fit of the collectives.
-
     Source: Parm, equations 13 and 14.
     """
-    gather = _gather(roles, sizes, row_bytes, cluster, options.gather, options.transport)
-    mp_size, ep_size = roles.size(roles.model), roles.size(roles.expert)
-    esp_size = roles.size(roles.expert_shard)
-    x1 = layout_of(roles, sizes.split(mp_size).bucket_rows(ep_size)).total * esp_size
-    whole = layout_of(roles, whole_bucket_rows(sizes, roles)).total
+    mp_size, esp_size = roles.size(roles.model), roles.size(roles.expert_shard)
+    layout = layout_of(roles, PauseAfterGate.bucket_rows(sizes, roles))
+    gather = choose_gather(options.gather, roles, layout.rows.far, row_bytes, cluster, options.transport)[0]
+    x1 = layout_of(roles, schedule_record("s1").bucket_rows(sizes, roles)).total * esp_size
+    whole = layout.total
     x2 = whole * esp_size // mp_size
     gathered = sizes.tokens * row_bytes
     if cluster is None:
@@ -186,19 +170,14 @@ def by_equations(
     return ParmChoice("s1" if s1 <= s2 else "s2", s1, s2, rule=rule)
 
 
-def _hides(cluster: Cluster | None, options: ScheduleOptions) -> bool:
-    """Whether something computes beside the exchanges, at a known rate."""
-    return options.beside is not None and cluster is not None and cluster.flops is not None
-
-
 def _waits(cluster: Cluster | None, options: ScheduleOptions) -> Callable[[Sequence[float]], float]:
     """Return a function of the seconds of one half's exchanges, there and back: those that a layer waits for.
 
-    All of them, or in two halves what outlasts the other half's computation, in the mean of forward and backward and
-    with what the backward exchanges again. What an MP group gathers before or after is counted whole, though it may fit
-    beside the other half's exchange.
+    All of them, or in two halves, where the rate of computation is known, what outlasts the other half's computation,
+    in the mean of forward and backward and with what the backward exchanges again. What an MP group gathers before or
+    after is counted whole, though it may fit beside the other half's exchange.
     """
-    if not _hides(cluster, options):
+    if options.beside is None or cluster is None or cluster.flops is None:
         return sum
     work, halves = options.beside, Prefetch(halves=True)
     alone = Times(attention=work.attention / cluster.flops, experts=work.experts / cluster.flops)
@@ -208,26 +187,6 @@ def _waits(cluster: Cluster | None, options: ScheduleOptions) -> Callable[[Seque
         return float(stage_seconds(halves, with_it, work.recompute) - stage_seconds(halves, alone, work.recompute)) / 4
 
     return lambda exchanges: sum(map(added, exchanges))
-
-
-def _cluster_of(roles: Roles, options: ScheduleOptions) -> Cluster | None:
-    """Return the cluster that a run names, or raise where it is of other devices or lacks collectives."""
-    if not options.cluster:
-        return None
-    cluster = read_cluster_of(options.cluster, roles)
-    fits_of(cluster, roles, options.gather, options.transport, _REQUESTED_BY)
-    return cluster
-
-
-def _is_s1(roles: Roles, cluster: Cluster | None) -> bool:
-    """Without MP s1 and s2 are one, and without ESP deepspeed is the same too."""
-    alone = roles.size(roles.model) == 1
-    return alone and (roles.size(roles.expert_shard) == 1 or not _knows_layers(cluster))
-
-
-def _gather(roles, sizes, row_bytes, cluster, gather, transport) -> str:
-    far_rows = layout_of(roles, whole_bucket_rows(sizes, roles)).rows.far
-    return choose_gather(gather, roles, far_rows, row_bytes, cluster, transport).gather
 
 
 def _knows_layers(cluster: Cluster | None) -> bool:
@@ -240,8 +199,7 @@ def layer_shape(
 ) -> LayerShape:  # fmt: skip
     """Return the cost formulas' inputs for a layer under a schedule that has formulas ('pairwise' in `groups`)."""
     mp_size, ep_size, esp_size = (roles.size(axes) for axes in (roles.model, roles.expert, roles.expert_shard))
-    rows = schedule_record(schedule).on_mesh(mp_size, esp_size).bucket_rows(sizes, roles)
-    layout = layout_of(roles, rows)
+    layout = layout_of(roles, schedule_record(schedule).on_mesh(mp_size, esp_size).bucket_rows(sizes, roles))
     return LayerShape(
         tokens=sizes.tokens,
         model_dim=model_dim,
@@ -257,14 +215,4 @@ def layer_shape(
         split_tokens=split_tokens,
         groups=groups,
         sent_bytes=sent_bytes,
-    )
-
-
-def _sentence(choice: ParmChoice, cluster: Cluster | None, options: ScheduleOptions) -> str:
-    unit, name = ("bytes", "") if cluster is None else ("s", cluster.name)
-    others = "" if choice.deepspeed_seconds is None else f", deepspeed {choice.deepspeed_seconds:.4g} {unit}"
-    less = ", of exchanges what outlasts the other half's computation" if _hides(cluster, options) else ""
-    return (
-        f"schedule 'parm' takes {choice.schedule} by {_RULES[choice.rule].format(name)}{less}: "
-        f"s1 {choice.s1_seconds:.4g} {unit}, s2 {choice.s2_seconds:.4g} {unit}{others} in one layer"
     )

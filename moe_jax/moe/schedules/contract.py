@@ -1,31 +1,15 @@
 """The contract of a schedule, and what every schedule is built from.
 
-A schedule is the order in which one MoE layer moves its bytes. It is built once, for static sizes, registered with a
-record of what it is, and called by the layer (`moe/layer.py`) inside `shard_map`, in this order:
+A schedule is the order in which one MoE layer moves its bytes. It is built once, for static sizes, and called by the
+layer (`moe/layer.py`) inside `shard_map`, in this order:
 
     tokens, ids = schedule.enter(x [t, M], token_ids [t])      the tokens that this device gates, t of them or t / N_MP
-    (the layer: gate -> Choice; where experts are -> Tables)
     routed      = schedule.route(tokens, choice, tables)       where each choice goes, in every pass; number of passes
-    sent        = schedule.dispatch(routed, index)             the rows of a pass on the devices of their experts
-    (the layer: experts on rows [R, M] in compact group order, with this device's part of the hidden dim)
-    y           = schedule.combine(done, sent.metadata, routed)
-    (the layer: later passes, summed)
+    y           = schedule.run_pass(routed, index, experts)    dispatch, experts, combine
     y           = schedule.leave(y)                            [t, M] again
 
-A `StagedSchedule` says in six methods what dispatch and combine are, so that each exchange stands alone and something
-else can run beside it:
-
-    packed      = schedule.pack(routed, index)                 rows in the order in which they leave; all index work
-    received    = schedule.send(packed.rows, packed.metadata)  the exchange
-    rows, sizes = schedule.arrive(received, metadata)          in group order
-    back        = schedule.depart(done, metadata)              computed rows in the order in which they came
-    returned    = schedule.send_back(back, metadata)           the exchange back
-    y           = schedule.unpack(returned, metadata, routed)
-
-Under MP the t tokens of the group enter and leave replicated; with `split_tokens` x and y are this device's part
-[t / N_MP, M] (see `mp_tokens.py`), and `token_ids` are always all t. A schedule whose experts stand amid its
-communication has no dispatch and combine: it is a `Schedule` with a `run_pass` of its own; all others are a
-`StagedSchedule`.
+A `StagedSchedule`, whose experts run in one piece, says what a pass is in six methods, so that something else can run
+beside each exchange. One whose experts stand amid its communication has a `run_pass` of its own.
 """
 
 from __future__ import annotations
@@ -34,31 +18,23 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import ClassVar
 
 import jax
 
 from moe_jax.cluster.layer_seconds import HalfWork
 from moe_jax.errors import UserError
+from moe_jax.moe.permute import permute_rows, unpermute_rows, unpermute_tokens
 from moe_jax.moe.routing import Choice, Routing, record
+from moe_jax.moe.schedules.float8_dispatch import exchange_float8
 from moe_jax.moe.tables import Tables
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, bucket_layout, round_up
 from moe_jax.parallel.exchange import TRANSPORTS
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.replicated import join_parts, own_part
 from moe_jax.planning.buckets import expected_rows
 
 MOST_ROWS = (1 << 31) - 1  # rows, choices and token ids are int32
-
-
-class Passes(NamedTuple):
-    """Static bounds of one layer.
-
-    Attributes:
-      most: passes that a routing may need. run: that the program has; `most`, or only the first.
-    """
-
-    most: int
-    run: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +43,15 @@ class LayerSizes:
 
     Attributes:
       tokens: t, tokens of this device's MP group.
-      top_k: K.
-      num_experts: E.
-      groups: G, experts that one device may compute in a layer.
+      top_k: K; num_experts: E; groups: G, experts that one device may compute in a layer.
       capacity: the most of `tokens` tokens gated together that an expert takes, or None when dropless.
       bucket_slack: dropless: ratio of a bucket's rows to their mean.
+      planned_rows: dropless: rows of the buckets as a plan predicts or a router bounds them; None takes the slack.
       overflow_chance: dropless: chance that some pair of devices needs more rows, instead of the ratio; 0 takes that.
       sources: devices whose pairs the chance is of.
-      planned_rows: dropless: rows of the buckets as a plan predicts or a router bounds them; None takes the slack.
       min_capacity: floor of the capacity.
       later_passes: whether the program has the passes after the first, for buckets that overflow.
+      row_bytes: bytes of a row of M elements; sent_bytes: those it is sent to experts in as float8, else 0.
     """
 
     tokens: int
@@ -90,6 +65,8 @@ class LayerSizes:
     sources: int = 1
     min_capacity: int = 1
     later_passes: bool = True
+    row_bytes: int = 0
+    sent_bytes: int = 0
 
     def bucket_rows(self, destinations: int) -> BucketRows:
         """Return the rows of one (source, destination) bucket: to the own member, within the node, to other nodes.
@@ -97,9 +74,9 @@ class LayerSizes:
         Dropless: as planned, own >= node >= far; without a plan all three are `even_rows`. Never more than the worst
         case.
         """
-        worst = self.worst_rows()
         if destinations == 1 or self.capacity is not None or self.planned_rows is None:
             return BucketRows.even(self.even_rows(destinations))
+        worst = self.worst_rows()
         return self.planned_rows.raised().each(lambda rows: min(worst, rows))
 
     def even_rows(self, destinations: int) -> int:
@@ -129,11 +106,6 @@ class LayerSizes:
         """Return how many passes may be taken: one with a capacity, which bounds all; rows: of the shortest."""
         worst = self.worst_rows()
         return math.ceil((worst if self.capacity is None else min(worst, self.groups * self.capacity)) / rows)
-
-    def passes(self, rows: int) -> Passes:
-        """Return the bounds on a layer's passes; rows: of the shortest bucket."""
-        most = self.most_passes(rows)
-        return Passes(most, most if self.later_passes else 1)
 
     def split(self, parts: int) -> LayerSizes:
         """Return the sizes where each device of an MP group of `parts` gates its own part of the tokens."""
@@ -206,56 +178,74 @@ class Routed:
     passes: jax.Array
 
 
-@record
-class Packed:
-    """What leaves a device in one pass.
-
-    Attributes:
-      rows: float [R, M] in the order of the exchange, or what `send` takes them from.
-      metadata: pytree of integer arrays, what every later step of this pass needs.
-    """
-
-    rows: jax.Array
-    metadata: Any
-
-
-@record
-class Sent:
-    """The rows of one pass, on the device of their experts.
-
-    Attributes:
-      rows: float [R, M], in group order.
-      group_sizes: int32 [G].
-      metadata: pytree of arrays that `combine` needs of this pass.
-    """
-
-    rows: jax.Array
-    group_sizes: jax.Array
-    metadata: Any
-
-
 class Schedule(abc.ABC):
-    """The order in which one layer moves its bytes; see the head of this file.
+    """The order in which one layer moves its bytes; see the head of this file. Questions by name ask the class.
 
     Attributes:
-      passes: static bounds on the passes.
+      name: by which `MoEConfig.schedule` selects it.
+      gates_group: each device gates all tokens of its MP group, not its own part [t / N_MP, M] of them.
+      moves_tokens: rows travel to their experts; else every device computes all experts, replicated or gathered.
+      one_piece: its experts run in one piece: it is a `StagedSchedule`, and block-wise schedules can run it.
+      cuts_buckets: the devices of an MP group share every bucket, so that on several EP members lengths must agree.
+      s1_without: roles; where each of them has one device the schedule is `s1`, and is built as that. () for never.
+      chooses_from: names of the schedules that it chooses from, in the order of tables; () for one that is itself.
+      roles, sizes, options: of one built: the mesh, of the tokens that a device gates, choices within the schedule.
+      layout: where the rows of its buckets stand.
+      most_passes: passes that a routing may need.
+      notes: what it chose for itself and by which rule, sentences for the log.
     """
 
-    passes: Passes
+    name: ClassVar[str]
+    gates_group: ClassVar[bool] = False
+    moves_tokens: ClassVar[bool] = True
+    one_piece: ClassVar[bool] = True
+    cuts_buckets: ClassVar[bool] = False
+    s1_without: ClassVar[tuple[str, ...]] = ()
+    chooses_from: ClassVar[tuple[str, ...]] = ()
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+        self.roles, self.options = roles, options
+        self.sizes = sizes if self.gates_group else sizes.split(roles.size(roles.model))
+        self.layout = layout_of(roles, self.bucket_rows(sizes, roles))
+        self.most_passes = self.sizes.most_passes(self.layout.rows.far)
+
+    @classmethod
+    def build(cls, roles: Roles, sizes: LayerSizes, options: ScheduleOptions) -> Schedule:
+        """Return the schedule for a mesh and the sizes of a whole MP group; one that chooses returns its choice."""
+        return cls(roles, sizes, options)
+
+    @classmethod
+    def bucket_rows(cls, sizes: LayerSizes, roles: Roles) -> BucketRows:
+        """Return the rows of its buckets; sizes: of a whole MP group."""
+        own = sizes if cls.gates_group else sizes.split(roles.size(roles.model))
+        return own.bucket_rows(roles.size(roles.expert))
+
+    @classmethod
+    def sentences(cls, roles: Roles, sizes: LayerSizes, options: ScheduleOptions) -> list[str]:
+        """Return what `--dry_run` says of its own choices."""
+        return []
+
+    @classmethod
+    def on_mesh(cls, mp_size: int, esp_size: int) -> type[Schedule]:
+        """Return the schedule that this one is where MP and ESP groups have so many devices."""
+        sizes = {"model": mp_size, "expert_shard": esp_size}
+        return schedule_record("s1") if cls.s1_without and all(sizes[role] == 1 for role in cls.s1_without) else cls
 
     @property
-    def most_passes(self) -> int:
+    def run_passes(self) -> int:
         """Passes that the program has; 1 leaves no branch in it."""
-        return self.passes.run
+        return self.most_passes if self.sizes.later_passes else 1
 
-    def for_rows(self, row_bytes: int, sent_bytes: int = 0) -> Schedule:
-        """Return the schedule for rows of so many bytes: itself."""
-        del row_bytes, sent_bytes
-        return self
-
-    @abc.abstractmethod
     def enter(self, x, token_ids):
-        """Return (tokens [t, M] or [t / N_MP, M], their ids): what this device gates."""
+        """Return (tokens [t, M] or [t / N_MP, M], their ids): what this device gates.
+
+        Under MP the t tokens of a group come replicated, or with `split_tokens` as parts; token_ids are all t.
+        """
+        model, split = self.roles.model, self.options.split_tokens
+        if self.gates_group:
+            return join_parts(x, model) if split else x, token_ids
+        return x if split else own_part(x, model), own_part(token_ids, model)
 
     @abc.abstractmethod
     def route(self, tokens, choice: Choice, tables: Tables) -> Routed:
@@ -270,183 +260,108 @@ class Schedule(abc.ABC):
           experts: (rows [R, M] in group order, group_sizes int32 [G]) -> [R, M].
         """
 
-    @abc.abstractmethod
     def leave(self, y):
         """Return the sum y of all passes, as x came."""
+        model, split = self.roles.model, self.options.split_tokens
+        if self.gates_group:
+            return own_part(y, model) if split else y
+        with jax.named_scope("combine"):
+            return y if split else join_parts(y, model)
 
 
 class StagedSchedule(Schedule):
-    """A schedule whose experts run in one piece, so that a caller may place something beside them or its exchanges."""
+    """A schedule whose experts run in one piece, so that a caller may place something beside them or its exchanges.
+
+    `metadata` is all integer work of a pass: (what unpacks the rows that return, (group_sizes int32 [G], how arriving
+    rows form groups: a `Grouping`, None where they do already)).
+    """
 
     @abc.abstractmethod
-    def pack(self, routed: Routed, index) -> Packed:
-        """Return the rows of pass `index` as they leave, and all that is known of where they go."""
+    def pack(self, routed: Routed, index):
+        """Return (the rows of pass `index` as they leave, or what `send` takes them from, metadata)."""
 
-    @abc.abstractmethod
     def send(self, rows, metadata):
-        """Exchange rows; of the metadata only sizes are read."""
+        """Exchange rows, as float8 where that is asked for; of the metadata only sizes are read."""
+        if self.sizes.sent_bytes:
+            return exchange_float8(self.exchange, rows, metadata)
+        return self.exchange(rows, metadata)
 
     @abc.abstractmethod
+    def exchange(self, rows, metadata):
+        """Exchange rows of any dtype as they are."""
+
     def arrive(self, received, metadata):
         """Return (received rows in group order [R, M], group_sizes int32 [G])."""
+        group_sizes, grouping = metadata[-1]
+        with jax.named_scope("dispatch"):
+            return received if grouping is None else permute_rows(received, grouping), group_sizes
 
-    @abc.abstractmethod
     def depart(self, done, metadata):
         """Return computed rows [R, M], in group order, in the order in which they came."""
+        grouping = metadata[-1][1]
+        with jax.named_scope("combine"):
+            return done if grouping is None else unpermute_rows(done, grouping)
 
     @abc.abstractmethod
     def send_back(self, rows, metadata):
         """Exchange computed rows the other way."""
 
-    @abc.abstractmethod
     def unpack(self, returned, metadata, routed: Routed):
         """Return the sum of each token's rows, weighted; of `routed` only the weights are read."""
-
-    def dispatch(self, routed: Routed, index) -> Sent:
-        """Send the rows of pass `index` to their experts."""
-        packed = self.pack(routed, index)
-        rows, group_sizes = self.arrive(self.send(packed.rows, packed.metadata), packed.metadata)
-        return Sent(rows, group_sizes, packed.metadata)
-
-    def combine(self, done, metadata, routed: Routed):
-        """Return computed rows [R, M] to their tokens, weighted."""
-        return self.unpack(self.send_back(self.depart(done, metadata), metadata), metadata, routed)
+        with jax.named_scope("combine"):
+            return unpermute_tokens(returned, routed.weights, metadata[0])
 
     def run_pass(self, routed: Routed, index, experts: Callable):
-        sent = self.dispatch(routed, index)
-        done = experts(sent.rows, sent.group_sizes)
-        return self.combine(done, sent.metadata, routed)
-
-    def after_dispatch(self, routed: Routed) -> Routed:
-        """Return what combine and later passes still need: without later ones the weights alone."""
-        return routed if self.most_passes > 1 else dataclasses.replace(routed, tokens=None, routing=None)
+        rows, metadata = self.pack(routed, index)
+        rows, group_sizes = self.arrive(self.send(rows, metadata), metadata)
+        done = experts(rows, group_sizes)
+        return self.unpack(self.send_back(self.depart(done, metadata), metadata), metadata, routed)
 
 
-class Chooser(Protocol):
-    """What a builder returns: a schedule, which chooses itself, or a choice of schedules by the bytes of a row.
-
-    `sent_bytes` are those of a row on its way to experts where it travels as float8, else 0 (`MoEConfig.sent_bytes`).
-    """
-
-    def for_rows(self, row_bytes: int, sent_bytes: int = 0) -> Schedule: ...
+SCHEDULES: dict[str, type[Schedule]] = {}
 
 
-class ScheduleBuilder(Protocol):
-    def __call__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions) -> Chooser: ...
+def register(name: str) -> Callable[[type[Schedule]], type[Schedule]]:
+    """Declare the decorated class as the schedule `name` of `MoEConfig.schedule`."""
 
+    def declare(cls):
+        assert name not in SCHEDULES, f"schedule {name!r} is registered twice"
+        cls.name = name
+        SCHEDULES[name] = cls
+        return cls
 
-def own_bucket_rows(sizes: LayerSizes, roles: Roles) -> BucketRows:
-    """Return the rows of buckets that a device fills from its own part of the MP group's tokens."""
-    return sizes.split(roles.size(roles.model)).bucket_rows(roles.size(roles.expert))
-
-
-def group_bucket_rows(sizes: LayerSizes, roles: Roles) -> BucketRows:
-    """Return the rows of buckets that each device fills from all tokens of its MP group."""
-    return sizes.bucket_rows(roles.size(roles.expert))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduleRecord:
-    """What is known of a schedule without building it; every question about a schedule by its name is asked here.
-
-    Attributes:
-      name: by which `MoEConfig.schedule` selects it.
-      build: the builder.
-      gates_group: each device gates all tokens of its MP group, not its own part [t / N_MP, M] of them.
-      moves_tokens: rows travel to their experts; else every device computes all experts, replicated or gathered.
-      one_piece: its experts run in one piece: it is a `StagedSchedule`, and block-wise schedules can run it.
-      bucket_rows: (sizes, roles) -> the rows of its buckets.
-      cuts_buckets: the devices of an MP group share every bucket, so that on several EP members lengths must agree.
-      s1_without: roles; where each of them has one device the schedule is `s1`, and is built as that. () for never.
-      formulas: name of its cost in `cluster/`; '' for one that takes the cost of what it chooses.
-      chooses_from: names of the schedules that it chooses from, in the order of tables; () for one that is itself.
-      sentences: (roles, sizes, options, bytes of a row, those it is sent as) -> what `--dry_run` says of its own
-        choices; None for nothing.
-    """
-
-    name: str
-    build: ScheduleBuilder
-    gates_group: bool = False
-    moves_tokens: bool = True
-    one_piece: bool = True
-    bucket_rows: Callable[[LayerSizes, Roles], BucketRows] = own_bucket_rows
-    cuts_buckets: bool = False
-    s1_without: tuple[str, ...] = ()
-    formulas: str = ""
-    chooses_from: tuple[str, ...] = ()
-    sentences: Callable[..., list[str]] | None = None
-
-    def on_mesh(self, mp_size: int, esp_size: int) -> ScheduleRecord:
-        """Return the record of the schedule that this one is where MP and ESP groups have so many devices."""
-        sizes = {"model": mp_size, "expert_shard": esp_size}
-        alone = self.s1_without and all(sizes[role] == 1 for role in self.s1_without)
-        return schedule_record("s1") if alone else self
-
-    def may_gate_group(self) -> bool:
-        """Whether it, or one that it may choose, has each device gate all tokens of its MP group."""
-        return self.gates_group or any(schedule_record(name).gates_group for name in self.chooses_from)
-
-    def may_cut_buckets(self) -> bool:
-        """Whether it, or one that it may choose, has the devices of an MP group share every bucket."""
-        return self.cuts_buckets or any(schedule_record(name).cuts_buckets for name in self.chooses_from)
-
-
-_RECORDS: dict[str, ScheduleRecord] = {}
-_DEFAULT_OPTIONS = ScheduleOptions()
-
-
-def register(name: str, **facts) -> Callable[[ScheduleBuilder], ScheduleBuilder]:
-    """Register a builder under the name that `MoEConfig.schedule` selects it by.
-
-    Args:
-      facts: fields of `ScheduleRecord`; `formulas` is `name` unless it chooses from others.
-    """
-
-    def add(builder):
-        if name in _RECORDS:
-            raise AssertionError(f"schedule {name!r} is registered twice")
-        known = {"formulas": "" if facts.get("chooses_from") else name, **facts}
-        _RECORDS[name] = ScheduleRecord(name=name, build=builder, **known)
-        return builder
-
-    return add
+    return declare
 
 
 def schedules() -> tuple[str, ...]:
     """Return the names of all schedules."""
-    return tuple(sorted(_RECORDS))
+    return tuple(sorted(SCHEDULES))
 
 
-def schedule_record(name: str) -> ScheduleRecord:
-    """Return what is known of a schedule.
+def schedule_record(name: str) -> type[Schedule]:
+    """Return the class of a schedule, which says what is known of it without building it.
 
     Raises:
       UserError: for an unknown name.
     """
-    if name not in _RECORDS:
+    if name not in SCHEDULES:
         raise UserError(f"MoEConfig.schedule ({name!r}) is unknown; choose one of {', '.join(schedules())}")
-    return _RECORDS[name]
+    return SCHEDULES[name]
 
 
-def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: ScheduleOptions = _DEFAULT_OPTIONS) -> Chooser:
-    """Return the schedule `name` for this mesh and these sizes; `for_rows` of it is what a layer runs.
+def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: ScheduleOptions | None = None) -> Schedule:
+    """Return the schedule `name` for this mesh and these sizes.
 
     Raises:
       UserError: for an unknown name, or a mesh that the schedule cannot run on.
     """
-    chosen = schedule_record(name).on_mesh(roles.size(roles.model), roles.size(roles.expert_shard))
     parts = roles.size(roles.model)
+    chosen = schedule_record(name).on_mesh(parts, roles.size(roles.expert_shard))
     if sizes.tokens % parts:
         raise UserError(
             f"the {sizes.tokens} tokens of a model-parallel group must be divisible by MeshConfig.model ({parts}); "
             f"make DataConfig.sequence_length a multiple of {parts}"
         )
-    _check_row_numbers(roles, sizes)
-    return chosen.build(roles, sizes, options)
-
-
-def _check_row_numbers(roles: Roles, sizes: LayerSizes) -> None:
-    """Raise a UserError where rows, or choices of an expert by all tokens, are more than int32 counts."""
     devices = max(roles.size(roles.expert + roles.expert_shard), roles.size(roles.dense))
     choices = devices * sizes.tokens * sizes.top_k
     if choices > MOST_ROWS:
@@ -455,3 +370,4 @@ def _check_row_numbers(roles: Roles, sizes: LayerSizes) -> None:
             f"experts in a layer must be at most {MOST_ROWS}, so that int32 can number their rows; lower "
             "train.batch_size or DataConfig.sequence_length, or raise train.grad_accum_steps"
         )
+    return chosen.build(roles, sizes, options or ScheduleOptions())

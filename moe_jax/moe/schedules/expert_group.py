@@ -1,86 +1,134 @@
-"""EP&ESP-AlltoAll: one exchange over all devices that together hold every expert once.
+"""How rows travel between the devices that together hold every expert once, D members of Ns shards (EP x ESP).
 
-Inputs: the rows of this device's tokens, one bucket per EP member. *Dump*: each row goes to all shards of its expert.
-Where buckets differ in length, each of their pieces
-(`parallel/bucket_rows.py`) travels by itself: among all, inside the node, or inside the ESP group.
-Each device computes all rows that arrive, brought into group order, with its part of the hidden dim. On the way back
-each source gets the partial outputs of all shards, and sums them. Source: Parm, section III-C.
-Letters: docs/notation.md.
+EP&ESP-AlltoAll: one bucket per EP member enters. *Dump*: each row goes to all shards of its expert, one exchange over
+all D Ns devices; on the way back each source sums the partial outputs of all shards. Source: Parm, section III-C.
+
+'coordinated': after tensor slicing's all-reduce the L devices of an MP group hold the same tokens, and a schedule gives
+each 1 / L of them. A device exchanges its part among the D / L devices of the same place in their groups, then inside
+the MP group where that holds several members, and an all-gather over the Ns shards brings each the rows of all. A
+reduce-scatter over the shards precedes the way back, so no row crosses a slow link once per shard. Source:
+DeepSpeed-MoE (Rajbhandari et al. 2022), section 5.3.
+
+Where buckets differ in length, each of their pieces (`parallel/bucket_rows.py`) travels by itself.
+Letters: docs/notation.md; P = D Ns.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.moe.permute import permute_rows, unpermute_rows
-from moe_jax.moe.routing import regroup
-from moe_jax.moe.schedules.contract import StagedSchedule
+from moe_jax.moe.routing import passes_of, regroup, route
+from moe_jax.moe.schedules.contract import Routed, Schedule
+from moe_jax.moe.schedules.passes import passes_needed
+from moe_jax.moe.tables import Tables, destinations
 from moe_jax.parallel.bucket_rows import BucketLayout
-from moe_jax.parallel.exchange import Exchange, exchange_counts, make_exchange
+from moe_jax.parallel.exchange import exchange_counts, make_exchange
 from moe_jax.parallel.mesh import Roles
+from moe_jax.parallel.varying import cast_varying
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ExpertGroup:
-    """The product of the EP and ESP groups, and how rows travel in it.
+    """The product of the EP and ESP groups of a mesh, and how rows travel in it by a transport.
 
     Attributes:
       axes: mesh axes, EP before ESP.
       ep_size: D; esp_size: Ns.
-      exchanges: {piece: a transport over `axes` of all devices, of those of a node, of those of an EP member}.
+      exchanges: {piece: a transport among all devices, those of a node, those of an EP member}; under 'coordinated'
+        among the devices of equal place in these.
     """
 
-    axes: tuple[str, ...]
-    ep_size: int
-    esp_size: int
-    exchanges: dict[str, Exchange]
+    def __init__(self, roles: Roles, transport: str = "all_to_all"):
+        self.axes, self.shard_axes = roles.expert + roles.expert_shard, roles.expert_shard
+        self.ep_size, self.esp_size = roles.size(roles.expert), roles.size(roles.expert_shard)
+        self.coordinated = transport == "coordinated"
+        if not self.coordinated:
+            size = self.ep_size * self.esp_size
+            make = functools.partial(
+                make_exchange, self.axes, size, transport, min(size, roles.config.devices_per_node)
+            )
+            node, own = make(inside=roles.members_per_node * self.esp_size), make(inside=self.esp_size)
+            self.exchanges = {"far": make(), "node": node, "own": own}
+            return
+        in_group = tuple(axis for axis in roles.expert if axis in roles.model)
+        across = tuple(axis for axis in roles.expert if axis not in roles.model)
+        inner, outer = roles.size(in_group), roles.size(across)
 
-    @property
-    def size(self) -> int:
-        return self.ep_size * self.esp_size
+        def by_place(blocks):  # [D, ...] -> [D, ...]: across MP groups among equal places, then inside the MP group
+            x = blocks.reshape((outer, inner) + blocks.shape[1:])
+            for axes, size, dim in ((across, outer, 0), (in_group, inner, 1)):
+                if size > 1:
+                    x = lax.all_to_all(cast_varying(x, axes), axes, split_axis=dim, concat_axis=dim, tiled=True)
+            return x.reshape(blocks.shape)
 
-    def dump(self, array):
-        """Return [n Ns, ...] from [n, ...]: every shard of a member gets the same."""
-        if self.esp_size == 1:
-            return array
-        return repeat_for_shards(array, self.esp_size).reshape((-1,) + array.shape[1:])
+        inside = roles.members_per_node
+        node = make_exchange(roles.expert, self.ep_size, "all_to_all", 1, inside=inside)
+        node = by_place if inside >= self.ep_size else node
+        self.exchanges = {"far": by_place, "node": node, "own": lambda blocks: blocks}
 
     def send(self, rows, layout: BucketLayout):
         """Send rows [R, M] of this device's buckets to their experts: [Ns R, M], piece by piece, then by source."""
-        return join(self.exchanges[kind](self.dump(blocks)) for kind, blocks in cut(rows, layout))
+        return join(self.send_piece(kind, blocks) for kind, blocks in cut(rows, layout))
+
+    def send_piece(self, kind: str, blocks):
+        """Send the blocks of one piece to all shards of their destinations: [n, ...] -> [n Ns, ...]."""
+        exchange = self.exchanges[kind]
+        if self.esp_size == 1:
+            return exchange(blocks)
+        if self.coordinated:  # sources (member, shard) in order
+            every = gather_shards(cast_varying(exchange(blocks), self.shard_axes), self.shard_axes, 1)
+            return every.reshape((-1,) + blocks.shape[1:])
+        return exchange(repeat_for_shards(blocks, self.esp_size).reshape((-1,) + blocks.shape[1:]))
 
     def send_counts(self, counts):
         """Return int32 [P, G], the rows that arrive from each source per group; counts int32 [D, G]."""
-        return exchange_counts(self.dump(counts), self.axes, self.size)
+        if self.coordinated:
+            return self.send_piece("far", counts)
+        if self.esp_size > 1:
+            counts = repeat_for_shards(counts, self.esp_size).reshape(-1, counts.shape[1])
+        return exchange_counts(counts, self.axes, self.ep_size * self.esp_size)
 
     def send_back(self, rows, layout: BucketLayout):
         """Send computed rows [Ns R, M] to their sources: [R, M], the sum over the shards of each expert."""
-        pieces = cut(rows, layout, self.esp_size)
-        return join(self.sum_shards(self.exchanges[kind](blocks)) for kind, blocks in pieces)
+        return join(self.send_piece_back(kind, blocks) for kind, blocks in cut(rows, layout, self.esp_size))
 
-    def sum_shards(self, blocks):
-        """Sum partial outputs over the shards: [n Ns, ...] -> [n, ...]."""
+    def send_piece_back(self, kind: str, blocks):
+        """Send computed blocks [n Ns, ...] of one piece to their sources, and sum over the shards: [n, ...]."""
+        exchange = self.exchanges[kind]
         if self.esp_size == 1:
-            return blocks
+            return exchange(blocks)
+        if self.coordinated:
+            split = blocks.reshape((-1, self.esp_size) + blocks.shape[1:])
+            return exchange(scatter_sum(split, self.shard_axes, 1))
         acc_dtype = jnp.promote_types(blocks.dtype, jnp.float32)
-        split = blocks.reshape((-1, self.esp_size) + blocks.shape[1:])
+        split = exchange(blocks).reshape((-1, self.esp_size) + blocks.shape[1:])
         parts = [split[:, shard].astype(acc_dtype) for shard in range(self.esp_size)]
         return sum(parts[1:], parts[0]).astype(blocks.dtype)
 
 
-def build_expert_group(roles: Roles, transport: str = "all_to_all") -> ExpertGroup:
-    """Return the group of this mesh, whose nodes are those of the mesh."""
-    axes = roles.expert + roles.expert_shard
-    ep_size, esp_size = roles.size(roles.expert), roles.size(roles.expert_shard)
-    local = min(ep_size * esp_size, roles.config.devices_per_node)
-    make = functools.partial(make_exchange, axes, ep_size * esp_size, transport, local)
-    exchanges = {"far": make(), "node": make(inside=roles.members_per_node * esp_size), "own": make(inside=esp_size)}
-    return ExpertGroup(axes, ep_size, esp_size, exchanges)
+def route_choices(schedule: Schedule, tokens, choice, tables: Tables, me) -> Routed:
+    """Return where the choices of these tokens go, and how many passes that takes; me: int32 [], the EP member."""
+    roles, groups = schedule.roles, schedule.sizes.groups
+    with jax.named_scope("route"):
+        device, expert = destinations(tables, choice, groups)
+        routing = route(choice, device, expert, roles.size(roles.expert), groups)
+        needed = passes_needed(passes_of(routing, schedule.layout, groups, me), schedule)
+    return Routed(tokens, choice.weights, routing, needed)
+
+
+def grouping_of(counts, layout: BucketLayout, me):
+    """Return (group_sizes int32 [G], how arriving rows form groups: a `Grouping`, None where they do already).
+
+    Args:
+      counts: int32 [P, G], of each source; layout: that rows are packed by; me: int32 [], this device's EP member.
+    """
+    if counts.shape[0] == 1:  # one bucket
+        return counts[0], None
+    grouping = regroup(counts, layout, me)
+    return grouping.group_sizes, grouping
 
 
 def cut(rows, layout: BucketLayout, each: int = 1):
@@ -157,29 +205,3 @@ scatter_sum.defvjp(
     lambda array, axes, dim: (scatter_sum(array, axes, dim), None),
     lambda axes, dim, _, d: (_gather_shards(d, axes, dim),),
 )
-
-
-def grouping_of(counts, layout: BucketLayout, me):
-    """Return (group_sizes int32 [G], how arriving rows form groups: a `Grouping`, None where they do already).
-
-    Args:
-      counts: int32 [P, G], of each source; layout: that rows are packed by; me: int32 [], this device's EP member.
-    """
-    if counts.shape[0] == 1:  # one bucket
-        return counts[0], None
-    grouping = regroup(counts, layout, me)
-    return grouping.group_sizes, grouping
-
-
-class GroupedSchedule(StagedSchedule):
-    """A schedule that brings received rows into group order; its metadata end with what `grouping_of` returned."""
-
-    def arrive(self, received, metadata):
-        group_sizes, grouping = metadata[-1]
-        with jax.named_scope("dispatch"):
-            return received if grouping is None else permute_rows(received, grouping), group_sizes
-
-    def depart(self, done, metadata):
-        grouping = metadata[-1][1]
-        with jax.named_scope("combine"):
-            return done if grouping is None else unpermute_rows(done, grouping)

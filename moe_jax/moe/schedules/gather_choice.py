@@ -1,54 +1,37 @@
-"""How `s2` returns: by SAA (all-to-all and all-gather at the same time) or by AAS (one after the other).
+"""Times of the collectives of `s1` and `s2` on a mesh, and how `s2` returns: by SAA or by AAS.
 
-Inputs: `MoEConfig.gather`, the mesh, the rows of a bucket, and a cluster with fits, if there is one. Outputs: 'saa' or
-'aas' and why. Where 'auto' has no fits to compare, it is 'aas': in GPT-MoE-S cut to 4 layers, modelled on 4 x 8 H200,
-a step takes 61.9 ms with AAS and 73.7 ms with SAA (docs/results.md, `pairwise` and `s2`). Both forms add the same
-numbers. Where `parm` names a cluster of links alone, these price both schedules (`LinkSeconds`). Source: Parm, section
-III-D.
+SAA is all-to-all and all-gather at the same time, AAS one after the other; both add the same numbers. Where 'auto' has
+no fits to compare, it is 'aas': in GPT-MoE-S cut to 4 layers, modelled on 4 x 8 H200, a step takes 61.9 ms with AAS and
+73.7 ms with SAA (docs/results.md, `pairwise` and `s2`). Source: Parm, section III-D.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 from moe_jax.cluster import Cluster, Fit, read_named_cluster, uniform_seconds
 from moe_jax.cluster.fits import fit_name
 from moe_jax.parallel.mesh import Roles
 
-WITHOUT_FITS = "aas"
 
-
-class GatherChoice(NamedTuple):
-    """'saa' or 'aas', and why, as the rest of a sentence."""
-
-    gather: str
-    why: str
-
-
-class LinkSeconds(NamedTuple):
+class LinkSeconds:
     """Stands for a `Fit` of a collective where a cluster has links and no fits; sizes are bytes.
 
-    Attributes:
+    Args:
       share: what a device sends of a byte of x, to its own node and to others; gathered: likewise of y.
       rounds, gathers: of SAA, x in `rounds` rounds of messages with y in `gathers` all-gathers beside them, each after
         the round that it needs: all share the links but the last one, beside which nothing is left.
     """
 
-    cluster: Cluster
-    share: tuple[float, float]
-    gathered: tuple[float, float] = (0.0, 0.0)
-    rounds: int = 1
-    gathers: int = 1
+    def __init__(self, cluster: Cluster, share, gathered=(0.0, 0.0), rounds: int = 1, gathers: int = 1):
+        self.cluster, self.share, self.gathered, self.rounds, self.gathers = cluster, share, gathered, rounds, gathers
 
     def seconds(self, x: float, y: float = 0.0) -> float:
         """Return the time of sizes x and y, with a start-up for each round where the cluster has one."""
         start = (self.cluster.inter_latency if self.share[1] else self.cluster.intra_latency) or 0.0
-        last = y / self.gathers
-        return (self.rounds - 1) * start + self._joint(x, y - last) + self._joint(0.0, last)
-
-    def _joint(self, x: float, y: float) -> float:
-        inside, across = (of_x * x + of_y * y for of_x, of_y in zip(self.share, self.gathered, strict=True))
-        return float(uniform_seconds(self.cluster, inside, across, "MoEConfig.schedule 'parm'"))
+        last, total = y / self.gathers, (self.rounds - 1) * start
+        for of_x, of_y in ((x, y - last), (0.0, last)):
+            inside, across = (a * of_x + b * of_y for a, b in zip(self.share, self.gathered, strict=True))
+            total += float(uniform_seconds(self.cluster, inside, across, "MoEConfig.schedule 'parm'"))
+        return total
 
 
 def read_cluster_of(path: str, roles: Roles) -> Cluster:
@@ -63,35 +46,34 @@ def read_cluster_of(path: str, roles: Roles) -> Cluster:
 
 def choose_gather(
     gather: str, roles: Roles, far_rows: int, row_bytes: int, cluster: Cluster | None, transport: str = "all_to_all"
-) -> GatherChoice:
-    """Return how s2 brings its rows home: what was asked for, or under 'auto' the shorter one by the fits.
+) -> tuple[str, str]:
+    """Return how s2 brings its rows home, 'saa' or 'aas', and why, as the rest of a sentence.
 
-    Compared is what differs: the rows that a whole EP&ESP group exchanges; those that stay in a node go by an exchange
-    and a gather in both forms. AAS is taken when equal.
+    It is what was asked for, or under 'auto' the shorter one by the fits. Compared is what differs: the rows that a
+    whole EP&ESP group exchanges; those that stay in a node go by an exchange and a gather in both forms. AAS is taken
+    when equal.
 
     Args:
       gather: 'auto', 'saa' or 'aas'; far_rows: C, rows of a whole bucket that the whole group exchanges.
       row_bytes: bytes of one row; transport: as in `MoEConfig`, looked up under its name.
     """
     if gather != "auto":
-        return GatherChoice(gather, "as MoEConfig.gather says")
+        return gather, "as MoEConfig.gather says"
     if cluster is None:
-        return GatherChoice(WITHOUT_FITS, "MoEConfig.gather 'auto' without MoEConfig.cluster")
+        return "aas", "MoEConfig.gather 'auto' without MoEConfig.cluster"
     ep_size, esp_size = roles.size(roles.expert), roles.size(roles.expert_shard)
     mp_size, size = roles.size(roles.model), ep_size * esp_size
     names = fit_name(transport, size), fit_name("all_gather", mp_size), fit_name("saa", size, mp_size, esp_size)
     known = dict(cluster.fits)
     missing = [name for name in names if name not in known]
     if missing:
-        return GatherChoice(WITHOUT_FITS, f"MoEConfig.gather 'auto', and {cluster.name!r} has no fit {missing[0]!r}")
+        return "aas", f"MoEConfig.gather 'auto', and {cluster.name!r} has no fit {missing[0]!r}"
     y = ep_size * far_rows * row_bytes
     x = y * esp_size // mp_size
     a2a, gathers, saa = (known[name] for name in names)
     together, in_turn = saa.seconds(x, y), a2a.seconds(x) + gathers.seconds(y)
-    return GatherChoice(
-        "saa" if together < in_turn else "aas",
-        f"MoEConfig.gather 'auto' on the fits of {cluster.name!r}: saa {together:.4g} s, aas {in_turn:.4g} s",
-    )
+    why = f"MoEConfig.gather 'auto' on the fits of {cluster.name!r}: saa {together:.4g} s, aas {in_turn:.4g} s"
+    return "saa" if together < in_turn else "aas", why
 
 
 def fits_of(

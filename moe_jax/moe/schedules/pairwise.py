@@ -23,25 +23,12 @@ from jax import lax
 
 from moe_jax.errors import UserError
 from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
-from moe_jax.moe.routing import Parcel, members_of, pack, passes_of, regroup_pieces, route
-from moe_jax.moe.schedules.contract import (
-    LayerSizes,
-    Routed,
-    Schedule,
-    ScheduleOptions,
-    layout_of,
-    own_bucket_rows,
-    register,
-)
-from moe_jax.moe.schedules.expert_group import ExpertGroup, build_expert_group, cut, join, member, repeat_for_shards
-from moe_jax.moe.schedules.mp_tokens import from_parts, to_parts
-from moe_jax.moe.schedules.passes import passes_needed
-from moe_jax.moe.tables import destinations
-from moe_jax.parallel.bucket_rows import BucketLayout
+from moe_jax.moe.routing import Parcel, members_of, pack, regroup_pieces
+from moe_jax.moe.schedules.contract import LayerSizes, Schedule, ScheduleOptions, register
+from moe_jax.moe.schedules.expert_group import ExpertGroup, cut, join, member, repeat_for_shards, route_choices
 from moe_jax.parallel.exchange import shift_pairs
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import both_ready
-from moe_jax.parallel.replicated import own_part
 from moe_jax.parallel.varying import cast_varying
 
 
@@ -68,54 +55,48 @@ def choose_groups(roles: Roles, wanted: int) -> int:
     return ep_size // in_node if in_node < ep_size and ep_size % in_node == 0 else ep_size
 
 
-@register("pairwise", one_piece=False)
+@register("pairwise")
 class Pairwise(Schedule):
     """FasterMoE's schedule; its drop groups are the N / N_MP tokens of one device."""
 
-    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
-        self.roles, self.options = roles, options
-        groups = choose_groups(roles, options.pairwise_groups)
-        self.sizes = sizes.split(roles.size(roles.model))
-        self.group = build_expert_group(roles)
-        self.layout = layout_of(roles, own_bucket_rows(sizes, roles))
-        self.passes = self.sizes.passes(self.layout.rows.far)
-        self.ring = Ring(self.group, groups)
+    one_piece = False
 
-    def enter(self, x, token_ids):
-        return to_parts(x, self.roles, self.options), own_part(token_ids, self.roles.model)
+    def __init__(self, roles: Roles, sizes: LayerSizes, options: ScheduleOptions):
+        super().__init__(roles, sizes, options)
+        self.group = ExpertGroup(roles)
+        self.ring = Ring(self.group, choose_groups(roles, options.pairwise_groups))
 
     def route(self, tokens, choice, tables):
-        roles, groups = self.roles, self.sizes.groups
-        with jax.named_scope("route"):
-            device, expert = destinations(tables, choice, groups)
-            routing = route(choice, device, expert, self.group.ep_size, groups)
-            mine = passes_of(routing, self.layout, groups, member(roles))
-            needed = passes_needed(mine, self.passes, roles.all)
-        return Routed(tokens, choice.weights, routing, needed)
+        return route_choices(self, tokens, choice, tables, member(self.roles))
 
     def run_pass(self, routed, index, experts):
         group, layout, ring, sizes = self.group, self.layout, self.ring, self.sizes
-        order, source = ring.places(lax.axis_index(group.axes) // ring.local)
+        rows_far = layout.rows.far
+        # rows of place (k, s) go to member k of group g - s; those of place (s, l) come from device l of group g + s
+        g = lax.axis_index(group.axes) // ring.local
+        step = jnp.arange(ring.groups, dtype=jnp.int32)
+        k = jnp.arange(ring.each, dtype=jnp.int32)[:, None]
+        origin = (g + step)[:, None] % ring.groups
+        source = origin * ring.local + jnp.arange(ring.local, dtype=jnp.int32)[None]
+        order = ((g - step)[None] % ring.groups * ring.each + k).reshape(-1)  # [D]
+        source = source.reshape(-1)  # [P]
         with jax.named_scope("dispatch"):
             me = member(self.roles)
             parcel = pack(routed.routing, index, layout, sizes.top_k, sizes.groups, me)
             arriving = group.send_counts(parcel.counts)  # [P, groups], of whole buckets
-            parcel = _reorder(parcel, order, layout.rows.far)
+            parcel = _reorder(parcel, order, rows_far)
             # every matmul needs the counts: they travel ahead of the rows
             rows, arriving = lax.optimization_barrier((permute_tokens(routed.tokens, parcel), arriving))
             pieces = dict(cut(rows, layout))
-            blocks = pieces.pop("far").reshape(ring.each, ring.groups, layout.rows.far, -1)
-            more = [(kind, group.exchanges[kind](group.dump(rows))) for kind, rows in pieces.items()]
+            blocks = pieces.pop("far").reshape(ring.each, ring.groups, rows_far, -1)
+            more = [(kind, group.send_piece(kind, rows)) for kind, rows in pieces.items()]
             counts = [_counts_of(piece, layout, arriving, me, group.esp_size) for piece in layout.pieces]
         near = [(rows, counts) for (_, rows), counts in zip(more, counts[1:], strict=True)]
         home, near = ring.run(blocks, counts[0][source], experts, near)
         with jax.named_scope("combine"):
-            back = [group.sum_shards(group.exchanges[kind](done)) for (kind, _), done in zip(more, near, strict=True)]
-            home = join([home.reshape(group.ep_size, layout.rows.far, -1), *back])
+            back = [group.send_piece_back(kind, done) for (kind, _), done in zip(more, near, strict=True)]
+            home = join([home.reshape(group.ep_size, rows_far, -1), *back])
             return unpermute_tokens(home, routed.weights, parcel)
-
-    def leave(self, y):
-        return from_parts(y, self.roles, self.options)
 
 
 class Ring:
@@ -124,19 +105,6 @@ class Ring:
     def __init__(self, group: ExpertGroup, groups: int):
         self.group, self.groups, self.each = group, groups, group.ep_size // groups
         self.local = self.each * group.esp_size
-
-    def places(self, g):
-        """Return where rows go and come from, for a device of group g.
-
-        Returns:
-          order int32 [D]: member to which the rows of place (k, s) go, that is member k of group g - s; source int32
-          [P]: device from which those of place (s, l) come, that is device l of group g + s.
-        """
-        step = jnp.arange(self.groups, dtype=jnp.int32)
-        k = jnp.arange(self.each, dtype=jnp.int32)[:, None]
-        origin = (g + step)[:, None] % self.groups
-        source = origin * self.local + jnp.arange(self.local, dtype=jnp.int32)[None]
-        return ((g - step)[None] % self.groups * self.each + k).reshape(-1), source.reshape(-1)
 
     def share(self, blocks):
         """Exchange within the group: block l of [Pg, ...] to its device l; [Pg, ...], block l from there."""
@@ -148,18 +116,7 @@ class Ring:
 
     def move(self, block, steps: int):
         """Send a block to the device in the same place, `steps` groups ahead on the ring."""
-        steps %= self.groups
-        return lax.ppermute(block, self.group.axes, shift_pairs(self.groups, self.local, steps, 0)) if steps else block
-
-    def send(self, collected, s: int):
-        """S_s: [Pg, c, M] to group g - s; returns what came from group g + s, [Pg, c, M]."""
-        with jax.named_scope("dispatch"):
-            return self.move(collected, -s)
-
-    def send_back(self, done, s: int):
-        """S'_s: computed rows [Pg, c, M] back to group g + s; returns what came back from group g - s."""
-        with jax.named_scope("combine"):
-            return self.move(done, s)
+        return lax.ppermute(block, self.group.axes, shift_pairs(self.groups, self.local, steps % self.groups, 0))
 
     def compute(self, received, arriving, experts, near=()):
         """C_s: rows [Pg, c, M] as they arrived, and further pieces -> (the same places, computed; theirs)."""
@@ -203,7 +160,8 @@ class Ring:
                 outgoing[s], done[s - 2] = both_ready(outgoing[s], done[s - 2])
             # the stream of transfers keeps its order; C_{s-1} is free to run beside S_s
             outgoing[s], received[-1] = lax.optimization_barrier((outgoing[s], received[-1]))
-            received.append(self.send(outgoing[s], s))
+            with jax.named_scope("dispatch"):  # S_s
+                received.append(self.move(outgoing[s], -s))
             here, rest = self.compute(received[s - 1], arriving[s - 1], experts, near if s == 1 else ())
             done.append(here)
             near_done = rest if s == 1 else near_done
@@ -217,7 +175,8 @@ class Ring:
         for s in range(1, self.groups):
             if s > 1:
                 done[s], home[-1] = lax.optimization_barrier((done[s], home[-1]))
-            home.append(self.send_back(done[s], s))
+            with jax.named_scope("combine"):  # S'_s
+                home.append(self.move(done[s], s))
         with jax.named_scope("combine"):
             parts = self.share(jnp.stack(home, axis=1))  # [Pg, Ng, c, M]
             if near_done:  # they come last
@@ -229,7 +188,7 @@ class Ring:
             return jnp.sum(parts, axis=1, dtype=acc_dtype).astype(parts.dtype), near_done
 
 
-def _counts_of(piece, layout: BucketLayout, counts, me, esp_size: int):
+def _counts_of(piece, layout, counts, me, esp_size: int):
     """Return int32 [n, groups], rows of each source's bucket in a piece; counts [P, groups] of whole buckets."""
     if len(layout.pieces) == 1:
         return counts

@@ -11,32 +11,28 @@ for them and for the cotangent, their gradient for the recomputation, and the gr
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.moe.schedules.contract import Passes
+from moe_jax.moe.schedules.contract import Schedule
 from moe_jax.parallel.ordering import gradients_in_turn, wait_for
 from moe_jax.parallel.varying import cast_varying, varying_axes
 
 
-def passes_needed(mine, passes: Passes, axes: tuple[str, ...]):
+def passes_needed(mine, schedule: Schedule):
     """Return int32 [], the most passes that any device's buckets take, at least one; equal on all devices.
 
-    Of a program that has the first pass alone, it is what this device needs: no branch waits for the others, and a
-    step compares all its layers at once (`most_of_all`).
+    Every device must take the same branch, because the branches hold collectives. Of a program that has the first pass
+    alone, it is what this device needs: no branch waits for the others, and a step compares all its layers at once.
 
     Args:
-      mine: int32 [], passes that this device's buckets take.
-      passes: static bounds; where one pass is enough, nothing is needed from the other devices.
-      axes: all mesh axes: every device must take the same branch, because the branches hold collectives.
+      mine: int32 [], passes that this device's buckets take; schedule: where one pass is enough, nothing is needed.
     """
-    if passes.most == 1:
+    if schedule.most_passes == 1:
         return jnp.ones((), jnp.int32)
     needed = jnp.maximum(mine, 1)
-    return needed if passes.run == 1 else most_of_all(needed, axes)
+    return most_of_all(needed, schedule.roles.all) if schedule.sizes.later_passes else needed
 
 
 def most_of_all(needed, axes: tuple[str, ...]):
@@ -68,10 +64,6 @@ def add_later_passes(first, one_pass, needed, most: int, before=()):
     return first + _rest((closed.jaxpr, trained, most), leaves, fixed, needed)
 
 
-def _call(jaxpr, consts, index):
-    return jax.core.eval_jaxpr(jaxpr, consts, index)[0]
-
-
 def _trained(closed) -> tuple[int, ...]:
     """Return the places of those constants of a closed function that its result has a gradient for."""
     floats = [i for i, leaf in enumerate(closed.consts) if jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -82,7 +74,7 @@ def _trained(closed) -> tuple[int, ...]:
         def of_leaves(leaves):
             for i, leaf in zip(floats, leaves, strict=True):
                 consts[i] = leaf
-            return _call(closed.jaxpr, consts, jnp.int32(0))
+            return jax.core.eval_jaxpr(closed.jaxpr, consts, jnp.int32(0))[0]
 
         out, pull = jax.vjp(of_leaves, leaves)
         return pull(out)[0]
@@ -100,7 +92,10 @@ def _plain_rest(how, leaves, fixed, needed):
     jaxpr, trained, most = how
     leaves, fixed = list(leaves), list(fixed)
     consts = [leaves.pop(0) if i in trained else fixed.pop(0) for i in range(len(leaves) + len(fixed))]
-    one_pass = functools.partial(_call, jaxpr, consts)
+
+    def one_pass(index):
+        return jax.core.eval_jaxpr(jaxpr, consts, index)[0]
+
     shape = jax.eval_shape(one_pass, jnp.int32(0))
     zeros = cast_varying(jnp.zeros(shape.shape, shape.dtype), shape.manual_axis_type.varying)
 
