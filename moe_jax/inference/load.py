@@ -21,7 +21,7 @@ from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.segments import expert_counts
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.routers.registry import find
+from moe_jax.moe.routers import find
 from moe_jax.observe import RunFolder
 from moe_jax.parallel.mesh import build_mesh
 from moe_jax.training.checkpoint import Checkpointer
@@ -45,7 +45,7 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
         )
     names = dict.fromkeys([moe.router, *(str(run.get("router", moe.router)) for run in model.runs)])
     for name in names:
-        if not find(name).router.by_token:
+        if not find(name).by_token:
             raise UserError(
                 f"MoEConfig.router ({name!r}) lets a token's experts depend on the other tokens of its batch, so text "
                 f"would depend on what is generated beside it; bind MoEConfig.router = 'topk', by which each "

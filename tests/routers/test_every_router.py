@@ -16,7 +16,7 @@ from routers.oracles import ORACLES, Given
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import RouterInputs, build_router, check_knobs, routers
-from moe_jax.moe.routers.registry import ROUTERS
+from moe_jax.moe.routers.contract import ROUTERS
 from moe_jax.moe.routers.scores import gate_noise, token_draws
 
 TOKENS, EXPERTS = 24, 8
@@ -247,7 +247,7 @@ def test_what_none_of_a_models_routers_reads_is_refused():
 
 
 def ignored(name):
-    return ROUTERS[name].router.ignores
+    return ROUTERS[name].ignores
 
 
 def test_knobs_are_fields_of_one_config():

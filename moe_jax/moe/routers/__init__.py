@@ -9,8 +9,16 @@ for _module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{_module.name}")
 
 from moe_jax.moe.routers.config import RouterConfig  # noqa: E402
-from moe_jax.moe.routers.contract import Router, RouterInputs, RouterPlace  # noqa: E402
-from moe_jax.moe.routers.registry import build_router, check_knobs, choose_experts, routers  # noqa: E402
+from moe_jax.moe.routers.contract import (  # noqa: E402
+    Router,
+    RouterInputs,
+    RouterPlace,
+    build_router,
+    check_knobs,
+    choose_experts,
+    find,
+    routers,
+)
 from moe_jax.moe.routers.statistics import (  # noqa: E402
     GateStats,
     balance_loss,
@@ -31,6 +39,7 @@ __all__ = [
     "check_knobs",
     "choose_experts",
     "counts_so_far",
+    "find",
     "join_statistics",
     "routers",
     "share_statistics",

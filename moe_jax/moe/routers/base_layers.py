@@ -20,8 +20,7 @@ from jax import lax
 
 from moe_jax.errors import UserError
 from moe_jax.moe.routers.auction import assign_evenly
-from moe_jax.moe.routers.contract import RouterBase, need_top_k
-from moe_jax.moe.routers.registry import router
+from moe_jax.moe.routers.contract import Router, register
 from moe_jax.moe.routers.scores import gate_logits
 from moe_jax.moe.routers.statistics import statistics_of
 from moe_jax.moe.routing import Choice
@@ -32,17 +31,18 @@ AUCTION_EPS = 0.01
 AUCTION_ROUNDS = 500  # at most; tokens that are left then are placed greedily, and counted
 
 
-@router("base")
-class Base(RouterBase):
+@register("base")
+class Base(Router):
     """Assign tokens evenly."""
 
     ignores = ("routed_scale", "renormalize", "drop")
     by_token = False
+    takes = (1, "gives every token one expert")
+    draws = True
 
     @classmethod
     def check(cls, config):
         super().check(config)
-        need_top_k(config, 1, "which gives every token one expert")
         for name, plain in (("capacity_factor", None), ("gate_noise", 0)):
             value = getattr(config, name)
             if value != plain:
@@ -50,10 +50,6 @@ class Base(RouterBase):
                     f"MoEConfig.{name} ({value}) must be {plain} with MoEConfig.router = 'base', which gives every "
                     "expert the same number of tokens"
                 )
-
-    @property
-    def draws(self):
-        return True
 
     def check_tokens(self, tokens):
         if self.place is not None:

@@ -1,18 +1,18 @@
 """The options of routing, checked on creation: those of every router, and the knobs that routers' files declare.
 
-Inputs: the routers in `registry.py`. Outputs: `RouterConfig`, from which `MoEConfig` is derived. It is made once, after
-every file of the package has declared its router: the package imports this one last.
+`MoEConfig` is derived of it. It is made once, after every file of the package has declared its router: the package
+imports this one last.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from moe_jax.moe.routers import registry
+from moe_jax.moe.routers.contract import ROUTERS, find
 from moe_jax.moe.routers.options import RouterOptions
 
-_KNOBS = tuple(dict.fromkeys(declared.knobs for declared in registry.ROUTERS.values() if declared.knobs is not None))
-assert "topk" in registry.ROUTERS, "import moe_jax.moe.routers first: its files declare what this one collects"
+_KNOBS = tuple(dict.fromkeys(router.knobs for router in ROUTERS.values() if router.knobs is not None))
+assert "topk" in ROUTERS, "import moe_jax.moe.routers first: its files declare what this one collects"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,4 +23,4 @@ class RouterConfig(*_KNOBS, RouterOptions):  # pyright: ignore[reportGeneralType
         super().__post_init__()
         for knobs in _KNOBS:
             knobs.check(self)
-        registry.find(self.router).router.check(self)
+        find(self.router).check(self)

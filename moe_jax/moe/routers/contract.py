@@ -1,16 +1,17 @@
-"""The contract of a router, and what every router starts from.
+"""The contract of a router, what every router starts from, and the routers by name.
 
 A router says which experts each token goes to, and with what weight. It is built once, from its configuration, and
 called on the tokens of one drop group, inside `shard_map` or outside:
 
     router.choose(x [t, M], params, inputs) -> (Choice, GateStats)
 
-It moves no tokens. What it needs beside the tokens is in `params`, the leaves of the model's gate that it asked for,
-and in `RouterInputs`. Letters: docs/notation.md.
+It moves no tokens. The package imports every file in its folder, so a new file is a new router
+(docs/adding_a_router.md). Letters: docs/notation.md.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import typing
 
@@ -63,73 +64,32 @@ class RouterInputs:
     replay: jax.Array | None = None
 
 
-class Router(typing.Protocol):
-    """See the docstring of this file."""
-
-    config: typing.Any
-    state: typing.ClassVar[tuple[str, ...]]
-    """Leaves that are no parameters: they have no gradient, and `next_state` says what becomes of them."""
-    draws: bool
-    """Whether training takes a key."""
-    replays: typing.ClassVar[bool]
-    """Whether it can take choices that were made before."""
-    by_token: typing.ClassVar[bool]
-    """Whether a token's choices depend on that token alone, where no capacity drops them."""
-
-    def leaves(self, model_dim: int) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of what this router keeps in the model's gate beside w_gate; all start at zero."""
-        ...
-
-    def choose(self, x: jax.Array, params: dict, inputs: RouterInputs) -> tuple[Choice, GateStats]:
-        """Return what the tokens x [t, M] of one drop group choose, and their statistics.
-
-        Args:
-          params: {'w_gate': [M, E]} and the router's leaves.
-        """
-        ...
-
-    def check_tokens(self, tokens: int) -> None:
-        """Raise a UserError for a number of tokens of an MP group that this router cannot gate."""
-        ...
-
-    def most_crossing(self, tokens: int) -> int | None:
-        """Return a bound on the choices of an MP group's `tokens` tokens that leave the node; None without one.
-
-        It holds where homes are even and plans add nothing.
-        """
-        ...
-
-    def balance_loss(self, stats: GateStats, tokens: int) -> jax.Array:
-        """Return the load-balancing loss [...] of statistics [..., E] that were summed over all `tokens` tokens.
-
-        Under `MoEConfig.balance_over` = 'step' counts are float, of the step's tokens as if they were as many.
-        """
-        ...
-
-    def next_state(self, state: dict, counts: jax.Array) -> dict:
-        """Return the leaves of `state` after an optimizer step; counts: int32 [..., E], choices of all its tokens."""
-        ...
-
-
-class RouterBase:
+class Router(abc.ABC):
     """Hold the configuration; balance by the loss of Switch Transformers; keep no state.
 
     Attributes:
       config: as bound, its knobs among it; place: where it runs, None without a mesh.
+      knobs: the dataclass of the fields of `MoEConfig` that its file brings, or None.
       in_groups: whether the router can choose inside groups of experts (group_limited.py).
       ignores: options that routers have in common and this one does not read; a model none of whose routers reads one
         that is bound is refused (`check_knobs`).
       replays: whether the router can take choices that were made before.
       by_token: whether a token's choices depend on that token alone, where no capacity drops them; generation needs it.
       balances: the values of `MoEConfig.balance_over` under which its balance loss can be formed.
+      takes: (the only `top_k` that it can have, why), or None.
+      draws: whether training takes a key.
+      state: leaves that are no parameters: they have no gradient, and `next_state` says what becomes of them.
     """
 
-    state: typing.ClassVar[tuple[str, ...]] = ()
+    knobs: typing.ClassVar[type | None] = None
     in_groups: typing.ClassVar[bool] = False
     ignores: typing.ClassVar[tuple[str, ...]] = ()
     replays: typing.ClassVar[bool] = False
     by_token: typing.ClassVar[bool] = True
     balances: typing.ClassVar[tuple[str, ...]] = ("batch",)
+    takes: typing.ClassVar[tuple[int, str] | None] = None
+    state: typing.ClassVar[tuple[str, ...]] = ()
+    draws: bool = False
 
     def __init__(self, config: typing.Any, place: RouterPlace | None = None):
         """Keep both.
@@ -138,6 +98,7 @@ class RouterBase:
           UserError: a place in which this router cannot work.
         """
         self.config, self.place = config, place
+        self.draws = self.draws or config.gate_noise > 0
         if config.router_dtype == "float64" and not jax.config.jax_enable_x64:
             raise UserError(
                 "MoEConfig.router_dtype ('float64') needs ModelConfig.dtype = 'float64', which turns on 64 bits; set "
@@ -162,32 +123,129 @@ class RouterBase:
                 f"MoEConfig.record_choices (True) needs a router whose choices can be replayed, and {config.router!r} "
                 "is none; set it to False"
             )
+        if cls.takes and config.top_k != cls.takes[0]:
+            raise UserError(
+                f"MoEConfig.top_k ({config.top_k}) must be {cls.takes[0]} with MoEConfig.router = {config.router!r}, "
+                f"which {cls.takes[1]}"
+            )
 
-    @property
-    def draws(self) -> bool:
-        return self.config.gate_noise > 0
+    @abc.abstractmethod
+    def choose(self, x: jax.Array, params: dict, inputs: RouterInputs) -> tuple[Choice, GateStats]:
+        """Return what the tokens x [t, M] of one drop group choose, and their statistics.
 
-    def leaves(self, model_dim):
+        Args:
+          params: {'w_gate': [M, E]} and the router's leaves.
+        """
+
+    def leaves(self, model_dim: int) -> dict[str, tuple[int, ...]]:
+        """Return {name: shape} of what this router keeps in the model's gate beside w_gate; all start at zero."""
         return {}
 
-    def check_tokens(self, tokens):
+    def check_tokens(self, tokens: int) -> None:
+        """Raise a UserError for a number of tokens of an MP group that this router cannot gate."""
         return None
 
-    def most_crossing(self, tokens):
+    def most_crossing(self, tokens: int) -> int | None:
+        """Return a bound on the choices of an MP group's `tokens` tokens that leave the node; None without one.
+
+        It holds where homes are even and plans add nothing.
+        """
         return None
 
-    def balance_loss(self, stats, tokens):
+    def balance_loss(self, stats: GateStats, tokens: int) -> jax.Array:
+        """Return the load-balancing loss [...] of statistics [..., E] that were summed over all `tokens` tokens.
+
+        Under `MoEConfig.balance_over` = 'step' counts are float, of the step's tokens as if they were as many.
+        """
         if stats.sequence_balance is not None:
             return stats.sequence_balance / tokens
         return balance_loss(stats.counts, stats.probability, tokens, self.config.top_k)
 
-    def next_state(self, state, counts):
+    def next_state(self, state: dict, counts: jax.Array) -> dict:
+        """Return the leaves of `state` after an optimizer step; counts: int32 [..., E], choices of all its tokens."""
         return state
 
 
-def need_top_k(config: RouterOptions, top_k: int, why: str) -> None:
-    """Raise a UserError unless `MoEConfig.top_k` is what the router takes."""
-    if config.top_k != top_k:
-        raise UserError(
-            f"MoEConfig.top_k ({config.top_k}) must be {top_k} with MoEConfig.router = {config.router!r}, {why}"
-        )
+ROUTERS: dict[str, type[Router]] = {}
+
+
+def register(name: str, knobs: type | None = None) -> typing.Callable[[type[Router]], type[Router]]:
+    """Declare the decorated class as the router `name` of `MoEConfig.router`; knobs: as in `Router`."""
+
+    def declare(cls):
+        assert name not in ROUTERS, f"router {name!r} is registered twice"
+        cls.knobs = knobs
+        ROUTERS[name] = cls
+        return cls
+
+    return declare
+
+
+def routers() -> tuple[str, ...]:
+    """Return the names of all routers."""
+    return tuple(sorted(ROUTERS))
+
+
+def find(name: str) -> type[Router]:
+    """Return the class of a router.
+
+    Raises:
+      UserError: for an unknown name.
+    """
+    if name not in ROUTERS:
+        raise UserError(f"MoEConfig.router ({name!r}) is unknown; choose one of {', '.join(routers())}")
+    return ROUTERS[name]
+
+
+def build_router(config: RouterOptions, place: RouterPlace | None = None) -> Router:
+    """Return the router that `MoEConfig.router` names; place: where it runs, None on one device without a mesh.
+
+    Raises:
+      UserError: a place in which this router cannot work.
+    """
+    return find(config.router)(config, place)
+
+
+def check_knobs(config: RouterOptions, used: set[str]) -> None:
+    """Raise a UserError for an option of routing that is bound and that none of the routers `used` reads.
+
+    Args:
+      config: of the model's layers; used: names of their routers, which may differ from layer to layer.
+    """
+    classes = [find(name) for name in used]
+    routers_used = " or ".join(map(repr, sorted(used)))
+    for field in dataclasses.fields(config):
+        if all(field.name in cls.ignores for cls in classes) and getattr(config, field.name) != field.default:
+            raise UserError(
+                f"MoEConfig.{field.name} ({getattr(config, field.name)!r}) is not read by MoEConfig.router = "
+                f"{routers_used}; leave it at {field.default!r}, or choose another router"
+            )
+    grouped = any(cls.in_groups for cls in classes)
+    for name in routers():
+        knobs = find(name).knobs
+        read = name in used or name == "group_limited" and grouped
+        for field in () if knobs is None or read else dataclasses.fields(knobs):
+            value = getattr(config, field.name)
+            if value != field.default and field.name != "routed_scale":  # which several read: see `ignores`
+                raise UserError(
+                    f"MoEConfig.{field.name} ({value!r}) is a knob of MoEConfig.router = {name!r}, and the router is "
+                    f"{routers_used}; leave it at {field.default!r}, or set MoEConfig.router"
+                )
+
+
+def choose_experts(x, w_gate, config: RouterOptions, *, noise_key=None, token_ids=None):
+    """Score all experts and choose those of each token, by a router that needs no more than a gate weight.
+
+    Computed in promote(x.dtype, float32), so a float64 run stays float64.
+
+    Args:
+      x: [t, M] tokens.
+      w_gate: [M, E].
+      config: the router.
+      noise_key: PRNG key of this step and layer, or None for no noise (evaluation).
+      token_ids: int32 [t], global index of each token; needed with a key.
+
+    Returns:
+      Choice and GateStats of these tokens; tokens are one drop group.
+    """
+    return build_router(config).choose(x, {"w_gate": w_gate}, RouterInputs(noise_key, token_ids))

@@ -1,20 +1,19 @@
 """`forced_balance`: experts in turn, for measuring a layer without skew. Not for training a model.
 
-Inputs, outputs and weights as in `topk.py`, but token i takes the experts i K, i K + 1, .. modulo E, whatever its
-scores are; i is its global index. So any run of consecutive tokens loads the experts evenly, to one choice. The gate
-still computes its scores, and weights are their softmax at the experts that were given: a step costs what it would.
-Source: torchtitan issue 1670.
+As `topk.py`, but token i takes the experts i K, i K + 1, .. modulo E, whatever its scores are; i is its global index.
+So any run of consecutive tokens loads the experts evenly, to one choice. Weights are the softmax of its scores at the
+experts that were given: a step costs what it would. Source: torchtitan issue 1670.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 
-from moe_jax.moe.routers.registry import router
+from moe_jax.moe.routers.contract import register
 from moe_jax.moe.routers.topk import TopK
 
 
-@router("forced_balance")
+@register("forced_balance")
 class ForcedBalance(TopK):
     """Hand out experts in turn."""
 

@@ -55,26 +55,18 @@ class GroupKnobs:
             )
 
 
-def best_score(grouped):
-    """Score groups by their best expert: [t, n, E / n] -> [t, n]."""
-    return jnp.max(grouped, axis=-1)
-
-
-def two_best_scores(grouped):
-    """Score groups by the sum of their two best experts, or their only one: [t, n, E / n] -> [t, n]."""
-    return jnp.sum(lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
-
-
-def within_groups(scores, config, score_groups):
+def within_groups(scores, config, best: int):
     """Return bool [t, E]: the experts of each token's best groups; ties go to the lowest group.
 
     Args:
       scores: [t, E] by which experts are chosen.
       config: expert_groups and kept_groups are read.
-      score_groups: `best_score` or `two_best_scores`.
+      best: a group's score is that of its best expert (1), or the sum of its two best (2), or of its only one.
     """
     groups = config.expert_groups
     grouped = scores.reshape(scores.shape[0], groups, -1)
-    best = lax.top_k(score_groups(grouped), config.kept_groups)[1]
-    stays = jnp.any(best[:, :, None] == jnp.arange(groups, dtype=best.dtype)[None, None], axis=1)
-    return jnp.repeat(stays, grouped.shape[-1], axis=1)
+    inside = grouped.shape[-1]
+    score = jnp.max(grouped, axis=-1) if best == 1 else jnp.sum(lax.top_k(grouped, min(best, inside))[0], axis=-1)
+    kept = lax.top_k(score, config.kept_groups)[1]
+    stays = jnp.any(kept[:, :, None] == jnp.arange(groups, dtype=kept.dtype)[None, None], axis=1)
+    return jnp.repeat(stays, inside, axis=1)

@@ -5,10 +5,9 @@ is not drawn or is dropped takes its weight with it. The second expert is kept w
 the token's global index; in evaluation always. With a capacity an expert serves all first choices, in order of tokens,
 before any second one; a second choice that was not drawn takes no place.
 The balance loss is E sum_e (c_e / T) m_e with c_e the first choices of e, m_e the mean probability, and T the tokens of
-the whole global microbatch. The paper's is (1 / E) sum_e (c_e / S) m_e over the S tokens of a group: E^2 times smaller,
-1 / E^2 where loads are even, and ours 1, as for other routers. The paper's k is aux_loss_weight = k / E^2 here.
-Source: GShard (Lepikhin et al. 2021), section 2.2 and algorithm 1.
-Letters: docs/notation.md.
+the whole global microbatch: 1 where loads are even, as for other routers. The paper's is E^2 times smaller, over the
+tokens of a group; its k is aux_loss_weight = k / E^2 here.
+Source: GShard (Lepikhin et al. 2021), section 2.2 and algorithm 1. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.errors import UserError
-from moe_jax.moe.routers.contract import need_top_k
-from moe_jax.moe.routers.registry import router
+from moe_jax.moe.routers.contract import register
 from moe_jax.moe.routers.scores import gate_logits, token_draws
 from moe_jax.moe.routers.statistics import balance_loss, count_experts, statistics_of
 from moe_jax.moe.routers.topk import TopK
 from moe_jax.moe.routing import Choice, rank_within
 
 
-@router("gshard")
+@register("gshard")
 class GShard(TopK):
     """Two experts per token, the second one by a draw."""
 
@@ -36,47 +34,40 @@ class GShard(TopK):
     ignores = ("routed_scale", "renormalize")
     replays = False
     balances = ("batch",)
+    takes = (2, "takes two experts per token")
+    draws = True
 
     @classmethod
     def check(cls, config):
         super().check(config)
-        need_top_k(config, 2, "which takes two experts per token")
         if config.drop != "position":
             raise UserError(
                 f"MoEConfig.drop ({config.drop!r}) must be 'position' with MoEConfig.router = 'gshard', whose experts "
                 "serve first choices before second ones, each in order of tokens"
             )
 
-    @property
-    def draws(self):
-        return True
-
     def choose(self, x, params, inputs):
-        logits = gate_logits(x, params["w_gate"], self.config.router_dtype)
+        config, tokens = self.config, x.shape[0]
+        logits = gate_logits(x, params["w_gate"], config.router_dtype)
         noisy = self.with_noise(logits, x, params, inputs)
         probs = jax.nn.softmax(noisy, axis=-1)
         best, expert_ids = tuple(lax.top_k(probs, 2))
         weights = best / jnp.sum(best, axis=-1, keepdims=True)
-        wanted = jnp.ones(expert_ids.shape, bool)
+        served = jnp.ones(expert_ids.shape, bool)
         if inputs.noise_key is not None:
             second = token_draws(inputs.noise_key, inputs.token_ids, probs.dtype) < 2 * lax.stop_gradient(weights[:, 1])
-            wanted = jnp.stack([jnp.ones_like(second), second], axis=1)
-        choice = Choice(expert_ids=expert_ids, weights=weights, keep_mask=self.served(expert_ids, wanted))
+            served = jnp.stack([jnp.ones_like(second), second], axis=1)
+        if not config.dropless:  # a queue of each expert, in which all first choices come first
+            place = jnp.arange(2 * tokens, dtype=jnp.int32).reshape(tokens, 2)
+            queue = jnp.where(served, expert_ids, config.num_experts).reshape(-1)
+            rank = rank_within(queue, place.T.reshape(-1)).reshape(tokens, 2)
+            served = served & (rank < config.capacity(tokens))
+        choice = Choice(expert_ids=expert_ids, weights=weights, keep_mask=served)
         stats = statistics_of(
             choice, probs, jax.nn.log_softmax(noisy, axis=-1), jax.scipy.special.logsumexp(logits, axis=-1)
         )
-        first = count_experts(expert_ids[:, 0], self.config.num_experts)
+        first = count_experts(expert_ids[:, 0], config.num_experts)
         return choice, dataclasses.replace(stats, first_counts=first)
-
-    def served(self, expert_ids, wanted):
-        """Return bool [t, 2], the wanted choices that their expert's capacity admits: all first ones come first."""
-        if self.config.dropless:
-            return wanted
-        tokens = expert_ids.shape[0]
-        place = jnp.arange(2 * tokens, dtype=jnp.int32).reshape(tokens, 2)
-        queue = jnp.where(wanted, expert_ids, self.config.num_experts).reshape(-1)
-        rank = rank_within(queue, place.T.reshape(-1)).reshape(tokens, 2)
-        return wanted & (rank < self.config.capacity(tokens))
 
     def balance_loss(self, stats, tokens):
         return balance_loss(stats.first_counts, stats.probability, tokens, 1)

@@ -1,7 +1,7 @@
 """`noisy_topk`: top-K of logits with noise whose scale is learned, per expert and token.
 
-Inputs: as in `topk.py`, and w_noise [M, E], which starts at zero: a scale of softplus(0) = 0.69. The noise of a token
-is keyed by its global index, so it does not depend on the layout; in evaluation there is none. Source: Shazeer et al.,
+As `topk.py`, and w_noise [M, E], which starts at zero: a scale of softplus(0) = 0.69. The noise of a token is keyed by
+its global index, so it does not depend on the layout; in evaluation there is none. Source: Shazeer et al.,
 Outrageously Large Neural Networks (2017), equations 3 to 5.
 """
 
@@ -10,16 +10,17 @@ from __future__ import annotations
 import jax
 
 from moe_jax.errors import UserError
-from moe_jax.moe.routers.registry import router
+from moe_jax.moe.routers.contract import register
 from moe_jax.moe.routers.scores import gate_logits, gate_noise
 from moe_jax.moe.routers.topk import TopK
 
 
-@router("noisy_topk")
+@register("noisy_topk")
 class NoisyTopK(TopK):
     """H = x w_gate + softplus(x w_noise) n with n standard normal; the K best of softmax(H)."""
 
     in_groups = False
+    draws = True
 
     @classmethod
     def check(cls, config):
@@ -29,10 +30,6 @@ class NoisyTopK(TopK):
                 f"MoEConfig.gate_noise ({config.gate_noise}) must be 0 with MoEConfig.router = 'noisy_topk', which "
                 "learns the scale of its noise"
             )
-
-    @property
-    def draws(self):
-        return True
 
     def leaves(self, model_dim):
         return {"w_noise": (model_dim, self.config.num_experts)}

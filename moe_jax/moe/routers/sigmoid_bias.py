@@ -21,8 +21,8 @@ from jax import lax
 
 from moe_jax.errors import UserError
 from moe_jax.moe.routers.capacity import keep_within_capacity
-from moe_jax.moe.routers.group_limited import two_best_scores, within_groups
-from moe_jax.moe.routers.registry import router
+from moe_jax.moe.routers.contract import register
+from moe_jax.moe.routers.group_limited import within_groups
 from moe_jax.moe.routers.scores import gate_logits
 from moe_jax.moe.routers.topk import TopK
 from moe_jax.moe.routing import Choice
@@ -45,7 +45,7 @@ class BiasKnobs:
             raise UserError(f"MoEConfig.bias_rate ({self.bias_rate}) must be at least 0; 0.001 suits most runs")
 
 
-@router("sigmoid_bias", knobs=BiasKnobs)
+@register("sigmoid_bias", knobs=BiasKnobs)
 class SigmoidBias(TopK):
     """Choose by biased sigmoid scores."""
 
@@ -59,10 +59,13 @@ class SigmoidBias(TopK):
         logits = gate_logits(x, params["w_gate"], config.router_dtype)
         noisy = self.with_noise(logits, x, params, inputs)
         scores = jax.nn.sigmoid(noisy)
-        if inputs.replay is None:
-            expert_ids = self.best(lax.stop_gradient(scores), lax.stop_gradient(params["choice_bias"]))
-        else:
-            expert_ids = inputs.replay
+        expert_ids = inputs.replay
+        if expert_ids is None:
+            plain, bias = lax.stop_gradient(scores), lax.stop_gradient(params["choice_bias"])
+            biased = plain + bias.astype(scores.dtype)[None]
+            if config.expert_groups:
+                biased = jnp.where(within_groups(biased, config, 2), biased, -jnp.inf)
+            expert_ids = lax.top_k(biased, config.top_k)[1]
         chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)
         keep_mask = keep_within_capacity(expert_ids, chosen, config)
         weights = chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + _LEAST) if config.renormalize else chosen
@@ -71,13 +74,6 @@ class SigmoidBias(TopK):
         log_probs = log_scores - jax.scipy.special.logsumexp(log_scores, axis=-1, keepdims=True)
         log_z = jax.scipy.special.logsumexp(logits, axis=-1)
         return choice, self.statistics(choice, jnp.exp(log_probs), log_probs, log_z)
-
-    def best(self, scores, bias):
-        """Return int32 [t, K], the experts with the highest score + bias; scores [t, E], bias [E]."""
-        biased = scores + bias.astype(scores.dtype)[None]
-        if self.config.expert_groups:
-            biased = jnp.where(within_groups(biased, self.config, two_best_scores), biased, -jnp.inf)
-        return lax.top_k(biased, self.config.top_k)[1]
 
     def next_state(self, state, counts):
         bias = state["choice_bias"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from moe_jax.errors import UserError
+from moe_jax.moe.routers.contract import register
 from moe_jax.moe.routers.group_limited import GroupKnobs
-from moe_jax.moe.routers.registry import router
 from moe_jax.moe.routers.topk import TopK
 
 
-@router("group_limited", knobs=GroupKnobs)
+@register("group_limited", knobs=GroupKnobs)
 class GroupLimited(TopK):
     """Top-K of the softmax inside groups. Source: DeepSeek-V2, section 2.1.3."""
 

@@ -1,28 +1,23 @@
 """`switch`: each token takes its most probable expert, weighted by that probability.
 
-Inputs, outputs and ties as in `topk.py`. The weight is never divided by itself (`MoEConfig.renormalize` is not read),
-so the gate learns from the model's loss. With `capacity_factor` an expert takes its first tokens, as published; None is
-dropless. Source: Switch Transformers (Fedus et al. 2022), section 2.1 and 2.2.
+As `topk.py`; the weight is never divided by itself (`MoEConfig.renormalize` is not read), so the gate learns from the
+model's loss. With `capacity_factor` an expert takes its first tokens, as published; None is dropless.
+Source: Switch Transformers (Fedus et al. 2022), section 2.1 and 2.2.
 """
 
 from __future__ import annotations
 
-from moe_jax.moe.routers.contract import need_top_k
-from moe_jax.moe.routers.registry import router
+from moe_jax.moe.routers.contract import register
 from moe_jax.moe.routers.topk import TopK
 
 
-@router("switch")
+@register("switch")
 class Switch(TopK):
     """One expert per token, with its probability for a weight."""
 
     in_groups = False
     ignores = ("routed_scale", "renormalize")
-
-    @classmethod
-    def check(cls, config):
-        super().check(config)
-        need_top_k(config, 1, "which takes one expert per token")
+    takes = (1, "takes one expert per token")
 
     def weigh(self, weights):
         return weights

@@ -17,17 +17,16 @@ from jax import lax
 
 from moe_jax.errors import UserError
 from moe_jax.moe.routers.capacity import keep_within_capacity
-from moe_jax.moe.routers.contract import RouterBase, RouterInputs
-from moe_jax.moe.routers.group_limited import best_score, within_groups
+from moe_jax.moe.routers.contract import Router, RouterInputs, register
+from moe_jax.moe.routers.group_limited import within_groups
 from moe_jax.moe.routers.options import BALANCE_OVER
-from moe_jax.moe.routers.registry import router
 from moe_jax.moe.routers.scores import best_scores, gate_logits, gate_noise, softmax_and_log_z
 from moe_jax.moe.routers.statistics import sequence_balance, statistics_of
 from moe_jax.moe.routing import Choice
 
 
-@router("topk")
-class TopK(RouterBase):
+@register("topk")
+class TopK(Router):
     """Score all experts and choose the K best of each token, among all or inside its groups."""
 
     in_groups = True
@@ -84,7 +83,7 @@ class TopK(RouterBase):
         if inputs.replay is not None:
             return jnp.take_along_axis(probs, inputs.replay, axis=-1), inputs.replay
         if config.expert_groups:
-            open_groups = within_groups(lax.stop_gradient(probs), config, best_score)
+            open_groups = within_groups(lax.stop_gradient(probs), config, 1)
             _, expert_ids = lax.top_k(jnp.where(open_groups, lax.stop_gradient(probs), -jnp.inf), config.top_k)
             return jnp.take_along_axis(probs, expert_ids, axis=-1), expert_ids
         return best_scores(probs, config.top_k)
@@ -92,12 +91,7 @@ class TopK(RouterBase):
     def weigh(self, weights):
         """Return the factors [t, K] of the experts' outputs, from the chosen probabilities."""
         if self.config.renormalize:
-            weights = _renormalized(weights)
+            columns = [weights[:, k] for k in range(weights.shape[1])]
+            total = functools.reduce(jnp.add, columns)  # a reduction is a kernel by itself
+            weights = jnp.stack([column / total for column in columns], axis=1)
         return weights if self.config.routed_scale == 1 else self.config.routed_scale * weights
-
-
-def _renormalized(weights):
-    """Return the weights [t, K] over their sum, by plain additions of columns: a reduction is a kernel by itself."""
-    columns = [weights[:, k] for k in range(weights.shape[1])]
-    total = functools.reduce(jnp.add, columns)
-    return jnp.stack([column / total for column in columns], axis=1)

@@ -27,12 +27,10 @@ from jax import lax
 from moe_jax.cluster import read_named_cluster
 from moe_jax.errors import UserError
 from moe_jax.moe.routers.capacity import keep_within_capacity
-from moe_jax.moe.routers.contract import RouterPlace
-from moe_jax.moe.routers.registry import router
+from moe_jax.moe.routers.contract import RouterPlace, register
 from moe_jax.moe.routers.scores import gate_logits
 from moe_jax.moe.routers.topk import TopK
 from moe_jax.moe.routing import Choice
-from moe_jax.parallel.mesh import Roles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ class TopologyKnobs:
             raise UserError(f"MoEConfig.remote_fraction ({self.remote_fraction}) must lie between 0 and 1")
 
 
-@router("topology", knobs=TopologyKnobs)
+@register("topology", knobs=TopologyKnobs)
 class Topology(TopK):
     """Top-K, most of it on the own node."""
 
@@ -79,8 +77,16 @@ class Topology(TopK):
         if place is None:
             return
         roles = place.roles
-        check_whole_nodes(roles)
-        nodes = roles.size(roles.expert) // roles.members_per_node
+        per_node, shards, members = roles.config.devices_per_node, roles.config.expert_shard, roles.size(roles.expert)
+        inside = per_node // shards
+        # where nodes cut an expert, or the expert-parallel group into unequal parts, L means nothing
+        if per_node and (per_node % shards or (members % inside if inside < members else inside % members)):
+            raise UserError(
+                f"MeshConfig.devices_per_node ({per_node}) must cut {members} expert-parallel members of "
+                f"MeshConfig.expert_shard ({shards}) devices into whole members and equal nodes with MoEConfig.router "
+                "= 'topology'; change MeshConfig.expert, expert_shard or data"
+            )
+        nodes = members // roles.members_per_node
         inside = config.num_experts // nodes
         if config.top_k > inside:
             raise UserError(
@@ -119,7 +125,9 @@ class Topology(TopK):
         chosen = jnp.take_along_axis(noisy, expert_ids, axis=-1)
         weights = jax.nn.softmax(chosen, axis=-1)
         keep_mask = keep_within_capacity(expert_ids, chosen, config)
-        choice = Choice(expert_ids=expert_ids, weights=self.scaled(weights, noisy, expert_ids), keep_mask=keep_mask)
+        if not config.renormalize:  # the chosen experts' probabilities among all
+            weights = jnp.take_along_axis(jax.nn.softmax(noisy, axis=-1), expert_ids, axis=-1)
+        choice = Choice(expert_ids=expert_ids, weights=weights, keep_mask=keep_mask)
         log_probs = jax.nn.log_softmax(noisy, axis=-1)
         return choice, self.statistics(
             choice, jnp.exp(log_probs), log_probs, jax.scipy.special.logsumexp(logits, axis=-1)
@@ -140,12 +148,6 @@ class Topology(TopK):
         me = lax.axis_index(roles.expert) // inside
         return jnp.all((tables.dest_num <= before) | (node == me), axis=1)
 
-    def scaled(self, weights, scores, expert_ids):
-        """Return the weights, or without `renormalize` the chosen experts' probabilities among all."""
-        if self.config.renormalize:
-            return weights
-        return jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), expert_ids, axis=-1)
-
     def best(self, scores, local):
         """Return the experts int32 [t, K] of scores [t, E] where the experts `local` bool [E] are on the own node."""
         top_k, most = self.config.top_k, self.most_remote(scores.shape[0])
@@ -153,32 +155,15 @@ class Topology(TopK):
         _, inside = lax.top_k(jnp.where(local[None], scores, -jnp.inf), top_k)
         value, first = lax.top_k(scores, top_k)
         remote = ~local[first[:, 0]]
-        rank = places(-jnp.where(remote, value[:, 0], -jnp.inf))
+        order = jnp.argsort(-jnp.where(remote, value[:, 0], -jnp.inf), stable=True)
+        index = jnp.arange(order.shape[0], dtype=jnp.int32)
+        rank = jnp.zeros_like(order, jnp.int32).at[order].set(index, unique_indices=True)  # ties to the lowest index
         goes = remote & (rank < most)
         crossing = jnp.concatenate([first[:, :1], inside[:, : top_k - 1]], axis=1)
         chosen = jnp.where(goes[:, None], crossing, inside)
         if self.config.topology_release:
             chosen = jnp.where(jnp.sum(remote) <= most, first, chosen)
         return chosen
-
-
-def check_whole_nodes(roles: Roles) -> None:
-    """Raise a UserError where nodes cut an expert, or the expert-parallel group into unequal parts: L means nothing."""
-    per_node, shards, members = roles.config.devices_per_node, roles.config.expert_shard, roles.size(roles.expert)
-    inside = per_node // shards
-    if per_node and (per_node % shards or (members % inside if inside < members else inside % members)):
-        raise UserError(
-            f"MeshConfig.devices_per_node ({per_node}) must cut {members} expert-parallel members of "
-            f"MeshConfig.expert_shard ({shards}) devices into whole members and equal nodes with MoEConfig.router = "
-            "'topology'; change MeshConfig.expert, expert_shard or data"
-        )
-
-
-def places(values):
-    """Return int32 [n], the place of each value in rising order; ties to the lowest index."""
-    order = jnp.argsort(values, stable=True)
-    index = jnp.arange(values.shape[0], dtype=jnp.int32)
-    return jnp.zeros_like(order, jnp.int32).at[order].set(index, unique_indices=True)
 
 
 def remote_fraction(path: str) -> float:
