@@ -13,7 +13,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.moe.after_gate import Decision, by_falling, late_size, slots_of
+from moe_jax.moe.after_gate import by_falling, late_size, slots_of
 from moe_jax.moe.late_transfer import fit_late
 
 
@@ -38,8 +38,7 @@ class CalibrateRule:
     def decide(self, tables, counts, holders, me, shape):
         devices, experts = counts.shape
         slot = slots_of(holders, experts)
-        held, at_home = slot >= 0, (slot >= 0) & (slot < shape.home_slots)
-        home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
+        held = slot >= 0
         free = jnp.full((devices,), shape.late_slots, jnp.int32)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
@@ -47,21 +46,16 @@ class CalibrateRule:
         holding = jnp.sum(held, axis=1, dtype=jnp.int32)
         wanted = slots_by_load((totals / holding)[order], jnp.sum(free), (devices - holding)[order])
         wanted = self.spread(held, order, wanted, free, shape)
-        home_slot = jnp.max(jnp.where(at_home, slot, 0), axis=1)
-        fitted = fit_late(wanted, order, home, home_slot, me, shape.late, shape.home_slots)
-        added, per_node = fitted.added, shape.devices_per_node
+        added, with_late, transfer, used = fit_late(wanted, order, slot, me, shape)
+        per_node = shape.devices_per_node
         gain = self.seconds(counts, held, per_node) - self.seconds(counts, held | added, per_node)
-        pays = gain > self._costs(added, fitted.used, shape.late)
-        late_slot = shape.home_slots + shape.ahead_slots + fitted.slot
-        slot = jnp.where(added & pays, late_slot, slot)
-        decided = dataclasses.replace(tables, **nearest(slot, me, shape))
-        return Decision(decided, fitted.transfer, jnp.where(pays, fitted.used, 0))
-
-    def _costs(self, added, used, late):
-        """Return the seconds of the late transfer there and back."""
         if self.late_seconds:
-            return jnp.asarray(self.late_seconds, jnp.result_type(float))[late_size(used, late)]
-        return self.late_transfer * (jnp.sum(added) + jnp.sum(jnp.any(added, axis=1)))
+            costs = jnp.asarray(self.late_seconds, jnp.result_type(float))[late_size(used, shape.late)]
+        else:
+            costs = self.late_transfer * (jnp.sum(added) + jnp.sum(jnp.any(added, axis=1)))
+        pays = gain > costs
+        slot = jnp.where(pays, with_late, slot)
+        return nearest(tables, slot, me, shape), transfer, jnp.where(pays, used, 0)
 
     def spread(self, held, order, wanted, free, shape):
         """Place replicas one by one, as `moe_jax.planning.hecate.spread_replicas`: -> the new replicas, bool [E, D]."""
@@ -102,8 +96,8 @@ class CalibrateRule:
         return self.compute * jnp.max(jnp.sum(own, axis=0) + received) + self.exchange * jnp.max(received)
 
 
-def nearest(slot, me, shape):
-    """Return the destinations of this source: the own device, else the own node's holders, else all, evenly."""
+def nearest(tables, slot, me, shape):
+    """Return the tables with this source's destinations: the own device, else the own node's holders, else all."""
     experts, devices = slot.shape
     held = slot >= 0
     device = jnp.arange(devices, dtype=jnp.int32)
@@ -117,11 +111,12 @@ def nearest(slot, me, shape):
     target = device[None] * shape.slots + jnp.maximum(slot, 0)
     expert = jnp.broadcast_to(jnp.arange(experts)[:, None], place.shape)
     upto = jnp.minimum(device[None] + 1, number[:, None])
-    return {
-        "dest_slot": jnp.zeros_like(target).at[expert, place].set(target, mode="drop"),
-        "dest_num": upto.astype(jnp.uint32),
-        "dest_den": number.astype(jnp.uint32),
-    }
+    return dataclasses.replace(
+        tables,
+        dest_slot=jnp.zeros_like(target).at[expert, place].set(target, mode="drop"),
+        dest_num=upto.astype(jnp.uint32),
+        dest_den=number.astype(jnp.uint32),
+    )
 
 
 def slots_by_load(loads, slots, most):

@@ -1,8 +1,7 @@
 """A plan of quotas after the gate: how many tokens of an expert each device computes, with replicas that come late.
 
-Inputs: counts and homes. Outputs: destinations in shares, and the transfer of the replicas that the quotas need. What
-is decided stands in a planner's file, written once for NumPy and jax.numpy; this makes tables of it. A balancer whose
-late decision is such a plan needs nothing else on the device.
+What is decided stands in a planner's file, written once for NumPy and jax.numpy; this makes tables of it: destinations
+in shares, and the transfer of the replicas that the quotas need.
 Letters: docs/notation.md; quota [E, D] tokens of e on d.
 """
 
@@ -15,8 +14,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.moe.after_gate import Decision, by_falling, slots_of
-from moe_jax.moe.after_gate_shares import SHARE_ONE, edges_of
+from moe_jax.moe.after_gate import by_falling, slots_of
+from moe_jax.moe.after_gate_shares import share_tables
 from moe_jax.moe.late_transfer import fit_late
 
 
@@ -60,16 +59,7 @@ class QuotaRule:
         totals = jnp.sum(counts, axis=0)
         quota = self.plan(JaxArrays(), totals[None], home[None], (shape.late_slots, devices), self.knobs)[0]
         wanted = (quota > 0) & ~at_home
-        home_slot = jnp.max(jnp.where(at_home, slot, 0), axis=1)
-        fitted = fit_late(wanted, by_falling(totals), home, home_slot, me, shape.late, shape.home_slots)
-        cut = jnp.any(wanted & ~fitted.added, axis=1, keepdims=True)
+        added, slot, transfer, used = fit_late(wanted, by_falling(totals), slot, me, shape)
+        cut = jnp.any(wanted & ~added, axis=1, keepdims=True)
         quota = jnp.where(cut, jnp.where(at_home, totals[:, None], 0.0), quota)
-        slot = jnp.where(fitted.added, shape.home_slots + shape.ahead_slots + fitted.slot, slot)
-        device = jnp.arange(devices, dtype=jnp.int32)
-        decided = dataclasses.replace(
-            tables,
-            dest_slot=device[None] * shape.slots + jnp.maximum(slot, 0),
-            dest_num=edges_of(counts, quota, at_home, me // shape.devices_per_node, shape.devices_per_node),
-            dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
-        )
-        return Decision(decided, fitted.transfer, fitted.used)
+        return share_tables(tables, counts, quota, slot, me, shape), transfer, used

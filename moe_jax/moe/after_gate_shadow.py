@@ -13,7 +13,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.moe.after_gate import Decision, by_falling, late_size, slots_of
+from moe_jax.moe.after_gate import by_falling, late_size, slots_of
 from moe_jax.moe.late_transfer import fit_late
 
 
@@ -37,27 +37,9 @@ class ShadowRule:
 
     def decide(self, tables, counts, holders, me, shape):
         devices, experts = counts.shape
-        homes = slots_of(holders[:, : shape.home_slots], experts)
-        home = jnp.argmax(homes, axis=1).astype(jnp.int32)
-        order, chosen = self._search(counts, home, shape.late)
-        everywhere = jnp.arange(devices)[None] != home[:, None]
-        fitted = fit_late(
-            chosen[:, None] & everywhere, order, home, jnp.max(homes, axis=1), me, shape.late, shape.home_slots
-        )
-        at_home = home * shape.slots + jnp.max(homes, axis=1)
-        here = me * shape.slots + shape.home_slots + shape.ahead_slots + fitted.slot[:, me]
-        one = jnp.ones_like(tables.dest_num)
-        decided = dataclasses.replace(
-            tables,
-            dest_slot=jnp.where(fitted.added[:, me], here, at_home)[:, None] + jnp.zeros_like(tables.dest_slot),
-            dest_num=one,
-            dest_den=jnp.ones_like(tables.dest_den),
-        )
-        return Decision(decided, fitted.transfer, fitted.used)
-
-    def _search(self, counts, home, late):
-        """Return (experts by falling load int32 [E], which of them to shadow bool [E])."""
-        devices, experts = counts.shape
+        slot, late = slots_of(holders[:, : shape.home_slots], experts), shape.late
+        home = jnp.argmax(slot, axis=1).astype(jnp.int32)
+        at_home = home * shape.slots + jnp.max(slot, axis=1)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
         own = counts[home, jnp.arange(experts)]
@@ -97,4 +79,14 @@ class ShadowRule:
         before = seconds(tokens, received) if self.residual else (self.compute + self.exchange) * jnp.max(tokens)
         start = (tokens, received, before, jnp.bool_(True), jnp.zeros(devices, jnp.int32))
         taken = lax.scan(turn, start, order)[1]
-        return order, jnp.zeros(experts, bool).at[order].set(taken)
+        chosen = jnp.zeros(experts, bool).at[order].set(taken)
+        everywhere = jnp.arange(devices)[None] != home[:, None]
+        added, slot, transfer, used = fit_late(chosen[:, None] & everywhere, order, slot, me, shape)
+        dest_slot = jnp.where(added[:, me], me * shape.slots + slot[:, me], at_home)
+        decided = dataclasses.replace(
+            tables,
+            dest_slot=dest_slot[:, None] + jnp.zeros_like(tables.dest_slot),
+            dest_num=jnp.ones_like(tables.dest_num),
+            dest_den=jnp.ones_like(tables.dest_den),
+        )
+        return decided, transfer, used

@@ -13,7 +13,7 @@ import functools
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.moe.after_gate import Decision, slots_of
+from moe_jax.moe.after_gate import slots_of
 from moe_jax.moe.level_kernel import fits_one_kernel, level_in_one_kernel
 
 SHARE_ONE = 1 << 16
@@ -30,21 +30,12 @@ class ShareRule:
     sweeps: int
 
     def decide(self, tables, counts, holders, me, shape):
-        devices, experts = counts.shape
-        slot = slots_of(holders, experts)
+        slot = slots_of(holders, counts.shape[1])
         home = (slot >= 0) & (slot < shape.home_slots)
         counts = counts.astype(jnp.result_type(float))
         totals = jnp.sum(counts, axis=0)
         quota = self.quotas(totals, slot >= 0, home, shape.replica_slots)
-        edges = edges_of(counts, quota, home, me // shape.devices_per_node, shape.devices_per_node)
-        device = jnp.arange(devices, dtype=jnp.int32)
-        decided = dataclasses.replace(
-            tables,
-            dest_slot=device[None] * shape.slots + jnp.maximum(slot, 0),
-            dest_num=edges,
-            dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
-        )
-        return Decision(decided, None, jnp.zeros(3, jnp.int32))
+        return share_tables(tables, counts, quota, slot, me, shape), None, jnp.zeros(3, jnp.int32)
 
     def quotas(self, totals, held, home, replica_slots):
         """Return what `level` does; on an NVIDIA GPU by one kernel that fits it, equal up to rounding."""
@@ -87,6 +78,19 @@ class ShareRule:
 
         start = (quota, jnp.sum(quota, axis=0), jnp.bool_(True))
         return lax.scan(sweep, start, None, length=self.sweeps)[0][0]
+
+
+def share_tables(tables, counts, quota, slot, me, shape):
+    """Return the tables of this source by which tokens are split as quotas [E, D] say; slot int32 [E, D], -1: none."""
+    devices, experts = counts.shape
+    at_home = (slot >= 0) & (slot < shape.home_slots)
+    device = jnp.arange(devices, dtype=jnp.int32)
+    return dataclasses.replace(
+        tables,
+        dest_slot=device[None] * shape.slots + jnp.maximum(slot, 0),
+        dest_num=edges_of(counts, quota, at_home, me // shape.devices_per_node, shape.devices_per_node),
+        dest_den=jnp.full((experts,), SHARE_ONE, jnp.uint32),
+    )
 
 
 def edges_of(counts, quota, home, node, devices_per_node: int):

@@ -1,49 +1,36 @@
 """The tables of a transfer that is decided after the gate.
 
-Inputs: which replicas a rule wants, in which order it tries them, and where experts are at home. Outputs: the replicas
-that fit the sizes that the step was compiled for, the slots that they fill, and this device's `TransferTables`. An
-expert that does not fit its home's offers, its node's crossings or a device's slots is left out as a whole, and no
-destination may name a slot of it. Twin of `moe_jax.planning.transfer_sizes.transfer_sizes.fit_replicas`, for one layer.
-
+An expert that does not fit its home's offers, its node's crossings or a device's slots, in the sizes that the step was
+compiled for, is left out as a whole. Twin of `moe_jax.planning.transfer_sizes.fit_replicas`, for one layer.
 Letters: docs/notation.md; Et experts in the rule's order; X, m, Cp as in parallel/transfer_shape.py.
 """
 
 from __future__ import annotations
 
-import typing
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
+from moe_jax.parallel.transfer_shape import TransferTables
+from moe_jax.planning.plan_shape import PlanShape
 
 
-class Fitted(typing.NamedTuple):
-    """Replicas that come late.
-
-    Attributes:
-      added: bool [E, D]; slot: int32 [E, D], the late slot of each (from 0), where added.
-      transfer: of this device.
-      used: int32 [3], offers, slots and crossings in use.
-    """
-
-    added: jax.Array
-    slot: jax.Array
-    transfer: TransferTables
-    used: jax.Array
-
-
-def fit_late(wanted, order, home, home_slot, me, shape: TransferShape, home_slots: int) -> Fitted:
+def fit_late(wanted, order, slot, me, plan: PlanShape):
     """Take experts in order while they fit, and write the tables of device `me`.
 
     Args:
       wanted: bool [E, D], new replicas; order: int32 [Et], experts that may have some, each once.
-      home: int32 [E], the home of each expert; home_slot: int32 [E], its slot there.
-      me: int32 []; shape: sizes; home_slots: Hs.
+      slot: int32 [E, D], the slot of each expert on each device before the gate, -1 where it is not.
+      me: int32 []; plan: with the largest size of the transfer, `late`.
+
+    Returns:
+      (added bool [E, D], the replicas that fit; slot with theirs; TransferTables of this device; int32 [3], offers,
+      slots and crossings in use).
     """
-    experts, devices = wanted.shape
+    shape, home_slots, (experts, devices) = plan.late, plan.home_slots, wanted.shape
     nodes, inside = shape.nodes, shape.inside
+    at_home = (slot >= 0) & (slot < home_slots)
+    home = jnp.argmax(at_home, axis=1).astype(jnp.int32)
+    home_slot = jnp.max(jnp.where(at_home, slot, 0), axis=1)
 
     def take(carry, expert):
         offers, crossing, slots = carry
@@ -61,16 +48,11 @@ def fit_late(wanted, order, home, home_slot, me, shape: TransferShape, home_slot
         return after, (ok, offers[at], node, slots)
 
     none = (jnp.zeros(devices, jnp.int32), jnp.zeros((nodes, nodes), jnp.int32), jnp.zeros(devices, jnp.int32))
-    (offers, crossing, slots), (ok, nth, turn, slot) = lax.scan(take, none, order)
+    (offers, crossing, slots), (ok, nth, turn, late) = lax.scan(take, none, order)
     added = wanted & jnp.zeros(experts, bool).at[order].set(ok)[:, None]
-    nth, turn, slot = (jnp.zeros((experts, *of.shape[1:]), jnp.int32).at[order].set(of) for of in (nth, turn, slot))
+    nth, turn, late = (jnp.zeros((experts, *of.shape[1:]), jnp.int32).at[order].set(of) for of in (nth, turn, late))
     used = jnp.stack([jnp.max(offers), jnp.max(slots), jnp.max(crossing)])
-    return Fitted(added, slot, _tables(added, slot, nth, turn, home, home_slot, me, shape, home_slots), used)
 
-
-def _tables(added, slot, nth, turn, home, home_slot, me, shape: TransferShape, home_slots: int) -> TransferTables:
-    experts, devices = added.shape
-    inside = shape.inside
     travels = jnp.any(added, axis=1)
     place = home % inside * shape.offers + nth  # among its level's offers
     offer = jnp.full((shape.offers,), home_slots, jnp.int32)
@@ -78,18 +60,18 @@ def _tables(added, slot, nth, turn, home, home_slot, me, shape: TransferShape, h
     level = me // inside
     pick, lies = None, place[:, None]
     if shape.by_node:
-        node = jnp.arange(shape.nodes)
-        to = jnp.any(added.reshape(experts, shape.nodes, inside), axis=2) & (node[None] != home[:, None] // inside)
+        node = jnp.arange(nodes)
+        to = jnp.any(added.reshape(experts, nodes, inside), axis=2) & (node[None] != home[:, None] // inside)
         to = to & (home // inside == level)[:, None]
-        pick = jnp.full((shape.nodes, shape.crossing), inside * shape.offers, jnp.int32)
+        pick = jnp.full((nodes, shape.crossing), inside * shape.offers, jnp.int32)
         pick = pick.at[node[None], jnp.where(to, turn, shape.crossing)].set(place[:, None], mode="drop")
         came = inside * shape.offers + home // inside * shape.crossing + turn[:, level]
         lies = jnp.where((home // inside == level), place, came)[:, None]
     members = level * inside + jnp.arange(inside)
-    mine = added[:, members]
     want = jnp.full((inside, shape.slots), shape.places, jnp.int32)
-    at = jnp.where(mine, slot[:, members], shape.slots)
+    at = jnp.where(added[:, members], late[:, members], shape.slots)
     want = want.at[jnp.broadcast_to(jnp.arange(inside)[None], at.shape), at].set(
         jnp.broadcast_to(lies, at.shape), mode="drop"
     )
-    return TransferTables(offer=offer, pick=pick, want=want)
+    slot = jnp.where(added, home_slots + plan.ahead_slots + late, slot)
+    return added, slot, TransferTables(offer=offer, pick=pick, want=want), used

@@ -44,7 +44,7 @@ def with_late(shape, by_node, rule, **sizes):
 def decided_sizes(shape, placement, loads):
     """Return the sizes in which each layer's late transfer runs: loads [L, D, E] -> set of numbers, 0 for none."""
     tables = fill_tables(shape, placement)
-    decide = jax.jit(lambda *given: shape.after_gate.decide(*given, jnp.int32(0), shape).used)
+    decide = jax.jit(lambda *given: shape.after_gate.decide(*given, jnp.int32(0), shape)[2])
     found = set()
     for layer in range(shape.layers):
         mine = jax.tree.map(lambda leaf: jnp.asarray(leaf[0, layer]), tables)  # noqa: B023
