@@ -107,7 +107,7 @@ def compile_step(
     options = {**untuned, **({} if bare else program.compiler_options()), **options}
     try:
         guide = None if bare else program.guiding_target()
-        executable = compile_guided(lowered, options, guide)
+        executable, _ = compile_guided(lowered, options, guide)
     except Exception as error:
         what = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         if what.startswith(("No such compile option", "While setting option")):

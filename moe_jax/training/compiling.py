@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
@@ -16,14 +15,14 @@ import os
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from jax._src import distributed  # the coordination service has no public name
 from jax.experimental import serialize_executable
 
-from moe_jax.cluster.hlo import Module, parse_module
+from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.targets import Target, device_named, read_device, target_names
 from moe_jax.cluster.timeline import scheduler_profile, unguided_share
 from moe_jax.data.user_cache import read_cached, user_cache_folder, write_cached
@@ -109,54 +108,8 @@ WAIT_SECONDS = 3600  # for process 0's compilation; the watchdog ends a job that
 _CHUNK_BYTES = 2 << 20  # below the 4 MiB at which gRPC by default refuses a message
 _PART_MILLISECONDS = 60_000  # every part is written before the head is
 _turns: collections.Counter = collections.Counter()  # how often a process has asked for a program
-_handed_out: list[_Store] = []  # by process 0, and not deleted yet
+_handed_out: list[str] = []  # keys of what process 0 handed out and has not deleted yet
 _lock = threading.Lock()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Store:
-    """Texts of one program in the coordination service, under keys that all processes know."""
-
-    client: object
-    key: str
-
-    def publish(self, kind: str, *blobs: bytes, line: str = "") -> None:
-        """Hand out some bytes, as many as there are."""
-        counts = []
-        for name, blob in enumerate(blobs):
-            parts = [blob[at : at + _CHUNK_BYTES] for at in range(0, len(blob), _CHUNK_BYTES)]
-            counts.append(len(parts))
-            for index, part in enumerate(parts):
-                self.client.key_value_set_bytes(f"{self.key}/{name}/{index}", part, allow_overwrite=True)
-        head = json.dumps({"kind": kind, "parts": counts, "line": line}).encode()
-        self.client.key_value_set_bytes(f"{self.key}/head", head, allow_overwrite=True)  # last: now it is complete
-
-    def read(self, seconds: float) -> tuple[str, list[bytes], str]:
-        """Return (kind, blobs, line); raise HostLostError if there is nothing in time."""
-        try:
-            head = json.loads(self.client.blocking_key_value_get_bytes(f"{self.key}/head", max(1, int(1000 * seconds))))
-        except Exception as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            raise HostLostError(
-                f"process 0 did not hand out its compiled program within {seconds:g} s; see its log"
-            ) from error
-        blobs = [
-            b"".join(
-                self.client.blocking_key_value_get_bytes(f"{self.key}/{name}/{index}", _PART_MILLISECONDS)
-                for index in range(count)
-            )
-            for name, count in enumerate(head["parts"])
-        ]
-        self.client.key_value_set_bytes(f"{self.key}/read/{jax.process_index()}", b"1", allow_overwrite=True)
-        return head["kind"], blobs, head["line"]
-
-    def delete_if_read(self) -> bool:
-        """Delete what was handed out if all other processes have read it; return whether they have."""
-        if len(self.client.key_value_dir_get_bytes(f"{self.key}/read/")) < jax.process_count() - 1:
-            return False
-        self.client.key_value_delete(f"{self.key}/")
-        return True
 
 
 # On GPUs the compiler times candidate kernels and keeps the fastest. By default it shares that work among the processes
@@ -168,17 +121,13 @@ class _Store:
 # A program that is compiled again (for a plan that is used again) is handed out again: the earlier executable may
 # differ from the one that process 0 runs now.
 def compile_for_all(
-    lowered: jax.stages.Lowered,
-    first: Callable[[], tuple[jax.stages.Compiled, str]],
-    again: Callable[[str], jax.stages.Compiled],
-    devices: Sequence,
+    lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None, devices: Sequence
 ) -> jax.stages.Compiled:
-    """Return the executable that process 0 compiled.
+    """Return the executable of `compile_guided`, in a job of several processes the one that process 0 compiled.
 
     Args:
       lowered: equal on all processes.
-      first: () -> (executable, text); compiles, on process 0.
-      again: text -> executable; compiles on the others where the executable itself cannot be handed out.
+      options: none on devices that need no common compilation: then each process compiles for itself.
       devices: of the program's mesh, in order.
 
     Raises:
@@ -186,61 +135,85 @@ def compile_for_all(
       HostLostError: process 0 sent nothing for an hour.
     """
     client = distributed.global_state.client
-    if client is None or jax.process_count() == 1:
-        return first()[0]
+    if not options or client is None or jax.process_count() == 1:
+        return compile_guided(lowered, options, target)[0]
     index, digest = jax.process_index(), hashlib.sha256(lowered.as_text().encode()).hexdigest()
     with _lock:
         turn = _turns[index, digest]
         _turns[index, digest] += 1
-    store = _Store(client, f"moe_jax/program/{digest}/{turn}")
+    key = f"moe_jax/program/{digest}/{turn}"
     if index == 0:
-        return _compile_and_publish(store, first)
-    kind, blobs, line = store.read(WAIT_SECONDS)
-    if kind == "error":
-        raise (UserError if blobs else RuntimeError)(f"process 0 could not compile this program: {line}")
-    text = zlib.decompress(blobs[0]).decode()
-    if kind == "text":
-        return again(text)
+        return _compile_and_hand_out(client, key, lowered, options, target)
     try:
-        return _load(zlib.decompress(blobs[1]), lowered, devices)
+        head = json.loads(client.blocking_key_value_get_bytes(f"{key}/head", max(1, int(1000 * WAIT_SECONDS))))
     except Exception as error:
-        _LOG.warning(
-            "process 0's compiled program cannot be loaded here (%s: %s), so this process compiles for itself; all "
-            "hosts of a job should have equal devices, drivers and jax",
-            type(error).__name__,
-            error,
-        )
-        return again(text)
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise HostLostError(
+            f"process 0 did not hand out its compiled program within {WAIT_SECONDS:g} s; see its log"
+        ) from error
+    blobs = []
+    for name, count in enumerate(head["parts"]):
+        keys = [f"{key}/{name}/{part}" for part in range(count)]
+        blobs.append(b"".join(client.blocking_key_value_get_bytes(part, _PART_MILLISECONDS) for part in keys))
+    client.key_value_set_bytes(f"{key}/read/{index}", b"1", allow_overwrite=True)
+    if head["kind"] == "error":
+        raise (UserError if blobs else RuntimeError)(f"process 0 could not compile this program: {head['line']}")
+    if head["kind"] == "executable":
+        try:
+            inputs, backend = jax.tree.structure(lowered.args_info), devices[0].client
+            return serialize_executable.deserialize_and_load(
+                zlib.decompress(blobs[1]), inputs, lowered.out_tree, execution_devices=list(devices), backend=backend
+            )
+        except Exception as error:
+            _LOG.warning(
+                "process 0's compiled program cannot be loaded here (%s: %s), so this process compiles for itself; all "
+                "hosts of a job should have equal devices, drivers and jax",
+                type(error).__name__,
+                error,
+            )
+    profile = zlib.decompress(blobs[0]).decode()
+    return compile_with_profile(lowered, options, profile) if profile else compiled(lowered, options)
 
 
-def _compile_and_publish(store: _Store, first: Callable[[], tuple[jax.stages.Compiled, str]]) -> jax.stages.Compiled:
+def _compile_and_hand_out(
+    client, key: str, lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None
+) -> jax.stages.Compiled:
+    """Compile on process 0, and write the result, or the reason why there is none, to the coordination service."""
+    kind, blobs, line, executable, failure = "executable", [], "", None, None
     with _lock:  # programs are tens of MB each, and process 0 keeps what was handed out in its memory
-        _handed_out[:] = [*(held for held in _handed_out if not held.delete_if_read()), store]
+        for held in list(_handed_out):
+            if len(client.key_value_dir_get_bytes(f"{held}/read/")) == jax.process_count() - 1:
+                client.key_value_delete(f"{held}/")
+                _handed_out.remove(held)
+        _handed_out.append(key)
     try:
-        executable, text = first()
+        executable, profile = compile_guided(lowered, options, target)
+        blobs = [zlib.compress(profile.encode())]
     except Exception as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        store.publish("error", *([b"user"] if isinstance(error, UserError) else []), line=line)
-        raise
-    try:
-        payload = serialize_executable.serialize(executable)[0]
-    except Exception as error:
-        _LOG.warning(
-            "the compiled program cannot be handed to the other processes (%s: %s); each compiles it for itself",
-            type(error).__name__,
-            error,
-        )
-        store.publish("text", zlib.compress(text.encode()))
-    else:
-        store.publish("executable", zlib.compress(text.encode()), zlib.compress(payload, 1))
+        kind, failure, line = "error", error, (str(error).splitlines() or [type(error).__name__])[0]
+        blobs = [b"user"] if isinstance(error, UserError) else []
+    if executable is not None:
+        try:
+            blobs.append(zlib.compress(serialize_executable.serialize(executable)[0], 1))
+        except Exception as error:
+            kind = "profile"
+            _LOG.warning(
+                "the compiled program cannot be handed to the other processes (%s: %s); each compiles it for itself",
+                type(error).__name__,
+                error,
+            )
+    counts = []
+    for name, blob in enumerate(blobs):
+        parts = [blob[at : at + _CHUNK_BYTES] for at in range(0, len(blob), _CHUNK_BYTES)]
+        counts.append(len(parts))
+        for part, content in enumerate(parts):
+            client.key_value_set_bytes(f"{key}/{name}/{part}", content, allow_overwrite=True)
+    head = json.dumps({"kind": kind, "parts": counts, "line": line}).encode()
+    client.key_value_set_bytes(f"{key}/head", head, allow_overwrite=True)  # last: now it is complete
+    if failure is not None:
+        raise failure
     return executable
-
-
-def _load(payload: bytes, lowered: jax.stages.Lowered, devices: Sequence) -> jax.stages.Compiled:
-    inputs = jax.tree.structure(lowered.args_info)
-    return serialize_executable.deserialize_and_load(
-        payload, inputs, lowered.out_tree, execution_devices=list(devices), backend=devices[0].client
-    )
 
 
 class SharedFunction:
@@ -259,11 +232,7 @@ class SharedFunction:
     def __call__(self, *arguments):
         if self._executable is None:
             lowered = self._function.lower(*arguments)
-
-            def compile_here(_text: str = "") -> jax.stages.Compiled:
-                return compiled(lowered, self._options)
-
-            self._executable = compile_for_all(lowered, lambda: (compile_here(), ""), compile_here, self._devices)
+            self._executable = compile_for_all(lowered, self._options, None, self._devices)
         return self._executable(*arguments)
 
 
@@ -273,6 +242,7 @@ PROFILE_OPTION = "xla_gpu_pgle_profile_file_or_directory_path"
 # that the scheduler knows it by, so the compiler uses its own estimate for it: 11% of the seconds of a tiny model on
 # a100:2x2 with jax 0.11.2.
 UNGUIDED_LIMIT = 0.5
+_unguided: set[str] = set()  # kinds of devices without known rates that were logged
 
 
 def find_target(devices, per_node: int) -> Target | None:
@@ -286,69 +256,41 @@ def find_target(devices, per_node: int) -> Target | None:
         return None
     name = device_named(devices[0].device_kind)
     if name is None:
-        _say_unguided(devices[0].device_kind)
+        if devices[0].device_kind not in _unguided:
+            _unguided.add(devices[0].device_kind)
+            _LOG.warning(
+                "train.guide_scheduler and ModelConfig.overlap = 'auto' have no effect on %r, whose rates are not "
+                "known here (%s are); the compiler schedules by its own estimates",
+                devices[0].device_kind,
+                ", ".join(target_names()),
+            )
         return None
     nodes = -(-len(devices) // per_node)
     return dataclasses.replace(read_device(name), nodes=nodes, per_node=min(per_node, len(devices)))
 
 
-@functools.cache
-def _say_unguided(kind: str) -> None:
-    _LOG.warning(
-        "train.guide_scheduler and ModelConfig.overlap = 'auto' have no effect on %r, whose rates are not known here "
-        "(%s are); the compiler schedules by its own estimates",
-        kind,
-        ", ".join(target_names()),
-    )
-
-
 def compile_guided(
-    lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None, devices: Sequence = ()
-) -> jax.stages.Compiled:
-    """Return the executable of a lowered program; with a target the scheduler gets its modelled seconds.
+    lowered: jax.stages.Lowered, options: dict[str, str], target: Target | None
+) -> tuple[jax.stages.Compiled, str]:
+    """Return (executable, profile): with a target the scheduler gets its modelled seconds as a profile, else ''.
 
-    Args:
-      devices: of the program's mesh, where it is to run: if they are GPUs, process 0 compiles for all processes.
-
-    Raises:
-      UserError, RuntimeError, HostLostError: see `compile_for_all`.
+    The profile is that of the program as compiled without one.
     """
-
-    def first() -> tuple[jax.stages.Compiled, str]:
-        if target is None:
-            return compiled(lowered, options), ""
-        profile = profile_of(compiled(lowered, options), target)
-        executable = compile_with_profile(lowered, options, profile)
-        say_if_not_taken_up(parse_module(executable.as_text()), target, profile)
-        return executable, profile
-
-    def again(profile: str) -> jax.stages.Compiled:
-        return compile_with_profile(lowered, options, profile) if profile else compiled(lowered, options)
-
-    if not devices or devices[0].platform not in ("gpu", "cuda"):
-        return first()[0]
-    return compile_for_all(lowered, first, again, devices)
-
-
-def say_if_not_taken_up(module: Module, target: Target, profile: str) -> None:
-    """Log if the compiler could not match a profile to its program; the compiler logs that in C++ only.
-
-    Args:
-      module: the program as compiled with the profile.
-    """
+    executable = compiled(lowered, options)
+    if target is None:
+        return executable, ""
+    profile = scheduler_profile(parse_module(executable.as_text()), target)
+    executable = compile_with_profile(lowered, options, profile)
+    module = parse_module(executable.as_text())
     share = unguided_share(module, target, profile)
-    if share > UNGUIDED_LIMIT:
+    if share > UNGUIDED_LIMIT:  # the compiler itself logs in C++ only that it could not match the profile
         _LOG.warning(
             "train.guide_scheduler (True) had little effect on %s: the profile names instructions of %.0f%% of its "
             "modelled seconds, and the compiler scheduled the rest by its own estimates",
             module.name,
             100 * (1 - share),
         )
-
-
-def profile_of(executable: jax.stages.Compiled, target: Target) -> str:
-    """Return the scheduler's profile of a program, from the program as compiled without one."""
-    return scheduler_profile(parse_module(executable.as_text()), target)
+    return executable, profile
 
 
 def compile_with_profile(lowered: jax.stages.Lowered, options: dict[str, str], profile: str) -> jax.stages.Compiled:
@@ -365,19 +307,13 @@ def compile_with_profile(lowered: jax.stages.Lowered, options: dict[str, str], p
     try:
         if read_cached(path) != profile.encode():
             write_cached(path, profile)
-    except UserError as error:
-        return _compile_with_passing_file(lowered, options, profile, error)
+    except UserError as reason:
+        try:
+            with tempfile.NamedTemporaryFile("w", prefix="moe_jax_", suffix=".pbtxt") as file:
+                file.write(profile)
+                file.flush()
+                _LOG.warning("the scheduler's profile is kept for this compilation only: %s", reason)
+                return compiled(lowered, {**options, PROFILE_OPTION: file.name})
+        except OSError:
+            raise reason from None
     return compiled(lowered, {**options, PROFILE_OPTION: str(path)})
-
-
-def _compile_with_passing_file(
-    lowered: jax.stages.Lowered, options: dict[str, str], profile: str, reason: UserError
-) -> jax.stages.Compiled:
-    try:
-        with tempfile.NamedTemporaryFile("w", prefix="moe_jax_", suffix=".pbtxt") as file:
-            file.write(profile)
-            file.flush()
-            _LOG.warning("the scheduler's profile is kept for this compilation only: %s", reason)
-            return compiled(lowered, {**options, PROFILE_OPTION: file.name})
-    except OSError:
-        raise reason from None

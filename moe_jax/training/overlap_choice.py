@@ -9,7 +9,6 @@ which tokens compete for a place. Host side; no arrays on devices.
 from __future__ import annotations
 
 import dataclasses
-import typing
 
 import numpy as np
 
@@ -27,13 +26,6 @@ from moe_jax.training.plan_cost import attention_seconds, plan_cost, segment_run
 MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S (docs/results.md)
 
 
-class LayerSeconds(typing.NamedTuple):
-    """Modelled seconds of one layer, forward and backward: in one piece, and in two halves with their launches."""
-
-    none: float
-    halves: float
-
-
 def settle_overlap(config: RunConfig, roles: Roles, target: Target | None) -> RunConfig:
     """Return the config with 'none' or 'halves' in place of 'auto'.
 
@@ -45,8 +37,8 @@ def settle_overlap(config: RunConfig, roles: Roles, target: Target | None) -> Ru
     gain = 0.0
     if target is not None and not why_not_halves(config, roles):
         for name, (own, _) in segment_runs(config, roles).items():
-            seconds = layer_seconds(config, roles, target, name)
-            gain += own.model.moe_layers * (seconds.none - seconds.halves)
+            in_one_piece, in_halves = layer_seconds(config, roles, target, name)
+            gain += own.model.moe_layers * (in_one_piece - in_halves)
     model = dataclasses.replace(config.model, overlap="halves" if gain > 0 else "none")
     return dataclasses.replace(config, model=model)
 
@@ -72,8 +64,9 @@ def why_not_halves(config: RunConfig, roles: Roles) -> str:
     return ""
 
 
-def layer_seconds(config: RunConfig, roles: Roles, target: Target, segment: str) -> LayerSeconds:
-    """Return the modelled seconds of one layer of a segment under even loads; a launch as `inspection.Model` has it.
+def layer_seconds(config: RunConfig, roles: Roles, target: Target, segment: str) -> tuple[float, float]:
+    """Return the modelled seconds of one layer of a segment under even loads, forward and backward: in one piece, and
+    in two halves with their launches, as `timeline.Model` has them.
 
     Args:
       target: rates and topology of the devices.
@@ -81,26 +74,7 @@ def layer_seconds(config: RunConfig, roles: Roles, target: Target, segment: str)
     own, own_roles = segment_runs(config, roles)[segment]
     members, shards = own_roles.size(own_roles.expert), own_roles.size(own_roles.expert_shard)
     nodes = members // own_roles.members_per_node
-    cluster = cluster_of(target).sized(nodes, own_roles.members_per_node).part_of(shards)
-    cost = dataclasses.replace(plan_cost(config, roles, segment), cluster=cluster)
-    tokens = own.train.batch_size * own.data.sequence_length / own.train.grad_accum_steps / roles.num_devices
-    computed = np.full(members, tokens * own.moe.top_k * shards)
-    asked_by = "ModelConfig.overlap = 'auto'"
-    times = Times(
-        attention=attention_seconds(own, own_roles, target.flops_bf16),
-        experts=float(cost.forward(computed, asked_by)),
-        exchange=float(cost.exchange(computed * (1 - 1 / members), asked_by)),
-    )
-    launches, recompute = MORE_KERNELS * Model().launch, own.model.recomputes
-    return LayerSeconds(
-        none=float(stage_seconds(Prefetch(), times, recompute)),
-        halves=float(stage_seconds(Prefetch(halves=True), times, recompute)) + launches,
-    )
-
-
-def cluster_of(target: Target) -> Cluster:
-    """Return the links and rates of a target as a `Cluster`."""
-    return Cluster(
+    cluster = Cluster(
         name=target.name,
         nodes=target.nodes,
         devices_per_node=target.per_node,
@@ -111,3 +85,17 @@ def cluster_of(target: Target) -> Cluster:
         cards_per_node=target.adapters,
         flops=target.flops_bf16,
     )
+    cluster = cluster.sized(nodes, own_roles.members_per_node).part_of(shards)
+    cost = dataclasses.replace(plan_cost(config, roles, segment), cluster=cluster)
+    tokens = own.train.batch_size * own.data.sequence_length / own.train.grad_accum_steps / roles.num_devices
+    computed = np.full(members, tokens * own.moe.top_k * shards)
+    asked_by = "ModelConfig.overlap = 'auto'"
+    times = Times(
+        attention=attention_seconds(own, own_roles, target.flops_bf16),
+        experts=float(cost.forward(computed, asked_by)),
+        exchange=float(cost.exchange(computed * (1 - 1 / members), asked_by)),
+    )
+    launches, recompute = MORE_KERNELS * Model().launch, own.model.recomputes
+    seconds = (float(stage_seconds(Prefetch(halves=halves), times, recompute)) for halves in (False, True))
+    in_one_piece, in_halves = seconds
+    return in_one_piece, in_halves + launches

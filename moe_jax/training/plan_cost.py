@@ -6,7 +6,6 @@ segments), its `Cost`, its replica slots as a number, and the shapes with all of
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy as np
 from moe_jax.cluster import Cluster, read_named_cluster
 from moe_jax.cluster.layer_seconds import matrices_of
 from moe_jax.config.run_config import RunConfig
-from moe_jax.errors import UserError
 from moe_jax.models.counts import Sizes, device_bytes, flops_before_moe, itemsize
 from moe_jax.models.segments import segments_of, with_experts
 from moe_jax.parallel.mesh import Roles
@@ -33,25 +31,12 @@ def segment_runs(config: RunConfig, roles: Roles) -> dict[str, tuple[RunConfig, 
     }
 
 
-def planned_run(config: RunConfig, roles: Roles) -> tuple[RunConfig, Roles]:
-    """Return (config, roles) of the only segment with experts; the same where all layers are alike.
-
-    Raises:
-      UserError: several segments with experts.
-    """
-    runs = segment_runs(config, roles)
-    if len(runs) > 1:
-        raise UserError(
-            f"this is for models with one segment that has experts, but this one has {len(runs)} ({', '.join(runs)}); "
-            "take a model whose MoE layers are alike"
-        )
-    (found,) = runs.values()
-    return found
-
-
 def initial_placement(config: RunConfig, roles: Roles) -> Placement:
-    """Return even homes on the expert-parallel group of the run's only segment with experts, with its node boundary."""
-    config, roles = planned_run(config, roles)
+    """Return even homes on the expert-parallel group of a segment, with its node boundary.
+
+    Args:
+      config, roles: as the segment's planner sees them (`segment_runs`).
+    """
     devices = roles.size(roles.expert)
     return Placement.even(config.model.moe_layers, config.moe.num_experts, devices, roles.members_per_node)
 
@@ -66,39 +51,29 @@ def run_cluster(config: RunConfig) -> Cluster:
     return Cluster(name="of this run; name one in PlannerConfig.cluster")
 
 
-def plan_cost(config: RunConfig, roles: Roles, segment: str | None = None) -> Cost:
-    """Return the planner's cost model; figures that the cluster file lacks stay absent.
-
-    Args:
-      segment: that is planned for; None is the only one with experts.
-    """
-    own, own_roles = planned_run(config, roles) if segment is None else segment_runs(config, roles)[segment]
-    cost, planner = _cost(own, own_roles), build_planner(config.planner)
-    if cost.cluster.memory_bytes is None or not planner.config.decides_late:
+def plan_cost(config: RunConfig, roles: Roles, segment: str) -> Cost:
+    """Return the planner's cost model of a segment; figures that the cluster file lacks stay absent."""
+    cost, planner = _cost(*segment_runs(config, roles)[segment]), build_planner(config.planner)
+    memory = cost.cluster.memory_bytes
+    if memory is None or not planner.config.decides_late:
         return cost
-    shapes = _most_slots(config, roles)
+    shapes, sizes, room = largest_shapes(config, roles, within_memory=False), sizes_of(config), 0
     if all(shape.late is None for shape in shapes.values()):
         return cost
-    return dataclasses.replace(cost, late_room=_late_room(shapes, sizes_of(config), roles, cost.cluster.memory_bytes))
-
-
-def _late_room(shapes: dict[str, PlanShape], sizes: Sizes, roles: Roles, memory: float) -> int:
-    """Return how many late slots of each segment fit in memory, the step's other needs by `device_bytes` included."""
-
-    def cut(shape: PlanShape, slots: int) -> PlanShape:
-        if shape.late is None or shape.late.slots <= slots:
-            return shape
-        offers = min(slots, shape.late.offers)
-        crossing = min(shape.late.crossing, offers * shape.devices_per_node)
-        late = dataclasses.replace(shape.late, slots=slots, offers=offers, crossing=crossing)
-        return dataclasses.replace(shape, late=late)
-
-    def exceeds(slots: int) -> bool:
-        plan = {name: cut(shape, slots) for name, shape in shapes.items()}
-        return device_bytes(sizes, roles, plan).at_most > memory
-
-    most = max(shape.late.slots for shape in shapes.values() if shape.late is not None)
-    return bisect.bisect_left(range(1, most + 1), True, key=exceeds)
+    # how many late slots of each segment fit in memory, the step's other needs included
+    for slots in range(1, 1 + max(shape.late.slots for shape in shapes.values() if shape.late is not None)):
+        cut = {}
+        for name, shape in shapes.items():
+            if shape.late is not None and shape.late.slots > slots:
+                offers = min(slots, shape.late.offers)
+                crossing = min(shape.late.crossing, offers * shape.devices_per_node)
+                late = dataclasses.replace(shape.late, slots=slots, offers=offers, crossing=crossing)
+                shape = dataclasses.replace(shape, late=late)
+            cut[name] = shape
+        if device_bytes(sizes, roles, cut).at_most > memory:
+            break
+        room = slots
+    return dataclasses.replace(cost, late_room=room)
 
 
 def _cost(config: RunConfig, roles: Roles) -> Cost:
@@ -145,20 +120,24 @@ def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
     if config.planner.replica_slots != "memory":
         return config
     memory = run_cluster(config).need("memory_bytes", "PlannerConfig.replica_slots = 'memory'")
-    sizes = sizes_of(config)
+    sizes, most = sizes_of(config), 0
 
     def holding(slots: int) -> RunConfig:
         return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))
 
-    def fits(slots: int) -> bool:  # with all late slots that the planner wants
-        return device_bytes(sizes, roles, _most_slots(holding(slots), roles)).at_most <= memory
-
-    most = 0
     for own, own_roles in segment_runs(holding(0), roles).values():
         none, start = _cost(own, own_roles), initial_placement(own, own_roles)
         room = slots_in(memory, none.layers_alive, none.expert_bytes)
         most = max(most, min(start.experts - build_shape(start).home_slots, room))
-    return holding(bisect.bisect_left(range(1, most + 1), True, key=lambda number: not fits(number)))
+    fewest = 0
+    while fewest < most:  # bisection, with all late slots that the planner wants
+        middle = (fewest + most + 1) // 2
+        shapes = largest_shapes(holding(middle), roles, within_memory=False)
+        if device_bytes(sizes, roles, shapes).at_most <= memory:
+            fewest = middle
+        else:
+            most = middle - 1
+    return holding(fewest)
 
 
 def sizes_of(config: RunConfig, vocab_size: int = 0) -> Sizes:
@@ -177,27 +156,23 @@ def sizes_of(config: RunConfig, vocab_size: int = 0) -> Sizes:
     )
 
 
-def largest_shapes(config: RunConfig, roles: Roles) -> dict[str, PlanShape]:
+def largest_shapes(config: RunConfig, roles: Roles, within_memory: bool = True) -> dict[str, PlanShape]:
     """Return {segment: shape of a plan with as many replicas as the planner may have, ahead and after the gate}.
 
     Every home is offered. `PlannerConfig.replica_slots` must be a number.
+
+    Args:
+      within_memory: no more late slots than fit in the memory; else all that the planner wants.
     """
-    runs = segment_runs(config, roles)
-    return {name: _largest(*own, plan_cost(config, roles, name)) for name, own in runs.items()}
-
-
-def _most_slots(config: RunConfig, roles: Roles) -> dict[str, PlanShape]:
-    """Return the same with all late slots that the planner wants, whatever the memory."""
-    return {name: _largest(*own, _cost(*own)) for name, own in segment_runs(config, roles).items()}
-
-
-def _largest(config: RunConfig, roles: Roles, cost: Cost) -> PlanShape:
-    """Return it of a run of one segment."""
-    planner, shape = build_planner(config.planner), build_shape(initial_placement(config, roles))
-    if planner.config.decides_late:
-        shape = with_late(planner, shape, cost)
-    slots = min(config.planner.replica_slots, shape.experts - shape.home_slots)
-    if not slots or (shape.late is not None and config.planner.when == "after_gate"):
-        return shape  # all that there are come late
-    group = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": shape.home_slots}
-    return dataclasses.replace(shape, ahead=TransferShape(**group, slots=slots))
+    found = {}
+    for name, (own, own_roles) in segment_runs(config, roles).items():
+        cost = plan_cost(config, roles, name) if within_memory else _cost(own, own_roles)
+        planner, shape = build_planner(own.planner), build_shape(initial_placement(own, own_roles))
+        if planner.config.decides_late:
+            shape = with_late(planner, shape, cost)
+        slots = min(own.planner.replica_slots, shape.experts - shape.home_slots)
+        if slots and (shape.late is None or own.planner.when != "after_gate"):  # else all that there are come late
+            group = {"devices": shape.devices, "devices_per_node": shape.devices_per_node, "offers": shape.home_slots}
+            shape = dataclasses.replace(shape, ahead=TransferShape(**group, slots=slots))
+        found[name] = shape
+    return found

@@ -30,7 +30,7 @@ from moe_jax.moe.tables import Tables, even_tables
 from moe_jax.parallel.global_arrays import to_devices
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.plan_shape import PlanShape, table_shapes
-from moe_jax.training.compiling import SharedFunction, compile_guided, compiler_options, find_target
+from moe_jax.training.compiling import SharedFunction, compile_for_all, compiler_options, find_target
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimistic import Programs
 from moe_jax.training.optimizer import build_optimizer
@@ -128,18 +128,6 @@ class Program:
         """Return the training state as ShapeDtypeStructs with shardings."""
         return abstract_state(self.model, self.optimizer, self.state_shardings)
 
-    def abstract_batch(self) -> Batch:
-        """Return one step's batch as ShapeDtypeStructs with shardings."""
-        train, length = self.config.train, self.config.data.sequence_length
-        shape = (train.grad_accum_steps, train.batch_size // train.grad_accum_steps, length)
-        documents = np.int32 if self.config.model.document_mask else None
-        dtypes = Batch(np.int32, np.int32, np.dtype(self.config.model.param_dtype), documents=documents)
-        return jax.tree.map(
-            lambda dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),
-            dtypes,
-            self.state_shardings.batch,
-        )
-
     def is_optimistic(self, shape: dict[str, PlanShape] | None = None) -> bool:
         """Say whether steps with plans of this shape run the common program, and the complete one after an overflow."""
         wanted = self.config.train.optimistic
@@ -147,14 +135,10 @@ class Program:
             wanted = self.roles.mesh.devices.flat[0].platform != "cpu"
         if not wanted:
             return False
-        taught = self.teacher is not None and has_later_passes(self.teacher.model, self._tokens)
-        return taught or has_later_passes(self.model, self._tokens, shape)
-
-    @property
-    def _tokens(self) -> int:
-        """t, tokens of an MP group in a microbatch."""
         rows = self.config.train.batch_size // self.config.train.grad_accum_steps // self.roles.size(self.roles.dense)
-        return rows * self.config.data.sequence_length
+        tokens = rows * self.config.data.sequence_length  # t, of an MP group in a microbatch
+        taught = self.teacher is not None and has_later_passes(self.teacher.model, tokens)
+        return taught or has_later_passes(self.model, tokens, shape)
 
     def overflow_bytes(self, shape: dict[str, PlanShape] | None = None) -> int:
         """Return about how many bytes the complete program takes on each device beyond the common one."""
@@ -168,12 +152,12 @@ class Program:
         """
         return self.trace_step(shape).lower()
 
-    def lower_common_step(self, shape: dict[str, PlanShape] | None = None) -> jax.stages.Lowered:
-        """Return the common program of optimistic steps, not compiled yet; shape: as in `lower_train_step`."""
-        return self.trace_step(shape, common=True).lower()
-
     def trace_step(self, shape: dict[str, PlanShape] | None = None, common: bool = False) -> jax.stages.Traced:
-        """Return what `lower_common_step` or `lower_train_step` lowers: its equations alone, on any machine."""
+        """Return the equations of the training step, on any machine; shape: as in `lower_train_step`.
+
+        Args:
+          common: those of the common program of optimistic steps, else of the complete one.
+        """
         make, length = make_common_step if common else make_train_step, self.config.data.sequence_length
         step = make(self.model, self.layout, self.config.train, self.state_shardings, length, shape, self.teacher)
         halted = jax.ShapeDtypeStruct((), np.bool_, sharding=self.state_shardings.replicated)
@@ -185,9 +169,17 @@ class Program:
         )
         host_signals = (self.roles.num_devices,) if shape is None else (self.roles.num_devices, 3)
         host_signals = jax.ShapeDtypeStruct(host_signals, np.int32, sharding=self.state_shardings.host_signals)
+        train = self.config.train
+        rows = (train.grad_accum_steps, train.batch_size // train.grad_accum_steps, length)
+        documents = np.int32 if self.config.model.document_mask else None
+        batch = jax.tree.map(
+            lambda dtype, sharding: jax.ShapeDtypeStruct(rows, dtype, sharding=sharding),
+            Batch(np.int32, np.int32, np.dtype(self.config.model.param_dtype), documents=documents),
+            self.state_shardings.batch,
+        )
         frozen = () if self.teacher is None else (self.teacher.held_params(),)
         state = (self.abstract_state(), halted) if common else (self.abstract_state(),)
-        return step.trace(*state, self.abstract_batch(), tables, host_signals, *frozen)
+        return step.trace(*state, batch, tables, host_signals, *frozen)
 
     def compiler_options(self) -> dict[str, str]:
         """Return the options that the training step is compiled with on these devices."""
@@ -197,11 +189,14 @@ class Program:
 
     def compile_train_step(self, shape: dict[str, PlanShape] | None = None):
         """Return (executable, seconds) of what `lower_train_step` returns."""
-        return self._compile(self.lower_train_step, shape)
+        return self.compile_step(shape)
 
-    def compile_common_step(self, shape: dict[str, PlanShape] | None = None):
-        """Return (executable, seconds) of what `lower_common_step` returns."""
-        return self._compile(self.lower_common_step, shape)
+    def compile_step(self, shape: dict[str, PlanShape] | None = None, common: bool = False):
+        """Return (executable, seconds) of what `trace_step` traces."""
+        started = time.monotonic()
+        lowered, devices = self.trace_step(shape, common).lower(), list(self.roles.mesh.devices.flat)
+        executable = compile_for_all(lowered, self.compiler_options(), self.guiding_target(), devices)
+        return executable, time.monotonic() - started
 
     def compile_programs(self, shape: dict[str, PlanShape] | None = None) -> tuple[Programs, float]:
         """Compile what a step with plans of this shape starts with; return it, and the seconds that it took.
@@ -211,15 +206,8 @@ class Program:
         if not self.is_optimistic(shape):
             complete, seconds = self.compile_train_step(shape)
             return Programs.of_complete(complete), seconds
-        common, seconds = self.compile_common_step(shape)
+        common, seconds = self.compile_step(shape, common=True)
         return Programs.of_common(common, lambda: self.compile_train_step(shape)[0]), seconds
-
-    def _compile(self, lower, shape):
-        started = time.monotonic()
-        lowered = lower(shape)
-        devices = list(self.roles.mesh.devices.flat)
-        executable = compile_guided(lowered, self.compiler_options(), self.guiding_target(), devices)
-        return executable, time.monotonic() - started
 
     def guiding_target(self) -> Target | None:
         """Return the target whose rates guide the compiler's scheduler, None where nothing does."""

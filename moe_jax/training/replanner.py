@@ -1,15 +1,12 @@
-"""A run's inputs to its planner, and the shapes that it compiles for the plans. Host side; no arrays on devices.
+"""The shapes that a run compiles for its plans. Host side; no arrays on devices. Letters: docs/notation.md.
 
-Inputs: a run's config and mesh, placements, predicted loads. Outputs: the planner's `Cost`, and shapes: the first one,
-of even homes without replicas, and larger ones for placements that do not fit.
-Letters: docs/notation.md; mu replica slots.
+Inputs: a run's config and mesh, placements, predicted loads. Outputs: shapes: the first one, of even homes without
+replicas, and larger ones for placements that do not fit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import logging
 import math
 
@@ -26,7 +23,7 @@ from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.slices import PARTS
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import build_planner, with_late
+from moe_jax.planning.balancer import with_late
 from moe_jax.planning.block_times import Times, shares
 from moe_jax.planning.buckets import bucket_rows, expected_rows, fullest_pairs, pairs_by_kind
 from moe_jax.planning.cost import Cost, with_late_prices
@@ -34,9 +31,10 @@ from moe_jax.planning.placement import Placement, most_homes
 from moe_jax.planning.plan_session import PlanSession
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow
 from moe_jax.planning.transfer_sizes import TransferSizes
-from moe_jax.training.plan_cost import initial_placement, plan_cost, planned_run, segment_runs, with_replica_slots
+from moe_jax.training.plan_cost import initial_placement, plan_cost, segment_runs, with_replica_slots
 
 _LOG = logging.getLogger(__name__)
+_said: list[bool] = []  # whether the missing figures were logged
 
 
 def split_shares(config: RunConfig, cost: Cost, transfer: TransferShape) -> dict[str, float]:
@@ -52,19 +50,16 @@ def split_shares(config: RunConfig, cost: Cost, transfer: TransferShape) -> dict
     except AbsentFigureError:
         seconds = None
     if seconds is None or cost.attention_seconds is None:
-        _say_half()
+        if not _said:
+            _said.append(True)
+            _LOG.warning(
+                "ModelConfig.prefetch_case = 'split' runs half of each transfer (0.5) beside attention: "
+                "PlannerConfig.cluster names no file with flops and a bandwidth, from which the split would follow"
+            )
         return {"trans_share": 0.5, "agg_share": 0.5}
     times = Times(attention=cost.attention_seconds, experts=0.0, trans=seconds, agg=seconds)
     cut = (round(share * PARTS) / PARTS for share in shares(times, model.refetch_replicas))
     return dict(zip(("trans_share", "agg_share"), cut, strict=True))
-
-
-@functools.cache
-def _say_half() -> None:
-    _LOG.warning(
-        "ModelConfig.prefetch_case = 'split' runs half of each transfer (0.5) beside attention: PlannerConfig.cluster "
-        "names no file with flops and a bandwidth, from which the split would follow"
-    )
 
 
 FEWEST = 0.25  # rows of a planned bucket over the mean: fewer would make an overflow, where it comes, take many passes
@@ -73,46 +68,27 @@ TOO_OFTEN = 10.0  # times MoEConfig.overflow_chance: buckets grow when they over
 
 
 class Replanner:
-    """One run's planner, and the shapes that the run compiles for what it proposes.
+    """The planner of one segment of a run, and the shapes that the run compiles for what it proposes.
 
     Attributes:
-      config, roles: of the run, as of its segment with experts (`planned_run`); devices: D, of one expert-parallel
-        group.
+      config, roles: of the run, as of the segment (`segment_runs`); devices: D, of one expert-parallel group.
       start: the even homes that the run starts with.
       plans: the planner with its predictor, which decides where experts are.
     """
 
-    def __init__(self, config: RunConfig, roles: Roles, segment: str | None = None):
+    def __init__(self, config: RunConfig, roles: Roles, segment: str):
         """Build the planner.
-
-        Args:
-          segment: that is planned for; None is the only one with experts.
 
         Raises:
           UserError: a cluster file that is not there, or more replica slots than its memory holds.
         """
         check_transfer(config, roles)
         config = with_replica_slots(config, roles)
-        own = planned_run(config, roles) if segment is None else segment_runs(config, roles)[segment]
-        self.config, self.roles = own
+        self.config, self.roles = segment_runs(config, roles)[segment]
         self.start = initial_placement(self.config, self.roles)
-        cost = plan_cost(config, roles, segment)
         self.devices = self.roles.size(self.roles.expert)
-        self.plans = PlanSession(self.config.planner, self.start, cost, self.exchanges_per_step)
-
-    @property
-    def exchanges_per_step(self) -> int:
-        """How many exchanges a step's loads are summed over: microbatches times data-parallel groups."""
-        return self.config.train.grad_accum_steps * self.roles.size(self.roles.data)
-
-    def check_prices(self) -> None:
-        """Plan once, for even loads: a figure that a price needs and the cluster lacks is named before a step compiles.
-
-        Raises:
-          UserError: it names the planner, the figure and where it stands.
-        """
-        loads = np.ones((self.start.layers, self.devices, self.start.experts))
-        build_planner(self.config.planner).propose(loads, self.start, self.plans.cost)
+        exchanges = config.train.grad_accum_steps * self.roles.size(self.roles.data)
+        self.plans = PlanSession(self.config.planner, self.start, plan_cost(config, roles, segment), exchanges)
 
     def first_shape(self) -> PlanShape:
         """Return what the first step is compiled for: even homes, and slots for what is decided after the gate."""
@@ -132,7 +108,7 @@ class Replanner:
         """Return what a step makes of a placement for its loads [L, S, E]; after the gate, of the mean microbatch."""
         if shape.after_gate is None:
             return placement
-        return self.plans.refine(loads / self.exchanges_per_step, placement, shape.late)
+        return self.plans.refine(loads / self.plans.exchanges_per_step, placement, shape.late)
 
     def predicted_rows(self, shape: PlanShape, placement: Placement, more_often: float = 1.0) -> BucketRows | None:
         """Return the rows that buckets need by prediction; None where nothing is predicted or capacities rule.
@@ -153,34 +129,23 @@ class Replanner:
         plans.planner.counters.update(counters)
         error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
         step = self.roles.size(self.roles.model)
-        groups = self.exchanges_per_step * self.roles.size(self.roles.expert_shard) / self.roles.size(self.roles.model)
+        groups = plans.exchanges_per_step * self.roles.size(self.roles.expert_shard) / step
+        sizes = self._sizes(shape)
         if self.config.moe.overflow_chance:
-            rows = self._expected_rows(pairs * ((1 + error) / groups), shape, more_often)
+            # Each kind of bucket has a third of the chance; data-parallel groups draw for themselves. Where a
+            # microbatch travels in two halves, buckets are twice as long as those of a half.
+            chance = more_often * self.config.moe.overflow_chance * len(pairs) / 3 / self.roles.size(self.roles.data)
+            parts, choices = 2 if self.config.model.block_wise.halves else 1, sizes.top_k * sizes.tokens
+            rows = {}
+            for kind, own in pairs_by_kind(pairs * ((1 + error) / groups), self.start.devices_per_node).items():
+                needed = expected_rows(own / parts, choices // parts, chance, math.lcm(8, step)) if own.size else 0
+                rows[kind] = parts * needed
+            rows = BucketRows(**rows)
         else:
             fullest = fullest_pairs(pairs, placement.devices_per_node)
             rows = fullest.each(lambda pair: bucket_rows(pair / groups, error, step))
-        fewest = bucket_rows(FEWEST * self._mean_rows(shape), 0.0, step)
+        fewest = bucket_rows(FEWEST * sizes.top_k * sizes.tokens / self.devices, 0.0, step)
         return rows.each(lambda size: max(size, fewest)).at_most(self._most_rows(shape))
-
-    def _expected_rows(self, means: np.ndarray, shape: PlanShape, more_often: float) -> BucketRows:
-        """Return the rows that counts around these means [L, D, D] need, by MoEConfig.overflow_chance.
-
-        Each kind of bucket has a third of the chance; data-parallel groups draw for themselves. Where a microbatch
-        travels in two halves, buckets are twice as long as those of a half (`models/layer_loop.py` halves them).
-        """
-        parts = 2 if self.config.model.block_wise.halves else 1
-        sizes, roles = self._sizes(shape), self.roles
-        chance = more_often * self.config.moe.overflow_chance * len(means) / 3 / roles.size(roles.data)
-        step = math.lcm(8, roles.size(roles.model))
-        kinds = pairs_by_kind(means, self.start.devices_per_node)
-        return BucketRows(
-            **{
-                kind: parts * expected_rows(own / parts, sizes.top_k * sizes.tokens // parts, chance, step)
-                if own.size
-                else 0
-                for kind, own in kinds.items()
-            }
-        )
 
     def _most_rows(self, shape: PlanShape) -> BucketRows:
         """Return the rows that planned buckets may have: the worst case, or what `PlannerConfig.bucket_limit` allows.
@@ -189,7 +154,7 @@ class Replanner:
         travel; except where the schedule gives other buckets its length.
         """
         sizes = self._sizes(dataclasses.replace(shape, bucket_rows=None))
-        most = math.ceil(self.config.planner.bucket_limit * self._mean_rows(shape))
+        most = math.ceil(self.config.planner.bucket_limit * (sizes.top_k * sizes.tokens / self.devices))
         most, worst = min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows()), sizes.worst_rows()
         roles = self.roles
         several = roles.size(roles.model) > roles.size(roles.expert_shard)  # members of an MP group
@@ -197,16 +162,6 @@ class Replanner:
         cuts = [schedule_record(name).cuts_buckets for name in (schedule.name, *schedule.chooses_from)]
         cut_over_members = several and any(cuts)
         return BucketRows(own=most if cut_over_members else worst, node=most, far=most)
-
-    def _mean_rows(self, shape: PlanShape) -> float:
-        """Return the rows of a bucket where all are alike."""
-        sizes = self._sizes(shape)
-        return sizes.top_k * sizes.tokens / self.devices
-
-    def is_crowded(self, shape: PlanShape, placement: Placement) -> bool:
-        """Say whether buckets are predicted to need more rows than they have, or to overflow much too often."""
-        rows = self.predicted_rows(shape, placement, TOO_OFTEN)
-        return rows is not None and not rows.within(self.rows_of(shape))
 
     def rows_of(self, shape: PlanShape) -> BucketRows:
         """Return the rows of the buckets under this shape."""
@@ -221,40 +176,29 @@ class Replanner:
     def grow(self, shape: PlanShape, placement: Placement) -> PlanShape:
         """Return a shape that the placement fits and plans like it, with buckets at least as large as predicted."""
         if not fits(shape, placement):
-            shape = self._larger(shape, placement)
+            several_levels = 1 < self.start.devices_per_node < self.start.devices  # nodes of several devices
+            first, need = shape.ahead is None, build_shape(placement, by_node=several_levels).ahead
+            cost, by_node = self.plans.cost, False
+            if need is not None:  # whether the first transfer of replicas planned ahead goes by node
+                sizes = TransferSizes(*(np.array(size) for size in (need.offers, need.slots, need.crossing)))
+                by_node = cost.transfer_shape(sizes, need.devices, need.devices_per_node).by_node
+            most, slots = self.plans.planner.ahead_most(placement, cost), self.config.planner.replica_slots
+            shape = grow(shape, placement, by_node=by_node, replica_slots=slots, most=most)
+            if first and shape.ahead is not None:
+                shape = dataclasses.replace(shape, **split_shares(self.config, cost, shape.ahead))
+            shape = self.with_rule(shape)
         rows = self.predicted_rows(shape, placement)
         if rows is not None and not rows.within(self.rows_of(shape)):
-            shape = dataclasses.replace(shape, bucket_rows=self._with_headroom(rows, shape))
+            # With headroom those that do not fit, the others as they are. The first planned buckets are all by
+            # prediction: one that was larger without a plan gets smaller.
+            step, most = math.lcm(8, self.roles.size(self.roles.model)), self._most_rows(shape)
+            headroom = 1.0 if self.config.moe.overflow_chance else HEADROOM
+            larger = rows.each(lambda size: math.ceil(headroom * size)).at_most(most)
+            larger, there = larger.each(lambda size: round_up(size, step)), shape.bucket_rows
+            rows = larger if there is None else there.where_smaller(rows, larger)
+            shape = dataclasses.replace(shape, bucket_rows=rows)
         assert most_homes(placement) <= shape.bank_rows
         return shape
-
-    def _with_headroom(self, rows: BucketRows, shape: PlanShape) -> BucketRows:
-        """Return planned buckets that hold the predicted ones: with headroom those that do not fit, the others as is.
-
-        The first planned buckets are all by prediction: one that was larger without a plan gets smaller.
-        """
-        step, most = math.lcm(8, self.roles.size(self.roles.model)), self._most_rows(shape)
-        headroom = 1.0 if self.config.moe.overflow_chance else HEADROOM
-        larger = (
-            rows.each(lambda size: math.ceil(headroom * size)).at_most(most).each(lambda size: round_up(size, step))
-        )
-        there = shape.bucket_rows
-        return larger if there is None else there.where_smaller(rows, larger)
-
-    def _larger(self, shape: PlanShape, placement: Placement) -> PlanShape:
-        """Return a shape that the placement fits, with the rule and the split of its transfers that go with it."""
-        several_levels = 1 < self.start.devices_per_node < self.start.devices  # nodes of several devices
-        first, need = shape.ahead is None, build_shape(placement, by_node=several_levels).ahead
-        by_node = False
-        if need is not None:  # whether the first transfer of replicas planned ahead goes by node
-            sizes = TransferSizes(*(np.array(size) for size in (need.offers, need.slots, need.crossing)))
-            by_node = self.plans.cost.transfer_shape(sizes, need.devices, need.devices_per_node).by_node
-        most = self.plans.planner.ahead_most(placement, self.plans.cost)
-        slots = self.config.planner.replica_slots
-        shape = grow(shape, placement, by_node=by_node, replica_slots=slots, most=most)
-        if first and shape.ahead is not None:
-            shape = dataclasses.replace(shape, **split_shares(self.config, self.plans.cost, shape.ahead))
-        return self.with_rule(shape)
 
     def planned(self, loads: np.ndarray) -> tuple[PlanShape, Placement]:
         """Return what a run would compile after steps with these loads, int64 [L, D, E] each, and its placement.
@@ -289,7 +233,9 @@ def check_planner(config: RunConfig, roles: Roles) -> None:
     for name in runs:
         replanner = Replanner(config, roles, name)
         replanner.first_shape()
-        replanner.check_prices()
+        # plan once, for even loads: a figure that a price needs and the cluster lacks is named before a step compiles
+        start, plans = replanner.start, replanner.plans
+        plans.planner.propose(np.ones((start.layers, replanner.devices, start.experts)), start, plans.cost)
 
 
 def check_transfer(config: RunConfig, roles: Roles) -> None:
@@ -304,9 +250,3 @@ def check_transfer(config: RunConfig, roles: Roles) -> None:
         members = own.size(own.expert)
         inside = max(1, own.config.devices_per_node // own.config.expert_shard)
         TransferShape(devices=members, devices_per_node=min(inside, members), offers=1, slots=1, by_node=True)
-
-
-def plan_hash(shape: dict[str, PlanShape], placement: dict[str, Placement]) -> int:
-    """Return 31 bits of what a step runs with, for processes to compare."""
-    text = "".join(own.fingerprint() for own in placement.values()) + repr(shape)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x7FFFFFFF

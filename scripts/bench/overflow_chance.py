@@ -83,7 +83,7 @@ def case_of(config: RunConfig, roles: Roles, skew: float) -> Case:
     if config.planner.name == "none":
         shares, shape, placed = np.full((layers, experts), 1 / experts), None, lambda loads: even
     else:
-        replanner = Replanner(config, roles)
+        replanner = Replanner(config, roles, "segment_0")
         step_tokens = train.batch_size * config.data.sequence_length
         loads = skewed_loads(replanner, step_tokens, skew)
         shape, placement = replanner.planned(loads)

@@ -146,7 +146,10 @@ def test_transfers_by_node_need_nodes(devices, bindings, why):
     sizes = ("MeshConfig.devices_per_node = 4", "MoEConfig.num_experts = 24", "train.batch_size = 24", *bindings)
     sizes = (*sizes, "PlannerConfig.transfer = 'by_node'", "ModelConfig.vocab_size = 64")
     run, _, _ = parse_run_config(["configs/run/hecate.gin"], sizes)
-    for refused in (lambda: dry_run(run, devices), lambda: Replanner(run, build_mesh(run.mesh, devices))):
+    for refused in (
+        lambda: dry_run(run, devices),
+        lambda: Replanner(run, build_mesh(run.mesh, devices), "segment_0"),
+    ):
         with pytest.raises(UserError, match=why) as error:
             refused()
         assert "\n" not in str(error.value)

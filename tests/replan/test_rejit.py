@@ -282,7 +282,7 @@ def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want
         loads[:, device, expert : expert + 2] = 64
     for limit, rows in want.items():
         session = session_of(name="hecate", bucket_limit=limit)
-        replanner = Replanner(session.config, session.roles)
+        replanner = Replanner(session.config, session.roles, ONE)
         replanner.plans.predictor.observe(loads)
         assert replanner.grow(replanner.first_shape(), replanner.start).bucket_rows == rows
     with pytest.raises(UserError, match=r"PlannerConfig.bucket_limit \(0.5\) must be at least 1"):
@@ -293,7 +293,7 @@ def test_planned_buckets_are_as_large_as_predicted_within_their_limit(away, want
 def test_planned_buckets_are_of_the_tokens_of_one_mp_group(expert_shard, model):
     """A member's counts are of its N_ESP devices, a bucket is of N_MP devices: even loads: the mean."""
     session = session_of(name="hecate", expert_shard=expert_shard, model=model)
-    replanner = Replanner(session.config, session.roles)
+    replanner = Replanner(session.config, session.roles, ONE)
     choices = 2 * 8 * 32 // (DEVICES * EXPERTS)  # top_k, batch and length, by member and expert
     for _ in range(2):
         replanner.plans.predictor.observe(np.full((LAYERS, DEVICES, EXPERTS), choices))
@@ -388,7 +388,7 @@ def test_what_is_decided_late_is_of_the_planner_that_resumes():
 )
 def test_without_a_replica_nothing_is_decided_late(settings):
     session = session_of(**{**LATE, **settings})
-    shape = Replanner(session.config, session.roles).first_shape()
+    shape = Replanner(session.config, session.roles, ONE).first_shape()
     assert shape.late is None and shape.after_gate is None
 
 

@@ -46,7 +46,7 @@ def shares(config, number=2):
     """The shares of a transfer of so many offers and slots, all devices on one level."""
     roles = build_mesh(config.mesh, jax.devices())
     transfer = TransferShape(devices=8, devices_per_node=4, offers=number, slots=number)
-    return split_shares(config, plan_cost(config, roles), transfer)
+    return split_shares(config, plan_cost(config, roles, "segment_0"), transfer)
 
 
 def with_model(config, **changes):
@@ -79,7 +79,7 @@ def test_a_plan_is_priced_by_the_layer_that_runs(config):
     run = dataclasses.replace(with_model(config, activation="swiglu", dtype="bfloat16"), mesh=mesh)
     run = dataclasses.replace(run, train=TrainConfig(batch_size=32, grad_accum_steps=2))
     roles = build_mesh(mesh, jax.devices())
-    cost = plan_cost(run, roles)
+    cost = plan_cost(run, roles, "segment_0")
     assert (cost.exchanged_bytes, cost.expert_bytes, cost.state_bytes) == (
         8 * 2,
         3 * 8 * 256 * 2,

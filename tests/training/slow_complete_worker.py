@@ -4,7 +4,7 @@ import time
 
 from moe_jax.config.command_line import run_command
 from moe_jax.train import command
-from moe_jax.training.compiling import compile_for_all
+from moe_jax.training import compiling
 from moe_jax.training.program import Program
 
 SECONDS = 300
@@ -12,13 +12,15 @@ SECONDS = 300
 
 def compile_slowly(self, shape=None):
     """Return (executable, seconds) as `Program.compile_train_step`; other processes wait for process 0."""
-    lowered = self.lower_train_step(shape)
+    lowered, compile_guided = self.lower_train_step(shape), compiling.compile_guided
 
-    def first():
+    def later(*given):
         time.sleep(SECONDS)
-        return lowered.compile(), ""
+        return compile_guided(*given)
 
-    return compile_for_all(lowered, first, lambda text: lowered.compile(), list(self.roles.mesh.devices.flat)), 0.0
+    compiling.compile_guided = later
+    options = {"xla_embed_ir_in_executable": "False"}  # any: without options each process compiles for itself
+    return compiling.compile_for_all(lowered, options, None, list(self.roles.mesh.devices.flat)), 0.0
 
 
 if __name__ == "__main__":

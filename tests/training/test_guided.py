@@ -23,15 +23,12 @@ def gpus(kind, number):
     return [types.SimpleNamespace(platform="cuda", device_kind=kind, process_index=i // 4) for i in range(number)]
 
 
-def test_target_follows_the_devices():
+def test_target_follows_the_devices_and_unknown_rates_are_said_once(caplog):
     target = compiling.find_target(gpus("NVIDIA H200", 8), 4)
     assert (target.name, target.nodes, target.per_node) == ("h200", 2, 4)
     assert compiling.find_target(gpus("NVIDIA H200", 2), 8).devices == 2
     assert compiling.find_target(jax.devices(), 8) is None
-
-
-def test_unknown_rates_are_said_once(caplog):
-    compiling._say_unguided.cache_clear()
+    compiling._unguided.clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert compiling.find_target(gpus("NVIDIA B9", 8), 8) is None
@@ -72,15 +69,15 @@ def test_second_compilation_gets_the_seconds_of_the_first(lowered):
     assert lowered.compilations[3][0] == second, "another name would be another program to JAX's compilation cache"
 
 
-def test_a_profile_that_does_not_fit_is_said(lowered, caplog):
+def test_a_profile_that_does_not_fit_is_said(lowered, caplog, monkeypatch):
     """The compiler matches by name; a program whose instructions are called otherwise is scheduled without guidance."""
     target = parse_target("h200:2x2")
     with caplog.at_level(logging.WARNING):
         compiling.compile_guided(lowered, {}, target)
         assert not caplog.records
-        module = parse_module(lowered.text)
-        other = scheduler_profile(module, target).replace('" ', '.of_another_program" ')
-        compiling.say_if_not_taken_up(module, target, other)
+        other = scheduler_profile(parse_module(lowered.text), target).replace('" ', '.of_another_program" ')
+        monkeypatch.setattr(compiling, "scheduler_profile", lambda *_: other)
+        compiling.compile_guided(lowered, {}, target)
     (record,) = caplog.records
     assert "train.guide_scheduler (True) had little effect on jit_train_step" in record.getMessage()
 
@@ -105,11 +102,6 @@ def test_a_full_cache_folder_costs_the_name_of_the_profile_and_not_the_run(lower
     monkeypatch.setattr(compiling.tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(UserError, match="Disk quota exceeded"):
         compiling.compile_guided(lowered, {}, target)
-
-
-def test_without_a_target_there_is_one_compilation(lowered):
-    compiling.compile_guided(lowered, {}, None)
-    assert lowered.compilations == [({}, None)]
 
 
 class Client:
@@ -147,7 +139,7 @@ def test_nobody_waits_for_other_processes_timings(lowered, two_processes, guide,
     target = guide and parse_target(guide)
     for process in range(2):
         two_processes(process)
-        compiling.compile_guided(lowered, options, target, gpus("NVIDIA H200", 4))
+        compiling.compile_for_all(lowered, options, target, gpus("NVIDIA H200", 4))
     assert all(compilations["xla_gpu_shard_autotuning"] == "False" for compilations, _ in lowered.compilations)
     # what stands in for the executable cannot be handed out, so process 1 compiles by process 0's profile, and only so
     assert "each compiles it for itself" in caplog.text
@@ -161,11 +153,7 @@ def test_deterministic_run_tells_the_compiler():
         config = types.SimpleNamespace(train=TrainConfig(deterministic=wanted))
         options = Program.compiler_options(types.SimpleNamespace(roles=roles, config=config))
         assert options == ({"xla_gpu_deterministic_ops": "True"} if wanted else {})
-    assert compiler_options("cpu", deterministic=True) == {}
-
-
-def test_one_process_and_cpus_share_no_timings():
-    assert "xla_gpu_shard_autotuning" not in {**compiler_options("cuda"), **compiler_options("cpu", processes=2)}
+    assert compiler_options("cpu", processes=2, deterministic=True) == {}
 
 
 def test_option_that_a_compiler_does_not_know_is_left_out(caplog):
