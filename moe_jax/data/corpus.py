@@ -120,21 +120,6 @@ def _files_below(folder: str, skip: Iterable[str] = ()) -> list[str]:
     return sorted(names, key=lambda name: os.path.relpath(name, folder).split(os.sep))
 
 
-def _standard_library() -> list[str]:
-    folder = sysconfig.get_path("stdlib")
-    names = [
-        name
-        for name in _files_below(folder, skip=_NOT_THE_LIBRARY)
-        if name.endswith(".py") and not os.path.basename(name).startswith(_MACHINE_MADE)
-    ]
-    if not names:
-        raise UserError(
-            "DataConfig.path ('') means Python's own sources, and this Python came without them; name a text file, "
-            "a folder or a .jsonl file there"
-        )
-    return names
-
-
 def _text_pieces(file: BinaryIO, name: str) -> Iterator[tuple[str, bool]]:
     """Yield one document, cut after the last line end of each block (or anywhere in a block without one)."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()

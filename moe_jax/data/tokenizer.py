@@ -1,7 +1,7 @@
 """Between text and token ids: the byte tokenizer, and any Hugging Face tokenizer.json.
 
-Inputs: text. Outputs: 1-d int32 ids below `vocab_size`. `encode` never adds an end or a mask: the cache puts `end_id`
-after each document, and only masked-language-model inputs ever hold `mask_id`; `encode_prompt` adds what the file says.
+Inputs: text. Outputs: 1-d int32 ids below `vocab_size`. `encode_batch` never adds an end or a mask: the cache puts
+`end_id` after each document, and only masked-language-model inputs ever hold `mask_id`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ MASK_NAMES = ("<|mask|>", "[MASK]", "<mask>", "<|mdm_mask|>")
 #   vocab_size: every id is below it, end and mask included.
 #   end_id: closes a document; end_ids: all that end a generated text, end_id first.
 #   mask_id: stands for a hidden token; never in the corpus.
-#   encode_batch, encode: the ids of each text, int32 [tokens].
-#   encode_prompt: those of `encode`, with the special tokens that the file puts around a text.
+#   encode_batch: the ids of each text, int32 [tokens].
+#   encode_prompt: those of one text, with the special tokens that the file puts around it.
 #   decode: the text of ids; end and mask show as `<|end|>` and `<|mask|>` or by their name in the file.
 class ByteTokenizer:
     """Give each byte of the UTF-8 text its own id: no file, no training, no unknown token, on any machine.
@@ -69,14 +69,11 @@ class ByteTokenizer:
     end_ids = (256,)
     mask_id = 257
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
+        return [self.encode_prompt(text) for text in texts]
 
     def encode_prompt(self, text: str) -> np.ndarray:
-        return self.encode(text)
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: np.ndarray) -> str:
         marks = {self.end_id: b"<|end|>", self.mask_id: b"<|mask|>"}
@@ -131,9 +128,6 @@ class HuggingFaceTokenizer:
             size += 1
         self.vocab_size = size
         self.name = "tokenizer.json " + hashlib.blake2b(text, digest_size=16).hexdigest()
-
-    def encode(self, text: str) -> np.ndarray:
-        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         fast = getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)

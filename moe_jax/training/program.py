@@ -50,6 +50,8 @@ from moe_jax.training.step import (
 )
 from moe_jax.training.teacher import build_teacher, mesh_experts
 
+Shapes = dict[str, PlanShape] | None  # by segment with experts; None without a planner
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -68,11 +70,6 @@ class Program:
     optimizer: optax.GradientTransformation
     state_shardings: StateShardings
     teacher: Teacher | None
-
-    @property
-    def devices(self) -> int:
-        """D, devices of the mesh's expert axis; a segment with fewer experts has as many as these in its group."""
-        return self.roles.size(self.roles.expert)
 
     @property
     def tokens_per_step(self) -> int:
@@ -128,7 +125,7 @@ class Program:
         """Return the training state as ShapeDtypeStructs with shardings."""
         return abstract_state(self.model, self.optimizer, self.state_shardings)
 
-    def is_optimistic(self, shape: dict[str, PlanShape] | None = None) -> bool:
+    def is_optimistic(self, shape: Shapes = None) -> bool:
         """Say whether steps with plans of this shape run the common program, and the complete one after an overflow."""
         wanted = self.config.train.optimistic
         if wanted is None:
@@ -140,11 +137,11 @@ class Program:
         taught = self.teacher is not None and has_later_passes(self.teacher.model, tokens)
         return taught or has_later_passes(self.model, tokens, shape)
 
-    def overflow_bytes(self, shape: dict[str, PlanShape] | None = None) -> int:
+    def overflow_bytes(self, shape: Shapes = None) -> int:
         """Return about how many bytes the complete program takes on each device beyond the common one."""
         return device_bytes(sizes_of(self.config, self.model.vocab_size), self.roles, shape).overflow
 
-    def lower_train_step(self, shape: dict[str, PlanShape] | None = None) -> jax.stages.Lowered:
+    def lower_train_step(self, shape: Shapes = None) -> jax.stages.Lowered:
         """Return the training step, the complete program, for exactly these shapes and shardings, not compiled yet.
 
         Args:
@@ -152,7 +149,7 @@ class Program:
         """
         return self.trace_step(shape).lower()
 
-    def trace_step(self, shape: dict[str, PlanShape] | None = None, common: bool = False) -> jax.stages.Traced:
+    def trace_step(self, shape: Shapes = None, common: bool = False) -> jax.stages.Traced:
         """Return the equations of the training step, on any machine; shape: as in `lower_train_step`.
 
         Args:
@@ -187,18 +184,18 @@ class Program:
             self.roles.mesh.devices.flat[0].platform, jax.process_count(), self.config.train.deterministic
         )
 
-    def compile_train_step(self, shape: dict[str, PlanShape] | None = None):
+    def compile_train_step(self, shape: Shapes = None):
         """Return (executable, seconds) of what `lower_train_step` returns."""
         return self.compile_step(shape)
 
-    def compile_step(self, shape: dict[str, PlanShape] | None = None, common: bool = False):
+    def compile_step(self, shape: Shapes = None, common: bool = False):
         """Return (executable, seconds) of what `trace_step` traces."""
         started = time.monotonic()
         lowered, devices = self.trace_step(shape, common).lower(), list(self.roles.mesh.devices.flat)
         executable = compile_for_all(lowered, self.compiler_options(), self.guiding_target(), devices)
         return executable, time.monotonic() - started
 
-    def compile_programs(self, shape: dict[str, PlanShape] | None = None) -> tuple[Programs, float]:
+    def compile_programs(self, shape: Shapes = None) -> tuple[Programs, float]:
         """Compile what a step with plans of this shape starts with; return it, and the seconds that it took.
 
         Of an optimistic step the complete program is compiled behind it, in a thread.
@@ -216,9 +213,9 @@ class Program:
         return find_target(list(self.roles.mesh.devices.flat), self.roles.config.devices_per_node)
 
 
-def empty_tables(shape: dict[str, PlanShape]) -> dict[str, Tables]:
-    """Return tables of these shapes that mean nothing, as NumPy arrays."""
-    return {name: table_shapes(own) for name, own in shape.items()}
+def empty_tables(shape: Shapes) -> Tables | dict[str, Tables]:
+    """Return tables of this shape that mean nothing, as NumPy arrays; of several segments {segment: that}."""
+    return {name: table_shapes(own) for name, own in shape.items()} if isinstance(shape, dict) else table_shapes(shape)
 
 
 def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None) -> Program:
@@ -273,15 +270,13 @@ class Session(Program):
     feed: Feed
     tables: dict[str, Tables]
 
-    def fresh_state(self) -> dict:
-        """Return the state of step 0."""
+    def fresh_state(self, params=None) -> dict:
+        """Return the state of step 0, from given parameters or from new ones."""
+        if params is not None:
+            return state_of_params(params, self.optimizer, self.state_shardings)
         return init_state(self.model, self.optimizer, self.state_shardings, self.config.train.seed)
 
-    def state_from(self, params) -> dict:
-        """Return the state of step 0 that starts from given parameters."""
-        return state_of_params(params, self.optimizer, self.state_shardings)
-
-    def evaluation_step(self, shape: dict[str, PlanShape] | None = None):
+    def evaluation_step(self, shape: Shapes = None):
         """Return the evaluation step; it compiles when first called."""
         step = make_evaluation_step(
             self.model, self.layout, self.config.train, self.state_shardings, self.config.data.sequence_length,

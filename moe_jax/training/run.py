@@ -221,7 +221,7 @@ def starting_state(
         params = other.restore_params(step, session.abstract_state()["params"], session.home, part)
         other.close()
         say(hosts, f"starting from the {word} of {options.init_from}, step {step}")
-        return session.state_from(params)
+        return session.fresh_state(params)
     if options.init_from_ema:
         raise UserError("--init_from_ema needs --init_from=DIR, the run whose averaged parameters are meant")
     return session.fresh_state()

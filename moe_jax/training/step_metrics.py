@@ -87,7 +87,7 @@ def loads_origin(program: Program) -> LoadsOrigin:
     config, layers = program.config, program.model.expert_segments
     sizes = [(s.config.moe_layers, s.moe.num_experts, s.config.hidden_dim, s.moe.top_k) for s in layers]
     preceding = [(segment.config.moe_every, segment.config.ffn_dim) for segment in layers]
-    alike = len(sizes) == 1 and sizes[0][1] >= program.devices
+    alike = len(sizes) == 1 and sizes[0][1] >= program.roles.size(program.roles.expert)
     return LoadsOrigin(
         model_dim=config.model.model_dim,
         hidden_dim=sizes[0][2],

@@ -25,6 +25,7 @@ OPTIONS = {"xla_embed_ir_in_executable": "False"}  # any: without options each p
 def main(port: str, index: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_enable_compilation_cache", False)  # a program from it cannot be handed on, on CPUs
     config = HostsConfig(coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=index, start_timeout_seconds=60)
     with start_hosts(config):
         mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))

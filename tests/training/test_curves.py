@@ -25,12 +25,12 @@ def curve(folder, devices: int, *changes: str):
     plain = dataclasses.replace(config.moe, schedule="s1")
     one = build_session(dataclasses.replace(config, mesh=type(config.mesh)(), moe=plain), jax.devices()[:1])
     params = jax.device_get(one.fresh_state()["params"])
-    layers, group = config.model.moe_layers, session.devices
+    layers, group = config.model.moe_layers, session.roles.size(session.roles.expert)
 
     even = Placement.even(layers, config.moe.num_experts, group)  # one device holds (layer, expert) order
     experts = jax.tree.map(lambda leaf: leaf.reshape(layers, -1, *leaf.shape[1:]), params["bank"])
     params = {"dense": params["dense"], "bank": to_bank(experts, even)}
-    state = session.state_from(to_devices(params, session.state_shardings.state["params"]))
+    state = session.fresh_state(to_devices(params, session.state_shardings.state["params"]))
     losses, norms = [], []
     for step in range(STEPS):
         batch = to_devices(session.feed.read(step), session.state_shardings.batch)
