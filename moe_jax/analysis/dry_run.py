@@ -172,10 +172,10 @@ def _choice_lines(run: RunConfig, roles: Roles, target: Target | None, end_id: i
         line += "" if hidden else f": {why or 'CPU devices, or GPUs that --target would name'}"
     lines.append(line)
     for name in segment_runs(run, roles) if hidden else ():
-        seconds = layer_seconds(run, roles, target, name)
+        in_one_piece, in_halves = layer_seconds(run, roles, target, name)
         lines.append(
             f"modelled at peak rates, even loads, an MoE block of {name}, forward and backward: "
-            f"{1e3 * seconds.none:.3g} ms in one piece, {1e3 * seconds.halves:.3g} ms in two halves"
+            f"{1e3 * in_one_piece:.3g} ms in one piece, {1e3 * in_halves:.3g} ms in two halves"
         )
     if run.planner.name != "none" and roles.size(roles.expert) > 1:
         planner, sized = build_planner(run.planner), with_replica_slots(run, roles)

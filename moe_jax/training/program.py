@@ -213,9 +213,9 @@ class Program:
         return find_target(list(self.roles.mesh.devices.flat), self.roles.config.devices_per_node)
 
 
-def empty_tables(shape: Shapes) -> Tables | dict[str, Tables]:
-    """Return tables of this shape that mean nothing, as NumPy arrays; of several segments {segment: that}."""
-    return {name: table_shapes(own) for name, own in shape.items()} if isinstance(shape, dict) else table_shapes(shape)
+def empty_tables(shape: dict[str, PlanShape]) -> dict[str, Tables]:
+    """Return {segment: tables of its shape that mean nothing}, as NumPy arrays."""
+    return {name: table_shapes(own) for name, own in shape.items()}
 
 
 def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None) -> Program:
