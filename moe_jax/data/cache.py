@@ -1,11 +1,12 @@
 """A corpus as one memory-mapped array of token ids, built by the first process, whole or not at all.
 
 Inputs: a DataConfig and a tokenizer. Outputs: a TokenCache. A cache is a folder `tokens-<fingerprint>` with tokens.bin
-(ids, each document closed by end_id), documents.bin (where each document ends) and meta.json. It is written in a folder
-of another name, synced, and renamed: the rename is what makes it a cache, so a killed builder leaves nothing that could
-be taken for one, and of several builders (on several hosts, too) the first to rename wins. Windows and batches are made
-elsewhere.
+(ids, each document closed by end_id), documents.bin (where each document ends) and meta.json.
 """
+
+# It is written in a folder of another name, synced, and renamed: the rename is what makes it a cache, so a killed
+# builder leaves nothing that could be taken for one, and of several builders (on several hosts, too) the first to
+# rename wins.
 
 from __future__ import annotations
 
@@ -34,18 +35,11 @@ _ROUNDS = 6
 
 
 def hash64(*words) -> np.ndarray:
-    """Hash integers to 64 bits that look independent.
-
-    Each word is mixed with the hash of the words before it by the finaliser of SplitMix64.
-
-    Args:
-      words: ints or integer arrays that broadcast together.
-
-    Returns:
-      uint64, at least 1-d, of the broadcast shape.
+    """Hash ints or integer arrays that broadcast together to uint64, at least 1-d, that look independent.
 
     Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (2014), figure 13 (mix64variant13).
     """
+    # each word is mixed with the hash of the words before it by the finaliser of SplitMix64
     state = np.zeros(1, np.uint64)
     for word in words:
         word = np.array([word & 0xFFFFFFFFFFFFFFFF], np.uint64) if isinstance(word, int) else word.astype(np.uint64)
@@ -62,21 +56,16 @@ def uniform(*words) -> np.ndarray:
 
 
 def shuffled(index: np.ndarray, count: int, *key) -> np.ndarray:
-    """Return which item of `count` stands at each place of a shuffled order, without making the order.
-
-    A Feistel network is a bijection of [0, 4^k); applying it again until the value is below `count` makes it one of
-    [0, count). That takes at most four applications on average, and no memory whatever the size of the corpus.
+    """Return which item of `count` stands at each place of a shuffled order, int64 [n], without making the order.
 
     Args:
       index: int64 [n], places, each in [0, count).
-      count: items.
       key: words of `hash64`; an array among them has the shape [n].
-
-    Returns:
-      int64 [n], each in [0, count); distinct for distinct places under the same key.
 
     Source: Black, Rogaway, "Ciphers with Arbitrary Finite Domains" (2002), cycle walking and generalised Feistel.
     """
+    # A Feistel network is a bijection of [0, 4^k); applying it again until the value is below `count` makes it one of
+    # [0, count). That takes at most four applications on average, and no memory whatever the size of the corpus.
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     low = (np.uint64(1) << half) - np.uint64(1)
 
@@ -95,15 +84,7 @@ _PURPOSE = 3  # keeps these numbers apart from those of stream.py and masking.py
 
 
 def split_documents(ends: np.ndarray, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Divide a corpus between training and held-out text.
-
-    Whether a document is held out is decided by a hash of its index, not by the seed or by the documents after it.
-    Where the documents so chosen hold less than half or more than twice the share that was asked for (few documents,
-    or one that outweighs the rest), the last tokens of the corpus are held out instead.
-
-    Args:
-      ends: int64 [documents], one past the last token of each.
-      held_out_fraction: of all tokens.
+    """Divide a corpus, whose documents end before `ends` (int64 [documents]), between training and held-out text.
 
     Returns:
       train, held_out: int64 [runs, 2], start and end of each run of tokens, ascending; no token in both.
@@ -111,6 +92,9 @@ def split_documents(ends: np.ndarray, held_out_fraction: float) -> tuple[np.ndar
     Raises:
       UserError: for a corpus of fewer than 4 tokens.
     """
+    # Whether a document is held out is decided by a hash of its index, not by the seed or by the documents after it.
+    # Where the documents so chosen hold less than half or more than twice the share that was asked for (few documents,
+    # or one that outweighs the rest), the last tokens of the corpus are held out instead.
     total = int(ends[-1])
     if total < 4:
         raise UserError(f"the corpus has {total} tokens and must have at least 4; name more text in DataConfig.path")
@@ -162,29 +146,17 @@ ABANDONED_SECONDS = 86400.0  # a builder's folder untouched for so long has no b
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMeta:
-    """Say what a cache holds; the text of meta.json.
+    """Say what a cache holds; the text of meta.json."""
 
-    Args:
-      format: of the folder; another number is another fingerprint.
-      tokenizer: its name.
-      dtype: of tokens.bin, '<u2' or '<u4'.
-      tokens: ids in tokens.bin, ends of documents included.
-      documents: documents with any text.
-      source_files: files they came from.
-      source_bytes: bytes of those files, as they lie on the disk.
-      max_id: the largest id in tokens.bin.
-      content: a hash of the ids and the ends of the documents, equal on any two machines with the same text.
-    """
-
-    format: int
-    tokenizer: str
-    dtype: str
-    tokens: int
-    documents: int
+    format: int  # of the folder; another number is another fingerprint
+    tokenizer: str  # its name
+    dtype: str  # of tokens.bin, '<u2' or '<u4'
+    tokens: int  # ids in tokens.bin, ends of documents included
+    documents: int  # with any text
     source_files: int
-    source_bytes: int
-    max_id: int
-    content: str
+    source_bytes: int  # as they lie on the disk
+    max_id: int  # the largest in tokens.bin
+    content: str  # a hash of the ids and the ends of the documents, equal on any two machines with the same text
 
 
 class TokenCache:

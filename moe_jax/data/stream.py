@@ -1,13 +1,13 @@
-"""Windows of tokens by step: what a training step and an evaluation read.
+"""Windows of tokens by step: what a training step and an evaluation read. Letters: docs/notation.md.
 
-Inputs: a TokenCache and a step. Outputs: int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Windows lie
-Sq apart and share one token, so each token is a target once an epoch, but for the first and the fewer than Sq that fill
-no window at the end. Documents are packed one after the other; whether a model keeps them apart is not decided here.
-Nothing here is state: a batch is a function of (corpus, sequence_length, batch_size, seed, step), so the order cannot
-depend on hosts, devices or threads, and a resumed run needs its step only.
-
-Letters: docs/notation.md.
+Inputs: a TokenCache and a step. Outputs: int32 [b, Sq + 1]; row[:-1] are inputs and row[1:] their targets. Documents
+are packed one after the other; whether a model keeps them apart is not decided here.
 """
+
+# Windows lie Sq apart and share one token, so each token is a target once an epoch, but for the first and the fewer
+# than Sq that fill no window at the end. Nothing here is state: a batch is a function of (corpus, sequence_length,
+# batch_size, seed, step), so the order cannot depend on hosts, devices or threads, and a resumed run needs its step
+# only.
 
 from __future__ import annotations
 

@@ -170,21 +170,6 @@ def test_build_cache_by_three_processes_at_once(config, tmp_path, locks):
         assert sum("built" in out for out, _ in outputs) == 1  # the others waited
 
 
-def test_build_cache_gives_way_to_a_builder_that_was_faster(config, monkeypatch):
-    write, other = cache._write, DataConfig(path=config.path, cache_dir=config.cache_dir, held_out_fraction=0.3)
-
-    def overtaken(*arguments):
-        meta = write(*arguments)
-        monkeypatch.setattr(cache, "_write", write)
-        monkeypatch.setattr(cache, "LOCK_SECONDS", 0.0)
-        build_cache(other)
-        return meta
-
-    monkeypatch.setattr(cache, "_write", overtaken)
-    assert build_cache(config).meta.tokens == 10
-    assert len(caches(config)) == 1 and not left_over(config)
-
-
 @pytest.mark.parametrize("damage", ["short tokens", "no meta", "foreign meta"])
 def test_build_cache_builds_a_damaged_cache_again(config, damage):
     whole = build_cache(config)

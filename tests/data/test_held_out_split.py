@@ -20,12 +20,6 @@ def test_split_documents_follows_the_hash_of_the_index():
     assert sorted(spread(train) + spread(held_out)) == list(range(2000))
 
 
-def test_split_documents_keeps_its_choice_when_documents_follow():
-    _, before = split_documents(np.arange(1, 201) * 10, 0.1)
-    _, after = split_documents(np.arange(1, 301) * 10, 0.1)
-    assert [i for i in spread(after) if i < 2000] == spread(before)
-
-
 def test_split_documents_of_few_or_uneven_documents_holds_out_the_tail():
     # Two documents: one of them would be half of the text, far from 0.05.
     assert split_documents(np.array([50, 100]), 0.05)[1].tolist() == [[95, 100]]

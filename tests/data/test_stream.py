@@ -64,12 +64,6 @@ def test_batch_order_is_pinned(small):
     ]
 
 
-def test_batch_larger_than_the_corpus_wraps_across_epochs(small):
-    stream = TokenStream(small, sequence_length=3, batch_size=7, seed=0)
-    rows = text_rows(np.concatenate([stream.batch(step) for step in range(3)]))  # 21 rows: 7 epochs of 3 windows
-    assert all(sorted(rows[i : i + 3]) == ["abcd", "defg", "ghij"] for i in range(0, 21, 3))
-
-
 @pytest.mark.parametrize("hosts", [2, 8])
 def test_batch_order_is_independent_of_the_number_of_readers(long, hosts):
     whole = TokenStream(long, sequence_length=16, batch_size=8, seed=3)
@@ -158,16 +152,6 @@ def test_held_out_batches_limit_spreads_over_the_text(eight_held_out):
     # 7 windows of one target each; 3 of them begin at 0, 7 // 3 and 14 // 3.
     assert starts(3) == ["m", "o", "q"]
     assert starts(0) == starts(7) == starts(99) == list("mnopqrs")
-
-
-def test_held_out_batches_rows_of_two_hosts_make_the_whole(eight_held_out):
-    sizes = {"sequence_length": 3, "batch_size": 2}
-    whole = list(held_out_batches(eight_held_out, **sizes))
-    parts = [list(held_out_batches(eight_held_out, **sizes, rows=slice(i, i + 1))) for i in range(2)]
-    assert [len(part) for part in parts] == [len(whole)] * 2  # the second host's last row is filling, but is there
-    for batch, first, second in zip(whole, *parts, strict=True):
-        for i in range(2):
-            np.testing.assert_array_equal(np.concatenate([first[i], second[i]]), batch[i])
 
 
 def test_held_out_entropy_is_that_of_the_targets_that_count(long, tmp_path):
