@@ -163,8 +163,7 @@ FIXED = {
 def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
     """Return (family, configs) of a config.json.
 
-    Raises:
-      UserError: names a key that is missing, unknown, or has a value that this program cannot take.
+    A UserError names a key that is missing, unknown, or has a value that this program cannot take.
     """
     name = keys.get("model_type")
     if name not in FAMILIES:
@@ -222,11 +221,7 @@ def read_config(keys: dict[str, Any]) -> tuple[Family, ModelConfig, MoEConfig]:
 
 
 def upcycled_keys(keys: dict[str, Any], experts: int, top_k: int) -> dict[str, Any]:
-    """Return the config.json of the mixture of experts that a dense checkpoint becomes.
-
-    Raises:
-      UserError: it is of a kind that cannot be upcycled.
-    """
+    """Return the config.json of the mixture of experts that a dense checkpoint becomes, or raise a UserError."""
     name = keys.get("model_type")
     if name not in DENSE:
         raise UserError(f"config.json: model_type ({name!r}) must be one of {', '.join(DENSE)} to be upcycled")
@@ -333,8 +328,7 @@ def flags_of(model: ModelConfig, moe: MoEConfig) -> list[bool]:
 def find_export_family(model: ModelConfig, moe: MoEConfig) -> Family:
     """Return the family whose config.json says all that the model computes.
 
-    Raises:
-      UserError: there is none; it names what the nearest one cannot say.
+    A UserError if there is none; it names what the nearest one cannot say.
     """
     wanted, missing = described(model, moe), []
     for family in FAMILIES.values():

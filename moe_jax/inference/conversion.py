@@ -1,11 +1,8 @@
 """A checkpoint of transformers as a run folder, and a run folder as a checkpoint of transformers.
 
 Inputs: a folder with config.json and safetensors files; or the folder of a run. Outputs: the other. Parameters pass
-tensor by tensor, so the memory needed does not grow with the model. The new folder appears when all of it is written:
-until then it is DIR.partial, which the next conversion to DIR replaces.
-
-A run folder made here holds config.gin, a checkpoint of step 0 with parameters alone, and the files of the tokenizer
-and of generation. `python -m moe_jax.train --gin_file=RUN/config.gin --init_from=RUN` trains on from it.
+tensor by tensor, so the memory needed does not grow with the model. A run folder made here holds config.gin, a
+checkpoint of step 0 with parameters alone, and the files of the tokenizer and of generation.
 """
 
 from __future__ import annotations
@@ -150,7 +147,7 @@ class Upcycling:
             raise UserError(f"--upcycle_seed ({self.seed}) must be at least 0")
 
     def drawn(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return standard normal numbers that the seed and a tensor's name decide."""
+        """Return standard normal numbers, which the seed and a tensor's name decide."""
         return np.random.default_rng([self.seed, *name.encode()]).standard_normal(shape, np.float32)
 
     def expert(self, name: str, matrix: np.ndarray) -> np.ndarray:
@@ -205,10 +202,9 @@ def export_folder(
 
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a folder to fill; it is renamed to `path` at the end, and removed where an error ends the block.
+    """Yield a folder to fill, `path`.partial; it is renamed to `path` at the end, and removed after an error.
 
-    Raises:
-      UserError: `path` is there already and not empty, or cannot be written.
+    A UserError if `path` is there already and not empty, or cannot be written.
     """
     target = Path(path).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -230,8 +226,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 def _source(tensors: TensorFolder, place: TensorPlace, upcycling: Upcycling | None):
     """Return the arguments of `TensorFolder.read` for a place; None where upcycling draws it.
 
-    Raises:
-      UserError: the tensor is missing, or has another shape than config.json says.
+    A UserError if the tensor is missing, or has another shape than config.json says.
     """
     if upcycling is not None and place.leaf.endswith("gate/w_gate"):
         return None

@@ -14,6 +14,7 @@ by at most half a scale. A block of weights is cast as its matmul reads it, so n
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -163,53 +164,43 @@ def own_experts(activation: str, way: str, rows, place, weights, bank: dict, hom
     slots, top_k, acc_dtype = home_row.shape[0], place.shape[1], jnp.promote_types(rows.dtype, jnp.float32)
     *ins, last = weight_names(activation)
 
-    def ffn(lhs, times):
-        """Return the experts' results for lhs [..., M] by times(rows, name of a weight)."""
-        pre = (times(lhs, name).astype(rows.dtype).astype(acc_dtype) for name in ins)
-        return times(apply_activation(activation, *pre).astype(rows.dtype), last)
+    def times(lhs, name, pick):
+        """Return lhs times the weights that `pick` takes out of the bank, which are cast as they are read."""
+        if way == "by choice":  # no dot: its matrices would be written down before they are multiplied
+            out = jnp.sum(lhs.astype(acc_dtype)[:, :, None] * pick(bank[name]).astype(acc_dtype), axis=1)
+        else:
+            out = jnp.matmul(lhs, pick(bank[name]).astype(lhs.dtype), preferred_element_type=acc_dtype)
+        if name + SCALE not in bank:
+            return out
+        scale = pick(bank[name + SCALE]).astype(acc_dtype)
+        return out * (scale[:, None] if way == "by slot" else scale)
+
+    def ffn(lhs, pick):
+        pre = (times(lhs, name, pick).astype(rows.dtype).astype(acc_dtype) for name in ins)
+        return times(apply_activation(activation, *pre).astype(rows.dtype), last, pick)
 
     if way == "in turn":
         slot = jnp.where(place < 0, slots, place).reshape(-1)
         order = jnp.argsort(slot)
         sizes = jnp.sum(slot[:, None] == jnp.arange(slots, dtype=slot.dtype)[None], axis=0, dtype=jnp.int32)
-        lines = rows[order // top_k]
+        lines, number = rows[order // top_k], slot.shape[0]
 
         def turn(out, block: RowBlock):
-            def times(lhs, name):
-                made = jnp.dot(lhs, block.pick(bank[name], home_row, lhs.dtype), preferred_element_type=acc_dtype)
-                if name + SCALE not in bank:
-                    return made
-                return made * block.pick(bank[name + SCALE], home_row, acc_dtype)[None]
+            return block.write(out, ffn(block.read(lines), functools.partial(block.pick, slots=home_row)))
 
-            return block.write(out, ffn(block.read(lines), times))
-
-        number = slot.shape[0]
         heights = (*(height for height in HEIGHTS if height < number), number)
         out = cast_varying(jnp.zeros(lines.shape, acc_dtype), varying_axes(lines, sizes, bank, home_row))
         out = for_each_block(sizes, heights, number, 0, out, turn)
         results, axis = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*place.shape, -1), 1
     elif way == "by choice":
         own = home_row[jnp.maximum(place, 0).reshape(-1)]
-
-        def times(lhs, name):  # no dot: its matrices would be written down before they are multiplied
-            weight = jnp.take(bank[name], own, axis=0, mode="clip").astype(acc_dtype)
-            out = jnp.sum(lhs.astype(acc_dtype)[:, :, None] * weight, axis=1)
-            return out * bank[name + SCALE][own].astype(acc_dtype) if name + SCALE in bank else out
-
-        results, axis = ffn(jnp.repeat(rows, top_k, axis=0), times).reshape(*place.shape, -1), 1
+        pick = functools.partial(jnp.take, indices=own, axis=0, mode="clip")
+        results, axis = ffn(jnp.repeat(rows, top_k, axis=0), pick).reshape(*place.shape, -1), 1
     else:  # every slot's matrices, which stand one after the other, multiply all T tokens
         slot = jnp.arange(slots, dtype=jnp.int32)
         weights = jnp.sum(jnp.where(place[None] == slot[:, None, None], weights[None], 0), axis=2)  # [G, T]
-
-        def times(lhs, name):
-            weight = lax.dynamic_slice_in_dim(bank[name], home_row[0], slots).astype(lhs.dtype)
-            out = jnp.einsum("gtk,gkn->gtn", lhs, weight, preferred_element_type=acc_dtype)
-            if name + SCALE not in bank:
-                return out
-            scale = lax.dynamic_slice_in_dim(bank[name + SCALE], home_row[0], slots)
-            return out * scale[:, None].astype(acc_dtype)
-
-        results, axis = ffn(jnp.broadcast_to(rows, (slots, *rows.shape)), times), 0
+        pick = functools.partial(lax.dynamic_slice_in_dim, start_index=home_row[0], slice_size=slots)
+        results, axis = ffn(jnp.broadcast_to(rows, (slots, *rows.shape)), pick), 0
     weights = weights[..., None].astype(results.dtype)
     # 0 where a weight is, also if an expert overflows on what is not its
     return jnp.sum(jnp.where(weights != 0, weights * results, 0), axis=axis)

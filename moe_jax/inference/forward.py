@@ -45,7 +45,7 @@ from moe_jax.planning.plan_shape import PlanShape
 
 
 class RealTokens:
-    """Ask `router`, then take the padding out of what it chose; all else is the router's own."""
+    """Ask a router, then take the padding out of what it chose; all else is the router's own."""
 
     def __init__(self, router: Router):
         self._router = router
@@ -236,7 +236,7 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_p
 def _make_layer(serving: Serving, segment: Segment, tokens: int, way: str | None) -> Callable:
     """Return layer(x [t, M], real bool [t], gate, bank, tables) -> (y [t, M], choices of the tokens owned here).
 
-    Where tokens are few, so that there is a `way_of` them, choices are of all.
+    With a `way` of `way_of`, where tokens are few, choices are of all.
     """
     roles = serving.model.roles_of(segment)
     whole = whole_tokens(tokens, roles.size(roles.model))
@@ -266,11 +266,10 @@ _LOG = logging.getLogger(__name__)
 def settle_transport(config: MoEConfig, roles: Roles, tokens: int, row_bytes: int) -> MoEConfig:
     """Return the config with another transport than 'auto'; every other one stays.
 
+    A UserError for 'auto' without a cluster file, or with one that lacks a latency, step or bandwidth.
+
     Args:
       tokens: of an MP group; row_bytes: of one row of M elements.
-
-    Raises:
-      UserError: 'auto' without a cluster file, or one that lacks a latency, step or bandwidth.
     """
     if config.transport != "auto":
         return config

@@ -21,15 +21,7 @@ from moe_jax.data import Tokenizer
 from moe_jax.errors import UserError
 from moe_jax.inference.few_tokens import quantize_bank
 from moe_jax.inference.forward import Serving
-from moe_jax.inference.programs import (
-    LEAST_LENGTH,
-    Sampling,
-    State,
-    bucket,
-    make_score,
-    make_step,
-    prompt_keys,
-)
+from moe_jax.inference.programs import LEAST_LENGTH, Sampling, State, bucket, make_score, make_step, prompt_keys
 from moe_jax.models import LanguageModel
 from moe_jax.models.segments import Segment
 from moe_jax.moe.tables import Tables
@@ -42,14 +34,7 @@ from moe_jax.planning.plan_shape import PlanShape, build_shape, fill_tables
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocabulary: int, longest: int | None) -> None:
-    """Refuse what the model cannot continue.
-
-    Args:
-      vocabulary: ids below it exist; longest: positions of the model, None where they have no end.
-
-    Raises:
-      UserError: no prompt, an empty one, an id outside the vocabulary, a prompt longer than the model, or no new token.
-    """
+    """Raise a UserError for what a model with ids below `vocabulary` and `longest` positions cannot continue."""
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens ({max_new_tokens}) must be at least 1")
     if not prompts:
@@ -68,10 +53,9 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocabul
 
 
 def reside(placement: Placement) -> tuple[PlanShape, Tables, np.ndarray]:
-    """Return how a placement is kept for good.
+    """Return how a placement is kept for good: what programs are built for, NumPy tables, and int32 [D, L, G].
 
-    That is what programs are built for, the tables that say so, NumPy arrays, and int32 [D, L, G], the expert in each
-    slot, -1 for none.
+    That is the expert in each slot, -1 for none.
     """
     shape = build_shape(placement)
     filled = fill_tables(shape, placement)
@@ -100,8 +84,7 @@ class Generated:
     """What became of some prompts; lists have an entry for each, in their order.
 
     Attributes:
-      prompt_ids: the ids that went in.
-      token_ids: the new ones, an end of text included.
+      prompt_ids: the ids that went in; token_ids: the new ones, an end of text included.
       text: the new ones as text, without the end; None without a tokenizer.
       stopped: why it ended: 'end' of text, 'max_new_tokens', or 'max_length' where the model has no more positions.
       experts: int32 [tokens, L, K], which experts each token took that went into the model (all but the last new one),
@@ -121,16 +104,11 @@ class Generator:
     """A model with its parameters on the devices.
 
     Args:
-      model: as `build_model` makes it; params: of its layout.
-      tokenizer: between text and ids, None for ids alone.
-      end_ids: that end a text.
+      model: as `build_model` makes it; params: of its layout; tokenizer: None for ids alone; end_ids: that end a text.
       vocabulary: ids below it may be chosen; a model's own may be rounded up.
       quantize: 'int8' keeps the experts so and deletes those given; 'none' keeps these.
       decode: 'gather' brings few tokens to all devices that share the experts (`few_tokens.py`); 'exchange' sends each
         to its experts by the run's schedule and all-to-all, as prompts always are.
-
-    Attributes:
-      longest: positions of the model, None where they have no end.
 
     Raises:
       UserError: another `quantize` or `decode`.
@@ -145,6 +123,7 @@ class Generator:
                 raise UserError(f"{name} ({value!r}) must be one of {', '.join(known)}")
         self.model, self.params, self.tokenizer = model, params, tokenizer
         self.end_ids, self.vocabulary = tuple(end_ids), vocabulary or model.vocab_size
+        # positions of the model, None where they have no end
         self.longest = model.config.max_length if model.config.positions == "learned" else None
         specs = model.layout().params
         if quantize == "int8":
@@ -172,10 +151,7 @@ class Generator:
 
         Args:
           experts: of `Generated`, from which loads are counted; sources count as alike.
-          planner: one of `PLANNERS`; replica_slots: replicas that a device may hold in each layer.
-
-        Raises:
-          UserError: another planner, or a negative number of slots.
+          planner: one of `PLANNERS`, else a UserError; replica_slots: replicas that a device may hold in each layer.
         """
         if planner not in PLANNERS:
             raise UserError(f"planner ({planner!r}) must be one of {', '.join(PLANNERS)}, which plan by loads alone")
@@ -216,11 +192,9 @@ class Generator:
         """Continue prompts.
 
         Args:
-          prompts: a text, or a list of texts or of id lists, of any lengths.
-          max_new_tokens: new tokens for each prompt at most.
+          prompts: a text, or a list of texts or of id lists, of any lengths; max_new_tokens: for each at most.
           sampling: how tokens are chosen; None draws by the model's own probabilities.
-          ignore_eos: go on past the end of a text.
-          experts: report the experts of every token.
+          ignore_eos: go on past the end of a text; experts: report the experts of every token.
           on_token: called with (prompt's index, id) as tokens come.
 
         Raises:
@@ -320,8 +294,7 @@ class Generator:
     def loss(self, sequences: Sequence[Sequence[int]]) -> float:
         """Return the mean loss, in nats, of every token of some id lists but the first of each, given those before it.
 
-        Raises:
-          UserError: lists of one token, or ids and lengths that the model cannot read.
+        Raises a UserError for lists of one token, and for ids and lengths that the model cannot read.
         """
         check_prompts([list(ids)[:-1] for ids in sequences], 1, self.vocabulary, self.longest)
         check_prompts([list(ids)[1:] for ids in sequences], 1, self.vocabulary, None)
@@ -345,10 +318,7 @@ class Generator:
         return self.tokenizer.decode(np.asarray(ids[:-1] if ids and ids[-1] in ends else ids, np.int32))
 
     def program(self, kind: str, *sizes) -> Callable:
-        """Return a compiled-on-first-call program: `make_step` or `make_score` of these sizes.
-
-        One program serves all requests whose rounded sizes are equal.
-        """
+        """Return `make_step` or `make_score` of these sizes; one program serves all requests that round to them."""
         key = (kind, *sizes)
         if key not in self._programs:
             self._programs[key] = {"step": make_step, "score": make_score}[kind](self._serving, *sizes)

@@ -32,8 +32,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, MoEConfig]:
-    """Return both as a generating program takes them: nothing saved for a backward, no noise, no capacity,
-    and experts in the compute dtype: float8 is how a run trains faster, and is not how single tokens are decoded.
+    """Return both as a generating program takes them: nothing saved for a backward, no noise, no capacity.
 
     Raises:
       UserError: a model that does not predict the next token, or a router that chooses for a whole batch at once.
@@ -56,6 +55,7 @@ def inference_configs(model: ModelConfig, moe: MoEConfig) -> tuple[ModelConfig, 
     # A capacity bounds what an expert takes of the tokens gated together, so a prompt's text would depend on what is
     # generated beside it, on its batch's padding, and on whether a token is read with its prompt or by itself.
     moe = dataclasses.replace(moe, capacity_factor=None, gate_noise=0.0, balance_over="batch", record_choices=False)
+    # float8 is how a run trains faster, and is not how single tokens are decoded
     moe = dataclasses.replace(moe, expert_dtype=COMPUTE, dispatch_dtype=COMPUTE)
     return model, moe
 
@@ -67,8 +67,7 @@ def load(
     """Return a finished or running run's model, ready to generate.
 
     Args:
-      workdir: the run folder.
-      step: of a checkpoint; None is the newest.
+      workdir: the run folder; step: of a checkpoint, None is the newest.
       averaged: take the moving average of the parameters.
       bindings: lines 'Name.field = value' that win over the run's config, such as MoEConfig.schedule, or the sizes in
         MeshConfig, which must make the number of devices.
@@ -135,11 +134,7 @@ def load(
 
 
 def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) -> RunConfig:
-    """Return the config of a run folder; `bindings` win over it.
-
-    Raises:
-      UserError: there is no such run.
-    """
+    """Return the config of a run folder; `bindings` win over it. A UserError if there is no such run."""
     folder = RunFolder(workdir, create=False)
     if not folder.config.exists():
         raise UserError(f"run folder {folder.path} holds no config.gin; give the --workdir of a run that has trained")
@@ -147,11 +142,7 @@ def run_config(workdir: str | os.PathLike[str], bindings: Sequence[str] = ()) ->
 
 
 def build_model(config: RunConfig, devices: Sequence, tokenizer: Tokenizer | None) -> LanguageModel:
-    """Return the model of a run on a mesh of `devices`, as it generates; nothing is allocated.
-
-    Raises:
-      UserError: as `load` does.
-    """
+    """Return the model of a run on a mesh of `devices`, as it generates; nothing is allocated."""
     model, moe = inference_configs(config.model, config.moe)
     roles = build_mesh(config.mesh, devices, expert_counts(model, moe, config.mesh, len(devices)))
     if tokenizer is None and not model.vocab_size:

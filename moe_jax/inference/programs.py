@@ -2,11 +2,7 @@
 
 One `shard_map` encloses a program, collectives and choice of the token included. A program is compiled for sizes that
 are rounded up, so that few of them serve all requests. B sequences of all data-parallel devices, rows that only fill a
-batch included.
-
-A draw depends on the seed, the prompt, how many equal prompts precede it, and the token's position; neither on the mesh
-nor on what else is generated. Noise is drawn for every token of the vocabulary and added to the scaled logits (the
-largest sum is a draw from their softmax), so it belongs to a token whatever top-k and top-p leave.
+batch included; b of one device.
 """
 
 from __future__ import annotations
@@ -75,11 +71,10 @@ def prompt_keys(prompts: Sequence[Sequence[int]], seed: int) -> np.ndarray:
 
 
 def choose_tokens(logits, keys, positions, compiled: tuple[bool, int, bool], temperature, top_p):
-    """Return int32 [b], the tokens that follow.
+    """Return int32 [b], the tokens that follow at `positions` int32 [b].
 
     Args:
-      logits: float [b, V], -inf where a token may not come.
-      keys: uint32 [b, 3] of `prompt_keys`; positions: int32 [b], of the tokens to be chosen.
+      logits: float [b, V], -inf where a token may not come; keys: uint32 [b, 3] of `prompt_keys`.
       compiled: of a `Sampling`; temperature, top_p: float32 [], its own.
     """
     greedy, top_k, cuts = compiled
@@ -88,12 +83,14 @@ def choose_tokens(logits, keys, positions, compiled: tuple[bool, int, bool], tem
     size = logits.shape[1]
 
     def noise(key, position):
-        """Return Gumbel noise of one sequence's token at one position."""
         folded = jax.random.key(key[0])
         for value in (key[1], key[2], position.astype(jnp.uint32)):
             folded = jax.random.fold_in(folded, value)
         return jax.random.gumbel(folded, (size,), jnp.float32)
 
+    # Noise is drawn for every token of the vocabulary and added to the scaled logits (the largest sum is a draw from
+    # their softmax), so it belongs to a token whatever top-k and top-p leave, and depends neither on the mesh nor on
+    # what else is generated.
     scaled = logits / temperature.astype(logits.dtype)
     noisy = scaled + jax.vmap(noise)(keys, positions).astype(logits.dtype)
     if not top_k and not cuts:
@@ -203,11 +200,7 @@ def make_step(serving: Serving, rows: int, length: int, held: int, compiled: tup
 
 
 def make_score(serving: Serving, rows: int, length: int) -> Callable:
-    """Return score(params, tables, inputs [B, Sq], targets [B, Sq], lengths [B]) -> float [], the sum of token losses.
-
-    Args:
-      rows: b; length: Sq. No token is chosen and no cache is kept.
-    """
+    """Return score(params, tables, inputs [B, Sq], targets [B, Sq], lengths [B]) -> float [], the sum of losses."""
     model, roles = serving.model, serving.model.roles
     forward = make_forward(serving, rows, length, held=length)
 

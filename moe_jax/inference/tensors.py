@@ -28,11 +28,7 @@ DTYPES = ("F32", "BF16", "F16")
 
 
 def library() -> Any:
-    """Return the package `safetensors`.
-
-    Raises:
-      UserError: it is not installed.
-    """
+    """Return the package `safetensors`, or raise a UserError where it is not installed."""
     try:
         import safetensors
         import safetensors.numpy
@@ -44,11 +40,7 @@ def library() -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file.
-
-    Raises:
-      UserError: there is none.
-    """
+    """Return a JSON object from a file, or raise a UserError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -61,18 +53,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TensorFolder:
-    """The tensors of a checkpoint.
-
-    Attributes:
-      names: of all tensors.
-    """
+    """The tensors of a checkpoint: `names` of all of them; a UserError for files that are missing or damaged."""
 
     def __init__(self, path: Path):
-        """Open the files; nothing is read but their headers.
-
-        Raises:
-          UserError: files that are missing, damaged, or disagree with the index.
-        """
+        """Open the files; nothing is read but their headers."""
         self.path = path
         self._open: dict[Path, Any] = {}
         index, single = path / INDEX, path / SINGLE
@@ -92,11 +76,7 @@ class TensorFolder:
         self.names = set(self._file)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor.
-
-        Raises:
-          UserError: its dtype is none that can be read.
-        """
+        """Return the shape of a tensor, or raise a UserError where its dtype is none that can be read."""
         part = self._handle(self._file[name]).get_slice(name)
         if part.get_dtype() not in DTYPES:
             raise UserError(f"{self._file[name]}: {name} is {part.get_dtype()}, and moe_jax reads {', '.join(DTYPES)}")

@@ -129,10 +129,6 @@ def _open_gradient(operand: GroupedWeights, like: Array) -> Array | None:
     return None if sink is None else _zeros(sink.shape, jnp.promote_types(sink.dtype, jnp.float32), like)
 
 
-def _close_gradient(operand: GroupedWeights, dweight: Array | None) -> Array | None:
-    return None if dweight is None else dweight.astype(operand.grad_sink.dtype)
-
-
 class BlockedMatmul:
     """One XLA matmul per row block; forward and backward are loops of a dynamic trip count."""
 
@@ -141,7 +137,7 @@ class BlockedMatmul:
         for operand, loop in zip(operands, _loops(group_sizes, operands, lhs.shape[0]), strict=True):
 
             def step(out, block, operand=operand):
-                weight = block.pick(operand.bank, operand.slots, lhs.dtype)
+                weight = block.pick(operand.bank, operand.slots).astype(lhs.dtype)
                 return block.write(out, multiply(block.read(lhs), weight, ROWS_BY_WEIGHT))
 
             out = for_each_block(*loop, out, step)
@@ -154,14 +150,14 @@ class BlockedMatmul:
             def step(carry, block, operand=operand):
                 dlhs, dweight = carry
                 d = block.read(dout)
-                weight = block.pick(operand.bank, operand.slots, lhs.dtype)
+                weight = block.pick(operand.bank, operand.slots).astype(lhs.dtype)
                 dlhs = block.write(dlhs, multiply(d, weight, ROWS_BY_TRANSPOSED))
                 if dweight is not None:
                     dweight = block.add_to_group(dweight, multiply(block.read(lhs), d, ROWS_BY_ROWS))
                 return dlhs, dweight
 
             dlhs, dweight = for_each_block(*loop, (dlhs, _open_gradient(operand, lhs)), step)
-            dweights.append(_close_gradient(operand, dweight))
+            dweights.append(dweight if dweight is None else dweight.astype(operand.grad_sink.dtype))
         return dlhs, tuple(dweights)
 
 
@@ -180,11 +176,14 @@ class FusedBlocks(BlockedMatmul):
             def step(carry, block, part_ins=part_ins, part_out=outs[part]):
                 out, residuals = carry
                 x = block.read(rows)
-                pre = [multiply(x, block.pick(w.bank, w.slots, dtype), ROWS_BY_WEIGHT).astype(dtype) for w in part_ins]
+                pre = [
+                    multiply(x, block.pick(w.bank, w.slots).astype(dtype), ROWS_BY_WEIGHT).astype(dtype)
+                    for w in part_ins
+                ]
                 if residuals:
                     residuals = tuple(block.write(array, new) for array, new in zip(residuals, pre, strict=True))
                 hidden = activation(*(array.astype(acc_dtype) for array in pre)).astype(dtype)
-                y = multiply(hidden, block.pick(part_out.bank, part_out.slots, dtype), ROWS_BY_WEIGHT)
+                y = multiply(hidden, block.pick(part_out.bank, part_out.slots).astype(dtype), ROWS_BY_WEIGHT)
                 return block.write(out, y), residuals
 
             out, residuals = for_each_block(*loop, (out, residuals), step)
@@ -203,10 +202,10 @@ class FusedBlocks(BlockedMatmul):
                 drows, dw_ins, dw_out = carry
                 x, dy = block.read(rows), block.read(dout)
                 hidden, pull_back = jax.vjp(activation, *[block.read(array).astype(acc_dtype) for array in residuals])
-                dhidden = multiply(dy, block.pick(part_out.bank, part_out.slots, dtype), ROWS_BY_TRANSPOSED)
+                dhidden = multiply(dy, block.pick(part_out.bank, part_out.slots).astype(dtype), ROWS_BY_TRANSPOSED)
                 dpre = [d.astype(dtype) for d in pull_back(dhidden.astype(dtype).astype(acc_dtype))]
                 dx = sum(
-                    multiply(d, block.pick(w.bank, w.slots, dtype), ROWS_BY_TRANSPOSED)
+                    multiply(d, block.pick(w.bank, w.slots).astype(dtype), ROWS_BY_TRANSPOSED)
                     for d, w in zip(dpre, part_ins, strict=True)
                 )
                 if dw_out is not None:
@@ -219,8 +218,12 @@ class FusedBlocks(BlockedMatmul):
 
             carry = (drows, [_open_gradient(w, rows) for w in part_ins], _open_gradient(part_out, rows))
             drows, dw_ins, dw_out = for_each_block(*loop, carry, step)
-            dins.append(list(map(_close_gradient, part_ins, dw_ins)))
-            douts.append(_close_gradient(part_out, dw_out))
+            *of_ins, of_out = (
+                dw if dw is None else dw.astype(w.grad_sink.dtype)
+                for dw, w in zip([*dw_ins, dw_out], [*part_ins, part_out], strict=True)
+            )
+            dins.append(of_ins)
+            douts.append(of_out)
         return drows, tuple(zip(*dins, strict=True)), tuple(douts)
 
 

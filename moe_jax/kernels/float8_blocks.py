@@ -32,58 +32,29 @@ _NAN = 0x7FC00000
 _448 = 8, 0x600000  # 448 = 1.75 x 2^8, as an exponent and the bits of the fraction
 
 
-def block_of(dim: int) -> int:
-    """Return the length of the blocks of a dim."""
-    return min(dim, BLOCK)
-
-
 def check_blocks(field: str, name: str, dim: int) -> None:
     """Raise a UserError unless a dim is cut into whole blocks.
 
     Args:
       field: of the config that asks for float8; name: of the dim.
     """
-    if dim % block_of(dim):
+    if dim % min(dim, BLOCK):
         raise UserError(
             f"{field} ('float8_e4m3') needs {name} ({dim}) of at most {BLOCK} or a multiple of it: scales are kept for "
             f"blocks of {BLOCK}; choose such a size, or {field} = 'compute'"
         )
 
 
-def quantise_rows(rows: Array) -> tuple[Array, Array]:
-    """Return (e4m3 [R, K], scales float32 [R, K / 128]) of rows [R, K]."""
-    values, scales = _quantise(rows, (rows.shape[0], -1, block_of(rows.shape[1])), 2)
-    return values.reshape(rows.shape), scales
-
-
-def dequantise_rows(values: Array, scales: Array, dtype) -> Array:
-    """Return rows [R, K] of what `quantise_rows` returned."""
-    blocks = values.astype(jnp.float32).reshape(*scales.shape, -1)
-    return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
-
-
-def quantise_weights(weights: Array) -> tuple[Array, Array]:
-    """Return (e4m3 [G, K, N], scales float32 [G, K / 128, N / 128]) of weights [G, K, N]."""
-    groups, contracted, resulting = weights.shape
-    down, across = block_of(contracted), block_of(resulting)
-    values, scales = _quantise(weights, (groups, contracted // down, down, resulting // across, across), (2, 4))
-    return values.reshape(weights.shape), scales
-
-
-def dequantise_weights(values: Array, scales: Array, dtype) -> Array:
-    """Return weights [G, K, N] of what `quantise_weights` returned."""
-    groups, contracted, resulting = values.shape
-    _, down, across = scales.shape
-    blocks = values.astype(jnp.float32).reshape(groups, down, contracted // down, across, resulting // across)
-    return (blocks * scales[:, :, None, :, None]).reshape(values.shape).astype(dtype)
-
-
-def _quantise(array: Array, shape: tuple[int, ...], axes) -> tuple[Array, Array]:
-    """Return e4m3 of `shape`, and scales, powers of two, one for each block of that shape along `axes`.
+def quantise(array: Array) -> tuple[Array, Array]:
+    """Return (e4m3, scales float32) of rows [R, K], scales [R, K / 128], or weights [G, K, N], [G, K / 128, N / 128].
 
     Powers of two make scaling exact, in bfloat16 too. So a row that was quantised, sent and brought back is quantised
     to the same values again, and products of blocks may be scaled before or after they are summed.
     """
+    shape = [array.shape[0]]
+    for dim in array.shape[1:]:
+        shape += [dim // min(dim, BLOCK), min(dim, BLOCK)]
+    axes = tuple(range(2, len(shape), 2))  # within a block
     # as integers, the bits of magnitudes compare as the numbers do, NaN above all
     bits = lax.bitcast_convert_type(array.astype(jnp.float32), jnp.int32).reshape(shape)
     largest = jnp.max(bits & 0x7FFFFFFF, axis=axes)
@@ -93,7 +64,17 @@ def _quantise(array: Array, shape: tuple[int, ...], axes) -> tuple[Array, Array]
     exponents = jnp.where(exponent == _EXPONENT, _EXPONENT, jnp.maximum(exponent - _448[0] + above, 1))
     own = jnp.expand_dims(exponents, axes)
     inverse = _powers(jnp.where(own == _EXPONENT, _EXPONENT, 254 - own))
-    return (lax.bitcast_convert_type(bits, jnp.float32) * inverse).astype(VALUES), _powers(exponents)
+    values = (lax.bitcast_convert_type(bits, jnp.float32) * inverse).astype(VALUES)
+    return values.reshape(array.shape), _powers(exponents)
+
+
+def dequantise(values: Array, scales: Array, dtype) -> Array:
+    """Return the array of what `quantise` returned."""
+    shape = [values.shape[0]]
+    for dim, blocks in zip(values.shape[1:], scales.shape[1:], strict=True):
+        shape += [blocks, dim // blocks]
+    blocks = values.astype(jnp.float32).reshape(shape) * jnp.expand_dims(scales, tuple(range(2, len(shape), 2)))
+    return blocks.reshape(values.shape).astype(dtype)
 
 
 def _powers(exponents: Array) -> Array:
@@ -109,12 +90,12 @@ ALIGNED = 16
 
 def bytes_of_row(dim: int) -> int:
     """Return B, the bytes of a row of `dim` values."""
-    return -(-(dim + dim // block_of(dim)) // ALIGNED) * ALIGNED
+    return -(-(dim + dim // min(dim, BLOCK)) // ALIGNED) * ALIGNED
 
 
 def rows_to_bytes(rows: Array) -> Array:
     """Return uint8 [R, B] of rows [R, M]."""
-    values, scales = quantise_rows(rows)
+    values, scales = quantise(rows)
     exponents = lax.bitcast_convert_type(scales, jnp.int32) >> _MANTISSA
     dim = rows.shape[1]
     parts = [lax.bitcast_convert_type(values, jnp.uint8), exponents.astype(jnp.uint8)]
@@ -125,5 +106,5 @@ def rows_to_bytes(rows: Array) -> Array:
 def bytes_to_rows(sent: Array, dim: int, dtype) -> Array:
     """Return rows [R, dim] of bytes [R, B]."""
     values = lax.bitcast_convert_type(sent[:, :dim], VALUES)
-    exponents = sent[:, dim : dim + dim // block_of(dim)].astype(jnp.int32)
-    return dequantise_rows(values, _powers(exponents), dtype)
+    exponents = sent[:, dim : dim + dim // min(dim, BLOCK)].astype(jnp.int32)
+    return dequantise(values, _powers(exponents), dtype)

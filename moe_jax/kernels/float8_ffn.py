@@ -22,10 +22,8 @@ from moe_jax.kernels.blocked import gather_weights
 from moe_jax.kernels.float8_blocks import (
     BLOCK,
     check_blocks,
-    dequantise_rows,
-    dequantise_weights,
-    quantise_rows,
-    quantise_weights,
+    dequantise,
+    quantise,
 )
 from moe_jax.kernels.grouped import GroupedWeights, Operands, find_implementation, implementations, register
 from moe_jax.kernels.hopper import MosaicKernels
@@ -51,12 +49,12 @@ class Float8Matmul:
         contracted, resulting = operands[0].bank.shape[1:]
         for name, dim in (("the contracted dim", contracted), ("the resulting dim", resulting)):
             check_blocks("MoEConfig.expert_dtype", name, dim)
-        values, scales = quantise_weights(gather_weights(operands, lhs.dtype))
+        values, scales = quantise(gather_weights(operands, lhs.dtype))
         slots = jnp.arange(values.shape[0], dtype=jnp.int32)
         if not isinstance(self._below, MosaicKernels):
-            weights = dequantise_weights(values, scales, lhs.dtype)
+            weights = dequantise(values, scales, lhs.dtype)
             weights = jnp.swapaxes(weights, 1, 2) if transposed else weights
-            rows = dequantise_rows(*quantise_rows(lhs), lhs.dtype)
+            rows = dequantise(*quantise(lhs), lhs.dtype)
             return self._below.multiply(rows, group_sizes, (GroupedWeights(bank=weights, slots=slots),))
         if resulting % BLOCK or contracted % BLOCK or lhs.dtype not in (jnp.bfloat16, jnp.float16):
             raise UserError(

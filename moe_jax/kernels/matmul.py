@@ -63,23 +63,19 @@ def grouped_matmul(lhs: Array, group_sizes: Array, operands: Operands, *, implem
     Raises:
       ValueError: an unknown implementation, or shapes that do not fit.
     """
-    return _checked(find_implementation(implementation), None, lhs, group_sizes, (operands,))
+    return grouped_ffn(lhs, group_sizes, (operands,), activation=None, implementation=implementation)
 
 
 def grouped_ffn(
-    rows: Array, group_sizes: Array, weights: tuple[Operands, ...], *, activation: Callable, implementation: str
+    rows: Array, group_sizes: Array, weights: tuple[Operands, ...], *, activation: Callable | None, implementation: str
 ) -> Array:
     """Return [R, M], the FFN of each row's group, by an implementation that has it whole; zero past the last group.
 
     Args:
       rows, group_sizes: as in `grouped_matmul`; weights: operands of each input weight, and last of the output weight.
-      activation: takes one hidden array per input weight, in at least float32.
+      activation: takes one hidden array per input weight, in at least float32; None multiplies by the only weight.
     """
-    return _checked(find_implementation(implementation), activation, rows, group_sizes, weights)
-
-
-def _checked(implementation, activation: Callable | None, rows: Array, group_sizes: Array, weights) -> Array:
-    """Raise a ValueError unless all operands serve the groups and fit their rows; else multiply."""
+    chosen = find_implementation(implementation)
     for number, operands in enumerate(weights):
         groups, shape = sum(operand.slots.shape[0] for operand in operands), operands[0].bank.shape[1:]
         last = activation is not None and number == len(weights) - 1
@@ -108,7 +104,7 @@ def _checked(implementation, activation: Callable | None, rows: Array, group_siz
         for operands in weights
     )
     rows, group_sizes, frozen = match_varying(rows, group_sizes, frozen)
-    return _multiply(implementation, activation, dtypes, rows, group_sizes, frozen)
+    return _multiply(chosen, activation, dtypes, rows, group_sizes, frozen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moe_jax.kernels.float8_blocks import BLOCK, quantise_rows
+from moe_jax.kernels.float8_blocks import BLOCK, quantise
 from moe_jax.kernels.row_blocks import FIRST, GROUP, LINES, START, STOP, row_ranges, row_tiles
 
 Array = jax.Array
@@ -72,7 +72,7 @@ def rows_by_weights(
     across, steps = resulting // width, rows.shape[1] // depth  # tiles side by side; steps of a tile
     values, scales = rows, ()
     if float8:
-        values, row_scales = quantise_rows(rows)
+        values, row_scales = quantise(rows)
         scales = row_scales.T, weight_scales
     table = row_tiles(group_sizes, rows.shape[0], HEIGHT)
 
@@ -265,10 +265,9 @@ def rows_by_rows(
             def _():
                 values = ring.sum(step, turns, width, add)
                 for out, (_, low, high) in zip(outs, numbers, strict=True):
-
-                    @pl.when((number >= low) & (number < high))
-                    def _(out=out, low=low):
-                        _store_aligned(values, slots, half, out.at[part, number - low], row, column)
+                    store = functools.partial(_store_aligned, values, slots, half)
+                    target = out.at[part, number - low]
+                    pl.when((number >= low) & (number < high))(functools.partial(store, target, row, column))
 
             pl.when(~inside)(functools.partial(ring.pass_on, step, turns))
             return step + turns
@@ -428,13 +427,10 @@ def _walk(ring: _Ring, copy: Callable, multiply: Callable, tiles: int) -> None:
     @pl.when(warpgroup == MULTIPLIERS)
     def _():
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        steps = over_tiles(copy)
-
+        steps, free = over_tiles(copy), ring.free
         # Wait until every buffer is free: no barrier is left half observed.
-        def turn(step, _):
-            plgpu.barrier_wait(ring.free.at[lax.rem(step, jnp.int32(stages))])
-
-        lax.fori_loop(jnp.maximum(steps - stages, 0), steps, turn, None)
+        wait = lambda step, _: plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(stages))])  # noqa: E731
+        lax.fori_loop(jnp.maximum(steps - stages, 0), steps, wait, None)
 
     @pl.when(warpgroup < MULTIPLIERS)
     def _():

@@ -55,9 +55,9 @@ class RowBlock:
             values = jnp.where(self._own(), values, window)
         return lax.dynamic_update_slice_in_dim(array, values, self.start, 0)
 
-    def pick(self, bank: Array, slots: Array, dtype) -> Array:
-        """Return the weights [K, N] of this block's group from `bank` [Rb, K, N], as `dtype`."""
-        return lax.dynamic_index_in_dim(bank, slots[self.group], 0, keepdims=False).astype(dtype)
+    def pick(self, bank: Array, slots: Array) -> Array:
+        """Return the weights [K, N] of this block's group from `bank` [Rb, K, N]."""
+        return lax.dynamic_index_in_dim(bank, slots[self.group], 0, keepdims=False)
 
     def add_to_group(self, totals: Array, values: Array) -> Array:
         """Return `totals` [G, K, N], zero for groups not met yet, with `values` [K, N] added to this block's group."""

@@ -183,12 +183,12 @@ def _as_float8_reads(array):
     import jax.numpy as jnp
     import numpy as np
 
-    from moe_jax.kernels.float8_blocks import dequantise_rows, dequantise_weights, quantise_rows, quantise_weights
+    from moe_jax.kernels.float8_blocks import dequantise, quantise
 
     if array.ndim == 2:
-        found = dequantise_rows(*quantise_rows(jnp.asarray(array)), jnp.float32)
+        found = dequantise(*quantise(jnp.asarray(array)), jnp.float32)
     else:
-        found = dequantise_weights(*quantise_weights(jnp.asarray(array)), jnp.float32)
+        found = dequantise(*quantise(jnp.asarray(array)), jnp.float32)
     return np.asarray(found)
 
 

@@ -11,10 +11,8 @@ from moe_jax.kernels.float8_blocks import (
     bytes_of_row,
     bytes_to_rows,
     check_blocks,
-    dequantise_rows,
-    dequantise_weights,
-    quantise_rows,
-    quantise_weights,
+    dequantise,
+    quantise,
     rows_to_bytes,
 )
 
@@ -41,12 +39,12 @@ def edge_rows():
 
 def test_rows_equal_loops():
     x = edge_rows()
-    values, scales = jax.jit(quantise_rows)(x)
+    values, scales = jax.jit(quantise)(x)
     assert values.dtype == jnp.float8_e4m3fn and values.shape == x.shape and scales.shape == (12, 2)
     x = np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x)  # denormal numbers count as zero
     want, want_scales = rounded(x, (1, 128))
     np.testing.assert_array_equal(scales, want_scales)
-    got = np.asarray(jax.jit(dequantise_rows, static_argnums=2)(values, scales, jnp.float32))
+    got = np.asarray(jax.jit(dequantise, static_argnums=2)(values, scales, jnp.float32))
     np.testing.assert_array_equal(np.where(np.abs(got) < 1e-37, 0, got), np.where(np.abs(want) < 1e-37, 0, want))
     nan = np.isnan(got).reshape(12, 2, 128)
     assert nan.any(axis=2).tolist() == nan.all(axis=2).tolist() and nan.all(axis=2).sum() == 3
@@ -56,18 +54,18 @@ def test_rows_equal_loops():
 def test_weights_equal_loops():
     w = draw(2, 256, 32)
     w[1, 130, 3] = np.nan
-    values, scales = jax.jit(quantise_weights)(w)
+    values, scales = jax.jit(quantise)(w)
     want, want_scales = rounded(w, (1, 128, 32))
     assert scales.shape == (2, 2, 1)
     np.testing.assert_array_equal(scales, want_scales)
-    np.testing.assert_array_equal(dequantise_weights(values, scales, jnp.float32), want)
+    np.testing.assert_array_equal(dequantise(values, scales, jnp.float32), want)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_bytes_hold_all_and_a_second_rounding_changes_nothing(dtype):
     """What comes back is exact in the compute dtype, and quantised again it is the same."""
     x = jnp.asarray(edge_rows(), dtype)
-    back = lambda x, to=dtype: dequantise_rows(*quantise_rows(x), to)  # noqa: E731
+    back = lambda x, to=dtype: dequantise(*quantise(x), to)  # noqa: E731
     same = lambda a, b: np.testing.assert_array_equal(np.asarray(a, "f4"), np.asarray(b, "f4"))  # noqa: E731
     sent = rows_to_bytes(x)
     assert sent.dtype == jnp.uint8 and sent.shape == (12, bytes_of_row(256)) == (12, 272)

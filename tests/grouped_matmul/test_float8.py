@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from moe_jax.analysis.compile_ahead import described_devices
 from moe_jax.cluster.targets import parse_target
 from moe_jax.errors import UserError
-from moe_jax.kernels.float8_blocks import quantise_rows, quantise_weights
+from moe_jax.kernels.float8_blocks import quantise
 from moe_jax.kernels.grouped import GroupedWeights, find_implementation, implementations
 from moe_jax.kernels.matmul import choose_implementation, grouped_matmul
 from moe_jax.models.config import ModelConfig
@@ -47,8 +47,8 @@ def by_loops(lhs, dout, operands):
 
     as_float64 = lambda pair: [np.asarray(array, np.float64) for array in pair]  # noqa: E731
     weights = jnp.concatenate([operand.bank[operand.slots] for operand in operands])
-    (rows, scales), (douts, dscales) = as_float64(quantise_rows(lhs)), as_float64(quantise_rows(dout))
-    values, weight_scales = as_float64(quantise_weights(weights))
+    (rows, scales), (douts, dscales) = as_float64(quantise(lhs)), as_float64(quantise(dout))
+    values, weight_scales = as_float64(quantise(weights))
     found = [np.zeros((ROWS, RESULTING)), np.zeros((ROWS, CONTRACTED)), np.zeros(values.shape)]
     start = 0
     for g, size in enumerate(SIZES):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.kernels.float8_blocks import dequantise_rows, dequantise_weights, quantise_rows, quantise_weights
+from moe_jax.kernels.float8_blocks import dequantise, quantise
 
 # all magnitudes of e4m3: 7 subnormals, then 3 bits of fraction and 15 exponents, but for the last, which is NaN
 MAGNITUDES = np.array([2.0**-9 * n for n in range(8)] + [(8 + n) * 2.0**e for e in range(-9, 6) for n in range(8)][:-1])
@@ -42,7 +42,7 @@ def rounded(array, blocks):
 
 def in_float8(rows):
     """Return rows [R, K] quantised and brought back."""
-    return dequantise_rows(*quantise_rows(rows), rows.dtype)
+    return dequantise(*quantise(rows), rows.dtype)
 
 
 def straight_through(rows):
@@ -56,12 +56,12 @@ def straight_through(rows):
 def product(rows, weight):
     """Return rows [R, K] x weight [K, N], both quantised; so is the gradient of rows, not what weights get."""
     weight = weight[None]
-    return in_float8(rows) @ dequantise_weights(*quantise_weights(weight), rows.dtype)[0]
+    return in_float8(rows) @ dequantise(*quantise(weight), rows.dtype)[0]
 
 
 def _backward(saved, d):
     rows, weight = saved
-    quantised = dequantise_weights(*quantise_weights(weight[None]), rows.dtype)[0]
+    quantised = dequantise(*quantise(weight[None]), rows.dtype)[0]
     return in_float8(d) @ quantised.T, rows.T @ d
 
 
