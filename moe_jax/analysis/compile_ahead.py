@@ -58,8 +58,9 @@ def described_devices(target: Target) -> list:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # else the compiler warns that nothing was tuned
     from jax.experimental import topologies
 
+    shape = f"1x{target.nodes}x{target.per_node}"  # slices x hosts x devices of a host
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=target.name, topology=target.topology, target_config=target.config
+        platform="cuda", topology_name=target.name, topology=shape, target_config=target.config
     )
     return sorted(topology.devices, key=lambda device: device.id)
 

@@ -202,7 +202,8 @@ def _add_flops(body: Computation, module: Module, flops: dict[str, float]) -> No
 def _dot_flops(dot: Instruction, computation: Computation) -> tuple[tuple[str, float], ...]:
     """Return 2 x (values of the result) x (contracted size)."""
     left = computation.operands(dot)[0].arrays[0]
-    contracted = math.prod(left.dims[dim] for dim in dot.numbers("lhs_contracting_dims"))
+    dims = re.search(r"(?:^|[ ,])lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
+    contracted = math.prod(left.dims[int(dim)] for dim in dims.group(1).split(",") if dim) if dims else 1
     return ((_arithmetic(left.dtype, dot.attributes), 2.0 * dot.arrays[0].size * contracted),)
 
 

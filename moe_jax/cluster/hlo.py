@@ -118,11 +118,6 @@ class Instruction:
         found = re.search(rf"(?:^|[ ,]){name}=%?([^\s,{{}}]+)", self.attributes)
         return found.group(1) if found else ""
 
-    def numbers(self, name: str) -> tuple[int, ...]:
-        """Return the whole numbers of an attribute `name={1,2}`."""
-        found = re.search(rf"(?:^|[ ,]){name}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(int(n) for n in found.group(1).split(",") if n) if found else ()
-
     def called(self) -> tuple[str, ...]:
         """Return the computations that this instruction runs: a loop's body, branches, a call's or fusion's target."""
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)

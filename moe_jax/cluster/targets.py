@@ -59,11 +59,6 @@ class Target:
     def devices(self) -> int:
         return self.nodes * self.per_node
 
-    @property
-    def topology(self) -> str:
-        """The topology as XLA writes it: slices x hosts x devices of a host."""
-        return f"1x{self.nodes}x{self.per_node}"
-
     def peak(self, arithmetic: str) -> float:
         """Return the peak FLOP/s of one kind of arithmetic."""
         return getattr(self, f"flops_{arithmetic}")

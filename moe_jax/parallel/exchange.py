@@ -18,7 +18,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from moe_jax.errors import UserError
 from moe_jax.parallel.varying import cast_varying
@@ -78,15 +77,6 @@ def make_exchange(axes: tuple[str, ...], size: int, transport: str, local: int, 
 
 def _all_to_all(x, axes, groups):
     return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, axis_index_groups=groups, tiled=True)
-
-
-def permute_apart(x, axes: tuple[str, ...], pairs: list[tuple[int, int]]):
-    """Return `lax.ppermute(x, axes, pairs)`, on GPUs on the stream of point-to-point messages.
-
-    XLA keeps one transfer of a stream in flight, so this one may run beside another kind of collective.
-    """
-    with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
-        return lax.ppermute(x, axes, pairs)
 
 
 def exchange_counts(counts, axes: tuple[str, ...], size: int):

@@ -84,12 +84,6 @@ class TransferShape:
         """How many slices a device can hand on: those of its level's offers, then what other nodes sent."""
         return self.inside * self.offers + (self.nodes * self.crossing if self.crosses else 0)
 
-    @property
-    def operands(self) -> tuple[float, ...]:
-        """Chunks in the operand of each exchange of one Trans, own blocks included: A, B if any crosses, and C."""
-        across = (self.nodes * self.crossing / self.inside,) if self.crosses else ()
-        return (float(self.offers), *across, float(self.slots))
-
     def halves(self) -> tuple[TransferShape, ...]:
         """Return the whole, its half, a quarter and so on, small ones first: the sizes that a late transfer runs in."""
         sizes = [self]

@@ -10,7 +10,7 @@ import pytest
 from moe_jax.analysis import calibrate as measure
 from moe_jax.analysis.calibrate import CalibrationOptions, _cluster, calibrate
 from moe_jax.analysis.timed_layers import LayerCase, build_layer, layer_cases, predict, schedules_of
-from moe_jax.analysis.timed_parts import Case, Timed, interleaved_seconds, machine_groups, mesh_groups
+from moe_jax.analysis.timed_parts import Case, mesh_groups
 from moe_jax.cluster import Cluster, Fit, fit_layers, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import HalfWork, LayerShape, layer_seconds
 from moe_jax.errors import UserError
@@ -23,14 +23,6 @@ from moe_jax.training.hosts import Hosts
 ROOT = Path(__file__).parents[2]
 
 
-def test_interleaved_seconds_takes_turns():
-    order = []
-    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    seconds = interleaved_seconds(calls, 2)
-    assert "".join(order) == "ab" + "abab"  # once each to warm up
-    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
-
-
 def test_groups_of_a_mesh_by_hand():
     # N_EP 2, N_ESP 4, N_MP 2 on eight devices: EP&ESP is all eight, EP pairs stand 4 apart.
     names = {timed.name for timed in mesh_groups(ep_size=2, esp_size=4, mp_size=2)}
@@ -41,14 +33,6 @@ def test_groups_of_a_mesh_by_hand():
     assert {"all_to_all:4", "permute:2x4"} <= {timed.name for timed in mesh_groups(8, 1, 1, per_node=4)}
     # N_MP 8 over N_ESP 2 spans four EP members, which agree on the first
     assert "all_gather:4" in {timed.name for timed in mesh_groups(ep_size=4, esp_size=2, mp_size=8)}
-
-
-def test_groups_of_a_machine_hold_those_of_every_mesh():
-    whole = set(machine_groups(8, 4))
-    for mp_size in (1, 2, 4):
-        for esp_size in (1, 2, 4):
-            assert set(mesh_groups(8 // esp_size, esp_size, mp_size, per_node=4)) <= whole
-    assert Timed("permute", 2, 4) in whole  # the two nodes
 
 
 LINES = {"all_to_all": (1e-4, 2e-9), "all_gather": (3e-4, 1e-9)}
@@ -150,21 +134,6 @@ def test_whole_layers_scale_the_parts():
     whole = Cluster(fits={**parts, "call": (6.0, 0.0), "layer:s1": fits["s1"]})
     seconds = layer_seconds("s1", shape, (1.0, 1.0), whole)
     assert seconds == pytest.approx((0.5 * 5, 2 * 3, 2 * 4, 2 * 5, 7.0))
-
-
-def test_fit_of_layers_has_no_number_below_zero():
-    """A part that makes layers faster is noise: it is left out, and the start takes the mean."""
-    fits = fit_layers(["s1"] * 4, [1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 1.0, 1.0], [4.0, 3.0, 2.0, 1.0])
-    assert fits["s1"].beta == 0.0 and min(fits["s1"].alpha, fits["s1"].gamma) >= 0.0
-    with pytest.raises(UserError, match="needs at least 3 measurements, got 2"):
-        fit_layers(["s1"] * 2, [1.0, 2.0], [1.0, 1.0], [4.0, 3.0])
-
-
-def test_layers_of_a_machine_visit_every_pair():
-    cases = layer_cases(8, 1.0, None)
-    assert {(case.mp_size, case.esp_size) for case in cases} == {(n, s) for n in (1, 2, 4) for s in (1, 2, 4)}
-    assert schedules_of(cases[0]) == ("deepspeed", "s1", "s2")
-    assert layer_cases(8, 1.0, MeshConfig(expert=2, expert_shard=2)) == []  # gradients would be summed
 
 
 def test_timed_layers_give_the_law_that_their_times_follow(monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 from moe_jax.cluster import (
     Cluster,
     Fit,
-    all_reduce_bytes,
     exchange_seconds,
     fit_alpha_beta,
     parm_choice,
@@ -120,10 +119,6 @@ def test_cards_and_switches_are_shared_links():
     assert uniform_seconds(Cluster(**{**links, "cards_per_node": 8}), 0.0, 2.0, "test") == 8
     # one of two groups that use the machines at the same time gets half
     assert uniform_seconds(rails.part_of(2), 0.0, 2.0, "test") == 8
-
-
-def test_ring_all_reduce_bytes():
-    assert all_reduce_bytes(100.0, 4) == 150
 
 
 def test_fit_recovers_a_line_and_its_r2():

@@ -51,14 +51,6 @@ def test_gather_tree():
         assert grads[name].sharding.is_equivalent_to(placed[name].sharding, grads[name].ndim)
 
 
-def test_gather_tree_moves_once():
-    """One all-gather forward; backward one reduce-scatter, and one all-reduce for all leaves that are whole."""
-    step, placed, _, weights = gathering(dict.fromkeys(TREE, jnp.float32))
-    text = step.lower(placed, weights).as_text()
-    counts = [text.count(f"stablehlo.{name}") for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")]
-    assert counts == [1, 1, 2, 0]  # the second all-reduce sums the loss
-
-
 def test_gather_tree_keeps_dtypes():
     """Leaves of two dtypes travel apart, each unrounded."""
     dtypes = {

@@ -18,7 +18,7 @@ from support.placements import random_placement
 from moe_jax.errors import UserError
 from moe_jax.moe.tables import local
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.parallel.slices import PARTS, Transfer, fetch, shrunk, sum_by_target
+from moe_jax.parallel.slices import PARTS, Transfer, fetch
 from moe_jax.parallel.sparse_all_gather import empty_replicas, open_replicas, return_part
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.placement import Placement, bank_rows
@@ -136,7 +136,7 @@ def test_by_node_without_a_crossing_equals_the_oracle():
     layer, expert, device = placement.replicas.T
     placement = placement.replace(replicas=placement.replicas[placement.home[layer, expert] // 4 == device // 4])
     shape, bank, grad_sink, cotangent = case_of(placement, True)
-    assert shape.ahead.crossing == 0 and len(shape.ahead.operands) == 2
+    assert shape.ahead.crossing == 0
     tables = fill_tables(shape, placement)
     with jax.enable_x64(True):
         gather, gradient, *_ = make_functions(shape)
@@ -163,7 +163,9 @@ def test_bytes_of_the_program_equal_the_formula(per_node, by_node):
         there = gather.lower(stacked, tables, grad_sink).as_text()
         back = gradient.lower(stacked, tables, grad_sink, cotangent).as_text()
     padded = 24  # elements of a chunk, 23 padded to whole slices
-    one_way = LAYERS * 8 * padded * sum(shape.ahead.operands)
+    sizes = shape.ahead  # chunks in the operand of each exchange, own blocks included
+    chunks = sizes.offers + sizes.slots + (sizes.nodes * sizes.crossing / sizes.inside if sizes.crosses else 0)
+    one_way = LAYERS * 8 * padded * chunks
     assert collective_bytes(there) == collective_bytes(back) == one_way
 
 
@@ -183,29 +185,6 @@ def test_sent_by_hand():
     placement = Placement(np.zeros((1, 8), int), [(0, 5, d) for d in range(1, 8)], devices=8, devices_per_node=2)
     assert build_shape(placement, by_node=True).ahead == by_node
     assert build_shape(placement).ahead == flat
-
-
-def test_small_tables_serve_what_the_large_ones_hold():
-    """A shape with room and its tables cut down: the chunks are the same."""
-    placement = random_placement(3, layers=1, experts=8, devices=8, replica_slots=2, fewest=1, per_node=4)
-    small = build_shape(placement, by_node=True)
-    large = dataclasses.replace(small, ahead=dataclasses.replace(small.ahead, offers=4, slots=5, crossing=7))
-    whole = fill_tables(small, placement).transfer
-    one = jax.vmap(lambda t: shrunk(jax.tree.map(lambda a: a[0], t), large.ahead, small.ahead))
-    cut = one(fill_tables(large, placement).transfer)
-    for name in ("offer", "pick", "want"):
-        np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name)[:, 0], name)
-
-
-@pytest.mark.parametrize("rows,most", [(1, 1), (7, 4), (40, 40)])
-def test_sums_by_target_equal_a_loop(rows, most):
-    rng = np.random.default_rng(rows)
-    targets = 5
-    target = rng.permutation(np.repeat(np.arange(targets + 3), most))[:rows].astype(np.int32)
-    values = rng.normal(size=(rows, 3)).astype(np.float32)
-    values[target >= targets] = np.nan  # counts nowhere
-    want = np.stack([values[target == t].astype(np.float64).sum(axis=0) for t in range(targets)])
-    np.testing.assert_allclose(sum_by_target(values, target, targets, most), want, rtol=1e-5, atol=1e-6)
 
 
 def test_by_node_needs_nodes_of_several_devices():

@@ -16,7 +16,6 @@ def test_parse_module_reads_loops_and_pairs():
     assert start.operands == ("x",) and start.op_name.endswith("dispatch/all_to_all")
     assert body.by_name["all-to-all-done"].operands == ("all-to-all-start",)
     assert body.root.name == "t" and body.by_name["p"].parameter == 0
-    assert body.by_name["dot.1"].numbers("lhs_contracting_dims") == (1,)
 
 
 def test_parse_module_reads_operands_with_types_brackets_and_quotes():

@@ -22,7 +22,7 @@ def test_every_device_has_figures_and_a_description():
 
 def test_parse_target():
     target = parse_target("h200:4x8")
-    assert (target.nodes, target.per_node, target.devices, target.topology) == (4, 8, 32, "1x4x8")
+    assert (target.nodes, target.per_node, target.devices) == (4, 8, 32)
     for mesh in (MeshConfig(), MeshConfig(expert=32, devices_per_node=8), MeshConfig(data=4, expert_shard=2)):
         check_run(target, mesh, "bfloat16")
     with pytest.raises(UserError, match="names no known device; choose one of 2080ti, 3090, 4090, a100, b200"):

@@ -88,10 +88,7 @@ def test_resolve_takes_what_is_left():
     "fields, message",
     [
         ({"data": 0}, r"MeshConfig.data \(0\) must be at least 1"),
-        ({"expert_shard": -2}, r"MeshConfig.expert_shard \(-2\) must be at least 1"),
-        ({"model": 0}, r"MeshConfig.model \(0\) must be at least 1"),
         ({"expert": 0}, r"MeshConfig.expert \(0\) must be at least 1, or -1 for the devices that are left"),
-        ({"expert": -3}, r"MeshConfig.expert \(-3\) must be at least 1, or -1"),
         ({"devices_per_node": -1}, r"MeshConfig.devices_per_node \(-1\) must be 0 \(those of a host\) or positive"),
     ],
 )
@@ -116,7 +113,6 @@ def test_mesh_config_errors(fields, message):
             r"the sizes, or run on 16 devices \(--host_devices=16 on a CPU\)",
         ),
         ({"model": 3}, 8, r"MeshConfig.model \(3\) must divide the 8 devices; set it to a divisor"),
-        ({"model": 16}, 8, r"MeshConfig.model \(16\) must divide the 8 devices"),
         (
             {"devices_per_node": 3},
             8,
@@ -134,19 +130,9 @@ def test_mesh_config_errors(fields, message):
             r"MeshConfig.model \(3\) must be a multiple or a divisor of expert_shard \(2\); make model, expert and "
             r"expert_shard powers of two",
         ),
-        (
-            {"data": 3, "expert": 2, "expert_shard": 2, "model": 6},
-            12,
-            r"MeshConfig.model \(6\) must be a multiple or a divisor of expert x expert_shard \(4\)",
-        ),
     ],
 )
 def test_mesh_errors(fields, devices, message):
     config = MeshConfig(**fields)
     with pytest.raises(UserError, match=message):
         mesh_axes(config.resolve(devices), devices)
-
-
-def test_build_mesh_refuses_as_resolve_does():
-    with pytest.raises(UserError, match="but there are 8 devices"):
-        build_mesh(MeshConfig(expert=16), jax.devices())

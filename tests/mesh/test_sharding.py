@@ -41,13 +41,6 @@ def test_dense_specs_with_model_parallelism():
     assert params["matrix"] == P(None, None, "expert_mp") and state["matrix"] == matrix
 
 
-def test_dense_specs_one_device():
-    roles = build_mesh(MeshConfig(), jax.devices()[:1])
-    params, state, gather = dense_specs(SHAPES, MODEL_DIMS, STACKED, roles, 3)
-    assert params == state == {"matrix": P(None, None, None), "table": P(None, None), "vector": P(None, None)}
-    assert set(gather.values()) == {-1}
-
-
 BANK = {"w_in": (16, 8, 12), "w_out": (16, 12, 8)}  # [D Rb, M, F] and [D Rb, F, M] with F = 12
 
 

@@ -310,11 +310,10 @@ def test_replicas_move_what_the_transfers_formula_says(name):
     whole = groups_of(roles, roles.expert)
     padded = -(-(2 * 6 * 11) // sizes.inside) * sizes.inside  # 132 elements are no 8 slices
     transfers = config.layers * 2 + (config.layers - 1 if config.refetch_replicas else 0)
-    inside, *across, replicas = sizes.operands
-    want = {neighbours(whole, sizes.inside): transfers * (inside + replicas) * padded}
-    if across:
+    want = {neighbours(whole, sizes.inside): transfers * (sizes.offers + sizes.slots) * padded}
+    if sizes.crosses:
         members = frozenset(frozenset(sorted(g)[j :: sizes.inside]) for g in whole for j in range(sizes.inside))
-        want[members] = transfers * across[0] * padded
+        want[members] = transfers * sizes.nodes * sizes.crossing / sizes.inside * padded
     assert moved == want
 
 

@@ -19,6 +19,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from moe_jax.moe.permute import permute_tokens
 from moe_jax.moe.routing import Parcel, pack, stack_rows, stacked_row
@@ -26,7 +27,7 @@ from moe_jax.moe.schedules.contract import LayerSizes, ScheduleOptions, StagedSc
 from moe_jax.moe.schedules.expert_group import ExpertGroup, cut, grouping_of, join, member, route_choices
 from moe_jax.moe.schedules.gather_choice import choose_gather, read_cluster_of
 from moe_jax.parallel.bucket_rows import BucketLayout, BucketRows, round_up
-from moe_jax.parallel.exchange import permute_apart, shift_pairs
+from moe_jax.parallel.exchange import shift_pairs
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.replicated import declare_equal, join_parts
 from moe_jax.parallel.varying import cast_varying, varying_axes
@@ -242,6 +243,9 @@ def receive_part(group: ExpertGroup, ahead, j: int, me):
     for i in range(group.esp_size):
         piece = lax.dynamic_index_in_dim(ahead, (me[1] + i) % group.esp_size, axis=0, keepdims=False)
         if i or j:
-            piece = permute_apart(piece, group.axes, shift_pairs(group.ep_size, group.esp_size, j, i))
+            pairs = shift_pairs(group.ep_size, group.esp_size, j, i)
+            # XLA for GPUs keeps one transfer of a stream in flight: on this one it may run beside other collectives
+            with set_xla_metadata(_xla_gpu_collective_stream="p2p"):
+                piece = lax.ppermute(piece, group.axes, pairs)
         pieces.append(piece.astype(acc_dtype))
     return sum(pieces[1:], pieces[0]).astype(ahead.dtype)
