@@ -181,15 +181,11 @@ def write_report(text: str, target, model, buckets=(), compiled=None, complete=N
         facts |= {
             "environment": environment_record(mesh=compiled.mesh),
             "bindings": [*_GIN_FILES.value, *_GIN_BINDINGS.value],
-            "lower_seconds": compiled.lower_seconds,
-            "compile_seconds": compiled.compile_seconds,
+            **{name: getattr(compiled, name) for name in ("lower_seconds", "compile_seconds", "plan_shape")},
             "compiler_options": {k: v for k, v in compiled.options.items() if dump is None or v != str(dump)},
             "guided_scheduler": compiled.guided,
-            "plan_shape": compiled.plan_shape,
             "program": "common" if compiled.common else "complete",
-            "resolved": compiled.resolved,
-            "memory": compiled.memory,
-            "model_flops": compiled.model_flops,
+            **{name: getattr(compiled, name) for name in ("resolved", "memory", "model_flops")},
         }
     facts |= what_if(module, target, model, buckets)
     if compiled is not None and compiled.common:

@@ -20,32 +20,22 @@ from moe_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The output of the compiler.
+    """The output of the compiler."""
 
-    Attributes:
-      text: the scheduled program; memory: bytes per device by kind.
-      lower_seconds: tracing and lowering; compile_seconds: the compiler alone.
-      options: that the compiler was given; guided: whether its scheduler was given modelled seconds.
-      mesh: axis -> size; resolved: what 'auto' is on these devices, by binding.
-      plan: shape of the plans that the step takes, None without a planner; plan_shape: the same in words.
-      executable: to run, where the devices are real; common: whether it is the common program of optimistic steps.
-      buckets: of the program's exchanges; model_flops: of one step on one device, without recomputation and padding.
-    """
-
-    text: str
-    memory: dict[str, int]
-    lower_seconds: float
-    compile_seconds: float
-    options: dict[str, str]
-    guided: bool
-    mesh: dict[str, int]
-    resolved: dict[str, str | bool]
-    plan: object
-    plan_shape: str
-    executable: object
-    common: bool
-    buckets: tuple[Buckets, ...]
-    model_flops: float
+    text: str  # the scheduled program
+    memory: dict[str, int]  # bytes per device by kind
+    lower_seconds: float  # tracing and lowering
+    compile_seconds: float  # the compiler alone
+    options: dict[str, str]  # that the compiler was given
+    guided: bool  # whether its scheduler was given modelled seconds
+    mesh: dict[str, int]  # axis -> size
+    resolved: dict[str, str | bool]  # what 'auto' is on these devices, by binding
+    plan: object  # shape of the plans that the step takes, None without a planner
+    plan_shape: str  # the same in words
+    executable: object  # to run, None where the devices are not real
+    common: bool  # whether it is the common program of optimistic steps
+    buckets: tuple[Buckets, ...]  # of the program's exchanges
+    model_flops: float  # of one step on one device, without recomputation and padding
 
 
 def described_devices(target: Target) -> list:
@@ -82,7 +72,6 @@ def compile_step(
     """Compile the training step; of optimistic steps the common program.
 
     Args:
-      config: of the run, with its mesh on these devices, real or described.
       skew: of the loads that a planner is shown, see `skewed_loads`.
       options: compiler options beside those that training sets.
       real: whether the devices can run the program; if not, kernels are not tuned.
@@ -185,9 +174,6 @@ def skewed_loads(replanner, tokens: int, skew: float) -> np.ndarray:
 
     The order of the experts differs from layer to layer and is the same in every run of the command; all sources are
     alike, and each layer's counts add up to K times the tokens.
-
-    Args:
-      replanner: of the segment whose layers, devices and experts these are.
     """
     start = replanner.start
     layers, experts, sources = start.layers, start.experts, start.devices

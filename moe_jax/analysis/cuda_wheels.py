@@ -37,10 +37,8 @@ def installed_cuda() -> int | None:
 def folder(version: str | None = None) -> Path:
     """Return the environment's folder: `.venv-cuda` in the checkout (or here), or MOE_JAX_VENV with -cuda behind it.
 
-    Another jax than the one that the tests compile with by default has a folder of its own, with its version behind.
-
-    Args:
-      version: of jax; None is the one that runs here.
+    Another jax than the one that the tests compile with by default has a folder of its own, with its version behind;
+    None is the one that runs here.
     """
     root = Path(__file__).resolve().parents[2]
     beside = root if (root / "requirements.txt").exists() else Path.cwd()
@@ -96,8 +94,7 @@ def run_with_wheels(arguments: list[str], install_them: bool) -> int | None:
     """Make sure that this process has the wheels, or run the same command in one that does.
 
     Args:
-      arguments: of `python -m moe_jax.inspect`.
-      install_them: fetch them where they are missing.
+      arguments: of `python -m moe_jax.inspect`; install_them: fetch the wheels where they are missing.
 
     Returns:
       None where this process has them; else the exit code of the other one.

@@ -147,6 +147,7 @@ def compare_instructions(
     unknown = {n: s * share for n, s in seconds.items() if n not in modelled and n not in conditions}
     missing = [record for n, record in modelled.items() if n not in seconds and record["group"] != LOOP]
     launches = sum(own["executions"] for own in modelled.values() if own["group"] not in (COLLECTIVE, LOOP))
+    idle = None if step_seconds is None or not launches else max(step_seconds - busy, 0.0) / launches
     constants, fit = fit_constants(samples, model, pauses)
     return {
         "steps": steps,
@@ -155,9 +156,7 @@ def compare_instructions(
         "profiled_step_seconds": length / steps,
         "busy_seconds": busy,
         "launches": launches,
-        "idle_seconds_per_launch": None
-        if step_seconds is None or not launches
-        else max(step_seconds - busy, 0.0) / launches,
+        "idle_seconds_per_launch": idle,
         "groups": sorted(groups.values(), key=lambda total: -total["measured_seconds"]),
         "worst": sorted(rows, key=lambda r: -abs(r["measured_seconds"] - r["modelled_seconds"]))[:WORST],
         "not_in_trace": {
@@ -180,7 +179,6 @@ def record_steps(
     """Run the compiled step on real data: to warm up, then without the profiler, then under it.
 
     Args:
-      compiled: the training step, for this config on these devices.
       folder: the trace goes there.
       steps: under the profiler; plain_steps: without it, each waited for.
 
@@ -234,9 +232,6 @@ def read_spans(folder: Path, module: str) -> list[Span]:
 
     On a GPU the kernels stand on threads named 'Stream #...'; other threads of the device repeat them joined, and are
     left out. `hlo_op` names the instruction, behind those that it runs inside of, joined by '::'.
-
-    Args:
-      module: name of the HLO module.
 
     Raises:
       UserError: no trace there, or none of this program.

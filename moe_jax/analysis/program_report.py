@@ -388,13 +388,6 @@ def merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-_TOTAL = "{:44} {:>7} {:>12} {:>10} {:>12} {:>12} {:>6}"
-_EACH = "{:26} {:18} {:30} {:>10} {:>6} {:>5} {:>11} {:>11}  {}"
-_ROWS = "{:32} {:>6} {:>12} {:>12} {:>9} {:>9} {:>12} {:>12}"
-_SIDES = "{:<44} {:>14} {:>14}"
-_MEASURED = "{:<58} {:>7} {:>12} {:>12} {:>7}"
-
-
 def report_text(report: dict) -> str:
     """Return a report as text: memory, step, other assumptions, totals, every collective, and what was measured."""
     lines = [*_step_lines(report), *_what_if_lines(report)]
@@ -403,28 +396,26 @@ def report_text(report: dict) -> str:
         ("role, inside loops", "role", report["in_loops"]["by_role"]),
         ("scope", "scope", report["totals"]["by_scope"]),
     ):
-        lines += ["", _TOTAL.format(title, "runs", "MB", "beside mm", "modelled", "exposed", "")]
+        lines.append("")
+        lines.append(f"{title:44} {'runs':>7} {'MB':>12} {'beside mm':>10} {'modelled':>12} {'exposed':>12} {'':>6}")
         for total in totals:
             hidden = total["bytes_beside_matmuls"] / max(total["bytes"], 1)
             share = total["exposed_seconds"] / max(total["seconds"], 1e-30)
-            size, seconds, exposed = total["bytes"] / 1e6, _ms(total["seconds"]), _ms(total["exposed_seconds"])
-            cells = (total["executions"], f"{size:.2f}", f"{hidden:.0%}", seconds, exposed, f"{share:.0%}")
-            lines.append(_TOTAL.format(total[name][:44], *cells))
-    head = ("collective", "role", "part scope", "MB", "group", "runs", "modelled", "exposed", "beside")
-    lines += ["", _EACH.format(*head)]
-    for record in report["collectives"]:
-        lines.append(
-            _EACH.format(
-                record["name"][:26],
-                record["role"][:18],
-                f"{record['part']} {record['scope']}"[:30],
-                f"{record['bytes'] / 1e6:.2f}",
-                f"{record['group_size']}/{record['nodes_of_a_group']}",
-                record["executions"],
-                _ms(record["seconds"]),
-                _ms(record["exposed_seconds"]),
-                f"{_ms(record['beside_seconds'])} {', '.join(list(record['beside'])[:3])}",
+            lines.append(
+                f"{total[name][:44]:44} {total['executions']:>7} {total['bytes'] / 1e6:>12.2f} {hidden:>10.0%} "
+                f"{_ms(total['seconds']):>12} {_ms(total['exposed_seconds']):>12} {share:>6.0%}"
             )
+    lines.append("")
+    lines.append(
+        f"{'collective':26} {'role':18} {'part scope':30} {'MB':>10} {'group':>6} {'runs':>5} {'modelled':>11} "
+        f"{'exposed':>11}  beside"
+    )
+    for own in report["collectives"]:
+        group, scope = f"{own['group_size']}/{own['nodes_of_a_group']}", f"{own['part']} {own['scope']}"
+        lines.append(
+            f"{own['name'][:26]:26} {own['role'][:18]:18} {scope[:30]:30} {own['bytes'] / 1e6:>10.2f} {group:>6} "
+            f"{own['executions']:>5} {_ms(own['seconds']):>11} {_ms(own['exposed_seconds']):>11}  "
+            f"{_ms(own['beside_seconds'])} {', '.join(list(own['beside'])[:3])}"
         )
     for branch in report["branches"]:
         lines.append(
@@ -445,7 +436,7 @@ def report_text(report: dict) -> str:
 
 def _step_lines(report: dict) -> list[str]:
     """Return what a report says of the program as a whole."""
-    target, model, step, pipeline = (report[name] for name in ("target", "model", "step", "pipeline"))
+    target, model, step, pipeline = report["target"], report["model"], report["step"], report["pipeline"]
     lines = [f"target   {target['nodes']} x {target['per_node']} {target['device']}"]
     if report.get("compile_seconds") is not None:
         guided = "twice, the scheduler guided by modelled seconds, " if report.get("guided_scheduler") else ""
@@ -534,13 +525,17 @@ def _what_if_lines(report: dict) -> list[str]:
             f"by expected rows: step {_ms(rows['step_seconds'])}, exposed {_ms(rows['exposed_seconds'])}, "
             f"{rows['flops'] / 1e12:.2f} TFLOP of {sum(report['step']['flops'].values()) / 1e12:.2f} by shape"
         )
-        head = ("rows of", "runs", "by shape", "expected", "TFLOP", "expected", "modelled", "expected")
-        lines.append(_ROWS.format(*head))
+        lines.append(
+            f"{'rows of':32} {'runs':>6} {'by shape':>12} {'expected':>12} {'TFLOP':>9} {'expected':>9} "
+            f"{'modelled':>12} {'expected':>12}"
+        )
         for own in rows["instructions"]:
             name = f"{own['part']} {own['scope']}".strip()[:32]
-            counts = (own["executions"], f"{own['rows']:,}", f"{own['expected_rows']:,.0f}")
-            flops = (f"{own[key] / 1e12:.3f}" for key in ("flops", "expected_flops"))
-            lines.append(_ROWS.format(name, *counts, *flops, _ms(own["seconds"]), _ms(own["expected_seconds"])))
+            lines.append(
+                f"{name:32} {own['executions']:>6} {own['rows']:>12,} {own['expected_rows']:>12,.0f} "
+                f"{own['flops'] / 1e12:>9.3f} {own['expected_flops'] / 1e12:>9.3f} {_ms(own['seconds']):>12} "
+                f"{_ms(own['expected_seconds']):>12}"
+            )
     return lines
 
 
@@ -558,26 +553,31 @@ def _measured_lines(report: dict) -> list[str]:
         if found:
             sides.append(("  of it exposed", own["exposed_seconds"], found["exposed_seconds"]))
     lines = ["", f"measured over {total['steps']} steps on {total['devices']} devices, beside the model"]
-    lines.append(_SIDES.format("", "modelled ms", "measured ms"))
+    lines.append(f"{'':44} {'modelled ms':>14} {'measured ms':>14}")
     for name, modelled, measured in sides:
         if measured is None:
             lines.append(f"{name:<44}  not in the trace")
         else:
-            lines.append(_SIDES.format(name[:44], f"{modelled * 1e3:.3f}", f"{measured * 1e3:.3f}"))
+            lines.append(f"{name[:44]:44} {modelled * 1e3:>14.3f} {measured * 1e3:>14.3f}")
     if "instructions" not in report:
         return lines
     found = report["instructions"]
     plain = "" if found["step_seconds"] is None else f"{_ms(found['step_seconds'])} without the profiler, "
-    busy, profiled = _ms(found["busy_seconds"]), _ms(found["profiled_step_seconds"])
-    lines += ["", f"{found['launches']} launches a step, busy {busy} of {plain}{profiled} with it"]
+    lines.append("")
+    lines.append(
+        f"{found['launches']} launches a step, busy {_ms(found['busy_seconds'])} of {plain}"
+        f"{_ms(found['profiled_step_seconds'])} with it"
+    )
     groups = [(group["group"], group) for group in found["groups"]]
     worst = [(f"{row['name']} {row['scope']}", row) for row in found["worst"]]
     for title, rows in (("group", groups), ("instructions that differ most", worst)):
-        lines.append(_MEASURED.format(title, "runs", "modelled ms", "measured ms", "ratio"))
+        lines.append(f"{title:58} {'runs':>7} {'modelled ms':>12} {'measured ms':>12} {'ratio':>7}")
         for name, row in rows:
             ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-            modelled, measured = (f"{row[f'{side}_seconds'] * 1e3:.3f}" for side in ("modelled", "measured"))
-            lines.append(_MEASURED.format(name[:58], row["executions"], modelled, measured, ratio))
+            lines.append(
+                f"{name[:58]:58} {row['executions']:>7} {row['modelled_seconds'] * 1e3:>12.3f} "
+                f"{row['measured_seconds'] * 1e3:>12.3f} {ratio:>7}"
+            )
         lines += [""] if rows is groups else []
     for key, side in (("not_in_trace", "modelled_seconds"), ("not_in_program", "measured_seconds")):
         if found[key]["instructions"]:
@@ -601,13 +601,11 @@ def beside_text(line: Timeline) -> str:
     gathers = [(e.begin, e.end) for e in moving if e.label in ("all-gather moe/combine", "all-gather moe/dispatch")]
     experts = [(e.begin, e.end) for e in line.events if e.row == "compute" and "experts" in e.label]
     sets = (experts, gathers, rows, experts + rows, gathers + rows)
-    seconds = [sum(end - begin for begin, end in merge_spans(spans)) for spans in sets]
-    ms = [f"{1e3 * value:.2f}" for value in (*seconds[:3], line.seconds)]
+    took = [1e3 * sum(end - begin for begin, end in merge_spans(spans)) for spans in sets]
     # of two sets the time that lies in both: each alone, less the time that lies in any
-    beside = [f"{1e3 * (seconds[place] + seconds[2] - seconds[3 + place]):.2f}" for place in (0, 1)]
     return (
-        f"experts {ms[0]} ms, {beside[0]} beside rows; gathers {ms[1]} ms, {beside[1]} beside rows; "
-        f"rows {ms[2]} ms; step {ms[3]} ms"
+        f"experts {took[0]:.2f} ms, {took[0] + took[2] - took[3]:.2f} beside rows; gathers {took[1]:.2f} ms, "
+        f"{took[1] + took[2] - took[4]:.2f} beside rows; rows {took[2]:.2f} ms; step {1e3 * line.seconds:.2f} ms"
     )
 
 

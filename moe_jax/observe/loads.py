@@ -73,33 +73,22 @@ def device_load_max_over_mean(loads: np.ndarray, home: np.ndarray, devices: int)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadsOrigin:
-    """Describe the run that recorded a sample.
+    """Describe the run that recorded a sample."""
 
-    Attributes:
-      model_dim, hidden_dim, top_k: M, F and K.
-      dtype: what the model computes in.
-      mesh: (axis, size) of the device mesh, slowest axis first.
-      devices_per_node: devices of an expert-parallel group that share a node.
-      cluster: path of the cluster file that the run named, or ''.
-      activation, moe_every, dense_hidden_dim, sequence_length: of the layer and what precedes it.
-      segments: (MoE layers, E, F, K) of each run of equal layers, where they differ or do not fill the mesh; then F, K,
-        moe_every and dense_hidden_dim above are those of the first.
-      preceding: (moe_every, dense_hidden_dim) of each of them.
-    """
-
-    model_dim: int
-    hidden_dim: int
-    top_k: int
-    dtype: str
-    mesh: tuple[tuple[str, int], ...]
-    devices_per_node: int
-    cluster: str = ""
+    model_dim: int  # M
+    hidden_dim: int  # F, of the first segment where there are several; so are K and what precedes the layer
+    top_k: int  # K
+    dtype: str  # what the model computes in
+    mesh: tuple[tuple[str, int], ...]  # (axis, size) of the device mesh, slowest axis first
+    devices_per_node: int  # devices of an expert-parallel group that share a node
+    cluster: str = ""  # path of the cluster file that the run named, or ''
     activation: str = ""
     moe_every: int = 0
     dense_hidden_dim: int = 0
     sequence_length: int = 0
+    # (MoE layers, E, F, K) of each run of equal layers, where they differ or do not fill the mesh
     segments: tuple[tuple[int, int, int, int], ...] = ()
-    preceding: tuple[tuple[int, int], ...] = ()
+    preceding: tuple[tuple[int, int], ...] = ()  # (moe_every, dense_hidden_dim) of each of them
 
     @property
     def sources(self) -> int:
@@ -118,19 +107,12 @@ class LoadsOrigin:
 
 
 class LoadsTrace(NamedTuple):
-    """A recorded trace.
+    """A recorded trace."""
 
-    Attributes:
-      loads: [Nt, L, S, E], non-negative integers.
-      iterations: [Nt], rising integers.
-      sources: [Nt], S of each sample; None where the file does not say, which means that all are the array's.
-      origins: the run behind each sample, Nt of them, None where the file does not say.
-    """
-
-    loads: np.ndarray
-    iterations: np.ndarray
-    sources: np.ndarray | None = None
-    origins: tuple[LoadsOrigin | None, ...] = ()
+    loads: np.ndarray  # [Nt, L, S, E], non-negative integers
+    iterations: np.ndarray  # [Nt], rising integers
+    sources: np.ndarray | None = None  # [Nt], S of each sample; None where the file does not say: all the array's
+    origins: tuple[LoadsOrigin | None, ...] = ()  # the run behind each sample, None where the file does not say
 
 
 def read_loads(path: str | os.PathLike[str]) -> LoadsTrace:
@@ -271,21 +253,16 @@ class LoadsRecorder:
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        every: int,
-        *,
-        resume_step: int | None = None,
-        origin: LoadsOrigin | None = None,
-    ) -> None:
+        self, folder: str | os.PathLike[str], every: int, *,
+        resume_step: int | None = None, origin: LoadsOrigin | None = None,
+    ) -> None:  # fmt: skip
         """Open the parts, without samples later than the restored checkpoint.
 
         Args:
-          folder: the run folder.
           every: steps from one sample to the next; 0 records none.
           resume_step: the last step that the restored checkpoint contains; later samples are removed, and so is
             loads.npz until it is merged again. None starts a new run: all samples are removed.
-          origin: what is written beside the samples about this run; None writes nothing.
+          origin: what is written beside the samples about this run.
 
         Raises:
           UserError: `every` is negative, or a part is damaged or cannot be written.

@@ -32,7 +32,6 @@ class MetricsWriter:
         """Open the file, without lines later than the restored checkpoint.
 
         Args:
-          folder: the run folder.
           resume_step: the last step that the restored checkpoint contains: lines of later steps are removed, so that
             each step stands once. None starts a new run: all lines are removed.
           file_name: METRICS or EVALUATIONS.
@@ -93,12 +92,8 @@ class MetricsWriter:
 def read_metrics(folder: str | os.PathLike[str], *, file_name: str = METRICS) -> list[dict[str, Any]]:
     """Return the records of a run, in order; also of one that is still being written or was killed.
 
-    Args:
-      folder: the run folder.
-      file_name: METRICS or EVALUATIONS.
-
-    Returns:
-      One dict a line, with "nan", "inf" and "-inf" as floats again; empty when the file does not exist.
+    One dict a line of the file METRICS or EVALUATIONS, with "nan", "inf" and "-inf" as floats again; empty when the
+    file does not exist.
 
     Raises:
       UserError: a line before the last one is not a record; names file and line.
@@ -176,13 +171,7 @@ class TensorBoardWriter:
     """Write scalars; without tensorboardX this is logged once, and nothing is written."""
 
     def __init__(self, folder: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
-        """Open a new event file.
-
-        Args:
-          folder: the run folder.
-          resume_step: the last step that the restored checkpoint contains; TensorBoard hides what earlier files say of
-            later steps. None starts a new run.
-        """
+        """Open a new event file; TensorBoard hides what earlier ones say of steps after `resume_step` (None: all)."""
         self._writer = None
         try:
             from tensorboardX import SummaryWriter

@@ -25,23 +25,10 @@ class Progress:
     """Step, loss, tokens/s, device load max/mean and time left, on one line."""
 
     def __init__(
-        self,
-        total_steps: int,
-        stream: TextIO,
-        start_step: int = 0,
-        every: int = 10,
-        *,
+        self, total_steps: int, stream: TextIO, start_step: int = 0, every: int = 10, *,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Start at `start_step`, drawing nothing yet.
-
-        Args:
-          total_steps: the step at which the run ends.
-          stream: where to draw; if it is a terminal, one line that is updated.
-          start_step: steps already done, when resuming.
-          every: steps between two plain lines.
-          clock: returns monotonic seconds.
-        """
+    ) -> None:  # fmt: skip
+        """Start after `start_step` of `total_steps`, drawing nothing yet; `every`: steps between two plain lines."""
         try:
             self.live = bool(stream.isatty()) and os.environ.get("TERM") != "dumb"
         except (AttributeError, ValueError, OSError):
@@ -68,15 +55,11 @@ class Progress:
         steps_run_again: int = 0,
         plan: str | None = None,
     ) -> None:
-        """Show a finished step.
+        """Show a finished step; what is None, or no step at all, is left out.
 
         Args:
-          step: steps done.
-          loss: of this step.
-          tokens_per_second: of this step.
           device_load: max over mean of tokens per device, over all layers (1 is balanced).
-          skipped_steps: left out so far because they were not finite; shown where there are any.
-          steps_run_again: so far, because a bucket overflowed; shown where there are any.
+          skipped_steps: left out so far because they were not finite; steps_run_again: because a bucket overflowed.
           plan: what the planner says of its plan.
         """
         now, left = self._clock(), None

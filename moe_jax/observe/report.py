@@ -88,7 +88,6 @@ def write_report(folder: str | os.PathLike[str], pictures: Sequence[Path] | None
     """Write report.html from whatever the run folder holds, and return its path.
 
     Args:
-      folder: the run folder.
       pictures: what `draw_all` returned; None draws them now.
 
     Raises:
@@ -147,33 +146,36 @@ def write_report(folder: str | os.PathLike[str], pictures: Sequence[Path] | None
 
 def headline_numbers(summary: dict) -> list[tuple[str, str, str]]:
     """Return (label, value, remark) for each number that the run's records state."""
-    s, below, against = summary, summary["below_unigram_entropy"], ""
+    below, against = summary["below_unigram_entropy"], ""
     if below is not None:
         against = f"loss ends {abs(below):.0%} {'below' if below >= 0 else 'above'} it"
-    rows: list[tuple[str, float | None, str, str]] = [
-        ("held-out loss, before", s["held_out_loss_first"], ".3f", "nats per token"),
-        ("held-out loss, after", s["held_out_loss_last"], ".3f", "nats per token"),
-        ("held-out loss, averaged", s["held_out_loss_ema"], ".3f", "moving average of parameters"),
-        ("unigram entropy", s["unigram_entropy"], ".3f", against),
-        ("training loss, last step", s["loss_last"], ".3f", "nats per token"),
-        ("tokens/s", s["tokens_per_second"], "si", "median"),
-        ("model FLOP/s", s["model_flops_per_second"], "si", "median, all devices"),
-        ("step", s["step_seconds"], "s", "median"),
-        ("peak memory per device", s["peak_device_bytes"], "bytes", ""),
-        ("device load, mean", s["device_load_mean"], ".2f", "max / mean, 1 is balanced"),
-        ("device load, worst", s["device_load_worst"], ".2f", "of any layer and step"),
-        ("dropped tokens", s["dropped_fraction"], ".3%", "mean over steps"),
-        ("overflow steps", s["overflow_steps"], ",.0f", "took more than one pass"),
-        ("skipped steps", s["skipped_steps"] or None, ",.0f", "loss or gradient not finite"),
-        ("steps run again", s["steps_run_again"] or None, ",.0f", "a bucket overflowed in the common program"),
-        ("compilations", s["compilations"] or None, ",.0f", f"{s['compile_seconds']:.1f} s in all"),
-        ("re-jit stall", s["rejit_stall_seconds"], ".1f", "seconds waited"),
+    rows = [
+        ("held-out loss, before", "held_out_loss_first", ".3f", "nats per token"),
+        ("held-out loss, after", "held_out_loss_last", ".3f", "nats per token"),
+        ("held-out loss, averaged", "held_out_loss_ema", ".3f", "moving average of parameters"),
+        ("unigram entropy", "unigram_entropy", ".3f", against),
+        ("training loss, last step", "loss_last", ".3f", "nats per token"),
+        ("tokens/s", "tokens_per_second", "si", "median"),
+        ("model FLOP/s", "model_flops_per_second", "si", "median, all devices"),
+        ("step", "step_seconds", "s", "median"),
+        ("peak memory per device", "peak_device_bytes", "bytes", ""),
+        ("device load, mean", "device_load_mean", ".2f", "max / mean, 1 is balanced"),
+        ("device load, worst", "device_load_worst", ".2f", "of any layer and step"),
+        ("dropped tokens", "dropped_fraction", ".3%", "mean over steps"),
+        ("overflow steps", "overflow_steps", ",.0f", "took more than one pass"),
+        ("skipped steps", "skipped_steps", "some", "loss or gradient not finite"),
+        ("steps run again", "steps_run_again", "some", "a bucket overflowed in the common program"),
+        ("compilations", "compilations", "some", f"{summary['compile_seconds']:.1f} s in all"),
+        ("re-jit stall", "rejit_stall_seconds", ".1f", "seconds waited"),
     ]
     numbers = []
-    for label, value, form, remark in rows:
-        if value is None:
+    for label, name, form, remark in rows:
+        value = summary[name]
+        if value is None or form == "some" and not value:
             continue
-        if form == "si":
+        if form == "some":
+            text = f"{value:,.0f}"
+        elif form == "si":
             text = with_prefix(value)
         elif form == "s":
             text = f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"
@@ -202,13 +204,7 @@ def _words(value: Any) -> str:
 
 
 def draw_all(folder: str | os.PathLike[str]) -> list[Path]:
-    """Draw every picture that the run has data for.
-
-    Args:
-      folder: the run folder.
-
-    Returns:
-      The files drawn: loss.png, device_load.png and, if loads were recorded, expert_load.png.
+    """Draw every picture that the run has data for: loss.png, device_load.png, and expert_load.png of recorded loads.
 
     Raises:
       UserError: a file of the run is damaged, or plots/ cannot be written.
@@ -245,14 +241,9 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def windowed(steps: np.ndarray, values: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
-    """Average neighbouring records so that at most `most` points are left.
+    """Return the last step of each of at most `most` windows of neighbouring records, and the means over it.
 
-    Args:
-      steps: [n].
-      values: [n] or [n, layers]; NaN counts as absent.
-
-    Returns:
-      (steps, values) of at most `most` rows: the last step of each window and the mean over it.
+    Steps are [n], values [n] or [n, layers]; NaN counts as absent.
     """
     if len(steps) <= most:
         return steps, values
@@ -308,9 +299,6 @@ def expert_load_heat_maps(trace: LoadsTrace) -> Figure:
 
     The scale is logarithmic and the same in all panels; white is an even share, an expert without a token is black.
     With more experts than pixels their colours are averaged.
-
-    Args:
-      trace: loads [Nt, L, S, E] and iterations [Nt].
     """
     import matplotlib
     from matplotlib.cm import ScalarMappable
@@ -392,12 +380,7 @@ def load_grid(trace: LoadsTrace, most: int = MOST_POINTS) -> tuple[np.ndarray, f
 
 
 def loss_figure(metrics: list[dict], evaluations: list[dict]) -> Figure:
-    """Draw training and held-out loss over the steps, and below them the learning rate.
-
-    Args:
-      metrics: records with `loss` and `learning_rate`.
-      evaluations: records with `held_out_loss`, perhaps `unigram_entropy`.
-    """
+    """Draw training and held-out loss over the steps, and below them the learning rate."""
     figure = new_figure(7.2, 4.6)
     rates = column(metrics, "learning_rate")
     if len(rates[0]):
@@ -438,11 +421,7 @@ def loss_figure(metrics: list[dict], evaluations: list[dict]) -> Figure:
 
 
 def device_load_figure(metrics: list[dict]) -> Figure:
-    """Draw device load max over mean of every layer over the steps, their mean, and the balanced value 1.
-
-    Args:
-      metrics: records with `device_load_max_over_mean`, one number per layer.
-    """
+    """Draw device load max over mean of every layer over the steps, their mean, and the balanced value 1."""
     import matplotlib
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap

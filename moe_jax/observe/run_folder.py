@@ -30,14 +30,11 @@ TEMPORARY_SUFFIX = ".tmp"
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "optax", "orbax-checkpoint", "numpy")
+MISPLACED = "a file stands where a folder is needed, or the reverse: move it away or choose another --workdir"
 REMEDIES = {
     "free space on its disk, then give the same command again": (errno.ENOSPC, errno.EDQUOT),
     "choose a --workdir that you may write to": (errno.EACCES, errno.EPERM, errno.EROFS),
-    "a file stands where a folder is needed, or the reverse: move it away or choose another --workdir": (
-        errno.ENOTDIR,
-        errno.EEXIST,
-        errno.EISDIR,
-    ),
+    MISPLACED: (errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
 }
 
 
@@ -86,10 +83,9 @@ class RunFolder:
     """Paths of one run: config, metrics, loads and so on. Usable wherever a path is (`os.fspath`)."""
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = True):
-        """Open the run at `path`.
+        """Open the run at `path`, where `~` is expanded.
 
         Args:
-          path: the work folder; `~` is expanded.
           create: make the folder with its parents, and check that it can be written to. Readers give False.
 
         Raises:
@@ -160,11 +156,7 @@ def environment_record(
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         "packages": packages,
-        "machine": {
-            "system": platform.system(),
-            "architecture": platform.machine(),
-            "cpu_count": os.cpu_count(),
-        },
+        "machine": {"system": platform.system(), "architecture": platform.machine(), "cpu_count": os.cpu_count()},
         "devices": [{"platform": where, "kind": kind, "count": count} for (where, kind), count in kinds.items()],
         "mesh": {str(axis): int(size) for axis, size in (mesh or {}).items()},
         "processes": int(processes),
@@ -180,15 +172,10 @@ def git_state(package: Path | None = None) -> dict[str, Any]:
     """
     # From inside the package, so that git answers for the checkout that the package lies in.
     package, said = package or Path(__file__).resolve().parent.parent, []
-    for arguments in (
-        ("ls-files", "--error-unmatch", "__init__.py"),
-        ("rev-parse", "HEAD"),
-        ("status", "--porcelain", "--", "."),
-    ):
+    options = {"cwd": package, "capture_output": True, "text": True, "timeout": 10, "stdin": subprocess.DEVNULL}
+    for words in ("ls-files --error-unmatch __init__.py", "rev-parse HEAD", "status --porcelain -- ."):
         try:
-            done = subprocess.run(
-                ["git", *arguments], cwd=package, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL
-            )
+            done = subprocess.run(["git", *words.split()], **options)
         except (OSError, subprocess.SubprocessError):
             break
         if done.returncode:

@@ -36,6 +36,7 @@ FORMS = {
                  "train.grad_accum_steps = 2"),
     "bert": ("ModelConfig.kind = 'bert'", "ModelConfig.positions = 'rotary'", "ModelConfig.activation = 'swiglu'"),
     "documents, prefetch": ("ModelConfig.document_mask = True", "ModelConfig.prefetch = 'hecate'"),
+    "unrolled": ("ModelConfig.stack = 'unrolled'",),  # else a scan, in which jax 0.11.2 crashed on cudnn
     "pairwise": ("MoEConfig.schedule = 'pairwise'",),
     "dp": ("MoEConfig.schedule = 'dp'", "MeshConfig.data = 4", "MeshConfig.expert = 1", "train.expert_zero_stage = 3"),
 }  # fmt: skip
@@ -85,23 +86,11 @@ def test_the_training_step_compiles_for_a_topology(device, tmp_path):
 
 
 @pytest.mark.gpu_compile
-@pytest.mark.parametrize("stack", ["scan", "unrolled"])
-@pytest.mark.parametrize("attention", ["cudnn", "xla"])
-@pytest.mark.parametrize("target", ["h200:1x1", "h200:1x8"])
-def test_every_attention_compiles_in_every_stack(target, attention, stack, tmp_path):
-    """jax 0.11.2 crashed on cudnn in a scan over several GPUs (docs/results.md has all versions)."""
-    bindings = (f"ModelConfig.attention = '{attention}'", f"ModelConfig.stack = '{stack}'")
-    report = inspect(target, tmp_path, *(f"--gin_bindings={binding}" for binding in bindings))
-    assert report["resolved"]["ModelConfig.attention"] == attention
-    calls = read_text(str(tmp_path / "schedule.hlo.gz")).count("__cudnn$fmhaSoftmaxBackward")
-    assert calls == {"xla": 0, "cudnn": 1 if stack == "scan" else TINY["ModelConfig.layers"]}[attention]
-
-
-@pytest.mark.gpu_compile
 @pytest.mark.parametrize("form", FORMS)
 def test_default_attention_compiles_in_every_form(form, tmp_path):
     report = inspect("h200:1x4", tmp_path, *(f"--gin_bindings={binding}" for binding in FORMS[form]))
     assert report["resolved"]["ModelConfig.attention"] == "cudnn"
+    assert "__cudnn$fmhaSoftmaxBackward" in read_text(str(tmp_path / "schedule.hlo.gz"))
 
 
 @pytest.mark.gpu_compile
