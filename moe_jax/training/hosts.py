@@ -52,7 +52,6 @@ class StopSignal:
             raise ValueError(f"lag ({lag}) must be at least 1: a step's flag is known after the step")
         self.lag = lag
         self._processes = processes
-        self._received: list[int] = []
         self._requested = False
         self._stop_step: int | None = None
         self._last_allowed: int | None = None
@@ -65,18 +64,13 @@ class StopSignal:
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="moe_jax stop signal", daemon=True).start()
 
-    @property
-    def received(self) -> int | None:
-        """The number of the signal that asked this process to stop, if one did."""
-        return self._received[0] if self._received else None
-
     def request(self) -> None:
         """Ask for a stop as a signal does; the first signal after it does not end the process yet."""
         self._requested = True
 
     def local_flag(self) -> int:
         """Return 1 once this process was asked to stop, else 0: the step's input."""
-        return int(bool(self._received) or self._requested)
+        return int(self._requested)
 
     def observe(self, global_flag: int, step: int) -> None:
         """Note the maximum of all processes' flags that step `step` returned; call it for every step, in order."""
@@ -108,12 +102,12 @@ class StopSignal:
         os.close(self._write_end)
 
     def _listen(self) -> None:
+        is_first = True
         while data := os.read(self._read_end, 1):
-            if data[0] not in _SIGNALS:
-                continue
-            if self._received:
-                os._exit(128 + data[0])
-            self._received.append(data[0])
+            if data[0] in _SIGNALS:
+                if not is_first:
+                    os._exit(128 + data[0])
+                is_first, self._requested = False, True
         os.close(self._read_end)
 
 

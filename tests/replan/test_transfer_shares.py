@@ -146,11 +146,8 @@ def test_segments_share_the_memory_of_a_device(config, tmp_path):
         assert [plan_cost(run, roles, name).late_room for name in shapes] == [room, room]
 
 
-def test_only_a_split_has_shares(config):
+def test_only_a_split_has_shares_and_without_calibration_half_runs_beside_attention(config):
     assert shares(with_model(config, prefetch_case="expert")) == {}
     assert shares(with_model(config, prefetch="hecate")) == {}
-
-
-def test_without_calibration_half_runs_beside_attention(config):
     bare = dataclasses.replace(config, planner=PlannerConfig())
     assert shares(bare) == {"trans_share": 0.5, "agg_share": 0.5}
