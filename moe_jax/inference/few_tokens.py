@@ -173,7 +173,7 @@ def own_experts(activation: str, way: str, rows, place, weights, bank: dict, hom
         if name + SCALE not in bank:
             return out
         scale = pick(bank[name + SCALE]).astype(acc_dtype)
-        return out * (scale[:, None] if way == "by slot" else scale)
+        return out * (scale if way == "by choice" else scale[..., None, :])
 
     def ffn(lhs, pick):
         pre = (times(lhs, name, pick).astype(rows.dtype).astype(acc_dtype) for name in ins)
