@@ -38,9 +38,7 @@ from moe_jax.parallel.varying import cast_varying
 from moe_jax.planning.plan_shape import PlanShape
 
 
-def make_layers(
-    model: LanguageModel, layout: Layout, tokens: int, plan, make_bank_store: Callable, group: ModelGroup
-) -> Callable:
+def make_layers(model: LanguageModel, layout: Layout, tokens: int, plan, group: ModelGroup) -> Callable:
     """Return layers(x, units, grad_sink, constants) -> (x, {segment: (GateStats [L, ...], passes int32 [L])}).
 
     x is a tuple of what `ModelGroup` keeps of each part: of all sequences, or of either half. Found are the statistics
@@ -50,7 +48,6 @@ def make_layers(
       model, layout: the model, and the layout of its parameters.
       tokens: t of this device's MP group.
       plan: sizes of the placements to come; None is an even placement without replicas.
-      make_bank_store: function (layout, roles) of a segment -> what one MoE layer computes with, see `loss.py`.
       group: the MP group, which decides whether x is whole or split over tokens.
 
     Raises:
@@ -59,12 +56,12 @@ def make_layers(
     loops = {}
     for segment in model.segments:
         own, roles = model.layout_of(layout, segment), model.roles_of(segment)
-        if segment.has_experts:
-            own_plan = None if plan is None else plan[segment.name]
-            bank_store = make_bank_store(own, roles)
-            loops[segment] = _make_moe_loop(segment, roles, own, tokens, own_plan, bank_store, group)
-        else:
+        if not segment.has_experts:
             loops[segment] = _make_dense_loop(segment, roles, own, group)
+            continue
+        own_plan = None if plan is None else plan[segment.name]
+        make = _make_prefetcher if segment.config.block_wise.is_block_wise else _make_moe_loop
+        loops[segment] = make(segment, roles, own, tokens, own_plan, group)
 
     def layers(x, units, grad_sink, constants):
         found = {}
@@ -131,13 +128,10 @@ def _make_dense_loop(segment: Segment, roles: Roles, layout: Layout, group: Mode
 
 
 def _make_moe_loop(
-    segment: Segment, roles: Roles, layout: Layout, tokens: int, plan: PlanShape | None, bank_store: Callable,
-    group: ModelGroup,
-) -> Callable:  # fmt: skip
+    segment: Segment, roles: Roles, layout: Layout, tokens: int, plan: PlanShape | None, group: ModelGroup
+) -> Callable:
     """Return loop(x, units, grad_sink, constants) -> (x, GateStats, passes)."""
     config, graph = segment.config, _graph_of(segment)
-    if config.block_wise.is_block_wise:
-        return _make_prefetcher(segment, roles, layout, graph, tokens, plan, group)
     parts, gather, wires = roles.size(roles.dense), layout.gather["units"], layout.wires["units"]
     options = schedule_options(segment.moe, group.split)
     x = jax.ShapeDtypeStruct((tokens, config.model_dim), config.dtype)
@@ -159,7 +153,7 @@ def _make_moe_loop(
             x = named(unit.attend(x, group, documents=constants.documents), "attended")
             with jax.named_scope("moe"):
                 normed, beside = unit.enter_moe(x, group)
-                weights, gathered_grad_sink, here = bank_store(bank, layer_grad_sink, layer_tables)
+                weights, gathered_grad_sink, here = _stored(layout, roles, bank, layer_grad_sink, layer_tables)
                 inputs = RouterInputs(noise_key, constants.token_ids, here, choices)
                 y, stats, passes = moe(normed, unit.gate.router_params(), inputs, weights, gathered_grad_sink, replicas)
                 y = add_shared(y, *beside)
@@ -175,6 +169,30 @@ def _make_moe_loop(
     return loop
 
 
+def _stored(layout: Layout, roles: Roles, bank, layer_grad_sink, tables):
+    """Return bank, grad_sink and tables as one MoE layer of a segment computes with them.
+
+    Under every schedule but `dp` the bank is used as it is stored. Under `dp`, stage 2 scatters each layer's gradient
+    as soon as it is computed, and stage 3 gathers each layer's parameters too; both along the hidden dim.
+    """
+
+    def whole(name, value, specs):
+        dim = 1 if name == "w_out" else 2
+        if len(specs[name]) <= dim or specs[name][dim] is None:
+            return value
+        return lax.all_gather(value, roles.data, axis=dim, tiled=True)
+
+    if layout.dp_stage not in (2, 3):
+        return bank, layer_grad_sink, tables
+    gathered_grad_sink = {n: whole(n, v, layout.grad_sink) for n, v in layer_grad_sink.items()}
+    if layout.dp_stage == 2:
+        return bank, gathered_grad_sink, tables
+    weights = {n: v[tables.home_row] for n, v in bank.items()}
+    weights = {n: whole(n, v, layout.params["bank"]) for n, v in weights.items()}
+    compact = jnp.arange(tables.home_row.shape[0], dtype=jnp.int32)
+    return weights, gathered_grad_sink, dataclasses.replace(tables, home_row=compact)
+
+
 def body_of(function, config: ModelConfig, roles: Roles):
     """Return a layer as the body of a loop that JAX differentiates: what it keeps for its backward is chosen."""
     if config.remat == "none":
@@ -184,8 +202,8 @@ def body_of(function, config: ModelConfig, roles: Roles):
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
-def _make_prefetcher(segment, roles, layout, graph, tokens, plan, group):
-    config = segment.config
+def _make_prefetcher(segment, roles, layout, tokens, plan, group):
+    config, graph = segment.config, _graph_of(segment)
     name, value = ("overlap", config.overlap) if config.block_wise.halves else ("prefetch", config.prefetch)
     if layout.dp_stage is not None:
         raise UserError(

@@ -41,7 +41,6 @@ from moe_jax.moe.schedules.contract import MOST_ROWS
 from moe_jax.moe.schedules.passes import most_of_all
 from moe_jax.moe.tables import even_tables, local
 from moe_jax.parallel.gather import gather_tree
-from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for_tree
 from moe_jax.parallel.varying import cast_varying
 from moe_jax.planning.plan_shape import PlanShape
@@ -289,7 +288,7 @@ def _make_trunk(model: LanguageModel, layout: Layout, rows: int, length: int, pl
     tokens = rows * length
     transformer = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
     group = _group_of(model, rows)
-    layers = make_layers(model, layout, tokens, plan, _make_bank_store, group)
+    layers = make_layers(model, layout, tokens, plan, group)
 
     def trunk(weights, batch, tables, key, first_row):
         dense, bank, grad_sink = weights
@@ -321,33 +320,3 @@ def _make_trunk(model: LanguageModel, layout: Layout, rows: int, length: int, pl
             return tuple(map(units.norm, group.to_loss(x))), units.embedding.head_table(), found
 
     return trunk
-
-
-def _make_bank_store(layout: Layout, roles: Roles):
-    """Return store(bank, layer_grad_sink, tables) -> the three as one MoE layer of a segment computes with them.
-
-    Under every schedule but `dp` the bank is used as it is stored. Under `dp`, stage 2 scatters each layer's gradient
-    as soon as it is computed, and stage 3 gathers each layer's parameters too; both along the hidden dim.
-
-    Args:
-      layout, roles: of the segment.
-    """
-
-    def whole(name, value, specs):
-        dim = 1 if name == "w_out" else 2
-        if len(specs[name]) <= dim or specs[name][dim] is None:
-            return value
-        return lax.all_gather(value, roles.data, axis=dim, tiled=True)
-
-    def store(bank, layer_grad_sink, tables):
-        if layout.dp_stage not in (2, 3):
-            return bank, layer_grad_sink, tables
-        gathered_grad_sink = {n: whole(n, v, layout.grad_sink) for n, v in layer_grad_sink.items()}
-        if layout.dp_stage == 2:
-            return bank, gathered_grad_sink, tables
-        weights = {n: v[tables.home_row] for n, v in bank.items()}
-        weights = {n: whole(n, v, layout.params["bank"]) for n, v in weights.items()}
-        compact = jnp.arange(tables.home_row.shape[0], dtype=jnp.int32)
-        return weights, gathered_grad_sink, dataclasses.replace(tables, home_row=compact)
-
-    return store

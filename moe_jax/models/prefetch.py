@@ -19,6 +19,7 @@ Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -109,10 +110,14 @@ class Prefetcher:
 
     def loop(self, loop: Loop) -> Loop:
         """Return the loop as it is run: unrolled if asked for, without moves if nothing moves."""
+
+        def bare(windows: tuple[Window, ...]) -> tuple[Window, ...]:
+            return tuple(dataclasses.replace(one, beside=(), others=bare(one.others)) for one in windows)
+
         if not self.scan:
             loop = Loop(loop.windows(self.schedule.layers), (), range(0), ())
         if self.transfer is None:
-            loop = Loop(_bare(loop.before), _bare(loop.body), loop.turns, _bare(loop.after))
+            loop = Loop(bare(loop.before), bare(loop.body), loop.turns, bare(loop.after))
         return loop
 
     def __call__(self, x, params, grad_sink, constants: Constants):
@@ -148,11 +153,6 @@ class Prefetcher:
         if not self.schedule.halves:
             return x, stats[0], passes[0]
         return x, join_statistics(*stats), jnp.maximum(*passes)
-
-
-def _bare(windows: tuple[Window, ...]) -> tuple[Window, ...]:
-    """Return the windows without moves."""
-    return tuple(dataclasses.replace(window, beside=(), others=_bare(window.others)) for window in windows)
 
 
 class Direction:
@@ -273,14 +273,12 @@ class Direction:
             env.update(zip(keys, self.start(env, tuple(env[key] for key in keys)), strict=True))
         for i, one in enumerate(window.pair):
             if i < len(keys):
-                env[keys[i]] = self.after(env[keys[i]], *self.of_half(1 - one.half, env))
+                # what the next windows of the other half will read, as far as it is there
+                chain = {name for name, _ in READ[self.direction].values()}
+                others = [v for (name, _, half), v in env.items() if half == 1 - one.half and name in chain]
+                env[keys[i]] = self.after(env[keys[i]], *others)
             for step in self.steps(one):
                 self.step(step, one, env, emit, residuals)
-
-    def of_half(self, half: int, env: dict) -> list:
-        """Return what the next windows of a half will read, as far as it is there."""
-        chain = {name for name, _ in READ[self.direction].values()}
-        return [value for (name, _, own), value in env.items() if own == half and name in chain]
 
     def start(self, env: dict, chains: tuple) -> tuple:
         """Return what a pair of windows reads; no part of it is used before all of it is there."""
@@ -365,19 +363,21 @@ class Forward(Direction):
             env["last", None, None] = {name: leaf.astype(bank[name].dtype) for name, leaf in like.items()}
         loop = how.loop(how.schedule.forward)
         env, alone, stacked = self.run_loop(loop, env)
-        outputs = [{k: v for k, v in part.items() if k[0] in ("stats", "passes")} for part in (alone, stacked)]
-        found = [[self._by_layer(loop, name, half, *outputs) for half in how.halves] for name in ("stats", "passes")]
+        found = []
+        for wanted in itertools.product(("stats", "passes"), how.halves):
+            pieces = {}  # by layer, [1 or turns, ...]
+            for (name, at, half), value in alone.items():
+                if (name, half) == wanted:
+                    pieces[at] = jax.tree.map(lambda v: v[None], value)
+            for (name, offset, half), value in stacked.items():
+                if (name, half) == wanted:
+                    pieces[loop.turns[0] + offset] = value
+            ordered = [pieces[layer] for layer in sorted(pieces)]
+            found.append(jax.tree.map(lambda *parts: jnp.concatenate(parts), *ordered))
+        halves = len(how.halves)
         saved = [{k: v for k, v in part.items() if k[0] not in ("stats", "passes")} for part in (alone, stacked)]
         out = tuple(env["x", self.layers, half] for half in how.halves)
-        return (out, *map(tuple, found)), Saved(*saved, env.get(("last", None, None)))
-
-    def _by_layer(self, loop: Loop, name: str, half: int | None, alone: dict, stacked: dict):
-        pieces = {at: jax.tree.map(lambda v: v[None], v) for (n, at, h), v in alone.items() if (n, h) == (name, half)}
-        for (n, offset, h), value in stacked.items():
-            if (n, h) == (name, half):
-                pieces[loop.turns[0] + offset] = value
-        ordered = [pieces[layer] for layer in sorted(pieces)]
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *ordered)
+        return (out, tuple(found[:halves]), tuple(found[halves:])), Saved(*saved, env.get(("last", None, None)))
 
     def step(self, stage: str, window: Window, env: dict, emit: dict, _):
         at, stages = (window.layer, window.half), self.how.stages
@@ -456,15 +456,12 @@ class Backward(Direction):
         self._write_held(env)
         dx = tuple(env["dx", 0, half] for half in self.how.halves)
         dx = tuple(self.after(part, *dx) for part in dx)
-        mix, gate, sums = (self._of_all_layers(env[name, None, None], like) for name, like in full.items())
-        return dx, (mix, gate), sums
-
-    def _of_all_layers(self, written, like):
-        """Return gradients [L, ...]: of a loop as they are, of layers that are written out put together once."""
-        if self.how.scan:
-            return written
-        values = (written[layer] for layer in range(self.layers))
-        return jax.tree.map(lambda leaf, *own: jnp.stack(own).astype(leaf.dtype), like, *values)
+        grads = {name: env[name, None, None] for name in full}
+        if not self.how.scan:  # layers that are written out are put together once
+            for name, like in full.items():
+                values = (grads[name][layer] for layer in range(self.layers))
+                grads[name] = jax.tree.map(lambda leaf, *own: jnp.stack(own).astype(leaf.dtype), like, *values)
+        return dx, (grads["mix"], grads["gate"]), grads["sums"]
 
     def saved(self, name: str, layer: int, half: int | None, residuals: dict):
         key = name, layer, half
@@ -518,8 +515,11 @@ class Backward(Direction):
 
     def _write(self, name: str, layer: int, value, env: dict):
         """Write a gradient: of `mix` and `gate`, cotangents of what `prepare` returned, the layer's own."""
-        if name in ("mix", "gate"):
-            value = self._unprepare(layer, **{name: value})
+        mix, gate = self.of_layer(self.params, layer) if name != "sums" else (None, None)
+        if name == "mix":
+            value = jax.vjp(lambda p: self.prepare(p, gate)[0], mix)[1](value)[0]
+        elif name == "gate":
+            value = jax.vjp(lambda p: self.prepare(mix, p)[1], gate)[1](value)[0]
         index, total = self.index(layer), env[name, None, None]
         if self.how.scan:
             env[name, None, None] = jax.tree.map(lambda all, own: all.at[index].set(own), total, value)
@@ -655,10 +655,3 @@ class Backward(Direction):
     def _is_last(window: Window) -> bool:
         """Whether no other half of this layer follows in the backward."""
         return window.half in (None, 0)
-
-    def _unprepare(self, layer: int, *, mix=None, gate=None):
-        """Return the cotangent of one layer's own (mix or gate) from that of the gathered one."""
-        own = self.of_layer(self.params, layer)
-        if mix is not None:
-            return jax.vjp(lambda p: self.prepare(p, own[1])[0], own[0])[1](mix)[0]
-        return jax.vjp(lambda p: self.prepare(own[0], p)[1], own[1])[1](gate)[0]
