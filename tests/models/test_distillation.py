@@ -133,18 +133,6 @@ def test_alpha_zero_is_training_without_a_teacher():
     assert_close(grads, want_grads, 1e-12)
 
 
-@pytest.mark.slow
-def test_the_student_as_its_own_teacher_adds_nothing():
-    student = model_config(**STUDENT), moe_config(gate_noise=0.0)
-    loss, plain, roles = build({"expert": 2}, student, student, 100.0)
-    params = stored(drawn(1, *student), *student, roles)
-    (got, stats), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, params)
-    (want, _), want_grads = jax.jit(jax.value_and_grad(plain, has_aux=True))(params)
-    assert abs(float(stats.kl)) < 1e-15
-    np.testing.assert_allclose(float(got), float(want), rtol=1e-12)
-    assert_close(grads, want_grads)
-
-
 def test_bfloat16_student_and_teacher_have_a_divergence_near_the_exact_one():
     kl = {}
     for dtype in ("float64", "bfloat16"):

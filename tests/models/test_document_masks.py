@@ -17,7 +17,7 @@ from support.segment_cases import banks, build, reference_params, tables_of
 
 from moe_jax.errors import UserError
 from moe_jax.models import attention, make_loss
-from moe_jax.models.attention import attend, document_positions
+from moe_jax.models.attention import attend
 from moe_jax.models.reference import reference_logits
 
 # schedule, mesh, ZeRO stage, model
@@ -106,11 +106,6 @@ def test_the_masked_reference_is_each_document_alone():
         for row, first, last in ((0, 0, 3), (0, 3, 6), (7, 0, 7)):
             want = run(packed.inputs[row : row + 1, first:last], None)
             assert_close(got[row, first:last], want[0], (row, first, last))
-
-
-def test_positions_by_hand():
-    numbers = jnp.asarray([[0, 0, 1, 1, 1, 2], [4, 5, 6, 6, 6, 6]])
-    assert document_positions(numbers).tolist() == [[0, 1, 0, 1, 2, 0], [0, 0, 0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("implementation", ["xla", "cudnn"])

@@ -5,32 +5,20 @@ all first choices on one expert) run through four executables, one per shape. fl
 entry of each leaf.
 """
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 from support.placement_cases import (
-    EXPERTS,
     ROUTINGS,
     assert_equals_reference,
     counted_compilations,
     draw_placement,
-    moe_config,
     reference,
     runner,
 )
 
-from moe_jax.moe.build import layer_sizes
-from moe_jax.moe.routing import Choice
-from moe_jax.moe.schedules import build_schedule
-from moe_jax.moe.schedules.passes import add_later_passes
-from moe_jax.moe.tables import local
 from moe_jax.parallel.bucket_rows import BucketRows
-from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow
+from moe_jax.planning.plan_shape import build_shape, fits, grow
 
 SHAPES = {
     "flat": (False, {"expert": 8}, "deepspeed", None),
@@ -72,30 +60,3 @@ def test_random_placements_equal_reference_without_compiling(name):
         assert not compilations
     if rows:
         assert most_passes > 1, "this shape is here to overflow"
-
-
-def test_identity_experts_are_exact_on_a_grid():
-    """Dispatch -> identity -> combine: tokens on the 2^-10 grid come back exactly, whoever holds the expert."""
-    roles = build_mesh(MeshConfig(expert=8), jax.devices())
-    tokens, dim, config = 32, 3, moe_config()
-    rng = np.random.default_rng(0)
-    x = rng.integers(-1024, 1025, (8 * tokens, dim)).astype(np.float32) / 1024
-    ids = np.argsort(rng.random((8 * tokens, EXPERTS)), axis=1)[:, :2].astype(np.int32)
-    ids[: 3 * tokens, 0], ids[: 3 * tokens, 1] = 5, 6  # three sources send everything to two experts
-    weights = rng.integers(0, 65, ids.shape).astype(np.float32) / 64
-    placements, shape = cases_of(False, 8)
-    schedule = build_schedule("deepspeed", roles, layer_sizes(config, roles, tokens, shape))
-    rows, by_expert = P(roles.dense), P(roles.expert)
-
-    def body(x, ids, weights, tables):
-        layer = jax.tree.map(lambda a: a[0], local(tables))
-        choice = Choice(ids, weights, jnp.ones(ids.shape, bool))
-        routed = schedule.route(schedule.enter(x, jnp.arange(tokens))[0], choice, layer)
-        one_pass = functools.partial(schedule.run_pass, routed, experts=lambda rows, sizes: rows)
-        return schedule.leave(add_later_passes(one_pass(0), one_pass, routed.passes, schedule.run_passes))
-
-    specs = (rows, rows, rows, by_expert)
-    step = jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=specs, out_specs=rows))
-    want = (weights[:, 0] + weights[:, 1])[:, None] * x
-    for placement in placements:
-        np.testing.assert_array_equal(step(x, ids, weights, fill_tables(shape, placement)), want)

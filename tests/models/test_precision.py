@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from support.prefetch_cases import placements_of
 from support.sums_in_programs import narrow_sums
@@ -22,9 +21,6 @@ from support.sums_in_programs import narrow_sums
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.kernels.grouped import implementations
 from moe_jax.models import Batch, LanguageModel, ModelConfig, make_loss
-from moe_jax.models.cross_entropy import chunked_cross_entropy
-from moe_jax.models.model_group import ModelGroup, add_bias, in_dtype, project
-from moe_jax.models.transformer import Transformer
 from moe_jax.moe import GroupedWeights, MoEConfig
 from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.schedules import LayerSizes, build_schedule
@@ -267,65 +263,6 @@ def test_ring_sums_within_its_bound(shards):
 
 def as_bfloat16(values):
     return values.astype(jnp.bfloat16).astype(np.float64)
-
-
-def test_head_is_summed_over_chunks_in_float32():
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2048, 16)), jnp.bfloat16)
-    table = jnp.asarray(rng.normal(size=(40, 16)), jnp.bfloat16).astype(jnp.float32)  # no rounding of operands
-    targets = jnp.asarray(rng.integers(0, 40, 2048), jnp.int32)
-    weights = jnp.ones(2048)
-    by_table = jax.jit(jax.grad(chunked_cross_entropy, 1), static_argnums=4)
-    want = by_table((x.astype(jnp.float32),), table, (targets,), (weights,), 2048)
-    for chunk in (2048, 128, 32):
-        got = by_table((x,), table, (targets,), (weights,), chunk)
-        assert got.dtype == jnp.float32
-        # derivatives of logits are rounded once, as operands; 54b32df: 0.16% at 1 chunk, 0.42% at 16, 0.80% at 64
-        assert relative(got, want) < 5e-4, chunk
-        assert relative(got, by_table((x,), table, (targets,), (weights,), 64)) < 1e-5, chunk
-
-
-def test_embedding_rows_are_summed_in_float32():
-    model = build(CASES["deepspeed"], "bfloat16")[0]
-    graph, state = nnx.split(Transformer(model.config, model.moe, VOCAB, nnx.Rngs(0)).embedding)
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 3, (256, LENGTH)), jnp.int32)  # 1,365 times each
-    d = jax.random.normal(jax.random.key(1), (256, LENGTH, 16)).astype(jnp.bfloat16)
-
-    def embed(state):
-        return nnx.merge(graph, state)(ids, jnp.bfloat16, ModelGroup())
-
-    got = nnx.to_pure_dict(jax.jit(lambda state: jax.vjp(embed, state)[1](d)[0])(state))
-    d_float64 = np.asarray(d, np.float64)
-    want = np.zeros((VOCAB, 16))
-    np.add.at(want, np.asarray(ids), d_float64)
-    assert relative(got["tokens"], want) < 1e-5
-    assert relative(got["positions"], d_float64.sum(axis=0)) < 1e-5
-
-
-def test_project_and_add_bias_give_gradients_in_float32():
-    rng = np.random.default_rng(0)
-    x, d = (jnp.asarray(rng.normal(size=(8, 256, size)), jnp.bfloat16) for size in (6, 10))
-    w, b = jnp.asarray(rng.normal(size=(6, 10)), jnp.float32), jnp.asarray(rng.normal(size=(1, 1, 10)), jnp.float32)
-
-    def ours(x, w, b):
-        return add_bias(project("bsm,mf->bsf", x, in_dtype(w, x.dtype)), b)
-
-    def plain(x, w, b):
-        return x @ w.astype(x.dtype) + b.astype(x.dtype)
-
-    (y, pull), (want_y, want_pull) = jax.vjp(ours, x, w, b), jax.vjp(plain, x, w, b)
-    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(want_y, np.float32))
-    (dx, dw, db), (want_dx, _, _) = pull(d), want_pull(d)
-    np.testing.assert_array_equal(np.asarray(dx, np.float32), np.asarray(want_dx, np.float32))
-    x_float64, d_float64 = np.asarray(x, np.float64), np.asarray(d, np.float64)
-    assert dw.dtype == db.dtype == jnp.float32
-    assert relative(dw, np.einsum("bsm,bsf->mf", x_float64, d_float64)) < 1e-5
-    assert relative(db, d_float64.sum(axis=(0, 1), keepdims=True)) < 1e-5
-    assert str(jax.make_jaxpr(ours)(*(leaf.astype(jnp.float32) for leaf in (x, w, b)))) == str(
-        jax.make_jaxpr(lambda x, w, b: jnp.einsum("bsm,mf->bsf", x, w) + b)(
-            *(leaf.astype(jnp.float32) for leaf in (x, w, b))
-        )
-    )  # in one dtype there is nothing to do
 
 
 @pytest.mark.parametrize("implementation", sorted(set(implementations()) - {"hopper", "mosaic", "mosaic_sparing"}))

@@ -1,48 +1,16 @@
 """The parts of the Transformer, and the chunked cross-entropy, against plain formulas in float64."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from moe_jax.models import ModelConfig, reference
+from moe_jax.models import ModelConfig
 from moe_jax.models.attention import attend
 from moe_jax.models.cross_entropy import chunked_cross_entropy, token_losses
-from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.transformer import Attention, FeedForward, Norm, rotate
+from moe_jax.models.transformer import Norm
 
 BATCH, LENGTH, DIM, HEADS = 2, 6, 8, 4
-
-
-def config_of(**changes):
-    given = {
-        "model_dim": DIM,
-        "heads": HEADS,
-        "dtype": "float64",
-        "dense_hidden_dim": 12,
-        "attention": "xla",
-        **changes,
-    }
-    return ModelConfig(**given)
-
-
-def random_params(module, seed=0):
-    """Return a module's parameters as a nested dict, drawn anew, so that no bias is zero and no scale one."""
-    leaves, tree = jax.tree.flatten(nnx.to_pure_dict(nnx.state(module)))
-    rng = np.random.default_rng(seed)
-    return jax.tree.unflatten(tree, [jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype) for leaf in leaves])
-
-
-def tokens(seed=1, dtype=np.float64):
-    return np.random.default_rng(seed).normal(size=(BATCH, LENGTH, DIM)).astype(dtype)
-
-
-def call(module, params, x, group=ModelGroup()):  # noqa: B008
-    """Call a module on given parameters, as the model does inside its loop over layers."""
-    return nnx.merge(nnx.split(module)[0], params)(x, group)
 
 
 def assert_close(got, wanted):
@@ -62,66 +30,6 @@ def test_layer_norm_by_hand():
     np.testing.assert_array_equal(plain, [[-1, 1]])
 
 
-def test_layer_norm_equals_reference():
-    with jax.enable_x64(True):
-        norm = Norm(config_of())
-        params = random_params(norm)
-        got = nnx.merge(nnx.split(norm)[0], params)(tokens())
-        assert_close(got, reference.normalize(tokens(), params, config_of()))
-
-
-def test_rotate_by_hand():
-    # head size 2 has one pair with frequency 1: position 0 stays, position 1 turns by one radian
-    x = jnp.ones((1, 2, 1, 2))
-    turned = [[1, 1], [np.cos(1) - np.sin(1), np.cos(1) + np.sin(1)]]
-    np.testing.assert_allclose(rotate(x, jnp.arange(2))[0, :, 0], turned, rtol=1e-6)
-
-
-def test_rotate_equals_reference_and_knows_distances_only():
-    with jax.enable_x64(True):
-        q, k = np.random.default_rng(0).normal(size=(2, 1, LENGTH, 3, 8))
-        positions = jnp.arange(LENGTH, dtype=jnp.int32)
-        assert_close(rotate(q, positions), reference.rotary(q, config_of()))
-
-        def scores(shift):
-            return jnp.einsum("bqhd,bkhd->bhqk", rotate(q, positions + shift), rotate(k, positions + shift))
-
-        assert_close(scores(1000), scores(0))
-
-
-@pytest.mark.parametrize("kind", ["gpt", "bert"])
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_attention_equals_reference(kind, positions):
-    with jax.enable_x64(True):
-        config = config_of(kind=kind, positions=positions)
-        attention = Attention(config, nnx.Rngs(0))
-        params, cotangent = random_params(attention), tokens(2)
-
-        def both(function):
-            def loss(params, x):
-                y = function(params, x)
-                return jnp.sum(y * cotangent), y
-
-            return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, tokens())
-
-        ours = both(lambda params, x: call(attention, params, x))
-        theirs = both(lambda params, x: reference.attention(x, params, config))
-        jax.tree.map(assert_close, ours, theirs)
-
-
-def test_attention_is_causal():
-    """A later token changes nothing before it in a GPT, and something in a BERT."""
-    for kind in ("gpt", "bert"):
-        attention = Attention(config_of(kind=kind, dtype="float32", positions="rotary"), nnx.Rngs(0))
-        x = tokens(dtype=np.float32)
-        other = x.copy()
-        other[:, 4, 0] += 1
-        params = random_params(attention)
-        first, second = (np.asarray(call(attention, params, given)) for given in (x, other))
-        assert np.array_equal(first[:, :4], second[:, :4]) == (kind == "gpt")
-        assert not np.any(first[:, 4:] == second[:, 4:])
-
-
 def test_attend_float32_equals_float64():
     """In float64 our own formula stands in for JAX's function, which rounds; in float32 the two agree."""
     q, k, v = np.random.default_rng(0).normal(size=(3, BATCH, LENGTH, HEADS, 2)).astype(np.float32)
@@ -131,41 +39,6 @@ def test_attend_float32_equals_float64():
             exact = attend(*(jnp.asarray(a, jnp.float64) for a in (q, k, v)), causal, "xla")
         assert (narrow.dtype, exact.dtype) == (jnp.float32, jnp.float64)
         np.testing.assert_allclose(narrow, exact, atol=1e-6)  # float32 sums of six
-
-
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_feed_forward_equals_reference(activation):
-    with jax.enable_x64(True):
-        config = config_of(activation=activation)
-        feed_forward = FeedForward(config, nnx.Rngs(0))
-        params = random_params(feed_forward)
-        got = jax.jit(functools.partial(call, feed_forward))(params, tokens())
-        assert_close(got, reference.feed_forward(tokens(), params, config))
-
-
-@pytest.mark.parametrize("module_class", [Attention, FeedForward])
-def test_parts_of_an_mp_group_sum_to_the_whole(module_class):
-    """Two devices with half of the heads or of the hidden dim each; the bias after the sum is added once."""
-    with jax.enable_x64(True):
-        module = module_class(config_of(activation="swiglu"), nnx.Rngs(0))
-        params = random_params(module)
-        model_dims = {
-            path: variable.get_metadata().get("model_dim", -1)
-            for path, variable in nnx.to_flat_state(nnx.state(module))
-        }
-        assert sum(dim >= 0 for dim in model_dims.values()) >= 3
-
-        def halves(path, leaf):
-            """Return [2, ...]: the parts of a leaf that is split, two copies of one that is not."""
-            dim = model_dims[tuple(entry.key for entry in path)]
-            return jnp.stack([leaf, leaf] if dim < 0 else jnp.split(leaf, 2, axis=dim))
-
-        parts = jax.tree_util.tree_map_with_path(halves, params)
-        on_device = functools.partial(call, module, group=ModelGroup(("model",)))
-        got = jax.jit(jax.vmap(on_device, in_axes=(0, None), axis_name="model"))(parts, tokens())
-        whole = call(module, params, tokens())
-        for device in range(2):
-            assert_close(got[device], whole)
 
 
 VOCAB, TARGETS = 11, 7
