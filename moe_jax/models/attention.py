@@ -131,8 +131,7 @@ def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:
                 "takes 'xla' there"
             )
         return config
-    on_cpu = device is None or device.platform == "cpu"
-    if reason and not on_cpu:
+    if reason and device is not None and device.platform != "cpu":
         _say_fallback(reason)
     return dataclasses.replace(config, attention="xla" if reason or device is None else "cudnn")
 
@@ -147,7 +146,8 @@ def missing_for_cudnn(config: ModelConfig, device=None) -> str:
         if device.platform not in ("gpu", "cuda"):
             return f"cuDNN runs on NVIDIA GPUs, and the devices are of platform {device.platform!r}"
         capability = str(getattr(device, "compute_capability", ""))
-        if _version(capability) < CAPABILITY:
+        parts = capability.split(".")
+        if (tuple(map(int, parts)) if all(part.isdigit() for part in parts) else (0,)) < CAPABILITY:
             return (
                 f"cuDNN's attention needs compute capability {'.'.join(map(str, CAPABILITY))}, and "
                 f"{device.device_kind} has {capability or 'none'}"
@@ -170,11 +170,6 @@ def check_document_mask(config: ModelConfig, length: int) -> None:
             f"DataConfig.sequence_length ({length}) must be even where ModelConfig.document_mask (True) and "
             "ModelConfig.attention ('cudnn') meet; raise it by 1, or set ModelConfig.attention = 'xla'"
         )
-
-
-def _version(text: str) -> tuple[int, ...]:
-    parts = text.split(".")
-    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else (0,)
 
 
 @functools.cache

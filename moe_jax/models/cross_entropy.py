@@ -1,15 +1,15 @@
 """Cross-entropy of a large vocabulary, a chunk of tokens at a time, so that the logits are never all in memory.
 
 Inputs: final activations [t, M], targets and weights [t], each in one part or several, and the output table [V, M].
-Outputs: the weighted sum of the token losses, in at least float32. The caller divides by the global number of target
-tokens. Parts are computed in their order and need no other: the first while the second is awaited, and the gradient of
-the first can leave beside the second.
-
-Where the loss is differentiated its gradients are formed in the same pass, while the logits of a chunk are there: no
-logits are kept, and none are computed twice. Their derivatives are rounded to the compute dtype, like every operand of
-a matmul; sums over tokens and vocabulary are in at least float32. The backward multiplies by the loss's cotangent.
+Outputs: the weighted sum of the token losses, in at least float32; the caller divides by the number of target tokens.
 Letters: docs/notation.md.
 """
+
+# Parts are computed in their order and need no other: the first while the second is awaited, and the gradient of the
+# first can leave beside the second. Where the loss is differentiated its gradients are formed in the same pass, while
+# the logits of a chunk are there: no logits are kept, and none are computed twice. Their derivatives are rounded to the
+# compute dtype, like every operand of a matmul; sums over tokens and vocabulary are in at least float32. The backward
+# multiplies by the loss's cotangent.
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def _loss_fwd(chunk, table_dtype, x, held, table, targets, weights):
         total, dtable = carry
         x, targets, weights = rows
         logits = _logits(x, held)
-        losses, log_z = _finite_losses(logits, targets)
+        # as `token_losses`, without its care for a token whose logits are all infinite
+        largest = jnp.max(logits, axis=-1)
+        log_z = largest + jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1))
+        losses = log_z - jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
         counted = weights.astype(sum_dtype)
         is_target = targets[:, None] == jnp.arange(held.shape[0], dtype=targets.dtype)[None]
         dlogits = ((jnp.exp(logits - log_z[:, None]) - is_target) * counted[:, None]).astype(x.dtype)
@@ -106,13 +109,6 @@ def _loss_bwd(chunk, table_dtype, residuals, d):
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
-
-
-def _finite_losses(logits, targets):
-    """Return what `token_losses` does, without its care for a token whose logits are all infinite."""
-    largest = jnp.max(logits, axis=-1)
-    log_z = largest + jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1))
-    return log_z - jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0], log_z
 
 
 def _logits(x, held):

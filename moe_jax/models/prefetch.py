@@ -1,17 +1,15 @@
 """The layer stack in the order of a block-wise schedule: an interpreter of planning/block_schedule.py.
 
 Inputs: a `BlockSchedule`, the stages of a layer, and how parameters move. Outputs: `Prefetcher`, a function of the
-whole stack with a backward of its own (`custom_vjp`), so that the program holds the schedule's windows in the
-schedule's order in both directions. Where a schedule has two halves, x comes as two, and all of a layer's stages run
-once for each.
-
-Live values are kept in a dictionary under (name, layer, half), half None where it is of the whole batch. As a scan, its
-loop carries exactly those that are alive between two iterations, with layers relative to the iteration; unrolled,
-layers are absolute. Names: x [b, Sq, M] enters a layer, a [b, Sq, M] its MoE half; rows [R, M] are packed, then
-received, computed (done) and returned; a leading d marks a cotangent; home is the gradient of home experts while it is
-summed.
+whole stack with a backward of its own (`custom_vjp`), so that the program has the schedule's order in both directions.
 Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 """
+
+# Where a schedule has two halves, x comes as two, and all of a layer's stages run once for each. Live values are kept
+# in a dictionary under (name, layer, half), half None where it is of the whole batch. As a scan, its loop carries
+# exactly those that are alive between two iterations, with layers relative to the iteration; unrolled, layers are
+# absolute. Names: x [b, Sq, M] enters a layer, a [b, Sq, M] its MoE half; rows [R, M] are packed, then received,
+# computed (done) and returned; a leading d marks a cotangent; home is the gradient of home experts while it is summed.
 
 # Every window with moves is fenced: they start no earlier than its stage, and the next stage waits for both. An
 # exchange of one half and what the other computes in parallel start together, when what both read is there.

@@ -1,14 +1,11 @@
-"""What a backward keeps: residuals of a stage without the arrays it has anyway, and of a scan what is expensive.
+"""What a backward keeps: residuals of a stage without the arrays it has anyway, and of a scan what is expensive."""
 
-Inputs: the function that `jax.vjp` returned, and arrays that the backward will have again (parameters, the bank,
-tables, replicas of experts). Outputs: `Residuals`, a pytree of the other arrays that it holds. `restore` joins the two,
-in another iteration of another loop. So a loop can stack `Residuals` without stacking a bank in every turn, and
-replicas of experts can be fetched a second time instead of being saved.
-"""
+# `Residuals` hold what `jax.vjp` returned but for arrays that the backward will have again (parameters, the bank,
+# tables, replicas of experts); `restore` joins the two in another iteration of another loop. So a loop can stack them
+# without stacking a bank in every turn, and replicas can be fetched a second time instead of being saved.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -91,23 +88,18 @@ def named(value, name: str):
 
 
 def save_expensive_residuals(function: Callable, model_axes: tuple[str, ...]) -> Callable:
-    """Return the body of a scan, which keeps for its backward what `_is_kept` says.
+    """Return the body of a scan; model_axes: mesh axes of the MP group."""
 
-    Args:
-      model_axes: mesh axes of the MP group.
-    """
-    return jax.checkpoint(function, policy=functools.partial(_is_kept, set(model_axes)), prevent_cse=False)
+    def is_kept(primitive, *operands, **params) -> bool:
+        if primitive.name == "name":
+            return params["name"] in NAMES
+        if primitive.name in ("reduce_sum", "reduce_max", "reduce_min"):
+            return not jnp.issubdtype(operands[0].dtype, jnp.floating)
+        if primitive.name.startswith("all_gather"):
+            axes = params["axis_name"]
+            return not set(model_axes) & set(axes if isinstance(axes, tuple) else (axes,))
+        if primitive.name == "custom_vjp_call":  # one that only repeats what it is given is made again
+            return sum(out.size for out in params["call_jaxpr"].out_avals) <= sum(one.size for one in operands)
+        return primitive.name not in RECOMPUTED
 
-
-def _is_kept(model_axes: set[str], primitive, *operands, **params) -> bool:
-    """Say whether the result of an operation is kept; operands: their types."""
-    if primitive.name == "name":
-        return params["name"] in NAMES
-    if primitive.name in ("reduce_sum", "reduce_max", "reduce_min"):
-        return not jnp.issubdtype(operands[0].dtype, jnp.floating)
-    if primitive.name.startswith("all_gather"):
-        axes = params["axis_name"]
-        return not model_axes & set(axes if isinstance(axes, tuple) else (axes,))
-    if primitive.name == "custom_vjp_call":  # one that only repeats what it is given is made again
-        return sum(out.size for out in params["call_jaxpr"].out_avals) <= sum(one.size for one in operands)
-    return primitive.name not in RECOMPUTED
+    return jax.checkpoint(function, policy=is_kept, prevent_cse=False)

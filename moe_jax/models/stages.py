@@ -1,7 +1,5 @@
-"""One layer as six functions, and the residuals that each of them saves for its backward.
+"""One layer as six functions, and the `Residuals` that each of them saves for its backward; `prefetch.py` runs them.
 
-Inputs: this device's activations, one layer's parameters and tables, its part of the bank, its replicas. Outputs: the
-results of each stage, and `Residuals`. `prefetch.py` runs them in a schedule's order, beside transfers.
 Letters: docs/notation.md.
 """
 
@@ -120,7 +118,10 @@ class Stages:
             else:  # the combine needs the weights alone
                 routed = dataclasses.replace(routed, tokens=None, routing=None)
             context = routed, before, beside
-            (context, stats), whole = split_floats((context, stats))
+            leaves, tree = jax.tree.flatten((context, stats))
+            floats = [leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None for leaf in leaves]
+            rest = [leaf if own is None else None for leaf, own in zip(leaves, floats, strict=True)]
+            (context, stats), whole = (jax.tree.unflatten(tree, part) for part in (floats, rest))
             values, late_grad_sinks = (tuple(part) for part in zip(*late, strict=True)) if late else ((), ())
             return (rows, context, stats, late_grad_sinks), (metadata, whole, passes, values)
 
@@ -181,17 +182,6 @@ def zero_grad_sink(like: dict, slots: int, dtype, axes) -> dict:
     return {n: cast_varying(jnp.zeros((slots, *v.shape[1:]), dtype), axes) for n, v in like.items()}
 
 
-def split_floats(tree):
-    """Return (tree of the floats, rest): `join_floats` undoes it. Leaves of the other kind are None."""
-    floats = jax.tree.map(lambda leaf: leaf if _is_float(leaf) else None, tree)
-    rest = jax.tree.map(lambda leaf: None if _is_float(leaf) else leaf, tree)
-    return floats, rest
-
-
 def join_floats(floats, rest):
-    """Put the two trees of `split_floats` together."""
+    """Put two trees together of which one has the floats, the other what is none, and None in each other's places."""
     return jax.tree.map(lambda a, b: b if a is None else a, floats, rest, is_leaf=lambda node: node is None)
-
-
-def _is_float(leaf) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
