@@ -52,7 +52,7 @@ from moe_jax.training.plan_cost import (
     with_replica_slots,
 )
 from moe_jax.training.replanner import check_planner, check_transfer
-from moe_jax.training.teacher import mesh_experts, teacher_model, teacher_step
+from moe_jax.training.teacher import mesh_experts, teacher_checkpoint, teacher_model
 
 OPTIMIZER_STATES = {
     "adamw": "AdamW, two moments",
@@ -309,7 +309,7 @@ def _teacher_lines(run: RunConfig, teacher: LanguageModel) -> list[str]:
     counts = parameter_counts(teacher.config, teacher.moe, teacher.vocab_size)
     until = "in all steps" if config.until is None else f"up to step {config.until}, then it leaves the memory"
     return [
-        f"{config.teacher}, step {teacher_step(config)}, {until}",
+        f"{config.teacher}, step {teacher_checkpoint(config)[1]}, {until}",
         f"loss of a token CE + {config.alpha:g} KL(teacher || student)",
         f"{'layers':22}{teacher.config.layers:>20,}  (student {run.model.layers})",
         f"{'parameters':22}{counts.total:>20,}  {billions(counts.total)}",

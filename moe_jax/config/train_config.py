@@ -98,7 +98,7 @@ class TrainConfig:
       guide_scheduler: on GPUs, compile twice, the second time with modelled seconds of the first program's instructions
         for the compiler's scheduler (`training/compiling.py`). Where that is not possible it is left out, logged once.
       optimistic: run a program without later passes, which has no conditionals, and run a step again by the complete
-        one where a bucket of its dropless layers overflowed (`training/optimistic.py`); results are the same, and both
+        one where a bucket of its dropless layers overflowed (`training/stepper.py`); results are the same, and both
         programs are compiled. None: on GPUs, where each conditional waits for the host to read a flag. If that other
         program does not compile, or not fit, None saves and stops the run, and True goes on until a bucket overflows.
       deterministic: on GPUs, compile every program of the model with kernels that give the same bits every time

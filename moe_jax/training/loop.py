@@ -1,14 +1,14 @@
 """The training loop: steps, checkpoints, evaluations, and a clean end.
 
-Inputs: a `Session`, the run folder, and this process' place in the job. Outputs: files in the folder, and an `Outcome`.
-The host reads a step's metrics `lag` steps after it was dispatched, so the devices never wait for it; a checkpoint or
-an evaluation first reads the metrics of all steps in flight.
+Inputs: a `Stepper`, the run folder, and this process' place in the job. Outputs: files in the folder. The host reads a
+step's metrics `lag` steps after it was dispatched, so the devices never wait for it; a checkpoint or an evaluation
+first reads the metrics of all steps in flight.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -19,61 +19,14 @@ from moe_jax.data import held_out_entropy
 from moe_jax.data.stream import prefetch
 from moe_jax.errors import UserError
 from moe_jax.models.counts import forward_flops_per_token, training_flops_per_token
+from moe_jax.models.segments import flatten
 from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
 from moe_jax.observe.progress import with_prefix
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts, StopSignal
-from moe_jax.training.optimistic import Programs
-from moe_jax.training.program import Session
-from moe_jax.training.step import ema_params, leaf_names
+from moe_jax.training.program import Programs, Session
 from moe_jax.training.step_metrics import check_finite, loads_origin, step_record
 from moe_jax.training.stepper import Stepper
-
-
-@dataclasses.dataclass
-class Memory:
-    """What a checkpoint remembers of a run beside its state and its plan, for the run that goes on from it.
-
-    Attributes:
-      config_text: of the run.
-      checkpoint: step of the last finished checkpoint, None before the first.
-      skipped_steps: so far, as read from metrics.
-      teacher: identity of the teacher, kept after it has left too; None without one.
-    """
-
-    config_text: str
-    checkpoint: int | None = None
-    skipped_steps: int = 0
-    teacher: dict | None = None
-
-
-class Writers:
-    """All files that grow while training; only process 0 writes."""
-
-    def __init__(self, folder: RunFolder, session: Session, resume_step: int | None):
-        self.folder = folder
-        self.metrics = MetricsWriter(folder, resume_step=resume_step)
-        self.evaluations = MetricsWriter(folder, resume_step=resume_step, file_name=EVALUATIONS)
-        self.loads = LoadsRecorder(
-            folder, session.config.train.loads_every, resume_step=resume_step, origin=loads_origin(session)
-        )
-        self.tensorboard = TensorBoardWriter(folder, resume_step=resume_step)
-
-    def step(self, step: int, record: dict, loads: np.ndarray):
-        self.metrics.write(step, record)
-        self.tensorboard.write(step, record)
-        if self.loads.due(step):
-            self.loads.record(step, loads)
-
-    def evaluation(self, step: int, record: dict):
-        if self.evaluations.last_step is None or self.evaluations.last_step < step:
-            self.evaluations.write(step, record)
-            self.tensorboard.write(step, record)
-
-    def close(self):
-        self.loads.merge()
-        for writer in (self.metrics, self.evaluations, self.tensorboard):
-            writer.close()
 
 
 def evaluate(
@@ -95,16 +48,9 @@ def evaluate(
     return total / max(count, 1)
 
 
-def allocated_peak(devices) -> int | None:
-    """Return the most bytes that were ever in use on one of these devices, None where they do not count (CPUs)."""
-    peaks = [stats["peak_bytes_in_use"] for d in devices if "peak_bytes_in_use" in (stats := d.memory_stats() or {})]
-    return int(max(peaks)) if peaks else None
-
-
-def device_memory(devices) -> int | None:
-    """Return the bytes that a program may take on each of these devices, None where they do not say (CPUs)."""
-    limits = [stats["bytes_limit"] for d in devices if "bytes_limit" in (stats := d.memory_stats() or {})]
-    return int(min(limits)) if limits else None
+def memory_counts(devices, name: str) -> list[int]:
+    """Return a count of bytes of each of these devices, 'peak_bytes_in_use' or 'bytes_limit'; none of CPUs."""
+    return [int(stats[name]) for device in devices if name in (stats := device.memory_stats() or {})]
 
 
 def compiled_peak(executable) -> int | None:
@@ -117,21 +63,23 @@ def compiled_peak(executable) -> int | None:
 
 
 class Loop:
-    """One call of `train`: holds the state, and what is in flight."""
+    """Steps of a run to its end, with its files; only process 0 writes."""
 
     def __init__(
-        self,
-        stepper: Stepper,
-        memory: Memory,
-        checkpoints: Checkpointer,
-        writers: Writers | None,
-        progress: Progress,
+        self, stepper: Stepper, host: dict, latest: int | None, folder: RunFolder, checkpoints: Checkpointer,
         hosts: Hosts,
-    ):
-        self.stepper, self.memory, self.checkpoints, self.writers = stepper, memory, checkpoints, writers
-        self.progress, self.hosts = progress, hosts
+    ):  # fmt: skip
+        """Open the files that grow while training.
+
+        Args:
+          host: JSON data for all checkpoints: 'config', its text; 'skipped_steps' so far, as read from metrics; and
+            'teacher', its identity, kept after it has left too; None without one.
+          latest: step of the last finished checkpoint, None before the first.
+        """
+        self.stepper, self.host, self.checkpoint, self.folder = stepper, host, latest, folder
+        self.checkpoints, self.hosts = checkpoints, hosts
         self.session, self.engine = stepper.session, stepper.engine
-        self.names = leaf_names(stepper.state["params"])
+        self.names = list(flatten(stepper.state["params"]))
         self.evaluation_step = self.session.evaluation_step() if self.engine is None else None
         self.compile_seconds: float | None = None
         self.profiling = False
@@ -139,49 +87,80 @@ class Loop:
         self.ends_at_overflow = ""  # why, if the run stops because of it
         self.clock = time.monotonic()
         stepper.before_wait = self.before_wait
-
-    @property
-    def step(self) -> int:
-        """How many steps were dispatched, of the whole run."""
-        return self.stepper.step
-
-    def run(self, stop: StopSignal) -> bool:
-        """Train to the last step; return False if all agreed to stop before. The state is saved in either case."""
         train = self.session.config.train
-        self.hosts.touch(self.step)
-        if self.step == 0:
+        self.progress = Progress(train.steps, sys.stdout, start_step=stepper.step, every=train.log_every)
+        self.is_main = hosts.is_main
+        if self.is_main:
+            self.metrics = MetricsWriter(folder, resume_step=latest)
+            self.evaluations = MetricsWriter(folder, resume_step=latest, file_name=EVALUATIONS)
+            origin = loads_origin(self.session)
+            self.loads = LoadsRecorder(folder, train.loads_every, resume_step=latest, origin=origin)
+            self.tensorboard = TensorBoardWriter(folder, resume_step=latest)
+            if (older := self.loads.describe_older()) is not None:
+                print(older, flush=True)
+
+    def run(self) -> bool:
+        """Train to the last step; return False if all agreed to stop before. The state is saved in either case."""
+        with StopSignal(processes=self.hosts.process_count, lag=self.stepper.lag) as stop, self.progress:
+            try:
+                return self.train(stop)
+            finally:
+                if self.is_main:
+                    self.loads.merge()
+                    for writer in (self.metrics, self.evaluations, self.tensorboard):
+                        writer.close()
+                if self.engine is not None:
+                    self.engine.close()
+
+    def train(self, stop: StopSignal) -> bool:
+        """Take all steps that are left, as `run` says."""
+        stepper, feed, train = self.stepper, self.session.feed, self.session.config.train
+        self.hosts.touch(stepper.step)
+        if stepper.step == 0:
             self.evaluate()
         self.hosts.rest()  # compiling may take long
-        self.compile_seconds = self.stepper.compile()
-        self.compiled_peak = compiled_peak(self.stepper.executable)
-        self.show_programs()
-        feed = self.session.feed
-        batches = prefetch(lambda step: feed.read(step, feed.own), self.step, train.steps)
+        self.compile_seconds = stepper.compile()
+        self.compiled_peak = compiled_peak(stepper.executable)
+        if self.is_main and stepper.programs[0] is not None and self.compiled_peak is not None:
+            shape = None if self.engine is None else self.engine.shape
+            complete = self.compiled_peak + self.session.overflow_bytes(shape)
+            limits = memory_counts(self.session.roles.mesh.local_devices, "bytes_limit")
+            self.progress.note(
+                f"step {stepper.step}: optimistic steps take {with_prefix(self.compiled_peak)}B of a device's memory"
+                f"{f' of {with_prefix(min(limits))}B' if limits else ''}, and where a bucket overflows about "
+                f"{with_prefix(complete)}B, by a program that is being compiled"
+            )
+        batches = prefetch(lambda step: feed.read(step, feed.own), stepper.step, train.steps)
         self.clock = time.monotonic()
-        self.hosts.touch(self.step)
+        self.hosts.touch(stepper.step)
         stopped = False
         try:
             for step, batch in batches:
-                self.read_metrics(stop, until=step - self.stepper.lag)
+                self.read_metrics(stop, until=step - stepper.lag)
                 if stop.should_stop(step):
                     stopped = True
                     break
-                if self.stepper.teacher_leaves():
-                    self.leave_teacher(stop)
-                self.profile(step)
-                running = self.stepper.executable
-                self.stepper.dispatch(feed.to_devices(batch), stop.local_flag())
-                if self.stepper.executable is not running and self.compiled_peak is not None:
-                    self.compiled_peak = max(self.compiled_peak, compiled_peak(self.stepper.executable) or 0)
-                if train.checkpoint_every and self.step % train.checkpoint_every == 0 and self.step < train.steps:
+                if stepper.teacher_leaves():  # the next step is another program, which is compiled now
                     self.read_metrics(stop)
-                    self.save()
-                if train.evaluate_every and self.step % train.evaluate_every == 0 and self.step < train.steps:
-                    self.read_metrics(stop)
-                    self.evaluate()
+                    self.hosts.rest()
+                    self.compile_seconds = stepper.leave_teacher()
+                    if self.is_main:
+                        said = f"the teacher has left; {self.compile_seconds:.1f} s to compile"
+                        self.progress.note(f"step {stepper.step}: {said}")
+                    self.clock = time.monotonic()
+                    self.hosts.touch(stepper.step)
+                self.profile(train.profile_steps is not None and step in range(*train.profile_steps))
+                running = stepper.executable
+                stepper.dispatch(feed.to_devices(batch), stop.local_flag())
+                if stepper.executable is not running and self.compiled_peak is not None:
+                    self.compiled_peak = max(self.compiled_peak, compiled_peak(stepper.executable) or 0)
+                for every, do in ((train.checkpoint_every, self.save), (train.evaluate_every, self.evaluate)):
+                    if every and stepper.step % every == 0 and stepper.step < train.steps:
+                        self.read_metrics(stop)
+                        do()
         finally:
             batches.close()
-            self.stop_profile()
+            self.profile(False)
         self.read_metrics(stop)
         self.save()
         if not stopped:
@@ -195,54 +174,9 @@ class Loop:
     def before_wait(self):
         """Say that the first overflow has come before the program for it is compiled."""
         self.hosts.rest()
-        if self.writers:
-            self.progress.note(f"step {self.step}: a bucket overflowed, and the complete program is still compiling")
-
-    def show_programs(self):
-        """Say before the first step what the programs of optimistic steps take of the devices' memory."""
-        if not self.writers or self.stepper.programs.common is None or self.compiled_peak is None:
-            return
-        shape = None if self.engine is None else self.engine.shape
-        complete = self.compiled_peak + self.session.overflow_bytes(shape)
-        memory = device_memory(self.session.roles.mesh.local_devices)
-        self.progress.note(
-            f"step {self.step}: optimistic steps take {with_prefix(self.compiled_peak)}B of a device's memory"
-            f"{'' if memory is None else f' of {with_prefix(memory)}B'}, and where a bucket overflows about "
-            f"{with_prefix(complete)}B, by a program that is being compiled"
-        )
-
-    def watch_complete(self, stop: StopSignal):
-        """Once the complete program of optimistic steps is compiled, see that a step which overflows could run it.
-
-        Where it could not, a run whose `train.optimistic` is None saves and stops; one with True goes on.
-        """
-        programs = self.stepper.programs
-        if programs is self.watched or programs.common is None or not programs.future.done():
-            return
-        self.watched, error = programs, programs.future.exception()
-        if error is not None:
-            why = f"could not be compiled ({(str(error).splitlines() or [type(error).__name__])[0]})"
-        else:
-            needed, memory = compiled_peak(programs.complete()), device_memory(self.session.roles.mesh.local_devices)
-            if needed is None or memory is None or needed <= memory:
-                return
-            why = f"needs {with_prefix(needed)}B of each device's memory, which has {with_prefix(memory)}B"
-        line = f"step {self.step}: the complete program {why}, so the first bucket that overflows ends the run"
-        if self.session.config.train.optimistic is None:
-            self.ends_at_overflow = f"{line}; saved and stopped; with train.optimistic = True it goes on until then"
-            stop.request()
-        elif self.writers:
-            self.progress.note(f"{line}; it goes on until then (train.optimistic = True)")
-
-    def leave_teacher(self, stop: StopSignal):
-        """Go on without the teacher: the next step is another program, which is compiled now."""
-        self.read_metrics(stop)
-        self.hosts.rest()  # compiling may take long
-        self.compile_seconds = self.stepper.leave_teacher()
-        if self.writers:
-            self.progress.note(f"step {self.step}: the teacher has left; {self.compile_seconds:.1f} s to compile")
-        self.clock = time.monotonic()
-        self.hosts.touch(self.step)
+        if self.is_main:
+            why = "a bucket overflowed, and the complete program is still compiling"
+            self.progress.note(f"step {self.stepper.step}: {why}")
 
     def read_metrics(self, stop: StopSignal, until: int | None = None):
         """Take in the metrics of all steps up to `until` (from 0, as dispatched); None takes all in flight."""
@@ -252,19 +186,43 @@ class Loop:
             self.hosts.touch(step)
             self.take_in(step + 1, metrics)
 
+    def watch_complete(self, stop: StopSignal):
+        """Once the complete program of optimistic steps is compiled, see that a step which overflows could run it.
+
+        Where it could not, a run whose `train.optimistic` is None saves and stops; one with True goes on.
+        """
+        programs = self.stepper.programs
+        common, complete = programs
+        if programs is self.watched or common is None or not complete.done():
+            return
+        self.watched, error = programs, complete.exception()
+        if error is not None:
+            why = f"could not be compiled ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        else:
+            needed = compiled_peak(complete.result()[0])
+            limits = memory_counts(self.session.roles.mesh.local_devices, "bytes_limit")
+            if needed is None or not limits or needed <= min(limits):
+                return
+            why = f"needs {with_prefix(needed)}B of each device's memory, which has {with_prefix(min(limits))}B"
+        line = f"step {self.stepper.step}: the complete program {why}, so the first bucket that overflows ends the run"
+        if self.session.config.train.optimistic is None:
+            self.ends_at_overflow = f"{line}; saved and stopped; with train.optimistic = True it goes on until then"
+            stop.request()
+        elif self.is_main:
+            self.progress.note(f"{line}; it goes on until then (train.optimistic = True)")
+
     def take_in(self, step: int, metrics: dict):
         """Check, record and show the finished step number `step` (from 1)."""
         now = time.monotonic()
         seconds, self.clock = now - self.clock, now
-        session, memory, train = self.session, self.memory, self.session.config.train
-        allowed = train.max_skipped_steps
-        memory.skipped_steps += int(metrics.get("skipped", 0))
-        check_finite(step, metrics, self.names, memory.checkpoint, skipped=memory.skipped_steps, allowed=allowed)
-        peak = allocated_peak(session.roles.mesh.local_devices)  # by now the step is done, and grows it no more
-        tokens = session.tokens_per_step
-        length = session.config.data.sequence_length
-        model, moe = session.config.model, session.config.moe
-        flops = training_flops_per_token(model, moe, session.model.vocab_size, length)
+        session, config = self.session, self.session.config
+        allowed = config.train.max_skipped_steps
+        skipped = self.host["skipped_steps"] = self.host["skipped_steps"] + int(metrics.get("skipped", 0))
+        check_finite(step, metrics, self.names, self.checkpoint, skipped=skipped, allowed=allowed)
+        # by now the step is done, and grows the peak no more
+        peak = max(memory_counts(session.roles.mesh.local_devices, "peak_bytes_in_use"), default=self.compiled_peak)
+        tokens, length = session.tokens_per_step, config.data.sequence_length
+        flops = training_flops_per_token(config.model, config.moe, session.model.vocab_size, length)
         if "kl" in metrics:  # the teacher's forward
             teacher = session.teacher.model
             flops += forward_flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length)
@@ -273,65 +231,68 @@ class Loop:
         record["tokens_per_second"] = tokens / seconds
         record["model_flops_per_second"] = tokens * flops / seconds
         record["step_seconds"] = seconds
-        record["peak_device_bytes"] = self.compiled_peak if peak is None else peak
+        record["peak_device_bytes"] = peak
         if self.compile_seconds is not None:
             record["compile_seconds"], self.compile_seconds = self.compile_seconds, None
         if allowed:
-            record["skipped"], record["skipped_steps"] = int(metrics["skipped"]), memory.skipped_steps
+            record["skipped"], record["skipped_steps"] = int(metrics["skipped"]), skipped
         if "run_again" in metrics:
-            record["run_again"], record["steps_run_again"] = metrics["run_again"], self.stepper.overflows.run_again
+            record["run_again"], record["steps_run_again"] = metrics["run_again"], self.stepper.overflows["run_again"]
         if self.engine is not None:
             record.update(self.engine.record(step - 1, metrics["loads"]))
-        if self.writers:
-            self.writers.step(step, record, metrics["loads"])
-            if record.get("skipped"):
-                self.progress.note(f"step {step}: not finite, skipped ({memory.skipped_steps} of at most {allowed})")
-            self.progress.update(
-                step,
-                loss=record["loss"],
-                tokens_per_second=record["tokens_per_second"],
-                device_load=float(np.mean(record["device_load_max_over_mean"])),
-                skipped_steps=memory.skipped_steps,
-                steps_run_again=record.get("steps_run_again", 0),
-                plan=record.get("plan_remark"),
-            )
+        if not self.is_main:
+            return
+        self.metrics.write(step, record)
+        self.tensorboard.write(step, record)
+        if self.loads.due(step):
+            self.loads.record(step, metrics["loads"])
+        if record.get("skipped"):
+            self.progress.note(f"step {step}: not finite, skipped ({skipped} of at most {allowed})")
+        self.progress.update(
+            step,
+            loss=record["loss"],
+            tokens_per_second=record["tokens_per_second"],
+            device_load=float(np.mean(record["device_load_max_over_mean"])),
+            skipped_steps=skipped,
+            steps_run_again=record.get("steps_run_again", 0),
+            plan=record.get("plan_remark"),
+        )
 
     def save(self):
         """Save the state, unless this very step is saved already."""
-        memory = self.memory
-        if memory.checkpoint == self.step:
+        step = self.stepper.step
+        if self.checkpoint == step:
             return
-        host = {"config": memory.config_text, "data": self.session.feed.stream.position(self.step)}
-        if memory.skipped_steps:
-            host["skipped_steps"] = memory.skipped_steps
-        if self.stepper.overflows.steps:
-            host["overflows"] = self.stepper.overflows.state()
-        if memory.teacher is not None:
-            host["teacher"] = memory.teacher
+        host = {name: value for name, value in self.host.items() if value}
+        host["data"] = self.session.feed.stream.position(step)
+        if self.stepper.overflows["steps"]:
+            host["overflows"] = self.stepper.overflows
         if self.engine is not None:
             host["plan"] = self.engine.state()
         home = self.session.home if self.engine is None else self.engine.home
-        self.checkpoints.save(self.step, self.stepper.state, home, host)
-        memory.checkpoint = self.step
-        self.hosts.touch(self.step)
+        self.checkpoints.save(step, self.stepper.state, home, host)
+        self.checkpoint = step
+        self.hosts.touch(step)
 
     def evaluate(self):
         """Evaluate on held-out text and write the result down."""
-        session = self.session
+        session, stepper, step = self.session, self.stepper, self.stepper.step
         step_function, tables = (self.evaluation_step, None) if self.engine is None else self.engine.evaluation()
 
         def held_out_loss(params) -> float:  # for the watchdog a batch counts as a step: held-out text may be long
-            return evaluate(session, step_function, params, tables, lambda: self.hosts.touch(self.step))
+            return evaluate(session, step_function, params, tables, lambda: self.hosts.touch(step))
 
-        loss = held_out_loss(self.stepper.state["params"])
+        loss = held_out_loss(stepper.state["params"])
         record = {"held_out_loss": loss}
         averaged = ""
-        if "ema" in self.stepper.state:
-            if self.step:  # before the first step it is the parameters
-                loss = held_out_loss(ema_params(self.stepper.state["ema"], session.state_shardings))
+        if "ema" in stepper.state:
+            if step:  # before the first step it is the parameters
+                # under ZeRO the average is split, as moments are: it moves to where a step looks for parameters
+                there = session.state_shardings.state["params"]
+                loss = held_out_loss(jax.jit(lambda ema: ema, out_shardings=there)(stepper.state["ema"]))
             record["held_out_loss_ema"] = loss
             averaged = f", {loss:.4f} with averaged parameters"
-        if self.step == 0:
+        if step == 0:
             record["unigram_entropy"] = held_out_entropy(
                 session.feed.cache,
                 sequence_length=session.config.data.sequence_length,
@@ -339,25 +300,20 @@ class Loop:
                 limit=session.config.train.evaluate_windows,
                 boundary_id=session.feed.boundary_id,
             )
-        if self.writers:
-            self.writers.evaluation(self.step, record)
-            self.progress.note(f"step {self.step}: held-out loss {record['held_out_loss']:.4f}{averaged}")
+        if self.is_main:
+            if self.evaluations.last_step is None or self.evaluations.last_step < step:
+                self.evaluations.write(step, record)
+                self.tensorboard.write(step, record)
+            self.progress.note(f"step {step}: held-out loss {record['held_out_loss']:.4f}{averaged}")
         self.clock = time.monotonic()
-        self.hosts.touch(self.step)
+        self.hosts.touch(step)
 
-    def profile(self, step: int):
-        """Record a trace of the steps first to last - 1 of `train.profile_steps`, on process 0."""
-        steps = self.session.config.train.profile_steps
-        if steps is None or self.writers is None:
-            return
-        if not self.profiling and steps[0] <= step < steps[1]:
-            jax.profiler.start_trace(os.fspath(self.writers.folder.profile))
-            self.profiling = True
-        elif self.profiling and step >= steps[1]:
-            self.stop_profile()
-
-    def stop_profile(self):
-        if self.profiling:
-            jax.block_until_ready(self.stepper.state)
-            jax.profiler.stop_trace()
-            self.profiling = False
+    def profile(self, on: bool):
+        """Let process 0 record a trace, or end it; the steps of `train.profile_steps` are (first, last - 1)."""
+        if self.is_main and on != self.profiling:
+            self.profiling = on
+            if on:
+                jax.profiler.start_trace(os.fspath(self.folder.profile))
+            else:
+                jax.block_until_ready(self.stepper.state)
+                jax.profiler.stop_trace()

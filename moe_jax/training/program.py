@@ -7,9 +7,11 @@ training step can be lowered and compiled from shapes alone, with nothing read a
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ import numpy as np
 import optax
 
 from moe_jax.cluster.targets import Target
+from moe_jax.config.command_line import COMPILING
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import Tokenizer, build_cache, build_tokenizer
 from moe_jax.kernels.float8_blocks import E4M3
@@ -32,7 +35,6 @@ from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning.plan_shape import PlanShape, table_shapes
 from moe_jax.training.compiling import SharedFunction, compile_for_all, compiler_options, find_target
 from moe_jax.training.feed import Feed, padded_vocabulary
-from moe_jax.training.optimistic import Programs
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.overlap_choice import settle_overlap
 from moe_jax.training.plan_cost import sizes_of
@@ -46,9 +48,12 @@ from moe_jax.training.step import (
     make_evaluation_step,
     make_train_step,
     of_each_table,
-    state_of_params,
 )
-from moe_jax.training.teacher import build_teacher, mesh_experts
+from moe_jax.training.teacher import mesh_experts, teacher_model
+
+# Executables of one step: (state, halted, *inputs) -> (state, metrics), the common one, None where steps are not
+# optimistic; and a future of (state, *inputs) -> (state, metrics), the complete one, with the seconds to compile it.
+Programs = tuple[Any, concurrent.futures.Future]
 
 Shapes = dict[str, PlanShape] | None  # by segment with experts; None without a planner
 
@@ -156,7 +161,7 @@ class Program:
           common: those of the common program of optimistic steps, else of the complete one.
         """
         make, length = make_common_step if common else make_train_step, self.config.data.sequence_length
-        step = make(self.model, self.layout, self.config.train, self.state_shardings, length, shape, self.teacher)
+        step = make(self.model, self.config.train, self.state_shardings, length, shape, self.teacher)
         halted = jax.ShapeDtypeStruct((), np.bool_, sharding=self.state_shardings.replicated)
         tables = self.even_tables() if shape is None else empty_tables(shape)
         tables = jax.tree.map(
@@ -201,10 +206,14 @@ class Program:
         Of an optimistic step the complete program is compiled behind it, in a thread.
         """
         if not self.is_optimistic(shape):
-            complete, seconds = self.compile_train_step(shape)
-            return Programs.of_complete(complete), seconds
+            future: concurrent.futures.Future = concurrent.futures.Future()
+            future.set_result(self.compile_train_step(shape))
+            return (None, future), future.result()[1]
         common, seconds = self.compile_step(shape, common=True)
-        return Programs.of_common(common, lambda: self.compile_train_step(shape)[0]), seconds
+        thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=COMPILING)
+        future = thread.submit(self.compile_train_step, shape)
+        thread.shutdown(wait=False)
+        return (common, future), seconds
 
     def guiding_target(self) -> Target | None:
         """Return the target whose rates guide the compiler's scheduler, None where nothing does."""
@@ -245,10 +254,11 @@ def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None
     layout = model.layout()
     optimizer = build_optimizer(config.train)
     state_shardings = build_state_shardings(model, layout, optimizer, ema=config.train.ema_decay > 0)
-    teacher = build_teacher(config, roles, tokenizer, vocab_size)
+    taught = teacher_model(config, roles, tokenizer, vocab_size, roles.mesh.devices.flat[0])
+    teacher = None if taught is None else Teacher(model=taught, layout=taught.layout(), alpha=config.distillation.alpha)
     # the step is built once here for its checks
     length = config.data.sequence_length
-    make_train_step(model, layout, config.train, state_shardings, length, teacher=teacher)
+    make_train_step(model, config.train, state_shardings, length, teacher=teacher)
     rows = config.train.batch_size // config.train.grad_accum_steps // roles.size(roles.dense)
     for segment in model.expert_segments:
         check_router(segment.moe, model.roles_of(segment), rows * length, length, config.planner.decides_late)
@@ -273,15 +283,14 @@ class Session(Program):
     def fresh_state(self, params=None) -> dict:
         """Return the state of step 0, from given parameters or from new ones."""
         if params is not None:
-            return state_of_params(params, self.optimizer, self.state_shardings)
-        return init_state(self.model, self.optimizer, self.state_shardings, self.config.train.seed)
+            return init_state(self.optimizer, self.state_shardings, lambda params: params, params)
+        key = jax.random.key(self.config.train.seed)
+        return init_state(self.optimizer, self.state_shardings, self.model.init, key)
 
     def evaluation_step(self, shape: Shapes = None):
         """Return the evaluation step; it compiles when first called."""
-        step = make_evaluation_step(
-            self.model, self.layout, self.config.train, self.state_shardings, self.config.data.sequence_length,
-            shape,
-        )  # fmt: skip
+        length = self.config.data.sequence_length
+        step = make_evaluation_step(self.model, self.config.train, self.state_shardings, length, shape)
         return self.shared(step)
 
     def shared(self, function: Callable) -> Callable:

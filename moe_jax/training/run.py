@@ -10,32 +10,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 
 from moe_jax.config.run_config import RunConfig, check_resumable, config_differences
 from moe_jax.config.train_config import DistillationConfig
 from moe_jax.errors import UserError
-from moe_jax.observe import (
-    Progress,
-    RunFolder,
-    draw_all,
-    environment_record,
-    summarize_run,
-    write_atomically,
-    write_report,
-)
+from moe_jax.observe import RunFolder, draw_all, environment_record, summarize_run, write_atomically, write_report
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.first_step_check import settle_unproven
-from moe_jax.training.hosts import Hosts, StopSignal
-from moe_jax.training.loop import Loop, Memory, Writers, evaluate
-from moe_jax.training.optimistic import Overflows
+from moe_jax.training.hosts import Hosts
+from moe_jax.training.loop import Loop, evaluate
 from moe_jax.training.optimizer import line_on_gates
 from moe_jax.training.program import Session, build_session
 from moe_jax.training.rejit import RejitEngine, build_engine
-from moe_jax.training.step import start_ema
 from moe_jax.training.stepper import Stepper, lag_of
 from moe_jax.training.teacher import load_teacher, settle_teacher
 
@@ -78,11 +68,11 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         contextlib.closing(Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)) as checkpoints,
     ):
         latest = checkpoints.latest()
-        check_folder(folder, checkpoints, latest, config_text, options)
+        past = {} if latest is None else checkpoints.read_host(latest)
+        check_folder(folder, past, config_text, options)
         if latest is not None and latest >= config.train.steps and not options.eval_only:
             say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
             return True
-        past = None if latest is None else checkpoints.read_host(latest)
         if options.eval_only:  # needs no teacher
             config, identity = dataclasses.replace(config, distillation=DistillationConfig()), None
         else:
@@ -92,9 +82,21 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         check_same_corpus(session, hosts)
         session, compared = settle_unproven(session, hosts)
         if options.eval_only:
-            return evaluate_only(session, checkpoints, latest, folder, hosts)
+            if latest is None:
+                raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")
+            step_function, losses = session.evaluation_step(), []
+            for part in ("params", "ema") if checkpoints.has_ema(latest) else ("params",):
+                params = checkpoints.restore_params(latest, session.abstract_state()["params"], session.home, part)
+                losses.append(f"{evaluate(session, step_function, params):.4f}")
+                del params
+            averaged = f", {losses[1]} with averaged parameters" if len(losses) > 1 else ""
+            say(hosts, f"step {latest}: held-out loss {losses[0]}{averaged}")
+            return True
         engine = build_engine(session, lag_of(session))
+        # the stepper alone holds the state: a step donates it
         state = starting_state(session, checkpoints, latest, options, hosts, engine)
+        stepper = Stepper(session, state, engine, overflows=past.get("overflows"))
+        del state
         if hosts.is_main:
             write_atomically(folder.config, config_text)
             write_atomically(folder.operative_config, operative_text)
@@ -105,8 +107,18 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
             record["resolved"] = {"MeshConfig.devices_per_node": node, **session.resolved()}
             record["compared_before_first_step"] = compared
             write_atomically(folder.environment, json.dumps(record, indent=2, allow_nan=False))
-        memory = Memory(config_text, checkpoint=latest, teacher=identity)
-        return train(session, state, engine, memory, folder, checkpoints, hosts)
+        if line := line_on_gates(config.train, [segment.moe for segment in session.model.expert_segments]):
+            say(hosts, line)
+        if session.teacher is not None:
+            stepper.teacher_params = load_teacher(session.teacher, config.distillation)
+            say(hosts, f"learning from {identity['folder']}, step {identity['step']}")
+        host = {"config": config_text, "skipped_steps": past.get("skipped_steps", 0), "teacher": identity}
+        finished = Loop(stepper, host, latest, folder, checkpoints, hosts).run()
+        if not finished:
+            say(hosts, f"stopped by a signal after step {stepper.step}; the same command goes on from there")
+        elif hosts.is_main:
+            report(folder)
+        return finished
 
 
 @contextlib.contextmanager
@@ -157,30 +169,23 @@ def check_same_corpus(session: Session, hosts: Hosts):
             )
 
 
-def check_folder(
-    folder: RunFolder, checkpoints: Checkpointer, latest: int | None, config_text: str, options: RunOptions
-):
-    """Raise UserError if the folder belongs to a run that this config may not go on with.
+def check_folder(folder: RunFolder, past: dict, config_text: str, options: RunOptions):
+    """Raise UserError if the folder belongs to a run that this config may not go on with; past: of its checkpoint.
 
     Parameters alone, as a conversion writes them, are evaluated on any text, and no run goes on from them.
     """
-    if latest is not None:
-        host = checkpoints.read_host(latest)
-        if not host.get("parameters_only"):
-            check_resumable(host["config"], config_text, str(folder.path))
-        elif options.eval_only:
-            parts = ("ModelConfig.", "MoEConfig.")
-            held, given = (
-                "\n".join(line for line in text.splitlines() if line.startswith(parts))
-                for text in (host["config"], config_text)
-            )
-            check_resumable(held, given, str(folder.path))
-        else:
+    held = past["config"] if past else folder.held_config(config_text)
+    if past.get("parameters_only"):
+        if not options.eval_only:
             raise UserError(
                 f"{options.workdir} holds parameters alone, as moe_jax.convert makes it; start a run of its own from "
                 f"them, with --init_from={options.workdir} and another --workdir"
             )
-    elif (held := folder.held_config(config_text)) is not None:
+        held, config_text = (
+            "\n".join(line for line in text.splitlines() if line.startswith(("ModelConfig.", "MoEConfig.")))
+            for text in (held, config_text)
+        )
+    if held is not None:
         check_resumable(held, config_text, str(folder.path))
 
 
@@ -200,7 +205,8 @@ def starting_state(
         session.feed.stream.check_position(host["data"])
         decay = session.config.train.ema_decay
         if decay and "ema" not in state:
-            state["ema"] = start_ema(state["params"], session.state_shardings)
+            start = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=session.state_shardings.state["ema"])
+            state["ema"] = start(state["params"])  # in buffers of its own
             say(hosts, f"train.ema_decay ({decay}): the average starts from the parameters of step {latest}")
         elif not decay and checkpoints.has_ema(latest):
             say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {latest} holds is dropped")
@@ -225,59 +231,6 @@ def starting_state(
     if options.init_from_ema:
         raise UserError("--init_from_ema needs --init_from=DIR, the run whose averaged parameters are meant")
     return session.fresh_state()
-
-
-def evaluate_only(
-    session: Session, checkpoints: Checkpointer, latest: int | None, folder: RunFolder, hosts: Hosts
-) -> bool:
-    """Print the held-out loss of the last checkpoint."""
-    if latest is None:
-        raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")
-    params = checkpoints.restore_params(latest, session.abstract_state()["params"], session.home)
-    step_function = session.evaluation_step()
-    text = f"step {latest}: held-out loss {evaluate(session, step_function, params):.4f}"
-    if checkpoints.has_ema(latest):
-        del params
-        averaged = checkpoints.restore_params(latest, session.abstract_state()["params"], session.home, "ema")
-        text += f", {evaluate(session, step_function, averaged):.4f} with averaged parameters"
-    say(hosts, text)
-    return True
-
-
-def train(
-    session: Session, state: dict, engine: RejitEngine | None, memory: Memory, folder: RunFolder,
-    checkpoints: Checkpointer, hosts: Hosts,
-) -> bool:  # fmt: skip
-    """Train to the end, draw the plots and print the headline; or to a signal, and return False."""
-    writers = Writers(folder, session, memory.checkpoint) if hosts.is_main else None
-    if writers and (older := writers.loads.describe_older()) is not None:
-        say(hosts, older)
-    config = session.config.train
-    if line := line_on_gates(config, [segment.moe for segment in session.model.expert_segments]):
-        say(hosts, line)
-    past = {} if memory.checkpoint is None else checkpoints.read_host(memory.checkpoint)
-    stepper = Stepper(session, state, engine, overflows=Overflows(**past.get("overflows", {})))
-    memory.skipped_steps = past.get("skipped_steps", 0)
-    if session.teacher is not None:
-        stepper.teacher_params = load_teacher(session.teacher, session.config.distillation)
-        say(hosts, f"learning from {memory.teacher['folder']}, step {memory.teacher['step']}")
-    del state  # the stepper alone holds it: a step donates it
-    with (
-        StopSignal(processes=hosts.process_count, lag=stepper.lag) as stop,
-        Progress(config.steps, sys.stdout, start_step=stepper.step, every=config.log_every) as progress,
-    ):
-        try:
-            finished = Loop(stepper, memory, checkpoints, writers, progress, hosts).run(stop)
-        finally:
-            if writers:
-                writers.close()
-            if engine is not None:
-                engine.close()
-    if not finished:
-        say(hosts, f"stopped by a signal after step {stepper.step}; the same command goes on from there")
-    elif hosts.is_main:
-        report(folder)
-    return finished
 
 
 def report(folder: RunFolder):

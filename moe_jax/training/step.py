@@ -10,6 +10,7 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -33,7 +34,7 @@ from moe_jax.training.optimizer import build_learning_rate, build_optimizer, fin
 # is for the parameters that every device holds; ZeRO-3's parts and experts that several devices hold are summed in
 # every microbatch.
 def make_gradients(
-    model: LanguageModel, layout: Layout, config: TrainConfig, length: int, plan: PlanShape | None = None,
+    model: LanguageModel, config: TrainConfig, length: int, plan: PlanShape | None = None,
     teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
     """Return gradients(params, batch, tables, key, *teacher_params) -> (gradients, StepStats [Nm, ...]).
@@ -47,38 +48,32 @@ def make_gradients(
     apart = "all" if microbatches > 1 else "outer" if model.zero_stage == 1 else "none"
     if roles.size(roles.dense) == 1:
         apart = "none"
-    layout = dataclasses.replace(layout, apart=apart)
+    layout = dataclasses.replace(model.layout(), apart=apart)
     loss = make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher)
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
-    def of_one(params, batch, tables, key, normalizer, *frozen):
-        microbatch = jax.tree.map(lambda array: array[0], batch)
-        (_, stats), grads = value_and_grad(params, microbatch, tables, key, jnp.int32(0), normalizer, *frozen)
-        return grads, jax.tree.map(lambda leaf: leaf[None], stats)
-
-    def of_several(params, batch, tables, key, normalizer, *frozen):
-        def body(carry, inputs):
-            (total, counted), (microbatch, index) = carry, inputs
-            microbatch = dataclasses.replace(microbatch, counted=counted)
-            (_, stats), grads = value_and_grad(params, microbatch, tables, key, index * rows, normalizer, *frozen)
-            counted = None if counted is None else counted + jnp.sum(stats.loads, axis=1, dtype=jnp.int32)
-            return (jax.tree.map(jnp.add, total, grads), counted), stats
-
-        layers, experts = model.config.moe_layers, max(part.moe.num_experts for part in model.expert_segments)
-        counted = jnp.zeros((layers, experts), jnp.int32) if model.moe.balance_over == "step" else None
-        start = jax.tree.map(jnp.zeros_like, params), counted
-        (grads, _), stats = lax.scan(body, start, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
-        return grads, stats
-
-    of_all = of_one if microbatches == 1 else of_several
-
     def gradients(params, batch, tables, key, *frozen):
         normalizer = jnp.maximum(jnp.sum(batch.weights), 1)
-        if apart == "none":
-            return of_all(params, batch, tables, key, normalizer, *frozen)
-        own = with_own_leaves(params, layout, roles)
-        grads, stats = of_all(own, batch, tables, key, normalizer, *frozen)
-        return summed(grads, layout, roles), stats
+        if apart != "none":
+            params = with_own_leaves(params, layout, roles)
+        if microbatches == 1:
+            microbatch = jax.tree.map(lambda array: array[0], batch)
+            (_, stats), grads = value_and_grad(params, microbatch, tables, key, jnp.int32(0), normalizer, *frozen)
+            stats = jax.tree.map(lambda leaf: leaf[None], stats)
+        else:
+
+            def body(carry, inputs):
+                (total, counted), (microbatch, index) = carry, inputs
+                microbatch = dataclasses.replace(microbatch, counted=counted)
+                (_, stats), grads = value_and_grad(params, microbatch, tables, key, index * rows, normalizer, *frozen)
+                counted = None if counted is None else counted + jnp.sum(stats.loads, axis=1, dtype=jnp.int32)
+                return (jax.tree.map(jnp.add, total, grads), counted), stats
+
+            layers, experts = model.config.moe_layers, max(part.moe.num_experts for part in model.expert_segments)
+            counted = jnp.zeros((layers, experts), jnp.int32) if model.moe.balance_over == "step" else None
+            start = jax.tree.map(jnp.zeros_like, params), counted
+            (grads, _), stats = lax.scan(body, start, (batch, jnp.arange(microbatches, dtype=jnp.int32)))
+        return grads if apart == "none" else summed(grads, layout, roles), stats
 
     return gradients
 
@@ -132,7 +127,7 @@ def build_state_shardings(
 
 def of_each_table(shardings: dict[str, NamedSharding], tables):
     """Return the shardings of a plan's tables as a tree like the tables."""
-    return {name: jax.tree.map(lambda _: shardings[name], own) for name, own in tables.items()}  # noqa: B023
+    return jax.tree.map(lambda sharding, own: jax.tree.map(lambda _: sharding, own), shardings, tables)
 
 
 def abstract_state(
@@ -147,23 +142,13 @@ def abstract_state(
     )
 
 
-def init_state(
-    model: LanguageModel, optimizer: optax.GradientTransformation, state_shardings: StateShardings, seed: int
-) -> dict:
-    """Return the state of step 0; each device makes its own part."""
+def init_state(optimizer: optax.GradientTransformation, state_shardings: StateShardings, make_params, start) -> dict:
+    """Return the state of step 0 with the parameters make_params(start), traced; each device makes its own part."""
 
-    def init(key):
-        return _first_state(model.init(key), optimizer, state_shardings)
+    def init(start):
+        return _first_state(make_params(start), optimizer, state_shardings)
 
-    return jax.jit(init, out_shardings=state_shardings.state)(jax.random.key(seed))
-
-
-def state_of_params(params, optimizer: optax.GradientTransformation, state_shardings: StateShardings) -> dict:
-    """Return the state of step 0 that starts from given parameters."""
-
-    return jax.jit(
-        lambda params: _first_state(params, optimizer, state_shardings), out_shardings=state_shardings.state
-    )(params)
+    return jax.jit(init, out_shardings=state_shardings.state)(start)
 
 
 def _first_state(params, optimizer: optax.GradientTransformation, state_shardings: StateShardings) -> dict:
@@ -172,40 +157,22 @@ def _first_state(params, optimizer: optax.GradientTransformation, state_sharding
     return {**state, "ema": jax.tree.map(jnp.copy, params)} if "ema" in state_shardings.state else state
 
 
-def start_ema(params, state_shardings: StateShardings):
-    """Return the moving average that starts from given parameters, in buffers of its own."""
-    return jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=state_shardings.state["ema"])(params)
-
-
-def ema_params(ema, state_shardings: StateShardings):
-    """Return the moving average where a step looks for parameters; under ZeRO it is split, as moments are."""
-    return jax.jit(lambda ema: ema, out_shardings=state_shardings.state["params"])(ema)
-
-
-def leaf_names(tree) -> list[str]:
-    """Return the name of each leaf, 'a/b/c', in the order of `jax.tree.leaves`."""
-    return ["/".join(str(entry.key) for entry in path) for path, _ in jax.tree.leaves_with_path(tree)]
-
-
 def make_train_step(
-    model: LanguageModel, layout: Layout, config: TrainConfig, state_shardings: StateShardings, length: int,
+    model: LanguageModel, config: TrainConfig, state_shardings: StateShardings, length: int,
     plan: PlanShape | None = None, teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
     """Return train_step(state, batch, tables, host_signals) -> (state, metrics), jitted; the state is donated.
 
     It is the complete program: all passes that an overflow may need. See `make_update` for metrics and arguments.
     """
-    update = make_update(model, layout, config, length, plan, teacher)
-
-    def train_step(state, *inputs):
-        return update(state, *inputs)
-
-    state, replicated, inputs = state_shardings.state, state_shardings.replicated, state_shardings.inputs(teacher)
-    return jax.jit(train_step, donate_argnums=0, in_shardings=(state, *inputs), out_shardings=(state, replicated))
+    train_step = make_update(model, config, length, plan, teacher)
+    state, replicated = state_shardings.state, state_shardings.replicated
+    given = (state, *state_shardings.inputs(teacher))
+    return jax.jit(train_step, donate_argnums=0, in_shardings=given, out_shardings=(state, replicated))
 
 
 def make_common_step(
-    model: LanguageModel, layout: Layout, config: TrainConfig, state_shardings: StateShardings, length: int,
+    model: LanguageModel, config: TrainConfig, state_shardings: StateShardings, length: int,
     plan: PlanShape | None = None, teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
     """Return common_step(state, halted, batch, tables, host_signals) -> (state, metrics), jitted; the state is donated.
@@ -216,23 +183,24 @@ def make_common_step(
     returned, so that nothing happens after an overflow until the host has read it (`training/stepper.py`).
     """
     first = None if teacher is None else dataclasses.replace(teacher, model=first_pass_model(teacher.model))
-    update = make_update(first_pass_model(model), layout, config, length, plan, first)
+    train_step = make_update(first_pass_model(model), config, length, plan, first)
 
     def common_step(state, halted, *inputs):
-        new_state, metrics = update(state, *inputs)
+        new_state, metrics = train_step(state, *inputs)
         halted = halted | (metrics["most_passes"] > 1)
-        return _select(halted, state, new_state), {**metrics, "halted": halted}
+        chosen = jax.tree.map(functools.partial(jnp.where, halted), state, new_state)
+        return chosen, {**metrics, "halted": halted}
 
-    state, replicated, inputs = state_shardings.state, state_shardings.replicated, state_shardings.inputs(teacher)
-    given = (state, replicated, *inputs)
+    state, replicated = state_shardings.state, state_shardings.replicated
+    given = (state, replicated, *state_shardings.inputs(teacher))
     return jax.jit(common_step, donate_argnums=0, in_shardings=given, out_shardings=(state, replicated))
 
 
 def make_update(
-    model: LanguageModel, layout: Layout, config: TrainConfig, length: int, plan: PlanShape | None = None,
+    model: LanguageModel, config: TrainConfig, length: int, plan: PlanShape | None = None,
     teacher: Teacher | None = None,
 ) -> Callable:  # fmt: skip
-    """Return update(state, batch, tables, host_signals, *teacher_params) -> (state, metrics), one optimizer step.
+    """Return train_step(state, batch, tables, host_signals, *teacher_params) -> (state, metrics), one optimizer step.
 
     A pure function of global arrays, to be jitted. Metrics: loss, aux_loss, z_loss, grad_norm, learning_rate float [];
     square_norms float [leaves], squared norm of each gradient leaf in the order of `leaf_names(params)`; loads int32
@@ -246,10 +214,10 @@ def make_update(
     which is no part of `loss`; the teacher's parameters are not donated.
     """
     optimizer, schedule = build_optimizer(config), build_learning_rate(config)
-    gradients = make_gradients(model, layout, config, length, plan, teacher)
-    moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), layout.state)
+    gradients = make_gradients(model, config, length, plan, teacher)
+    moments = jax.tree.map(lambda spec: NamedSharding(model.roles.mesh, spec), model.layout().state)
 
-    def update(state, batch, tables, host_signals, *frozen):
+    def train_step(state, batch, tables, host_signals, *frozen):
         key = jax.random.fold_in(jax.random.key(config.seed + 1), state["step"])
         grads, stats = gradients(state["params"], batch, tables, key, *frozen)
         grads = lax.with_sharding_constraint(grads, moments)
@@ -299,20 +267,16 @@ def make_update(
         if config.max_skipped_steps > 0:
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
             kept = {name: leaf for name, leaf in state.items() if name != "step"}
-            new_state |= _select(finite, {name: new_state[name] for name in kept}, kept)
+            found = {name: new_state[name] for name in kept}
+            new_state |= jax.tree.map(functools.partial(jnp.where, finite), found, kept)
             metrics |= {"skipped": ~finite, "learning_rate": schedule(finished_updates(state["opt_state"]))}
         return new_state, metrics
 
-    return update
-
-
-def _select(condition, new, old):
-    """Return the tree `new` where the condition [] holds, else `old`."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+    return train_step
 
 
 def make_evaluation_step(
-    model: LanguageModel, layout: Layout, config: TrainConfig, state_shardings: StateShardings, length: int,
+    model: LanguageModel, config: TrainConfig, state_shardings: StateShardings, length: int,
     plan: PlanShape | None = None,
 ) -> Callable:  # fmt: skip
     """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, B / Nm, Sq].
@@ -320,7 +284,7 @@ def make_evaluation_step(
     The first is the sum of the losses of the targets that count, the second how many count: a process that holds only
     some of the rows cannot count them. Weights are 0 or 1.
     """
-    loss = make_loss(model, layout, config.batch_size // config.grad_accum_steps, length, plan=plan)
+    loss = make_loss(model, model.layout(), config.batch_size // config.grad_accum_steps, length, plan=plan)
 
     def evaluate(params, batch, tables):
         _, stats = loss(params, jax.tree.map(lambda a: a[0], batch), tables, None, jnp.int32(0), jnp.float32(1))

@@ -2,6 +2,13 @@
 
 Inputs: a `Session`, a state, batches on the devices. Outputs: the next state, and the metrics of each finished step.
 This is what `loop.py` and benchmarks share; files, checkpoints and evaluations are the loop's.
+
+An optimistic step runs a common program, which has pass 0 of the exchanges alone and no conditional for an overflow;
+where a bucket overflows it leaves the state as it was and says so. The same batch then goes through the complete
+program, which has all passes, once the host has read that; until then the steps in flight change nothing either.
+
+    common 7 | common 8 | common 9     8 overflows: it and 9 leave the state of 7
+             | complete 8 | common 9   once the host has read that
 """
 
 from __future__ import annotations
@@ -17,10 +24,15 @@ import numpy as np
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.parallel.global_arrays import to_devices
-from moe_jax.training.optimistic import Overflows, Programs
-from moe_jax.training.program import Session, build_session
+from moe_jax.training.program import Programs, Session, build_session
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.teacher import load_teacher
+
+# A step that overflows costs a common one, those in flight behind it, and a complete one. So it must be rare, and where
+# it is not (more than MOST of the last WINDOW steps) steps go through the complete program at once, until overflow is
+# rare again. Which program a step runs depends on the passes of earlier steps only: all processes, and a resumed run,
+# do the same.
+WINDOW, MOST = 8, 1
 
 
 def lag_of(session: Session) -> int:
@@ -51,7 +63,8 @@ class Stepper:
     Attributes:
       state: of the run, donated to each step; step: how many were dispatched, which is the next one's number from 0.
       programs: of the newest step; executable: the one of them that ran last.
-      overflows: which steps overflowed, where they are optimistic.
+      overflows: {'steps': numbers, from 0, of the last steps that overflowed, as far as their metrics were read;
+        'run_again': how many of the run were run again}; JSON data that a checkpoint holds.
       teacher_params: of the teacher that the next step learns from, None where it has none.
       before_wait: called when a step has to wait until the complete program is compiled.
       in_flight: steps whose metrics nobody has asked for yet.
@@ -64,7 +77,7 @@ class Stepper:
         engine: RejitEngine | None = None,
         change_state: Callable | None = None,
         teacher_params: dict | None = None,
-        overflows: Overflows | None = None,
+        overflows: dict | None = None,
     ):
         """Start from `state`.
 
@@ -81,16 +94,16 @@ class Stepper:
         self.before_wait: Callable[[], None] = lambda: None
         self.programs: Any = None
         self.executable: Any = None
-        self.overflows = overflows or Overflows()
+        self.overflows = overflows or {"steps": [], "run_again": 0}
         self.not_halted = to_devices(np.zeros((), np.bool_), session.state_shardings.replicated)
         self.halted = self.not_halted
         self.in_flight: collections.deque[Sent] = collections.deque()
 
     def compile(self) -> float:
         """Compile what the next step runs with; return the seconds that it took."""
-        compiled = self.session.compile_programs() if self.engine is None else self.engine.start()
-        self.programs, seconds = compiled
-        self.executable = self.programs.first
+        self.programs, seconds = self.session.compile_programs() if self.engine is None else self.engine.start()
+        common, complete = self.programs
+        self.executable = complete.result()[0] if common is None else common
         return seconds
 
     def teacher_leaves(self) -> bool:
@@ -118,7 +131,8 @@ class Stepper:
             )
         frozen = () if self.teacher_params is None else (self.teacher_params,)
         sent = Sent(self.step, self.programs, (batch, tables, host_signals, *frozen))
-        if self.programs.common is not None and self.overflows.are_rare(self.step - self.lag):
+        known = self.step - self.lag  # the last step whose metrics are read by now
+        if self.programs[0] is not None and sum(known - WINDOW < s <= known for s in self.overflows["steps"]) <= MOST:
             self._run_common(sent)
         else:
             self._settle()
@@ -138,24 +152,25 @@ class Stepper:
             self._read(0)
             sent = self.in_flight.popleft()
             step, metrics = sent.step, sent.metrics
-            if sent.programs.common is not None:
+            if sent.programs[0] is not None:
                 metrics = {**metrics, "run_again": int(sent.again)}
-                self.overflows.observe(step, int(metrics["most_passes"]) > 1, sent.again)
+                self.overflows["run_again"] += sent.again
+                if int(metrics["most_passes"]) > 1:
+                    newest = [known for known in self.overflows["steps"] if known > step - 2 * WINDOW]
+                    self.overflows["steps"] = [*newest, step]
             if self.engine is not None:
                 self.engine.observe(step, metrics)
             yield step, metrics
 
-    # Optimistic steps; see optimistic.py.
-
     def _run_common(self, sent: Sent) -> None:
-        self.executable = sent.programs.common
+        self.executable = sent.programs[0]
         self.state, sent.metrics = self.executable(self.state, self.halted, *sent.inputs)
         self.halted = sent.metrics["halted"]
 
     def _run_complete(self, sent: Sent) -> None:
-        if not sent.programs.future.done():
+        if not sent.programs[1].done():
             self.before_wait()
-        self.executable = sent.programs.complete()
+        self.executable = sent.programs[1].result()[0]
         self.state, sent.metrics = self.executable(self.state, *sent.inputs)
 
     def _read(self, index: int) -> None:
@@ -183,26 +198,22 @@ class Stepper:
         """Run the next steps to their end; return a record of each: loss, loads, passes, dropped, run_again where
         steps are optimistic, and the engine's.
         """
-        records = []
-        for _ in range(steps):
-            records += map(self._record, self.finished(self.step - self.lag))
+        records, last = [], self.step + steps
+        while True:
+            all_in_flight = self.step == last or self.teacher_leaves()
+            for step, metrics in self.finished(None if all_in_flight else self.step - self.lag):
+                kept = ("loss", "loads", "passes", "dropped", "run_again")
+                records.append({name: metrics[name] for name in kept if name in metrics})
+                if self.engine is not None:
+                    records[-1].update(self.engine.record(step, metrics["loads"]))
+            if self.step == last:
+                return records
             if self.teacher_leaves():
-                records += map(self._record, self.finished())
                 self.leave_teacher()
             batch = to_devices(self.session.feed.read(self.step), self.session.state_shardings.batch)
             if self.change_state is not None:
                 self.state = self.change_state(self._settle(), self.step)
             self.dispatch(batch)
-        return records + [self._record(done) for done in self.finished()]
-
-    def _record(self, done: tuple[int, dict]) -> dict:
-        step, metrics = done
-        record = {
-            name: metrics[name] for name in ("loss", "loads", "passes", "dropped", "run_again") if name in metrics
-        }
-        if self.engine is not None:
-            record.update(self.engine.record(step, metrics["loads"]))
-        return record
 
 
 def build_stepper(

@@ -1,6 +1,6 @@
 """The teacher of a student: found in its run folder, checked against the student, and put on the student's mesh.
 
-Inputs: a `RunConfig` whose `DistillationConfig.teacher` names a run folder. Outputs: a `Teacher` for the step, its
+Inputs: a `RunConfig` whose `DistillationConfig.teacher` names a run folder. Outputs: the model that teaches, its
 parameters on the devices, and its identity {'folder', 'step', 'config', 'parameters'}, which the student's checkpoints
 hold instead of its weights. The teacher computes as its own config says (dtype, schedule, ZeRO stages, ...), on the
 student's mesh, with the student's transport and its grouped matmul, which may be compared before the first step; always
@@ -57,14 +57,15 @@ def read_teacher(config: DistillationConfig) -> RunConfig:
         return parse_run_config([str(folder.config)])[0]
 
 
-def teacher_step(config: DistillationConfig) -> int:
-    """Return the step of the checkpoint that is the teacher.
+def teacher_checkpoint(config: DistillationConfig) -> tuple[Checkpointer, int]:
+    """Return the teacher's checkpoints, and the step of the one that teaches.
 
     Raises:
       UserError: there is none.
     """
     with _named(config):
-        steps = _checkpoints(config).steps()
+        checkpoints = Checkpointer(RunFolder(config.teacher, create=False).checkpoints, keep=1)
+        steps = checkpoints.steps()
         if not steps:
             raise UserError("it has no finished checkpoint; train it first, with the same --workdir")
         if config.teacher_step is not None and config.teacher_step not in steps:
@@ -72,11 +73,7 @@ def teacher_step(config: DistillationConfig) -> int:
                 f"it has no checkpoint of step {config.teacher_step}, only of {', '.join(map(str, steps))}; set "
                 "DistillationConfig.teacher_step to one of these, or None for the newest"
             )
-        return steps[-1] if config.teacher_step is None else config.teacher_step
-
-
-def _checkpoints(config: DistillationConfig) -> Checkpointer:
-    return Checkpointer(RunFolder(config.teacher, create=False).checkpoints, keep=1)
+        return checkpoints, steps[-1] if config.teacher_step is None else config.teacher_step
 
 
 def mesh_experts(config: RunConfig, devices: int) -> tuple[int, ...]:
@@ -96,12 +93,6 @@ def mesh_experts(config: RunConfig, devices: int) -> tuple[int, ...]:
     return both
 
 
-def build_teacher(config: RunConfig, roles: Roles, tokenizer: Tokenizer, vocab_size: int) -> Teacher | None:
-    """Return the teacher of a step, None where `config` names none; arguments and errors as below."""
-    model = teacher_model(config, roles, tokenizer, vocab_size, roles.mesh.devices.flat[0])
-    return None if model is None else Teacher(model=model, layout=model.layout(), alpha=config.distillation.alpha)
-
-
 def teacher_model(
     config: RunConfig, roles: Roles, tokenizer: Tokenizer, vocab_size: int, device
 ) -> LanguageModel | None:
@@ -119,7 +110,7 @@ def teacher_model(
     if not config.distillation.teacher:
         return None
     run = read_teacher(config.distillation)
-    teacher_step(config.distillation)  # for its errors
+    teacher_checkpoint(config.distillation)  # for its errors
     if config.planner.replica_slots == "memory":
         raise UserError(
             f"PlannerConfig.replica_slots ('memory') does not count DistillationConfig.teacher "
@@ -173,44 +164,23 @@ def check_pair(config: RunConfig, teacher: RunConfig, tokenizer: Tokenizer, voca
         )
 
 
-def identity_of(config: DistillationConfig) -> dict:
-    """Return which teacher this is, as JSON data: its folder and step, and hashes of what it is and of its parameters.
-
-    The hash of its config is of the bindings of model and layer that are not defaults and that a run may not change
-    when it goes on, so neither a new field nor another mesh makes another teacher of it.
-    """
-    run, step = read_teacher(config), teacher_step(config)
-    defaults = RunConfig().by_name()
-    lines = [f"tokenizer = {build_tokenizer(run.data).name!r}"]
-    for name in ("ModelConfig", "MoEConfig"):
-        bound = run.by_name()[name]
-        for field in dataclasses.fields(bound):
-            value = getattr(bound, field.name)
-            if value != getattr(defaults[name], field.name) and not may_differ(f"{name}.{field.name}"):
-                lines.append(f"{name}.{field.name} = {value!r}")
-    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
-    with _named(config):
-        parameters = _checkpoints(config).digest(step)
-    return {"folder": config.teacher, "step": step, "config": digest, "parameters": parameters}
-
-
 def settle_teacher(
-    config: RunConfig, step: int, held: dict | None, hosts: Hosts
+    config: RunConfig, step: int, past: dict, hosts: Hosts
 ) -> tuple[RunConfig, dict | None]:  # fmt: skip
     """Return the config to train with from `step` on, and the teacher's identity for the checkpoints.
 
-    Past `DistillationConfig.until` the config names no teacher any more, and its folder need not be there.
+    Past `DistillationConfig.until` the config names no teacher any more, and its folder need not be there. The identity
+    is JSON data: folder and step, and hashes of what it is and of its parameters.
 
     Args:
       step: steps that are finished.
-      held: host data of the checkpoint that the run goes on from, None for a new run.
+      past: host data of the checkpoint that the run goes on from, {} for a new run.
 
     Raises:
       UserError: the run would go on with another teacher, without the one it had, or with one that it did not have.
     """
-    named = config.distillation
+    named, before = config.distillation, past.get("teacher")
     bare = dataclasses.replace(config, distillation=DistillationConfig())
-    before = None if held is None else held.get("teacher")
     if not named.teacher:
         if before is not None:
             raise UserError(
@@ -218,7 +188,7 @@ def settle_teacher(
                 "run from this one's parameters with --init_from"
             )
         return config, None
-    if held is not None and before is None:
+    if past and before is None:
         raise UserError(
             f"DistillationConfig.teacher ({named.teacher!r}) was '' when this run wrote step {step}; set it to '', or "
             "start a new run from this one's parameters with --init_from"
@@ -228,7 +198,19 @@ def settle_teacher(
     run, tokenizer = read_teacher(named), build_tokenizer(config.data)
     with _named(named):  # before its parameters are read, which may take long
         check_pair(config, run, tokenizer, padded_vocabulary(tokenizer, config.model))
-    identity = identity_of(named)
+    # The hash of its config is of the bindings of model and layer that are not defaults and that a run may not change
+    # when it goes on, so neither a new field nor another mesh makes another teacher of it.
+    checkpoints, taught_step = teacher_checkpoint(named)
+    defaults, lines = RunConfig().by_name(), [f"tokenizer = {build_tokenizer(run.data).name!r}"]
+    for name in ("ModelConfig", "MoEConfig"):
+        for field in dataclasses.fields(defaults[name]):
+            value = getattr(run.by_name()[name], field.name)
+            if value != getattr(defaults[name], field.name) and not may_differ(f"{name}.{field.name}"):
+                lines.append(f"{name}.{field.name} = {value!r}")
+    digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+    with _named(named):
+        parameters = checkpoints.digest(taught_step)
+    identity = {"folder": named.teacher, "step": taught_step, "config": digest, "parameters": parameters}
     seen = hosts.gather_text("teacher", json.dumps(identity, sort_keys=True))
     if len(set(seen)) > 1:
         raise UserError(
@@ -236,23 +218,22 @@ def settle_teacher(
             "that all machines share"
         )
     if before is not None and any(before[key] != identity[key] for key in ("step", "config", "parameters")):
+        now, then = (
+            f"step {one['step']}, config {one['config'][:8]}, parameters {one['parameters'][:8]}"
+            for one in (identity, before)
+        )
         raise UserError(
-            f"DistillationConfig.teacher ({named.teacher!r}) is not the teacher of this run so far: {_shown(identity)} "
-            f"now, {_shown(before)} of {before['folder']!r} before; set DistillationConfig.teacher and "
-            "DistillationConfig.teacher_step back"
+            f"DistillationConfig.teacher ({named.teacher!r}) is not the teacher of this run so far: {now} now, {then} "
+            f"of {before['folder']!r} before; set DistillationConfig.teacher and DistillationConfig.teacher_step back"
         )
     return config if named.applies(step) else bare, identity
 
 
-def _shown(identity: dict) -> str:
-    return f"step {identity['step']}, config {identity['config'][:8]}, parameters {identity['parameters'][:8]}"
-
-
 def load_teacher(teacher: Teacher, config: DistillationConfig) -> dict:
     """Return the teacher's parameters as `Teacher.held_params` says, on the devices; each holds its own part."""
-    step = teacher_step(config)
+    checkpoints, step = teacher_checkpoint(config)
     with _named(config):
-        params = _checkpoints(config).restore_params(step, teacher.stored_params(), teacher.home)
+        params = checkpoints.restore_params(step, teacher.stored_params(), teacher.home)
 
     def cast(leaf, wanted):
         if leaf.dtype == wanted.dtype:

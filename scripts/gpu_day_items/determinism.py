@@ -25,9 +25,9 @@ def gradient(context):
     import numpy as np
 
     from moe_jax.models import make_loss
+    from moe_jax.models.segments import flatten
     from moe_jax.parallel.global_arrays import to_devices
     from moe_jax.training.program import build_session
-    from moe_jax.training.step import leaf_names
 
     session = build_session(_config(context), jax.devices()[:1])
     loss = make_loss(
@@ -43,7 +43,7 @@ def gradient(context):
     batch = to_devices(session.feed.read(0), session.state_shardings.batch)
     compiled = jax.jit(gradients).lower(state["params"], batch, session.tables).compile()
     found = [jax.tree.map(np.asarray, compiled(state["params"], batch, session.tables)) for _ in range(3)]
-    names, differing = leaf_names(state["params"]), {}
+    names, differing = list(flatten(state["params"])), {}
     for other in found[1:]:
         for name, a, b in zip(names, jax.tree.leaves(found[0]), jax.tree.leaves(other), strict=True):
             if not np.array_equal(a, b):

@@ -132,7 +132,7 @@ def traced_step(case: Case):
     train = TrainConfig(batch_size=BATCH * case.grad_accum_steps, grad_accum_steps=case.grad_accum_steps)
     layout, optimizer = model.layout(), build_optimizer(train)
     state_shardings = build_state_shardings(model, layout, optimizer)
-    step = make_train_step(model, layout, train, state_shardings, LENGTH, plan)
+    step = make_train_step(model, train, state_shardings, LENGTH, plan)
     batch = jax.tree.map(lambda leaf: np.stack([leaf] * case.grad_accum_steps), batch_of())
     host_signals = np.zeros((8,) if plan is None else (8, 3), np.int32)
     state = abstract_state(model, optimizer, state_shardings)

@@ -110,7 +110,7 @@ def test_another_teacher_is_refused_in_one_line(taught):
         run_here(taught, other, *STUDENT, by(taught / "whole"))
     config, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "teacher")))
     with pytest.raises(UserError, match=r"was '' when this run wrote step 2"):
-        settle_teacher(config, 2, {}, Hosts())
+        settle_teacher(config, 2, {"config": ""}, Hosts())
     shutil.copytree(taught / "teacher", taught / "moved")  # only its folder is another
     moved, *_ = parse_run_config((), bindings_of(taught, *STUDENT, by(taught / "moved")))
     assert settle_teacher(moved, 2, held, Hosts()) == (moved, {**held["teacher"], "folder": str(taught / "moved")})

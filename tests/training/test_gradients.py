@@ -30,7 +30,7 @@ def session_of(folder, devices, *changes):
 def gradients_of(session, params):
     """Return the gradient of step 0, as NumPy."""
     train, length = session.config.train, session.config.data.sequence_length
-    gradients = jax.jit(make_gradients(session.model, session.layout, train, length))
+    gradients = jax.jit(make_gradients(session.model, train, length))
     params = to_devices(params, session.state_shardings.state["params"])
     batch = to_devices(session.feed.read(0), session.state_shardings.batch)
     return jax.device_get(gradients(params, batch, session.tables, jax.random.key(0))[0])

@@ -20,7 +20,6 @@ from moe_jax.training import stepper as stepper_module
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import Feed
 from moe_jax.training.loop import compiled_peak
-from moe_jax.training.optimistic import MOST, WINDOW, Overflows, Programs
 from moe_jax.training.plan_cost import sizes_of
 from moe_jax.training.program import Program, build_session
 from moe_jax.training.stepper import Stepper, build_stepper
@@ -113,10 +112,10 @@ def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_i
     config, _, _ = parse_run_config((), bindings_of(tmp_path, *SIZES, *changes))
     stepper = build_stepper(config, jax.devices()[:2])
     assert " conditional(" not in stepper.executable.as_text()
-    complete = stepper.programs.complete()
+    complete = stepper.programs[1].result()[0]
     assert " conditional(" in complete.as_text()
     plain = Stepper(stepper.session, stepper.session.fresh_state())
-    plain.programs = Programs.of_complete(complete)
+    plain.programs = None, stepper.programs[1]
     records, wanted = stepper.run(12), plain.run(12)
     agree(stepper, plain, records, wanted, 0.0 if case == "every" else 1e-10)
     overflowed = [int(record["passes"].max()) > 1 for record in records]
@@ -126,7 +125,7 @@ def test_curves_are_those_of_complete_steps(case, tmp_path, monkeypatch, three_i
         assert again == [1] * 4 + [0] * 8
     else:
         assert again == [int(step in alike) for step in range(12)]
-    assert stepper.overflows.run_again == sum(again) and "run_again" not in wanted[0]
+    assert stepper.overflows["run_again"] == sum(again) and "run_again" not in wanted[0]
 
 
 # what the steps in flight must not disturb: homes that move, several segments' router states, a teacher that leaves
@@ -243,7 +242,7 @@ def test_a_complete_program_that_cannot_run_is_noticed_before_an_overflow(fault,
     monkeypatch.setattr(Feed, "read", reads)
     monkeypatch.setattr(Program, "is_optimistic", lambda self, shape=None: True)  # None is, as on GPUs
     if fault == "too_large":
-        monkeypatch.setattr("moe_jax.training.loop.device_memory", lambda devices: 1000)
+        monkeypatch.setattr("moe_jax.training.loop.memory_counts", lambda devices, name: [1000])
     said = {
         "fails": r"could not be compiled \(INTERNAL: no such instruction\)",
         "too_large": r"needs \S+B of each device's memory, which has 1.00kB",
@@ -282,16 +281,6 @@ def test_memory_of_the_complete_program_is_counted_and_shown(tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.search(line, out).groups() == (with_prefix(common), with_prefix(common + more))
     assert out.index("optimistic steps take") < out.index("step 1/1 |")
-
-
-def test_overflow_is_rare_or_not_by_the_last_steps_that_are_known():
-    overflows = Overflows()
-    for step in range(40):
-        overflows.observe(step, step in (3, 9, 20), again=False)
-        rare = [overflows.are_rare(last) for last in range(step + 1)]
-        wanted = [sum(last - WINDOW < known <= last for known in (3, 9, 20)) <= MOST for last in range(step + 1)]
-        assert rare[-WINDOW:] == wanted[-WINDOW:]
-    assert Overflows(**overflows.state()).are_rare(22) and len(overflows.steps) <= 2 * WINDOW
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_one_step_too_many_ends_the_run(tmp_path, poisoned, monkeypatch):
     The devices count their bytes here, more at every step, so that the metrics must show the count of their own step.
     """
     peaks = iter(range(100, 200))
-    monkeypatch.setattr(loop, "allocated_peak", lambda devices: next(peaks))
+    monkeypatch.setattr(loop, "memory_counts", lambda devices, name: [next(peaks)])
     changes = (*FLAT, "train.max_skipped_steps = 1", "train.checkpoint_every = 1", "train.keep_checkpoints = 9")
     words = (
         "step 5: the loss is nan, and gradient leaf 'bank/segment_0/w_in' is the first that is not finite; 2 such "
@@ -122,7 +122,7 @@ class Device:
         self.memory_stats = lambda: stats
 
 
-def test_allocated_peak_is_the_fullest_device():
-    assert loop.allocated_peak([Device({"peak_bytes_in_use": 5}), Device({"peak_bytes_in_use": 7})]) == 7
-    assert loop.allocated_peak([Device(None), Device({"bytes_in_use": 3})]) is None
-    assert loop.allocated_peak(jax.devices()) is None  # CPUs do not count
+def test_devices_that_count_no_memory_are_left_out():
+    devices = [Device({"peak_bytes_in_use": 5}), Device(None), Device({"bytes_in_use": 3})]
+    assert loop.memory_counts(devices, "peak_bytes_in_use") == [5]
+    assert loop.memory_counts(jax.devices(), "peak_bytes_in_use") == []  # CPUs do not count
