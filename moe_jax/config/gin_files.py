@@ -14,7 +14,7 @@ import os
 import tokenize
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from moe_jax.config.run_config import BOUND, CONFIG_CLASSES, RunConfig, config_text
@@ -82,7 +82,16 @@ def parse_run_config(
     read += _read_text("\n".join(gin_bindings), BINDINGS, folders, ())
     bindings = {binding.target: binding for binding in read if "." in binding.target}
     macros = {binding.target: binding for binding in read if "." not in binding.target}
-    _check_macros(bindings, macros, in_files)
+    # A macro that stands on the command line alone is a mistyped macro, or a binding without its class.
+    used = {name for binding in (*bindings.values(), *macros.values()) for name in _macro_names(binding.value)}
+    for name, macro in macros.items():
+        if name not in used and name not in in_files:
+            near = _near(name, used | {target for target in in_files if "." not in target})
+            near += [f"{other}.{name}" for other in CONFIG_CLASSES if name in _types(other)]
+            hint = _did_you_mean(near, "macros of the files", sorted(in_files & set(macros)))
+            raise UserError(
+                f"{macro.place} sets the macro {name!r}, which no gin file defines and nothing uses; {hint}"
+            )
     values: dict[str, dict] = {name: {} for name in CONFIG_CLASSES}
     for target, binding in bindings.items():
         name, field = target.split(".")
@@ -111,15 +120,14 @@ def _read_file(name: str, place: str, folders: list[str], open_files: tuple[str,
     found = _read_text(text, name, folders, (*open_files, os.path.realpath(path)))
     if Path(path).name not in ("config.gin", "operative_config.gin"):
         return found
-    lines, defaults = text.splitlines(), RunConfig().by_name()  # a run wrote the file, and marked what it was given
-
-    def is_default(binding: Binding) -> bool:
+    lines, defaults, marked = text.splitlines(), RunConfig().by_name(), []
+    for binding in found:  # a run wrote the file, and marked what it was given
         file, _, line = binding.place.rpartition(":")
         part, _, field = binding.target.partition(".")
-        is_as_default = bool(field) and binding.value == getattr(defaults[part], field)
-        return file == name and is_as_default and not lines[int(line) - 1].endswith(BOUND)
-
-    return [dataclasses.replace(binding, is_default=is_default(binding)) for binding in found]
+        is_default = bool(field) and binding.value == getattr(defaults[part], field)
+        is_default = file == name and is_default and not lines[int(line) - 1].endswith(BOUND)
+        marked.append(dataclasses.replace(binding, is_default=is_default))
+    return marked
 
 
 def _find(name: str, place: str, folders: list[str]) -> str:
@@ -139,30 +147,17 @@ def _find(name: str, place: str, folders: list[str]) -> str:
 
 def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str, ...]) -> list[Binding]:
     """Return the bindings in a text, and in what it includes; `source` is the file's name or the flag."""
-    found = []
-    for statement in _statements(text, source):
-        place = source if source == BINDINGS else f"{source}:{statement.location.line_num}"
-        match type(statement).__name__:
-            case "IncludeStatement":
-                found += _read_file(statement.filename, place, folders, open_files)
-            case "ImportStatement":
-                raise UserError(
-                    f"{place}: {statement.format()!r} would run the code of a module, and no binding of a run needs "
-                    "one; take the line out"
-                )
-            case "BindingStatement":
-                found.append(_checked(statement, place))
-    return found
-
-
-def _statements(text: str, source: str) -> Iterator[typing.Any]:
-    """Yield the statements of a text as gin's parser sees them."""
-    gin = _import_gin()
+    try:
+        import gin.config_parser
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "reading a gin config needs the package gin-config, which is not installed; run pip install gin-config"
+        ) from error
     lines = text.splitlines() or [""]
     try:
         if "\0" in text:  # Python's tokenizer, which gin uses, raises errors of its own on it
             raise SyntaxError("it holds a NUL character", ("", text[: text.index("\0")].count("\n") + 1, 0, ""))
-        yield from gin.config_parser.ConfigParser(text, _Delegate())
+        statements = list(gin.config_parser.ConfigParser(text, _Delegate()))
     except (SyntaxError, tokenize.TokenError, StopIteration, ValueError, TypeError, RecursionError) as error:
         if isinstance(error, tokenize.TokenError):
             why, number = error.args[0], error.args[1][0]
@@ -176,18 +171,20 @@ def _statements(text: str, source: str) -> Iterator[typing.Any]:
             f"{place}: {lines[number - 1].strip()!r} is not a line 'Name.field = value' "
             f"({' '.join(why.split()).rstrip('.')}); text stands in quotes, a macro after %"
         ) from error
-
-
-def _import_gin():
-    try:
-        import gin
-        import gin.config
-        import gin.config_parser
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "reading a gin config needs the package gin-config, which is not installed; run pip install gin-config"
-        ) from error
-    return gin
+    found = []
+    for statement in statements:
+        place = source if source == BINDINGS else f"{source}:{statement.location.line_num}"
+        match type(statement).__name__:
+            case "IncludeStatement":
+                found += _read_file(statement.filename, place, folders, open_files)
+            case "ImportStatement":
+                raise UserError(
+                    f"{place}: {statement.format()!r} would run the code of a module, and no binding of a run needs "
+                    "one; take the line out"
+                )
+            case "BindingStatement":
+                found.append(_checked(statement, place))
+    return found
 
 
 # What gin lets pass.
@@ -205,27 +202,14 @@ def _checked(statement, place: str) -> Binding:
     if field and name not in CONFIG_CLASSES:
         near = _near(name.split(".")[-1], (*CONFIG_CLASSES, "TrainConfig"))
         near = [f"{'train' if found == 'TrainConfig' else found}.{field}" for found in near]
-        raise UserError(
-            f"unknown name {name!r} in {target} ({place}); {_did_you_mean(near, 'known names', CONFIG_CLASSES)}"
-        )
+        hint = _did_you_mean(near, "known names", CONFIG_CLASSES)
+        raise UserError(f"unknown name {name!r} in {target} ({place}); {hint}")
     if field and field not in _types(name):
         near = [f"{other}.{field}" for other in CONFIG_CLASSES if field in _types(other)]
         near = near or [f"{name}.{found}" for found in _near(field, _types(name))]
         hint = _did_you_mean(near, "its fields are", sorted(_types(name)))
         raise UserError(f"{name} has no field {field!r} ({place}); {hint}")
     return Binding(target, statement.value, place)
-
-
-def _check_macros(bindings: dict[str, Binding], macros: dict[str, Binding], in_files: set[str]):
-    """Refuse a macro that stands on the command line alone: it is a mistyped macro or a binding without its class."""
-    used = {name for binding in (*bindings.values(), *macros.values()) for name in _macro_names(binding.value)}
-    for name, macro in macros.items():
-        if name in used or name in in_files:
-            continue
-        near = _near(name, used | {target for target in in_files if "." not in target})
-        near += [f"{other}.{name}" for other in CONFIG_CLASSES if name in _types(other)]
-        hint = _did_you_mean(near, "macros of the files", sorted(in_files & set(macros)))
-        raise UserError(f"{macro.place} sets the macro {name!r}, which no gin file defines and nothing uses; {hint}")
 
 
 def _macro_names(value) -> set[str]:
@@ -312,7 +296,8 @@ def _did_you_mean(near: list[str], otherwise: str, known) -> str:
 
 def _operative_text(lines: list[str]) -> str:
     """Return gin's operative config of a run with these bindings, and leave gin empty."""
-    gin = _import_gin()
+    import gin
+
     gin.clear_config()
     try:
         with gin.config.interactive_mode():  # a reloaded module may register again

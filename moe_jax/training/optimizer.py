@@ -8,6 +8,7 @@ experts' homes, or over the layers, by which the units are stacked.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
+from moe_jax.models.segments import flatten
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import build_router
 
@@ -67,26 +69,25 @@ def build_learning_rate(config: TrainConfig) -> optax.Schedule:
 # first dim, so that those of an expert move with it; step counts stay scalars.
 def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return `transform` over every matrix of bank and units, and over all other leaves as they are."""
+    stacked = over_first_dim(transform)
 
-    def labels(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: stack_of([entry.key for entry in path]), params)
+    def label(path, _leaf) -> str:
+        """Name the leaves that are stacked alike with this one, by the segment that they are of."""
+        names = [entry.key for entry in path]
+        if names[0] == "bank":
+            return f"experts_{names[1]}"
+        return f"units_{names[2]}" if names[:2] == ["dense", "units"] else "outer"
 
     def parts(params) -> optax.GradientTransformation:
-        found, stacked = set(jax.tree.leaves(labels(params))), over_first_dim(transform)
-        names = sorted(found, key=lambda name: (name == "outer", name))  # the order of the updates in the program
+        labels = jax.tree_util.tree_map_with_path(label, params)
+        # the order of the updates in the program
+        names = sorted(set(jax.tree.leaves(labels)), key=lambda name: (name == "outer", name))
         return optax.partition({name: transform if name == "outer" else stacked for name in names}, labels)
 
     def update(updates, state, params=None):
         return parts(updates).update(updates, state, params)
 
     return optax.GradientTransformation(lambda params: parts(params).init(params), update)
-
-
-def stack_of(names: list[str]) -> str:
-    """Return the name of the leaves that are stacked alike with the one at this path of the parameters, or 'outer'."""
-    if names[0] == "bank":
-        return f"experts_{names[1]}"
-    return f"units_{names[2]}" if names[:2] == ["dense", "units"] else "outer"
 
 
 def over_first_dim(transform: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -149,22 +150,45 @@ def line_on_gates(config: TrainConfig, layers: Iterable[MoEConfig]) -> str:
 def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Return the optimizer of a run.
 
+    Sources: Lion from Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), alg. 2; Adafactor from
+    Shazeer, Stern (2018), algorithms 4 and 5; Muon from Jordan et al. (2024), each hidden matrix orthogonalised by
+    itself and AdamW for all other leaves, with updates of the size of Liu et al., "Muon is Scalable for LLM Training"
+    (2025), equation 4, so that one learning rate serves all leaves.
+
     Raises:
       UserError: the installed optax does not have it.
     """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     rate, dtype = build_learning_rate(config), config.first_moment_dtype or None
     beta1, beta2, weight_decay = config.beta1, config.beta2, config.weight_decay
+    decay_mask = functools.partial(jax.tree_util.tree_map_with_path, decays)
     try:
         if config.optimizer == "adamw":
             update = optax.adamw(
-                rate, beta1, beta2, config.epsilon, mu_dtype=dtype, weight_decay=weight_decay, mask=_decay_mask
+                rate, beta1, beta2, config.epsilon, mu_dtype=dtype, weight_decay=weight_decay, mask=decay_mask
             )
-        elif config.optimizer == "lion":  # Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), alg. 2
-            update = optax.lion(rate, beta1, beta2, mu_dtype=dtype, weight_decay=weight_decay, mask=_decay_mask)
+        elif config.optimizer == "lion":
+            update = optax.lion(rate, beta1, beta2, mu_dtype=dtype, weight_decay=weight_decay, mask=decay_mask)
         else:
-            scale = _muon(config) if config.optimizer == "muon" else _adafactor(config)
-            decay = optax.add_decayed_weights(weight_decay, _decay_mask)  # decoupled
+            if config.optimizer == "muon":
+                muon = optax.contrib.scale_by_muon(
+                    beta=beta1, eps=config.epsilon, mu_dtype=dtype, weight_dimension_numbers=_muon_numbers
+                )
+                resized = optax.stateless(functools.partial(jax.tree_util.tree_map_with_path, _resized))
+                adam = optax.scale_by_adam(b1=beta1, b2=beta2, eps=config.epsilon, mu_dtype=dtype)
+                scale = optax.partition({"muon": optax.chain(muon, resized), "adam": adam}, _muon_or_adam)
+            else:
+                # Without momentum; the learning rate is relative to a matrix' size, and each expert's and each layer's
+                # matrix has its own factors and sizes.
+                scale = per_matrix(
+                    optax.chain(
+                        optax.scale_by_factored_rms(min_dim_size_to_factor=config.min_dim_size_to_factor),
+                        optax.clip_by_block_rms(1.0),
+                        optax.scale_by_param_block_rms(),
+                    )
+                )
+            # decoupled, by the learning rate, as AdamW's is; that of `optax.adafactor` is not multiplied by it
+            decay = optax.add_decayed_weights(weight_decay, decay_mask)
             update = optax.chain(scale, decay, optax.scale_by_learning_rate(rate))
         return optax.chain(clip, update)
     except AttributeError as error:
@@ -174,53 +198,19 @@ def build_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         ) from error
 
 
-def _decay_mask(params):
-    return jax.tree_util.tree_map_with_path(decays, params)
+def _muon_or_adam(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if muon_dims(path) else "adam", params)
 
 
-def _adafactor(config: TrainConfig) -> optax.GradientTransformation:
-    """Return how Adafactor without momentum scales a gradient; the learning rate is relative to a matrix' size.
-
-    Each expert's and each layer's matrix has its own factors and sizes. Weight decay is decoupled as AdamW's is, by the
-    learning rate; that of `optax.adafactor` is not multiplied by it.
-    Source: Shazeer, Stern, "Adafactor" (2018), algorithms 4 and 5.
-    """
-    one_matrix = optax.chain(
-        optax.scale_by_factored_rms(min_dim_size_to_factor=config.min_dim_size_to_factor),
-        optax.clip_by_block_rms(1.0),
-        optax.scale_by_param_block_rms(),
-    )
-    return per_matrix(one_matrix)
+def _muon_numbers(params):
+    numbers = optax.contrib.MuonDimensionNumbers
+    return jax.tree_util.tree_map_with_path(lambda path, _: numbers(*muon_dims(path)), params)
 
 
-def _muon(config: TrainConfig) -> optax.GradientTransformation:
-    """Return Muon's update of hidden matrices, each orthogonalised by itself, and AdamW's of all other leaves.
-
-    Source: Jordan et al., "Muon" (2024); the size of the update from Liu et al., "Muon is Scalable for LLM Training"
-    (2025), equation 4, so that one learning rate serves all leaves.
-    """
-    contrib = optax.contrib
-
-    def labels(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if muon_dims(path) else "adam", params)
-
-    def numbers(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: contrib.MuonDimensionNumbers(*muon_dims(path)), params)
-
-    def resize(updates, params=None):
-        def one(path, update):
-            fans = [math.prod(update.shape[dim] for dim in dims) for dims in muon_dims(path)]
-            return MUON_RMS * math.sqrt(max(fans)) * update
-
-        return jax.tree_util.tree_map_with_path(one, updates)
-
-    dtype = config.first_moment_dtype or None
-    muon = contrib.scale_by_muon(
-        beta=config.beta1, eps=config.epsilon, mu_dtype=dtype, weight_dimension_numbers=numbers
-    )
-    adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon, mu_dtype=dtype)
-    parts = {"muon": optax.chain(muon, optax.stateless(resize)), "adam": adam}
-    return optax.partition(parts, labels)
+def _resized(path: tuple, update, _param):
+    """Return Muon's update with entries of MUON_RMS in root mean square."""
+    fans = [math.prod(update.shape[dim] for dim in dims) for dims in muon_dims(path)]
+    return MUON_RMS * math.sqrt(max(fans)) * update
 
 
 def muon_dims(path: tuple) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -250,25 +240,18 @@ def state_specs(opt_state, shapes, specs):
       shapes: the parameters, pytree with shapes.
       specs: matching pytree of PartitionSpec, of moments.
     """
-    is_spec = lambda node: isinstance(node, P)  # noqa: E731
-    known = {
-        _keys(path): (leaf.shape, spec)
-        for (path, leaf), spec in zip(
-            jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
-        )
-    }
-
-    def one(path, leaf):
-        keys = _keys(path)
-        own = next((keys[start:] for start in range(len(keys)) if keys[start:] in known), None)
-        if own is None:
-            return P()
-        shape, spec = known[own]
-        if leaf.shape == shape:
-            return spec
-        return P(spec[0], *[None] * (leaf.ndim - 1)) if own[0] == "bank" else P()
-
-    return jax.tree_util.tree_map_with_path(one, opt_state)
+    known = dict(zip(flatten(shapes), zip(jax.tree.leaves(shapes), _spec_leaves(specs), strict=True), strict=True))
+    found = []
+    for name, leaf in flatten(opt_state).items():
+        keys = name.split("/")  # a leaf's name ends in its parameter's
+        own = next((rest for at in range(len(keys)) if (rest := "/".join(keys[at:])) in known), None)
+        spec = P()
+        if own is not None and leaf.shape == known[own][0].shape:
+            spec = known[own][1]
+        elif own is not None and keys[-len(own.split("/"))] == "bank":
+            spec = P(known[own][1][0], *[None] * (leaf.ndim - 1))
+        found.append(spec)
+    return jax.tree.unflatten(jax.tree.structure(opt_state), found)
 
 
 def state_bytes(config: TrainConfig, shapes, specs, sizes: dict[str, int]) -> int:
@@ -280,15 +263,12 @@ def state_bytes(config: TrainConfig, shapes, specs, sizes: dict[str, int]) -> in
     """
     with jax.enable_x64(any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(shapes))):
         opt_state = jax.eval_shape(build_optimizer(config).init, shapes)
-    laid = state_specs(opt_state, shapes, specs)
-    is_spec = lambda node: isinstance(node, P)  # noqa: E731
     total = 0
-    for leaf, spec in zip(jax.tree.leaves(opt_state), jax.tree.leaves(laid, is_leaf=is_spec), strict=True):
+    for leaf, spec in zip(jax.tree.leaves(opt_state), _spec_leaves(state_specs(opt_state, shapes, specs)), strict=True):
         axes = [axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
         total += leaf.size * jnp.dtype(leaf.dtype).itemsize // math.prod(sizes[axis] for axis in axes)
     return total
 
 
-def _keys(path: tuple) -> tuple[str, ...]:
-    """Return a tree path as text, whatever it goes through."""
-    return tuple(str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path)
+def _spec_leaves(specs) -> list[P]:
+    return jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P))
