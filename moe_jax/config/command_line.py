@@ -11,7 +11,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
 
 from absl import flags
 
@@ -37,21 +36,16 @@ def run_command(command: Callable[[list[str]], int | None]) -> None:
         sys.exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind)))
     finally:
         if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
-            _exit_now(sys.exc_info()[1])
-
-
-def _exit_now(error: BaseException | None) -> NoReturn:
-    """End the process as `error` would, without Python's wait for its threads.
-
-    A compilation cannot be stopped, and takes minutes. As a daemon thread it would abort the process instead, because
-    Python ends such a thread inside XLA, where C++ does not expect it.
-    """
-    code = error.code if isinstance(error, SystemExit) else 1
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+            # A compilation cannot be stopped, and takes minutes. As a daemon thread it would abort the process instead,
+            # because Python ends such a thread inside XLA, where C++ does not expect it. So the process ends here, as
+            # it would after Python's wait for its threads.
+            error = sys.exc_info()[1]
+            code = error.code if isinstance(error, SystemExit) else 1
+            if not isinstance(error, SystemExit):
+                traceback.print_exception(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def parse_flags(argv: list[str], command: str, flag: str) -> None:

@@ -1,9 +1,7 @@
 """From gin files and bindings to one checked `RunConfig`. This is the only file that imports gin.
 
-Inputs: names of gin files, binding strings, folders to search. Outputs: (RunConfig, its canonical text, gin's operative
-text), or a UserError of one line. gin's own parser reads every file, included ones too, before gin itself gets a line:
-gin runs an `import` while it parses, and lets a scope, a mistyped macro and a value of the wrong type pass. gin is left
-as empty as a fresh process has it, so that a notebook may parse again.
+gin's own parser reads every file, included ones too, before gin itself gets a line: gin runs an `import` while it
+parses, and lets a scope, a mistyped macro and a value of the wrong type pass.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""One run's whole configuration as one record, as text, and as a difference between two texts.
-
-Inputs: the seven config dataclasses, or two texts. Outputs: `RunConfig`; its canonical text, one line `Name.field =
-value` for every field, defaults included and what was set marked, so that two configs compare field by field; and the
-rule of what may change when a run goes on. Host side, no gin: runs and notebooks may build a `RunConfig` by hand.
-"""
+"""One run's whole configuration as one record, as text, and as a difference between two texts. Host side, no gin."""
 
 from __future__ import annotations
 
@@ -33,45 +28,19 @@ CONFIG_CLASSES: dict[str, type] = {
 
 # Bindings under which a started run may go on: where and how it computes, how long, and what it writes down.
 MAY_DIFFER = (
-    "MeshConfig.*",
-    "PlannerConfig.*",
-    "MoEConfig.schedule",
-    "MoEConfig.transport",
-    "MoEConfig.pairwise_groups",
-    "MoEConfig.gather",
-    "MoEConfig.cluster",
-    "MoEConfig.grouped_matmul",
-    "MoEConfig.bucket_slack",
-    "MoEConfig.overflow_chance",
-    "ModelConfig.attention",
-    "ModelConfig.remat",
-    "ModelConfig.overlap",
-    "ModelConfig.prefetch",
-    "ModelConfig.prefetch_case",
-    "ModelConfig.refetch_replicas",
-    "ModelConfig.sequence_parallel",
-    "ModelConfig.stack",
+    "MeshConfig.*", "PlannerConfig.*", "DataConfig.cache_dir",
+    "MoEConfig.schedule", "MoEConfig.transport", "MoEConfig.pairwise_groups", "MoEConfig.gather", "MoEConfig.cluster",
+    "MoEConfig.grouped_matmul", "MoEConfig.bucket_slack", "MoEConfig.overflow_chance",
+    "ModelConfig.attention", "ModelConfig.remat", "ModelConfig.overlap", "ModelConfig.prefetch",
+    "ModelConfig.prefetch_case", "ModelConfig.refetch_replicas", "ModelConfig.sequence_parallel", "ModelConfig.stack",
     "ModelConfig.loss_chunk",
-    "DataConfig.cache_dir",
-    "DistillationConfig.teacher",  # by its path: that it is the same teacher is checked (`training/teacher.py`)
-    "DistillationConfig.teacher_step",
-    "train.steps",
-    "train.decay_steps",
-    "train.max_skipped_steps",
-    "train.ema_decay",
-    "train.guide_scheduler",
-    "train.optimistic",
-    "train.deterministic",
-    "train.zero_stage",
-    "train.expert_zero_stage",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.evaluate_every",
-    "train.evaluate_windows",
-    "train.loads_every",
-    "train.log_every",
-    "train.profile_steps",
-)
+    # by its path: that it is the same teacher is checked (`training/teacher.py`)
+    "DistillationConfig.teacher", "DistillationConfig.teacher_step",
+    "train.steps", "train.decay_steps", "train.max_skipped_steps", "train.ema_decay", "train.guide_scheduler",
+    "train.optimistic", "train.deterministic", "train.zero_stage", "train.expert_zero_stage",
+    "train.checkpoint_every", "train.keep_checkpoints", "train.evaluate_every", "train.evaluate_windows",
+    "train.loads_every", "train.log_every", "train.profile_steps",
+)  # fmt: skip
 ABSENT = "(absent)"
 BOUND = "  # set"  # behind a value that a gin file or a binding set; the others are defaults
 
@@ -170,13 +139,12 @@ def _values(text: str) -> dict[str, str]:
     """Return {binding: value as written} of a config text."""
     values = {}
     for number, line in enumerate(text.splitlines(), 1):
-        line = line.strip()
-        if not line or line.startswith("#"):
+        binding, equals, value = line.strip().removesuffix(BOUND).partition(" = ")
+        if not line.strip() or line.strip().startswith("#"):
             continue
-        binding, equals, value = line.removesuffix(BOUND).partition(" = ")
         if not equals or "." not in binding:
             raise UserError(
-                f"config text, line {number}: {line!r} is not a line 'Name.field = value'; restore the file"
+                f"config text, line {number}: {line.strip()!r} is not a line 'Name.field = value'; restore the file"
             )
         values[binding] = value
     return values

@@ -140,27 +140,15 @@ class TrainConfig:
     profile_steps: tuple[int, int] | None = None
 
     def __post_init__(self):
-        for name in (
-            "steps",
-            "batch_size",
-            "grad_accum_steps",
-            "keep_checkpoints",
-            "loads_every",
-            "log_every",
-            "min_dim_size_to_factor",
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name} ({getattr(self, name)}) must be at least 1")
-        for name in (
-            "warmup_steps",
-            "decay_steps",
-            "max_skipped_steps",
-            "checkpoint_every",
-            "evaluate_every",
-            "evaluate_windows",
-        ):
-            if getattr(self, name) < 0:
-                raise UserError(f"train.{name} ({getattr(self, name)}) must not be negative")
+        least = {
+            1: "steps batch_size grad_accum_steps keep_checkpoints loads_every log_every min_dim_size_to_factor",
+            0: "warmup_steps decay_steps max_skipped_steps checkpoint_every evaluate_every evaluate_windows",
+        }
+        for bound, names in least.items():
+            for name in names.split():
+                if getattr(self, name) < bound:
+                    said = "be at least 1" if bound else "not be negative"
+                    raise UserError(f"train.{name} ({getattr(self, name)}) must {said}")
         if self.batch_size % self.grad_accum_steps:
             raise UserError(
                 f"train.batch_size ({self.batch_size}) must be divisible by train.grad_accum_steps "
@@ -172,23 +160,6 @@ class TrainConfig:
             raise UserError(f"train.expert_zero_stage ({self.expert_zero_stage}) must be 0, 1, 2 or 3")
         if self.learning_rate <= 0:
             raise UserError(f"train.learning_rate ({self.learning_rate}) must be positive")
-        self._check_optimizer()
-        if self.clip_norm < 0:
-            raise UserError(f"train.clip_norm ({self.clip_norm}) must be positive, or 0 not to clip")
-        if not 0 <= self.ema_decay < 1:
-            raise UserError(f"train.ema_decay ({self.ema_decay}) must be at least 0 (no average) and below 1")
-        if self.profile_steps is not None and not 0 <= self.profile_steps[0] < self.profile_steps[1]:
-            raise UserError(
-                f"train.profile_steps {self.profile_steps} must be (first, last) with 0 <= first < last, or None"
-            )
-
-    @property
-    def decays_over(self) -> int:
-        """Steps at the end in which 'wsd' decays."""
-        return self.decay_steps or max(1, self.steps // 10)
-
-    def _check_optimizer(self):
-        """Check the optimizer's name, and the fields of the learning rate's schedule."""
         choices = {
             "optimizer": OPTIMIZERS,
             "learning_rate_schedule": LEARNING_RATE_SCHEDULES,
@@ -219,3 +190,16 @@ class TrainConfig:
                 f"train.decay_steps ({self.decay_steps}) needs train.learning_rate_schedule = 'wsd'; under "
                 f"{self.learning_rate_schedule!r} leave it 0"
             )
+        if self.clip_norm < 0:
+            raise UserError(f"train.clip_norm ({self.clip_norm}) must be positive, or 0 not to clip")
+        if not 0 <= self.ema_decay < 1:
+            raise UserError(f"train.ema_decay ({self.ema_decay}) must be at least 0 (no average) and below 1")
+        if self.profile_steps is not None and not 0 <= self.profile_steps[0] < self.profile_steps[1]:
+            raise UserError(
+                f"train.profile_steps {self.profile_steps} must be (first, last) with 0 <= first < last, or None"
+            )
+
+    @property
+    def decays_over(self) -> int:
+        """Steps at the end in which 'wsd' decays."""
+        return self.decay_steps or max(1, self.steps // 10)

@@ -2,18 +2,20 @@
 
 Inputs: the training state {'step', 'params', 'opt_state'} of global arrays, the homes of its experts, and a dictionary
 of host data (position in the data, config text, ...). Outputs: one folder a checkpoint, named by its step; and the
-state again, on whatever mesh, split and homes the reader has. Leaves of the expert bank are stored as [L, E, ...], of
-each segment of the model for itself, so a file does not depend on mesh, schedule, placement or process count.
-
-    checkpoints/00000120/                          finished: a name of digits alone
-    checkpoints/00000130.orbax-checkpoint-tmp/     being written; renamed by process 0 when all is written
-    checkpoints/00000090.deleted/                  being deleted
-
-The state may be donated as soon as `save` returns: by then each leaf has been copied to buffers in host memory that
-belong to the save alone, one leaf after the other (so a device holds at most one reordered leaf of the bank besides).
-With several processes every method is called by all of them; they share the folder. Each wait for another process has a
-time limit. Letters: docs/notation.md.
+state again, on whatever mesh, split and homes the reader has. Letters: docs/notation.md.
 """
+
+# Leaves of the expert bank are stored as [L, E, ...], of each segment of the model for itself, so a file does not
+# depend on mesh, schedule, placement or process count.
+#
+#     checkpoints/00000120/                          finished: a name of digits alone
+#     checkpoints/00000130.orbax-checkpoint-tmp/     being written; renamed by process 0 when all is written
+#     checkpoints/00000090.deleted/                  being deleted
+#
+# The state may be donated as soon as `save` returns: by then each leaf has been copied to buffers in host memory that
+# belong to the save alone, one leaf after the other (so a device holds at most one reordered leaf of the bank besides).
+# With several processes every method is called by all of them; they share the folder. Each wait for another process has
+# a time limit.
 
 from __future__ import annotations
 
@@ -55,14 +57,10 @@ Index = tuple[int | slice, ...]  # of a part of a leaf: a number keeps one row o
 
 
 class Checkpointer:
-    """The checkpoints of one folder.
+    """The checkpoints of one folder, of which the newest `keep` stay; only finished ones are listed, read or counted.
 
     `save` returns while files are still being written; what goes wrong then is raised by the next `save`, `wait` or
-    `close`. Only finished checkpoints are ever listed, read, or counted for `keep`.
-
-    Args:
-      folder: holds the checkpoints; made by the first save.
-      keep: newest finished checkpoints that stay, at least 1; one is deleted only after a newer one has finished.
+    `close`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int):
@@ -110,10 +108,9 @@ class Checkpointer:
         return custom["host"]
 
     def restore(self, step: int, abstract_state, home: Homes) -> tuple[Any, dict]:
-        """Return (state, host data) of a checkpoint; without 'ema' where the file or `abstract_state` has none.
+        """Return (state, host data) of a finished checkpoint; without 'ema' where it or `abstract_state` has none.
 
         Args:
-          step: of a finished checkpoint.
           abstract_state: ShapeDtypeStructs with NamedShardings of this run's mesh; any mesh.
           home: {segment: int [L, E]}, where the experts are to be stored, bank rows numbered as `placement.bank_rows`
             does.
@@ -129,20 +126,13 @@ class Checkpointer:
         return self._read(step, stored, flatten(abstract_state), abstract_state, home), host
 
     def restore_params(self, step: int, abstract_params, home: Homes, part: str = "params"):
-        """Return the parameters {'dense', 'bank'} alone; arguments and errors as in `restore`.
-
-        Args:
-          part: 'params', or 'ema' for their moving average.
-        """
+        """Return the parameters {'dense', 'bank'} alone, or 'ema', their moving average; else as `restore`."""
         self.read_host(step)
         params = {name: leaf for name, leaf in self._stored(step).items() if name.startswith(f"{part}/")}
         return self._read(step, params, flatten(abstract_params, part), abstract_params, home)
 
     def digest(self, step: int) -> str:
-        """Return a hash of the parameters in a checkpoint: equal values, equal hash, whoever wrote the file.
-
-        Leaf after leaf is read to the host of every process that asks; nothing is put on a device.
-        """
+        """Return a hash of the parameters in a checkpoint: equal values, equal hash; leaf after leaf on the host."""
         hashed = hashlib.sha256()
         for name in sorted(name for name in self._stored(step) if name.startswith("params/")):
             leaf = self.read_arrays(step, [name])[name]
@@ -168,9 +158,7 @@ class Checkpointer:
     # Writing.
 
     def save(self, step: int, state, home: Homes, host: dict) -> None:
-        """Start to save a state; when this returns, the state may be donated or changed.
-
-        A save that is still writing is waited for first.
+        """Start to save a state, after the save before it; when this returns, the state may be donated or changed.
 
         Args:
           step: number of finished steps; names the checkpoint.
@@ -435,13 +423,7 @@ class _PartsHandler(ocp.type_handlers.NumpyHandler):
 
 
 def write_params(folder: Path, leaves: dict[str, LeafParts], host: dict) -> None:
-    """Write `folder`/00000000, a checkpoint of step 0.
-
-    Args:
-      folder: the run's folder of checkpoints; exists.
-      leaves: {name such as 'params/dense/norm/scale': its parts}.
-      host: JSON data; 'config' is the text of the run's config.
-    """
+    """Write `folder`/00000000, a checkpoint of step 0: {name such as 'params/dense/norm/scale': its parts}."""
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler()), (LeafParts, _PartsHandler())
     )

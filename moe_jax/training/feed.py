@@ -14,7 +14,6 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.data import Tokenizer, TokenStream, held_out_batches, mask_tokens
@@ -46,7 +45,8 @@ class Feed:
         self.sequence_length = sequence_length
         self.stream = TokenStream(cache, sequence_length=sequence_length, batch_size=train.batch_size, seed=train.seed)
         self.batch_shardings, self.rows = batch_shardings, train.batch_size // train.grad_accum_steps
-        self.own = own_rows(batch_shardings.inputs, (1, self.rows, sequence_length))
+        indices = batch_shardings.inputs.addressable_devices_indices_map((1, self.rows, sequence_length)).values()
+        self.own = np.unique(np.concatenate([np.arange(self.rows)[index[1]] for index in indices]))
 
     @property
     def boundary_id(self) -> int | None:
@@ -58,18 +58,18 @@ class Feed:
 
     def _examples(self, tokens, step, rows) -> Batch:
         """Return the batch [r, Sq] of tokens [r, Sq + 1] of global rows [r]."""
-        inputs, targets, weights = self._hide(tokens, step, rows)
+        if self.model.kind == "gpt":
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
+            weights = np.ones(targets.shape, np.float32)
+        else:
+            inputs, targets, weights = mask_tokens(
+                tokens[:, :-1], step, rows, self.train.seed, self.tokenizer, self.model.mask_rate
+            )
         if self.boundary_id is not None:
             weights = weights * inside_documents(tokens, self.boundary_id)
         masked = self.model.document_mask
         documents = document_numbers(tokens[:, :-1], self.tokenizer.end_id) if masked else None
         return Batch(inputs, targets, weights.astype(self.model.param_dtype), documents=documents)
-
-    def _hide(self, tokens, step, rows):
-        """Turn tokens [r, Sq + 1] of global rows [r] into (inputs, targets, weights): next tokens, or masked ones."""
-        if self.model.kind == "gpt":
-            return tokens[:, :-1], tokens[:, 1:], np.ones(tokens[:, 1:].shape, np.float32)
-        return mask_tokens(tokens[:, :-1], step, rows, self.train.seed, self.tokenizer, self.model.mask_rate)
 
     def read(self, step: int, rows: np.ndarray | None = None) -> Batch:
         """Return a step's batch as NumPy arrays [Nm, B / Nm, Sq]; [Nm, b, Sq] of the `rows` given, such as `own`."""
@@ -107,9 +107,3 @@ class Feed:
             return jax.make_array_from_callback(shape, sharding, part)
 
         return jax.tree.map(one, batch, self.batch_shardings)
-
-
-def own_rows(sharding: NamedSharding, shape: tuple[int, int, int]) -> np.ndarray:
-    """Return which rows (dim 1) of an array of this shape lie on devices of this process, int64, ascending."""
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    return np.unique(np.concatenate([np.arange(shape[1])[index[1]] for index in indices]))

@@ -1,9 +1,7 @@
 """The optimizer of a run, by name, from optax: clipping by the global norm, then what makes an update of a gradient.
 
 Inputs: TrainConfig. Outputs: a `GradientTransformation` over parameters {'dense': ..., 'bank': ...}, and where the
-leaves of its state lie. Gradients are global arrays, so norms are those of whole leaves however they are laid out. An
-expert's matrix is a parameter of its own: nothing is ever summed over the rows of the bank, whose order follows the
-experts' homes, or over the layers, by which the units are stacked.
+leaves of its state lie. Gradients are global arrays, so norms are those of whole leaves however they are laid out.
 """
 
 from __future__ import annotations
@@ -65,6 +63,8 @@ def build_learning_rate(config: TrainConfig) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup), after], [warmup])
 
 
+# An expert's matrix is a parameter of its own: nothing is ever summed over the rows of the bank, whose order follows
+# the experts' homes, or over the layers, by which the units are stacked.
 # For transformations that look at whole leaves (their factors, their root mean square): state leaves get the stack's
 # first dim, so that those of an expert move with it; step counts stay scalars.
 def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransformation:

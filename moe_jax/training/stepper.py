@@ -2,13 +2,6 @@
 
 Inputs: a `Session`, a state, batches on the devices. Outputs: the next state, and the metrics of each finished step.
 This is what `loop.py` and benchmarks share; files, checkpoints and evaluations are the loop's.
-
-An optimistic step runs a common program, which has pass 0 of the exchanges alone and no conditional for an overflow;
-where a bucket overflows it leaves the state as it was and says so. The same batch then goes through the complete
-program, which has all passes, once the host has read that; until then the steps in flight change nothing either.
-
-    common 7 | common 8 | common 9     8 overflows: it and 9 leave the state of 7
-             | complete 8 | common 9   once the host has read that
 """
 
 from __future__ import annotations
@@ -28,6 +21,12 @@ from moe_jax.training.program import Programs, Session, build_session
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.teacher import load_teacher
 
+# An optimistic step runs a common program, which has pass 0 of the exchanges alone and no conditional for an overflow;
+# where a bucket overflows it leaves the state as it was and says so. The same batch then goes through the complete
+# program, which has all passes, once the host has read that; until then the steps in flight change nothing either.
+#
+#     common 7 | common 8 | common 9     8 overflows: it and 9 leave the state of 7
+#              | complete 8 | common 9   once the host has read that
 # A step that overflows costs a common one, those in flight behind it, and a complete one. So it must be rare, and where
 # it is not (more than MOST of the last WINDOW steps) steps go through the complete program at once, until overflow is
 # rare again. Which program a step runs depends on the passes of earlier steps only: all processes, and a resumed run,
@@ -79,14 +78,7 @@ class Stepper:
         teacher_params: dict | None = None,
         overflows: dict | None = None,
     ):
-        """Start from `state`.
-
-        Args:
-          engine: plans for the next steps, None without a planner.
-          change_state: function (state, step) -> state, called by `run` before each step.
-          teacher_params: on the devices, if the session has a teacher; see `load_teacher`.
-          overflows: of the steps before, None where nothing is known of them.
-        """
+        """Start from `state`; `run` calls change_state(state, step) -> state before each step."""
         self.session, self.state, self.engine, self.change_state = session, state, engine, change_state
         self.teacher_params = teacher_params
         self.step = int(state["step"])
@@ -219,12 +211,7 @@ class Stepper:
 def build_stepper(
     config: RunConfig, devices, change_state: Callable | None = None, past: Iterable[np.ndarray] = ()
 ) -> Stepper:
-    """Return a run at its first step, compiled, without any files.
-
-    Args:
-      change_state: see `Stepper`.
-      past: loads from which the first step is planned, oldest first.
-    """
+    """Return a run at its first step, compiled, without files; past: loads that it is planned from, oldest first."""
     session = build_session(config, devices)
     engine = build_engine(session, lag_of(session))
     past = list(past)

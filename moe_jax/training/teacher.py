@@ -1,10 +1,7 @@
 """The teacher of a student: found in its run folder, checked against the student, and put on the student's mesh.
 
 Inputs: a `RunConfig` whose `DistillationConfig.teacher` names a run folder. Outputs: the model that teaches, its
-parameters on the devices, and its identity {'folder', 'step', 'config', 'parameters'}, which the student's checkpoints
-hold instead of its weights. The teacher computes as its own config says (dtype, schedule, ZeRO stages, ...), on the
-student's mesh, with the student's transport and its grouped matmul, which may be compared before the first step; always
-without a planner, noise, or anything saved for a backward.
+parameters on the devices, and its identity, which the student's checkpoints hold instead of its weights.
 """
 
 from __future__ import annotations
@@ -45,11 +42,7 @@ def _named(config: DistillationConfig) -> Iterator[None]:
 
 
 def read_teacher(config: DistillationConfig) -> RunConfig:
-    """Return the config that the teacher was trained with.
-
-    Raises:
-      UserError: there is no such run.
-    """
+    """Return the config that the teacher was trained with; UserError where there is no such run."""
     with _named(config):
         folder = RunFolder(config.teacher, create=False)
         if not folder.config.exists():
@@ -58,11 +51,7 @@ def read_teacher(config: DistillationConfig) -> RunConfig:
 
 
 def teacher_checkpoint(config: DistillationConfig) -> tuple[Checkpointer, int]:
-    """Return the teacher's checkpoints, and the step of the one that teaches.
-
-    Raises:
-      UserError: there is none.
-    """
+    """Return the teacher's checkpoints, and the step of the one that teaches; UserError where there is none."""
     with _named(config):
         checkpoints = Checkpointer(RunFolder(config.teacher, create=False).checkpoints, keep=1)
         steps = checkpoints.steps()
@@ -118,6 +107,9 @@ def teacher_model(
         )
     with _named(config.distillation):
         check_pair(config, run, tokenizer, vocab_size)
+        # It computes as its own config says (dtype, schedule, ZeRO stages, ...), on the student's mesh, with the
+        # student's transport and its grouped matmul, which may be compared before the first step; always without a
+        # planner, noise, or anything saved for a backward.
         model = dataclasses.replace(run.model, remat="none", prefetch="none", overlap="none", refetch_replicas=False)
         moe = dataclasses.replace(run.moe, transport=config.moe.transport, grouped_matmul=config.moe.grouped_matmul)
         built = LanguageModel(

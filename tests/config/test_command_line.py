@@ -40,12 +40,6 @@ def test_an_unknown_flag_names_the_way_to_the_list():
     assert line.endswith("python -m moe_jax.replay --help lists all flags")
 
 
-def test_stall_seconds_of_the_command_line_are_checked(tmp_path):
-    done = run("moe_jax.train", f"--workdir={tmp_path / 'run'}", "--stall_after_seconds=-1")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: stall_after_seconds (-1.0) must be 0 (never) or positive"
-
-
 SEGMENTS = {  # two layers, 8 devices: what they say, and the one line
     "('layers=2', 'layers=1')": "ModelConfig.segments have 2 + 1 = 3 layers, but ModelConfig.layers is 2",
     "('layers=1', 'layers=1 num_experts=6')": "segment 1 of the model (layers=1 num_experts=6): MoEConfig.num_experts "

@@ -55,8 +55,7 @@ def test_parameter_counts_by_hand():
     assert (counts.total, counts.active, counts.as_papers) == (116, 80, 64)
 
 
-@pytest.mark.parametrize("top_k", [1, 3])
-def test_a_token_counts_k_experts(top_k):
+def test_a_token_counts_k_experts(top_k=3):
     """K of the four experts of 12 parameters above, two FLOPs for each of them, whatever a capacity may drop."""
     config = ModelConfig(layers=1, model_dim=2, heads=1, hidden_dim=3, max_length=7)
     one, moe = MoEConfig(num_experts=4, top_k=1), MoEConfig(num_experts=4, top_k=top_k, capacity_factor=2.0)
@@ -150,57 +149,6 @@ def test_device_bytes_are_those_of_the_layout(mesh, devices):
         assert got.gradients == bytes_of(shapes, gradients, roles)
         twice = device_bytes(sizes(config, moe, zero, expert_zero, grad_accum_steps=2, batch=16), abstract)
         assert twice.gradients == 2 * got.gradients and twice.activations == got.activations
-
-
-def test_device_bytes_shrink_where_they_should():
-    config, moe = ModelConfig(**SIZES), MoEConfig(num_experts=8)
-    roles = build_mesh(MeshConfig(), 8)
-    by_stage = [device_bytes(sizes(config, moe, stage, 1), roles) for stage in (0, 1, 3)]
-    assert by_stage[0].optimizer > by_stage[1].optimizer == by_stage[2].optimizer
-    assert (
-        by_stage[1].parameters > by_stage[2].parameters
-        and by_stage[2].compute_weights > by_stage[1].compute_weights == 0
-    )
-    assert by_stage[0].total == sum(
-        (
-            by_stage[0].parameters, by_stage[0].optimizer, by_stage[0].gradients, by_stage[0].activations,
-            by_stage[0].overflow,
-        )
-    )  # fmt: skip
-
-
-def test_activations_estimate_is_within_a_factor_of_two_of_the_compiler():
-    """Temporaries of a compiled loss and gradient on one device hold the gradients and the activations."""
-    from moe_jax.models import make_loss
-    from moe_jax.moe.tables import even_tables
-
-    length, rows, experts = 64, 16, 8
-    config = ModelConfig(layers=4, model_dim=64, heads=4, hidden_dim=128, max_length=length)
-    moe = MoEConfig(num_experts=experts)
-    roles = build_mesh(MeshConfig(), jax.devices()[:1])
-    model = LanguageModel(config=config, moe=moe, vocab_size=VOCAB, roles=roles)
-    loss = make_loss(model, model.layout(), rows, length)
-    batch = Batch(*(jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)))
-
-    def step(params, batch):  # updates the parameters, so that gradients are temporaries
-        key = jax.random.key(0)
-        tables = {"segment_0": even_tables(config.moe_layers, experts, 1)}
-        (_, stats), grads = jax.value_and_grad(loss, has_aux=True)(
-            params, batch, tables, key, jnp.int32(0), jnp.float32(1)
-        )
-        norm = sum(jnp.sum(g * g) for g in jax.tree.leaves(grads))
-        return jax.tree.map(lambda p, g: p - g / norm, params, grads), stats.loads
-
-    compiled = jax.jit(step, donate_argnums=0).lower(model.shapes(), batch).compile()
-    held = device_bytes(
-        Sizes(
-            config=config, moe=moe, vocab_size=VOCAB, length=length, batch_size=rows, grad_accum_steps=1, zero_stage=0,
-            expert_zero_stage=0,
-        ),
-        build_mesh(MeshConfig(), 1),
-    )  # fmt: skip
-    ratio = (held.gradients + held.activations) / compiled.memory_analysis().temp_size_in_bytes
-    assert 0.5 < ratio < 2, ratio
 
 
 def test_work_of_a_half_by_hand():

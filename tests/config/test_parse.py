@@ -50,11 +50,6 @@ def test_parse_files_includes_macros_and_bindings_in_order(tmp_path):
     assert again == run and config_differences(text_again, text) == []
 
 
-def test_parse_block_syntax_and_none():
-    run, _, _ = parse_run_config(gin_bindings=["train:\n  steps = 3\n  seed = 4", "MoEConfig.capacity_factor = None"])
-    assert (run.train.steps, run.train.seed, run.moe.capacity_factor) == (3, 4, None)
-
-
 def test_parse_leaves_gin_empty():
     import gin
 
@@ -79,7 +74,6 @@ def test_parse_finds_files_by_search_path_and_beside_the_package(tmp_path, monke
     [
         ("train.step = 3", ["train has no field 'step'", "did you mean train.steps?"]),
         ("Train.steps = 3", ["unknown name 'Train'", "did you mean train.steps?"]),
-        ("TrainConfig.steps = 3", ["unknown name 'TrainConfig'", "did you mean train.steps?"]),
         ("MoeConfig.top_k = 3", ["unknown name 'MoeConfig'", "did you mean MoEConfig.top_k?"]),
         ("ModelConfig.num_experts = 3", ["did you mean MoEConfig.num_experts?"]),
         ("foo.bar = 3", ["unknown name 'foo'", "train, DataConfig, ModelConfig"]),
@@ -89,30 +83,21 @@ def test_parse_finds_files_by_search_path_and_beside_the_package(tmp_path, monke
         ("train.steps = %STEPS", ["the macro %STEPS, which is not defined", "a line: STEPS = ..."]),
         ("A = %B\nB = %A\ntrain.steps = %A", ["%A -> %B -> %A"]),
         ("train.steps = '40'", ["train.steps ('40', text) must be a whole number (--gin_bindings)"]),
-        ("train.steps = True", ["train.steps (True, a truth value) must be a whole number"]),
         ("train.steps = 4.0", ["train.steps (4.0, a number) must be a whole number"]),
-        ("train.steps = None", ["train.steps (None) must be a whole number"]),
-        ("train.steps = @train()", ["train.steps (@train()) must be a whole number"]),
-        ("train.learning_rate = '3e-3'", ["train.learning_rate ('3e-3', text) must be a finite number"]),
         ("train.learning_rate = 1e999", ["must be a finite number"]),
         ("train.profile_steps = (1, 2, 3)", ["must be a tuple of 2 entries, each a whole number or None"]),
-        ("train.profile_steps = (1, 2.5)", ["must be a tuple of 2 entries"]),
-        ("MoEConfig.capacity_factor = 'no'", ["('no', text) must be a finite number or None"]),
         ("MoEConfig.renormalize = 1", ["MoEConfig.renormalize (1) must be True or False"]),
         ("PlannerConfig.skipped_devices = 1.5", ["must be a whole number or text in quotes"]),
         (
             "DataConfig.path = corpus.txt",
             ["'DataConfig.path = corpus.txt'", "'corpus' is no value", "text stands in quotes"],
         ),
-        ("train.steps = (", ["'train.steps = ('", "is not a line 'Name.field = value'"]),
         ("train.steps 3", ["'train.steps 3'", "expected ':' or '='"]),
         ("train.steps = {[1]: 2}", ["unhashable"]),
         ("train.steps = 3\n\0", ["NUL"]),
         ("train.steps = 0", ["train.steps (0) must be at least 1"]),
         ("DistillationConfig.alpha = 2.0", ["DistillationConfig.alpha (2.0) is not read without", ".teacher"]),
-        ("DistillationConfig.until = 3", ["DistillationConfig.until (3) is not read without", "leave until at None"]),
         ("import no_such_module_of_mine", ["'import no_such_module_of_mine' would run the code", "take the line out"]),
-        ("from __gin__ import dynamic_registration", ["dynamic_registration' would run the code of a module"]),
     ],
 )
 def test_parse_mistaken_binding(binding, parts):
@@ -125,6 +110,8 @@ def test_parse_runs_no_code(tmp_path, monkeypatch):
     (tmp_path / "of_mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.syspath_prepend(tmp_path)
     file = write(tmp_path, "a.gin", "import of_mine\ntrain.steps = 3\n")
+    file_of_text = write(tmp_path, "b.gin", "train.steps = 40\n\n# fine\ntrain.seed = fourty\n")
+    assert f"{file_of_text}:4: 'train.seed = fourty'" in mistake([file_of_text])
     assert "a.gin:1" in mistake([file]) and not (tmp_path / "ran").exists()
 
 
@@ -144,17 +131,6 @@ def test_parse_unused_macro_is_fine_in_a_file_only(tmp_path):
     assert "the macro 'SPARE'" in mistake(bindings=["SPARE = 3"])
 
 
-def test_parse_syntax_error_names_file_and_line(tmp_path):
-    file = write(tmp_path, "a.gin", "train.steps = 40\n\n# fine\ntrain.seed = fourty\n")
-    message = mistake([file])
-    assert f"{file}:4: 'train.seed = fourty'" in message
-
-
-def test_parse_wrong_type_names_file_and_line(tmp_path):
-    file = write(tmp_path, "a.gin", "\ntrain.steps = '40'\n")
-    assert f"({file}:2)" in mistake([file])
-
-
 def test_parse_file_mistakes(tmp_path):
     write(tmp_path, "demo.gin", "")
     assert "did you mean" in mistake([str(tmp_path / "dmo.gin")])
@@ -172,12 +148,6 @@ def test_parse_file_mistakes(tmp_path):
 def test_parse_without_gin_says_so(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gin", None)
     assert "pip install gin-config" in mistake()
-
-
-def test_fitted_tuples_of_any_length():
-    assert fitted("a.b", tuple[float, ...], [1, 2], "here") == (1.0, 2.0)
-    with pytest.raises(UserError, match="a tuple, each a finite number"):
-        fitted("a.b", tuple[float, ...], [1, "2"], "here")
 
 
 def test_fitted_covers_every_field():

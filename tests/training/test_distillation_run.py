@@ -7,7 +7,7 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from support.tiny_run import bindings_of, command, finish, run_here, start
+from support.tiny_run import bindings_of, run_here
 
 from moe_jax.analysis.dry_run import dry_run
 from moe_jax.config import parse_run_config
@@ -120,13 +120,10 @@ def test_another_teacher_is_refused_in_one_line(taught):
     ("change", "says"),
     [
         ("DistillationConfig.teacher = '{0}/nowhere'", "run folder .*nowhere does not exist"),
-        ("DistillationConfig.teacher = '{0}/corpus'", "it holds no config.gin"),
         ("DistillationConfig.teacher = '{0}/empty'", "it has no finished checkpoint; train it first"),
         ("DistillationConfig.teacher_step = 2", "it has no checkpoint of step 2, only of 3"),
         ("ModelConfig.vocab_size = 512", "its vocabulary has 384 entries of the tokenizer 'byte', and this run's 512"),
         ("ModelConfig.kind = 'bert'", "its ModelConfig.kind is 'gpt', and this run's 'bert'"),
-        ("ModelConfig.document_mask = True", "its ModelConfig.document_mask is False, and this run's True"),
-        ("ModelConfig.dtype = 'float64'", "its ModelConfig.dtype is 'bfloat16', and this run's 'float64'"),
         ("DistillationConfig.teacher = '{0}/three'", r"num_experts \(3\) must be divisible by the expert axis \(2\)"),
         ("DataConfig.sequence_length = 32", "it has learned 16 positions"),
     ],
@@ -145,12 +142,6 @@ def test_a_teacher_that_cannot_be_is_refused_before_anything_compiles(taught, ch
         with pytest.raises(UserError, match=says) as caught:
             refuse()
         assert "\n" not in str(caught.value) and str(caught.value).startswith("DistillationConfig.teacher")
-
-
-def test_the_command_ends_with_one_line_and_exit_code_2(taught):
-    changes = (*STUDENT, "ModelConfig.vocab_size = 512", by(taught / "teacher"))
-    code, out, err = finish(start(command(taught, taught / "told", *changes, devices=8)))
-    assert code == 2 and err.splitlines()[-1].startswith("error: DistillationConfig.teacher ("), err
 
 
 def test_dry_run_counts_the_teacher(taught):

@@ -202,7 +202,8 @@ def test_a_run_records_what_was_compared(tmp_path, compared, monkeypatch):
     """A run on devices that need nothing compared says so; one that falls back trains on what it says."""
     compared(WRONG)
     trained = []
-    monkeypatch.setattr(run_module, "train", lambda session, *rest: trained.append(session.model.moe) or True)
+    monkeypatch.setattr(run_module.Loop, "run", lambda loop: trained.append(loop.session.model.moe) or True)
+    monkeypatch.setattr(run_module, "report", lambda folder: None)
     assert run_here(tmp_path, tmp_path / "run", "ModelConfig.layers = 1", "MeshConfig.expert = 8")
     assert trained[0].grouped_matmul == "fused"
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())

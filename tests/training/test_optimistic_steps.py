@@ -194,15 +194,13 @@ def test_two_processes_run_the_same_steps_again(tmp_path):
     assert sum(record["run_again"] for record in two) > 0
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_short_run_does_not_wait_for_its_complete_program(processes, tmp_path):
+def test_a_short_run_does_not_wait_for_its_complete_program(tmp_path):
     """It is being compiled on process 0, or waited for on process 1, when the run ends; no bucket has overflowed."""
     changes = (SIZES[0], *SIZES[2:], "ModelConfig.layers = 1", "train.steps = 3")
-    flags, port, started = (), free_port(), []
-    for index in range(processes):
-        if processes > 1:
-            flags = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}", f"--process_id={index}"]
-        arguments = command(tmp_path, tmp_path / "run", *changes, devices=2 // processes, flags=flags)
+    port, started = free_port(), []
+    for index in range(2):
+        flags = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2", f"--process_id={index}"]
+        arguments = command(tmp_path, tmp_path / "run", *changes, devices=1, flags=flags)
         module = arguments.index("-m")
         arguments[module : module + 2] = [str(Path(__file__).with_name("slow_complete_worker.py"))]
         started.append(start(arguments))

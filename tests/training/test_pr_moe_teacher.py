@@ -16,7 +16,6 @@ from moe_jax.analysis.dry_run import dry_run
 from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.models import make_loss
-from moe_jax.observe import read_metrics
 from moe_jax.planning.placement import Placement
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.program import build_session
@@ -102,36 +101,6 @@ def test_loss_and_gradients_equal_one_dense_device(taught):
         np.testing.assert_allclose([float(got), float(stats.kl)], [float(want), float(kl)], rtol=1e-10)
         even = to_bank(want_grads["experts"], Placement.even(model.config.moe_layers, model.moe.num_experts, 8))
         assert_close(grads, {"dense": want_grads["dense"], "bank": even})
-
-
-@pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_resume_beside_the_teacher_and_after_it_left(taught, step):
-    """After step 3 the run goes on without the teacher, on a mesh that is not cut for it."""
-    workdir = taught / f"from_{step}"
-    shutil.copytree(taught / "student", workdir)
-    for later in range(step + 1, 5):
-        shutil.rmtree(workdir / "checkpoints" / f"{later:08d}")
-    out = train(workdir, *student(taught))
-    assert f"resuming at step {step}" in out and ("learning from" in out) == (step < 3)
-    whole, parts = read_metrics(taught / "student"), read_metrics(workdir)
-    assert ["kl" in record for record in whole] == [True] * 3 + [False]
-    for field in ("step", "loss", "grad_norm", "kl"):
-        assert [r.get(field) for r in whole] == [r.get(field) for r in parts], field
-    wanted, got = arrays(taught / "student"), arrays(workdir)
-    assert wanted.keys() == got.keys()
-    for name in wanted:
-        np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
-
-
-def test_dry_run_counts_what_the_teacher_holds(taught):
-    config = config_of(*student(taught))
-    text = dry_run(config, 8)
-    assert f"{taught / 'teacher'}, step 4, up to step 3" in text
-    line = next(line for line in text.splitlines() if line.startswith("  teacher   "))
-    with jax.enable_x64(True):
-        params = load_teacher(build_session(config, jax.devices()).teacher, config.distillation)
-    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(params))
-    assert held < int(line.split()[1].replace(",", "")) < 4 * held + 2**20
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,6 @@ def test_eval_only_gives_the_last_evaluation(finished, capsys):
     assert f"step 6: held-out loss {last:.4f}" in capsys.readouterr().out
 
 
-def test_eval_only_on_another_mesh(finished, capsys):
-    last = read_metrics(finished / "work", file_name="evaluations.jsonl")[-1]["held_out_loss"]
-    assert run_here(finished, finished / "work", "MeshConfig.data = 4", eval_only=True)
-    shown = float(capsys.readouterr().out.split("held-out loss ")[1])
-    assert shown == pytest.approx(last, rel=1e-4)
-
-
 def test_init_from_starts_where_the_other_ended(finished, capsys):
     last = read_metrics(finished / "work", file_name="evaluations.jsonl")[-1]["held_out_loss"]
     assert run_here(finished, finished / "child", "train.steps = 1", init_from=str(finished / "work"))
@@ -100,25 +93,22 @@ def test_init_from_starts_where_the_other_ended(finished, capsys):
     assert "starting from the parameters of" in capsys.readouterr().out
 
 
-def test_masked_model_with_every_option_trains_and_is_profiled(finished):
+def test_masked_model_with_every_option_trains_and_is_profiled(finished, capsys):
     work = finished / "bert"
     changes = (
         "ModelConfig.kind = 'bert'", "ModelConfig.moe_every = 2", "ModelConfig.activation = 'swiglu'",
         "ModelConfig.positions = 'rotary'", "ModelConfig.remat = 'block'", "ModelConfig.dtype = 'bfloat16'",
         "MoEConfig.gate_noise = 0.1", "MoEConfig.capacity_factor = 1.25", "MoEConfig.drop = 'probability'",
         "train.steps = 4", "train.grad_accum_steps = 2", "train.zero_stage = 3", "train.profile_steps = (1, 3)",
-        "train.batch_size = 16", "MeshConfig.data = 2",
+        "train.batch_size = 16", "MeshConfig.data = 2", "train.optimizer = 'lion'", "MoEConfig.aux_loss_weight = 0.0",
+        "MoEConfig.z_loss_weight = 0.0",
     )  # fmt: skip
     assert run_here(finished, work, *changes)
+    assert "train.optimizer 'lion' moves every entry" in capsys.readouterr().out
     records = read_metrics(work)
     assert len(records) == 4 and np.isfinite([record["loss"] for record in records]).all()
     assert records[0]["dropped_fraction"] > 0
     assert list((work / "profile").rglob("*.xplane.pb")), "train.profile_steps records a trace"
-
-
-def test_another_config_is_refused(finished):
-    with pytest.raises(UserError, match=r"train.learning_rate was 0.003 and is 0.5 now"):
-        run_here(finished, finished / "work", "train.learning_rate = 0.5")
 
 
 def test_steps_and_mesh_may_differ(finished, capsys):
@@ -155,14 +145,10 @@ def test_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(finished):
     ("change", "text"),
     [
         ("MoEConfig.num_experts = 6", r"num_experts \(6\) must be divisible by the expert axis \(8\)"),
-        ("MeshConfig.data = 3", r"8 devices cannot be split into MeshConfig.data \(3\)"),
         ("train.batch_size = 12", r"batch_size .*\(12\) must be divisible by the 8 data-parallel devices"),
-        ("DataConfig.sequence_length = 32", r"sequence_length \(32\) must not exceed ModelConfig.max_length \(16\)"),
         ("DataConfig.path = '/no/such/file'", "/no/such/file"),
         ("ModelConfig.vocab_size = 50", "vocab_size"),
-        ("MoEConfig.schedule = 'nonsense'", "nonsense"),
         ("MoEConfig.grouped_matmul = 'nonsense'", "nonsense"),
-        ("MeshConfig.expert = 16", r"16.*8 devices"),
     ],
 )
 def test_bad_input_is_one_clear_line(finished, change, text):

@@ -13,33 +13,17 @@ def metrics_of(loss, square_norms):
     return {"loss": np.float32(loss), "square_norms": np.float32(square_norms)}
 
 
-def test_check_finite_passes():
+def test_check_finite_names_the_first_leaf():
     check_finite(3, metrics_of(1.5, [0.0, 1.0, 1e30]), NAMES, None)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_check_finite_names_the_first_leaf(bad):
     with pytest.raises(NonFiniteError) as caught:
-        check_finite(7, metrics_of(2.5, [1.0, bad, bad]), NAMES, 4)
+        check_finite(7, metrics_of(2.5, [1.0, np.inf, np.nan]), NAMES, 4)
     assert str(caught.value) == (
         "step 7: the loss is 2.5, and gradient leaf 'bank/w_out' is the first that is not finite; the checkpoint of "
         "step 4 is kept. Lower train.learning_rate, or raise train.warmup_steps, or let train.max_skipped_steps "
         "leave out a few such steps"
     )
-
-
-def test_check_finite_without_checkpoint():
-    with pytest.raises(
-        NonFiniteError, match="step 1: the loss is nan, .*'bank/w_in' is the .*; there is no checkpoint yet"
-    ):
-        check_finite(1, metrics_of(np.nan, [np.nan] * 3), NAMES, None)
-
-
-def test_check_finite_loss_alone():
-    with pytest.raises(
-        NonFiniteError, match="the loss is inf, and every gradient is finite; the checkpoint of step 0 is"
-    ):
-        check_finite(2, metrics_of(np.inf, [1.0, 1.0, 1.0]), NAMES, 0)
+    with pytest.raises(NonFiniteError, match="the loss is inf, and every gradient is finite; there is no checkpoint"):
+        check_finite(2, metrics_of(np.inf, [1.0, 1.0, 1.0]), NAMES, None)
 
 
 def test_step_record():
