@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import shutil
+import types
 from pathlib import Path
 
 import jax
@@ -202,7 +203,8 @@ def test_a_run_records_what_was_compared(tmp_path, compared, monkeypatch):
     """A run on devices that need nothing compared says so; one that falls back trains on what it says."""
     compared(WRONG)
     trained = []
-    monkeypatch.setattr(run_module.Loop, "run", lambda loop: trained.append(loop.session.model.moe) or True)
+    loop = types.SimpleNamespace(run=lambda: True)
+    monkeypatch.setattr(run_module, "Loop", lambda stepper, *rest: trained.append(stepper.session.model.moe) or loop)
     monkeypatch.setattr(run_module, "report", lambda folder: None)
     assert run_here(tmp_path, tmp_path / "run", "ModelConfig.layers = 1", "MeshConfig.expert = 8")
     assert trained[0].grouped_matmul == "fused"
