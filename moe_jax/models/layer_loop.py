@@ -9,6 +9,7 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -26,7 +27,7 @@ from moe_jax.models.residuals import named, save_expensive_residuals
 from moe_jax.models.segments import Segment
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit, add_shared
-from moe_jax.moe.bank import fetch_in_turn
+from moe_jax.moe.bank import fetch_in_turn, fetch_replicas
 from moe_jax.moe.build import make_moe, schedule_options
 from moe_jax.moe.routers import RouterInputs, build_router
 from moe_jax.moe.schedules import schedule_record, schedules
@@ -142,12 +143,13 @@ def _make_moe_loop(
 
     def loop(x, units, grad_sink, constants):
         (x,), bank = x, constants.bank
+        fetch = functools.partial(fetch_replicas, bank, plan=plan, axes=roles.expert)
 
         def body(x, inputs):
             unit_params, layer_grad_sink, layer_tables, layer, choices = inputs
             noise_key = None if constants.key is None else jax.random.fold_in(constants.key, layer)
             x, params, layer_grad_sink, replicas = fetch_in_turn(
-                x, unit_params, whole_unit, bank, layer_grad_sink, layer_tables, plan, roles.expert
+                x, unit_params, whole_unit, fetch, layer_grad_sink, layer_tables, plan
             )
             unit = nnx.merge(graph, params)
             x = named(unit.attend(x, group, documents=constants.documents), "attended")

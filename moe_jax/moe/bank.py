@@ -157,7 +157,7 @@ def fetch_replicas(bank, grad_sink, tables, plan: PlanShape | None, axes: tuple[
     return (open_replicas(bank, tables.home_row, grad_sink, tables.transfer, Transfer(plan.ahead, axes)),)
 
 
-def fetch_in_turn(x, params, gather, bank, grad_sink, tables, plan: PlanShape | None, axes: tuple[str, ...]):
+def fetch_in_turn(x, params, gather, fetch, grad_sink, tables, plan: PlanShape | None):
     """Return (x, gathered params, grad_sink, replicas) of a layer, in an order of collectives that XLA:CPU keeps.
 
     Replicas that come after the gate come in a branch (see `moe_jax.parallel.ordering`). So what is fetched ahead
@@ -168,10 +168,11 @@ def fetch_in_turn(x, params, gather, bank, grad_sink, tables, plan: PlanShape | 
     Args:
       x: input of the layer.
       params: its dense parameters; gather(params) returns them as the layer computes with them.
-      bank, grad_sink, tables, plan, axes: as `fetch_replicas` takes them.
+      fetch: (grad_sink, tables, like=x) -> what `fetch_replicas` returns of this layer's bank.
+      grad_sink, tables, plan: as `fetch_replicas` takes them.
     """
     if plan is None or plan.late is None:
-        return x, gather(params), grad_sink, fetch_replicas(bank, grad_sink, tables, plan, axes, x)
+        return x, gather(params), grad_sink, fetch(grad_sink, tables, like=x)
     count = tables.home_row[0]
     x, params = gradients_in_turn(x, params, count)
     params = gather(wait_for_tree(params, count, x))
@@ -179,6 +180,6 @@ def fetch_in_turn(x, params, gather, bank, grad_sink, tables, plan: PlanShape | 
     if plan.ahead is None:
         return x, params, grad_sink, ()
     turn = dataclasses.replace(tables.transfer, offer=wait_for(tables.transfer.offer, count, x, params))
-    replicas = fetch_replicas(bank, grad_sink, dataclasses.replace(tables, transfer=turn), plan, axes, x)
+    replicas = fetch(grad_sink, dataclasses.replace(tables, transfer=turn), like=x)
     replicas, (x, params) = gradients_in_turn(replicas, (wait_for(x, count, replicas), params), count)
     return x, params, grad_sink, replicas

@@ -119,19 +119,16 @@ class MoELayer(nnx.Module):
         gate = {"w_gate": self.w_gate[...], **{name: self.router_leaves[name][...] for name in self.router_leaves}}
         y, loss, loads = apply(tokens, token_ids, gate, bank, grad_sink, noise_key)
         if self.config.shared_experts:
-            y = self._with_shared(tokens, y)
+            weights = {name: self.shared[name][...].astype(x.dtype) for name in self.shared}
+            pre = (tokens @ weights[name] for name in weight_names(self.activation)[:-1])
+            out = apply_activation(self.activation, *pre) @ weights["w_out"]
+            if "w_mix" in weights:
+                acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
+                w_mix = self.shared["w_mix"][...].astype(acc_dtype)
+                mix = jax.nn.softmax(tokens.astype(acc_dtype) @ w_mix, axis=-1)
+                out, y = mix[:, :1].astype(x.dtype) * out, mix[:, 1:].astype(x.dtype) * y
+            y = y + out
         return y.reshape(x.shape), loss, loads
-
-    def _with_shared(self, x, y):
-        """Return the layer's output [N, M], from its tokens and the routed experts' result."""
-        weights = {name: self.shared[name][...].astype(x.dtype) for name in self.shared}
-        pre = (x @ weights[name] for name in weight_names(self.activation)[:-1])
-        out = apply_activation(self.activation, *pre) @ weights["w_out"]
-        if "w_mix" in weights:
-            acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-            mix = jax.nn.softmax(x.astype(acc_dtype) @ self.shared["w_mix"][...].astype(acc_dtype), axis=-1)
-            out, y = mix[:, :1].astype(x.dtype) * out, mix[:, 1:].astype(x.dtype) * y
-        return y + out
 
 
 @functools.lru_cache(maxsize=32)

@@ -43,7 +43,11 @@ def level_in_one_kernel(totals, held, home, sweeps: int, interpret: bool = False
     more = (0, rows - experts), (0, columns - devices)
     flags = jnp.pad(held.astype(jnp.int32) + 2 * home.astype(jnp.int32), more)
     out = jax.ShapeDtypeStruct(flags.shape, totals.dtype, manual_axis_type=jax.typeof(totals).manual_axis_type)
-    options = {} if interpret else {"compiler_params": _compiler_params()}
+    options = {}
+    if not interpret:
+        from jax.experimental.pallas import triton
+
+        options = {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=1)}
     kernel = functools.partial(_kernel, experts=experts, devices=devices, sweeps=sweeps)
     quota = pl.pallas_call(kernel, out_shape=out, interpret=interpret, name="level", **options)(
         jnp.pad(totals, more[0]), flags
@@ -55,12 +59,6 @@ def level_in_one_kernel(totals, held, home, sweeps: int, interpret: bool = False
 def _padded(sizes):
     """Return the powers of two that hold the sizes, as Triton's arrays must be."""
     return tuple(1 << (size - 1).bit_length() for size in sizes)
-
-
-def _compiler_params():
-    from jax.experimental.pallas import triton
-
-    return triton.CompilerParams(num_warps=4, num_stages=1)
 
 
 def _kernel(totals_ref, flags_ref, quota_ref, *, experts: int, devices: int, sweeps: int):

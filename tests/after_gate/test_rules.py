@@ -333,8 +333,3 @@ def test_quotas_are_those_of_the_planner(late):
         spilled.add(len(want.replicas))
         cut += planner.counters["late_cut"]
     assert len(spilled) > 2 and (cut or late == LATE["flat"])
-
-
-def test_slots_of_names_the_slot_of_each_holder():
-    holders = jnp.array([[2, 0, -1], [1, -1, 2]], jnp.int32)  # two devices, slots 0 to 2
-    np.testing.assert_array_equal(slots_of(holders, 3), [[1, -1], [-1, 0], [0, 2]])

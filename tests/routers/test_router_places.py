@@ -37,25 +37,6 @@ def place(slots=1, late=False, splits=True, **mesh):
 
 
 @pytest.mark.parametrize(
-    ("layer", "where", "message"),
-    [
-        ({"router": "topology", "remote_fraction": 0.1, "top_k": 3}, {"expert": 8, "devices_per_node": 2},
-         r"top_k \(3\) must be at most the 2 experts of a node with .* \(8 experts on 4 nodes\)"),
-        ({"router": "topology", "remote_fraction": 0.1}, {"expert": 8, "devices_per_node": 4, "late": True},
-         r"decides that after the gate; set PlannerConfig.when = 'ahead'"),
-        ({"router": "topology", "remote_fraction": 0.1},
-         {"expert": 8, "devices_per_node": 4, "model": 2, "splits": False},
-         r"gates those of a whole model-parallel group; set MoEConfig.schedule = 's1', 'pairwise' or 'ring'"),
-        ({"router_dtype": "float64"}, {"expert": 8}, r"router_dtype \('float64'\) needs ModelConfig.dtype = 'float64'"),
-    ],
-)  # fmt: skip
-def test_a_router_refuses_a_place_in_one_line(layer, where, message):
-    with pytest.raises(UserError, match=message) as raised:
-        build_router(MoEConfig(num_experts=EXPERTS, **layer), place(**where))
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("bindings", "message"),
     [
         (("router = 'base'", "top_k = 1", "num_experts = 8", "train.batch_size = 8", "DataConfig.sequence_length = 12"),
@@ -106,14 +87,6 @@ def test_a_refusal_is_one_line_and_exit_code_2():
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: MoEConfig.top_k (2) must be at most the 1 experts of a node"), done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
-
-
-@pytest.mark.parametrize("name", ["gshard", "base", "topology", "sigmoid_bias"])
-def test_run_files_build_their_program(name):
-    """On 8 devices, with every check that a run makes before it compiles."""
-    config = parse_run_config([f"configs/run/{name}.gin"], [])[0]
-    assert config.moe.router == name
-    build_program(config, jax.devices())
 
 
 def test_the_readme_s_bindings_build_a_program():
