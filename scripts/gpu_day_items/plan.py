@@ -68,32 +68,12 @@ def _variant(name: str, limit: float = 40, **arguments) -> Part:
 
 
 def _resumed(kind: str, flags: str) -> tuple[Part, ...]:
-    return (
-        _part(f"gradient, {kind}", "determinism:gradient", limit=40, flags=flags),
-        _part(
-            f"straight, {kind}",
-            "determinism:straight",
-            arguments={"kind": kind},
-            limit=40,
-            flags=flags,
-        ),
-        _part(
-            f"killed, {kind}",
-            "determinism:until_killed",
-            arguments={"kind": kind},
-            limit=30,
-            flags=flags,
-            after=f"straight, {kind}",
-        ),
-        _part(
-            f"resumed, {kind}",
-            "determinism:resumed",
-            arguments={"kind": kind},
-            limit=30,
-            flags=flags,
-            after=f"killed, {kind}",
-        ),
-    )
+    found, before = [_part(f"gradient, {kind}", "determinism:gradient", limit=40, flags=flags)], ""
+    for name, call in (("straight", "straight"), ("killed", "until_killed"), ("resumed", "resumed")):
+        part = _part(f"{name}, {kind}", f"determinism:{call}", arguments={"kind": kind}, flags=flags, after=before)
+        found.append(dataclasses.replace(part, limit=30 if before else 40))
+        before = part.name
+    return tuple(found)
 
 
 ITEMS = (
