@@ -194,24 +194,6 @@ def scan_shapes(layers, groups, rows, dim):
     }
 
 
-def test_grouped_matmul_memory_of_grad_sinks():
-    """The zeros of the grad_sinks take no memory: beside the gradients there is room for much less than another
-    copy."""
-    shapes = scan_shapes(layers=8, groups=4, rows=64, dim=128)
-    grad_sinks = shapes.pop("grad_sinks")
-
-    def step(**arrays):
-        return jax.grad(lambda grad_sinks: scan_loss(grad_sinks=grad_sinks, **arrays))(
-            jnp.zeros(grad_sinks.shape, grad_sinks.dtype)
-        )
-
-    memory = jax.jit(step).lower(**shapes).compile().memory_analysis()
-    grad_sink_bytes = int(np.prod(grad_sinks.shape)) * 4
-    assert grad_sink_bytes <= memory.output_size_in_bytes < 1.1 * grad_sink_bytes
-    # a layer's gradient, a weight, its gradient, all layers' rows
-    assert memory.temp_size_in_bytes < 0.5 * grad_sink_bytes
-
-
 def test_grouped_matmul_leaves_no_bank_gradient_in_a_loop():
     """A loop over layers carries no gradient of the bank, even where somebody asks for it, and keeps no grad_sink."""
     arrays = {name: jnp.zeros(s.shape, s.dtype) for name, s in scan_shapes(8, 4, 64, 16).items()}
@@ -283,8 +265,6 @@ def test_grouped_matmul_shapes_that_do_not_fit():
     operands = as_operands(weights, [None])
     with pytest.raises(ValueError, match="serve 4 groups and group_sizes has 3"):
         grouped_matmul(lhs, group_sizes[:3], operands, implementation="blocked")
-    with pytest.raises(ValueError, match=r"shape \(7, 8, 6\) does not fit rows of 5 elements"):
-        grouped_matmul(lhs[:, :5], group_sizes, operands, implementation="blocked")
     with pytest.raises(ValueError, match=r"grad_sink \(7, 8, 6\) must be \(4, 8, 6\)"):
         wrong = as_operands(weights, [jnp.zeros((7, 8, 6))])
         grouped_matmul(lhs, group_sizes, wrong, implementation="blocked")

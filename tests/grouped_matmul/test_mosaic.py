@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grouped_matmul.test_grouped_matmul import loop_oracle
 from jax.sharding import SingleDeviceSharding
 
 from moe_jax.analysis.compile_ahead import described_devices
@@ -100,14 +101,9 @@ def test_kernels_equal_loops(name, interpreted):
     dlhs, dweights = ours.gradients(lhs, dout, group_sizes, operands)
     assert out.dtype == dlhs.dtype == jnp.bfloat16 and [d.dtype for d in dweights] == [jnp.float32, jnp.bfloat16]
 
-    lhs, dout = np.asarray(lhs, np.float64), np.asarray(dout, np.float64)
-    weights = np.concatenate([np.asarray(o.bank, np.float64)[np.asarray(o.slots)] for o in operands])
-    start, parts = 0, [np.zeros((rows, resulting)), np.zeros((rows, contracted)), np.zeros(weights.shape)]
-    for group, size in enumerate(sizes):
-        own = slice(start, start + size)
-        parts[0][own], parts[1][own] = lhs[own] @ weights[group], dout[own] @ weights[group].T
-        parts[2][group] = lhs[own].T @ dout[own]
-        start += size
+    exact = [np.asarray(array, np.float64) for array in (lhs, dout)]
+    weights = [(np.asarray(o.bank, np.float64), np.asarray(o.slots)) for o in operands]
+    parts = loop_oracle(exact[0], np.array(sizes), exact[1], weights)
     np.testing.assert_allclose(np.asarray(out, np.float64), parts[0], atol=0.004 * max(1, np.abs(parts[0]).max()))
     np.testing.assert_allclose(np.asarray(dlhs, np.float64), parts[1], atol=0.004 * max(1, np.abs(parts[1]).max()))
     np.testing.assert_allclose(dweights[0], parts[2][:-1], atol=1e-4)  # float32 sums of 70 products, never rounded

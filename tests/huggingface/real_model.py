@@ -41,10 +41,7 @@ class RealModel:
 
     def logits(self, tokens):
         """Return float32 [B, Sq, V] of int [B, Sq]."""
-        return self.logits_function(*tokens.shape)(tokens)
-
-    def logits_function(self, rows, length):
-        """Return `logits` of tokens of one shape, compiled once."""
+        rows, length = tokens.shape
         layout = self.layout
         trunk = _make_trunk(self.model, layout, rows, length, None)
 
@@ -61,11 +58,8 @@ class RealModel:
         bank, grad_sink = with_grad_sink(self.params["bank"])
         rest = (self._tables(), np.int32(0))
 
-        def logits(tokens):
-            found = sharded(self.params["dense"], bank, grad_sink, np.asarray(tokens, np.int32), *rest)
-            return np.asarray(found).reshape(rows, length, -1)
-
-        return logits
+        found = sharded(self.params["dense"], bank, grad_sink, np.asarray(tokens, np.int32), *rest)
+        return np.asarray(found).reshape(rows, length, -1)
 
     def loss_and_gradients(self, tokens):
         """Return (float, {name of our leaf as in the file: array in the file's shape})."""

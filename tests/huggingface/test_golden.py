@@ -135,12 +135,9 @@ Q, GATE = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.gate.wei
 WRONG = {
     "no folder": (lambda f: shutil.rmtree(f), "config.json does not exist"),
     "no json": (lambda f: (f / "config.json").write_text("{"), "cannot read .*config.json"),
-    "architecture": (lambda f: change_config(f, model_type="llama"), "model_type .'llama'. must be one of mixtral"),
     "mla": (lambda f: change_config(f, model_type="deepseek_v3"), "multi-head latent attention"),
     "unknown key": (lambda f: change_config(f, twist=3), "config.json: twist .3. is unknown"),
     "not neutral": (lambda f: change_config(f, clip_qkv=8.0), "config.json: clip_qkv .8.0. must be None"),
-    "sliding window": (lambda f: change_config(f, sliding_window=64), "config.json: sliding_window .64."),
-    "quantized": (lambda f: change_config(f, quantization_config={"bits": 4}), "config.json: quantization_config"),
     "missing key": (lambda f: change_config(f, hidden_size="absent"), "config.json has no 'hidden_size'"),
     "no experts": (lambda f: change_config(f, num_experts="absent"), "it is no mixture of experts"),
     "positions": (

@@ -11,12 +11,9 @@ import pytest
 pytest.importorskip("safetensors")
 pytest.importorskip("tokenizers")
 
-from absl.testing import flagsaver  # noqa: E402
 from support.tiny_run import finish, start  # noqa: E402
 
-from moe_jax import convert  # noqa: E402
 from moe_jax.config import config_text, parse_run_config  # noqa: E402
-from moe_jax.config.command_line import run_command  # noqa: E402
 from moe_jax.data import build_cache  # noqa: E402
 from moe_jax.errors import UserError  # noqa: E402
 from moe_jax.inference.conversion import export_folder, import_folder  # noqa: E402
@@ -103,21 +100,3 @@ def test_what_cannot_be_gone_on_from_is_one_line_and_exit_code_2(made, where, tm
         code, _, err = finish(process)
         assert code == 2 and words in err and len(err.strip().splitlines()) == 1 and err.startswith("error: "), err
     assert files == sorted(path.name for path in made.iterdir()) and not (tmp_path / "run").exists()
-
-
-def test_conversions_end_with_exit_code_2(made, tmp_path, monkeypatch, capsys):
-    """An unknown architecture, and a run without a checkpoint."""
-    (tmp_path / "llama").mkdir()
-    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "empty").mkdir()
-    shutil.copy(made / "config.gin", tmp_path / "empty")
-    for flags, words in (
-        ([f"--from_hf={tmp_path / 'llama'}", f"--workdir={tmp_path / 'run'}"], "model_type ('llama') must be one of"),
-        ([f"--to_hf={tmp_path / 'back'}", f"--workdir={tmp_path / 'empty'}"], "no finished checkpoint"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["convert", *flags])
-        with flagsaver.flagsaver(from_hf="", to_hf=""), pytest.raises(SystemExit) as end:
-            run_command(convert.command)
-        err = capsys.readouterr().err
-        assert end.value.code == 2 and words in err and len(err.strip().splitlines()) == 1, (flags, err)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "llama"]

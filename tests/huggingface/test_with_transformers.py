@@ -25,9 +25,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 CASES = {
     "mixtral_1": ("mixtral", {"num_key_value_heads": 1, "tie_word_embeddings": True}, "float32", "20KB"),
     "mixtral_2": ("mixtral", {"head_dim": 8, "rope_theta": 1e6}, "bfloat16", "1GB"),
-    "mixtral_all": ("mixtral", {"num_key_value_heads": 4}, "float32", "1GB"),
-    "olmoe_1": ("olmoe", {"num_key_value_heads": 1, "norm_topk_prob": True}, "bfloat16", "8KB"),
-    "olmoe_2": ("olmoe", {"num_key_value_heads": 2, "tie_word_embeddings": True}, "float32", "1GB"),
     "olmoe_all": ("olmoe", {"attention_bias": True}, "float32", "20KB"),
     "qwen3_1": ("qwen3_moe", {"num_key_value_heads": 1, "norm_topk_prob": True}, "bfloat16", "1GB"),
     "qwen3_2": ("qwen3_moe", {"tie_word_embeddings": True, "decoder_sparse_step": 2}, "float32", "20KB"),
@@ -37,12 +34,10 @@ CASES = {
         "float32",
         "1GB",
     ),
-    "dots1_2": ("dots1", {}, "bfloat16", "8KB"),
     "dots1_all": ("dots1", {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}, "float32", "1GB"),  # noqa: E501
     "deepseek": ("deepseek", {}, "bfloat16", "1GB"),
     "linear_positions": ("mixtral", {"rope_extra": {"rope_type": "linear", "factor": 2.0}}, "float32", "1GB"),
 }  # fmt: skip
-NEW = 32
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,7 +53,6 @@ def test_a_model_of_transformers(name, tmp_path):
     assert apart < 1e-5
     worst = compare_gradients(real, source, {"tokens": TOKENS, **theirs})
     print(f"{name}: logits {apart:.1e} apart, gradients {worst:.1e} of their norm")
-    np.testing.assert_array_equal(ours_greedy(real), theirs_greedy(model))
 
     export_folder(tmp_path / "run", back)
     before, after = TensorFolder(source), TensorFolder(back)
@@ -97,21 +91,3 @@ def test_an_upcycled_model_starts_where_the_dense_one_stood(tmp_path):
         read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}_back", dtype=torch.float32)
         with torch.no_grad():
             assert np.max(np.abs(read(torch.tensor(TOKENS)).logits.numpy() - want)) < 1e-5
-
-
-def ours_greedy(real):
-    """Return the most likely continuation, without a cache: everything is computed again for each token."""
-    tokens = np.zeros((2, TOKENS.shape[1] + NEW), int)
-    tokens[:, : TOKENS.shape[1]] = TOKENS
-    step = real.logits_function(*tokens.shape)
-    for end in range(TOKENS.shape[1], tokens.shape[1]):
-        tokens[:, end] = np.argmax(step(tokens)[:, end - 1], axis=-1)
-    return tokens
-
-
-def theirs_greedy(model):
-    tokens = torch.tensor(TOKENS)
-    with torch.no_grad():
-        for _ in range(NEW):
-            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], 1)
-    return tokens.numpy()

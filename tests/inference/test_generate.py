@@ -7,21 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import flagsaver
-from support.equality_cases import VOCAB
 from support.generation_cases import PROMPTS, build, configs, reference_of
 
 from moe_jax.errors import UserError
 from moe_jax.generate import command
 from moe_jax.inference import Sampling, few_tokens
 from moe_jax.inference.few_tokens import FewTokensGroup
-from moe_jax.inference.forward import RealTokens
-from moe_jax.inference.generator import DECODE, check_prompts
+from moe_jax.inference.generator import DECODE
 from moe_jax.inference.load import inference_configs
 from moe_jax.inference.programs import choose_tokens, prompt_keys
 from moe_jax.models import ModelConfig
 from moe_jax.models.model_group import ModelGroup, Weight
 from moe_jax.moe import MoEConfig
-from moe_jax.moe.routers import RouterInputs, build_router
 
 GREEDY = Sampling(temperature=0)
 SWIGLU = {"activation": "swiglu", "positions": "rotary", "moe_every": 1}
@@ -135,36 +132,6 @@ def test_choose_tokens_keeps_what_top_k_and_top_p_leave():
     np.testing.assert_allclose(shares(top_k=3, top_p=0.5), [1, 0, 0, 0], **close)
     np.testing.assert_allclose(shares(temperature=0.5), [0.685, 0.247, 0.062, 0.007], **close)
     np.testing.assert_array_equal(shares(temperature=0), [1, 0, 0, 0])
-
-
-def test_padding_goes_to_no_expert_and_is_not_counted():
-    config = MoEConfig(num_experts=4, capacity_factor=None)
-    x, w = jax.random.normal(jax.random.key(0), (6, 8)), jax.random.normal(jax.random.key(1), (8, 4))
-    ids = jnp.asarray([0, 1, -1, 3, -1, -1], jnp.int32)
-    plain, _ = build_router(config).choose(x, {"w_gate": w}, RouterInputs(token_ids=ids))
-    choice, stats = RealTokens(build_router(config)).choose(x, {"w_gate": w}, RouterInputs(token_ids=ids))
-    real = np.array([0, 1, 3])
-    np.testing.assert_array_equal(choice.expert_ids[real], plain.expert_ids[real])
-    np.testing.assert_array_equal(choice.keep_mask, np.asarray(ids >= 0)[:, None].repeat(2, 1))
-    assert (np.asarray(choice.expert_ids)[[2, 4, 5]] == -1).all() and stats.counts.sum() == 6
-    np.testing.assert_array_equal(stats.counts, np.bincount(np.asarray(plain.expert_ids)[real].ravel(), minlength=4))
-
-
-@pytest.mark.parametrize(
-    ("prompts", "new", "words"),
-    [
-        ([], 4, "no prompt"),
-        ([[1], []], 4, "prompt 1 is empty"),
-        ([[1, VOCAB]], 4, f"holds the id {VOCAB}; this model has 0 to {VOCAB - 1}"),
-        ([[-1]], 4, "holds the id -1"),
-        ([[1] * 33], 4, "has 33 tokens, and the model has ModelConfig.max_length (32)"),
-        ([[1]], 0, "max_new_tokens (0) must be at least 1"),
-    ],
-)
-def test_prompts_that_cannot_be_continued_are_refused_in_one_line(prompts, new, words):
-    with pytest.raises(UserError) as error:
-        check_prompts(prompts, new, VOCAB, 32)
-    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

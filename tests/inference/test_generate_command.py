@@ -1,18 +1,19 @@
 """From a run folder to text: `load` on any mesh, `python -m moe_jax.generate`, and the mistakes of both."""
 
 import json
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 from support.ports import free_port
 from support.tiny_run import finish, run_here, start
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
+from moe_jax.generate import command
 from moe_jax.inference import Sampling, few_tokens, load
 from moe_jax.inference.load import find_tokenizer
 from moe_jax.models import ModelConfig
@@ -113,10 +114,15 @@ def test_prompts_are_checked_before_anything_runs(many, monkeypatch):
         ([], "prompt 0 is empty"),
         ("", "prompt 0 is empty"),
         ([258], "holds the id 258; this model has 0 to 257"),
+        ([-1], "holds the id -1"),
     ):
         with pytest.raises(UserError) as error:
             many.generate([prompt], 4, GREEDY)
         assert words in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(UserError, match="no prompt"):
+        many.generate([], 4)
+    with pytest.raises(UserError, match="must be at least 1"):
+        many.generate("a", 0)
 
 
 def test_mistakes_are_one_line(workdir, tmp_path):
@@ -176,7 +182,5 @@ def test_two_processes_write_what_one_does(workdir, many, tmp_path):
 
 def test_command_needs_a_folder_and_one_kind_of_prompt():
     for flags, words in ((["--prompt=a"], "--workdir is needed"), (["--workdir=x"], "give either --prompt")):
-        done = subprocess.run(
-            [sys.executable, "-m", "moe_jax.generate", *flags], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 2 and words in done.stderr
+        with flagsaver.flagsaver(workdir="", prompt=[], prompt_ids=""), pytest.raises(UserError, match=words):
+            command(["generate", *flags])
