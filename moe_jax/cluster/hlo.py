@@ -301,8 +301,8 @@ def _ints(text: str) -> list[int]:
 
 # words that jax itself puts into a path
 _STRUCTURE = re.compile(
-    r"^(while|body|cond|closed_call|eval_jaxpr|checkpoint|remat\w*|rematted_computation|shard_map|branch_\d+_fun|custom_\w+_call|"
-    r"custom_vjp_call\w*|pjit|core_call|jit|scan|true_fun|false_fun|main|cond_fun|body_fun|)$"
+    r"^(while|body|cond|closed_call|eval_jaxpr|checkpoint|remat\w*|rematted_computation|shard_map|branch_\d+_fun|"
+    r"custom_\w+_call|custom_vjp_call\w*|pjit|core_call|jit|scan|true_fun|false_fun|main|cond_fun|body_fun|)$"
 )
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|pmap|linearize|vjp)\((.*)\)$")
 
