@@ -16,10 +16,8 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
-import lzma
 import re
 import tempfile
-import zlib
 from pathlib import Path
 
 from absl import flags, logging
@@ -106,7 +104,7 @@ def command(argv: list[str]) -> int:
                 f"--target=h200:4x8, or with --rates={target_names()[0]} whose rates the model should take"
             )
         target = parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
-    text = read_text(_HLO.value) if _HLO.value else None
+    text = compile_ahead.read_text(_HLO.value) if _HLO.value else None
     model = read_constants(_CONSTANTS.value) if _CONSTANTS.value else Model()
     if text is not None:
         buckets = ()
@@ -168,6 +166,7 @@ def write_report(text: str, target, model, buckets=(), compiled=None, complete=N
       complete: the complete program beside a common one, None where it was not compiled.
       dump: the folder of the compiler's dump, None without one.
     """
+    from moe_jax.analysis.compile_ahead import without_places
     from moe_jax.analysis.draw import draw_timeline, write_chrome_trace
     from moe_jax.analysis.program_report import build_report, count_thunks, overflow_record, report_text, what_if
     from moe_jax.cluster.hlo import parse_module
@@ -213,23 +212,6 @@ def write_report(text: str, target, model, buckets=(), compiled=None, complete=N
         print("timeline.png needs matplotlib, which is not installed; pip install matplotlib")
     print(f"wrote {out}/report.json, timeline.png, trace.json, schedule.hlo.gz")
     return report, module
-
-
-def read_text(path: str) -> str:
-    """Return a saved schedule."""
-    try:
-        data = Path(path).read_bytes()
-        packed = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(Path(path).suffix, bytes)
-        return packed(data).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
-        raise UserError(f"--hlo ({path!r}) cannot be read: {error}") from error
-
-
-def without_places(text: str) -> str:
-    """Return a schedule without the tables of source files and lines, which name this machine's folders."""
-    text = re.sub(r"\n(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", "\n", text)
-    return re.sub(r" (?:stack_frame_id|source_line|source_end_line|source_column|source_end_column)=\d+"
-                  r"| source_file=\"[^\"]*\"", "", text)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -7,8 +7,13 @@ device, seconds. The step is the one that training runs; no array is made and no
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import lzma
 import os
+import re
 import time
+import zlib
+from pathlib import Path
 
 import numpy as np
 
@@ -205,3 +210,20 @@ def _describe_one(shape) -> str:
     rows = shape.bucket_rows
     sizes = "the default" if rows is None else f"{rows.own} (own), {rows.node} (same node) and {rows.far} (other nodes)"
     return ", ".join([*parts, f"buckets of {sizes} rows"])
+
+
+def read_text(path: str) -> str:
+    """Return a saved schedule."""
+    try:
+        data = Path(path).read_bytes()
+        packed = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(Path(path).suffix, bytes)
+        return packed(data).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
+        raise UserError(f"--hlo ({path!r}) cannot be read: {error}") from error
+
+
+def without_places(text: str) -> str:
+    """Return a schedule without the tables of source files and lines, which name this machine's folders."""
+    text = re.sub(r"\n(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", "\n", text)
+    return re.sub(r" (?:stack_frame_id|source_line|source_end_line|source_column|source_end_column)=\d+"
+                  r"| source_file=\"[^\"]*\"", "", text)  # fmt: skip

@@ -68,7 +68,7 @@ def measure(context):
 
 def _keep(context, text: str, folder, report: dict):
     """Leave report, schedule and trace for the day's folder: a machine without a GPU can read them again."""
-    from moe_jax.inspect import without_places
+    from moe_jax.analysis.compile_ahead import without_places
 
     keep = context.scratch / "keep"
     keep.mkdir(exist_ok=True)

@@ -16,9 +16,9 @@ pytest.importorskip("safetensors")
 
 from huggingface.random_models import GOLDEN, places_of  # noqa: E402
 from huggingface.real_model import RealModel  # noqa: E402
+from support.commands import run_command_here  # noqa: E402
 
 from moe_jax.config import parse_run_config  # noqa: E402
-from moe_jax.convert import command  # noqa: E402
 from moe_jax.errors import UserError  # noqa: E402
 from moe_jax.inference.config_keys import read_config  # noqa: E402
 from moe_jax.inference.conversion import export_folder, import_folder  # noqa: E402
@@ -161,7 +161,7 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(name, tmp_path):
     shutil.copytree(FOLDER / "olmoe", source)
     change(source)
     with pytest.raises(UserError, match=message) as error:
-        command(["convert", f"--from_hf={source}", f"--workdir={tmp_path / 'run'}"])
+        run_command_here("convert", f"--from_hf={source}", f"--workdir={tmp_path / 'run'}")
     assert "\n" not in str(error.value)
     assert {path.name for path in tmp_path.iterdir()} <= {"source"}
 

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import flagsaver
+from support.commands import run_command_here
 from support.generation_cases import PROMPTS, build, configs, reference_of
 
 from moe_jax.errors import UserError
-from moe_jax.generate import command
 from moe_jax.inference import Sampling, few_tokens
 from moe_jax.inference.few_tokens import FewTokensGroup
 from moe_jax.inference.generator import DECODE
@@ -161,8 +160,8 @@ def test_bad_sampling_and_files_are_refused(tmp_path):
     file = tmp_path / "ids.json"
     for text in ("[[1, 2", "[1, 2]", '{"a": 1}', "[[1, 2.5]]", "[[true]]"):
         file.write_text(text)
-        with flagsaver.flagsaver(), pytest.raises(UserError, match="--prompt_ids"):
-            command(["generate", "--workdir=none", f"--prompt_ids={file}"])
+        with pytest.raises(UserError, match="--prompt_ids"):
+            run_command_here("generate", "--workdir=none", f"--prompt_ids={file}")
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ import sys
 import jax
 import numpy as np
 import pytest
-from absl.testing import flagsaver
+from support.commands import run_command_here
 from support.ports import free_port
 from support.tiny_run import finish, run_here, start
 
 from moe_jax.config.run_config import RunConfig
 from moe_jax.data import DataConfig
 from moe_jax.errors import UserError
-from moe_jax.generate import command
 from moe_jax.inference import Sampling, few_tokens, load
 from moe_jax.inference.load import find_tokenizer
 from moe_jax.models import ModelConfig
@@ -182,5 +181,5 @@ def test_two_processes_write_what_one_does(workdir, many, tmp_path):
 
 def test_command_needs_a_folder_and_one_kind_of_prompt():
     for flags, words in ((["--prompt=a"], "--workdir is needed"), (["--workdir=x"], "give either --prompt")):
-        with flagsaver.flagsaver(workdir="", prompt=[], prompt_ids=""), pytest.raises(UserError, match=words):
-            command(["generate", *flags])
+        with pytest.raises(UserError, match=words):
+            run_command_here("generate", *flags)

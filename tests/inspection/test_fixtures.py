@@ -7,13 +7,13 @@ import re
 
 import pytest
 
+from moe_jax.analysis.compile_ahead import read_text, without_places
 from moe_jax.analysis.program_report import build_report
 from moe_jax.cluster.costs import cost_of
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import Model, collective_kind, play
 from moe_jax.errors import UserError
-from moe_jax.inspect import read_text, without_places
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 VERSIONS = ("", "-0.11.2", "-0.12.0.1")  # of jax, behind a fixture's name; '' is 0.10.2

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from moe_jax.analysis.compile_ahead import read_text
 from moe_jax.cluster.targets import read_device, target_names
-from moe_jax.inspect import read_text
 
 WORDS = ("Found", "Missing")  # of XLA, after it looked the program's instructions up in the profile
 TINY = {

@@ -5,10 +5,10 @@ import re
 import pytest
 from support.toy import HEAD, LOOP, MODEL, TARGET
 
+from moe_jax.analysis.compile_ahead import read_text
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import Model, scheduler_profile, scheduling_name, unguided_share
-from moe_jax.inspect import read_text
 
 
 def entries(text, model, target):

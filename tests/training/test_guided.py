@@ -53,7 +53,7 @@ class Lowered:
 
 @pytest.fixture
 def lowered(tmp_path, monkeypatch):
-    from moe_jax.inspect import read_text
+    from moe_jax.analysis.compile_ahead import read_text
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return Lowered(read_text(str(FIXTURE)))
