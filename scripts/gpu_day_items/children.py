@@ -22,7 +22,6 @@ from gpu_day_items.plan import Part
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 LAST_LINES = 12
-KILLED_SECONDS = 10  # a killed process is gone at once, or not at all
 OK, SKIPPED, FAILED, CRASHED, TIMED_OUT = "ok", "skipped", "failed", "crashed", "timed out"
 
 
@@ -76,17 +75,22 @@ def run_parts(parts: Sequence[Part], workspace: Workspace, deadline: float, tell
     records: list[dict] = []
     left = list(parts)
     while left:
-        reason = _reason_to_skip(left[0], records, deadline)
-        if reason is not None:
-            part = left.pop(0)
-            if reason:
+        part, status = left[0], {record["name"]: record["status"] for record in records}
+        unneeded, reason = part.unless and status.get(part.unless) == OK, ""
+        if part.after and status.get(part.after) != OK:
+            reason = f"{part.after!r}: {status.get(part.after, 'not run')}"
+        elif deadline - time.monotonic() < 1:
+            reason = "the time of its item was spent"
+        if unneeded or reason:
+            left.pop(0)
+            if not unneeded:
                 records.append({"name": part.name, "status": SKIPPED, "seconds": 0.0, "reason": reason})
             continue
-        together = [left[0]]
-        for part in left[1:]:
-            if part.flags != together[0].flags or part.unless or part.after:
+        together = [part]
+        for other in left[1:]:
+            if other.flags != part.flags or other.unless or other.after:
                 break
-            together.append(part)
+            together.append(other)
         found = _run_child(together, workspace, deadline)
         records += found
         del left[: len(found)]
@@ -94,30 +98,11 @@ def run_parts(parts: Sequence[Part], workspace: Workspace, deadline: float, tell
     return records
 
 
-def _reason_to_skip(part: Part, records: list[dict], deadline: float) -> str | None:
-    """Return why a part does not run: '' where nothing need be said, None where it runs."""
-    status = {record["name"]: record["status"] for record in records}
-    if part.unless and status.get(part.unless) == OK:
-        return ""
-    if part.after and status.get(part.after) != OK:
-        return f"{part.after!r}: {status.get(part.after, 'not run')}"
-    if deadline - time.monotonic() < 1:
-        return "the time of its item was spent"
-    return None
-
-
 def _run_child(parts: list[Part], workspace: Workspace, deadline: float) -> list[dict]:
     """Run parts in one process until one goes wrong; return records of those that were begun, at least one."""
     reader, writer = os.pipe()
-    words = [
-        sys.executable,
-        "-m",
-        "gpu_day_items.child",
-        str(writer),
-        str(workspace.scratch),
-        "tiny" if workspace.tiny else "full",
-    ]
-    words.append(json.dumps([[part.name, part.call, part.arguments] for part in parts]))
+    sizes, calls = "tiny" if workspace.tiny else "full", [[part.name, part.call, part.arguments] for part in parts]
+    words = [sys.executable, "-m", "gpu_day_items.child", str(writer), str(workspace.scratch), sizes, json.dumps(calls)]
     log = workspace.scratch / "child.log"
     with open(log, "wb") as output, os.fdopen(reader, "rb", buffering=0) as pipe:
         process = subprocess.Popen(
@@ -141,56 +126,48 @@ def _listen(parts: list[Part], process, pipe, log: pathlib.Path, deadline: float
     records: list[dict] = []
     waiting = b""
     for part in parts:
-        record: dict = {"name": part.name, "status": "", "seconds": 0.0}
         if records and deadline - time.monotonic() < 1:
             break
+        record: dict = {"name": part.name, "status": "", "seconds": 0.0}
         records.append(record)
         began = time.monotonic()
-        until = min(began + part.limit * patience, deadline)
+        until, wants_death = min(began + part.limit * patience, deadline), False
         while not record["status"]:
             line, newline, rest = waiting.partition(b"\n")
-            if newline:
-                waiting = rest
-                _take_in(record, json.loads(line))
+            if newline:  # values to keep, a row for the page, or how the part ended
+                waiting, message = rest, json.loads(line)
+                record.update(message.get("values", {}))
+                if "row" in message:
+                    record.setdefault("rows", []).append(message["row"])
+                if "end" in message:  # one that asks to be killed does so as a part of what it tests
+                    wants_death = message["end"] == "kill"
+                    record["status"] = OK if wants_death else message["end"]
+                if "reason" in message:
+                    record["reason"] = message["reason"]
                 continue
             ready, _, _ = select.select([pipe], [], [], max(until - time.monotonic(), 0))
             data = os.read(pipe.fileno(), 1 << 16) if ready else b""
-            if data:
-                waiting += data
-            elif ready:
-                record["status"], record["reason"] = CRASHED, _death(process)
-            else:
-                record["status"] = TIMED_OUT
-                record["reason"] = f"not done after {until - began:.0f} s; killed"
+            waiting += data
+            if not ready:
+                record["status"], record["reason"] = TIMED_OUT, f"not done after {until - began:.0f} s; killed"
+            elif not data:
+                record["status"] = CRASHED
+                try:
+                    code = process.wait(timeout=10)
+                    record["reason"] = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                except subprocess.TimeoutExpired:
+                    record["reason"] = "its process closed the pipe and went on"
         record["seconds"] = round(time.monotonic() - began, 2)
         if record["status"] not in (OK, SKIPPED):
             _kill(process)
-            record["stderr"] = last_lines(log)
+            with open(log, "rb") as file:
+                file.seek(max(0, log.stat().st_size - 16384))
+                lines = file.read().decode(errors="replace").splitlines()
+            record["stderr"] = [line[:400] for line in lines if line.strip()][-LAST_LINES:]
             break
-        if record.pop("killed", False):
+        if wants_death:
             break
     return records
-
-
-def _take_in(record: dict, message: dict) -> None:
-    """Take in what a child said: 'values' to keep, 'rows' for the page, or how its part ended."""
-    record.update(message.get("values", {}))
-    if "row" in message:
-        record.setdefault("rows", []).append(message["row"])
-    if message.get("end") == "kill":  # it asks to be killed, as a part of what it tests
-        record["killed"] = True
-    if "end" in message:
-        record["status"] = OK if message["end"] == "kill" else message["end"]
-    if "reason" in message:
-        record["reason"] = message["reason"]
-
-
-def _death(process) -> str:
-    try:
-        code = process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        return "its process closed the pipe and went on"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _kill(process) -> None:
@@ -200,16 +177,8 @@ def _kill(process) -> None:
     except (ProcessLookupError, PermissionError):
         pass
     try:
-        process.wait(timeout=KILLED_SECONDS)
+        process.wait(timeout=10)  # it is gone at once, or not at all
     except subprocess.TimeoutExpired:  # it hangs inside the driver, which no signal reaches; the day goes on
         pass
     if process.stdin and not process.stdin.closed:
         process.stdin.close()
-
-
-def last_lines(log: pathlib.Path) -> list[str]:
-    """Return the last lines that a child wrote."""
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - 16384))
-        lines = file.read().decode(errors="replace").splitlines()
-    return [line[:400] for line in lines if line.strip()][-LAST_LINES:]

@@ -6,8 +6,7 @@ import dataclasses
 import time
 
 from gpu_day_items import configs
-from gpu_day_items.context import NotHere
-from gpu_day_items.timing import shown
+from gpu_day_items.context import NotHere, shown
 
 
 def measure(
@@ -33,7 +32,7 @@ def measure(
         raise NotHere("cuDNN attention needs a GPU")
     if moe and context.tiny:
         raise NotHere(f"{next(iter(moe))} needs dims that are multiples of 128")
-    changed = {**(model or {})}
+    changed = dict(model or {})
     if chunk > 1:
         changed["loss_chunk"] = chunk * ModelConfig().loss_chunk
     config = configs.gpt_moe_s(context, batch=8, layers=context.of_size(4, 1), model=changed, moe=moe, steps=20)
@@ -56,12 +55,8 @@ def measure(
     analysis = executable.memory_analysis()
     temporaries = None if analysis is None else int(analysis.temp_size_in_bytes)
     context.record(step_seconds=seconds, compile_seconds=compiled, temporaries=temporaries, loss=float(metrics["loss"]))
-    name = _name({**changed, **(moe or {})}, options)
+    parts = [f"{name} = {value!r}" for name, value in {**changed, **(moe or {}), **(options or {})}.items()]
+    name = ", ".join(parts) or "base (attention as chosen for this device, scan, default command buffers)"
     context.row(
         name, f"{shown(seconds)} a step, temporaries {(temporaries or 0) / 1e9:.2f} GB, compiled in {compiled:.1f} s"
     )
-
-
-def _name(changed: dict, options: dict | None) -> str:
-    parts = [f"{name} = {value!r}" for name, value in {**changed, **(options or {})}.items()]
-    return ", ".join(parts) or "base (attention as chosen for this device, scan, default command buffers)"

@@ -6,7 +6,7 @@ never taken is the constant `conditional` of inspect's model.
 
 from __future__ import annotations
 
-from gpu_day_items.timing import seconds_of, shown
+from gpu_day_items.context import seconds_of, shown
 
 TURNS = 12
 

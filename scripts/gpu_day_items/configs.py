@@ -1,8 +1,10 @@
-"""Configs of runs, built in code, since gin-config may be missing."""
+"""What this machine is, and configs of runs, built in code, since gin-config may be missing."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+from importlib import metadata
 
 
 def gpt_moe_s(context, *, batch: int, layers: int = 12, model: dict | None = None, moe: dict | None = None, **train):
@@ -21,20 +23,19 @@ def gpt_moe_s(context, *, batch: int, layers: int = 12, model: dict | None = Non
 
     sizes = {"layers": layers, "model_dim": 768, "hidden_dim": 1536, "heads": 12, "vocab_size": 50304}
     experts, length = 64, 2048
+    path, dtype = "", "bfloat16"
     if context.tiny:
         sizes = {"layers": min(layers, 2), "model_dim": 16, "hidden_dim": 16, "heads": 2, "vocab_size": 0}
         experts, length, batch = 8, 16, 4
         train["evaluate_windows"] = 4
-    data = DataConfig(
-        path=small_corpus(context) if context.tiny else "",
-        sequence_length=length,
-        cache_dir=str(context.scratch / "tokens"),
-    )
-    dtype = "float32" if context.tiny else "bfloat16"
-    fields = {"kind": "gpt", "max_length": length, "dtype": dtype, **best_attention(), **sizes, **(model or {})}
+        path, dtype = context.scratch / "corpus", "float32"
+        path.mkdir(exist_ok=True)
+        for name, step in (("a.txt", 7), ("b.txt", 11)):
+            (path / name).write_text(" ".join(f"{(i * step) % 97} apples" for i in range(600)), encoding="utf-8")
+    fields = {"kind": "gpt", "max_length": length, "dtype": dtype, **sizes, **(model or {})}
     return RunConfig(
         train=TrainConfig(batch_size=batch, **{"warmup_steps": 5, "evaluate_windows": 8, **train}),
-        data=data,
+        data=DataConfig(path=str(path), sequence_length=length, cache_dir=str(context.scratch / "tokens")),
         model=ModelConfig(**fields),
         moe=MoEConfig(num_experts=experts, top_k=2, **(moe or {})),
     )
@@ -53,25 +54,6 @@ def small(context, **train):
     )
 
 
-def best_attention() -> dict[str, str]:
-    """Return the attention that a run on this device should have, where the default does not choose it."""
-    import jax
-
-    from moe_jax.models.config import ModelConfig
-
-    chooses = ModelConfig().attention == "auto"
-    return {} if chooses or jax.devices()[0].platform == "cpu" else {"attention": "cudnn"}
-
-
-def small_corpus(context) -> str:
-    """Write two small documents and return their folder."""
-    folder = context.scratch / "corpus"
-    folder.mkdir(exist_ok=True)
-    for name, step in (("a.txt", 7), ("b.txt", 11)):
-        (folder / name).write_text(" ".join(f"{(i * step) % 97} apples" for i in range(600)), encoding="utf-8")
-    return str(folder)
-
-
 def target_here():
     """Return the target whose rates the model takes for one of these devices, and whether it is this very device."""
     import jax
@@ -83,3 +65,25 @@ def target_here():
     if name is None and jax.devices()[0].platform != "cpu":
         return None, False
     return parse_target(f"{name or 'h200'}:1x1"), name is not None
+
+
+def describe_machine(context):
+    """Record versions and the first device."""
+    import jax
+
+    versions = {}
+    for name in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    device = jax.devices()[0]
+    context.record(
+        **versions,
+        python=".".join(map(str, sys.version_info[:3])),
+        platform=device.platform,
+        device_kind=device.device_kind,
+        devices=len(jax.devices()),
+        compute_capability=str(getattr(device, "compute_capability", "")),
+        memory_bytes=int((device.memory_stats() or {}).get("bytes_limit", 0)),
+    )

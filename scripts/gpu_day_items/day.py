@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from gpu_day_items import children, page
+from gpu_day_items import children
 from gpu_day_items.plan import PROBE, Item
 
 PATIENCE = 8  # of a day at tiny sizes
@@ -45,7 +45,12 @@ def run(items: Sequence[Item], out: pathlib.Path, *, limit: float, tiny: bool, c
         "unfinished": None,
     }
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="gpu_day_"))
-    link_cache(out, scratch)
+    (scratch / "compiled").mkdir()
+    link = out / "cache"
+    if link.is_symlink():
+        link.unlink()
+    if not link.exists():
+        link.symlink_to(scratch / "compiled", target_is_directory=True)
     workspace = children.Workspace(out=out, scratch=scratch, tiny=tiny, patience=PATIENCE if tiny else 1)
 
     def tell(unfinished: dict | None = None):
@@ -54,34 +59,35 @@ def run(items: Sequence[Item], out: pathlib.Path, *, limit: float, tiny: bool, c
 
     tell()
     try:
-        workspace = probe(day, workspace, deadline)
+        (record,) = children.run_parts([PROBE], workspace, deadline, lambda _: None)
+        day["machine"] = {**host(), **{name: value for name, value in record.items() if name != "name"}}
+        if record.get("platform") != "gpu" and not tiny:
+            reason = record.get("reason", f"jax finds {record.get('device_kind', 'nothing')}")
+            print(f"no GPU here ({reason}): tiny sizes on the CPU instead", flush=True)
+            day["sizes"] = "tiny"
+            workspace = children.Workspace(out=out, scratch=scratch, tiny=True, patience=PATIENCE)
         tell()
         for item in items:
-            day["items"].append(run_item(item, workspace, deadline, tell))
-            day["constants"] = constants_of(day["items"])
+            record = run_item(item, workspace, deadline, tell)
+            day["items"].append(record)
+            for part in record["parts"]:  # of inspect's model; a conditional's by its own item if that ran
+                day["constants"].update(part.get("constants", {}))
             tell()
-            keep_files(scratch, out)
-            print(page.summary_line(day["items"][-1]), flush=True)
+            for path in sorted((scratch / "keep").glob("*")):
+                if path.stat().st_size < 15_000_000:  # no larger than what a reader would take
+                    shutil.move(path, out / path.name)
+                else:
+                    path.unlink()
+            reason = f" ({record['reason']})" if record.get("reason") else ""
+            print(f"{item.number}. {item.title}: {record['status']} in {record['seconds']:.0f} s{reason}", flush=True)
         day["finished"] = True
         tell()
     finally:
-        if (out / "cache").is_symlink():
-            (out / "cache").unlink()
+        if link.is_symlink():
+            link.unlink()
         shutil.rmtree(scratch, ignore_errors=True)
     print(f"wrote {out}/gpu_day.json, gpu_day.md in {day['seconds']:.0f} s")
     return 0 if all(item["status"] == children.OK for item in day["items"]) else 1
-
-
-def probe(day: dict, workspace: children.Workspace, deadline: float) -> children.Workspace:
-    """Fill in the machine; return the workspace with tiny sizes where jax finds no GPU."""
-    (record,) = children.run_parts([PROBE], workspace, deadline, lambda _: None)
-    day["machine"] = {**host(), **{name: value for name, value in record.items() if name != "name"}}
-    if record.get("platform") == "gpu" or workspace.tiny:
-        return workspace
-    reason = record.get("reason", f"jax finds {record.get('device_kind', 'nothing')}")
-    print(f"no GPU here ({reason}): tiny sizes on the CPU instead", flush=True)
-    day["sizes"] = "tiny"
-    return children.Workspace(out=workspace.out, scratch=workspace.scratch, tiny=True, patience=PATIENCE)
 
 
 def run_item(item: Item, workspace: children.Workspace, deadline: float, tell) -> dict:
@@ -98,7 +104,11 @@ def run_item(item: Item, workspace: children.Workspace, deadline: float, tell) -
     for part in item.parts:  # a part whose substitute went well is recorded, and the item is well
         if part.unless and names.get(part.name, {}).get("status") == children.OK:
             names.pop(part.unless, None)
-    bad = [part["name"] for part in names.values() if _went_wrong(part)]
+    bad = []
+    for part in names.values():
+        spent = part["status"] == children.SKIPPED and "the time of its item" in part.get("reason", "")
+        if spent or part["status"] not in (children.OK, children.SKIPPED):
+            bad.append(part["name"])
     return {
         **record,
         "status": children.OK if not bad else "incomplete",
@@ -106,20 +116,6 @@ def run_item(item: Item, workspace: children.Workspace, deadline: float, tell) -
         **({"reason": f"went wrong: {', '.join(bad)}"} if bad else {}),
         "parts": parts,
     }
-
-
-def _went_wrong(part: dict) -> bool:
-    spent = part["status"] == children.SKIPPED and "the time of its item" in part.get("reason", "")
-    return spent or part["status"] not in (children.OK, children.SKIPPED)
-
-
-def constants_of(items: list[dict]) -> dict[str, float]:
-    """Return the constants of inspect's model that were measured; a conditional's by its own item if that ran."""
-    found: dict[str, float] = {}
-    for item in items:
-        for part in item["parts"]:
-            found.update(part.get("constants", {}))
-    return found
 
 
 def host() -> dict:
@@ -138,37 +134,19 @@ def host() -> dict:
 
 def commit() -> dict:
     """Return the commit of this checkout, or where git is not there the version of the package."""
+    from moe_jax import __version__
     from moe_jax.observe.run_folder import git_state
 
     state = git_state()
     if state["commit"] is not None:
         return state
-    from importlib import metadata
-
-    try:
-        version = metadata.version("moe_jax")
-    except metadata.PackageNotFoundError:
-        import re
-
-        found = re.search(r'version="([^"]+)"', (ROOT / "setup.py").read_text(encoding="utf-8"))
-        version = found.group(1) if found else "unknown"
-    return {**state, "package_version": version}
-
-
-def link_cache(out: pathlib.Path, scratch: pathlib.Path) -> None:
-    """Make `out/cache` a link to the compilation cache of this day."""
-    (scratch / "compiled").mkdir()
-    link = out / "cache"
-    if link.is_symlink():
-        link.unlink()
-    if not link.exists():
-        link.symlink_to(scratch / "compiled", target_is_directory=True)
+    return {**state, "package_version": __version__}
 
 
 def write(out: pathlib.Path, day: dict) -> None:
     """Write both files, each whole or not at all."""
     record = json.dumps(strict(day), indent=1, allow_nan=False) + "\n"
-    for name, text in (("gpu_day.json", record), ("gpu_day.md", page.page(day))):
+    for name, text in (("gpu_day.json", record), ("gpu_day.md", page(day))):
         whole = out / f".{name}.new"
         whole.write_text(text, encoding="utf-8")
         os.replace(whole, out / name)
@@ -183,10 +161,45 @@ def strict(value):
     return [strict(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def keep_files(scratch: pathlib.Path, out: pathlib.Path) -> None:
-    """Move the files that children left for the day's folder; none is larger than what a reader would take."""
-    for path in sorted((scratch / "keep").glob("*")):
-        if path.stat().st_size < 15_000_000:
-            shutil.move(path, out / path.name)
-        else:
-            path.unlink()
+def page(day: dict) -> str:
+    """Return the page: the machine, then one table per item."""
+    machine = day["machine"]
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("jax", "jaxlib", "driver") if machine.get(name))
+    commit = day.get("commit") or f"package {day.get('package_version', 'unknown')}"
+    if day.get("uncommitted_changes"):
+        commit += " with uncommitted changes"
+    lines = [
+        f"### {machine.get('device_kind', 'unknown device')}, {day['date'][:10]}",
+        "",
+        f"{versions}; commit {commit}; `{day['command']}`; {day['seconds']:.0f} s"
+        + ("" if day["sizes"] == "full" else "; tiny sizes, which say nothing of a GPU")
+        + ("" if day["finished"] else "; cut off"),
+        "",
+    ]
+    if day["constants"]:
+        fitted = ", ".join(
+            f"{name} {value:.2f}" if name.endswith("efficiency") else f"{name} {value * 1e6:.3g} us"
+            for name, value in sorted(day["constants"].items())
+        )
+        lines += [f"Constants for `inspect --constants=gpu_day.json`: {fitted}.", ""]
+    for item in day["items"]:
+        lines += item_lines(item)
+    return "\n".join(lines)
+
+
+def item_lines(item: dict) -> list[str]:
+    """Return one item's table."""
+    lines = [f"**{item['number']}. {item['title']}** ({item['status']}, {item['seconds']:.0f} s)", ""]
+    if not item["parts"]:
+        return [*lines, item.get("reason", ""), ""]
+    lines += ["| what | result |", "|---|---|"]
+    for part in item["parts"]:
+        for what, result in part.get("rows", []):
+            lines.append(f"| {_cell(what)} | {_cell(result)} |")
+        if part["status"] != "ok":
+            lines.append(f"| {_cell(part['name'])} | {part['status']}: {_cell(part.get('reason', ''))} |")
+    return [*lines, ""]
+
+
+def _cell(text: str) -> str:
+    return " ".join(str(text).replace("|", "\\|").split())

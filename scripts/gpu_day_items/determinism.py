@@ -7,6 +7,7 @@ norms and parameters of the resumed run are those of the straight one, or the fi
 from __future__ import annotations
 
 import json
+import os
 from unittest import mock
 
 from gpu_day_items import configs
@@ -87,14 +88,22 @@ def resumed(context, kind: str):
     """Go on with the killed run, and compare it with the straight one."""
     import numpy as np
 
+    from moe_jax.observe import RunFolder
+    from moe_jax.training.checkpoint import Checkpointer
+
     _run(context, "killed", kind)
-    lines = {name: _lines(context, name, kind) for name in ("straight", "killed")}
+    lines, states = {}, {}  # a state: {leaf: array} of the last checkpoint, the optimizer's among them
+    for name in ("straight", "killed"):
+        folder = _workdir(context, name, kind)
+        lines[name] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        checkpoints = Checkpointer(RunFolder(str(folder), create=False).checkpoints, keep=9)
+        states[name] = checkpoints.read_arrays(_config(context).train.steps)
+        checkpoints.close()
     steps = [
         step
         for step, (a, b) in enumerate(zip(lines["straight"], lines["killed"], strict=True), 1)
         if (a["loss"], a["grad_norm"]) != (b["loss"], b["grad_norm"])
     ]
-    states = {name: _state(context, name, kind) for name in lines}
     unequal = {
         name: float(np.abs(a - states["killed"][name]).max() / max(np.abs(a).max(), 1e-30))
         for name, a in states["straight"].items()
@@ -112,8 +121,6 @@ def resumed(context, kind: str):
 
 
 def _flags() -> str:
-    import os
-
     return ", xla_gpu_deterministic_ops" if "xla_gpu_deterministic_ops" in os.environ.get("XLA_FLAGS", "") else ""
 
 
@@ -131,20 +138,3 @@ def _run(context, name: str, kind: str):
     options = RunOptions(workdir=str(_workdir(context, name, kind)))
     with mock.patch.object(training_run, "report"):  # no pictures
         training_run.run(config, config_text(config), "", options, Hosts())
-
-
-def _lines(context, name: str, kind: str) -> list[dict]:
-    text = (_workdir(context, name, kind) / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def _state(context, name: str, kind: str) -> dict:
-    """Return {leaf: array} of a run's last checkpoint: parameters and the optimizer's state."""
-    from moe_jax.observe import RunFolder
-    from moe_jax.training.checkpoint import Checkpointer
-
-    checkpoints = Checkpointer(RunFolder(str(_workdir(context, name, kind)), create=False).checkpoints, keep=9)
-    try:
-        return checkpoints.read_arrays(_config(context).train.steps)
-    finally:
-        checkpoints.close()

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 
-from gpu_day_items.context import NotHere
-from gpu_day_items.timing import seconds_of, shown
+from gpu_day_items.context import NotHere, seconds_of, shown
 
 TOLERANCE = 0.01
 FLOAT8 = "float8:"  # before the name of the implementation below
@@ -48,17 +47,31 @@ def measure(context, implementation: str, of: str = "", option: str = ""):
       option: of the compiler, switched on.
     """
     import jax
+    import jax.numpy as jnp
 
-    if implementation == "tokamax":
-        products = _tokamax()
-    else:
-        _check_device(of or implementation, context)
-        products = _registered(of or implementation)
-    of_float8 = (of or implementation).startswith(FLOAT8)
+    from moe_jax.kernels import hopper
+
+    registered, device = of or implementation, jax.devices()[0]
+    of_float8 = registered.startswith(FLOAT8)
+    if registered.removeprefix(FLOAT8) in KERNELS and not hopper.fits(device, jnp.bfloat16, (128, 128)):
+        raise NotHere(f"{device.device_kind} has no compute capability {hopper.CAPABILITY}")
+    products = _tokamax() if implementation == "tokamax" else _registered(registered)
     options = {option: True} if option else None
     jitted = {name: jax.jit(function, compiler_options=options) for name, function in products.items()}
-    if option and not _changes_program(context, products["forward"], option) and not context.tiny:
-        raise NotHere(f"{option} changes nothing in the compiled program of {of!r} here")
+    if option:
+        rows, contracted, resulting, groups, _ = next(iter(context.of_size(SHAPES, TINY_SHAPES).values()))
+        lowered = jax.jit(products["forward"]).lower(*_operands(rows, contracted, resulting, groups, rows))
+        plain = lowered.compile()
+        try:
+            changed = lowered.compile(compiler_options=options)
+        except Exception as error:
+            if "No such compile option" in str(error):
+                raise NotHere(f"this jax's compiler has no {option}") from error
+            raise
+        changes = plain.as_text() != changed.as_text()
+        context.record(option=option, changes_program=changes)
+        if not changes and not context.tiny:
+            raise NotHere(f"{option} changes nothing in the compiled program of {of!r} here")
     _check(context, implementation, jitted, of_float8)
     sizes = (FLOAT8_SHAPES, TINY_FLOAT8_SHAPES) if of_float8 else (SHAPES, TINY_SHAPES)
     for name, shape in context.of_size(*sizes).items():
@@ -74,17 +87,6 @@ def measure_others(context):
         raise NotHere(f"no other is registered than {', '.join(KNOWN)}")
     for name in others:
         measure(context, name)
-
-
-def _check_device(name: str, context):
-    import jax
-    import jax.numpy as jnp
-
-    from moe_jax.kernels import hopper
-
-    device = jax.devices()[0]
-    if name.removeprefix(FLOAT8) in KERNELS and not hopper.fits(device, jnp.bfloat16, (128, 128)):
-        raise NotHere(f"{device.device_kind} has no compute capability {hopper.CAPABILITY}")
 
 
 def _registered(name: str):
@@ -108,24 +110,6 @@ def _registered(name: str):
     }
 
 
-def _changes_program(context, function, option: str) -> bool:
-    """Record and return whether an option of the compiler makes another program of a product at its first shape."""
-    import jax
-
-    rows, contracted, resulting, groups, _ = next(iter(context.of_size(SHAPES, TINY_SHAPES).values()))
-    lowered = jax.jit(function).lower(*_operands(rows, contracted, resulting, groups, rows))
-    plain = lowered.compile()
-    try:
-        changed = lowered.compile(compiler_options={option: True})
-    except Exception as error:
-        if "No such compile option" in str(error):
-            raise NotHere(f"this jax's compiler has no {option}") from error
-        raise
-    changes = plain.as_text() != changed.as_text()
-    context.record(option=option, changes_program=changes)
-    return changes
-
-
 def _tokamax():
     if importlib.util.find_spec("tokamax") is None:
         raise NotHere("tokamax is not installed")
@@ -147,24 +131,42 @@ def _check(context, implementation: str, products, of_float8: bool):
     import jax.numpy as jnp
     import numpy as np
 
+    from moe_jax.kernels.float8_blocks import dequantise, quantise
+
+    def read(array):
+        """Return rows [R, K] or weights [G, K, N] in float32 as forward and d-rows read them."""
+        return np.asarray(dequantise(*quantise(jnp.asarray(array)), jnp.float32) if of_float8 else array, np.float32)
+
     part = context.of_size(1, 5)
     rows, contracted, resulting = 1000 // part, context.of_size(256, 128), context.of_size(192, 64)
     resulting = 128 if of_float8 else resulting
     rng = np.random.default_rng(0)
     round_off = lambda array: np.asarray(jnp.asarray(array, jnp.bfloat16))  # noqa: E731
     bank = round_off(rng.normal(size=(GROUPS, contracted, resulting)) * contracted**-0.5)
-    errors = {}
+    bank_read, errors = read(bank), {}
     for case, full in CASES.items():
         sizes = np.array([-(-size // part) for size in full], np.int32)
         sizes[np.argmax(sizes)] -= max(int(sizes.sum()) - rows, 0)
         lhs, dout = rng.normal(size=(rows, contracted)), rng.normal(size=(rows, resulting))
         lhs[sizes.sum() :], dout[sizes.sum() :] = np.nan, np.nan
         lhs, dout = round_off(lhs), round_off(dout)
-        read = _as_float8_reads if of_float8 else lambda array: array
-        wanted = _in_float32(lhs, dout, bank, sizes, read)
+        lhs_read, dout_read = read(lhs), read(dout)
+        wanted = {
+            "forward": np.zeros((rows, resulting), np.float32),
+            "d-rows": np.zeros(lhs.shape, np.float32),
+            "d-weights": np.zeros(bank.shape, np.float32),
+        }
+        for group, end in enumerate(np.cumsum(sizes)):
+            own = slice(end - sizes[group], end)
+            wanted["forward"][own] = lhs_read[own] @ bank_read[group]
+            wanted["d-rows"][own] = dout_read[own] @ bank_read[group].T
+            wanted["d-weights"][group] = lhs[own].T.astype(np.float32) @ dout[own].astype(np.float32)
         arguments = tuple(map(jnp.asarray, (lhs, dout, bank, sizes)))
-        got = {name: np.asarray(products[name](*arguments), np.float32) for name in PRODUCTS}
-        errors[case] = {name: _error(wanted[name], got[name]) for name in PRODUCTS}
+        errors[case] = {}
+        for name in PRODUCTS:
+            apart = np.abs(np.asarray(products[name](*arguments), np.float32) - wanted[name]).max(initial=0.0)
+            error = float(apart / max(np.abs(wanted[name]).max(initial=0.0), 1e-6))
+            errors[case][name] = error if np.isfinite(error) else 1e9
         context.record(errors=errors)
     worst = {name: max(found[name] for found in errors.values()) for name in PRODUCTS}
     wrong = [
@@ -176,49 +178,6 @@ def _check(context, implementation: str, products, of_float8: bool):
     context.record(right=not wrong, worst_error=worst, tolerance=TOLERANCE)
     listed = ", ".join(f"{name} {error:.2g}" for name, error in worst.items())
     context.row(f"{implementation}, errors", ("right: " if not wrong else f"WRONG in {'; '.join(wrong)}: ") + listed)
-
-
-def _as_float8_reads(array):
-    """Return rows [R, K] or weights [G, K, N] as they are once quantised."""
-    import jax.numpy as jnp
-    import numpy as np
-
-    from moe_jax.kernels.float8_blocks import dequantise, quantise
-
-    if array.ndim == 2:
-        found = dequantise(*quantise(jnp.asarray(array)), jnp.float32)
-    else:
-        found = dequantise(*quantise(jnp.asarray(array)), jnp.float32)
-    return np.asarray(found)
-
-
-def _in_float32(lhs, dout, bank, sizes, read):
-    """Return the products in float32; read: rows or weights -> as forward and d-rows read them."""
-    import numpy as np
-
-    held = tuple(array.astype(np.float32) for array in (lhs, dout))
-    lhs, dout, bank = (read(array).astype(np.float32) for array in (lhs, dout, bank))
-    wanted = {
-        "forward": np.zeros((lhs.shape[0], bank.shape[2]), np.float32),
-        "d-rows": np.zeros(lhs.shape, np.float32),
-        "d-weights": np.zeros(bank.shape, np.float32),
-    }
-    start = 0
-    for group, size in enumerate(sizes):
-        own = slice(start, start + size)
-        wanted["forward"][own] = lhs[own] @ bank[group]
-        wanted["d-rows"][own] = dout[own] @ bank[group].T
-        wanted["d-weights"][group] = held[0][own].T @ held[1][own]
-        start += size
-    return wanted
-
-
-def _error(wanted, got) -> float:
-    """Return the largest difference over the largest entry; 1e9 where something is not a number."""
-    import numpy as np
-
-    difference = np.abs(got - wanted).max(initial=0.0) / max(np.abs(wanted).max(initial=0.0), 1e-6)
-    return float(difference) if np.isfinite(difference) else 1e9
 
 
 def _time(context, implementation: str, products, name: str, shape):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_day_items.timing import seconds_of, shown
+from gpu_day_items.context import seconds_of, shown
 
 # (experts, top_k, tokens, model_dim, hidden_dim): the rows of the README, then the layer of GPT-MoE-S
 ROWS = ((8, 2, 2048, 512, 1024), (64, 2, 2048, 512, 1024), (64, 8, 2048, 512, 1024), (64, 2, 16384, 768, 1536))

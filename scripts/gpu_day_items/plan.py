@@ -154,4 +154,4 @@ ITEMS = (
         ),
     ),
 )  # fmt: skip
-PROBE = _part("machine", "machine:describe", limit=90)
+PROBE = _part("machine", "configs:describe_machine", limit=90)

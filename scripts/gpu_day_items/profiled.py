@@ -14,8 +14,7 @@ def measure(context):
     import jax
 
     from moe_jax.analysis import compile_ahead
-    from moe_jax.analysis import instructions as recorded_trace
-    from moe_jax.analysis.instructions import compare_instructions
+    from moe_jax.analysis.instructions import compare_instructions, read_spans, record_steps
     from moe_jax.analysis.program_report import add_measured, build_report
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.timeline import Model, play
@@ -31,11 +30,20 @@ def measure(context):
     model, module = Model(), parse_module(compiled.text)
     report = build_report(play(module, target, model), target, model, memory=compiled.memory)
     folder, steps = context.scratch / "profile", context.of_size(3, 2)
-    seconds = recorded_trace.record_steps(config, devices, compiled, folder, steps, 2 * steps)
-    spans = recorded_trace.read_spans(folder, module.name)
+    seconds = record_steps(config, devices, compiled, folder, steps, 2 * steps)
+    spans = read_spans(folder, module.name)
     measured = compare_instructions(module, target, model, spans, steps, seconds)
     report = {**add_measured(report, spans, steps), "instructions": measured}
-    _keep(context, compiled.text, folder, {**report, "constants": measured["constants"]})
+    # for the day's folder: a machine without a GPU can read report, schedule and trace again
+    keep = context.scratch / "keep"
+    keep.mkdir(exist_ok=True)
+    kept = {**report, "constants": measured["constants"]}
+    (keep / "profile_report.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (keep / "profile_schedule.hlo.gz").write_bytes(
+        gzip.compress(compile_ahead.without_places(compiled.text).encode(), mtime=0)
+    )
+    for trace in folder.rglob("*.trace.json.gz"):
+        (keep / "profile_trace.json.gz").write_bytes(trace.read_bytes())
     context.record(
         grouped_matmul=grouped_matmul,
         modelled_seconds=report["step"]["modelled_seconds"],
@@ -64,15 +72,3 @@ def measure(context):
     for name, fit in measured["fit"].items():
         value = "no sample" if fit["value"] is None else f"{fit['value']:.4g} ({fit['samples']} samples)"
         context.row(f"constant {name}", f"{fit['before']:.4g} before; fitted {value}")
-
-
-def _keep(context, text: str, folder, report: dict):
-    """Leave report, schedule and trace for the day's folder: a machine without a GPU can read them again."""
-    from moe_jax.analysis.compile_ahead import without_places
-
-    keep = context.scratch / "keep"
-    keep.mkdir(exist_ok=True)
-    (keep / "profile_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (keep / "profile_schedule.hlo.gz").write_bytes(gzip.compress(without_places(text).encode(), mtime=0))
-    for trace in folder.rglob("*.trace.json.gz"):
-        (keep / "profile_trace.json.gz").write_bytes(trace.read_bytes())

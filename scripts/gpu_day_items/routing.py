@@ -5,7 +5,7 @@ t = 16,384 tokens, K = 2, E = 64 on one device, as `moe_jax.moe.routing.route` c
 
 from __future__ import annotations
 
-from gpu_day_items.timing import seconds_of, shown
+from gpu_day_items.context import seconds_of, shown
 
 
 def _sizes(context):

@@ -26,7 +26,12 @@ def config_of(context, grouped_matmul: str):
 
 def train(context, grouped_matmul: str):
     """Train, then compile the same step again to read it."""
+    import jax
+
     import moe_jax.training.run as training_run
+    from moe_jax.analysis import compile_ahead
+    from moe_jax.cluster.hlo import parse_module
+    from moe_jax.cluster.timeline import play
     from moe_jax.config.run_config import config_text
     from moe_jax.training.hosts import Hosts
     from moe_jax.training.loop import Loop
@@ -47,11 +52,6 @@ def train(context, grouped_matmul: str):
             f"check before the first step, {field}",
             f"{verdict['compared']}: {verdict['outcome']}, used {verdict['used']}",
         )
-    _record_run(context, config, lines)
-    _record_model(context, config_of(context, used))
-
-
-def _record_run(context, config, lines: list[dict]):
     tokens = config.train.batch_size * config.data.sequence_length
     seconds = statistics.median(line["step_seconds"] for line in lines[WARM_UP:])
     flops = lines[0]["model_flops_per_second"] * lines[0]["step_seconds"]
@@ -67,31 +67,20 @@ def _record_run(context, config, lines: list[dict]):
         peak_device_bytes=lines[-1].get("peak_device_bytes"),
         losses=[line["loss"] for line in lines],
     )
-    name = config.moe.grouped_matmul
     shown = "not known for this device" if mfu is None else f"{mfu:.1%}"
     context.row(
-        f"{len(lines)} steps, grouped matmul {name!r}",
+        f"{len(lines)} steps, grouped matmul {grouped_matmul!r}",
         f"{seconds * 1e3:.1f} ms a step, {tokens / seconds:,.0f} tokens/s, MFU {shown}",
     )
     context.row("loss", f"{lines[0]['loss']:.3f} to {lines[-1]['loss']:.3f}")
     if lines[-1].get("peak_device_bytes"):
         context.row("most bytes in use", f"{lines[-1]['peak_device_bytes'] / 1e9:.1f} GB")
-
-
-def _record_model(context, config):
-    """Record what inspect says of the step, compiled on this device with the options of training."""
-    import jax
-
-    from moe_jax.analysis import compile_ahead
-    from moe_jax.cluster.hlo import parse_module
-    from moe_jax.cluster.timeline import play
-
-    target, known = configs.target_here()
+    # what inspect says of this step, compiled on this device with the options of training
     if target is None:
         context.row("modelled step", "this device's rates are not known")
         return
-    config = compile_ahead.on_target(config, target)
-    compiled = compile_ahead.compile_step(config, jax.devices()[:1], skew=1.0, options={}, real=True)
+    built = compile_ahead.on_target(config_of(context, used), target)
+    compiled = compile_ahead.compile_step(built, jax.devices()[:1], skew=1.0, options={}, real=True)
     timeline = play(parse_module(compiled.text), target)
     launches = sum(event.row == "compute" for event in timeline.events)
     conditionals = sum(record["executions"] for record in timeline.skipped.values())

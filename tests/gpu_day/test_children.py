@@ -9,7 +9,7 @@ import time
 from unittest import mock
 
 import pytest
-from gpu_day_items import children, day, page
+from gpu_day_items import children, day
 from gpu_day_items.plan import ITEMS, Item, Part
 
 
@@ -94,7 +94,7 @@ def test_unless_and_after(workspace):
     ]  # fmt: skip
     process = {own["name"]: own.get("process") for own in record["parts"]}
     assert process["well"] == process["same"] and len({process[name] for name in ("well", "instead", "flags")}) == 3
-    lines = page.item_lines(record)
+    lines = day.item_lines(record)
     assert "| what | a \\| result of 1 |" in lines
     assert any(line.startswith("| raises | failed: RuntimeError") for line in lines)
 
@@ -116,7 +116,7 @@ def test_what_is_not_finite_leaves_strict_json(tmp_path):
     def refuse(word):
         raise AssertionError(f"{word} is no JSON")
 
-    with mock.patch.object(day.page, "page", lambda day: ""):
+    with mock.patch.object(day, "page", lambda day: ""):
         day.write(tmp_path, {"items": items})
     found = json.loads((tmp_path / "gpu_day.json").read_text(), parse_constant=refuse)
     assert found == {"items": [{"parts": [{"loss": "nan", "errors": [1.0, "inf", "-inf"]}]}]}
