@@ -115,19 +115,6 @@ def differences(want: dict, got: dict, tolerance: float) -> list[str]:
     return lines
 
 
-def as_text(kept: dict) -> str:
-    """Return the JSON of all runs, a line each."""
-    lines = (f"{json.dumps(name)}: {json.dumps(kept[name], separators=(',', ':'))}" for name in sorted(kept))
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def checkout(commit: str, folder: Path) -> Path:
-    """Write the files of a commit to `folder` and return it."""
-    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
-    return folder
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="run files, without folder and ending; default: all")
@@ -138,15 +125,20 @@ def main() -> int:
     kept = json.loads(path.read_text()) if path.exists() else {}
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        other = checkout(args.against, Path(folder)) if args.against else None
+        other = Path(folder)
+        if args.against:
+            archive = subprocess.run(["git", "archive", args.against], cwd=ROOT, check=True, capture_output=True).stdout
+            subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
         for name in args.names or names():
             got = run(ROOT, name)
             if args.write:
                 kept[name] = got
-                path.write_text(as_text(kept))
+                lines = [f"{json.dumps(run)}: {json.dumps(kept[run], separators=(',', ':'))}" for run in sorted(kept)]
+                path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
                 print(f"{name}: loss {got['loss'][0]:.4f} -> {got['loss'][-1]:.4f}", flush=True)
                 continue
-            lines = differences(run(other, name), got, 0.0) if other else differences(kept[name], got, TOLERANCE)
+            want, tolerance = (run(other, name), 0.0) if args.against else (kept[name], TOLERANCE)
+            lines = differences(want, got, tolerance)
             failed |= bool(lines)
             print(f"{name}: {'; '.join(lines) or 'equal'}", flush=True)
     return int(failed)

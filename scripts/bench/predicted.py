@@ -156,40 +156,32 @@ def report(devices, points, cases, seconds) -> None:
     group = _PER_NODE.value
     collectives = {name: fit for name, fit in fits.items() if name != "experts"}
     cluster = Cluster(name="here", nodes=len(devices) // group, devices_per_node=group, fits=collectives)
-    found: dict[str, tuple[list, list]] = {name: ([], []) for name in ("trans", "agg", "exchange", "experts")}
+    # (predicted, measured) of each kind
+    found: dict[str, list] = {name: [] for name in ("trans", "agg", "exchange", "experts")}
     for at, case in enumerate(cases):
         shape = case["shape"]
         cost = Cost(cluster=cluster, model_dim=case["bytes"], hidden_dim=1, matrices=1, dtype_bytes=1)
         predicted = cost.shape_seconds(shape, "predicted.py")
         for kind in ("trans", "agg"):
-            keep(found[kind], predicted, seconds[f"{kind} {at}"])
+            found[kind].append((predicted, seconds[f"{kind} {at}"]))
         exchange = next(iter(collectives.values())).seconds(case["rows"])
-        keep(found["exchange"], exchange, seconds[f"exchange {at}"])
+        found["exchange"].append((exchange, seconds[f"exchange {at}"]))
     x, y = lines["experts"]
     for out in range(len(x)):  # each size from the fit of the others
         others = fit_alpha_beta(x[:out] + x[out + 1 :], y[:out] + y[out + 1 :])
-        keep(found["experts"], others.seconds(x[out]), y[out])
+        found["experts"].append((others.seconds(x[out]), y[out]))
     for name, fit in fits.items():
         print(f"{name}: {1e3 * fit.alpha:.3f} ms + {fit.beta:.3e} s per byte or FLOP, R^2 {fit.r2:.3f}")
-    answer = {name: judged(*pairs) for name, pairs in found.items()}
+    answer = {}
+    for name, pairs in found.items():
+        guess, truth = np.array(pairs).T
+        errors = abs(guess - truth) / truth
+        r2 = 1 - ((truth - guess) ** 2).sum() / ((truth - truth.mean()) ** 2).sum()
+        answer[name] = len(pairs), float(errors.mean()), float(np.median(errors)), float(r2)
     print("| | cases | mean error | median error | R^2 |\n|---|---|---|---|---|")
     for name, (number, mean, middle, r2) in answer.items():
         print(f"| {name} | {number} | {100 * mean:.1f}% | {100 * middle:.1f}% | {r2:.3f} |")
     print(json.dumps(answer))
-
-
-def keep(pairs, predicted: float, measured: float) -> None:
-    """Add one pair."""
-    pairs[0].append(predicted)
-    pairs[1].append(measured)
-
-
-def judged(predicted: list, measured: list) -> tuple[int, float, float, float]:
-    """Return (cases, mean relative error, median, R^2 of the predictions)."""
-    errors = [abs(p - m) / m for p, m in zip(predicted, measured, strict=True)]
-    truth, guess = np.array(measured), np.array(predicted)
-    r2 = 1 - ((truth - guess) ** 2).sum() / ((truth - truth.mean()) ** 2).sum()
-    return len(errors), statistics.mean(errors), statistics.median(errors), float(r2)
 
 
 if __name__ == "__main__":

@@ -25,27 +25,14 @@ import sys
 import time
 from pathlib import Path
 
-from network import (
-    LabError,
-    LabShape,
-    build_network,
-    find_missing,
-    remove_leftovers,
-    remove_network,
-)
-from processes import LabRun, share_cores
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from network import LabError, LabShape, build_network, find_missing, remove_leftovers, remove_network
+from processes import LabRun
 
 
 def parse_flags(arguments: list[str]) -> argparse.Namespace:
     summary, _, details = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(
-        prog="lab_cluster.py",
-        description=summary,
-        epilog=details,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="lab_cluster.py", description=summary, epilog=details, formatter_class=raw)
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (2)")
     parser.add_argument("--devices_per_host", type=int, default=1, help="CPU devices of each host (1)")
     parser.add_argument("--rate", help="rate between hosts, each way, as in 200mbit (default: as fast as it goes)")
@@ -80,7 +67,7 @@ def run_lab(flags: argparse.Namespace) -> int:
     if missing := find_missing(shaped=bool(flags.rate or flags.intra_rate)):
         raise LabError(missing)
     received: list[int] = []
-    for number in _SIGNALS:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _frame: received.append(number))
     for name in remove_leftovers():
         print(f"lab_cluster: removed {name}, left by a lab that was killed", file=sys.stderr)
@@ -93,14 +80,8 @@ def run_lab(flags: argparse.Namespace) -> int:
         hosts = build_network(shape)
         if received:
             return 128 + received[0]
-        run = LabRun(
-            hosts,
-            flags.command,
-            devices=1 if shape.is_split else shape.devices_per_host,
-            cores=share_cores(shape.hosts, sorted(os.sched_getaffinity(0))) if flags.pin else None,
-            logs=flags.logs,
-            grace_seconds=flags.grace,
-        )
+        devices = 1 if shape.intra_rate else shape.devices_per_host
+        run = LabRun(hosts, flags.command, devices=devices, pin=flags.pin, logs=flags.logs, grace_seconds=flags.grace)
         return watch_run(run, flags.timeout, received)
     finally:
         if run:
@@ -116,7 +97,7 @@ def watch_run(run: LabRun, timeout: float | None, received: list[int]) -> int:
         if run.is_output_closed and not received:
             received.append(signal.SIGTERM)
         if len(received) > passed_on:
-            run.signal(received[0]) if passed_on == 0 and len(received) == 1 else run.kill()
+            run.pass_on(received[0]) if passed_on == 0 and len(received) == 1 else run.kill()
             passed_on = len(received)
         if deadline and time.monotonic() > deadline and not timed_out:
             timed_out = True
@@ -127,7 +108,7 @@ def watch_run(run: LabRun, timeout: float | None, received: list[int]) -> int:
     run.finish()
     if run.exit_code:
         for ended in run.exits:
-            run.say(str(ended))
+            run.say(ended)
     return 124 if timed_out else run.exit_code
 
 

@@ -49,7 +49,7 @@ class LabShape:
       rate: rate of the link between a host and the others, each way, as tc writes it ("200mbit"); None = unshaped.
       intra_rate: rate of the link between a device and the others of its host. One process cannot shape what it copies
         between its own devices, so with this every device is a process of its own in a namespace of its own.
-      burst: bytes that a link lets through at once after a pause; None = `default_burst`.
+      burst: bytes that a link lets through at once after a pause; None = 1 ms at the rate, at least 5 kB.
     """
 
     hosts: int
@@ -59,20 +59,15 @@ class LabShape:
     burst: int | None = None
 
     def __post_init__(self):
-        for name, most in (("hosts", 200), ("devices_per_host", 200)):
-            if not 1 <= getattr(self, name) <= most:
-                raise LabError(f"{name} ({getattr(self, name)}) must lie in 1..{most}")
+        for name in ("hosts", "devices_per_host"):
+            if not 1 <= getattr(self, name) <= 200:
+                raise LabError(f"{name} ({getattr(self, name)}) must lie in 1..200")
         for name in ("rate", "intra_rate"):
             value = getattr(self, name)
             if value is not None and (not _RATE.match(value) or bits_per_second(value) < 1000):
                 raise LabError(f"{name} ({value!r}) must be a number and kbit, mbit or gbit, as in 200mbit")
         if self.burst is not None and self.burst < 2000:
             raise LabError(f"burst ({self.burst}) must be at least 2000 bytes, more than one packet")
-
-    @property
-    def is_split(self) -> bool:
-        """Whether each device is a process and a namespace of its own."""
-        return self.intra_rate is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +127,8 @@ def build_network(shape: LabShape) -> list[LabHost]:
     _run("ip", "-n", switch, "link", "set", "core", "up")
     hosts = []
     for host in range(shape.hosts):
-        if not shape.is_split:
-            name = f"host{host}"
-            hosts.append(_add_host(switch, "core", f"h{host}", name, host, 0))
-            _shape(hosts[-1].namespace, "eth0", shape.rate, shape.burst)
-            _shape(switch, f"h{host}", shape.rate, shape.burst)
+        if shape.intra_rate is None:
+            hosts.append(_add_host(switch, "core", host, None, shape.rate, shape.burst))
             continue
         node = f"n{host}"
         _run("ip", "-n", switch, "link", "add", node, "type", "bridge")
@@ -146,10 +138,7 @@ def build_network(shape: LabShape) -> list[LabHost]:
             _run("ip", "-n", switch, "link", "set", port, "master", bridge, "up")
             _shape(switch, port, shape.rate, shape.burst)
         for device in range(shape.devices_per_host):
-            name = f"host{host}-device{device}"
-            hosts.append(_add_host(switch, node, f"h{host}d{device}", name, host, device))
-            _shape(hosts[-1].namespace, "eth0", shape.intra_rate, shape.burst)
-            _shape(switch, f"h{host}d{device}", shape.intra_rate, shape.burst)
+            hosts.append(_add_host(switch, node, host, device, shape.intra_rate, shape.burst))
     names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.host_name}\n" for host in hosts)
     for host in hosts:
         (_ETC_NETNS / host.namespace / "hosts").write_text(names)
@@ -163,7 +152,11 @@ def remove_network() -> None:
 
 def remove_leftovers() -> list[str]:
     """Remove what labs left behind whose process is gone; return the names."""
-    names = [name for name in lab_names() if not _is_alive(name)]
+    names = []
+    for name in lab_names():
+        found = _NAME.match(name)
+        if start_ticks(int(found[1])) != int(found[2]):
+            names.append(name)
     _remove(names)
     return names
 
@@ -188,11 +181,6 @@ def _own_prefix() -> str:
     return f"{_PREFIX}{os.getpid()}-{start_ticks(os.getpid())}-"
 
 
-def _is_alive(name: str) -> bool:
-    found = _NAME.match(name)
-    return found is not None and start_ticks(int(found[1])) == int(found[2])
-
-
 def lab_names() -> list[str]:
     """Return the names of all namespaces, and their folders in /etc, that labs have made on this machine."""
     found = set()
@@ -202,9 +190,11 @@ def lab_names() -> list[str]:
     return sorted(found)
 
 
-def _add_host(switch: str, bridge: str, port: str, host_name: str, host: int, device: int) -> LabHost:
-    namespace = f"{_own_prefix()}{port}"
-    address = f"10.99.{host}.{device + 1}"
+def _add_host(switch: str, bridge: str, host: int, device: int | None, rate: str | None, burst: int | None) -> LabHost:
+    """Make the namespace of a host, or of one of its devices, and its link to a bridge."""
+    port = f"h{host}" if device is None else f"h{host}d{device}"
+    host_name = f"host{host}" if device is None else f"host{host}-device{device}"
+    namespace, address = f"{_own_prefix()}{port}", f"10.99.{host}.{(device or 0) + 1}"
     (_ETC_NETNS / namespace).mkdir(parents=True)
     (_ETC_NETNS / namespace / "hosts").touch()  # `ip netns exec` puts it over /etc/hosts
     _run("ip", "netns", "add", namespace)
@@ -213,6 +203,8 @@ def _add_host(switch: str, bridge: str, port: str, host_name: str, host: int, de
     _run("ip", "-n", namespace, "address", "add", f"{address}/16", "dev", "eth0")
     _run("ip", "-n", namespace, "link", "set", "eth0", "up")
     _run("ip", "-n", namespace, "link", "set", "lo", "up")
+    _shape(namespace, "eth0", rate, burst)
+    _shape(switch, port, rate, burst)
     return LabHost(namespace=namespace, host_name=host_name, address=address, host=host)
 
 
@@ -223,23 +215,16 @@ def _shape(namespace: str, device: str, rate: str | None, burst: int | None) -> 
 
 
 def _shaping(namespace: str, device: str, rate: str, burst: int | None) -> list[list[str]]:
-    burst = burst or default_burst(rate)
+    # A small bucket, so that the time of a message is proportional to its size. The kernel hands packets over in pieces
+    # of up to 64 kB, and cuts one that is larger than the bucket into packets with a timer each. That took so much of
+    # two cores that a ring of ppermutes came out 1.3 to 1.7 times slower than its wire; pieces stay below the bucket.
+    burst = burst or max(5_000, int(bits_per_second(rate) / 8 * 1e-3))
     piece = min(65536, burst * 4 // 5)
     return [
         ["ip", "-n", namespace, "link", "set", device, "gso_max_size", f"{piece}"],
         ["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", f"{burst}b"]
         + ["latency", "200ms"],
     ]
-
-
-def default_burst(rate: str) -> int:
-    """Return the bytes of a link's token bucket, which pass at once after a pause: 1 ms at the rate, at least 5 kB.
-
-    Small, so that the time of a message is proportional to its size. The kernel hands packets over in pieces of up to
-    64 kB, and cuts one that is larger than the bucket into packets with a timer each. That took so much of two cores
-    that a ring of ppermutes came out 1.3 to 1.7 times slower than its wire; so the pieces are kept below the bucket.
-    """
-    return max(5_000, int(bits_per_second(rate) / 8 * 1e-3))
 
 
 def _remove(names: Iterable[str]) -> None:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -22,45 +21,19 @@ _COORDINATOR_PORT = 8476  # free: the lab has its own network
 _ENTER_HOST = Path(__file__).with_name("enter_host.py")
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostExit:
-    """How the command ended on one host; a negative code is the signal that killed it."""
-
-    host_name: str
-    code: int
-    seconds: float
-
-    @property
-    def exit_code(self) -> int:
-        """The code as a shell states it."""
-        return self.code if self.code >= 0 else 128 - self.code
-
-    def __str__(self) -> str:
-        how = f"exit code {self.code}" if self.code >= 0 else f"killed by {signal.Signals(-self.code).name}"
-        return f"{self.host_name}: {how} after {self.seconds:.1f} s"
-
-
 def host_command(command: Sequence[str], hosts: Sequence[LabHost], index: int, devices: int) -> list[str]:
     """Return the command for one host: programs of moe_jax get their place by flags, others by the environment."""
-    is_ours = any(a == "-m" and b.split(".")[0] == "moe_jax" for a, b in zip(command, command[1:], strict=False))
-    if not is_ours:
+    if not any(a == "-m" and b.split(".")[0] == "moe_jax" for a, b in zip(command, command[1:], strict=False)):
         return list(command)
-    return [
-        *command,
-        f"--coordinator={hosts[0].address}:{_COORDINATOR_PORT}",
-        f"--num_processes={len(hosts)}",
-        f"--process_id={index}",
-        f"--host_devices={devices}",
-    ]
+    place = [f"--num_processes={len(hosts)}", f"--process_id={index}", f"--host_devices={devices}"]
+    return [*command, f"--coordinator={hosts[0].address}:{_COORDINATOR_PORT}", *place]
 
 
-def host_environment(
-    environment: Mapping[str, str], hosts: Sequence[LabHost], index: int, devices: int
-) -> dict[str, str]:
+def host_environment(given: Mapping[str, str], hosts: Sequence[LabHost], index: int, devices: int) -> dict[str, str]:
     """Return the environment for one host."""
-    flags = re.sub(r"--xla_force_host_platform_device_count=\S+", "", environment.get("XLA_FLAGS", ""))
+    flags = re.sub(r"--xla_force_host_platform_device_count=\S+", "", given.get("XLA_FLAGS", ""))
     return {
-        **environment,
+        **given,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "XLA_FLAGS": flags,
@@ -71,13 +44,6 @@ def host_environment(
     }
 
 
-def share_cores(hosts: int, cores: Sequence[int]) -> list[list[int]]:
-    """Divide the cores among the hosts: about equally many where there are enough, else one each, in turn."""
-    if hosts > len(cores):
-        return [[cores[host % len(cores)]] for host in range(hosts)]
-    return [list(cores[host * len(cores) // hosts : (host + 1) * len(cores) // hosts]) for host in range(hosts)]
-
-
 class LabRun:
     """The command on all hosts; `poll` until `is_done`.
 
@@ -85,7 +51,7 @@ class LabRun:
       hosts: where to run.
       command: what to run.
       devices: devices of each process.
-      cores: which cores each host may use; None = all.
+      pin: whether each host gets cores of its own, about equally many, or one each, in turn, if there are too few.
       logs: folder that gets a copy of each host's output.
       grace_seconds: how long the others may go on after a host has failed or after a signal.
     """
@@ -96,11 +62,12 @@ class LabRun:
         command: Sequence[str],
         *,
         devices: int,
-        cores: Sequence[Sequence[int]] | None = None,
-        logs: Path | None = None,
-        grace_seconds: float = 60.0,
+        pin: bool,
+        logs: Path | None,
+        grace_seconds: float,
     ):
-        self.exits: list[HostExit] = []
+        self.exits: list[str] = []  # how each host's command ended, in their order
+        self.exit_code = 0  # as a shell states it: 0 if all hosts ended well, else that of the first one that did not
         self.is_output_closed = False
         self._grace_seconds = grace_seconds
         self._deadline: float | None = None
@@ -109,9 +76,13 @@ class LabRun:
         self._running: dict[str, subprocess.Popen] = {}
         self._readers: list[threading.Thread] = []
         self._width = max(len(host.host_name) for host in hosts)
+        cores, count = sorted(os.sched_getaffinity(0)), 1 + max(host.host for host in hosts)
         for index, host in enumerate(hosts):
-            own_cores = ",".join(map(str, cores[host.host])) if cores else ""
-            place = [sys.executable, str(_ENTER_HOST), str(os.getpid()), host.host_name, own_cores]
+            own_cores = []
+            if pin:
+                first, end = (at * len(cores) // count for at in (host.host, host.host + 1))
+                own_cores = cores[first:end] if count <= len(cores) else [cores[host.host % len(cores)]]
+            place = [sys.executable, str(_ENTER_HOST), str(os.getpid()), host.host_name, ",".join(map(str, own_cores))]
             process = subprocess.Popen(
                 ["ip", "netns", "exec", host.namespace, *place, *host_command(command, hosts, index, devices)],
                 env=host_environment(os.environ, hosts, index, devices),
@@ -135,11 +106,6 @@ class LabRun:
         """Whether every host's command has ended."""
         return not self._running
 
-    @property
-    def exit_code(self) -> int:
-        """0 if all hosts ended well, else the code of the first one that did not."""
-        return next((ended.exit_code for ended in self.exits if ended.code != 0), 0)
-
     def poll(self) -> None:
         """Note which hosts have ended; kill the others once their grace is over."""
         now = time.monotonic()
@@ -147,14 +113,16 @@ class LabRun:
         # Where several ended since the last look, one that a signal killed is the cause, the others noticed it.
         for name, code in sorted(codes.items(), key=lambda ended: ended[1] >= 0):
             del self._running[name]
-            self.exits.append(HostExit(host_name=name, code=code, seconds=now - self._start_time))
+            how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+            self.exits.append(f"{name}: {how} after {now - self._start_time:.1f} s")
+            self.exit_code = self.exit_code or (code if code >= 0 else 128 - code)
             if code != 0 and self._running:
                 self._set_deadline(now, f"{self.exits[-1]}; the others have {self._grace_seconds:g} s to notice")
         if self._deadline is not None and now > self._deadline and self._running:
             self.say(f"killing {', '.join(self._running)}: still running after {self._grace_seconds:g} s")
             self.kill()
 
-    def signal(self, number: int) -> None:
+    def pass_on(self, number: int) -> None:
         """Pass a signal on to every host and expect them to end."""
         for process in self._running.values():
             process.send_signal(number)
