@@ -1,21 +1,8 @@
 import pytest
 from support.toy import HEAD, LOOP
 
-from moe_jax.cluster.hlo import Array, parse_module, pass_of, replica_groups, role_of, scope_of
+from moe_jax.cluster.hlo import parse_module, pass_of, replica_groups, role_of, scope_of
 from moe_jax.errors import UserError
-
-
-def test_parse_module_reads_loops_and_pairs():
-    module = parse_module(LOOP)
-    assert set(module.computations) == {"body", "condition", "main"} and module.entry.name == "main"
-    loop = module.entry.by_name["while.1"]
-    assert (loop.trip_count, loop.called(), loop.operands) == (3, ("body",), ("start",))
-    assert loop.arrays == (Array("s32", ()), Array("f32", (4, 10)))  # the comment in the shape is gone
-    body = module.computations["body"]
-    start = body.by_name["all-to-all-start"]
-    assert start.operands == ("x",) and start.op_name.endswith("dispatch/all_to_all")
-    assert body.by_name["all-to-all-done"].operands == ("all-to-all-start",)
-    assert body.root.name == "t" and body.by_name["p"].parameter == 0
 
 
 def test_parse_module_reads_operands_with_types_brackets_and_quotes():
@@ -34,21 +21,13 @@ def test_parse_module_reads_operands_with_types_brackets_and_quotes():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("not hlo", "is not the first line of an HLO module"),
         ("HloModule m, entry\n", "lacks is_scheduled=true"),
-        (LOOP[: LOOP.index("  ROOT %out")], "ends before its ENTRY computation"),
         (LOOP[: LOOP.index("  ROOT %out") + 30], "cannot be read; was the text cut off"),
     ],
 )
 def test_parse_module_refuses(text, message):
     with pytest.raises(UserError, match=message):
         parse_module(text)
-
-
-def test_unknown_dtypes_are_named():
-    module = parse_module(LOOP.replace("bf16[8,8]{1,0} constant", "q7[8,8]{1,0} constant"))
-    with pytest.raises(UserError, match="'q7'"):
-        print(module.computations["body"].by_name["a"].bytes)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +51,6 @@ def test_replica_groups(text, groups):
 
 
 @pytest.mark.parametrize(
-    "text", ["replica_groups=mesh['a'=4] {'a':(1)2}", "replica_groups=mesh['a'=8] {'a'}", "replica_groups=?"]
-)
-def test_replica_groups_refuses_what_it_cannot_read(text):
-    with pytest.raises(UserError):
-        replica_groups(text, 4)
-
-
-@pytest.mark.parametrize(
     "op_name, scope, part",
     [
         ("jit(step)/jvp()/shard_map/while/body/closed_call/moe/dispatch/all_to_all", "moe/dispatch", "forward"),
@@ -100,11 +71,8 @@ def test_scopes_of_a_path(op_name, scope, part):
 @pytest.mark.parametrize(
     "kind, op_name, role",
     [
-        ("collective-permute", "jit(s)/moe/sparse_all_gather/ppermute", "Trans"),
         ("all-reduce", "jit(s)/transpose(jvp(x))/sparse_reduce_scatter/psum", "Agg"),
-        ("all-to-all", "jit(s)/moe/dispatch/all_to_all", "all-to-all"),
         ("collective-permute", "jit(s)/moe/combine/ppermute", "all-to-all"),
-        ("all-gather", "", "all-gather"),
     ],
 )
 def test_roles(kind, op_name, role):

@@ -8,12 +8,11 @@ import pytest
 from support.gpu_trace import write_gpu_trace
 from support.toy import BRANCH, LOOP, MODEL, TARGET
 
-from moe_jax.analysis.instructions import compare_instructions, modelled_instructions, read_spans
+from moe_jax.analysis.instructions import compare_instructions, read_spans
 from moe_jax.analysis.program_report import Span, add_measured, build_report, report_text
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import Model, play
-from moe_jax.errors import UserError
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 H200 = parse_target("h200:2x2")
@@ -96,19 +95,6 @@ def test_pauses_around_conditionals_are_their_cost():
     assert record["constants"]["conditional"] == pytest.approx(0.5e-3 - 2e-6)
     loops = next(group for group in record["groups"] if group["group"] == "loop overhead")
     assert loops["measured_seconds"] == pytest.approx(1e-4) and record["step_seconds"] is None
-
-
-def test_read_spans_takes_streams_alone(tmp_path, program):
-    """Derived lines repeat the kernels; nested names are read to their innermost."""
-    write_gpu_trace(tmp_path, program, H200, REAL, 1)
-    spans = read_spans(tmp_path, program.name)
-    names = set(modelled_instructions(program, H200, REAL))
-    assert spans and {span.instruction for span in spans} <= names
-    assert {span.device for span in spans} == {"/device:GPU:0"}
-    with pytest.raises(UserError, match="no execution of another"):
-        read_spans(tmp_path, "another")
-    with pytest.raises(UserError, match="holds no trace"):
-        read_spans(tmp_path / "nowhere", program.name)
 
 
 def test_collectives_measured_by_hand():

@@ -66,16 +66,6 @@ def test_synchronous_collectives_are_exposed_whole():
     assert not flight.asynchronous and flight.exposed == pytest.approx(48.0) and flight.bytes == 160
 
 
-def test_an_all_reduce_counts_its_operand_once_however_its_start_is_written():
-    """Alone in jax 0.10.2, ((operands), results) in 0.11 and newer."""
-    line = "  %all-reduce-start = SHAPE all-reduce-start(%x), replica_groups={{0,1,2,3}}, to_apply=%sum\n"
-    for shape in ("f32[4,10]{1,0}", "((f32[4,10]{1,0}), f32[4,10]{1,0})"):
-        text = f"{HEAD}ENTRY %main (x: f32[4,10]) -> f32[4,10] {{\n  %x = f32[4,10]{{1,0}} parameter(0)\n"
-        text += line.replace("SHAPE", shape)
-        text += "  ROOT %all-reduce-done = f32[4,10]{1,0} all-reduce-done(%all-reduce-start)\n}\n"
-        assert only(play(parse_module(text), TARGET, MODEL)).bytes == 160
-
-
 def test_unknown_trip_counts_run_once_and_are_named():
     text = LOOP.replace('"known_trip_count":{"n":"3"},', "")
     timeline = play(parse_module(text), TARGET, MODEL)

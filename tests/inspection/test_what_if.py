@@ -13,7 +13,6 @@ from moe_jax.cluster.costs import (
     exchanged_rows,
     multiplied_rows,
     overflow_chance,
-    used_share,
 )
 from moe_jax.cluster.hlo import arrays_of, parse_module
 from moe_jax.cluster.targets import parse_target
@@ -30,12 +29,6 @@ def test_rows_by_shape():
     assert exchanged_rows(rows) == 8 + 24 and exchanged_rows(arrays_of("s32[4,2]")) == 0
     in_float8 = arrays_of("(u8[32,128,784], s32[32,2], u8[4], u32[])")
     assert exchanged_rows(in_float8) == 4096 and multiplied_rows(in_float8)[0] == 0
-    matmul = arrays_of("(bf16[384,64], bf16[2,64,128], bf16[384,128], s32[2])")
-    assert multiplied_rows(matmul) == (384, 2 * 384 * (64 + 128))
-    other = dataclasses.replace(HALF, by_shape=100, expected=80.0)
-    assert [used_share((HALF, other), rows) for rows in (8, 100, 5)] == [0.5, 0.8, pytest.approx(0.65)]
-    assert overflow_chance((HALF, other)) == pytest.approx(0.06)
-    assert overflow_chance((dataclasses.replace(HALF, exchanges=1000),)) == 1.0
 
 
 def test_expected_rows_shorten_transfers_and_matmuls():

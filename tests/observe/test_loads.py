@@ -28,6 +28,7 @@ def test_record_takes_every_nth_step_and_merge_joins_parts(tmp_path, monkeypatch
     assert part_names(tmp_path / "small") == ["part_0000000010.npz", "part_0000000030.npz"]
     monkeypatch.setattr(loads_module, "PART_RECORDS", 64)
     monkeypatch.setattr(loads_module, "PART_BYTES", 2 * sample(1).size * 4)
+    assert not LoadsRecorder(tmp_path / "none", 0).record(0, sample(0))  # train.loads_every = 0 records nothing
     recorder = record_steps(tmp_path, range(1, 56))
     assert not recorder.due(15) and recorder.due(20)
     assert part_names(tmp_path) == ["part_0000000010.npz", "part_0000000030.npz", "part_0000000050.npz"]
@@ -112,31 +113,6 @@ def test_parts_of_two_models_are_refused(tmp_path):
         recorder.merge()
 
 
-def test_broken_origin_is_named(tmp_path):
-    path = record_steps(tmp_path, [10, 20], origin=origin()).merge()
-    with np.load(path) as file:
-        arrays = {**file, "mesh_index": np.array([0])}
-    np.savez(path, **arrays)
-    with pytest.raises(UserError, match="what it says of its run .* must be 2 numbers below 1"):
-        read_loads(path)
-
-
-def test_every_zero_records_nothing_and_negative_is_an_error(tmp_path):
-    assert not LoadsRecorder(tmp_path, 0).record(0, sample(0))
-    with pytest.raises(UserError, match=r"train.loads_every \(-1\) must be 0"):
-        LoadsRecorder(tmp_path, -1)
-
-
-def test_record_refuses_other_shapes_types_and_old_steps(tmp_path):
-    recorder = record_steps(tmp_path, [10])
-    with pytest.raises(ValueError, match=r"not float64 \[2, 2, 3\]"):
-        recorder.record(20, sample(20) * 1.0)
-    with pytest.raises(ValueError, match=r"not int64 \[2, 3\]"):
-        recorder.record(20, sample(20)[0])
-    with pytest.raises(ValueError, match=r"step \(10\) must be later"):
-        recorder.record(10, sample(10))
-
-
 GOOD = {"loads": np.ones((2, 1, 2, 3), np.int32), "iterations": np.array([10, 20])}
 NEGATIVE = GOOD["loads"].copy()
 NEGATIVE[1, 0, 1, 2] = -4
@@ -147,13 +123,8 @@ NEGATIVE[1, 0, 1, 2] = -4
     [
         ({"iterations": GOOD["iterations"]}, r"has no loads; it has \['iterations'\]"),
         (GOOD | {"loads": np.ones((2, 2, 3), np.int32)}, r"loads has shape \[2, 2, 3\]; it must be \[steps, layers"),
-        (GOOD | {"loads": np.ones((2, 1, 2, 3)) / 2}, r"loads\[0, 0, 0, 0\] \(0.5: .* is not a whole number"),
-        (GOOD | {"loads": np.ones((2, 1, 2, 3), complex)}, "loads has dtype complex128"),
         (GOOD | {"loads": NEGATIVE}, r"loads\[1, 0, 1, 2\] \(-4: layer 0, source 1, expert 2\) is not a whole number"),
-        (GOOD | {"iterations": np.array([10])}, r"iterations is int64 \[1\]; it must be integers \[2\]"),
-        (GOOD | {"iterations": np.array([0.5, 1.0])}, r"iterations is float64 \[2\]"),
         (GOOD | {"iterations": np.array([10, 10])}, r"iterations\[1\] \(10\) must be later"),
-        (GOOD | {"loads": np.array([None, 1])}, "not a readable npz file of plain arrays"),
     ],
 )
 def test_read_loads_names_what_is_wrong(tmp_path, arrays, message):
@@ -164,11 +135,6 @@ def test_read_loads_names_what_is_wrong(tmp_path, arrays, message):
 
 
 def test_read_loads_of_no_npz_is_a_user_error(tmp_path):
-    with pytest.raises(UserError, match="not a readable npz"):
-        read_loads(tmp_path / "none.npz")
-    np.save(tmp_path / "one.npy", np.zeros(3))
-    with pytest.raises(UserError, match="is a single array"):
-        read_loads(tmp_path / "one.npy")
     np.savez(tmp_path / "cut.npz", **GOOD)
     (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:-40])
     with pytest.raises(UserError, match="not a readable npz"):
@@ -186,7 +152,3 @@ def test_device_load_max_over_mean_by_hand():
     np.testing.assert_array_equal(device_load_max_over_mean(0 * loads, home, 2), [1.0, 1.0])  # no tokens: balanced
     most = np.full((2, 2, 4), 2**31 - 1, np.int32)  # sums overflow int32
     np.testing.assert_array_equal(device_load_max_over_mean(most, home, 2), [1.0, 1.0])
-    with pytest.raises(ValueError, match=r"home \[1, 4\] must be \[layers, experts\] = \[2, 4\]"):
-        device_load_max_over_mean(loads, home[:1], 2)
-    with pytest.raises(ValueError, match=r"device_ids 0 .. 1; they must be in 0 .. 0"):
-        device_load_max_over_mean(loads, home, 1)

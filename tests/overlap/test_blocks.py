@@ -204,7 +204,3 @@ def test_the_split_with_refetch_replicas_by_hand():
 def test_bad_names_are_refused():
     with pytest.raises(UserError, match=r"prefetch \('fast'\) must be one of none, hecate, pro_prophet"):
         Prefetch(schedule="fast")
-    with pytest.raises(UserError, match=r"prefetch_case \('both'\) must be one of split, attention, expert"):
-        Prefetch(schedule="pro_prophet", case="both")
-    with pytest.raises(ValueError, match="must lie between 0 and 1"):
-        Prefetch(schedule="pro_prophet").build(2, trans_share=1.5)

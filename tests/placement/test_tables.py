@@ -8,7 +8,6 @@ from support.placements import random_placement
 
 from moe_jax.errors import UserError
 from moe_jax.planning import routing
-from moe_jax.planning.buckets import bucket_rows
 from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
 from moe_jax.planning.plan_shape import build_shape, fill_tables, fits, grow, misfits, table_shapes
 
@@ -155,8 +154,3 @@ def test_reshard_permutation_moves_every_expert_to_its_new_row():
     np.testing.assert_array_equal(np.sort(source), np.arange(8 * 4))
     moved = name_bank(old, 4).ravel()[source]
     np.testing.assert_array_equal(moved, name_bank(new, 4).ravel())
-
-
-def test_bucket_rows_round_up():
-    # 100 x 1.1 = 110 -> 112 (a multiple of 8); with N_MP = 3 the step is 24 -> 120.
-    assert bucket_rows(100, 0.1) == 112 and bucket_rows(100, 0.1, 3) == 120 and bucket_rows(0) == 8

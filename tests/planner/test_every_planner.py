@@ -6,7 +6,7 @@ import pytest
 from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
 from moe_jax.planning import AFTER_GATE, NAMES, routing
-from moe_jax.planning.balancer import BALANCERS, Planner, build_planner, knob
+from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
@@ -61,6 +61,11 @@ class TestEveryPlanner:
         if name != "eplb":
             assert most_replicas(placement) <= COST.replica_slots
         assert np.bincount(placement.home.ravel(), minlength=D).max() <= L * E // D
+        if (kind, when) == ("one_hot", "ahead") and name not in (
+            "none",
+            "smartmoe",
+        ):  # never as heavy as plain expert parallelism
+            assert counts.sum(axis=(1, 2)).max() < loads.sum(axis=(1, 2)).max()
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_refined_placement_is_valid_for_the_true_loads(self, name, when, kind):
@@ -96,28 +101,12 @@ class TestEveryPlanner:
         assert not len(planner.propose(loads, Placement.even(1, 4, 1), cost).replicas)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("none", "smartmoe")])
-def test_planners_never_leave_one_hot_loads_as_heavy_as_plain_ep(name):
-    loads = make_loads("one_hot")
-    planner = build_planner(PlannerConfig(name=name))
-    start = Placement.even(L, E, D, 4)
-    plan = planner.propose(loads, start, COST)
-    assert routing.pair_loads(plan, loads).sum(axis=1).max() < routing.pair_loads(start, loads).sum(axis=1).max()
-
-
-@pytest.mark.parametrize("name", ["fastermoe", "pro_prophet", "smartmoe", "flexmoe"])
+@pytest.mark.parametrize("name", ["fastermoe", "pro_prophet", "smartmoe", "flexmoe", "hecate"])
 def test_absent_figures_are_an_error_that_names_planner_and_field(name):
     bare = Cost(cluster=Cluster(name="bare", nodes=2, devices_per_node=4), model_dim=64, hidden_dim=128)
-    with pytest.raises(
-        UserError, match=rf"planner '{name}' needs Cluster.(flops|inter_bandwidth), which cluster 'bare'"
-    ):
+    needs = "overlap_degree, or attention_seconds" if name == "hecate" else "Cluster.(flops|inter_bandwidth), .* 'bare'"
+    with pytest.raises(UserError, match=f"planner '{name}' needs {needs}"):
         build_planner(PlannerConfig(name=name)).propose(make_loads("skewed"), Placement.even(L, E, D, 4), bare)
-
-
-def test_hecate_without_overlap_degree_or_attention_time_says_so():
-    cost = Cost(cluster=CLUSTER, model_dim=64, hidden_dim=128)
-    with pytest.raises(UserError, match="planner 'hecate' needs overlap_degree, or attention_seconds"):
-        build_planner(PlannerConfig(name="hecate")).propose(make_loads("skewed"), Placement.even(L, E, D, 4), cost)
 
 
 @pytest.mark.parametrize(
@@ -125,28 +114,14 @@ def test_hecate_without_overlap_degree_or_attention_time_says_so():
     [
         ({"name": "best"}, r"PlannerConfig.name \('best'\) must be one of none, balanced, eplb, fastermoe"),
         ({"replica_slots": -1}, r"PlannerConfig.replica_slots \(-1\) must be a whole number of at least 0"),
-        ({"interval": 0}, r"PlannerConfig.interval \(0\)"),
-        ({"overlap_degree": -1}, r"PlannerConfig.overlap_degree \(-1\) must be a whole number of at least 0"),
         ({"overlap_degree": "ours"}, r"overlap_degree \('ours'\) must be a whole number of at least 0 or 'executor'"),
-        ({"skipped_devices": "all"}, r"PlannerConfig.skipped_devices \('all'\)"),
         ({"name": "eplb", "when": "after_gate"}, r"'after_gate' works with balanced, fastermoe, .*, not with 'eplb'"),
-        ({"balance_threshold": 0.0}, r"PlannerConfig.balance_threshold \(0.0\) must be above 0"),
         ({"name": "hecate", "split": "even"}, r"decides after it \(when = 'after_gate' or calibrate = True\)"),
-        ({"decay": 1.5}, r"PlannerConfig.decay \(1.5\)"),
     ],
 )
 def test_wrong_choices_are_named(fields, message):
     with pytest.raises(UserError, match=message):
         PlannerConfig(**fields)
-
-
-def test_two_planners_with_one_knob_are_refused_by_name():
-    with pytest.raises(AssertionError, match="planners 'hecate' and 'newest' both have a knob late_slots"):
-
-        class Newest(Planner, name="newest"):
-            late_slots: int = knob(1, "as hecate's")
-
-    assert "newest" not in BALANCERS
 
 
 def test_more_replica_slots_than_memory_names_the_most_that_fit():

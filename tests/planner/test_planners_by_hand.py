@@ -9,11 +9,10 @@ from moe_jax.cluster import Cluster
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
-from moe_jax.planning.balanced import add_spares
 from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, with_late_prices
-from moe_jax.planning.eplb import choose_homes, rebalance
+from moe_jax.planning.eplb import rebalance
 from moe_jax.planning.hecate import slots_by_load
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape
@@ -38,17 +37,6 @@ def plan(name, loads, cost, placement=None, **fields):
 HOT = np.array([[[5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1], [5, 1, 1, 1]]])
 
 
-def test_fastermoe_shadows_by_tokens_of_an_expert_not_by_tokens_sent():
-    # flops 12, W 4: T0 = max_i (12/12 B_i + 4/4 B_i) = 2 x 20 = 40. Shadow expert 0: B = (5, 9, 9, 9), one expert costs
-    # 2 x 2 / 4 = 1 -> T(1) = 9 + 1 = 10 < 40. Next expert 1 (ties to the lowest id): B = (6, 6, 10, 10), T(2) = 12:
-    # stop.
-    # Summing the tokens *sent* by a rank would give (8, 8, 8, 8): shadowing would then never pay.
-    placement = plan("fastermoe", HOT, make_cost(4, 12), residual=False)
-    assert placement.replicas.tolist() == [[0, 0, 1], [0, 0, 2], [0, 0, 3]]
-    assert set(placement.rule) == {"home"}
-    assert routing.pair_loads(placement, HOT).sum(axis=1).tolist() == [[5, 9, 9, 9]]
-
-
 def test_fastermoe_stops_at_the_replica_slots_and_counts_it():
     # Two hot experts that both pay: totals 20, 20, 2, 2 on four devices.
     loads = np.array([[[5, 5, 0, 1], [5, 5, 1, 0], [5, 5, 0, 1], [5, 5, 1, 0]]])
@@ -58,12 +46,6 @@ def test_fastermoe_stops_at_the_replica_slots_and_counts_it():
     assert sorted(set(both.replicas[:, 1])) == [0, 1] and planner.counters["shadow_cut"] == 0
     one = planner.propose(loads, start, make_cost(4, 12, replica_slots=1))
     assert sorted(set(one.replicas[:, 1])) == [0] and planner.counters["shadow_cut"] == 1
-
-
-def test_topk_all_replicates_the_heaviest_on_every_device():
-    loads = np.array([[[1, 5, 9, 5], [0, 5, 9, 5]]])  # two devices, homes (0, 0, 1, 1); ties go to expert 1
-    cost = dataclasses.replace(make_cost(1, 1), cluster=Cluster(nodes=1, devices_per_node=2))
-    assert plan("topk_all", loads, cost, top_k=2).replicas.tolist() == [[0, 1, 1], [0, 2, 0]]
 
 
 def test_slots_by_load_uses_largest_remainders_and_passes_overflow_on():
@@ -213,16 +195,6 @@ def test_eplb_splits_a_replicated_expert_evenly():
     assert sorted(routing.pair_loads(placement, loads).sum(axis=1)[0].tolist()) == [8, 8]
 
 
-def test_packed_homes_are_even_even_when_replicas_leave_no_choice():
-    # One layer, 4 experts, 2 devices: device 0 holds 1, 2, 3 as single replicas, device 1 three replicas of 0.
-    count = np.zeros((1, 4, 2), int)
-    count[0, 1:, 0], count[0, 0, 1] = 1, 3
-    home, after = choose_homes(count, np.array([[30.0, 9, 8, 7]]), np.array([[0, 0, 1, 1]]))
-    assert np.bincount(home.ravel()).tolist() == [2, 2]
-    assert (np.take_along_axis(after, home[:, :, None], axis=2) > 0).all()
-    assert after.sum() == count.sum() and after.sum(axis=(0, 1)).tolist() == [3, 3]
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_balanced_computes_the_same_everywhere_for_any_counts(seed):
     # 4 devices, 8 experts, 8 assignments a device, any counts: every device computes 8 up to the rounding of shares
@@ -241,14 +213,6 @@ def test_balanced_refines_shares_over_the_same_replicas():
     np.testing.assert_array_equal(refined.replicas, placement.replicas)
     # Device 2 keeps its 20 (no replica of expert 2 exists); 28 are left over devices 0, 1, 3: 9.33 each.
     np.testing.assert_allclose(routing.pair_loads(refined, true).sum(axis=1)[0], [28 / 3, 28 / 3, 20, 28 / 3], atol=4)
-
-
-def test_spares_go_to_devices_with_fewest_replicas_near_home():
-    start = Placement.even(1, 4, 4, 2)
-    held = add_spares(start.holds, np.array([[20.0, 4, 4, 4]]), start, mu=2, headroom=0.5)
-    # Budget 2: expert 0 (20 per holder) to device 1 of its node, then (10) again to device 2, the next without
-    # replicas.
-    assert np.argwhere(held & ~start.holds).tolist() == [[0, 0, 1], [0, 0, 2]]
 
 
 def test_share_rows_keep_tokens_on_their_node():

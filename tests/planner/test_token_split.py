@@ -29,11 +29,6 @@ APART = np.zeros((1, 4, 4), int)
 APART[0, [0, 3], 2] = 16
 
 
-def test_near_holders_are_cheaper_where_all_sources_are_alike():
-    plan, split = choose_split(placed([(0, 0, 2)]), TOGETHER, COST)
-    assert split == "plan" and plan.rule == ("nearest",)
-
-
 def test_an_even_split_is_cheaper_where_one_pair_is_full():
     """Node 0 sends all to device 2, node 1 to device 3: 16 rows from 0 to 2; evenly, 8 to each of both."""
     shares = [(0, 2, 2, SHARE_ONE, 0), (0, 2, 3, SHARE_ONE, 1)]

@@ -83,26 +83,11 @@ def test_replay_reads_what_calibrate_wrote(tmp_path):
     assert answer["cluster"] == "calibrated" and list(answer["planners"]) == names
     for summary in answer["planners"].values():
         assert summary["layer_seconds"] > 0 and summary["original_seconds_per_layer"] is not None
-    # by hand for plain EP: its slowest device's tokens at the file's FLOP/s and slow link
-    cluster = json.loads(calibration.read_text())["cluster"]
-    loads = make_trace(samples=4, sources=8, experts=16).loads[1:].astype(float)
-    own = np.stack([loads[:, :, d, 2 * d : 2 * d + 2].sum(-1) for d in range(8)], axis=-1)
-    computed = loads.sum(2).reshape(3, 2, 8, 2).sum(-1)
-    per_token = 12 * 1024 * 2048 / cluster["flops"]
-    links = [w for w in (cluster["intra_bandwidth"], cluster["inter_bandwidth"]) if w is not None]
-    exchange = 4 * 1024 * 4 / min(links)
-    plain = exchange * (computed - own).max(-1) + per_token * computed.max(-1)
-    got = answer["planners"]["balanced"]
-    assert got["layer_seconds"] * got["speedup_over_ep"] == pytest.approx(plain.mean(), rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ("--nodes=2", "--devices_per_node=4"),
-            r"trace loads.npz has 4 devices, but cluster 'flat_3gbs_30tflops' has nodes (2)",
-        ),
         (
             ("--nodes=2", "--devices_per_node=2", "--planners=best"),
             "planner 'best' is unknown; use none, balanced, eplb, fastermoe",
@@ -110,10 +95,6 @@ def test_replay_reads_what_calibrate_wrote(tmp_path):
         (
             ("--nodes=4", "--devices_per_node=1", "--planners=pro_prophet", "--transfer=by_node"),
             "there is one device on a node",
-        ),
-        (
-            ("--nodes=2", "--devices_per_node=2", f"--cluster={ROOT}/configs/cluster/parm_a.gin", "--planners=hecate"),
-            "replay needs Cluster.inter_bandwidth",
         ),
         (("--nodes=2", "--devices_per_node=2", "--lag=99"), "lag (99) leaves none of the trace's 12 samples"),
     ],
