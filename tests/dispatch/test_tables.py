@@ -20,7 +20,6 @@ from moe_jax.moe.routing import Choice
 from moe_jax.moe.schedules import LayerSizes, build_schedule
 from moe_jax.moe.tables import Tables, destinations, local, share_of
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.planning import routing
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
 
@@ -88,46 +87,19 @@ def test_layer_with_70000_choices_of_one_expert():
     np.testing.assert_allclose(y, want, atol=1e-4)  # float32
 
 
-@pytest.mark.parametrize("count", [60_000, 65_536, 70_000, 1 << 20])
-def test_device_and_host_count_alike(count):
-    """What the placement counts with 64-bit integers is what the device's tables say."""
-    replicas = np.array([[0, 0, 1], [0, 0, 2], [0, 1, 3]], np.int32)
-    shares = [(0, 0, 0, 11_111), (0, 0, 1, 22_222), (0, 0, 2, 32_203), (0, 1, 1, 65_535), (0, 1, 3, 1)]
-    placement = Placement(
-        np.arange(4, dtype=np.int32)[None], replicas, shares, ("shares",), devices=4, devices_per_node=4
-    )
-    shape = build_shape(placement)
-    tables = jax.tree.map(lambda leaf: leaf[:, 0], fill_tables(shape, placement))  # [D, ...] of the one layer
-    loads = np.broadcast_to(np.array([count, count + 1, 5, 0]), (1, 4, 4))
-    n = loads[0][:, :, None].astype(np.uint32)
-    edges = np.asarray(jax.jit(share_of)(tables.dest_num, tables.dest_den[:, :, None], n)).astype(np.int64)
-    tokens = np.diff(np.maximum.accumulate(edges, axis=2), prepend=0, axis=2)
-    got = np.zeros((4, 4, 4), np.int64)
-    source, expert, _ = np.indices(tokens.shape)
-    np.add.at(got, (source, expert, tables.dest_slot // shape.slots), tokens)
-    np.testing.assert_array_equal(got, routing.destinations(placement, loads)[0])
-
-
 def test_more_choices_than_int32_counts_are_refused():
     roles = build_mesh(MeshConfig(expert=4), jax.devices()[:4])
     most = LayerSizes(
         tokens=(1 << 28) - 1, top_k=2, num_experts=4, groups=1, capacity=None, bucket_slack=1.0
     )  # 4 x 2 x (2^28 - 1) = 2^31 - 8
     build_schedule("s1", roles, most)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(
+        UserError, match=r"2147483648 choices of experts in a layer must be at most 2147483647, so that"
+    ):
         build_schedule("s1", roles, dataclasses.replace(most, tokens=1 << 28))
-    assert str(error.value) == (
-        "4 devices x 268435456 tokens x MoEConfig.top_k (2) = 2147483648 choices of experts in a layer must be at most "
-        "2147483647, so that int32 can number their rows; lower train.batch_size or DataConfig.sequence_length, or "
-        "raise train.grad_accum_steps"
-    )
 
 
 def test_more_tokens_of_a_step_than_int32_counts_are_refused():
     check_token_numbers(1 << 10, 4, 1 << 17, 3)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match="2147483648 choices of experts in a step must be at most 2147483647, so that"):
         check_token_numbers(1 << 10, 8, 1 << 17, 2)
-    assert str(error.value) == (
-        "train.batch_size (8192) x DataConfig.sequence_length (131072) x MoEConfig.top_k (2) = 2147483648 choices of "
-        "experts in a step must be at most 2147483647, so that int32 can count them; lower one of the three"
-    )

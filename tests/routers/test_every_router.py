@@ -4,7 +4,6 @@ Logits are fed in as tokens, with the identity as the gate's weight; float64, so
 """
 
 import math
-import types
 
 import jax
 import jax.numpy as jnp
@@ -130,20 +129,6 @@ def check(config, found, stats, want, message):
         assert max(kept_by) <= config.capacity(TOKENS), message
 
 
-def test_gshard_balances_by_e_squared_of_algorithm_1():
-    """Line 13 of the algorithm, (1 / E) sum_e (c_e / S) m_e, by a loop over tokens; ours is E^2 times it."""
-    rng, tokens, experts = np.random.default_rng(3), 24, 6
-    probs = rng.dirichlet(np.ones(experts), size=tokens)
-    c, m = [0] * experts, [0.0] * experts
-    for row in probs:
-        c[int(np.argmax(row))] += 1
-        m = [mean + p / tokens for mean, p in zip(m, row, strict=True)]
-    loss = sum(c[e] / tokens * m[e] for e in range(experts)) / experts
-    router = build_router(MoEConfig(num_experts=experts, router="gshard"))
-    stats = types.SimpleNamespace(first_counts=jnp.asarray(c), probability=jnp.asarray(probs.sum(0)))
-    assert float(router.balance_loss(stats, tokens)) == pytest.approx(experts**2 * loss, rel=1e-5)
-
-
 def test_router_dtype():
     """Logits in bfloat16 are rounded; in float32 those of bfloat16 tokens are not."""
     x = jnp.asarray(np.random.default_rng(3).normal(size=(TOKENS, EXPERTS)), jnp.float32)
@@ -188,6 +173,13 @@ def test_bias_moves_by_the_sign():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"num_experts": 0}, r"MoEConfig.num_experts \(0\) must be at least 1"),
+        ({"num_experts": 4, "top_k": 5}, r"top_k \(5\) must lie between 1 and MoEConfig.num_experts \(4\)"),
+        ({"top_k": 0}, r"top_k \(0\) must lie between 1 and MoEConfig.num_experts \(8\)"),
+        ({"capacity_factor": 0.0}, r"capacity_factor \(0.0\) must be positive, or None to drop no token"),
+        ({"drop": "random"}, r"drop \('random'\) must be one of position, probability"),
+        ({"min_capacity": 0}, r"min_capacity \(0\) must be at least 1"),
+        ({"bucket_slack": 0.0}, r"bucket_slack \(0.0\) must be positive; 1.5 suits most runs"),
         ({"router": "best"}, r"MoEConfig.router \('best'\) is unknown; choose one of base, "),
         ({"router": "switch"}, r"MoEConfig.top_k \(2\) must be 1 with MoEConfig.router = 'switch'"),
         ({"router": "gshard", "top_k": 1}, r"MoEConfig.top_k \(1\) must be 2 with MoEConfig.router = 'gshard'"),

@@ -3,8 +3,6 @@
 import dataclasses
 import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -52,7 +50,6 @@ def place(slots=1, late=False, splits=True, **mesh):
          r"this plan decides that after the gate; set PlannerConfig.when = 'ahead'"),
         (("balance_over = 'sequence'", "schedule = 's1'", "MeshConfig.model = 2", "train.batch_size = 4"),
          r"balance_over \('sequence'\) needs whole sequences on a device, and it gates 16 tokens of sequences of 32"),
-        (("router = 'group_limited'", "expert_groups = 3"), r"expert_groups \(3\) must divide MoEConfig.num_experts"),
         (("router_dtype = 'float64'",), r"router_dtype \('float64'\) needs ModelConfig.dtype = 'float64'"),
         (("router = 'topology'", "cluster = 'no_such.gin'"), r"no_such"),
         (("router = 'topology'", "remote_fraction = 0.1", "MeshConfig.expert = 4", "MeshConfig.expert_shard = 2",
@@ -60,7 +57,6 @@ def place(slots=1, late=False, splits=True, **mesh):
          r"devices_per_node \(1\) must cut 4 expert-parallel members of MeshConfig.expert_shard \(2\) devices"),
         (("bias_rate = 0.01",), r"bias_rate \(0.01\) is a knob of .* 'sigmoid_bias', and the router is 'topk'"),
         (("router = 'gshard'", "routed_scale = 2.5"), r"routed_scale \(2.5\) is not read by .* 'gshard'"),
-        (("router = 'switch'", "top_k = 1", "renormalize = False"), r"renormalize \(False\) is not read by .*'switch'"),
     ],
 )  # fmt: skip
 def test_a_run_is_refused_before_it_compiles(bindings, message):
@@ -78,15 +74,6 @@ def config_of(bindings):
     names = [name if name[0].isupper() or name.startswith("train.") else f"MoEConfig.{name}" for name in bindings]
     sizes = ["ModelConfig.model_dim = 16", "train.batch_size = 8", "DataConfig.sequence_length = 32"]
     return parse_run_config([], sizes + names)[0]
-
-
-def test_a_refusal_is_one_line_and_exit_code_2():
-    bindings = ("MoEConfig.router = 'topology'", "MoEConfig.remote_fraction = 0.1", "MeshConfig.devices_per_node = 1")
-    flags = ["--dry_run", "--host_devices=8", *(f"--gin_bindings={binding}" for binding in bindings)]
-    done = subprocess.run([sys.executable, "-m", "moe_jax.train", *flags], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: MoEConfig.top_k (2) must be at most the 1 experts of a node"), done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_the_readme_s_bindings_build_a_program():

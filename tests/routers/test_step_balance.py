@@ -6,14 +6,13 @@ The model has two segments of different numbers of experts, of which one has a r
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.tiny_run import bindings_of
 
 from moe_jax.config import parse_run_config
 from moe_jax.models import make_loss
-from moe_jax.moe.routers import build_router, counts_so_far
+from moe_jax.moe.routers import build_router
 from moe_jax.parallel.global_arrays import to_devices
 from moe_jax.training.program import build_session
 
@@ -24,21 +23,15 @@ CHANGES = (
 )  # fmt: skip
 
 
-def test_counts_so_far():
-    """Loads 3 and 1 after 0 and 4: of 8 choices 3 and 5, as 4 choices 1.5 and 2.5; without earlier ones as they are."""
-    counts, before = jnp.array([[3, 1]]), jnp.array([[0, 4]])
-    np.testing.assert_allclose(counts_so_far(counts, before), [[1.5, 2.5]])
-    np.testing.assert_array_equal(counts_so_far(counts, jnp.zeros_like(before)), counts)
+@pytest.fixture
+def double():
+    with jax.enable_x64(True):
+        yield
 
 
-@pytest.fixture(params=["float32", "float64"])
-def dtype(request):
-    with jax.enable_x64(request.param == "float64"):
-        yield request.param
-
-
-def test_a_step_balances_over_its_microbatches(tmp_path, dtype):
-    config, _, _ = parse_run_config((), bindings_of(tmp_path, *CHANGES, f"ModelConfig.dtype = {dtype!r}"))
+@pytest.mark.usefixtures("double")
+def test_a_step_balances_over_its_microbatches(tmp_path):
+    config, _, _ = parse_run_config((), bindings_of(tmp_path, *CHANGES, "ModelConfig.dtype = 'float64'"))
     session = build_session(config, jax.devices()[:2])
     rows, length = config.train.batch_size // MICROBATCHES, config.data.sequence_length
     evaluate = jax.jit(make_loss(session.model, session.layout, rows, length, microbatches=MICROBATCHES))

@@ -116,19 +116,27 @@ def test_covering_set_is_complete():
             assert frozenset({(first, a), (second, b)}) in met, (first, a, second, b)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+def own_case(schedule, pair, top_k=2, capacity=False, data=1, transport="all_to_all", gather="saa"):
+    how = {"transport": transport, "gather": gather}
+    return {
+        "schedule": schedule,
+        "pair": pair,
+        "top_k": top_k,
+        "skewed": True,
+        "capacity": capacity,
+        "data": data,
+        **how,
+    }
+
+
+OWN = [own_case("dp", (1, 1), capacity=capacity, data=8) for capacity in (False, True)]
+# rows that travel among devices of equal place: groups that are the same; MP over two EP members
+OWN += [own_case("s1", pair, transport="coordinated", gather="aas") for pair in ((2, 2), (4, 2))]
+OWN += [own_case("s2", (2, 2), transport="coordinated", gather="aas")]
+
+
+@pytest.mark.parametrize("case", [*CASES, *OWN], ids=name_of)
 def test_schedule_equals_reference(case):
-    check(case, *build(case, "reference"))
-
-
-def dp_case(top_k, capacity):
-    rest = {"skewed": True, "data": 8, "transport": "all_to_all", "gather": "saa"}
-    return {"schedule": "dp", "pair": (1, 1), "top_k": top_k, "capacity": capacity, **rest}
-
-
-@pytest.mark.parametrize("capacity", [False, True])
-def test_dp_equals_reference(capacity):
-    case = dp_case(2, capacity)
     check(case, *build(case, "reference"))
 
 
@@ -207,10 +215,9 @@ PRODUCT = list(itertools.product((*SCHEDULES, "s2-aas"), PAIRS))
 def test_full_product(schedule, pair):
     worst, passes, cases = 0.0, 0, 0
     for top_k, capacity in itertools.product((1, 2), (False, True)):
-        rest = {"data": 1, "transport": "all_to_all", "gather": "aas" if schedule == "s2-aas" else "saa"}
-        case = {"schedule": schedule.split("-")[0], "pair": pair, "top_k": top_k, "capacity": capacity, **rest}
-        case = dp_case(top_k, capacity) if schedule == "dp" else case
-        built = build({**case, "skewed": True}, "auto")
+        how = {"data": 8 if schedule == "dp" else 1, "gather": "aas" if schedule == "s2-aas" else "saa"}
+        case = own_case(schedule.split("-")[0], pair, top_k, capacity, **how)
+        built = build(case, "auto")
         for skewed in (False, True):
             error, taken = check({**case, "skewed": skewed}, *built)
             worst, passes, cases = max(worst, error), max(passes, taken), cases + 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.float8_oracle import expert, in_float8
+from support.float8_oracle import expert
 from support.layer_cases import DIM, EXPERTS, draw, make_loss, moe_config, roles_of
 
 from moe_jax.analysis.dry_run import dry_run
@@ -15,8 +15,8 @@ from moe_jax.cluster.layer_seconds import layer_seconds
 from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import reference
-from moe_jax.moe.build import check_float8, make_moe
-from moe_jax.moe.schedules import LayerSizes, automatic, contract
+from moe_jax.moe.build import check_float8
+from moe_jax.moe.schedules import LayerSizes
 from moe_jax.moe.schedules.automatic import choose, layer_shape
 from moe_jax.moe.schedules.contract import layout_of
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
@@ -78,31 +78,6 @@ def test_layer_equals_the_reference_in_float8(name):
         assert 1e-3 < np.abs(y - plain).max() / np.abs(plain).max() < 0.2  # and it was rounded
 
 
-@pytest.mark.parametrize("schedule", ["s1", "s2"])
-@pytest.mark.slow
-def test_quantised_then_sent_is_sent_then_quantised(schedule, monkeypatch):
-    """Bit for bit: rows of different tokens do not see each other, and padding is zeros either way."""
-    arguments = draw(False, np.float32)
-    config = moe_config(schedule, dispatch_dtype=E4M3)
-    run = lambda: jax.jit(make_loss(config, roles_of(2, 2)))(*arguments)  # noqa: E731
-    ours = run()
-    monkeypatch.setattr(
-        contract, "exchange_float8", lambda exchange, rows, metadata: in_float8(exchange(rows, metadata))
-    )
-    theirs = run()
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
-def test_off_leaves_no_trace():
-    arguments = draw(False, np.float32)
-    on, off = (
-        jax.jit(make_loss(moe_config("s1", dispatch_dtype=dtype), roles_of(1, 1))).lower(*arguments).as_text()
-        for dtype in (E4M3, "compute")
-    )
-    assert "f8E4M3FN" in on and "f8" not in off and "ui8" not in off
-    assert off == jax.jit(make_loss(moe_config("s1"), roles_of(1, 1))).lower(*arguments).as_text()
-
-
 def test_bad_input_is_refused():
     with pytest.raises(UserError, match=r"MoEConfig.dispatch_dtype \('fp8'\) must be one of compute, float8_e4m3"):
         moe_config("s1", dispatch_dtype="fp8")
@@ -132,16 +107,6 @@ def test_smaller_rows_are_charged_as_such():
     costs = [Cost(cluster=Cluster(inter_bandwidth=1e9), model_dim=768, hidden_dim=1536, dtype_bytes=2, sent_bytes=sent)
              for sent in (None, 784)]  # fmt: skip
     assert [cost.exchanged_bytes for cost in costs] == [1536, (3 * 1536 + 784) / 4]
-
-
-@pytest.mark.parametrize(("dtype", "row_bytes"), [("bfloat16", 1536), ("float32", 3072)])
-def test_parm_compares_the_bytes_that_are_sent(dtype, row_bytes, monkeypatch):
-    given = []
-    monkeypatch.setattr(automatic, "choose", lambda *args: given.append((args[2], args[-1])) or choose(*args))
-    rows = jax.ShapeDtypeStruct((64, 768), dtype)
-    for config, sent in ((moe_config("parm"), 0), (moe_config("parm", dispatch_dtype=E4M3), 784)):
-        make_moe(config, roles_of(2, 2), rows, "gelu")
-        assert given.pop() == (row_bytes, sent) and not given
 
 
 def test_dry_run_says_what_is_in_float8():

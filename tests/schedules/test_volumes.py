@@ -17,7 +17,6 @@ from support.prefetch_cases import gradient_step, model_config, placements_of
 from support.program_volumes import collectives, groups_of
 
 from moe_jax.cluster.layer_seconds import LayerShape, Transfer, index_transfers, layer_transfers
-from moe_jax.errors import UserError
 from moe_jax.kernels.float8_blocks import bytes_of_row
 from moe_jax.moe.bank import open_grad_sink
 from moe_jax.moe.build import layer_sizes, make_moe, schedule_options
@@ -230,41 +229,6 @@ def test_dp_moves_nothing_forward():
     assert collectives(forward, roles, {}) == formula(index_transfers("dp", shape), False, roles)
 
 
-def test_formulas_by_hand():
-    """Parm's x = E C M N_ESP / N_MP with E C = 16 slots of M = 4 elements in all, N = 8, N_ESP = 2, N_MP = 4."""
-    whole = LayerShape(tokens=8, model_dim=4, rows=8, ep_size=2, esp_size=2, mp_size=4)
-    part = LayerShape(tokens=8, model_dim=4, rows=2, ep_size=2, esp_size=2, mp_size=4)  # C / N_MP slots each
-    x = 16 * 4 * 2 // 4
-
-    def moved(schedule, shape, **how):
-        forward, backward = layer_transfers(schedule, shape, **how)
-        return [{(t.collective, t.group): t.elements * t.calls for t in transfers} for transfers in (forward, backward)]
-
-    both = "expert+expert_shard"
-    assert moved("s1", part) == 2 * [{("all_to_all", both): 2 * x, ("all_gather", "model"): 8 * 4}]
-    assert moved("s2", whole, gather="aas") == 2 * [{("all_to_all", both): 2 * x, ("all_gather", "model"): 16 * 4}]
-    saa = {("all_to_all", both): x, ("permute", both): x * 3 // 4, ("all_gather", "model"): 16 * 4}
-    assert moved("s2", whole) == 2 * [saa]  # a part of x stays where it is
-    gathered, shard = 16 * 4 * 2, "expert_shard"
-    assert moved("deepspeed", whole) == [
-        {("all_gather", shard): 8 * 4 * 2, ("all_to_all", "expert"): 2 * gathered, ("all_reduce", shard): gathered},
-        {("all_gather", shard): gathered, ("all_to_all", "expert"): 2 * gathered, ("reduce_scatter", shard): 8 * 4 * 2},
-    ]
-    steps = {("permute", "pairwise_ring"): 2 * x // 2, ("all_gather", "model"): 8 * 4}
-    inside = {("all_to_all", "pairwise_group"): 2 * x}
-    assert moved("pairwise", dataclasses.replace(part, groups=2)) == 2 * [
-        inside | steps
-    ]  # a group is a member's shards
-    assert moved("pairwise", dataclasses.replace(part, esp_size=1, groups=2))[0] == {
-        ("permute", "pairwise_ring"): x // 2,
-        ("all_gather", "model"): 8 * 4,
-    }
-    # tokens that come in parts: s1 gathers nothing, the others once each way
-    split = dataclasses.replace(part, split_tokens=True)
-    assert moved("s1", split) == 2 * [{("all_to_all", both): 2 * x}]
-    assert all(way["all_gather", "model"] == 8 * 4 for way in moved("deepspeed", split))
-
-
 TRANSFERS = {
     "none_flat": (False, {"expert": 8}, "deepspeed", {}, {}),
     "hecate_again_by_node": (True, {"expert": 8}, "deepspeed", {"prefetch": "hecate", "refetch_replicas": True}, {}),
@@ -315,8 +279,3 @@ def test_replicas_move_what_the_transfers_formula_says(name):
         members = frozenset(frozenset(sorted(g)[j :: sizes.inside]) for g in whole for j in range(sizes.inside))
         want[members] = transfers * sizes.nodes * sizes.crossing / sizes.inside * padded
     assert moved == want
-
-
-def test_unknown_schedule_is_refused():
-    with pytest.raises(UserError, match="'magic' has no volume formula; choose one of deepspeed, s1"):
-        layer_transfers("magic", LayerShape(tokens=8, model_dim=4, rows=8, ep_size=2))
