@@ -24,7 +24,7 @@ from moe_jax.models.segments import Segment, segments_of, with_experts
 from moe_jax.models.transformer import Transformer, abstract_transformer
 from moe_jax.moe.bank import init_bank
 from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_schedule
-from moe_jax.moe.config import MoEConfig, first_pass_of
+from moe_jax.moe.config import FirstPassConfig, MoEConfig
 from moe_jax.moe.routing import record
 from moe_jax.moe.schedules import schedule_record
 from moe_jax.parallel.mesh import Roles
@@ -274,7 +274,8 @@ class LanguageModel:
 
 def first_pass_model(model: LanguageModel) -> LanguageModel:
     """Return the model whose MoE layers run pass 0 alone: `StepStats.passes` says whether that was enough."""
-    return dataclasses.replace(model, moe=first_pass_of(model.moe))
+    fields = {field.name: getattr(model.moe, field.name) for field in dataclasses.fields(model.moe)}
+    return dataclasses.replace(model, moe=FirstPassConfig(**fields))
 
 
 def has_later_passes(model: LanguageModel, tokens: int, plan: dict[str, PlanShape] | None = None) -> bool:

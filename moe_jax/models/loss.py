@@ -36,7 +36,7 @@ from moe_jax.models.segments import own_layers
 from moe_jax.models.stages import Constants
 from moe_jax.models.transformer import abstract_transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
-from moe_jax.moe.routers import build_router, counts_so_far, z_loss
+from moe_jax.moe.routers import build_router, z_loss
 from moe_jax.moe.schedules.contract import MOST_ROWS
 from moe_jax.moe.schedules.passes import most_of_all
 from moe_jax.moe.tables import even_tables, local
@@ -219,7 +219,10 @@ def _make_stack(
             counts = lax.psum(own.counts, inside) if inside else own.counts  # [L, E] of this source
             meant = lax.psum(own.counts, roles.all)
             if batch.counted is not None:
-                meant = counts_so_far(meant, own_layers(batch.counted, segment))
+                # as they would be if this microbatch's loads were those of the step up to it
+                so_far = (meant + own_layers(batch.counted, segment)).astype(jnp.float32)
+                own_choices = jnp.sum(meant, axis=-1, keepdims=True).astype(jnp.float32)
+                meant = so_far * (own_choices / jnp.sum(so_far, axis=-1, keepdims=True))
             every = dataclasses.replace(sums, counts=meant)
             aux.append(build_router(segment.moe).balance_loss(every, global_tokens))
             z.append(z_loss(sums.squared_logsumexp, global_tokens))

@@ -26,7 +26,6 @@ from jax import lax
 
 from moe_jax.models.residuals import Residuals
 from moe_jax.models.stages import Constants, LayerInputs, Stages, join_floats, known_arrays, zero_grad_sink
-from moe_jax.moe.routers import join_statistics
 from moe_jax.parallel.ordering import wait_for_tree
 from moe_jax.parallel.replicated import declare_equal
 from moe_jax.parallel.slices import PARTS, Transfer, fetch
@@ -150,7 +149,11 @@ class Prefetcher:
         x, stats, passes = stack(x, params, grad_sink, constants)
         if not self.schedule.halves:
             return x, stats[0], passes[0]
-        return x, join_statistics(*stats), jnp.maximum(*passes)
+        choices = [half.choices for half in stats]  # the first half's tokens come first
+        sums = jax.tree.map(jnp.add, *(dataclasses.replace(half, choices=None) for half in stats))
+        if choices[0] is not None:
+            sums = dataclasses.replace(sums, choices=jnp.concatenate(choices, axis=1))
+        return x, sums, jnp.maximum(*passes)
 
 
 class Direction:

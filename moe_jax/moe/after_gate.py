@@ -4,11 +4,9 @@ A rule (`after_gate_rules.py`) is a frozen dataclass of rates and knobs, because
 
     decide(tables, counts int32 [D, E], holders int32 [D, G], me int32 [], plan) -> (tables, transfer, used)
 
-from this device's tables of one layer as planned ahead, the tokens of each source for each expert, the expert in each
-slot of each device (-1 for none), this device's place in the group, and the sizes of the step: the tables with new
-destinations, the transfer of the replicas that come late (None for a rule without such), and the int32 [3] offers,
-slots and crossings of it that are in use, equal on all devices. Inside `shard_map`; all devices of the expert-parallel
-group take part. Letters: docs/notation.md; X, m, Cp as in parallel/transfer_shape.py.
+from this device's tables of one layer, the tokens of each source for each expert, the expert in each slot (-1 for
+none), and this device's place: the tables with new destinations, the transfer of the replicas that come late (or
+None), and the int32 [3] offers, slots and crossings in use, equal on all devices. Letters: docs/notation.md.
 """
 
 from __future__ import annotations

@@ -44,22 +44,21 @@ class CalibrateRule:
         totals = jnp.sum(counts, axis=0)
         order = by_falling(totals)[: self.overlap_degree]
         holding = jnp.sum(held, axis=1, dtype=jnp.int32)
-        wanted = slots_by_load((totals / holding)[order], jnp.sum(free), (devices - holding)[order])
-        wanted = self.spread(held, order, wanted, free, shape)
-        added, with_late, transfer, used = fit_late(wanted, order, slot, me, shape)
-        per_node = shape.devices_per_node
-        gain = self.seconds(counts, held, per_node) - self.seconds(counts, held | added, per_node)
-        if self.late_seconds:
-            costs = jnp.asarray(self.late_seconds, jnp.result_type(float))[late_size(used, shape.late)]
-        else:
-            costs = self.late_transfer * (jnp.sum(added) + jnp.sum(jnp.any(added, axis=1)))
-        pays = gain > costs
-        slot = jnp.where(pays, with_late, slot)
-        return nearest(tables, slot, me, shape), transfer, jnp.where(pays, used, 0)
+        # the slots of each expert by load, largest remainder; what an expert cannot take goes to the next
+        loads, slots, most = (totals / holding)[order], jnp.sum(free), (devices - holding)[order]
+        total = jnp.sum(loads)
+        quota = jnp.where(total > 0, loads / jnp.where(total > 0, total, 1.0), 1.0 / loads.shape[0]) * slots
+        count = jnp.floor(quota + 1e-9).astype(jnp.int32)
+        rank = jnp.argsort(jnp.argsort(-(quota - count), stable=True))
+        count = count + (rank < slots - jnp.sum(count))
 
-    def spread(self, held, order, wanted, free, shape):
-        """Place replicas one by one, as `moe_jax.planning.hecate.spread_replicas`: -> the new replicas, bool [E, D]."""
-        experts, devices = held.shape
+        def pass_on(over, inputs):
+            wanted, limit = inputs[0] + over, inputs[1]
+            kept = jnp.minimum(wanted, limit)
+            return wanted - kept, kept
+
+        wanted = lax.scan(pass_on, jnp.zeros((), count.dtype), (count, most.astype(count.dtype)))[1]
+        # their places, one by one, as `moe_jax.planning.hecate.spread_replicas`
         per_node = shape.devices_per_node
         node_of = jnp.arange(devices) // per_node
         most = shape.late_slots + 1
@@ -80,7 +79,16 @@ class CalibrateRule:
             return (held, added, free - here), None
 
         steps = jnp.arange(devices * shape.late_slots)
-        return lax.scan(place, (held, jnp.zeros_like(held), free), steps)[0][1]
+        wanted = lax.scan(place, (held, jnp.zeros_like(held), free), steps)[0][1]
+        added, with_late, transfer, used = fit_late(wanted, order, slot, me, shape)
+        gain = self.seconds(counts, held, per_node) - self.seconds(counts, held | added, per_node)
+        if self.late_seconds:
+            costs = jnp.asarray(self.late_seconds, jnp.result_type(float))[late_size(used, shape.late)]
+        else:
+            costs = self.late_transfer * (jnp.sum(added) + jnp.sum(jnp.any(added, axis=1)))
+        pays = gain > costs
+        slot = jnp.where(pays, with_late, slot)
+        return nearest(tables, slot, me, shape), transfer, jnp.where(pays, used, 0)
 
     def seconds(self, counts, held, per_node: int):
         """Return the layer's seconds without its transfers, by expected loads: held bool [E, D] -> []."""
@@ -117,19 +125,3 @@ def nearest(tables, slot, me, shape):
         dest_num=upto.astype(jnp.uint32),
         dest_den=number.astype(jnp.uint32),
     )
-
-
-def slots_by_load(loads, slots, most):
-    """Share slots by load, largest remainder, twin of the planner's: loads, most [Et] -> int32 [Et]."""
-    total = jnp.sum(loads)
-    quota = jnp.where(total > 0, loads / jnp.where(total > 0, total, 1.0), 1.0 / loads.shape[0]) * slots
-    count = jnp.floor(quota + 1e-9).astype(jnp.int32)
-    rank = jnp.argsort(jnp.argsort(-(quota - count), stable=True))
-    count = count + (rank < slots - jnp.sum(count))
-
-    def pass_on(over, inputs):
-        wanted, limit = inputs[0] + over, inputs[1]
-        kept = jnp.minimum(wanted, limit)
-        return wanted - kept, kept
-
-    return lax.scan(pass_on, jnp.zeros((), count.dtype), (count, most.astype(count.dtype)))[1]

@@ -64,7 +64,12 @@ class ShareRule:
             active = going & (at < number)
             mine = quota[expert]
             base = load - mine
-            level = fill_level(jnp.where(held[expert], base, jnp.inf), totals[expert])
+            # the level to which the tokens fill what the holders have, as in water-filling
+            ground = jnp.sort(jnp.where(held[expert], base, jnp.inf))
+            dry, number_of = jnp.isinf(ground), jnp.arange(1, devices + 1, dtype=base.dtype)
+            level = (totals[expert] + jnp.cumsum(jnp.where(dry, 0.0, ground))) / number_of
+            wet = ~dry & ((level > ground) | (jnp.arange(devices) == 0))
+            level = level[devices - 1 - jnp.argmax(wet[::-1])]
             new = jnp.where(held[expert], jnp.maximum(level - base, 0.0), 0.0)
             new = jnp.where(active, new, mine)
             return (quota.at[expert].set(new), base + new, going), None
@@ -114,12 +119,3 @@ def edges_of(counts, quota, home, node, devices_per_node: int):
     there = jnp.repeat(part / jnp.where(demand > 0, demand, 1.0), devices_per_node, axis=1)
     upto = jnp.cumsum(there * quota, axis=1)
     return jnp.rint(upto / upto[:, -1:] * SHARE_ONE).astype(jnp.uint32)
-
-
-def fill_level(base, amount):
-    """Return the level to which `amount` fills base [D] (inf: not a holder), as in water-filling."""
-    ground = jnp.sort(base)
-    dry = jnp.isinf(ground)
-    level = (amount + jnp.cumsum(jnp.where(dry, 0.0, ground))) / jnp.arange(1, base.shape[0] + 1, dtype=base.dtype)
-    wet = ~dry & ((level > ground) | (jnp.arange(base.shape[0]) == 0))
-    return level[base.shape[0] - 1 - jnp.argmax(wet[::-1])]

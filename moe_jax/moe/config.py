@@ -38,7 +38,7 @@ class MoEConfig(RouterConfig):
       expert_dtype: of the operands of the experts' matmuls: 'compute', ModelConfig.dtype; or 'float8_e4m3' with a scale
         for each block of 128, forward and for the gradients of rows (`kernels/float8_ffn.py`).
       dispatch_dtype: of the rows that travel to experts: 'compute', or 'float8_e4m3', about half of bfloat16's bytes;
-        the way back and all gradients travel in the compute dtype (`moe/schedules/float8_dispatch.py`).
+        the way back and all gradients travel in the compute dtype (`moe/schedules/contract.py`).
       residual: with shared experts: 'sum' adds them to the routed ones, 'learned' mixes the two by a softmax over each
         token.
     """
@@ -98,14 +98,9 @@ class MoEConfig(RouterConfig):
 
 
 class FirstPassConfig(MoEConfig):
-    """A layer that runs pass 0 alone and says how many passes it should have taken; made by `first_pass_of`.
+    """A layer that runs pass 0 alone and says how many passes it should have taken; of the fields of another.
 
     Whoever runs it must throw its results away where that is more than one. It is no user's choice: no field names it.
     """
 
     later_passes: typing.ClassVar[bool] = False
-
-
-def first_pass_of(config: MoEConfig) -> FirstPassConfig:
-    """Return the same layer without its later passes."""
-    return FirstPassConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})

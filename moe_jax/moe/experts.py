@@ -21,16 +21,12 @@ from moe_jax.kernels.matmul import grouped_ffn, grouped_matmul
 Array = jax.Array
 
 
-def _gelu(up: Array) -> Array:
-    return jax.nn.gelu(up)
-
-
 def _swiglu(up: Array, gate: Array) -> Array:
     return jax.nn.silu(gate) * up
 
 
 # name -> (the weights that make the hidden rows, what turns their products into hidden rows)
-_ACTIVATIONS = {"gelu": (("w_in",), _gelu), "swiglu": (("w_in", "w_gate"), _swiglu)}
+_ACTIVATIONS = {"gelu": (("w_in",), jax.nn.gelu), "swiglu": (("w_in", "w_gate"), _swiglu)}
 
 
 def weight_names(activation: str) -> tuple[str, ...]:

@@ -75,7 +75,13 @@ def _kernel(totals_ref, flags_ref, quota_ref, *, experts: int, devices: int, swe
         mine = jnp.sum(jnp.where(here, quota, zero), axis=0)
         amount = jnp.sum(jnp.where(place == expert, totals, zero))
         base = load - mine
-        new = jnp.where(holds, jnp.maximum(_level(base, holds, amount) - base, zero), zero)
+        # the level to which `amount` fills the grounds of the holders
+        inside = (base[None, :] <= base[:, None]) & holds[None, :]  # [D, D], the set of each holder
+        number = jnp.sum(inside.astype(base.dtype), axis=1)
+        ground = jnp.sum(jnp.where(inside, base[None, :], zero), axis=1)
+        level = (amount + ground) / jnp.maximum(number, jnp.ones((), base.dtype))
+        level = jnp.min(jnp.where(holds, level, jnp.full((), jnp.inf, base.dtype)))
+        new = jnp.where(holds, jnp.maximum(level - base, zero), zero)
         replicated = jnp.sum(holds.astype(jnp.int32)) > 1
         quota = jnp.where(here & replicated, new[None, :], quota)
         return quota, jnp.where(replicated, base + new, load)
@@ -89,12 +95,3 @@ def _kernel(totals_ref, flags_ref, quota_ref, *, experts: int, devices: int, swe
     quota = jnp.where(home, totals[:, None], zero)
     start = jnp.int32(0), quota, jnp.sum(quota, axis=0), jnp.int32(1)
     quota_ref[...] = lax.while_loop(lambda carry: (carry[0] < sweeps) & (carry[3] > 0), sweep, start)[1]
-
-
-def _level(base, holds, amount):
-    """Return the level to which `amount` fills the holders' grounds, base [D]."""
-    inside = (base[None, :] <= base[:, None]) & holds[None, :]  # [D, D], the set of each holder
-    number = jnp.sum(inside.astype(base.dtype), axis=1)
-    ground = jnp.sum(jnp.where(inside, base[None, :], jnp.zeros((), base.dtype)), axis=1)
-    level = (amount + ground) / jnp.maximum(number, jnp.ones((), base.dtype))
-    return jnp.min(jnp.where(holds, level, jnp.full((), jnp.inf, base.dtype)))

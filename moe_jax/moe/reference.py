@@ -20,41 +20,6 @@ def reference_expert(x, weights: dict):
     return hidden @ weights["w_out"]
 
 
-def reference_weights(probs, config: MoEConfig, drop_groups: int):
-    """Return the weight of each expert for each token [N, E] (0: not chosen or dropped) and the choices bool [N, E].
-
-    Args:
-      probs: [N, E] softmax probabilities.
-      config: top_k, renormalize and the capacity are read.
-      drop_groups: number of equal, consecutive groups of tokens within which capacity is shared.
-    """
-    tokens, num_experts = probs.shape
-    best = jnp.argsort(-probs, axis=1, stable=True)[:, : config.top_k]
-    chosen = jnp.any(best[:, :, None] == jnp.arange(num_experts)[None, None], axis=1)
-    weights = jnp.where(chosen, probs, 0)
-    if config.renormalize:
-        weights = weights / jnp.sum(weights, axis=1, keepdims=True)
-    if config.capacity_factor is None:
-        return weights, chosen
-    group = tokens // drop_groups
-    capacity = config.capacity(group)
-    keep_masks = []
-    for g in range(drop_groups):
-        mine, prob = chosen[g * group : (g + 1) * group], probs[g * group : (g + 1) * group]
-        if config.drop == "position":
-            earlier = jnp.cumsum(mine, axis=0) - mine
-        else:
-            # before[i, j, e]: token j precedes token i in expert e's queue; last bits say nothing of tokens that tie
-            index = jnp.arange(group)
-            bits = jnp.finfo(prob.dtype)
-            prob = jax.lax.reduce_precision(prob, bits.nexp, 3 * bits.nmant // 4)
-            more = prob[None] > prob[:, None]
-            tie = (prob[None] == prob[:, None]) & (index[None, :, None] < index[:, None, None])
-            earlier = jnp.sum((more | tie) & mine[None], axis=1)
-        keep_masks.append(mine & (earlier < capacity))
-    return jnp.where(jnp.concatenate(keep_masks), weights, 0), chosen
-
-
 def reference_moe(
     x, w_gate, experts: dict, config: MoEConfig, *, noise=None, drop_groups: int = 1, shared=None, route=None
 ):
@@ -81,7 +46,29 @@ def reference_moe(
     if noise is not None:
         logits = logits + config.gate_noise * noise
     probs = jax.nn.softmax(logits, axis=1)
-    weights, chosen = reference_weights(probs, config, drop_groups)
+    best = jnp.argsort(-probs, axis=1, stable=True)[:, : config.top_k]
+    chosen = jnp.any(best[:, :, None] == jnp.arange(config.num_experts)[None, None], axis=1)
+    weights = jnp.where(chosen, probs, 0)
+    if config.renormalize:
+        weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+    if config.capacity_factor is not None:
+        group = x.shape[0] // drop_groups
+        capacity = config.capacity(group)
+        keep_masks = []
+        for g in range(drop_groups):
+            mine, prob = chosen[g * group : (g + 1) * group], probs[g * group : (g + 1) * group]
+            if config.drop == "position":
+                earlier = jnp.cumsum(mine, axis=0) - mine
+            else:
+                # token j precedes token i in expert e's queue; last bits say nothing of tokens that tie
+                index = jnp.arange(group)
+                bits = jnp.finfo(prob.dtype)
+                prob = jax.lax.reduce_precision(prob, bits.nexp, 3 * bits.nmant // 4)
+                more = prob[None] > prob[:, None]
+                tie = (prob[None] == prob[:, None]) & (index[None, :, None] < index[:, None, None])
+                earlier = jnp.sum((more | tie) & mine[None], axis=1)
+            keep_masks.append(mine & (earlier < capacity))
+        weights = jnp.where(jnp.concatenate(keep_masks), weights, 0)
     loads = jnp.sum(chosen, axis=0, dtype=jnp.int32)
     fraction = loads.astype(dtype) / (config.top_k * x.shape[0])
     balance = config.num_experts * jnp.sum(fraction * jnp.mean(probs, axis=0))

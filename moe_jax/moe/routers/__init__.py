@@ -22,8 +22,6 @@ from moe_jax.moe.routers.contract import (  # noqa: E402
 from moe_jax.moe.routers.statistics import (  # noqa: E402
     GateStats,
     balance_loss,
-    counts_so_far,
-    join_statistics,
     share_statistics,
     z_loss,
 )
@@ -38,9 +36,7 @@ __all__ = [
     "build_router",
     "check_knobs",
     "choose_experts",
-    "counts_so_far",
     "find",
-    "join_statistics",
     "routers",
     "share_statistics",
     "z_loss",

@@ -1,12 +1,9 @@
 """An assignment of tokens to experts, the same number to each, that maximises the sum of their scores.
 
-Inputs: scores [T, E], E divides T. Outputs: the expert of each token, int32 [T], every expert T / E times, and how many
-tokens the auction had left when its rounds were over. Experts are sold: in a round every token without an expert bids
-for the one that is worth most to it at today's prices: the price at which its second best would be worth as much, and
-eps more. An expert with too many tokens keeps the highest bids, ties to the lowest token, and its price is the lowest
-of them. Where the auction ends by itself the sum is within T eps of the best. Tokens that are left after `rounds` take,
-best score first, what is free.
-Source: Bertsekas and Castanon, The Auction Algorithm for the Transportation Problem (1989); BASE Layers (Lewis et al.
+In a round every token without an expert bids for the one worth most to it: the price at which its second best would be
+worth as much, and eps more. An expert keeps its highest bids, ties to the lowest token, and its price is the lowest of
+them. Where the auction ends by itself the sum is within T eps of the best; what is left after `rounds` is filled in.
+Source: Bertsekas and Castanon (1989), The Auction Algorithm for the Transportation Problem; BASE Layers (Lewis et al.
 2021), section 3.1. Letters: docs/notation.md; T tokens.
 """
 
@@ -41,32 +38,22 @@ def assign_evenly(scores, eps: float, rounds: int):
         at, owner, _ = carry
         return (at < rounds) & jnp.any(owner == FREE)
 
-    def turn(carry):
+    def turn(carry):  # a round, in which all tokens without an expert bid
         at, owner, bids = carry
-        return at + 1, *auction_round(scores, owner, bids, each, eps)
+        ids = jnp.arange(experts, dtype=jnp.int32)
+        held = owner[:, None] == ids[None]
+        lowest = jnp.min(jnp.where(held, bids[:, None], jnp.inf), axis=0)
+        price = jnp.where(jnp.sum(held, axis=0) == each, lowest, 0).astype(scores.dtype)
+        values, wanted = lax.top_k(scores - price[None], 2)
+        bidding = owner == FREE
+        offer = price[wanted[:, 0]] + (values[:, 0] - values[:, 1]) + jnp.asarray(eps, scores.dtype)
+        owner, bids = jnp.where(bidding, wanted[:, 0], owner), jnp.where(bidding, offer, bids)
+        return at + 1, highest(owner, bids, experts, each), bids
 
     _, owner, _ = lax.while_loop(goes_on, turn, (cast_varying(jnp.int32(0), axes), owner, bids))
     left = jnp.sum(owner == FREE, dtype=jnp.int32)
     owner = lax.while_loop(lambda owner: jnp.any(owner == FREE), lambda owner: fill(scores, owner, each), owner)
     return owner, left
-
-
-def auction_round(scores, owner, bids, each: int, eps: float):
-    """Return (owner int32 [T], bids [T]) after one round, in which all tokens without an expert bid.
-
-    Args:
-      scores: [T, E]; owner: expert of each token, or FREE; bids: [T], what it bid; each: tokens of an expert.
-    """
-    tokens, experts = scores.shape
-    ids = jnp.arange(experts, dtype=jnp.int32)
-    held = owner[:, None] == ids[None]
-    lowest = jnp.min(jnp.where(held, bids[:, None], jnp.inf), axis=0)
-    price = jnp.where(jnp.sum(held, axis=0) == each, lowest, 0).astype(scores.dtype)
-    values, wanted = lax.top_k(scores - price[None], 2)
-    bidding = owner == FREE
-    offer = price[wanted[:, 0]] + (values[:, 0] - values[:, 1]) + jnp.asarray(eps, scores.dtype)
-    owner, bids = jnp.where(bidding, wanted[:, 0], owner), jnp.where(bidding, offer, bids)
-    return highest(owner, bids, experts, each), bids
 
 
 def fill(scores, owner, each: int):

@@ -1,12 +1,10 @@
 """`base`: every token one expert, every expert the same number of tokens, as good a match as there is.
 
-Inputs: as in `topk.py`; w_gate holds the experts' embeddings w_e. In training the tokens of a group of devices are
-shuffled among them, by a key of the step; each device then gives T / E of the T tokens that it got to every expert such
-that the sum of x w_e is largest (`auction.py`). Only rows of scores [t, E] travel there, and ids [t] back: tokens go
-straight to their experts. In evaluation a token takes the expert with the highest score. The output is sigmoid(x w_e)
-f_e(x), and there is no balance loss. Shuffling makes a choice depend on the mesh: the groups are all devices that hold
-other tokens. Source: BASE Layers (Lewis et al. 2021), sections 3.1 and 3.2.
-Letters: docs/notation.md; P devices of a group.
+w_gate holds the experts' embeddings w_e. In training the tokens of all devices are shuffled among them, by a key of the
+step; each device gives T / E of the T tokens that it got to every expert such that the sum of x w_e is largest
+(`auction.py`); only scores and ids travel there. In evaluation a token takes the highest score. The output is
+sigmoid(x w_e) f_e(x), without a balance loss. Source: BASE Layers (Lewis et al. 2021), sections 3.1 and 3.2.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -74,7 +72,16 @@ class Base(Router):
         if inputs.noise_key is None:
             expert_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         else:
-            expert_ids, completed = self.assign(lax.stop_gradient(logits), inputs.noise_key)
+            scores, tokens = lax.stop_gradient(logits), x.shape[0]
+            axes = () if self.place is None else tuple(a for a in self.place.roles.all if a in varying_axes(scores))
+            self.check_even(tokens, math.prod(lax.axis_size(axis) for axis in axes))
+            # the order in which this device deals its tokens out: equal parts, one to each device
+            key = jax.random.fold_in(inputs.noise_key, lax.axis_index(axes) if axes else 0)
+            order = jax.random.permutation(key, jnp.arange(tokens, dtype=jnp.int32))
+            rows = exchanged(scores[order], axes)
+            mine, completed = assign_evenly(rows, AUCTION_EPS, AUCTION_ROUNDS)
+            experts_back = exchanged(mine, axes)
+            expert_ids = jnp.zeros_like(experts_back).at[order].set(experts_back, unique_indices=True)
         scores = jnp.take_along_axis(logits, expert_ids[:, None], axis=-1)
         choice = Choice(
             expert_ids=expert_ids[:, None],
@@ -87,23 +94,6 @@ class Base(Router):
 
     def balance_loss(self, stats, tokens):
         return jnp.zeros_like(stats.entropy)
-
-    def assign(self, scores, key):
-        """Return (experts int32 [t], tokens placed after the auction int32 []) of scores [t, E]."""
-        tokens = scores.shape[0]
-        axes = () if self.place is None else tuple(a for a in self.place.roles.all if a in varying_axes(scores))
-        self.check_even(tokens, math.prod(lax.axis_size(axis) for axis in axes))
-        order = shuffled(key, tokens, axes)
-        rows = exchanged(scores[order], axes)
-        mine, left = assign_evenly(rows, AUCTION_EPS, AUCTION_ROUNDS)
-        experts_back = exchanged(mine, axes)
-        return jnp.zeros_like(experts_back).at[order].set(experts_back, unique_indices=True), left
-
-
-def shuffled(key, tokens: int, axes: tuple[str, ...]):
-    """Return int32 [t], the order in which this device deals its tokens out: equal parts, one to each device."""
-    device = lax.axis_index(axes) if axes else 0
-    return jax.random.permutation(jax.random.fold_in(key, device), jnp.arange(tokens, dtype=jnp.int32))
 
 
 def exchanged(array, axes: tuple[str, ...]):

@@ -1,13 +1,10 @@
 """`gshard`: the two most probable experts, the second by a draw, first choices before second ones.
 
-Inputs: as in `topk.py`. Outputs: weights g1, g2, the two probabilities over their sum; formed before the draw, so what
-is not drawn or is dropped takes its weight with it. The second expert is kept with probability min(1, 2 g2), drawn by
-the token's global index; in evaluation always. With a capacity an expert serves all first choices, in order of tokens,
-before any second one; a second choice that was not drawn takes no place.
-The balance loss is E sum_e (c_e / T) m_e with c_e the first choices of e, m_e the mean probability, and T the tokens of
-the whole global microbatch: 1 where loads are even, as for other routers. The paper's is E^2 times smaller, over the
-tokens of a group; its k is aux_loss_weight = k / E^2 here.
-Source: GShard (Lepikhin et al. 2021), section 2.2 and algorithm 1. Letters: docs/notation.md.
+Weights are the two probabilities over their sum, formed before the draw. The second expert is kept with probability
+min(1, 2 g2), drawn by the token's global index; in evaluation always. With a capacity an expert serves all first
+choices before any second one. The balance loss is E sum_e (c_e / T) m_e with c_e the first choices of e, m_e the mean
+probability; the paper's is E^2 times smaller. Source: GShard (Lepikhin et al. 2021), section 2.2 and algorithm 1.
+Letters: docs/notation.md.
 """
 
 from __future__ import annotations

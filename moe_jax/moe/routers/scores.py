@@ -69,12 +69,7 @@ def _scores_of_fwd(scores, values, expert_ids):
 
 def _scores_of_bwd(residuals, d_values):
     expert_ids, like = residuals
-    return _at_experts(d_values, expert_ids, like.shape[1]), None, None
-
-
-def _at_experts(values, expert_ids, experts: int):
-    """Return [t, E], each token's values [t, K] at its experts, and zeros."""
-    tokens, top_k = expert_ids.shape
+    (tokens, top_k), experts = expert_ids.shape, like.shape[1]
 
     def scatter(values, expert_ids):
         token = lax.broadcasted_iota(jnp.int32, (tokens, top_k), 0)
@@ -86,7 +81,7 @@ def _at_experts(values, expert_ids, experts: int):
         columns = [jnp.where(expert_ids[:, k, None] == expert, values[:, k, None], 0) for k in range(top_k)]
         return functools.reduce(jnp.add, columns)
 
-    return lax.platform_dependent(values, expert_ids, cpu=scatter, default=select)
+    return lax.platform_dependent(d_values, expert_ids, cpu=scatter, default=select), None, None
 
 
 _scores_of.defvjp(_scores_of_fwd, _scores_of_bwd)

@@ -1,12 +1,9 @@
 """`sigmoid_bias`: experts are chosen by score plus a bias, weighted by score; the bias moves until loads are even.
 
-Inputs: as in `topk.py`, and choice_bias [E]. Scores are sigmoid(x w_gate). The K experts with the highest score + bias
-are chosen, ties to the lowest id; weights are their scores, over their sum if `renormalize`, times `routed_scale`. With
-`expert_groups` a token chooses inside the groups with the largest sum of their two best biased scores.
-The bias is state: no gradient reaches it, and once per optimizer step it rises by bias_rate where an expert had less
-than the mean of the step's choices, and falls by that where it had more. It is indexed by expert id and lies with the
-gate's parameters, so that checkpoints and --init_from hold it and a change of homes does not touch it. For balance by
-the bias alone set MoEConfig.aux_loss_weight = 0; the loss takes scores over their sum for probabilities.
+Inputs: as in `topk.py`, and choice_bias [E] by expert id, which lies with the gate's parameters. Scores are
+sigmoid(x w_gate); the K highest of score + bias are chosen, groups by the sum of their two best. Once per optimizer
+step the bias rises by bias_rate where an expert had less than the mean of the step's choices, and falls where more.
+The balance loss takes scores over their sum for probabilities.
 Source: Wang et al., Auxiliary-Loss-Free Load Balancing (2024), algorithm 1; DeepSeek-V3, section 2.1.2.
 Letters: docs/notation.md.
 """

@@ -70,14 +70,6 @@ def statistics_of(choice: Choice, probs, log_probs, log_z) -> GateStats:
     )
 
 
-def join_statistics(first: GateStats, second: GateStats) -> GateStats:
-    """Return the statistics [L, ...] of layers whose tokens were gated in two halves, first tokens first."""
-    sums = jax.tree.map(jnp.add, *(dataclasses.replace(part, choices=None) for part in (first, second)))
-    if first.choices is None:
-        return sums
-    return dataclasses.replace(sums, choices=jnp.concatenate([first.choices, second.choices], axis=1))
-
-
 def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]) -> GateStats:
     """Return the statistics as an MP group reports them, whether its devices gated all tokens or a part each.
 
@@ -122,30 +114,6 @@ def balance_loss(counts, probability, tokens, top_k):
     num_experts = counts.shape[-1]
     fraction = counts.astype(probability.dtype) / (top_k * tokens)
     return num_experts * jnp.sum(lax.stop_gradient(fraction) * (probability / tokens), axis=-1)
-
-
-def counts_so_far(counts, before):
-    """Return float32 [..., E]: a microbatch's counts as they would be if its loads were those of the step up to it.
-
-    Args:
-      counts: int32 [..., E], of the microbatch; before: int32 [..., E], of the earlier ones of its step.
-    """
-    total = (counts + before).astype(jnp.float32)
-    own = jnp.sum(counts, axis=-1, keepdims=True).astype(jnp.float32)
-    return total * (own / jnp.sum(total, axis=-1, keepdims=True))
-
-
-def sequence_balance(expert_ids, probs, length: int):
-    """Return float [], the sum over sequences of `length` times `balance_loss` of each one's tokens alone.
-
-    Args:
-      expert_ids: int32 [t, K] and probs: float [t, E], of whole sequences one after the other.
-    """
-    top_k, num_experts = expert_ids.shape[1], probs.shape[1]
-    ids = expert_ids.reshape(-1, length * top_k, 1)
-    counts = jnp.sum(ids == jnp.arange(num_experts, dtype=ids.dtype)[None, None], axis=1, dtype=jnp.int32)
-    probability = jnp.sum(probs.reshape(-1, length, num_experts), axis=1)
-    return jnp.sum(balance_loss(counts, probability, length, top_k)) * length
 
 
 def z_loss(squared_logsumexp, tokens):

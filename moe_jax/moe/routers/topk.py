@@ -21,7 +21,7 @@ from moe_jax.moe.routers.contract import Router, RouterInputs, register
 from moe_jax.moe.routers.group_limited import within_groups
 from moe_jax.moe.routers.options import BALANCE_OVER
 from moe_jax.moe.routers.scores import best_scores, gate_logits, gate_noise, softmax_and_log_z
-from moe_jax.moe.routers.statistics import sequence_balance, statistics_of
+from moe_jax.moe.routers.statistics import balance_loss, statistics_of
 from moe_jax.moe.routing import Choice
 
 
@@ -68,7 +68,12 @@ class TopK(Router):
         if self.config.balance_over != "sequence":
             return stats
         length = self.check_sequences(probs.shape[0])
-        return dataclasses.replace(stats, sequence_balance=sequence_balance(choice.expert_ids, probs, length))
+        top_k, experts = choice.expert_ids.shape[1], probs.shape[1]
+        ids = choice.expert_ids.reshape(-1, length * top_k, 1)
+        counts = jnp.sum(ids == jnp.arange(experts, dtype=ids.dtype)[None, None], axis=1, dtype=jnp.int32)
+        probability = jnp.sum(probs.reshape(-1, length, experts), axis=1)
+        total = jnp.sum(balance_loss(counts, probability, length, top_k)) * length
+        return dataclasses.replace(stats, sequence_balance=total)
 
     def with_noise(self, logits, x, params, inputs: RouterInputs):
         """Return the logits [t, E] by which experts are chosen."""

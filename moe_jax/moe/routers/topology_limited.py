@@ -1,18 +1,12 @@
 """`topology`: at most a part of a device's tokens are computed on another node.
 
 Inputs: as in `topk.py`, and this device's tables. Of the tokens whose best expert is remote the L with the highest
-score keep it, ties to the lowest token; all others choose again among the experts that are local. Choices beyond the
-first are local too; with `topology_release` tokens choose freely as long as at most L have a remote best expert.
-Weights are the softmax of the chosen scores. So at most L of the T tokens that a device gates cross nodes, all K
-choices counted, but with `topology_release`; the buckets of an exchange without a plan are sized by that.
-L = floor(T W_net / (M_w W_local)): W_net of all adapters of a node and W_local of a device's link, from the file that
-MoEConfig.cluster names, M_w the node's devices; or floor(T remote_fraction).
-The section's text reads L = B_local / B_net: the inverse, without T, and larger the slower the network is. Ours is what
-its next sentences ask for: a node's adapters carry about M_w times the bytes of a device's link, and the part L / T of
-them is to take as long as the exchange inside the node.
-An expert is local to a device if every destination of its tokens, homes and replicas planned ahead, is on the device's
-node. Source: FasterMoE, section 4.3; a fraction of 0.14, and the weights, from its release.
-Letters: docs/notation.md; T, L, W as above.
+score keep it, ties to the lowest token; all others, and choices beyond the first, are local, that is of experts all of
+whose destinations are on the device's node. With `topology_release` tokens choose freely while at most L have a remote
+best expert. Weights are the softmax of the chosen scores.
+L = floor(T W_net / (M_w W_local)) of T tokens: W_net of a node's adapters and W_local of a device's link from
+MoEConfig.cluster, M_w the node's devices (the paper prints the inverse); or floor(T remote_fraction).
+Source: FasterMoE, section 4.3; a fraction of 0.14, and the weights, from its release. Letters: docs/notation.md.
 """
 
 from __future__ import annotations
@@ -121,7 +115,19 @@ class Topology(TopK):
         config = self.config
         logits = gate_logits(x, params["w_gate"], config.router_dtype)
         noisy = self.with_noise(logits, x, params, inputs)
-        expert_ids = self.best(lax.stop_gradient(noisy), self.local_experts(inputs.tables))
+        scores, local = lax.stop_gradient(noisy), self.local_experts(inputs.tables)
+        top_k, most = config.top_k, self.most_remote(x.shape[0])
+        # remote experts come behind all local ones, in order, where a plan leaves fewer than K of these
+        _, inside = lax.top_k(jnp.where(local[None], scores, -jnp.inf), top_k)
+        value, first = lax.top_k(scores, top_k)
+        remote = ~local[first[:, 0]]
+        order = jnp.argsort(-jnp.where(remote, value[:, 0], -jnp.inf), stable=True)
+        index = jnp.arange(order.shape[0], dtype=jnp.int32)
+        rank = jnp.zeros_like(order, jnp.int32).at[order].set(index, unique_indices=True)  # ties to the lowest index
+        crossing = jnp.concatenate([first[:, :1], inside[:, : top_k - 1]], axis=1)
+        expert_ids = jnp.where((remote & (rank < most))[:, None], crossing, inside)
+        if config.topology_release:
+            expert_ids = jnp.where(jnp.sum(remote) <= most, first, expert_ids)
         chosen = jnp.take_along_axis(noisy, expert_ids, axis=-1)
         weights = jax.nn.softmax(chosen, axis=-1)
         keep_mask = keep_within_capacity(expert_ids, chosen, config)
@@ -147,23 +153,6 @@ class Topology(TopK):
         node = tables.dest_slot // self.place.slots // inside
         me = lax.axis_index(roles.expert) // inside
         return jnp.all((tables.dest_num <= before) | (node == me), axis=1)
-
-    def best(self, scores, local):
-        """Return the experts int32 [t, K] of scores [t, E] where the experts `local` bool [E] are on the own node."""
-        top_k, most = self.config.top_k, self.most_remote(scores.shape[0])
-        # remote experts come behind all local ones, in order, where a plan leaves fewer than K of these
-        _, inside = lax.top_k(jnp.where(local[None], scores, -jnp.inf), top_k)
-        value, first = lax.top_k(scores, top_k)
-        remote = ~local[first[:, 0]]
-        order = jnp.argsort(-jnp.where(remote, value[:, 0], -jnp.inf), stable=True)
-        index = jnp.arange(order.shape[0], dtype=jnp.int32)
-        rank = jnp.zeros_like(order, jnp.int32).at[order].set(index, unique_indices=True)  # ties to the lowest index
-        goes = remote & (rank < most)
-        crossing = jnp.concatenate([first[:, :1], inside[:, : top_k - 1]], axis=1)
-        chosen = jnp.where(goes[:, None], crossing, inside)
-        if self.config.topology_release:
-            chosen = jnp.where(jnp.sum(remote) <= most, first, chosen)
-        return chosen
 
 
 def remote_fraction(path: str) -> float:

@@ -1,11 +1,8 @@
 """`parm`: s1 or s2, whichever is predicted to take less time; with a calibration of whole layers also the baseline.
 
-Inputs: what every schedule is built from. Outputs: the chosen one. Without a cluster file the two are compared by
-bytes, at one speed on all links; with one of links alone, such as a preset, by bytes, start-ups and what SAA lets run
-at the same time on different links; with a calibration, by fitted times of the collectives on the groups of this mesh,
-or of whole layers. The choice is made once, for static sizes, and says which rule made it. Source: Parm, section V,
-algorithm 1; that a small layer, bound by the start of its collectives, may run under `deepspeed` is our addition, and
-so is that in two halves only that part of an exchange counts which outlasts the computation of the other half.
+Compared by bytes without a cluster file; by bytes, start-ups and what SAA lets run at the same time with one of links;
+by fitted times of collectives or whole layers with a calibration. The choice is made once, for static sizes. Source:
+Parm, section V, algorithm 1; `deepspeed` for small layers, and two halves, are our additions.
 """
 
 from __future__ import annotations

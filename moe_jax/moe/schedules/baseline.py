@@ -1,13 +1,8 @@
 """`deepspeed`: DeepSpeed-MoE's schedule as Parm describes it, redundant work included.
 
-Inputs: the t tokens of this device's MP group. Outputs: the same tokens, transformed. Every device of the MP group
-sends all t tokens, so experts compute each of them N_MP times; every device of an ESP group gathers the tokens of all
-its members, and what the shards computed is summed over the group before each takes its own part. Without MP and ESP no
-token is on two devices: it is `s1`. Source: Parm, figure 3a.
-
-The N_MP devices that hold a token get equal results, so its gradient is that of any one of them; an expert's gradient
-sums over all of them and is divided by N_MP.
-Letters: docs/notation.md.
+Every device of the MP group sends all t tokens, so experts compute each of them N_MP times, and an expert's gradient
+is divided by N_MP; every device of an ESP group gathers the tokens of all its members, and what the shards computed is
+summed over the group before each takes its own part. Without MP and ESP it is `s1`. Source: Parm, figure 3a.
 """
 
 from __future__ import annotations

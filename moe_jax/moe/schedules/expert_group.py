@@ -1,15 +1,9 @@
 """How rows travel between the devices that together hold every expert once, D members of Ns shards (EP x ESP).
 
-EP&ESP-AlltoAll: one bucket per EP member enters. *Dump*: each row goes to all shards of its expert, one exchange over
-all D Ns devices; on the way back each source sums the partial outputs of all shards. Source: Parm, section III-C.
-
-'coordinated': after tensor slicing's all-reduce the L devices of an MP group hold the same tokens, and a schedule gives
-each 1 / L of them. A device exchanges its part among the D / L devices of the same place in their groups, then inside
-the MP group where that holds several members, and an all-gather over the Ns shards brings each the rows of all. A
-reduce-scatter over the shards precedes the way back, so no row crosses a slow link once per shard. Source:
-DeepSpeed-MoE (Rajbhandari et al. 2022), section 5.3.
-
-Where buckets differ in length, each of their pieces (`parallel/bucket_rows.py`) travels by itself.
+One bucket per EP member enters, and each row goes to all shards of its expert; on the way back each source sums their
+partial outputs. Source: Parm, section III-C. 'coordinated', where the devices of an MP group have their part of equal
+tokens: rows travel among devices of equal place in these groups and are gathered over the shards, so none crosses a
+slow link once per shard. Source: DeepSpeed-MoE (Rajbhandari et al. 2022), section 5.3.
 Letters: docs/notation.md; P = D Ns.
 """
 

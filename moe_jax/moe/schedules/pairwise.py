@@ -1,16 +1,10 @@
 """`pairwise`: the exchange in Ng groups, each step's experts beside the next step's rows.
 
-Inputs: the t tokens of this device's MP group. Outputs: the same tokens, transformed. The D expert-parallel members
-form a ring of Ng groups. In step s group g sends rows to group g - s (S_s), computes those that came from group
-g + s (C_s) and sends them back (S'_s). One stream of transfers, S_0 .. S_{Ng-1}, S'_1 .. S'_{Ng-1}, S'_0, and one of
-matmuls, C_0 .. C_{Ng-1}; C_s waits for S_s, and S'_s for C_s. Under MP and ESP tokens are split and rows dumped as in
-`s1`. Source: FasterMoE, section 4.2.
-
-A step is one transfer, because XLA keeps one in flight at a time (docs/results.md): first each device collects
-from its own group all rows that go to its place in any group, one all-to-all over the fast links that stands for S_0;
-then S_s sends what it collected for group g - s to the device in its place there. The return runs in reverse order and
-ends with S'_0. XLA schedules from the end, so S_{s+2} waits for C_s: else all matmuls would run after S_{Ng-1}.
-Where buckets for the own node are longer, what they have more belongs to S_0, C_0 and S'_0, as exchanges of their own.
+The D expert-parallel members form a ring of Ng groups. In step s group g sends rows to group g - s (S_s), computes
+those that came from group g + s (C_s) and sends them back (S'_s). One stream of transfers, S_0 .. S_{Ng-1},
+S'_1 .. S'_{Ng-1}, S'_0, and one of matmuls; C_s waits for S_s, and S'_s for C_s. Under MP and ESP as in `s1`. S_0 is
+one all-to-all inside the group that collects all rows for a place in any group; S_s then is one transfer between
+devices of equal place. Longer buckets for the own node belong to S_0, C_0 and S'_0. Source: FasterMoE, section 4.2.
 Letters: docs/notation.md; Dg = D / Ng members of a group, Pg = Dg Ns devices of a group.
 """
 
@@ -84,13 +78,29 @@ class Pairwise(Schedule):
             me = member(self.roles)
             parcel = pack(routed.routing, index, layout, sizes.top_k, sizes.groups, me)
             arriving = group.send_counts(parcel.counts)  # [P, groups], of whole buckets
-            parcel = _reorder(parcel, order, rows_far)
+            # the far rows of its buckets in the order of `order`; those of other pieces stand behind them and stay
+            ep_size, row = group.ep_size, parcel.row_of_choice
+            place_of = jnp.zeros_like(order).at[order].set(jnp.arange(ep_size, dtype=jnp.int32), unique_indices=True)
+            moved = place_of[jnp.minimum(row // rows_far, ep_size - 1)] * rows_far + row % rows_far
+            chosen = parcel.choice_of_row
+            first, rest = chosen[: ep_size * rows_far], chosen[ep_size * rows_far :]
+            first = first.reshape(ep_size, rows_far)[order].reshape(-1)
+            parcel = Parcel(
+                choice_of_row=jnp.concatenate([first, rest]) if rest.size else first,
+                row_of_choice=jnp.where(row < ep_size * rows_far, moved, row),
+                counts=parcel.counts[order],
+            )
             # every matmul needs the counts: they travel ahead of the rows
             rows, arriving = lax.optimization_barrier((permute_tokens(routed.tokens, parcel), arriving))
             pieces = dict(cut(rows, layout))
             blocks = pieces.pop("far").reshape(ring.each, ring.groups, rows_far, -1)
             more = [(kind, group.send_piece(kind, rows)) for kind, rows in pieces.items()]
-            counts = [_counts_of(piece, layout, arriving, me, group.esp_size) for piece in layout.pieces]
+            counts = [arriving] if len(layout.pieces) == 1 else []  # of each source's bucket in a piece [n, groups]
+            for piece in layout.pieces if not counts else ():
+                who = members_of(piece, layout, me, group.esp_size)
+                whole = arriving if who is None else arriving[who]
+                ends = jnp.cumsum(whole, axis=1)
+                counts.append(jnp.clip(ends, piece.begin, piece.end) - jnp.clip(ends - whole, piece.begin, piece.end))
         near = [(rows, counts) for (_, rows), counts in zip(more, counts[1:], strict=True)]
         home, near = ring.run(blocks, counts[0][source], experts, near)
         with jax.named_scope("combine"):
@@ -186,31 +196,3 @@ class Ring:
             acc_dtype = jnp.promote_types(parts.dtype, jnp.float32)
             parts = parts.reshape((self.each, esp_size) + parts.shape[1:])
             return jnp.sum(parts, axis=1, dtype=acc_dtype).astype(parts.dtype), near_done
-
-
-def _counts_of(piece, layout, counts, me, esp_size: int):
-    """Return int32 [n, groups], rows of each source's bucket in a piece; counts [P, groups] of whole buckets."""
-    if len(layout.pieces) == 1:
-        return counts
-    who = members_of(piece, layout, me, esp_size)
-    counts = counts if who is None else counts[who]
-    ends = jnp.cumsum(counts, axis=1)
-    return jnp.clip(ends, piece.begin, piece.end) - jnp.clip(ends - counts, piece.begin, piece.end)
-
-
-def _reorder(parcel: Parcel, order, rows: int) -> Parcel:
-    """Return the parcel with its buckets in the order of `order` (bucket at each place), a permutation of the D.
-
-    Only the first `rows` rows of each bucket move; those of other pieces stand behind them and stay.
-    """
-    ep_size = order.shape[0]
-    place_of = jnp.zeros_like(order).at[order].set(jnp.arange(ep_size, dtype=jnp.int32), unique_indices=True)
-    row = parcel.row_of_choice
-    moved = place_of[jnp.minimum(row // rows, ep_size - 1)] * rows + row % rows
-    first, rest = parcel.choice_of_row[: ep_size * rows], parcel.choice_of_row[ep_size * rows :]
-    first = first.reshape(ep_size, rows)[order].reshape(-1)
-    return Parcel(
-        choice_of_row=jnp.concatenate([first, rest]) if rest.size else first,
-        row_of_choice=jnp.where(row < ep_size * rows, moved, row),
-        counts=parcel.counts[order],
-    )

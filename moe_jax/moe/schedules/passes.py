@@ -1,12 +1,8 @@
 """Dropless in bounded memory: the same buckets, as many passes as the fullest one needs.
 
-Inputs: what pass 0 gave, and a function that runs one pass. Outputs: the sum of all passes. Pass 0 is outside any
-branch, so that transfers still overlap it; the later ones run only when some device's bucket overflowed, and save no
-residuals but their inputs.
-
-The later passes are a conditional that holds collectives, and nothing may run beside it (`parallel/ordering.py`). So
-it is a `custom_vjp`, and values wait for each other: the later passes for pass 0; in the backward, their recomputation
-for them and for the cotangent, their gradient for the recomputation, and the gradient of pass 0 for theirs.
+Pass 0 is outside any branch, so that transfers still overlap it; the later ones run only when some device's bucket
+overflowed, and save no residuals but their inputs. They are a conditional that holds collectives, and nothing may run
+beside it (`parallel/ordering.py`): hence a `custom_vjp`, and values that wait for each other.
 """
 
 from __future__ import annotations
@@ -56,26 +52,16 @@ def add_later_passes(first, one_pass, needed, most: int, before=()):
     if most == 1:
         return first
     closed = jax.make_jaxpr(one_pass)(jnp.int32(0))
-    trained = _trained(closed)
-    leaves = [closed.consts[i] for i in trained]
-    fixed = [leaf for i, leaf in enumerate(closed.consts) if i not in trained]
-    first, leaves = gradients_in_turn(first, leaves, needed)
-    needed = wait_for(needed, needed, first, before)
-    return first + _rest((closed.jaxpr, trained, most), leaves, fixed, needed)
-
-
-def _trained(closed) -> tuple[int, ...]:
-    """Return the places of those constants of a closed function that its result has a gradient for."""
+    # the constants of that function for which its result has a gradient
     floats = [i for i, leaf in enumerate(closed.consts) if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
-    def gradients(leaves):
+    def of_leaves(leaves):
         consts = list(closed.consts)
+        for i, leaf in zip(floats, leaves, strict=True):
+            consts[i] = leaf
+        return jax.core.eval_jaxpr(closed.jaxpr, consts, jnp.int32(0))[0]
 
-        def of_leaves(leaves):
-            for i, leaf in zip(floats, leaves, strict=True):
-                consts[i] = leaf
-            return jax.core.eval_jaxpr(closed.jaxpr, consts, jnp.int32(0))[0]
-
+    def gradients(leaves):
         out, pull = jax.vjp(of_leaves, leaves)
         return pull(out)[0]
 
@@ -84,7 +70,12 @@ def _trained(closed) -> tuple[int, ...]:
     for equation in jaxpr.eqns:
         if any(id(atom) in read for atom in equation.invars):
             read |= set(map(id, equation.outvars))
-    return tuple(i for i, out in zip(floats, jaxpr.outvars, strict=True) if id(out) in read)
+    trained = tuple(i for i, out in zip(floats, jaxpr.outvars, strict=True) if id(out) in read)
+    leaves = [closed.consts[i] for i in trained]
+    fixed = [leaf for i, leaf in enumerate(closed.consts) if i not in trained]
+    first, leaves = gradients_in_turn(first, leaves, needed)
+    needed = wait_for(needed, needed, first, before)
+    return first + _rest((closed.jaxpr, trained, most), leaves, fixed, needed)
 
 
 def _plain_rest(how, leaves, fixed, needed):

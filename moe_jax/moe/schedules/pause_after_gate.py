@@ -1,13 +1,9 @@
 """`s2`: MP pauses after the gate. Every device gates all tokens of its MP group and carries its part of each bucket.
 
-Inputs: the t tokens of this device's MP group, equal on the group. Outputs: the same tokens, transformed. A bucket of C
-rows is cut into N_MP parts of c rows; device r of the MP group sends part r to the experts. On the way back each part
-that arrives is passed on to the whole MP group, at once (SAA) or in one all-gather at the end (AAS); which is chosen in
-`gather_choice.py`. Without MP nothing pauses: it is s1. Source: Parm, sections III-B and III-D.
-
-Sending (cut, then all-to-all) and collecting (all-to-all, then gather) are transposes of each other, so the gradient of
-one is the other, and the backward overlaps in the same way.
-Letters: docs/notation.md; C = N_MP c.
+A bucket of C rows is cut into N_MP parts of c rows; device r of the MP group sends part r to the experts. On the way
+back each part that arrives is passed on to the whole MP group, at once (SAA) or in one all-gather at the end (AAS); see
+`gather_choice.py`. Sending and collecting are transposes, so the gradient of one is the other. Source: Parm, sections
+III-B and III-D. Letters: docs/notation.md; C = N_MP c.
 """
 
 from __future__ import annotations
@@ -194,16 +190,10 @@ def collect_parts(roles: Roles, group: ExpertGroup, gather: str, part: BucketLay
         home = group.send_back(rows, part)
         return join(join_parts(blocks, roles.model, dim=1) for _, blocks in cut(home, part))
     pieces = dict(cut(rows, part, group.esp_size))
-    whole = [in_phases(roles, group, pieces.pop("far"))]
-    for kind, blocks in pieces.items():
-        whole.append(join_parts(group.send_piece_back(kind, blocks), roles.model, dim=1))
-    return join(whole)
-
-
-def in_phases(roles: Roles, group: ExpertGroup, rows):
-    """Return every bucket [D, N_MP c, ...] of computed parts [P, c, ...], phase by phase, each beside a gather."""
+    # every bucket of the computed parts [P, c, ...] as [D, N_MP c, ...], phase by phase, each beside a gather
     mp_size = roles.size(roles.model)
-    blocks = rows.reshape((group.ep_size, group.esp_size) + rows.shape[1:])
+    far = pieces.pop("far")
+    blocks = far.reshape((group.ep_size, group.esp_size) + far.shape[1:])
     me = member(roles), lax.axis_index(roles.expert_shard)
     gathered, part = [], receive_part(group, rows_ahead(group, blocks, 0, me), 0, me)
     for j in range(1, group.ep_size):
@@ -213,9 +203,9 @@ def in_phases(roles: Roles, group: ExpertGroup, rows):
         # XLA makes a transfer synchronous where only other transfers stand between its start and its end; this
         # barrier leaves a tuple there
         blocks, part = lax.optimization_barrier((blocks, part))
-        whole = join_parts(part[None], roles.model)  # [N_MP, c, M]
-        following, whole = lax.optimization_barrier((following, whole))
-        gathered.append(declare_equal(whole, roles.model))  # optimization_barrier drops the replicated type
+        every = join_parts(part[None], roles.model)  # [N_MP, c, M]
+        following, every = lax.optimization_barrier((following, every))
+        gathered.append(declare_equal(every, roles.model))  # optimization_barrier drops the replicated type
         part = following
     gathered.append(join_parts(part[None], roles.model))
     # rank r of the MP group got its part j from the EP member j places before its own, which differs among ranks
@@ -224,7 +214,10 @@ def in_phases(roles: Roles, group: ExpertGroup, rows):
     phase = (members[None] - jnp.arange(group.ep_size)[:, None]) % group.ep_size  # [D, N_MP]
     stacked = jnp.stack(gathered)  # [phase, N_MP, c, M]
     out = stacked[phase, jnp.arange(mp_size)[None]]  # [D, N_MP, c, M]
-    return out.reshape((group.ep_size, -1) + out.shape[3:])
+    whole = [out.reshape((group.ep_size, -1) + out.shape[3:])]
+    for kind, blocks in pieces.items():
+        whole.append(join_parts(group.send_piece_back(kind, blocks), roles.model, dim=1))
+    return join(whole)
 
 
 def rows_ahead(group: ExpertGroup, blocks, j: int, me):

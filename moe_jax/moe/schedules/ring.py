@@ -1,12 +1,9 @@
 """`ring`: tokens are all-gathered to the experts, and results are reduce-scattered to their sources.
 
-Inputs: the t tokens of this device's MP group. Outputs: the same tokens, transformed. Every device of an expert group
-gets all tokens of the group, computes those that chose its experts, weights them, and sums them into their places. The
-bytes do not depend on K or on skew, only the computed rows do. Under MP tokens are split first, as in `s1`.
-Results and gradients are summed on the way in their own dtype: float32 would double bfloat16's bytes on every link, the
-slow ones too. At most n = K Ns of a token's terms are not zero, so the sum is off by at most (n - 1) u of the sum of
-their sizes, to first order in u = 2^-8, half a unit of bfloat16's last place.
-Letters: docs/notation.md; P t tokens together, C rows computed in a pass.
+Every device of an expert group gets all tokens of the group, computes those that chose its experts, weights them, and
+sums them into their places; under MP tokens are split first, as in `s1`. The bytes do not depend on K or on skew.
+Results and gradients are summed on the way in their own dtype: with bfloat16 off by at most (K Ns - 1) 2^-8 of the sum
+of their sizes. Letters: docs/notation.md; P t tokens together, C rows computed in a pass.
 """
 
 from __future__ import annotations
