@@ -71,10 +71,7 @@ def init_expert(key, model_dim: int, hidden_dim: int, activation: str, dtype, ou
 def init_bank(key, layers: int, experts: int, devices: int, **sizes) -> dict:
     """Return the bank {name: [D Rb, ...]} of an even placement; expert (l, e) depends on fold_in(layer, expert) alone.
 
-    Args:
-      key: PRNG key.
-      layers: L; experts: E; devices: D; sizes: as in `init_expert`.
-    """
+    sizes: as in `init_expert`."""
     held = experts // devices
     device, layer, place = np.meshgrid(np.arange(devices), np.arange(layers), np.arange(held), indexing="ij")
     layer_ids = jnp.asarray(layer.reshape(-1))
@@ -90,9 +87,7 @@ def init_bank(key, layers: int, experts: int, devices: int, **sizes) -> dict:
 def with_grad_sink(bank):
     """Return (bank, grad_sink): the grad_sink is zeros shaped like the bank, and its cotangent is the bank's gradient.
 
-    Args:
-      bank: pytree of arrays. Called outside `shard_map`; the two may then be sharded differently.
-    """
+    Called outside `shard_map`; the two may then be sharded differently."""
     return bank, jax.tree.map(jnp.zeros_like, bank)
 
 

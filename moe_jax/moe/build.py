@@ -30,10 +30,7 @@ def make_moe(
     """Return the layer as a function of this device's tokens; see `MoE`.
 
     Args:
-      config: the layer.
-      roles: the mesh whose axes its collectives use.
       x: array or `jax.ShapeDtypeStruct` [t, M], like the tokens of this device's MP group.
-      activation: 'gelu' or 'swiglu'.
       plan: sizes of the placements to come; None is an even one without replicas.
       length: Sq, tokens of a sequence; 0 where that is not known.
       options: of the schedule; None takes `schedule_options(config)`.

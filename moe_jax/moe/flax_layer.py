@@ -55,12 +55,8 @@ class MoELayer(nnx.Module):
         """Initialise the layer.
 
         Args:
-          config: gate, capacity and schedule.
-          model_dim: M; hidden_dim: F.
-          roles: the mesh, from `moe_jax.parallel.mesh.build_mesh`.
-          rngs: Flax random streams; `params` is used.
-          activation: 'gelu' or 'swiglu'.
-          dtype: of the parameters.
+          roles: the mesh, from `moe_jax.parallel.mesh.build_mesh`; rngs: Flax random streams; `params` is used.
+          activation: 'gelu' or 'swiglu'; dtype: of the parameters.
 
         Raises:
           UserError: if E does not divide over the expert axis, or hidden_dim over the shards of an expert.

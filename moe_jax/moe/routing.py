@@ -95,9 +95,7 @@ class Grouping:
 def rank_within(group_ids, order=None):
     """Return int32 [n], how many earlier entries (in `order`) have the same group id.
 
-    Args:
-      group_ids: int32 [n].
-      order: int32 [n], entries from first to last; None is by index.
+    order: int32 [n], entries from first to last; None is by index.
     """
     n = group_ids.shape[0]
     index = jnp.arange(n, dtype=jnp.int32)
@@ -112,12 +110,7 @@ def rank_within(group_ids, order=None):
 def route(choice: Choice, destination, group, num_destinations: int, num_groups: int) -> Routing:
     """Order all choices by (destination, group), earlier tokens first.
 
-    Args:
-      choice: of t tokens.
-      destination: int32 [t, K], which of the D destinations each choice goes to.
-      group: int32 [t, K], its group there, in [0, G).
-      num_destinations: D.
-      num_groups: G.
+    destination: int32 [t, K], which of the D destinations each choice goes to; group: int32 [t, K], in [0, G).
     """
     key = jnp.where(choice.keep_mask, destination * num_groups + group, num_destinations * num_groups).reshape(-1)
     key = key.astype(jnp.int32)
@@ -136,11 +129,7 @@ def route(choice: Choice, destination, group, num_destinations: int, num_groups:
 
 
 def passes_of(routing: Routing, layout: BucketLayout, num_groups: int, me=None):
-    """Return int32 [], passes that this source's buckets take: the most over them; 0 where it sends nothing.
-
-    Args:
-      layout, me: as in `pack`.
-    """
+    """Return int32 [], passes that this source's buckets take: the most over them; 0 where it sends nothing."""
     edges = routing.start[::num_groups]
     limit = layout.rows.far if len(layout.pieces) == 1 else bucket_lengths(layout, me)
     return jnp.max((edges[1:] - edges[:-1] + limit - 1) // limit)
@@ -168,12 +157,7 @@ def members_of(piece: Piece, layout: BucketLayout, me, each: int = 1):
 def pack(routing: Routing, index, layout: BucketLayout, top_k: int, num_groups: int, me=None) -> Parcel:
     """Cut pass `index` (int or int32 []) out of the routing: places [index C, (index + 1) C) of every destination.
 
-    Args:
-      routing: of A = t K choices.
-      index: number of the pass, from 0.
-      layout: where the rows of the D buckets stand.
-      top_k: K; num_groups: G.
-      me: int32 [], which member this source is; read where the lengths of buckets differ.
+    layout: where the rows of the D buckets stand; me: int32 [], which member this source is, read where lengths differ.
     """
     num_choices = routing.choice_at.shape[0]
     edges = routing.start[::num_groups]
@@ -218,11 +202,7 @@ def stack_rows(choice_of_row, layout: BucketLayout):
 
 
 def stacked_row(row, parcel, parcels: int, layout: BucketLayout):
-    """Return where a row of one of Q `parcels` stands in the order of `stack_rows`; Q R for R.
-
-    Args:
-      row: int32, of a buffer of R rows; parcel: int32, whose; they broadcast.
-    """
+    """Return where a row of one of Q `parcels` stands in the order of `stack_rows`; Q R for R. Arguments broadcast."""
     out = None
     for piece in layout.pieces:
         at = row - piece.offset

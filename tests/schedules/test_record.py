@@ -53,7 +53,12 @@ def test_dp_errors():
 
 def test_coordinated_is_refused_where_it_means_nothing():
     with pytest.raises(UserError, match="schedules s1 and s2"):
-        make_moe(moe_config("deepspeed", transport="coordinated"), roles_of(), np.zeros((16, 4)), "gelu")
+        make_moe(
+            moe_config("deepspeed", transport="coordinated"),
+            roles_of(expert_shard=2, model=2),
+            np.zeros((16, 4)),
+            "gelu",
+        )
     with pytest.raises(UserError, match="MoEConfig.gather"):
         ScheduleOptions(transport="coordinated", gather="saa")
 

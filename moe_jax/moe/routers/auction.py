@@ -19,11 +19,7 @@ FREE = -1  # of a token without an expert
 
 
 def assign_evenly(scores, eps: float, rounds: int):
-    """Return (expert of each token int32 [T], tokens that the completion placed int32 []); no gradient.
-
-    Args:
-      scores: float [T, E]. eps: least rise of a price. rounds: most rounds of the auction.
-    """
+    """Return (expert of each token int32 [T], tokens placed after the auction int32 []) of scores [T, E]."""
     scores = lax.stop_gradient(scores)
     tokens, experts = scores.shape
     assert tokens % experts == 0, scores.shape

@@ -92,11 +92,6 @@ class Router(abc.ABC):
     draws: bool = False
 
     def __init__(self, config: typing.Any, place: RouterPlace | None = None):
-        """Keep both.
-
-        Raises:
-          UserError: a place in which this router cannot work.
-        """
         self.config, self.place = config, place
         self.draws = self.draws or config.gate_noise > 0
         if config.router_dtype == "float64" and not jax.config.jax_enable_x64:
@@ -187,31 +182,19 @@ def routers() -> tuple[str, ...]:
 
 
 def find(name: str) -> type[Router]:
-    """Return the class of a router.
-
-    Raises:
-      UserError: for an unknown name.
-    """
+    """Return the class of a router, or raise a UserError for an unknown name."""
     if name not in ROUTERS:
         raise UserError(f"MoEConfig.router ({name!r}) is unknown; choose one of {', '.join(routers())}")
     return ROUTERS[name]
 
 
 def build_router(config: RouterOptions, place: RouterPlace | None = None) -> Router:
-    """Return the router that `MoEConfig.router` names; place: where it runs, None on one device without a mesh.
-
-    Raises:
-      UserError: a place in which this router cannot work.
-    """
+    """Return the router that `MoEConfig.router` names, or raise a UserError for a place in which it cannot work."""
     return find(config.router)(config, place)
 
 
 def check_knobs(config: RouterOptions, used: set[str]) -> None:
-    """Raise a UserError for an option of routing that is bound and that none of the routers `used` reads.
-
-    Args:
-      config: of the model's layers; used: names of their routers, which may differ from layer to layer.
-    """
+    """Raise a UserError for an option of routing that is bound and that none of the model's routers `used` reads."""
     classes = [find(name) for name in used]
     routers_used = " or ".join(map(repr, sorted(used)))
     for field in dataclasses.fields(config):
@@ -236,16 +219,12 @@ def check_knobs(config: RouterOptions, used: set[str]) -> None:
 def choose_experts(x, w_gate, config: RouterOptions, *, noise_key=None, token_ids=None):
     """Score all experts and choose those of each token, by a router that needs no more than a gate weight.
 
-    Computed in promote(x.dtype, float32), so a float64 run stays float64.
-
     Args:
-      x: [t, M] tokens.
-      w_gate: [M, E].
-      config: the router.
+      x: [t, M] tokens, one drop group; w_gate: [M, E].
       noise_key: PRNG key of this step and layer, or None for no noise (evaluation).
       token_ids: int32 [t], global index of each token; needed with a key.
 
     Returns:
-      Choice and GateStats of these tokens; tokens are one drop group.
+      Choice and GateStats of these tokens, computed in promote(x.dtype, float32).
     """
     return build_router(config).choose(x, {"w_gate": w_gate}, RouterInputs(noise_key, token_ids))

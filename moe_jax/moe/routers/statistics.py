@@ -53,12 +53,7 @@ class GateStats:
 
 
 def statistics_of(choice: Choice, probs, log_probs, log_z) -> GateStats:
-    """Return the statistics of one drop group.
-
-    Args:
-      choice: its choices; probs, log_probs: float [t, E], softmax probabilities and their logarithms; log_z: float [t],
-        logsumexp of the logits.
-    """
+    """Return the statistics of one drop group; probs, log_probs: float [t, E] of its softmax; log_z: float [t]."""
     entropies = -jnp.sum(lax.stop_gradient(probs * log_probs), axis=-1)  # for show alone
     sums = jnp.sum(jnp.stack([jnp.square(log_z), entropies.astype(log_z.dtype)]), axis=1)
     return GateStats(
@@ -73,9 +68,7 @@ def statistics_of(choice: Choice, probs, log_probs, log_z) -> GateStats:
 def share_statistics(stats: GateStats, choice: Choice, x, model: tuple[str, ...]) -> GateStats:
     """Return the statistics as an MP group reports them, whether its devices gated all tokens or a part each.
 
-    Args:
-      stats, choice: of the tokens x [t, M] that were gated here, inside `shard_map`.
-      model: axes of the MP group; () changes nothing.
+    stats, choice: of the tokens x [t, M] gated here, inside `shard_map`; model: axes of the MP group.
     """
     if not model:
         return stats
@@ -103,12 +96,8 @@ def count_experts(expert_ids, num_experts):
 def balance_loss(counts, probability, tokens, top_k):
     """Return the load-balancing loss of one layer: E sum_e (counts_e / (K N)) (probability_e / N).
 
-    It is 1 for uniform routing. Counts and probabilities must be sums over the whole global microbatch, so that the
-    loss does not depend on the layout.
-
-    Args:
-      counts: int32 [..., E]; probability: float [..., E]; tokens: N, number of tokens summed over; top_k: K.
-
+    It is 1 for uniform routing. Counts int32 [..., E] and probabilities [..., E] are sums over N tokens, the whole
+    global microbatch, so that the loss does not depend on the layout.
     Source: Switch Transformer, eq. 4-6, with K choices per token.
     """
     num_experts = counts.shape[-1]

@@ -49,11 +49,7 @@ class TopK(Router):
             self.check_sequences(self.place.gated(tokens))
 
     def check_sequences(self, tokens: int) -> int:
-        """Return the length of a sequence where a device gates whole ones.
-
-        Raises:
-          UserError: it does not.
-        """
+        """Return the length of a sequence, or raise a UserError where a device does not gate whole ones."""
         length = 0 if self.place is None else self.place.length
         if not length or tokens % length:
             raise UserError(

@@ -140,15 +140,11 @@ class Topology(TopK):
         )
 
     def local_experts(self, tables):
-        """Return bool [E]: the experts all of whose destinations from this device are on its node.
-
-        Args:
-          tables: this device's, of one layer: dest_slot [E, Q] and dest_num [E, Q] are read. A candidate with no more
-            than the one before it gets no token.
-        """
+        """Return bool [E]: the experts all of whose destinations in this device's tables are on its node."""
         if self.place is None or self.place.roles.members_per_node >= self.place.roles.size(self.place.roles.expert):
             return jnp.ones((self.config.num_experts,), bool)
         roles, inside = self.place.roles, self.place.roles.members_per_node
+        # a candidate with no more than the one before it gets no token
         before = jnp.concatenate([jnp.zeros_like(tables.dest_num[:, :1]), tables.dest_num[:, :-1]], axis=1)
         node = tables.dest_slot // self.place.slots // inside
         me = lax.axis_index(roles.expert) // inside
@@ -156,11 +152,7 @@ class Topology(TopK):
 
 
 def remote_fraction(path: str) -> float:
-    """Return W_net / (M_w W_local) of a cluster file, at most 1.
-
-    Raises:
-      UserError: the file cannot be read or lacks a figure.
-    """
+    """Return W_net / (M_w W_local) of a cluster file, at most 1; a UserError where it lacks a figure."""
     cluster = read_named_cluster(path)
     asks = "MoEConfig.router = 'topology'"
     net, own = cluster.need("inter_bandwidth", asks), cluster.need("intra_bandwidth", asks)

@@ -366,22 +366,14 @@ def schedules() -> tuple[str, ...]:
 
 
 def schedule_record(name: str) -> type[Schedule]:
-    """Return the class of a schedule, which says what is known of it without building it.
-
-    Raises:
-      UserError: for an unknown name.
-    """
+    """Return the class of a schedule, or raise a UserError for an unknown name."""
     if name not in SCHEDULES:
         raise UserError(f"MoEConfig.schedule ({name!r}) is unknown; choose one of {', '.join(schedules())}")
     return SCHEDULES[name]
 
 
 def build_schedule(name: str, roles: Roles, sizes: LayerSizes, options: ScheduleOptions | None = None) -> Schedule:
-    """Return the schedule `name` for this mesh and these sizes.
-
-    Raises:
-      UserError: for an unknown name, or a mesh that the schedule cannot run on.
-    """
+    """Return the schedule `name`, or raise a UserError for an unknown one or a mesh that it cannot run on."""
     parts = roles.size(roles.model)
     chosen = schedule_record(name).on_mesh(parts, roles.size(roles.expert_shard))
     if sizes.tokens % parts:

@@ -53,9 +53,7 @@ def choose_gather(
     whole EP&ESP group exchanges; those that stay in a node go by an exchange and a gather in both forms. AAS is taken
     when equal.
 
-    Args:
-      gather: 'auto', 'saa' or 'aas'; far_rows: C, rows of a whole bucket that the whole group exchanges.
-      row_bytes: bytes of one row; transport: as in `MoEConfig`, looked up under its name.
+    far_rows: C, rows of a whole bucket that the whole group exchanges.
     """
     if gather != "auto":
         return gather, "as MoEConfig.gather says"

@@ -17,13 +17,9 @@ from moe_jax.parallel.varying import cast_varying, varying_axes
 
 
 def passes_needed(mine, schedule: Schedule):
-    """Return int32 [], the most passes that any device's buckets take, at least one; equal on all devices.
+    """Return int32 [], the most passes that any device's buckets take, at least one; mine: int32 [], those here.
 
-    Every device must take the same branch, because the branches hold collectives. Of a program that has the first pass
-    alone, it is what this device needs: no branch waits for the others, and a step compares all its layers at once.
-
-    Args:
-      mine: int32 [], passes that this device's buckets take; schedule: where one pass is enough, nothing is needed.
+    Equal on all devices, whose branches hold collectives; in a program of the first pass alone, what this one needs.
     """
     if schedule.most_passes == 1:
         return jnp.ones((), jnp.int32)
@@ -43,10 +39,8 @@ def add_later_passes(first, one_pass, needed, most: int, before=()):
     """Return first + one_pass(1) + ... + one_pass(needed - 1).
 
     Args:
-      first: what pass 0 gave.
-      one_pass: function of the pass index (int32 []) to an array; may hold collectives.
-      needed: int32 [], at least 1, equal on all devices.
-      most: static bound on `needed`; 1 leaves no branch in the program.
+      first: what pass 0 gave; one_pass: function of the pass index (int32 []) to an array; may hold collectives.
+      needed: int32 [], at least 1, equal on all devices; most: its static bound; 1 leaves no branch in the program.
       before: pytree of results of other collectives, which the branch must not overtake.
     """
     if most == 1:

@@ -125,11 +125,7 @@ class PauseAfterGate(StagedSchedule):
 
 
 def choose_return(roles: Roles, sizes: LayerSizes, options: ScheduleOptions) -> tuple[str, str]:
-    """Return ('saa' or 'aas', a sentence that says so and why); a calibration is read only where it is asked.
-
-    Raises:
-      UserError: the file that `options` name cannot be read or is of other devices.
-    """
+    """Return ('saa' or 'aas', a sentence that says so and why); a calibration is read only where it is asked."""
     asks = options.gather == "auto" and options.cluster
     cluster = read_cluster_of(options.cluster, roles) if asks else None
     far_rows = layout_of(roles, PauseAfterGate.bucket_rows(sizes, roles)).rows.far
@@ -228,9 +224,7 @@ def rows_ahead(group: ExpertGroup, blocks, j: int, me):
 def receive_part(group: ExpertGroup, ahead, j: int, me):
     """Phase j: return this device's part from the EP member j places back, summed over its shards, [c, M].
 
-    Args:
-      ahead: [Ns, c, M] of `rows_ahead`; me: index of this device's EP member and shard.
-    """
+    ahead: [Ns, c, M] of `rows_ahead`; me: index of this device's EP member and shard."""
     acc_dtype = jnp.promote_types(ahead.dtype, jnp.float32)
     pieces = []
     for i in range(group.esp_size):
