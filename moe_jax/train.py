@@ -72,7 +72,7 @@ def command(argv: list[str]) -> int:
     from moe_jax.parallel.host_devices import set_up_devices
     from moe_jax.training.compiling import set_up_compilation_cache
     from moe_jax.training.hosts import HostsConfig, start_hosts
-    from moe_jax.training.run import RunOptions, run
+    from moe_jax.training.run import evaluate_run, run
 
     set_up_devices(_HOST_DEVICES.value)
 
@@ -85,15 +85,13 @@ def command(argv: list[str]) -> int:
         stall_after_seconds=_STALL_AFTER_SECONDS.value,
         job_token=_JOB_TOKEN.value,
     )
-    options = RunOptions(
-        workdir=_WORKDIR.value,
-        init_from=_INIT_FROM.value,
-        init_from_ema=_INIT_FROM_EMA.value,
-        eval_only=_EVAL_ONLY.value,
-    )
     with start_hosts(hosts_config) as hosts:
         set_up_compilation_cache(_COMPILATION_CACHE.value)
-        finished = run(config, config_text, operative_text, options, hosts)
+        if _EVAL_ONLY.value:
+            evaluate_run(config, config_text, hosts, _WORKDIR.value)
+            return 0
+        start = {"init_from": _INIT_FROM.value, "init_from_ema": _INIT_FROM_EMA.value}
+        finished = run(config, config_text, operative_text, hosts, workdir=_WORKDIR.value, **start)
     return 0 if finished else _PREEMPT_EXIT_CODE.value
 
 

@@ -30,31 +30,22 @@ from moe_jax.training.stepper import Stepper, lag_of
 from moe_jax.training.teacher import load_teacher, settle_teacher
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """The options of the command line beside the config.
-
-    Attributes:
-      workdir: the run folder.
-      init_from: run folder whose parameters a new run starts from, or ''.
-      init_from_ema: start from the moving average of that run's parameters instead.
-      eval_only: evaluate the last checkpoint and stop.
-    """
-
-    workdir: str
-    init_from: str = ""
-    init_from_ema: bool = False
-    eval_only: bool = False
-
-
 def say(hosts: Hosts, text: str):
     """Print a line on the main process."""
     if hosts.is_main:
         print(text, flush=True)
 
 
-def run(config: RunConfig, config_text: str, operative_text: str, options: RunOptions, hosts: Hosts) -> bool:
-    """Carry out one command.
+def run(
+    config: RunConfig, config_text: str, operative_text: str, hosts: Hosts, *, workdir: str, init_from: str = "",
+    init_from_ema: bool = False,
+) -> bool:  # fmt: skip
+    """Train to the last step of the config.
+
+    Args:
+      workdir: the run folder.
+      init_from: run folder whose parameters a new run starts from, or ''.
+      init_from_ema: start from the moving average of that run's parameters instead.
 
     Returns:
       True if the run is finished, False if a signal stopped it before its last step.
@@ -63,38 +54,18 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
       UserError: a folder of another config, a checkpoint of another model, data that cannot be read, and the like.
       NonFiniteError: a step whose loss or gradient is not finite.
     """
-    with (
-        run_folder(options, config_text, hosts) as folder,
-        contextlib.closing(Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)) as checkpoints,
-    ):
-        latest = checkpoints.latest()
-        past = {} if latest is None else checkpoints.read_host(latest)
-        check_folder(folder, past, config_text, options)
-        if latest is not None and latest >= config.train.steps and not options.eval_only:
+    with open_run(config, config_text, hosts, workdir) as (folder, checkpoints, latest, past):
+        if latest is not None and latest >= config.train.steps:
             say(hosts, f"{folder.path}: finished already, at step {latest} of {config.train.steps}")
             return True
-        if options.eval_only:  # needs no teacher
-            config, identity = dataclasses.replace(config, distillation=DistillationConfig()), None
-        else:
-            config, identity = settle_teacher(config, latest or 0, past, hosts)
+        config, identity = settle_teacher(config, latest or 0, past, hosts)
         devices = jax.devices()
         session = build_session(with_node_size(config, devices, hosts), devices)
         check_same_corpus(session, hosts)
         session, compared = settle_unproven(session, hosts)
-        if options.eval_only:
-            if latest is None:
-                raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")
-            step_function, losses = session.evaluation_step(), []
-            for part in ("params", "ema") if checkpoints.has_ema(latest) else ("params",):
-                params = checkpoints.restore_params(latest, session.abstract_state()["params"], session.home, part)
-                losses.append(f"{evaluate(session, step_function, params):.4f}")
-                del params
-            averaged = f", {losses[1]} with averaged parameters" if len(losses) > 1 else ""
-            say(hosts, f"step {latest}: held-out loss {losses[0]}{averaged}")
-            return True
         engine = build_engine(session, lag_of(session))
         # the stepper alone holds the state: a step donates it
-        state = starting_state(session, checkpoints, latest, options, hosts, engine)
+        state = starting_state(session, checkpoints, latest, hosts, init_from, init_from_ema, engine)
         stepper = Stepper(session, state, engine, overflows=past.get("overflows"))
         del state
         if hosts.is_main:
@@ -121,14 +92,41 @@ def run(config: RunConfig, config_text: str, operative_text: str, options: RunOp
         return finished
 
 
+def evaluate_run(config: RunConfig, config_text: str, hosts: Hosts, workdir: str) -> None:
+    """Print the held-out loss of the last checkpoint of a run folder, also of parameters alone; errors as of `run`."""
+    config = dataclasses.replace(config, distillation=DistillationConfig())  # needs no teacher
+    with open_run(config, config_text, hosts, workdir, evaluates=True) as (folder, checkpoints, latest, _):
+        devices = jax.devices()
+        session = build_session(with_node_size(config, devices, hosts), devices)
+        check_same_corpus(session, hosts)
+        session, _ = settle_unproven(session, hosts)
+        if latest is None:
+            raise UserError(f"--eval_only needs a checkpoint, and {folder.path} has none; train first")
+        step_function, losses = session.evaluation_step(), []
+        for part in ("params", "ema") if checkpoints.has_ema(latest) else ("params",):
+            params = checkpoints.restore_params(latest, session.abstract_state()["params"], session.home, part)
+            losses.append(f"{evaluate(session, step_function, params):.4f}")
+            del params
+        averaged = f", {losses[1]} with averaged parameters" if len(losses) > 1 else ""
+        say(hosts, f"step {latest}: held-out loss {losses[0]}{averaged}")
+
+
 @contextlib.contextmanager
-def run_folder(options: RunOptions, config_text: str, hosts: Hosts) -> Iterator[RunFolder]:
-    """Open the run folder, made by process 0 before any other looks for it; at the end an empty one that it made goes.
+def open_run(
+    config: RunConfig, config_text: str, hosts: Hosts, workdir: str, evaluates: bool = False
+) -> Iterator[tuple[RunFolder, Checkpointer, int | None, dict]]:
+    """Yield a run folder, its checkpoints, the step of the last one (None before it) and that one's host data.
+
+    Process 0 makes the folder before any other looks for it; at the end an empty one that it made goes.
+
+    Args:
+      evaluates: nothing is trained: the folder must exist, and may hold parameters alone.
 
     Raises:
-      UserError: the folder cannot be opened, or the processes of the job were started with different configs.
+      UserError: the folder cannot be opened or belongs to a run that this config may not go on with, or the processes
+        of the job were started with different configs.
     """
-    made = RunFolder(options.workdir, create=not options.eval_only) if hosts.is_main else None
+    made = RunFolder(workdir, create=not evaluates) if hosts.is_main else None
     try:
         texts = hosts.gather_text("config", config_text)
         for index, text in enumerate(texts):
@@ -137,7 +135,25 @@ def run_folder(options: RunOptions, config_text: str, hosts: Hosts) -> Iterator[
                     f"{binding} is {first} on process 0 and {other} on process {index}; start all processes with the "
                     "same flags"
                 )
-        yield made or RunFolder(options.workdir, create=False)
+        folder = made or RunFolder(workdir, create=False)
+        with contextlib.closing(Checkpointer(folder.checkpoints, keep=config.train.keep_checkpoints)) as checkpoints:
+            latest = checkpoints.latest()
+            past = {} if latest is None else checkpoints.read_host(latest)
+            held = past["config"] if past else folder.held_config(config_text)
+            # Parameters alone, as a conversion writes them, are evaluated on any text, and no run goes on from them.
+            if past.get("parameters_only"):
+                if not evaluates:
+                    raise UserError(
+                        f"{workdir} holds parameters alone, as moe_jax.convert makes it; start a run of its own from "
+                        f"them, with --init_from={workdir} and another --workdir"
+                    )
+                held, config_text = (
+                    "\n".join(line for line in text.splitlines() if line.startswith(("ModelConfig.", "MoEConfig.")))
+                    for text in (held, config_text)
+                )
+            if held is not None:
+                check_resumable(held, config_text, str(folder.path))
+            yield folder, checkpoints, latest, past
     finally:
         if made is not None:
             made.remove_if_unused()
@@ -169,29 +185,9 @@ def check_same_corpus(session: Session, hosts: Hosts):
             )
 
 
-def check_folder(folder: RunFolder, past: dict, config_text: str, options: RunOptions):
-    """Raise UserError if the folder belongs to a run that this config may not go on with; past: of its checkpoint.
-
-    Parameters alone, as a conversion writes them, are evaluated on any text, and no run goes on from them.
-    """
-    held = past["config"] if past else folder.held_config(config_text)
-    if past.get("parameters_only"):
-        if not options.eval_only:
-            raise UserError(
-                f"{options.workdir} holds parameters alone, as moe_jax.convert makes it; start a run of its own from "
-                f"them, with --init_from={options.workdir} and another --workdir"
-            )
-        held, config_text = (
-            "\n".join(line for line in text.splitlines() if line.startswith(("ModelConfig.", "MoEConfig.")))
-            for text in (held, config_text)
-        )
-    if held is not None:
-        check_resumable(held, config_text, str(folder.path))
-
-
 def starting_state(
-    session: Session, checkpoints: Checkpointer, latest: int | None, options: RunOptions, hosts: Hosts,
-    engine: RejitEngine | None = None,
+    session: Session, checkpoints: Checkpointer, latest: int | None, hosts: Hosts, init_from: str = "",
+    init_from_ema: bool = False, engine: RejitEngine | None = None,
 ) -> dict:  # fmt: skip
     """Return the state to go on from: the last checkpoint, another run's parameters, or a fresh one."""
     if latest is not None:
@@ -212,23 +208,23 @@ def starting_state(
             say(hosts, f"train.ema_decay ({decay}): the average that the checkpoint of step {latest} holds is dropped")
         say(hosts, f"resuming at step {latest}")
         return state
-    if options.init_from:
-        source = RunFolder(options.init_from, create=False)
+    if init_from:
+        source = RunFolder(init_from, create=False)
         other = Checkpointer(source.checkpoints, keep=1)
         step = other.latest()
         if step is None:
-            raise UserError(f"--init_from={options.init_from} has no finished checkpoint; give the folder of a run")
-        if options.init_from_ema and not other.has_ema(step):
+            raise UserError(f"--init_from={init_from} has no finished checkpoint; give the folder of a run")
+        if init_from_ema and not other.has_ema(step):
             raise UserError(
-                f"--init_from_ema: the checkpoint of step {step} of {options.init_from} holds no moving average of its "
+                f"--init_from_ema: the checkpoint of step {step} of {init_from} holds no moving average of its "
                 "parameters; leave the flag out, or give a run with train.ema_decay"
             )
-        part, word = ("ema", "averaged parameters") if options.init_from_ema else ("params", "parameters")
+        part, word = ("ema", "averaged parameters") if init_from_ema else ("params", "parameters")
         params = other.restore_params(step, session.abstract_state()["params"], session.home, part)
         other.close()
-        say(hosts, f"starting from the {word} of {options.init_from}, step {step}")
+        say(hosts, f"starting from the {word} of {init_from}, step {step}")
         return session.fresh_state(params)
-    if options.init_from_ema:
+    if init_from_ema:
         raise UserError("--init_from_ema needs --init_from=DIR, the run whose averaged parameters are meant")
     return session.fresh_state()
 

@@ -132,9 +132,7 @@ def _run(context, name: str, kind: str):
     import moe_jax.training.run as training_run
     from moe_jax.config.run_config import config_text
     from moe_jax.training.hosts import Hosts
-    from moe_jax.training.run import RunOptions
 
     config = _config(context)
-    options = RunOptions(workdir=str(_workdir(context, name, kind)))
     with mock.patch.object(training_run, "report"):  # no pictures
-        training_run.run(config, config_text(config), "", options, Hosts())
+        training_run.run(config, config_text(config), "", Hosts(), workdir=str(_workdir(context, name, kind)))

@@ -35,13 +35,12 @@ def train(context, grouped_matmul: str):
     from moe_jax.config.run_config import config_text
     from moe_jax.training.hosts import Hosts
     from moe_jax.training.loop import Loop
-    from moe_jax.training.run import RunOptions
 
     config = config_of(context, grouped_matmul)
     text = config_text(config)
     workdir = context.scratch / f"whole_{grouped_matmul}"
     with mock.patch.object(Loop, "save"), mock.patch.object(training_run, "report"):
-        training_run.run(config, text, "", RunOptions(workdir=str(workdir)), Hosts())
+        training_run.run(config, text, "", Hosts(), workdir=str(workdir))
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     compared = json.loads((workdir / "environment.json").read_text(encoding="utf-8")).get("compared_before_first_step")
     used = (compared or {}).get("grouped_matmul", {}).get("used", grouped_matmul)

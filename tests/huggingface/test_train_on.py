@@ -19,7 +19,7 @@ from moe_jax.errors import UserError  # noqa: E402
 from moe_jax.inference.conversion import export_folder, import_folder  # noqa: E402
 from moe_jax.inference.tensors import TensorFolder  # noqa: E402
 from moe_jax.training.hosts import Hosts  # noqa: E402
-from moe_jax.training.run import RunOptions, run  # noqa: E402
+from moe_jax.training.run import evaluate_run, run  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden" / "olmoe"  # 40 ids, of which 2 ends a text
 BINDINGS = (
@@ -57,7 +57,7 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     bindings[1] = "train.batch_size = 16"
     config = parse_run_config([str(made / "config.gin")], bindings)[0]
     text = config_text(config)
-    assert run(config, text, text, RunOptions(workdir=str(tmp_path / "run"), init_from=str(made)), Hosts())
+    assert run(config, text, text, Hosts(), workdir=str(tmp_path / "run"), init_from=str(made))
     said = capsys.readouterr().out
     assert f"starting from the parameters of {made}, step 0" in said
     cache = build_cache(config.data)
@@ -68,7 +68,7 @@ def test_train_on_and_export(made, where, tmp_path, capsys):
     moved = [np.max(np.abs(before.read(t) - after.read(t).astype(np.float32))) for t in before.names]
     assert 1e-4 < max(moved) < 0.1
     plain = parse_run_config([str(made / "config.gin")], [*BINDINGS, *where])[0]
-    run(plain, config_text(plain), "", RunOptions(workdir=str(made), eval_only=True), Hosts())
+    evaluate_run(plain, config_text(plain), Hosts(), str(made))
     assert "step 0: held-out loss" in capsys.readouterr().out
 
 
@@ -91,7 +91,10 @@ def test_what_cannot_be_gone_on_from_is_one_line_and_exit_code_2(made, where, tm
     for options, changes, words in cases:
         config, text, operative = parse_run_config([str(made / "config.gin")], [*BINDINGS, *where, *changes])
         with pytest.raises(UserError) as error:
-            run(config, text, operative, RunOptions(**options), Hosts())
+            if "eval_only" in options:
+                evaluate_run(config, text, Hosts(), str(made))
+            else:
+                run(config, text, operative, Hosts(), **options)
         assert words in str(error.value) and "\n" not in str(error.value)
         flags = [f"--gin_file={made}/config.gin", "--host_devices=8", *(f"--{k}={v}" for k, v in options.items())]
         flags += [f"--gin_bindings={binding}" for binding in (*BINDINGS, *where, *changes)]

@@ -19,7 +19,7 @@ from moe_jax.cluster.targets import parse_target
 from moe_jax.config import parse_run_config
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import Program, build_program
-from moe_jax.training.run import RunOptions, run
+from moe_jax.training.run import run
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs" / "run").glob("*.gin"))
@@ -52,7 +52,7 @@ def teacher(tmp_path_factory):
     small += ["train.steps = 1", "train.evaluate_every = 0", "ModelConfig.dtype = 'bfloat16'"]
     small += [write_corpus(folder / "corpus"), f"DataConfig.cache_dir = {str(folder / 'cache')!r}"]
     config, text, operative = parse_run_config([str(ROOT / "configs/run/mos_teacher.gin")], small)
-    assert run(config, text, operative, RunOptions(workdir=str(folder / "run")), Hosts())
+    assert run(config, text, operative, Hosts(), workdir=str(folder / "run"))
     return folder / "run"
 
 

@@ -8,7 +8,7 @@ from support.quick_compiles import QUICK
 
 from moe_jax.config import parse_run_config
 from moe_jax.training.hosts import Hosts
-from moe_jax.training.run import RunOptions, run
+from moe_jax.training.run import evaluate_run, run
 
 BINDINGS = (
     "ModelConfig.layers = 2",
@@ -46,10 +46,16 @@ def bindings_of(folder, *changes: str) -> list[str]:
     return [*BINDINGS, write_corpus(folder / "corpus"), f"DataConfig.cache_dir = {str(folder / 'cache')!r}", *changes]
 
 
+def evaluate_here(folder, workdir, *changes: str) -> None:
+    """Evaluate the last checkpoint of the run."""
+    config, text, _ = parse_run_config((), bindings_of(folder, *changes))
+    evaluate_run(config, text, Hosts(), str(workdir))
+
+
 def run_here(folder, workdir, *changes: str, **options) -> bool:
     """Carry the run out in this process, on the first 2 devices' worth of mesh that the bindings ask for."""
     config, text, operative = parse_run_config((), bindings_of(folder, *changes))
-    return run(config, text, operative, RunOptions(workdir=str(workdir), **options), Hosts())
+    return run(config, text, operative, Hosts(), workdir=str(workdir), **options)
 
 
 def command(folder, workdir, *changes: str, devices: int = 2, flags=()) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from moe_jax.config import parse_run_config
 from moe_jax.observe import read_metrics
 from moe_jax.training.hosts import Hosts
-from moe_jax.training.run import RunOptions, run
+from moe_jax.training.run import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")]
 
@@ -29,7 +29,7 @@ MOVES_HOMES = ("hecate", "smartmoe", "eplb")
 def train(name, folder, cache, *bindings):
     files = [f"configs/run/{name}.gin"]
     config, text, operative = parse_run_config(files, [f"DataConfig.cache_dir = {str(cache)!r}", *bindings])
-    assert run(config, text, operative, RunOptions(workdir=str(folder)), Hosts(process_index=0, process_count=1))
+    assert run(config, text, operative, Hosts(), workdir=str(folder))
     return read_metrics(folder)
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.tiny_run import bindings_of, run_here
+from support.tiny_run import bindings_of, evaluate_here, run_here
 
 from moe_jax.config import parse_run_config
 from moe_jax.config.train_config import TrainConfig
@@ -14,7 +14,7 @@ from moe_jax.parallel.global_arrays import to_devices
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import build_session
-from moe_jax.training.run import RunOptions, starting_state
+from moe_jax.training.run import starting_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 
@@ -52,12 +52,11 @@ def test_a_run_evaluates_both_and_starts_another(tmp_path, capsys):
     shown = f"{last['held_out_loss']:.4f}, {last['held_out_loss_ema']:.4f} with averaged parameters"
     assert f"step 3: held-out loss {shown}" in capsys.readouterr().out
     assert summarize_run(work)["held_out_loss_ema"] == last["held_out_loss_ema"]
-    assert run_here(tmp_path, work, EMA, "train.steps = 3", "train.learning_rate = 0.03", eval_only=True)
+    evaluate_here(tmp_path, work, EMA, "train.steps = 3", "train.learning_rate = 0.03")
     assert f"step 3: held-out loss {shown}" in capsys.readouterr().out
     # a new run from the average, on another mesh: its parameters are that average
     session, _ = session_of(tmp_path, "MeshConfig.data = 2")
-    options = RunOptions(workdir="", init_from=str(work), init_from_ema=True)
-    state = starting_state(session, Checkpointer(tmp_path / "new", keep=1), None, options, Hosts())
+    state = starting_state(session, Checkpointer(tmp_path / "new", keep=1), None, Hosts(), str(work), True)
     assert f"starting from the averaged parameters of {work}, step 3" in capsys.readouterr().out
     want = Checkpointer(work / "checkpoints", keep=1).restore_params(
         3, session.abstract_state()["params"], session.home, "ema"
@@ -68,24 +67,23 @@ def test_a_run_evaluates_both_and_starts_another(tmp_path, capsys):
 def test_average_may_come_and_go(tmp_path, capsys):
     """Saved without, it starts from the parameters of then; saved with, it comes back or is dropped; each is said."""
     without, text = session_of(tmp_path)
-    options = RunOptions(workdir="")
     folder = tmp_path / "checkpoints"
     host = {"config": text, "data": without.feed.stream.position(4)}
     checkpointer = Checkpointer(folder, keep=9)
     checkpointer.save(4, without.fresh_state(), without.home, host)
     checkpointer.wait()
     session, _ = session_of(tmp_path, EMA, "MeshConfig.data = 2")
-    state = starting_state(session, checkpointer, 4, options, Hosts())
+    state = starting_state(session, checkpointer, 4, Hosts())
     assert "train.ema_decay (0.75): the average starts from the parameters of step 4" in capsys.readouterr().out
     jax.tree.map(np.testing.assert_array_equal, state["ema"], state["params"])
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == session.state_shardings.state
     spoiled = {**state, "ema": jax.tree.map(lambda leaf: 2 * leaf, state["ema"])}
     checkpointer.save(5, spoiled, session.home, host)
     checkpointer.wait()
-    back = starting_state(session, checkpointer, 5, options, Hosts())
+    back = starting_state(session, checkpointer, 5, Hosts())
     jax.tree.map(np.testing.assert_array_equal, back, spoiled)
     assert "average" not in capsys.readouterr().out
-    dropped = starting_state(without, checkpointer, 5, options, Hosts())
+    dropped = starting_state(without, checkpointer, 5, Hosts())
     assert (
         "train.ema_decay (0.0): the average that the checkpoint of step 5 holds is dropped" in capsys.readouterr().out
     )
@@ -101,9 +99,8 @@ def test_mistakes_are_one_line(tmp_path):
     session, text = session_of(tmp_path)
     checkpointer = Checkpointer(tmp_path / "other" / "checkpoints", keep=1)
     with pytest.raises(UserError, match=r"^--init_from_ema needs --init_from=DIR"):
-        starting_state(session, checkpointer, None, RunOptions(workdir="", init_from_ema=True), Hosts())
+        starting_state(session, checkpointer, None, Hosts(), init_from_ema=True)
     checkpointer.save(2, session.fresh_state(), session.home, {"config": text})
     checkpointer.close()
-    options = RunOptions(workdir="", init_from=str(tmp_path / "other"), init_from_ema=True)
     with pytest.raises(UserError, match=r"^--init_from_ema: the checkpoint of step 2 of .* holds no moving average"):
-        starting_state(session, checkpointer, None, options, Hosts())
+        starting_state(session, checkpointer, None, Hosts(), str(tmp_path / "other"), True)

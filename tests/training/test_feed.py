@@ -16,7 +16,7 @@ from moe_jax.errors import UserError
 from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import evaluate
 from moe_jax.training.program import build_session
-from moe_jax.training.run import RunOptions, check_same_corpus, run
+from moe_jax.training.run import check_same_corpus, run
 
 HELPER = Path(feed_rows.__file__)
 
@@ -60,7 +60,7 @@ def test_processes_that_read_different_texts_stop(tmp_path):
     other = "5 tokens in 1 documents, hash 00"
     config, text, operative = parse_run_config((), bindings_of(tmp_path))
     with pytest.raises(UserError, match=r"DataConfig\.path .* on process 0 and 5 tokens .* on process 1; give every"):
-        run(config, text, operative, RunOptions(workdir=str(tmp_path / "run")), Two())
+        run(config, text, operative, Two(), workdir=str(tmp_path / "run"))
     assert held == [held[0]] * 2
 
 

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from support.tiny_run import run_here
+from support.tiny_run import evaluate_here, run_here
 
 from moe_jax.analysis.replay_inputs import GivenFlags, build_inputs
 from moe_jax.errors import NonFiniteError, UserError
@@ -81,7 +81,7 @@ def test_resume_equals_a_run_that_never_stopped(finished):
 
 def test_eval_only_gives_the_last_evaluation(finished, capsys):
     last = read_metrics(finished / "work", file_name="evaluations.jsonl")[-1]["held_out_loss"]
-    assert run_here(finished, finished / "work", eval_only=True)
+    evaluate_here(finished, finished / "work")
     assert f"step 6: held-out loss {last:.4f}" in capsys.readouterr().out
 
 
