@@ -189,14 +189,15 @@ def record_steps(
     import numpy as np
 
     from moe_jax.parallel.global_arrays import to_devices
-    from moe_jax.training.program import build_session, empty_tables
+    from moe_jax.planning.plan_shape import table_shapes
+    from moe_jax.training.program import build_session
     from moe_jax.training.step import of_each_table
 
     session = build_session(config, devices)
     state, tables, host_signals = session.fresh_state(), session.tables, session.host_signals(0)
     shape = compiled.plan
     if shape is not None:
-        tables = empty_tables(shape)
+        tables = {name: table_shapes(own) for name, own in shape.items()}
         tables = to_devices(tables, of_each_table(session.state_shardings.tables, tables))
         host_signals = to_devices(
             np.zeros((session.roles.num_devices, 3), np.int32), session.state_shardings.host_signals

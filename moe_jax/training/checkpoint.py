@@ -150,7 +150,7 @@ class Checkpointer:
         wanted = {n: jax.ShapeDtypeStruct(stored[n].shape, stored[n].dtype) for n in names or stored}
         as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in wanted}
         with self._reading_errors_named(step):
-            return _reader().restore(
+            return ocp.PyTreeCheckpointHandler(use_compression=False).restore(
                 epath.Path(self._path(step)),
                 args=ocp.args.PyTreeRestore(item=wanted, restore_args=as_numpy, partial_restore=True),
             )
@@ -258,7 +258,8 @@ class Checkpointer:
     def _stored(self, step: int) -> dict[str, Any]:
         """Return {name: shape and dtype} of the leaves in a checkpoint."""
         with self._reading_errors_named(step):
-            return flatten(_reader().metadata(epath.Path(self._path(step))).tree)
+            reader = ocp.PyTreeCheckpointHandler(use_compression=False)
+            return flatten(reader.metadata(epath.Path(self._path(step))).tree)
 
     def _read(self, step: int, stored: dict[str, Any], needed: dict[str, Any], tree, home: Homes):
         """Read the leaves `needed` and return them in the structure of `tree`.
@@ -287,7 +288,7 @@ class Checkpointer:
                 "another --workdir"
             )
         with self._reading_errors_named(step):
-            arrays = _reader().restore(
+            arrays = ocp.PyTreeCheckpointHandler(use_compression=False).restore(
                 epath.Path(self._path(step)),
                 args=ocp.args.PyTreeRestore(
                     item=wanted,
@@ -359,10 +360,6 @@ class Checkpointer:
             raise UserError(
                 f"cannot read checkpoint {self._path(step)} ({line[:200]}); move it away to go on from an earlier one"
             ) from error
-
-
-def _reader() -> ocp.PyTreeCheckpointHandler:
-    return ocp.PyTreeCheckpointHandler(use_compression=False)
 
 
 @contextlib.contextmanager

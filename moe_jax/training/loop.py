@@ -18,14 +18,23 @@ import numpy as np
 from moe_jax.data import held_out_entropy
 from moe_jax.data.stream import prefetch
 from moe_jax.errors import UserError
-from moe_jax.models.counts import forward_flops_per_token, training_flops_per_token
+from moe_jax.models.counts import device_bytes, forward_flops_per_token, training_flops_per_token
 from moe_jax.models.segments import flatten
-from moe_jax.observe import EVALUATIONS, LoadsRecorder, MetricsWriter, Progress, RunFolder, TensorBoardWriter
+from moe_jax.observe import (
+    EVALUATIONS,
+    LoadsOrigin,
+    LoadsRecorder,
+    MetricsWriter,
+    Progress,
+    RunFolder,
+    TensorBoardWriter,
+)
 from moe_jax.observe.progress import with_prefix
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.hosts import Hosts, StopSignal
+from moe_jax.training.plan_cost import sizes_of
 from moe_jax.training.program import Programs, Session
-from moe_jax.training.step_metrics import check_finite, loads_origin, step_record
+from moe_jax.training.step_metrics import check_finite, step_record
 from moe_jax.training.stepper import Stepper
 
 
@@ -93,7 +102,26 @@ class Loop:
         if self.is_main:
             self.metrics = MetricsWriter(folder, resume_step=latest)
             self.evaluations = MetricsWriter(folder, resume_step=latest, file_name=EVALUATIONS)
-            origin = loads_origin(self.session)
+            session, config = self.session, self.session.config
+            layers = session.model.expert_segments
+            sizes = [(s.config.moe_layers, s.moe.num_experts, s.config.hidden_dim, s.moe.top_k) for s in layers]
+            preceding = [(segment.config.moe_every, segment.config.ffn_dim) for segment in layers]
+            alike = len(sizes) == 1 and sizes[0][1] >= session.roles.size(session.roles.expert)
+            origin = LoadsOrigin(
+                model_dim=config.model.model_dim,
+                hidden_dim=sizes[0][2],
+                top_k=sizes[0][3],
+                dtype=config.model.dtype,
+                mesh=tuple(session.roles.mesh.shape.items()),
+                devices_per_node=session.roles.members_per_node,
+                cluster=config.planner.cluster or config.moe.cluster,
+                activation=config.model.activation,
+                moe_every=preceding[0][0],
+                dense_hidden_dim=preceding[0][1],
+                sequence_length=config.data.sequence_length,
+                segments=() if alike else tuple(sizes),
+                preceding=() if alike else tuple(preceding),
+            )
             self.loads = LoadsRecorder(folder, train.loads_every, resume_step=latest, origin=origin)
             self.tensorboard = TensorBoardWriter(folder, resume_step=latest)
             if (older := self.loads.describe_older()) is not None:
@@ -123,7 +151,8 @@ class Loop:
         self.compiled_peak = compiled_peak(stepper.executable)
         if self.is_main and stepper.programs[0] is not None and self.compiled_peak is not None:
             shape = None if self.engine is None else self.engine.shape
-            complete = self.compiled_peak + self.session.overflow_bytes(shape)
+            sizes = sizes_of(self.session.config, self.session.model.vocab_size)
+            complete = self.compiled_peak + device_bytes(sizes, self.session.roles, shape).overflow
             limits = memory_counts(self.session.roles.mesh.local_devices, "bytes_limit")
             self.progress.note(
                 f"step {stepper.step}: optimistic steps take {with_prefix(self.compiled_peak)}B of a device's memory"

@@ -69,7 +69,24 @@ def build_learning_rate(config: TrainConfig) -> optax.Schedule:
 # first dim, so that those of an expert move with it; step counts stay scalars.
 def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return `transform` over every matrix of bank and units, and over all other leaves as they are."""
-    stacked = over_first_dim(transform)
+
+    def axes_of(params):
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
+        is_count = lambda leaf: leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)  # noqa: E731
+        return jax.tree.map(lambda leaf: None if is_count(leaf) else 0, jax.eval_shape(transform.init, one))
+
+    def init_stacked(params):
+        if not jax.tree.leaves(params):
+            return transform.init(params)
+        return jax.vmap(transform.init, out_axes=axes_of(params))(params)
+
+    def update_stacked(updates, state, params=None):
+        if not jax.tree.leaves(updates):
+            return transform.update(updates, state, params)
+        axes = axes_of(params)
+        return jax.vmap(transform.update, in_axes=(0, axes, 0), out_axes=(0, axes))(updates, state, params)
+
+    stacked = optax.GradientTransformation(init_stacked, update_stacked)
 
     def label(path, _leaf) -> str:
         """Name the leaves that are stacked alike with this one, by the segment that they are of."""
@@ -90,35 +107,7 @@ def per_matrix(transform: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformation(lambda params: parts(params).init(params), update)
 
 
-def over_first_dim(transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `transform` mapped over the first dim of all leaves, which all have the same; counts are shared."""
-
-    def axes_of(params):
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
-        is_count = lambda leaf: leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)  # noqa: E731
-        return jax.tree.map(lambda leaf: None if is_count(leaf) else 0, jax.eval_shape(transform.init, one))
-
-    def init(params):
-        if not jax.tree.leaves(params):
-            return transform.init(params)
-        return jax.vmap(transform.init, out_axes=axes_of(params))(params)
-
-    def update(updates, state, params=None):
-        if not jax.tree.leaves(updates):
-            return transform.update(updates, state, params)
-        axes = axes_of(params)
-        return jax.vmap(transform.update, in_axes=(0, axes, 0), out_axes=(0, axes))(updates, state, params)
-
-    return optax.GradientTransformation(init, update)
-
-
 MUON_RMS = 0.2  # of an update's entries, about AdamW's; so one learning rate serves both
-
-
-def finished_updates(opt_state):
-    """Return int32 [], the updates that an optimizer's state has seen: the step that its learning rate is taken at."""
-    is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
-    return next(node.count for node in jax.tree.leaves(opt_state, is_leaf=is_schedule) if is_schedule(node))
 
 
 def decays(path: tuple, leaf) -> bool:

@@ -26,7 +26,6 @@ from moe_jax.kernels.float8_blocks import E4M3
 from moe_jax.kernels.matmul import choose_implementation
 from moe_jax.models import Batch, LanguageModel, Layout
 from moe_jax.models.attention import resolve_attention
-from moe_jax.models.counts import device_bytes
 from moe_jax.models.language_model import Teacher, has_later_passes
 from moe_jax.moe.build import check_router
 from moe_jax.moe.tables import Tables, even_tables
@@ -37,7 +36,6 @@ from moe_jax.training.compiling import SharedFunction, compile_for_all, compiler
 from moe_jax.training.feed import Feed, padded_vocabulary
 from moe_jax.training.optimizer import build_optimizer
 from moe_jax.training.overlap_choice import settle_overlap
-from moe_jax.training.plan_cost import sizes_of
 from moe_jax.training.replanner import check_transfer
 from moe_jax.training.step import (
     StateShardings,
@@ -142,10 +140,6 @@ class Program:
         taught = self.teacher is not None and has_later_passes(self.teacher.model, tokens)
         return taught or has_later_passes(self.model, tokens, shape)
 
-    def overflow_bytes(self, shape: Shapes = None) -> int:
-        """Return about how many bytes the complete program takes on each device beyond the common one."""
-        return device_bytes(sizes_of(self.config, self.model.vocab_size), self.roles, shape).overflow
-
     def lower_train_step(self, shape: Shapes = None) -> jax.stages.Lowered:
         """Return the training step, the complete program, for exactly these shapes and shardings, not compiled yet.
 
@@ -163,7 +157,7 @@ class Program:
         make, length = make_common_step if common else make_train_step, self.config.data.sequence_length
         step = make(self.model, self.config.train, self.state_shardings, length, shape, self.teacher)
         halted = jax.ShapeDtypeStruct((), np.bool_, sharding=self.state_shardings.replicated)
-        tables = self.even_tables() if shape is None else empty_tables(shape)
+        tables = self.even_tables() if shape is None else {name: table_shapes(own) for name, own in shape.items()}
         tables = jax.tree.map(
             lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
             tables,
@@ -189,10 +183,6 @@ class Program:
             self.roles.mesh.devices.flat[0].platform, jax.process_count(), self.config.train.deterministic
         )
 
-    def compile_train_step(self, shape: Shapes = None):
-        """Return (executable, seconds) of what `lower_train_step` returns."""
-        return self.compile_step(shape)
-
     def compile_step(self, shape: Shapes = None, common: bool = False):
         """Return (executable, seconds) of what `trace_step` traces."""
         started = time.monotonic()
@@ -207,11 +197,11 @@ class Program:
         """
         if not self.is_optimistic(shape):
             future: concurrent.futures.Future = concurrent.futures.Future()
-            future.set_result(self.compile_train_step(shape))
+            future.set_result(self.compile_step(shape))
             return (None, future), future.result()[1]
         common, seconds = self.compile_step(shape, common=True)
         thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix=COMPILING)
-        future = thread.submit(self.compile_train_step, shape)
+        future = thread.submit(self.compile_step, shape)
         thread.shutdown(wait=False)
         return (common, future), seconds
 
@@ -220,11 +210,6 @@ class Program:
         if not self.config.train.guide_scheduler:
             return None
         return find_target(list(self.roles.mesh.devices.flat), self.roles.config.devices_per_node)
-
-
-def empty_tables(shape: dict[str, PlanShape]) -> dict[str, Tables]:
-    """Return {segment: tables of its shape that mean nothing}, as NumPy arrays."""
-    return {name: table_shapes(own) for name, own in shape.items()}
 
 
 def build_program(config: RunConfig, devices, tokenizer: Tokenizer | None = None) -> Program:

@@ -95,15 +95,6 @@ class RejitEngine:
             self._compile(self.pending.shape)
         return self._compile(self.shape, now=True).result()
 
-    def change_step(self, session: Session):
-        """From the next step on run another training step under the same plans; `start` compiles it.
-
-        Args:
-          session: of the other step, with the same state, batches and plans.
-        """
-        self.session = session
-        self.executables.clear()
-
     def warm_start(self, past: list[np.ndarray]):
         """Plan the first step from loads [L, S, E] seen elsewhere, oldest first; to be called before `start`.
 

@@ -485,8 +485,37 @@ def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
     while (left := deadline - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((place.host, place.port), timeout=min(left, 10.0))
+            hub = Peer(index=0, name="", connection=connection)
             try:
-                return _ask_to_join(Peer(index=0, name="", connection=connection), place, deadline)
+                answered_by = min(deadline, time.monotonic() + _HELLO_SECONDS)
+                challenge = _read_message(hub, answered_by, _MAX_HELLO_BYTES).get("challenge")
+                if not isinstance(challenge, str):
+                    raise ConnectionError("another program answers there")
+                hub.challenge = secrets.token_hex(16)
+                hello = {
+                    "index": place.index,
+                    "count": place.count,
+                    "name": socket.gethostname(),
+                    "versions": VERSIONS,
+                    "host_id": place.host_id,
+                    "challenge": hub.challenge,
+                }
+                hub.connection.settimeout(_SEND_SECONDS)
+                hub.send(seal(place.token, "hello", challenge, hello))
+                # process 0 times out first, and names the missing processes
+                message = _read_message(hub, deadline + _HELLO_SECONDS, _MAX_GO_BYTES)
+                if message["kind"] == "stranger":
+                    raise _OtherTokenError(
+                        "process 0 there holds another job token; give all processes the same --job_token or "
+                        f"{TOKEN_VARIABLE}, and the same --coordinator"
+                    )
+                content = unseal(place.token, hub.challenge, message)
+                if content is None:
+                    raise _OtherTokenError("what answers there does not hold this job's token")
+                if message["kind"] == "refused":
+                    raise (HostLostError if content["lost"] else UserError)(content["line"])
+                hub.name = content["name"]
+                return hub, content["host_ids"], content["offer"]
             except BaseException:
                 connection.close()
                 raise
@@ -503,38 +532,6 @@ def connect(place: Place, *, seconds: float) -> tuple[Peer, list[str], str]:
         f"process {place.index} ({name}) could not join process 0 at {place.host}:{place.port} within {seconds:g} s "
         f"({reason}); check that process 0 runs there, or set --coordinator to its host:port"
     )
-
-
-def _ask_to_join(hub: Peer, place: Place, deadline: float) -> tuple[Peer, list[str], str]:
-    """Make one attempt; ConnectionError or MalformedMessage says why it failed."""
-    challenge = _read_message(hub, min(deadline, time.monotonic() + _HELLO_SECONDS), _MAX_HELLO_BYTES).get("challenge")
-    if not isinstance(challenge, str):
-        raise ConnectionError("another program answers there")
-    hub.challenge = secrets.token_hex(16)
-    hello = {
-        "index": place.index,
-        "count": place.count,
-        "name": socket.gethostname(),
-        "versions": VERSIONS,
-        "host_id": place.host_id,
-        "challenge": hub.challenge,
-    }
-    hub.connection.settimeout(_SEND_SECONDS)
-    hub.send(seal(place.token, "hello", challenge, hello))
-    # process 0 times out first, and names the missing processes
-    message = _read_message(hub, deadline + _HELLO_SECONDS, _MAX_GO_BYTES)
-    if message["kind"] == "stranger":
-        raise _OtherTokenError(
-            f"process 0 there holds another job token; give all processes the same --job_token or {TOKEN_VARIABLE}, "
-            "and the same --coordinator"
-        )
-    content = unseal(place.token, hub.challenge, message)
-    if content is None:
-        raise _OtherTokenError("what answers there does not hold this job's token")
-    if message["kind"] == "refused":
-        raise (HostLostError if content["lost"] else UserError)(content["line"])
-    hub.name = content["name"]
-    return hub, content["host_ids"], content["offer"]
 
 
 def _read_message(hub: Peer, deadline: float, most: int) -> dict:

@@ -25,7 +25,7 @@ from moe_jax.models import Batch, LanguageModel, Layout, make_loss
 from moe_jax.models.language_model import Teacher, first_pass_model, summed, with_own_leaves
 from moe_jax.models.segments import with_router_state
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.training.optimizer import build_learning_rate, build_optimizer, finished_updates, state_specs
+from moe_jax.training.optimizer import build_learning_rate, build_optimizer, state_specs
 
 
 # Of one microbatch the model sums each layer's gradient over the data-parallel devices while the layers before it run
@@ -269,7 +269,11 @@ def make_update(
             kept = {name: leaf for name, leaf in state.items() if name != "step"}
             found = {name: new_state[name] for name in kept}
             new_state |= jax.tree.map(functools.partial(jnp.where, finite), found, kept)
-            metrics |= {"skipped": ~finite, "learning_rate": schedule(finished_updates(state["opt_state"]))}
+            # the updates that the optimizer has seen: the step that its learning rate is taken at
+            is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
+            nodes = jax.tree.leaves(state["opt_state"], is_leaf=is_schedule)
+            updates_seen = next(node.count for node in nodes if is_schedule(node))
+            metrics |= {"skipped": ~finite, "learning_rate": schedule(updates_seen)}
         return new_state, metrics
 
     return train_step

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from moe_jax.errors import NonFiniteError
-from moe_jax.observe import LoadsOrigin, device_load_max_over_mean
-from moe_jax.training.program import Program
+from moe_jax.observe import device_load_max_over_mean
 
 
 def check_finite(
@@ -80,26 +79,3 @@ def step_record(metrics: dict, choices: int, homes: Iterable[tuple[np.ndarray, i
     if "completed" in metrics:
         record["completed"] = metrics["completed"]
     return record
-
-
-def loads_origin(program: Program) -> LoadsOrigin:
-    """Return the sizes and the mesh that are stored with the recorded loads of a run, for a replay."""
-    config, layers = program.config, program.model.expert_segments
-    sizes = [(s.config.moe_layers, s.moe.num_experts, s.config.hidden_dim, s.moe.top_k) for s in layers]
-    preceding = [(segment.config.moe_every, segment.config.ffn_dim) for segment in layers]
-    alike = len(sizes) == 1 and sizes[0][1] >= program.roles.size(program.roles.expert)
-    return LoadsOrigin(
-        model_dim=config.model.model_dim,
-        hidden_dim=sizes[0][2],
-        top_k=sizes[0][3],
-        dtype=config.model.dtype,
-        mesh=tuple(program.roles.mesh.shape.items()),
-        devices_per_node=program.roles.members_per_node,
-        cluster=config.planner.cluster or config.moe.cluster,
-        activation=config.model.activation,
-        moe_every=preceding[0][0],
-        dense_hidden_dim=preceding[0][1],
-        sequence_length=config.data.sequence_length,
-        segments=() if alike else tuple(sizes),
-        preceding=() if alike else tuple(preceding),
-    )

@@ -110,7 +110,8 @@ class Stepper:
         self.teacher_params = None
         self.session = dataclasses.replace(self.session, teacher=None)
         if self.engine is not None:
-            self.engine.change_step(self.session)
+            self.engine.session = self.session  # another step, with the same state, batches and plans
+            self.engine.executables.clear()
         return self.compile()
 
     def dispatch(self, batch, flag: int = 0) -> None:

@@ -223,7 +223,23 @@ class Hosts:
                 for key, _ in selector.select(timeout=max(0.0, next_beat - time.monotonic())):
                     peer = key.data
                     is_open = peer.read()
-                    self._take_messages(peer)
+                    try:
+                        while (message := peer.next_message()) is not None:
+                            match message["kind"]:
+                                case "bye":
+                                    peer.has_left = True
+                                case "end":
+                                    self._end(**message["verdict"])
+                                case "say":
+                                    self._take_text(message["topic"], peer.index, message["text"])
+                                case "texts":
+                                    with self._heard:
+                                        self._texts[message["topic"]] = message["texts"]
+                                        self._heard.notify_all()
+                    except (MalformedMessage, KeyError, TypeError) as error:
+                        # Only a process that was admitted can have sent it, and all may be waiting for its message.
+                        what = f"the message lacks {error}" if isinstance(error, KeyError) else str(error)
+                        self._end(f"{peer} is lost: it sent a malformed message ({what})")
                     if not is_open:
                         if not peer.has_left and not self._stopped.is_set():
                             self._end(f"{peer} died: its connection closed")
@@ -231,25 +247,6 @@ class Hosts:
                 self._judge_silence()
         except Exception as error:  # if the watch ended silently, the job could hang again
             self._end(f"the watch of {self._self} failed: {error!r}")
-
-    def _take_messages(self, peer: Peer) -> None:
-        try:
-            while (message := peer.next_message()) is not None:
-                match message["kind"]:
-                    case "bye":
-                        peer.has_left = True
-                    case "end":
-                        self._end(**message["verdict"])
-                    case "say":
-                        self._take_text(message["topic"], peer.index, message["text"])
-                    case "texts":
-                        with self._heard:
-                            self._texts[message["topic"]] = message["texts"]
-                            self._heard.notify_all()
-        except (MalformedMessage, KeyError, TypeError) as error:
-            # Only a process that was admitted can have sent it, and all may be waiting for its message.
-            what = f"the message lacks {error}" if isinstance(error, KeyError) else str(error)
-            self._end(f"{peer} is lost: it sent a malformed message ({what})")
 
     def _judge_silence(self) -> None:
         now = time.monotonic()

@@ -34,7 +34,7 @@ def prepare(config, devices):
 
     mesh = config.mesh if len(devices) > 1 else type(config.mesh)()
     session = build_session(dataclasses.replace(config, mesh=mesh), devices)
-    executable, _ = session.compile_train_step()
+    executable, _ = session.compile_step()
     held = {"state": session.fresh_state(), "step": 0, "passes": 1}
     host_signals = session.host_signals(0)
 

@@ -68,7 +68,7 @@ def test_a_step_balances_over_its_microbatches(tmp_path):
         want += np.sum(own * (np.array(shown) - beside)) / np.sum(own) / 2
     np.testing.assert_allclose(second, want, rtol=1e-5)
 
-    step, _ = session.compile_train_step()
+    step, _ = session.compile_step()
     new_state, metrics = step(state, batch, session.tables, session.host_signals(0))
     np.testing.assert_allclose(metrics["aux_loss"], (first + second) / 2, rtol=1e-5)
     np.testing.assert_array_equal(np.sum(metrics["loads"], axis=1), total)

@@ -10,8 +10,13 @@ from moe_jax.training.program import Program
 SECONDS = 300
 
 
-def compile_slowly(self, shape=None):
-    """Return (executable, seconds) as `Program.compile_train_step`; other processes wait for process 0."""
+compile_step = Program.compile_step
+
+
+def compile_slowly(self, shape=None, common=False):
+    """Compile as `Program.compile_step`, but a complete program late; other processes wait for process 0."""
+    if common:
+        return compile_step(self, shape, common)
     lowered, compile_guided = self.lower_train_step(shape), compiling.compile_guided
 
     def later(*given):
@@ -24,5 +29,5 @@ def compile_slowly(self, shape=None):
 
 
 if __name__ == "__main__":
-    Program.compile_train_step = compile_slowly
+    Program.compile_step = compile_slowly
     run_command(command)

@@ -20,7 +20,7 @@ def curve(folder, devices: int, *changes: str):
     """Return (losses, gradient norms, loads of the last step summed over sources) of STEPS steps."""
     config, _, _ = parse_run_config((), bindings_of(folder, f"train.steps = {STEPS}", *changes))
     session = build_session(config, jax.devices()[:devices])
-    executable, _ = session.compile_train_step()
+    executable, _ = session.compile_step()
     # start all runs from the one-device initial values: compiled for another mesh, the last bit may differ
     plain = dataclasses.replace(config.moe, schedule="s1")
     one = build_session(dataclasses.replace(config, mesh=type(config.mesh)(), moe=plain), jax.devices()[:1])

@@ -133,7 +133,7 @@ def test_a_teacher_that_cannot_be_is_refused_before_anything_compiles(taught, ch
     shutil.copy(taught / "teacher" / "config.gin", taught / "empty")
     three = shutil.copytree(taught / "teacher", taught / "three", dirs_exist_ok=True) / "config.gin"
     three.write_text(three.read_text().replace("MoEConfig.num_experts = 4", "MoEConfig.num_experts = 3"))
-    monkeypatch.setattr("moe_jax.training.program.Program.compile_train_step", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("moe_jax.training.program.Program.compile_step", lambda *_: pytest.fail("compiled"))
     changes = (*STUDENT, "ModelConfig.max_length = 64", by(taught / "teacher"), change.format(taught))
     for refuse in (
         lambda: run_here(taught, taught / "refused", *changes),

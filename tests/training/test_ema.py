@@ -29,7 +29,7 @@ def session_of(folder, *changes, devices=8):
 def test_average_follows_the_parameters(tmp_path):
     """After each step 3/4 of the average and 1/4 of the new parameters; split like moments."""
     session, _ = session_of(tmp_path, EMA, devices=2)
-    step, _ = session.compile_train_step()
+    step, _ = session.compile_step()
     state = session.fresh_state()
     want = jax.tree.map(np.array, jax.device_get(jax.tree.map(jnp.copy, state["params"])))
     for index in range(3):

@@ -58,7 +58,7 @@ def test_ten_steps_on_one_expert(tmp_path):
     plain = build_session(
         dataclasses.replace(config, planner=dataclasses.replace(config.planner, name="none")), devices
     )
-    plain_step, _ = plain.compile_train_step()
+    plain_step, _ = plain.compile_step()
     tokens = config.train.batch_size * config.data.sequence_length
     state, used, passes, replicas = session.fresh_state(), {}, [], []
     other = jax.tree.map(lambda leaf: leaf.copy(), state)

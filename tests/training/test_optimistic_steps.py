@@ -219,14 +219,16 @@ def test_a_short_run_does_not_wait_for_its_complete_program(tmp_path):
 @pytest.mark.parametrize("fault", ["fails", pytest.param("too_large", marks=pytest.mark.slow)])
 def test_a_complete_program_that_cannot_run_is_noticed_before_an_overflow(fault, tmp_path, monkeypatch, capsys):
     """It is compiled behind step 3, and no bucket overflows: the run saves and stops, or goes on where it says so."""
-    begin, end, compile_train_step, read = *(threading.Event() for _ in range(2)), Program.compile_train_step, Feed.read
+    begin, end, compile_step, read = *(threading.Event() for _ in range(2)), Program.compile_step, Feed.read
 
-    def compile_later(self, shape=None):
+    def compile_later(self, shape=None, common=False):
+        if common:
+            return compile_step(self, shape, common)
         begin.wait(60)
         try:
             if fault == "fails":
                 raise RuntimeError("INTERNAL: no such instruction\nmore of it")
-            return compile_train_step(self, shape)
+            return compile_step(self, shape)
         finally:
             end.set()
 
@@ -236,7 +238,7 @@ def test_a_complete_program_that_cannot_run_is_noticed_before_an_overflow(fault,
             end.wait(60)
         return read(self, step, *arguments)
 
-    monkeypatch.setattr(Program, "compile_train_step", compile_later)
+    monkeypatch.setattr(Program, "compile_step", compile_later)
     monkeypatch.setattr(Feed, "read", reads)
     monkeypatch.setattr(Program, "is_optimistic", lambda self, shape=None: True)  # None is, as on GPUs
     if fault == "too_large":

@@ -68,7 +68,7 @@ def test_a_checkpoint_of_eight_devices_is_read_on_any_number(folder):
         for name, array in want.items():
             assert np.asarray(got[name]).tobytes() == np.asarray(array).tobytes(), name
         again.close()
-    executable, _ = session.compile_train_step()
+    executable, _ = session.compile_step()
     batch = to_devices(session.feed.read(3), session.state_shardings.batch)
     _, metrics = executable(state, batch, session.tables, session.host_signals(0))
     planned = read_metrics(folder / "run")[3]["loss"]

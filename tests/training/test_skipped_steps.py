@@ -43,7 +43,7 @@ def test_a_skipped_step_leaves_the_state_as_it_was(tmp_path, poisoned):
     changes = ("train.grad_accum_steps = 2", "train.max_skipped_steps = 1", "train.warmup_steps = 5")
     config, _, _ = parse_run_config((), bindings_of(tmp_path, *changes))
     session = build_session(config, jax.devices()[:2])
-    step, _ = session.compile_train_step()
+    step, _ = session.compile_step()
     state, before, rates = session.fresh_state(), None, []
     for index in range(4):
         given, before = state, jax.tree.map(jnp.copy, state)
