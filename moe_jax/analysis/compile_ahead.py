@@ -126,7 +126,7 @@ def compile_step(
         executable=executable if real else None,
         common=common,
         buckets=stated_buckets(config, program.roles, shape),
-        model_flops=flops * program.tokens_per_step / len(devices),
+        model_flops=flops * config.train.batch_size * config.data.sequence_length / len(devices),
     )
 
 

@@ -31,6 +31,7 @@ class Feed:
     """Batches of one run; a pure function of the step.
 
     Attributes:
+      boundary_id: the id after which no target counts: a document's end in a model that keeps them apart, else None.
       own: int64 [b], rows of a microbatch that the devices of this process hold, ascending.
 
     Args:
@@ -43,18 +44,12 @@ class Feed:
     ):  # fmt: skip
         self.cache, self.tokenizer, self.train, self.model = cache, tokenizer, train, model
         self.sequence_length = sequence_length
+        # Masked tokens are targets in their own place, whatever precedes them.
+        self.boundary_id = tokenizer.end_id if model.document_mask and model.kind == "gpt" else None
         self.stream = TokenStream(cache, sequence_length=sequence_length, batch_size=train.batch_size, seed=train.seed)
         self.batch_shardings, self.rows = batch_shardings, train.batch_size // train.grad_accum_steps
         indices = batch_shardings.inputs.addressable_devices_indices_map((1, self.rows, sequence_length)).values()
         self.own = np.unique(np.concatenate([np.arange(self.rows)[index[1]] for index in indices]))
-
-    @property
-    def boundary_id(self) -> int | None:
-        """The id after which no target counts: the end of a document of a model that keeps them apart; None of others.
-
-        Masked tokens are targets in their own place, whatever precedes them.
-        """
-        return self.tokenizer.end_id if self.model.document_mask and self.model.kind == "gpt" else None
 
     def _examples(self, tokens, step, rows) -> Batch:
         """Return the batch [r, Sq] of tokens [r, Sq + 1] of global rows [r]."""

@@ -38,13 +38,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #             stop.observe(int(metrics[step - stop.lag].stop_wanted), step - stop.lag)
 #         if stop.should_stop(step):
 #             break                                     # save; `step` is the first step that was not made
-#         state, metrics[step] = train_step(state, batch, stop.local_flag())
+#         state, metrics[step] = train_step(state, batch, int(stop.requested))
 class StopSignal:
     """Handle SIGTERM and SIGINT from creation to the end of its `with` block; create it in the main thread.
 
     Args:
       processes: number of processes of the job. With one, `should_stop` follows the own flag and `observe` is idle.
       lag: a step's flag is observed before this many steps later; 1 = before the next step.
+
+    Attributes:
+      requested: whether this process was asked to stop, as an int the step's input; set it to ask as a signal does.
+        The first signal after that does not end the process yet.
     """
 
     def __init__(self, *, processes: int = 1, lag: int = 1):
@@ -52,7 +56,7 @@ class StopSignal:
             raise ValueError(f"lag ({lag}) must be at least 1: a step's flag is known after the step")
         self.lag = lag
         self._processes = processes
-        self._requested = False
+        self.requested = False
         self._stop_step: int | None = None
         self._last_allowed: int | None = None
         # Python runs a handler in the main thread only, and that may wait in a collective for ever. The wakeup pipe is
@@ -63,14 +67,6 @@ class StopSignal:
         self._previous = {number: signal.signal(number, lambda _number, _frame: None) for number in _SIGNALS}
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="moe_jax stop signal", daemon=True).start()
-
-    def request(self) -> None:
-        """Ask for a stop as a signal does; the first signal after it does not end the process yet."""
-        self._requested = True
-
-    def local_flag(self) -> int:
-        """Return 1 once this process was asked to stop, else 0: the step's input."""
-        return int(self._requested)
 
     def observe(self, global_flag: int, step: int) -> None:
         """Note the maximum of all processes' flags that step `step` returned; call it for every step, in order."""
@@ -86,7 +82,7 @@ class StopSignal:
     def should_stop(self, step: int) -> bool:
         """Say, before step `step` is dispatched, whether the run ends instead."""
         if self._processes == 1:
-            return bool(self.local_flag())
+            return self.requested
         if self._stop_step is not None and step >= self._stop_step:
             return True
         self._last_allowed = step
@@ -107,7 +103,7 @@ class StopSignal:
             if data[0] in _SIGNALS:
                 if not is_first:
                     os._exit(128 + data[0])
-                is_first, self._requested = False, True
+                is_first, self.requested = False, True
         os.close(self._read_end)
 
 

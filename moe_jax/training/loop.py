@@ -180,7 +180,7 @@ class Loop:
                     self.hosts.touch(stepper.step)
                 self.profile(train.profile_steps is not None and step in range(*train.profile_steps))
                 running = stepper.executable
-                stepper.dispatch(feed.to_devices(batch), stop.local_flag())
+                stepper.dispatch(feed.to_devices(batch), int(stop.requested))
                 if stepper.executable is not running and self.compiled_peak is not None:
                     self.compiled_peak = max(self.compiled_peak, compiled_peak(stepper.executable) or 0)
                 for every, do in ((train.checkpoint_every, self.save), (train.evaluate_every, self.evaluate)):
@@ -209,36 +209,30 @@ class Loop:
 
     def read_metrics(self, stop: StopSignal, until: int | None = None):
         """Take in the metrics of all steps up to `until` (from 0, as dispatched); None takes all in flight."""
-        self.watch_complete(stop)
+        common, complete = programs = self.stepper.programs
+        # Once the complete program of optimistic steps is compiled: could a step that overflows run it?
+        if programs is not self.watched and common is not None and complete.done():
+            self.watched, error, why = programs, complete.exception(), ""
+            if error is not None:
+                why = f"could not be compiled ({(str(error).splitlines() or [type(error).__name__])[0]})"
+            else:
+                needed = compiled_peak(complete.result()[0])
+                limits = memory_counts(self.session.roles.mesh.local_devices, "bytes_limit")
+                if needed is not None and limits and needed > min(limits):
+                    there = f"{with_prefix(min(limits))}B"
+                    why = f"needs {with_prefix(needed)}B of each device's memory, which has {there}"
+            line = (
+                f"step {self.stepper.step}: the complete program {why}, so the first bucket that overflows ends the run"
+            )
+            if why and self.session.config.train.optimistic is None:
+                self.ends_at_overflow = f"{line}; saved and stopped; with train.optimistic = True it goes on until then"
+                stop.requested = True
+            elif why and self.is_main:
+                self.progress.note(f"{line}; it goes on until then (train.optimistic = True)")
         for step, metrics in self.stepper.finished(until):
             stop.observe(int(metrics["stop"]), step)
             self.hosts.touch(step)
             self.take_in(step + 1, metrics)
-
-    def watch_complete(self, stop: StopSignal):
-        """Once the complete program of optimistic steps is compiled, see that a step which overflows could run it.
-
-        Where it could not, a run whose `train.optimistic` is None saves and stops; one with True goes on.
-        """
-        programs = self.stepper.programs
-        common, complete = programs
-        if programs is self.watched or common is None or not complete.done():
-            return
-        self.watched, error = programs, complete.exception()
-        if error is not None:
-            why = f"could not be compiled ({(str(error).splitlines() or [type(error).__name__])[0]})"
-        else:
-            needed = compiled_peak(complete.result()[0])
-            limits = memory_counts(self.session.roles.mesh.local_devices, "bytes_limit")
-            if needed is None or not limits or needed <= min(limits):
-                return
-            why = f"needs {with_prefix(needed)}B of each device's memory, which has {with_prefix(min(limits))}B"
-        line = f"step {self.stepper.step}: the complete program {why}, so the first bucket that overflows ends the run"
-        if self.session.config.train.optimistic is None:
-            self.ends_at_overflow = f"{line}; saved and stopped; with train.optimistic = True it goes on until then"
-            stop.request()
-        elif self.is_main:
-            self.progress.note(f"{line}; it goes on until then (train.optimistic = True)")
 
     def take_in(self, step: int, metrics: dict):
         """Check, record and show the finished step number `step` (from 1)."""
@@ -250,7 +244,8 @@ class Loop:
         check_finite(step, metrics, self.names, self.checkpoint, skipped=skipped, allowed=allowed)
         # by now the step is done, and grows the peak no more
         peak = max(memory_counts(session.roles.mesh.local_devices, "peak_bytes_in_use"), default=self.compiled_peak)
-        tokens, length = session.tokens_per_step, config.data.sequence_length
+        length = config.data.sequence_length
+        tokens = config.train.batch_size * length
         flops = training_flops_per_token(config.model, config.moe, session.model.vocab_size, length)
         if "kl" in metrics:  # the teacher's forward
             teacher = session.teacher.model

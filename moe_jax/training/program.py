@@ -41,7 +41,7 @@ from moe_jax.training.step import (
     StateShardings,
     abstract_state,
     build_state_shardings,
-    init_state,
+    first_state,
     make_common_step,
     make_evaluation_step,
     make_train_step,
@@ -73,10 +73,6 @@ class Program:
     optimizer: optax.GradientTransformation
     state_shardings: StateShardings
     teacher: Teacher | None
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.config.train.batch_size * self.config.data.sequence_length
 
     @property
     def homes(self) -> dict[str, tuple[np.ndarray, int]]:
@@ -268,9 +264,15 @@ class Session(Program):
     def fresh_state(self, params=None) -> dict:
         """Return the state of step 0, from given parameters or from new ones."""
         if params is not None:
-            return init_state(self.optimizer, self.state_shardings, lambda params: params, params)
-        key = jax.random.key(self.config.train.seed)
-        return init_state(self.optimizer, self.state_shardings, self.model.init, key)
+            start = params
+        else:
+            start = jax.random.key(self.config.train.seed)
+
+        def init(start):  # traced: each device makes its own part
+            made = self.model.init(start) if params is None else start
+            return first_state(made, self.optimizer, self.state_shardings)
+
+        return jax.jit(init, out_shardings=self.state_shardings.state)(start)
 
     def evaluation_step(self, shape: Shapes = None):
         """Return the evaluation step; it compiles when first called."""

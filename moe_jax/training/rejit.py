@@ -101,7 +101,8 @@ class RejitEngine:
         A predictor that has seen one step doubles the predicted buckets, and buckets never shrink: so benchmarks start.
         """
         for loads in past:
-            self._show(own_loads(loads, self.bank))
+            for name, own in own_loads(loads, self.bank).items():
+                self.plans[name].predictor.observe(own)
         placement = {name: plans.propose(0) for name, plans in self.plans.items()}
         self.shape = self._grown(placement)
         self._adopt(placement)
@@ -159,7 +160,8 @@ class RejitEngine:
         """Plan for step `step` + 1 while the devices work on `step`."""
         began = time.perf_counter()
         for ready in sorted(at for at in self.waiting if at <= step - self.lag):
-            self._show(self.waiting.pop(ready))
+            for name, own in self.waiting.pop(ready).items():
+                self.plans[name].predictor.observe(own)
         if all(plans.predictor.seen for plans in self.plans.values()):
             self._take(step + 1, {name: plans.propose(step + 1) for name, plans in self.plans.items()})
         self.next_planner_seconds = time.perf_counter() - began
@@ -177,7 +179,8 @@ class RejitEngine:
             wanted = False
             for name, replanner in self.replanner.items():
                 rows = replanner.predicted_rows(self.shape[name], placement[name], TOO_OFTEN)
-                wanted = wanted or (rows is not None and not rows.within(replanner.rows_of(self.shape[name])))
+                there = replanner.sizes(self.shape[name]).bucket_rows(replanner.devices)
+                wanted = wanted or (rows is not None and not rows.within(there))
         else:  # hysteresis: does the predicted gain over the horizon exceed what a new shape costs?
             loads = {name: plans.predictor.predict() for name, plans in self.plans.items()}
             now = self._predicted(self.placement, loads, self.shape)
@@ -348,10 +351,6 @@ class RejitEngine:
         return {name: repr(getattr(config, name)) for name in ("name", *names)}
 
     # Internal.
-
-    def _show(self, loads: dict[str, np.ndarray]):
-        for name, plans in self.plans.items():
-            plans.predictor.observe(loads[name])
 
     def _grown(self, placement: Placements) -> Shapes:
         return {name: replanner.grow(self.shape[name], placement[name]) for name, replanner in self.replanner.items()}

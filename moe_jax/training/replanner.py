@@ -130,7 +130,7 @@ class Replanner:
         error = min(1.0, float(np.max(plans.predictor.error(), initial=0.0)))
         step = self.roles.size(self.roles.model)
         groups = plans.exchanges_per_step * self.roles.size(self.roles.expert_shard) / step
-        sizes = self._sizes(shape)
+        sizes = self.sizes(shape)
         if self.config.moe.overflow_chance:
             # Each kind of bucket has a third of the chance; data-parallel groups draw for themselves. Where a
             # microbatch travels in two halves, buckets are twice as long as those of a half.
@@ -153,7 +153,7 @@ class Replanner:
         Never fewer than without a plan. The limit is not for the own bucket: there is one of it, and it does not
         travel; except where the schedule gives other buckets its length.
         """
-        sizes = self._sizes(dataclasses.replace(shape, bucket_rows=None))
+        sizes = self.sizes(dataclasses.replace(shape, bucket_rows=None))
         most = math.ceil(self.config.planner.bucket_limit * (sizes.top_k * sizes.tokens / self.devices))
         most, worst = min(max(most, sizes.even_rows(self.devices)), sizes.worst_rows()), sizes.worst_rows()
         roles = self.roles
@@ -163,11 +163,7 @@ class Replanner:
         cut_over_members = several and any(cuts)
         return BucketRows(own=most if cut_over_members else worst, node=most, far=most)
 
-    def rows_of(self, shape: PlanShape) -> BucketRows:
-        """Return the rows of the buckets under this shape."""
-        return self._sizes(shape).bucket_rows(self.devices)
-
-    def _sizes(self, shape: PlanShape) -> LayerSizes:
+    def sizes(self, shape: PlanShape) -> LayerSizes:
         train, roles = self.config.train, self.roles
         tokens = train.batch_size * self.config.data.sequence_length // train.grad_accum_steps
         tokens = tokens * roles.size(roles.model) // roles.num_devices
@@ -188,7 +184,7 @@ class Replanner:
                 shape = dataclasses.replace(shape, **split_shares(self.config, cost, shape.ahead))
             shape = self.with_rule(shape)
         rows = self.predicted_rows(shape, placement)
-        if rows is not None and not rows.within(self.rows_of(shape)):
+        if rows is not None and not rows.within(self.sizes(shape).bucket_rows(self.devices)):
             # With headroom those that do not fit, the others as they are. The first planned buckets are all by
             # prediction: one that was larger without a plan gets smaller.
             step, most = math.lcm(8, self.roles.size(self.roles.model)), self._most_rows(shape)

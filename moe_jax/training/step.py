@@ -96,11 +96,6 @@ class StateShardings:
     host_signals: NamedSharding
     replicated: NamedSharding
 
-    def inputs(self, teacher: Teacher | None) -> tuple:
-        """Return the shardings of a step's inputs after the state."""
-        frozen = () if teacher is None else (teacher.shardings(),)
-        return self.batch, self.tables, self.host_signals, *frozen
-
 
 def build_state_shardings(
     model: LanguageModel, layout: Layout, optimizer: optax.GradientTransformation, ema: bool = False
@@ -134,7 +129,7 @@ def abstract_state(
     model: LanguageModel, optimizer: optax.GradientTransformation, state_shardings: StateShardings
 ) -> dict:
     """Return the state as ShapeDtypeStructs with shardings; nothing is computed."""
-    shapes = jax.eval_shape(lambda params: _first_state(params, optimizer, state_shardings), model.shapes())
+    shapes = jax.eval_shape(lambda params: first_state(params, optimizer, state_shardings), model.shapes())
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -142,16 +137,7 @@ def abstract_state(
     )
 
 
-def init_state(optimizer: optax.GradientTransformation, state_shardings: StateShardings, make_params, start) -> dict:
-    """Return the state of step 0 with the parameters make_params(start), traced; each device makes its own part."""
-
-    def init(start):
-        return _first_state(make_params(start), optimizer, state_shardings)
-
-    return jax.jit(init, out_shardings=state_shardings.state)(start)
-
-
-def _first_state(params, optimizer: optax.GradientTransformation, state_shardings: StateShardings) -> dict:
+def first_state(params, optimizer: optax.GradientTransformation, state_shardings: StateShardings) -> dict:
     """Return the state of step 0; traced."""
     state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": optimizer.init(params)}
     return {**state, "ema": jax.tree.map(jnp.copy, params)} if "ema" in state_shardings.state else state
@@ -167,7 +153,8 @@ def make_train_step(
     """
     train_step = make_update(model, config, length, plan, teacher)
     state, replicated = state_shardings.state, state_shardings.replicated
-    given = (state, *state_shardings.inputs(teacher))
+    frozen = () if teacher is None else (teacher.shardings(),)
+    given = (state, state_shardings.batch, state_shardings.tables, state_shardings.host_signals, *frozen)
     return jax.jit(train_step, donate_argnums=0, in_shardings=given, out_shardings=(state, replicated))
 
 
@@ -192,7 +179,8 @@ def make_common_step(
         return chosen, {**metrics, "halted": halted}
 
     state, replicated = state_shardings.state, state_shardings.replicated
-    given = (state, replicated, *state_shardings.inputs(teacher))
+    frozen = () if teacher is None else (teacher.shardings(),)
+    given = (state, replicated, state_shardings.batch, state_shardings.tables, state_shardings.host_signals, *frozen)
     return jax.jit(common_step, donate_argnums=0, in_shardings=given, out_shardings=(state, replicated))
 
 

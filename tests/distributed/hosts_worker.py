@@ -70,7 +70,7 @@ def run_steps(flags, hosts, stop: StopSignal) -> None:
         if stop.should_stop(step):
             print(f"stopped at {step}", flush=True)
             return
-        local = [stop.local_flag()] * devices
+        local = [int(stop.requested)] * devices
         flag_D = jax.make_array_from_callback((devices,), everywhere, lambda index, f=local: jnp.array(f)[index])
         total, flags_returned[step] = train_step(x_D, flag_D)
         assert int(total[0]) == devices

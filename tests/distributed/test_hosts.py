@@ -334,12 +334,12 @@ def test_stop_signal_stops_at_the_step_that_all_processes_know():
 def test_stop_signal_of_one_process_follows_its_own_flag():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignal() as stop:
-        assert (stop.local_flag(), stop.should_stop(0)) == (0, False)
+        assert (stop.requested, stop.should_stop(0)) == (False, False)
         os.kill(os.getpid(), signal.SIGINT)
         deadline = time.monotonic() + 5
-        while not stop.local_flag() and time.monotonic() < deadline:
+        while not stop.requested and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert (stop.local_flag(), stop.should_stop(1)) == (1, True)
+        assert (stop.requested, stop.should_stop(1)) == (True, True)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 

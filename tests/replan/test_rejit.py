@@ -80,7 +80,6 @@ def session_of(schedule="deepspeed", expert_shard=1, model=1, devices_per_node=0
         state_shardings=state_shardings,
         home=home,
         devices=DEVICES,
-        tokens_per_step=256,
         gate=gate,
         compiled=[],
     )
@@ -235,6 +234,19 @@ def test_replicas_of_other_options_are_left_out_and_named(started):
     assert engine.left_out.startswith("plan: PlannerConfig.transfer was 'flat' and is 'by_node'")
     drive(engine, list(drifting_loads(4)), first=12)
     assert engine.pending is not None and engine.pending.shape[ONE].ahead.by_node or engine.shape[ONE].ahead.by_node
+
+
+@pytest.mark.parametrize("swap_seconds, asked", [(19.9, True), (20.0, False)])
+def test_a_shape_is_asked_for_only_where_its_gain_pays(started, monkeypatch, swap_seconds, asked):
+    """Replicas save a second in each of two layers; in ten steps that is 20, which a new shape must not cost."""
+
+    def seconds(placement, *_):
+        return np.full(LAYERS, 2.0 if len(placement.replicas) else 3.0)
+
+    monkeypatch.setattr(rejit, "predicted_layer_seconds", seconds)
+    engine = started(name="topk_all", top_k=1, horizon=10, swap_seconds=swap_seconds, swap_after=9)
+    drive(engine, drifting_loads(4))
+    assert (engine.asked, engine.pending is not None) == (asked, asked)
 
 
 def test_different_plans_are_an_error():
