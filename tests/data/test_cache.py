@@ -59,7 +59,7 @@ def test_build_cache_holds_each_document_and_its_end(config):
     assert built.train.read(0, 99).tolist() == expected[:8] and built.held_out.read(0, 99).tolist() == expected[8:]
 
 
-@pytest.mark.parametrize("characters", [1, 3, 100])
+@pytest.mark.parametrize("characters", [1, 100])
 def test_build_cache_is_the_same_for_any_batch_of_text(config, monkeypatch, tmp_path, characters):
     whole = build_cache(config)
     monkeypatch.setattr(cache, "BATCH_CHARACTERS", characters)
@@ -193,9 +193,3 @@ def test_build_cache_on_a_full_disk_says_so_and_cleans_up(config, monkeypatch):
     with pytest.raises(UserError, match=r"cannot be written or read \(No space left on device\); make room there or s"):
         build_cache(config)
     assert not caches(config) and not left_over(config)
-
-
-def test_build_cache_of_the_standard_library(tmp_path):
-    built = build_cache(DataConfig(cache_dir=str(tmp_path)))
-    assert built.meta.tokens == built.meta.source_bytes + built.meta.documents  # a token a byte, and the ends
-    assert 0.01 <= len(built.held_out) / built.meta.tokens <= 0.04  # 0.02 asked, within a factor of two

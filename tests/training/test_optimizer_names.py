@@ -132,12 +132,6 @@ def test_lion_says_that_it_moves_gates_on_noise(layer):
     assert not line_on_gates(config_of("adamw"), [moe])
 
 
-def test_lion_takes_the_sign():
-    grads = tree(jnp.array([[[3.0, -0.01]]]), jnp.ones((1, 1, 3, 1, 1)), -jnp.ones((1, 1)))
-    updates, _ = one_update(config_of("lion", **NO_DECAY), jax.tree.map(jnp.ones_like, grads), grads)
-    np.testing.assert_allclose(updates["bank"]["segment_0"]["w_in"], [[[-0.1, 0.1]]], rtol=1e-6)
-
-
 def test_muon_has_the_hidden_matrices():
     model = model_on(1, 1)
     named = {"/".join(e.key for e in path): muon_dims(path) for path, _ in jax.tree.leaves_with_path(model.shapes())}

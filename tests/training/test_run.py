@@ -123,11 +123,6 @@ def test_steps_and_mesh_may_differ(finished, capsys):
     assert [dict(origin.mesh)["data"] for origin in after.origins] == [1, 1, 1, 2]
 
 
-def test_checkpoint_of_another_model_is_refused(finished):
-    with pytest.raises(UserError, match="w_in|tokens|qkv|embedding"):
-        run_here(finished, finished / "other", "ModelConfig.model_dim = 32", init_from=str(finished / "work"))
-
-
 def test_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(finished):
     work = finished / "explodes"
     bad = (
@@ -144,8 +139,6 @@ def test_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(finished):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("MoEConfig.num_experts = 6", r"num_experts \(6\) must be divisible by the expert axis \(8\)"),
-        ("train.batch_size = 12", r"batch_size .*\(12\) must be divisible by the 8 data-parallel devices"),
         ("DataConfig.path = '/no/such/file'", "/no/such/file"),
         ("ModelConfig.vocab_size = 50", "vocab_size"),
         ("MoEConfig.grouped_matmul = 'nonsense'", "nonsense"),
