@@ -58,7 +58,7 @@ def command(argv: list[str]) -> None:
             experts=_UPCYCLE.value, top_k=_UPCYCLE_TOP_K.value, noise=_UPCYCLE_NOISE.value, seed=_UPCYCLE_SEED.value
         )
     run = import_folder(_FROM_HF.value, _WORKDIR.value, upcycling)
-    count = parameter_counts(run.model, run.moe, run.model.vocab_size).total
+    count, *_ = parameter_counts(run.model, run.moe, run.model.vocab_size)
     print(f"{_WORKDIR.value}: {count:,} parameters, step 0")
     print(f"train on: python -m moe_jax.train --gin_file={_WORKDIR.value}/config.gin --init_from={_WORKDIR.value} ...")
 

@@ -290,30 +290,30 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
 
 
 def _parameter_lines(run: RunConfig, vocab_size: int) -> list[str]:
-    counts = parameter_counts(run.model, run.moe, vocab_size)
+    total, active, as_papers, by_group = parameter_counts(run.model, run.moe, vocab_size)
     layers = with_experts(segments_of(run.model, run.moe))
     chosen = ", ".join(dict.fromkeys(f"{layer.moe.top_k} of {layer.moe.num_experts}" for layer in layers))
     lines = [
-        f"{'total':22}{counts.total:>20,}  {billions(counts.total)}",
-        f"{'active per token':22}{counts.active:>20,}  {billions(counts.active)}  ({chosen} experts)",
-        f"{'as the papers count':22}{counts.as_papers:>20,}  {billions(counts.as_papers)}  "
+        f"{'total':22}{total:>20,}  {billions(total)}",
+        f"{'active per token':22}{active:>20,}  {billions(active)}  ({chosen} experts)",
+        f"{'as the papers count':22}{as_papers:>20,}  {billions(as_papers)}  "
         "(without embeddings, biases, gates and norms)",
         "of the total:",
     ]
-    return lines + [f"  {GROUP_NAMES[name]:20}{size:>20,}" for name, size in counts.by_group.items() if size]
+    return lines + [f"  {GROUP_NAMES[name]:20}{size:>20,}" for name, size in by_group.items() if size]
 
 
 def _teacher_lines(run: RunConfig, teacher: LanguageModel) -> list[str]:
     """Say which teacher a student has, and how large it is."""
     config = run.distillation
-    counts = parameter_counts(teacher.config, teacher.moe, teacher.vocab_size)
+    total, active, *_ = parameter_counts(teacher.config, teacher.moe, teacher.vocab_size)
     until = "in all steps" if config.until is None else f"up to step {config.until}, then it leaves the memory"
     return [
         f"{config.teacher}, step {teacher_checkpoint(config)[1]}, {until}",
         f"loss of a token CE + {config.alpha:g} KL(teacher || student)",
         f"{'layers':22}{teacher.config.layers:>20,}  (student {run.model.layers})",
-        f"{'parameters':22}{counts.total:>20,}  {billions(counts.total)}",
-        f"{'active per token':22}{counts.active:>20,}  {billions(counts.active)}",
+        f"{'parameters':22}{total:>20,}  {billions(total)}",
+        f"{'active per token':22}{active:>20,}  {billions(active)}",
     ]
 
 

@@ -221,12 +221,13 @@ class FewTokensGroup(ModelGroup):
         if x.shape[0] * x.shape[1] > 1:
             return super().times(spec, x, weight)
         acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-        kept = weight.held.shape[x.ndim - 2 :]  # dims of x behind [b, Sq] are the first of the weight
+        held, _ = weight
+        kept = held.shape[x.ndim - 2 :]  # dims of x behind [b, Sq] are the first of the weight
         # a sum whose few results alone would keep few cores busy is cut into parts, a power of two of them
         parts = 1
         while parts * math.prod(kept) < LEAST_RESULTS and x.size % (2 * parts) == 0:
             parts *= 2
-        matrix = weight.held.reshape(parts, x.size // parts, -1).astype(acc_dtype)
+        matrix = held.reshape(parts, x.size // parts, -1).astype(acc_dtype)
         out = jnp.sum(x.reshape(parts, -1, 1).astype(acc_dtype) * matrix, axis=1)
         out = jnp.sum(lax.optimization_barrier(out) if parts > 1 else out, axis=0).astype(x.dtype).reshape(kept)
         first = spec.partition("->")[2].index("b")  # dims of the result before [b, Sq]

@@ -175,7 +175,7 @@ def make_step(serving: Serving, rows: int, length: int, held: int, compiled: tup
         own = in_dtype(own_part(table, split), x.dtype)
         acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
         if rows == 1 and not few_tokens.on_cpu(roles):  # multiplied where it lies, without a matmul
-            part = jnp.sum(x[:, None].astype(acc_dtype) * own.held[None].astype(acc_dtype), axis=-1)
+            part = jnp.sum(x[:, None].astype(acc_dtype) * own[0][None].astype(acc_dtype), axis=-1)
         else:
             part = project("bm,vm->bv", x, own, out=acc_dtype)
         logits = join_parts(part, split, dim=1)

@@ -182,7 +182,7 @@ def tensor_places(family: Family, model: ModelConfig, moe: MoEConfig) -> list[Te
     layer = 0
     for segment in segments_of(model, moe):
         config, units, bank = segment.config, f"{dense}/units/{segment.name}", f"params/bank/{segment.name}"
-        for unit in range(segment.units):
+        for unit in range(segment.config.units):
             if config.moe_every != 1:
                 at, norm = f"model.layers.{layer}", f"{units}/dense/norm/scale"
                 places += _attention(config, at, f"{units}/dense_attention", unit)

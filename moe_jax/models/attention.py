@@ -38,7 +38,7 @@ def attend(q, k, v, causal: bool, implementation: str, documents=None):
     if implementation == "auto":
         raise ValueError("attention 'auto' must be resolved by resolve_attention before the step is built")
     if implementation == "cudnn":
-        return _attend_cudnn(causal, q, k, v) if documents is None else _attend_documents(causal, q, k, v, documents)
+        return _attend_cudnn(causal, q, k, v, documents)
     mask = None if documents is None else same_document(documents)
     if q.dtype != jnp.float64:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=implementation)
@@ -54,61 +54,43 @@ def attend(q, k, v, causal: bool, implementation: str, documents=None):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
 
 
-def _cudnn(causal: bool):
-    return functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn")
+def _cudnn(causal: bool, bias):
+    return functools.partial(jax.nn.dot_product_attention, bias=bias, is_causal=causal, implementation="cudnn")
 
 
+# JAX's own backward saves an absent bias as an array of no elements. After a scan it becomes an input that the
+# backward's loop carries and never reads, and the compiler of jax 0.11.2 crashes while it removes that (Shardy's
+# ManualComputationUnusedInputsPattern, a segmentation fault) as soon as there are several devices. `Residuals` save no
+# empty array. The bias of documents is made again in the backward, not saved for it.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_cudnn(causal: bool, q, k, v):
-    """Call cuDNN as JAX does, but save no empty array for the backward.
-
-    JAX's own backward saves the absent bias as an array of no elements. After a scan it becomes an input that the
-    backward's loop carries and never reads, and the compiler of jax 0.11.2 crashes while it removes that (Shardy's
-    ManualComputationUnusedInputsPattern, a segmentation fault) as soon as there are several devices.
-    """
-    return _cudnn(causal)(q, k, v)
+def _attend_cudnn(causal: bool, q, k, v, documents):
+    """Call cuDNN as JAX does; documents: int32 [b, Sq], or None."""
+    return _cudnn(causal, _bias_of(documents, q.dtype))(q, k, v)
 
 
-def _forward_cudnn(causal: bool, q, k, v):
-    out, pull_back = jax.vjp(_cudnn(causal), q, k, v)
-    return out, residuals_of(pull_back, ())
-
-
-def _backward_cudnn(causal: bool, residuals, dout):
-    del causal
-    return residuals.restore(())(dout)
-
-
-_attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_documents(causal: bool, q, k, v, documents):
-    """Call cuDNN with documents int32 [b, Sq]; their bias is made again in the backward, not saved for it."""
-    return _cudnn(causal)(q, k, v, bias_of(documents, q.dtype))
-
-
-def bias_of(documents, dtype):
+def _bias_of(documents, dtype):
     """Return what cuDNN adds to scores [b, H, Sq, Sq]: [b, 1, Sq, Sq], 0 within a document, else far below any score.
 
     Not the dtype's least number: cuDNN errs where it subtracts two of those, so JAX takes this one too.
     """
+    if documents is None:
+        return None
     return jnp.where(same_document(documents), jnp.zeros((), dtype), jnp.asarray(-(2.0**41), dtype))
 
 
-def _forward_documents(causal: bool, q, k, v, documents):
-    bias = bias_of(documents, q.dtype)
-    out, pull_back = jax.vjp(lambda q, k, v: _cudnn(causal)(q, k, v, bias), q, k, v)
+def _forward_cudnn(causal: bool, q, k, v, documents):
+    bias = _bias_of(documents, q.dtype)
+    out, pull_back = jax.vjp(_cudnn(causal, bias), q, k, v)
     return out, (residuals_of(pull_back, bias), documents)
 
 
-def _backward_documents(causal: bool, saved, dout):
+def _backward_cudnn(causal: bool, saved, dout):
     del causal
     residuals, documents = saved
-    return *residuals.restore(bias_of(documents, dout.dtype))(dout), None
+    return *residuals.restore(_bias_of(documents, dout.dtype))(dout), None
 
 
-_attend_documents.defvjp(_forward_documents, _backward_documents)
+_attend_cudnn.defvjp(_forward_cudnn, _backward_cudnn)
 
 
 def resolve_attention(config: ModelConfig, device=None) -> ModelConfig:

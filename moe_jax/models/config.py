@@ -14,26 +14,6 @@ FIELDS = (*MODEL_FIELDS, *MOE_FIELDS)
 WORDS = ("router",)  # whose values are names, not numbers
 
 
-def read_segment(index: int, text: str) -> dict[str, Any]:
-    """Return what one text such as 'layers=4 moe_every=2 num_experts=16' says."""
-    place = f"ModelConfig.segments[{index}] ({text!r})"
-    found: dict[str, Any] = {}
-    for word in text.split():
-        name, _, value = word.partition("=")
-        readable = bool(value) if name in WORDS else value.isascii() and value.isdecimal()
-        if name not in FIELDS or not readable:
-            known = ", ".join(f"{field}=NAME" if field in WORDS else f"{field}=N" for field in FIELDS)
-            raise UserError(
-                f"{place}: {word!r} is none of {known}; write such as 'layers=4 moe_every=2 num_experts=16'"
-            )
-        if name in found:
-            raise UserError(f"{place} says {name} twice; leave one of them out")
-        found[name] = value if name in WORDS else int(value)
-    if found.get("layers", 0) < 1:
-        raise UserError(f"{place} must say how many layers it has, at least 1, such as 'layers=4'")
-    return found
-
-
 CHOICES = {
     "kind": ("gpt", "bert"),
     "activation": ("gelu", "swiglu"),
@@ -208,7 +188,23 @@ class ModelConfig:
                     f"ModelConfig.segments {segments} says all that experts_per_layer {experts_per_layer} and "
                     f"first_dense ({first_dense}) could say; leave out the one or the others"
                 )
-            runs = tuple(read_segment(index, text) for index, text in enumerate(segments))
+            runs = []
+            for index, text in enumerate(segments):  # such as 'layers=4 moe_every=2 num_experts=16'
+                place, run = f"ModelConfig.segments[{index}] ({text!r})", {}
+                for word in text.split():
+                    name, _, value = word.partition("=")
+                    readable = bool(value) if name in WORDS else value.isascii() and value.isdecimal()
+                    if name not in FIELDS or not readable:
+                        known = ", ".join(f"{field}=NAME" if field in WORDS else f"{field}=N" for field in FIELDS)
+                        raise UserError(
+                            f"{place}: {word!r} is none of {known}; write such as 'layers=4 moe_every=2 num_experts=16'"
+                        )
+                    if name in run:
+                        raise UserError(f"{place} says {name} twice; leave one of them out")
+                    run[name] = value if name in WORDS else int(value)
+                if run.get("layers", 0) < 1:
+                    raise UserError(f"{place} must say how many layers it has, at least 1, such as 'layers=4'")
+                runs.append(run)
             total = sum(run["layers"] for run in runs)
             if total != layers:
                 added = " + ".join(str(run["layers"]) for run in runs)
@@ -216,7 +212,7 @@ class ModelConfig:
                     f"ModelConfig.segments have {added} = {total} layers, but ModelConfig.layers is {layers}; make "
                     f"them equal, for instance by ModelConfig.layers = {total}"
                 )
-            return runs
+            return tuple(runs)
         if not 0 <= first_dense < layers:
             raise UserError(
                 f"ModelConfig.first_dense ({first_dense}) must be at least 0 and below ModelConfig.layers ({layers}); "

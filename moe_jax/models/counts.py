@@ -62,24 +62,6 @@ class LeafSize:
         return self.path[:2] == ("dense", "units")
 
 
-@dataclasses.dataclass(frozen=True)
-class ParameterCounts:
-    """Three ways to count, and the parts.
-
-    Attributes:
-      total: all parameters.
-      active: those that one token uses: all, but of each MoE layer K experts only.
-      as_papers: without embeddings (and an output head of its own), biases, gates and norms, which is how Hecate's
-        table 1 counts.
-      by_group: group -> parameters, over `GROUPS`.
-    """
-
-    total: int
-    active: int
-    as_papers: int
-    by_group: dict[str, int]
-
-
 @functools.lru_cache(maxsize=32)
 def leaf_sizes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> tuple[LeafSize, ...]:
     """Return every leaf of the parameter tree {'dense': ..., 'bank': ...}."""
@@ -108,8 +90,13 @@ def leaf_sizes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> tuple[Le
     return tuple(found)
 
 
-def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> ParameterCounts:
-    """Count the parameters of a model."""
+def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> tuple[int, int, int, dict[str, int]]:
+    """Count the parameters of a model in three ways, and its parts.
+
+    Returns:
+      (all, those that one token uses: all, but of each MoE layer K experts only; without embeddings (and an output head
+      of its own), biases, gates and norms, which is how Hecate's table 1 counts; {group: parameters} over `GROUPS`).
+    """
     by_group = dict.fromkeys(GROUPS, 0)
     for leaf in leaf_sizes(config, moe, vocab_size):
         by_group[leaf.group] += leaf.size
@@ -118,12 +105,8 @@ def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> Pa
         segment.config.moe_layers * segment.moe.top_k * config.model_dim * segment.config.hidden_dim
         for segment in with_experts(segments_of(config, moe))
     )
-    return ParameterCounts(
-        total=total,
-        active=total - by_group["experts"] + matrices_of(config.activation) * chosen,
-        as_papers=sum(by_group[group] for group in PAPER_GROUPS),
-        by_group=by_group,
-    )
+    active = total - by_group["experts"] + matrices_of(config.activation) * chosen
+    return total, active, sum(by_group[group] for group in PAPER_GROUPS), by_group
 
 
 def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> int:
@@ -133,9 +116,9 @@ def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int
     shared ones, the output head V M), and 4 H Dh Sq per block for attention's scores and their sum of values, over all
     Sq positions: the causal half is counted too, as is usual. Norms, activations, softmax and look-ups are not counted.
     """
-    counts = parameter_counts(config, moe, vocab_size)
-    outside = sum(counts.by_group[name] for name in ("embedding", "norm", "bias"))
-    matrices = counts.active - outside + vocab_size * config.model_dim
+    _, active, _, by_group = parameter_counts(config, moe, vocab_size)
+    outside = sum(by_group[name] for name in ("embedding", "norm", "bias"))
+    matrices = active - outside + vocab_size * config.model_dim
     return 2 * matrices + 4 * config.layers * config.heads * config.head_size * length
 
 
@@ -356,7 +339,7 @@ def _gathered(sizes: Sizes, roles: Roles) -> int:
     param_itemsize, compute_itemsize = np.dtype(config.param_dtype).itemsize, itemsize(config.dtype)
     units, layers = {}, {}
     for segment in segments_of(config, sizes.moe):
-        units[segment.name], layers[segment.name] = segment.units, segment.config.moe_layers
+        units[segment.name], layers[segment.name] = segment.config.units, segment.config.moe_layers
     at_once = {"": 0, **dict.fromkeys(units, 0)}  # what lies outside the layers, and a unit of each segment
     experts = dict.fromkeys(layers, 0)
     for leaf in leaf_sizes(config, sizes.moe, sizes.vocab_size):
@@ -461,6 +444,6 @@ def _activations(sizes: Sizes, roles: Roles, plan: dict[str, PlanShape] | None) 
             + (item * (dim + config.ffn_dim / model) if dense else 0)
             + (item * (dim + shared) if shared and has_experts else 0),
         }[LIKE.get(config.remat, config.remat)]
-        saved, running = saved + segment.units * residual, max(running, unit + masks)
+        saved, running = saved + segment.config.units * residual, max(running, unit + masks)
     logits = 2 * max(4, item) * min(sizes.config.loss_chunk, tokens) * sizes.vocab_size
     return int(tokens * (saved + running)) + logits

@@ -144,7 +144,7 @@ def chunked_distillation(student: tuple, teacher: tuple, targets, weights, chunk
     acc_dtype = _sum_dtype(x)
     held = in_dtype(table, x.dtype)
     teacher_x, teacher_table = lax.stop_gradient(teacher)
-    teacher_held = in_dtype(teacher_table, teacher_x.dtype).held
+    teacher_held, _ = in_dtype(teacher_table, teacher_x.dtype)
     # else the gradients of x and of the table would be summed over devices in every turn of the loop
     x, held, targets, weights = match_varying(x, held, targets, weights)
 

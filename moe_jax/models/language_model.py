@@ -63,11 +63,6 @@ def by_token(choices, batch_size: int):
     return jnp.moveaxis(choices, 0, 1).reshape(batch_size, tokens // batch_size, layers, top_k)
 
 
-def by_layer(choices):
-    """Return `Batch.choices` [b, Sq, L, K] as int32 [L, t, K]."""
-    return jnp.moveaxis(choices.reshape(-1, *choices.shape[2:]), 1, 0)
-
-
 @record
 class StepStats:
     """Statistics of one microbatch; all global, replicated but for `loads`.
@@ -375,8 +370,7 @@ def with_own_leaves(params, layout: Layout, roles: Roles):
         every = jnp.broadcast_to(leaf[None], (parts, *leaf.shape))
         return lax.with_sharding_constraint(every, NamedSharding(mesh, spec))
 
-    own, specs = is_own(layout, roles), own_specs(layout, roles)
-    return {**params, "dense": jax.tree.map(copied, params["dense"], own, specs)}
+    return {**params, "dense": jax.tree.map(copied, params["dense"], is_own(layout, roles), own_specs(layout, roles))}
 
 
 def summed(grads, layout: Layout, roles: Roles):
@@ -386,16 +380,16 @@ def summed(grads, layout: Layout, roles: Roles):
         lambda own, param, state: state if own else param, own, layout.params["dense"], layout.state["dense"]
     )
 
-    def one(leaf, own, place):
-        if not own:
-            return leaf
-        dim = _split_dim(place, roles)
-        if dim is None:
-            return lax.psum(leaf[0], roles.dense)
-        return lax.psum_scatter(leaf[0], roles.dense, scatter_dimension=dim, tiled=True)
-
     def over_devices(dense):
-        return jax.tree.map(one, dense, own, places)
+        leaves, tree = jax.tree.flatten(dense)
+        for at, (is_apart, place) in enumerate(zip(tree.flatten_up_to(own), tree.flatten_up_to(places), strict=True)):
+            if is_apart:
+                dim = _split_dim(place, roles)
+                if dim is None:
+                    leaves[at] = lax.psum(leaves[at][0], roles.dense)
+                else:
+                    leaves[at] = lax.psum_scatter(leaves[at][0], roles.dense, scatter_dimension=dim, tiled=True)
+        return jax.tree.unflatten(tree, leaves)
 
     add = jax.shard_map(over_devices, mesh=roles.mesh, in_specs=(own_specs(layout, roles),), out_specs=places)
     return {**grads, "dense": add(grads["dense"])}

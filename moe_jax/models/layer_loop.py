@@ -22,7 +22,7 @@ from moe_jax.models.config import ModelConfig
 from moe_jax.models.counts import half_work
 from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.prefetch import Prefetcher
+from moe_jax.models.prefetch import run_stack
 from moe_jax.models.residuals import named, save_expensive_residuals
 from moe_jax.models.segments import Segment
 from moe_jax.models.stages import Stages
@@ -61,7 +61,7 @@ def make_layers(model: LanguageModel, layout: Layout, tokens: int, plan, group: 
             loops[segment] = _make_dense_loop(segment, roles, own, group)
             continue
         own_plan = None if plan is None else plan[segment.name]
-        make = _make_prefetcher if segment.config.block_wise.is_block_wise else _make_moe_loop
+        make = _make_block_wise_loop if segment.config.block_wise.is_block_wise else _make_moe_loop
         loops[segment] = make(segment, roles, own, tokens, own_plan, group)
 
     def layers(x, units, grad_sink, constants):
@@ -138,8 +138,7 @@ def _make_moe_loop(
     x = jax.ShapeDtypeStruct((tokens, config.model_dim), config.dtype)
     moe = make_moe(segment.moe, roles, x, config.activation, plan, tokens // group.rows, options)
 
-    def whole_unit(params):
-        return gather_tree(params, gather, roles.dense, parts, wires)
+    whole_unit = functools.partial(gather_tree, dims=gather, axes=roles.dense, parts=parts, wires=wires)
 
     def loop(x, units, grad_sink, constants):
         (x,), bank = x, constants.bank
@@ -204,7 +203,7 @@ def body_of(function, config: ModelConfig, roles: Roles):
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
-def _make_prefetcher(segment, roles, layout, tokens, plan, group):
+def _make_block_wise_loop(segment, roles, layout, tokens, plan, group):
     config, graph = segment.config, _graph_of(segment)
     name, value = ("overlap", config.overlap) if config.block_wise.halves else ("prefetch", config.prefetch)
     if layout.dp_stage is not None:
@@ -252,21 +251,17 @@ def _make_prefetcher(segment, roles, layout, tokens, plan, group):
 
     options = schedule_options(segment.moe, group.split, beside)
     x = jax.ShapeDtypeStruct((tokens, config.model_dim), config.dtype)
-    prefetcher = Prefetcher(
+    how = Stages(
+        attend=attend,
+        enter_moe=enter_moe,
+        moe=make_moe(segment.moe, roles, x, config.activation, own_plan, length, options),
+        checkpoint=functools.partial(body_of, config=config, roles=roles),
+        recompute=recompute,
         schedule=schedule,
-        stages=Stages(
-            attend=attend,
-            enter_moe=enter_moe,
-            moe=make_moe(segment.moe, roles, x, config.activation, own_plan, length, options),
-            checkpoint=lambda function: body_of(function, config, roles),
-            # the schedule's window `recompute` runs these stages again, so no checkpoint does
-            moe_checkpoint=lambda function: function if recompute else body_of(function, config, roles),
-        ),
         transfer=None if plan is None or plan.ahead is None else Transfer(plan.ahead, roles.expert),
         late=None if plan is None else plan.late,
         prepare=prepare,
         scan=config.stack == "scan",
-        recompute=recompute,
         first_layer=segment.first_layer,
     )
 
@@ -277,7 +272,7 @@ def _make_prefetcher(segment, roles, layout, tokens, plan, group):
             )
         # as rows vary: a cast inside a stage would be saved for its backward
         constants = dataclasses.replace(constants, bank=cast_varying(constants.bank, roles.all))
-        return prefetcher(x, of_moe(units), grad_sink, constants)
+        return run_stack(how, x, of_moe(units), grad_sink, constants)
 
     return loop
 

@@ -26,7 +26,6 @@ from moe_jax.models.language_model import (
     Layout,
     StepStats,
     Teacher,
-    by_layer,
     is_own,
     own_specs,
 )  # fmt: skip
@@ -42,6 +41,7 @@ from moe_jax.moe.schedules.passes import most_of_all
 from moe_jax.moe.tables import even_tables, local
 from moe_jax.parallel.gather import gather_tree
 from moe_jax.parallel.ordering import wait_for_tree
+from moe_jax.parallel.replicated import own_part
 from moe_jax.parallel.varying import cast_varying
 from moe_jax.planning.plan_shape import PlanShape
 
@@ -90,7 +90,14 @@ def make_loss(
         )
     check_document_mask(config, length)
     check_sequence_parallel(config.sequence_parallel, length, roles)
-    check_token_numbers(batch_size, microbatches, length, max(part.moe.top_k for part in model.expert_segments))
+    top_k = max(segment.moe.top_k for segment in model.expert_segments)
+    choices = batch_size * microbatches * length * top_k
+    if choices > MOST_ROWS:
+        raise UserError(
+            f"train.batch_size ({batch_size * microbatches}) x DataConfig.sequence_length ({length}) x MoEConfig.top_k "
+            f"({top_k}) = {choices} choices of experts in a step must be at most {MOST_ROWS}, so that int32 can count "
+            "them; lower one of the three"
+        )
     rows = P(roles.dense)
     frozen_specs = ()
     if teacher is not None:
@@ -143,21 +150,6 @@ def _tables_specs(model: LanguageModel):
     return {segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments}
 
 
-def check_token_numbers(batch_size: int, microbatches: int, length: int, top_k: int) -> None:
-    """Raise a UserError where a step has more choices of experts than an int32 can count.
-
-    Args:
-      batch_size: global sequences of a microbatch; microbatches: of a step; length: tokens of a sequence.
-    """
-    choices = batch_size * microbatches * length * top_k
-    if choices > MOST_ROWS:
-        raise UserError(
-            f"train.batch_size ({batch_size * microbatches}) x DataConfig.sequence_length ({length}) x MoEConfig.top_k "
-            f"({top_k}) = {choices} choices of experts in a step must be at most {MOST_ROWS}, so that int32 can count "
-            "them; lower one of the three"
-        )
-
-
 def _make_stack(
     model: LanguageModel, layout: Layout, rows: int, length: int, microbatches: int, plan, teacher: Teacher | None
 ):
@@ -206,12 +198,7 @@ def _make_stack(
         if teacher is not None:
             kl = lax.psum(kl, roles.all) / normalizer
             token_loss, teacher_passes = cross_entropy + teacher.alpha * kl, passes_of(of_teacher)
-        aux, z, gates, weighted = (
-            [],
-            [],
-            [],
-            [],
-        )  # of each segment; GateStats of all tokens
+        aux, z, gates, weighted = [], [], [], []  # of each segment; GateStats of all tokens
         for segment, (own, _) in found.items():
             expert = segment.roles(roles).expert
             sums = lax.psum(own.sums, roles.dense)
@@ -316,10 +303,17 @@ def _make_trunk(model: LanguageModel, layout: Layout, rows: int, length: int, pl
         positions = None if batch.documents is None else document_positions(batch.documents)
         x = units.embedding(batch.inputs, dtype, group, positions)
         x = tuple(jnp.split(x, group.parts))
-        choices = None if batch.choices is None else by_layer(batch.choices)
+        choices = batch.choices  # [b, Sq, L, K], of the layers [L, t, K]
+        if choices is not None:
+            choices = jnp.moveaxis(choices.reshape(-1, *choices.shape[2:]), 1, 0)
         constants = Constants(bank, tables, token_ids, key, batch.documents, choices)
         x, found = layers(x, dense["units"], opened, constants)
         with jax.named_scope("loss"):
-            return tuple(map(units.norm, group.to_loss(x))), units.embedding.head_table(), found
+            if group.split or not group.axes:  # halves stay apart where a device takes its part of each
+                x = tuple(part.reshape(-1, part.shape[-1]) for part in x)
+            else:
+                x = jnp.concatenate(x)
+                x = (own_part(x.reshape(-1, x.shape[-1]), group.axes),)
+            return tuple(map(units.norm, x)), units.embedding.head_table(), found
 
     return trunk

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.errors import UserError
-from moe_jax.moe.routing import record
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
 from moe_jax.parallel.replicated import own_part
@@ -34,37 +33,28 @@ from moe_jax.parallel.varying import match_varying
 # to the compute dtype before it casts it to w's dtype, and adds parts of it (chunks of tokens, devices, the tokens of a
 # bias) in the compute dtype too. Here the parameter is a *grad_sink*: its value is not read, and its cotangent comes
 # out of the matmul in its own dtype. Where the two dtypes are equal, every function is plain JAX.
-@record
-class Weight:
-    """A parameter as an operand of a matmul.
+def in_dtype(parameter, dtype) -> tuple:
+    """Return a parameter [...] as an operand of a matmul in `dtype`: (its value in that, its grad_sink).
 
-    Attributes:
-      held: float [...], its value in the compute dtype.
-      grad_sink: the parameter, through which the gradient leaves; None where `held` is the parameter.
+    The latter is the parameter, through which the gradient leaves; None where the value itself is the parameter.
     """
-
-    held: jax.Array
-    grad_sink: jax.Array | None
-
-
-def in_dtype(parameter, dtype) -> Weight:
-    """Return a parameter [...] for a matmul in `dtype`."""
     if parameter.dtype == dtype:
-        return Weight(held=parameter, grad_sink=None)
-    return Weight(held=lax.stop_gradient(parameter).astype(dtype), grad_sink=parameter)
+        return parameter, None
+    return lax.stop_gradient(parameter).astype(dtype), parameter
 
 
-def project(spec: str, x, weight: Weight, out=None):
+def project(spec: str, x, weight: tuple, out=None):
     """Return einsum(spec, x, weight), in the dtype of x or in `out`; the weight's gradient has the parameter's dtype.
 
     Args:
       spec: 'x,weight->result', without an index that only one of the three has.
-      x: float [...].
+      x: float [...]; weight: from `in_dtype`.
       out: dtype of the result.
     """
-    if weight.grad_sink is None:
-        return jnp.einsum(spec, x, weight.held, preferred_element_type=out)
-    return _project(spec, out, weight.grad_sink.dtype, *match_varying(x, weight.held, weight.grad_sink))
+    held, grad_sink = weight
+    if grad_sink is None:
+        return jnp.einsum(spec, x, held, preferred_element_type=out)
+    return _project(spec, out, grad_sink.dtype, *match_varying(x, held, grad_sink))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -138,7 +128,7 @@ class ModelGroup:
         """Return the group as it holds one of the parts."""
         return dataclasses.replace(self, rows=self.rows // self.parts, parts=1)
 
-    def project(self, h, specs: list[str], weights: list[Weight]):
+    def project(self, h, specs: list[str], weights: list[tuple]):
         """Return [einsum(spec, tokens [b, Sq, M], weight)], the first matmuls of attention or FFN.
 
         With split tokens the backward gathers them again instead of saving all t.
@@ -164,7 +154,7 @@ class ModelGroup:
         gathered.defvjp(lambda part, weights: (whole(part, weights), (part, weights)), backward)
         return gathered(h, weights)
 
-    def times(self, spec: str, x, weight: Weight):
+    def times(self, spec: str, x, weight: tuple):
         """Return einsum(spec, x, weight) as `project` does: the matmuls of attention and FFN, by their own parts."""
         return project(spec, x, weight)
 
@@ -182,16 +172,6 @@ class ModelGroup:
         flat = tokens.reshape(self.parts if self.split else 1, -1, *tokens.shape[2:])
         own = own_part(flat, self.axes, dim=1)
         return own.reshape(-1, *own.shape[2:])
-
-    def to_loss(self, x: tuple):
-        """Return the parts [t_i, M] of what this device takes to the loss, in the order of `own_flat`, from those of x.
-
-        Halves stay apart where a device takes its part of each; where it takes one of the whole batch they are joined.
-        """
-        if self.split or not self.axes:
-            return tuple(part.reshape(-1, part.shape[-1]) for part in x)
-        whole = jnp.concatenate(x)
-        return (own_part(whole.reshape(-1, whole.shape[-1]), self.axes),)
 
 
 def make_model_group(roles: Roles, rows: int, sequence_parallel: bool, halves: bool = False) -> ModelGroup:

@@ -1,7 +1,7 @@
 """The layer stack in the order of a block-wise schedule: an interpreter of planning/block_schedule.py.
 
-Inputs: a `BlockSchedule`, the stages of a layer, and how parameters move. Outputs: `Prefetcher`, a function of the
-whole stack with a backward of its own (`custom_vjp`), so that the program has the schedule's order in both directions.
+Inputs: `Stages`. Outputs: a function of the whole stack with a backward of its own (`custom_vjp`), so that the program
+has the schedule's order in both directions.
 Source: design after Hecate, section 3.2, and Pro-Prophet, section V-B.
 """
 
@@ -18,21 +18,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.models.residuals import Residuals
-from moe_jax.models.stages import Constants, LayerInputs, Stages, join_floats, known_arrays, zero_grad_sink
+from moe_jax.models.stages import Constants, LayerInputs, Stages, join_floats
 from moe_jax.parallel.ordering import wait_for_tree
 from moe_jax.parallel.replicated import declare_equal
-from moe_jax.parallel.slices import PARTS, Transfer, fetch
+from moe_jax.parallel.slices import PARTS, fetch
 from moe_jax.parallel.sparse_all_gather import empty_replicas, return_part
-from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.parallel.varying import cast_varying, varying_axes
-from moe_jax.planning.block_schedule import BlockSchedule, Loop, Window
+from moe_jax.planning.block_schedule import Loop, Window
 
 STEPS = {  # the stages of windows that have several of them, in the order of the forward
     "dispatch": ("route", "send"),
@@ -54,114 +51,53 @@ READ = {  # what a stage takes out of the live values: (name, of the next layer)
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """What the forward leaves for the backward.
+def run_stack(how: Stages, x, params, grad_sink, constants: Constants):
+    """Run a stack of layers.
 
-    Attributes:
-      alone: {(name, layer, half): value} of windows outside the loop: the `Residuals` of each stage under its name;
-        a [b, Sq, M] in their place where stages run again; held_replicas and late {name: [m, ...]} where those are not
-        fetched again.
-      stacked: the same of the loop's windows, layers relative to the turn, values [turns, ...].
-      last: the last layer's replicas {name: [m, ...]}, which the backward needs at once; None where it fetches none.
+    Args:
+      x: a tuple of [b, Sq, M] or [t / N_MP, M], of all sequences or of either half.
+      params: (mix, gate), leaves [L, ...].
+      grad_sink: {name: [L, Hs, ...]}, whose cotangent is the gradient of home experts.
+
+    Returns:
+      (x as it came, GateStats [L, ...], passes int32 [L], the most of both halves).
     """
 
-    alone: dict
-    stacked: dict
-    last: dict | None
+    @jax.custom_vjp
+    def stack(x, params, grad_sink, constants):
+        return Forward(how, params, grad_sink, constants, save_residuals=False).run(x)[0]
 
+    def forward(x, params, grad_sink, constants):
+        out, saved = Forward(how, params, grad_sink, constants, save_residuals=True).run(x)
+        types = {name: leaf[:0] for name, leaf in grad_sink.items()}  # dtype and axes, no bytes
+        return out, (params, types, constants, saved)
 
-jax.tree_util.register_dataclass(Saved)
+    def backward(residuals, cotangents):
+        params, types, constants, saved = residuals
+        dx, dparams, d_grad_sink = Backward(how, params, types, constants).run(cotangents, saved)
+        return dx, dparams, d_grad_sink, None
 
-
-@dataclasses.dataclass(frozen=True)
-class Prefetcher:
-    """The function of one stack of layers, built as its fields say.
-
-    Attributes:
-      schedule: the windows.
-      stages: the functions of a layer.
-      transfer: how parameters move; with None the windows have no moves.
-      late: of replicas that come after the gate, inside the stage `route`; None for none.
-      prepare: (mix, gate) of one layer -> the same, gathered; differentiated here.
-      scan: loop over turns, else write all layers out.
-      recompute: save the inputs of the two halves of a layer only.
-      first_layer: MoE layers before this stack, by which the gates' noise is keyed.
-
-    Where the schedule has halves, the stages are those of half as many tokens.
-    """
-
-    schedule: BlockSchedule
-    stages: Stages
-    transfer: Transfer | None
-    late: TransferShape | None
-    prepare: Any
-    scan: bool
-    recompute: bool
-    first_layer: int = 0
-
-    @property
-    def halves(self) -> tuple[int | None, ...]:
-        """The halves that windows name."""
-        return (0, 1) if self.schedule.halves else (None,)
-
-    def loop(self, loop: Loop) -> Loop:
-        """Return the loop as it is run: unrolled if asked for, without moves if nothing moves."""
-
-        def bare(windows: tuple[Window, ...]) -> tuple[Window, ...]:
-            return tuple(dataclasses.replace(one, beside=(), others=bare(one.others)) for one in windows)
-
-        if not self.scan:
-            loop = Loop(loop.windows(self.schedule.layers), (), range(0), ())
-        if self.transfer is None:
-            loop = Loop(bare(loop.before), bare(loop.body), loop.turns, bare(loop.after))
-        return loop
-
-    def __call__(self, x, params, grad_sink, constants: Constants):
-        """Run the stack.
-
-        Args:
-          x: a tuple of [b, Sq, M] or [t / N_MP, M], of all sequences or of either half.
-          params: (mix, gate), leaves [L, ...].
-          grad_sink: {name: [L, Hs, ...]}, whose cotangent is the gradient of home experts.
-
-        Returns:
-          (x as it came, GateStats [L, ...], passes int32 [L], the most of both halves).
-        """
-
-        @jax.custom_vjp
-        def stack(x, params, grad_sink, constants):
-            return Forward(self, params, grad_sink, constants, save_residuals=False).run(x)[0]
-
-        def forward(x, params, grad_sink, constants):
-            out, saved = Forward(self, params, grad_sink, constants, save_residuals=True).run(x)
-            types = {name: leaf[:0] for name, leaf in grad_sink.items()}  # dtype and axes, no bytes
-            return out, (params, types, constants, saved)
-
-        def backward(residuals, cotangents):
-            params, types, constants, saved = residuals
-            dx, dparams, d_grad_sink = Backward(self, params, types, constants).run(cotangents, saved)
-            return dx, dparams, d_grad_sink, None
-
-        stack.defvjp(forward, backward)
-        if self.scan and self.schedule.halves:  # one sum over devices after the loop, not one in each of its turns
-            params = cast_varying(params, varying_axes(constants.token_ids))
-        x, stats, passes = stack(x, params, grad_sink, constants)
-        if not self.schedule.halves:
-            return x, stats[0], passes[0]
-        choices = [half.choices for half in stats]  # the first half's tokens come first
-        sums = jax.tree.map(jnp.add, *(dataclasses.replace(half, choices=None) for half in stats))
-        if choices[0] is not None:
-            sums = dataclasses.replace(sums, choices=jnp.concatenate(choices, axis=1))
-        return x, sums, jnp.maximum(*passes)
+    stack.defvjp(forward, backward)
+    halves = how.schedule.halves
+    if how.scan and halves:  # one sum over devices after the loop, not one in each of its turns
+        params = cast_varying(params, varying_axes(constants.token_ids))
+    x, stats, passes = stack(x, params, grad_sink, constants)
+    if not halves:
+        return x, stats[0], passes[0]
+    choices = [half.choices for half in stats]  # the first half's tokens come first
+    sums = jax.tree.map(jnp.add, *(dataclasses.replace(half, choices=None) for half in stats))
+    if choices[0] is not None:
+        sums = dataclasses.replace(sums, choices=jnp.concatenate(choices, axis=1))
+    return x, sums, jnp.maximum(*passes)
 
 
 class Direction:
     """Code of both directions: look-ups by layer, moves, fences, and the loop."""
 
-    def __init__(self, how: Prefetcher, params, grad_sink, constants: Constants):
+    def __init__(self, how: Stages, params, grad_sink, constants: Constants):
         self.how, self.params, self.constants = how, params, constants
-        self.layers = how.schedule.layers
+        self.layers, self.halves = how.schedule.layers, (0, 1) if how.schedule.halves else (None,)
+        self.alone: dict = {}  # in the backward: what the forward saved of windows outside the loop
         self.grad_sink_dtypes = {name: leaf.dtype for name, leaf in grad_sink.items()}
         self.grad_sink_axes = varying_axes(grad_sink)
         self.turn = None
@@ -193,7 +129,24 @@ class Direction:
             return prepared
         return cast_varying(prepared, varying_axes(self.constants.token_ids))
 
-    def inputs(self, layer: int, half: int | None, replicas) -> LayerInputs:
+    def saved(self, key: tuple, residuals: dict):
+        """Return what the forward left under (name, layer, half), in this turn of the loop or outside it."""
+        return residuals[key] if key in residuals else self.alone[key]
+
+    def inputs(self, stage: str, at: tuple, env: dict, residuals: dict) -> LayerInputs:
+        """Return what a stage at (layer, half) reads; replicas only where it uses them.
+
+        Those planned ahead stand before those that came after the gate; each are alive, fetched again, or saved.
+        """
+        layer, half = at
+        replicas: list = []
+        if stage.startswith(("experts", "unpack")):
+            if self.how.transfer is not None:
+                key = "held_replicas", layer, None
+                replicas.append(env[key] if key in env else self.saved(key, residuals))
+            if self.how.late is not None:
+                key = "late", layer, half
+                replicas += env[key] if key in env else self.saved(key, residuals)
         mix, gate = self.prepare(*self.of_layer(self.params, layer))
         key, token_ids, documents = None, self.constants.token_ids, self.constants.documents
         if self.constants.key is not None:
@@ -206,7 +159,7 @@ class Direction:
             mix=mix,
             gate=gate,
             bank=self.constants.bank,
-            replicas=replicas,
+            replicas=tuple(replicas),
             grad_sinks=self.grad_sinks(),
             tables=self.of_layer(self.constants.tables, layer),
             token_ids=token_ids,
@@ -215,30 +168,15 @@ class Direction:
         )
 
     def grad_sinks(self):
-        """Return the zeros through which gradients of one layer leave, of homes and of replicas."""
-        bank, axes = self.constants.bank, self.grad_sink_axes
-        slots = self.constants.tables.home_row.shape[-1]
-        home = {n: zero_grad_sink({n: v}, slots, self.grad_sink_dtypes[n], axes)[n] for n, v in bank.items()}
-        axes, dtypes = varying_axes(bank, self.constants.tables), self.grad_sink_dtypes
-        slots = [part.slots for part in (self.how.transfer, self.how.late) if part is not None]
-        return home, tuple({n: zero_grad_sink({n: v}, m, dtypes[n], axes)[n] for n, v in bank.items()} for m in slots)
+        """Return zeros that nothing reads, through which gradients of one layer leave: of homes and of replicas."""
+        bank, tables = self.constants.bank, self.constants.tables
 
-    def moves(self, window: Window, env: dict):
-        """Return [(key of what a move fills, its `ChunkTransfer`)] of the window's moves."""
-        found, transfer = [], self.how.transfer
-        for move in window.beside:
-            tables = self.of_layer(self.constants.tables, move.layer)
-            part = round(move.start * PARTS), round(move.stop * PARTS)
-            if move.kind == "trans":
-                steps = fetch(self.constants.bank, tables.home_row, tables.transfer, transfer, part)
-                found.append((("held_replicas", move.layer, None), steps))
-            else:
-                wires = {name: leaf.dtype for name, leaf in self.constants.bank.items()}
-                gradients = env["dheld_replicas", move.layer, None]
-                found.append(
-                    (("home", move.layer, None), return_part(gradients, tables.transfer, transfer, part, wires))
-                )
-        return found
+        def zeros(slots: int, axes):
+            shapes = {name: (slots, *leaf.shape[1:]) for name, leaf in bank.items()}
+            return {n: cast_varying(jnp.zeros(shape, self.grad_sink_dtypes[n]), axes) for n, shape in shapes.items()}
+
+        home, axes = zeros(tables.home_row.shape[-1], self.grad_sink_axes), varying_axes(bank, tables)
+        return home, tuple(zeros(part.slots, axes) for part in (self.how.transfer, self.how.late) if part is not None)
 
     def beside(self, window: Window, env: dict, chain, compute):
         """Return compute(chain) with the window's moves in flight; their results go to `env`.
@@ -247,7 +185,18 @@ class Direction:
         stage not before everything is packed. With a fence of its table alone the compiler packs Agg after attention,
         and keeps the gradients of experts, and all that they are computed from, in memory until then.
         """
-        moves = self.moves(window, env)
+        moves, transfer, bank = [], self.how.transfer, self.constants.bank  # (key of what it fills, `ChunkTransfer`)
+        for move in window.beside:
+            tables = self.of_layer(self.constants.tables, move.layer)
+            part = round(move.start * PARTS), round(move.stop * PARTS)
+            if move.kind == "trans":
+                steps = fetch(bank, tables.home_row, tables.transfer, transfer, part)
+                moves.append((("held_replicas", move.layer, None), steps))
+            else:
+                wires = {name: leaf.dtype for name, leaf in bank.items()}
+                gradients = env["dheld_replicas", move.layer, None]
+                steps = return_part(gradients, tables.transfer, transfer, part, wires)
+                moves.append((("home", move.layer, None), steps))
         payload = [steps.pack() for _, steps in moves]
         if moves:
             chain, payload = fence((chain, payload))
@@ -256,7 +205,7 @@ class Direction:
         arrived = {}
         for (key, steps), one in zip(moves, payload, strict=True):
             into = env.pop(key, None)
-            into = empty_replicas(self.constants.bank, self.how.transfer) if into is None else into
+            into = empty_replicas(bank, transfer) if into is None else into
             arrived[key] = steps.unpack(steps.communicate(one), into)
         if moves:
             main, arrived = fence((main, arrived))
@@ -269,7 +218,16 @@ class Direction:
         Neither side starts before what both read is there. On XLA:CPU every window of a half, alone or not, waits for
         the results of the other half so far: branches that hold collectives would overtake others (`ordering.py`).
         """
-        keys = [self.read_by(one, env, residuals) for one in window.pair[:2] if one.half is not None]
+        steps = [STEPS.get(one.stage, (one.stage,)) for one in window.pair]
+        if self.direction == "backward":
+            steps = [names if names == STEPS["recompute"] else names[::-1] for names in steps]
+        keys = []  # of what the windows of a half read first
+        for one, (first, *_) in zip(window.pair[:2], steps, strict=False):
+            if one.half is not None:
+                name, ahead = READ[self.direction][first]
+                keys.append((name, one.layer + ahead, one.half))
+                if keys[-1] not in env:  # what is computed again starts from what was saved
+                    env[keys[-1]] = self.saved(keys[-1], residuals)
         if window.others:
             env.update(zip(keys, self.start(env, tuple(env[key] for key in keys)), strict=True))
         for i, one in enumerate(window.pair):
@@ -278,21 +236,12 @@ class Direction:
                 chain = {name for name, _ in READ[self.direction].values()}
                 others = [v for (name, _, half), v in env.items() if half == 1 - one.half and name in chain]
                 env[keys[i]] = self.after(env[keys[i]], *others)
-            for step in self.steps(one):
+            for step in steps[i]:
                 self.step(step, one, env, emit, residuals)
 
     def start(self, env: dict, chains: tuple) -> tuple:
         """Return what a pair of windows reads; no part of it is used before all of it is there."""
         return fence(chains)
-
-    def read_by(self, window: Window, env: dict, residuals: dict) -> tuple:
-        """Return the key of what a window reads first."""
-        name, ahead = READ[self.direction][next(iter(self.steps(window)))]
-        return name, window.layer + ahead, window.half
-
-    def steps(self, window: Window):
-        """Return the stages of a window in the order of the program."""
-        return STEPS.get(window.stage, (window.stage,))
 
     def run_loop(self, loop: Loop, env: dict, saved=None):
         """Run all windows; returns (env, emitted before and after {key: value}, emitted by the body, stacked).
@@ -300,6 +249,14 @@ class Direction:
         Args:
           saved: what the other direction's loop emitted, stacked, for the same turns.
         """
+        if not self.how.scan:
+            loop = Loop(loop.windows(self.layers), (), range(0), ())
+        if self.how.transfer is None:  # nothing moves
+
+            def bare(windows: tuple[Window, ...]) -> tuple[Window, ...]:
+                return tuple(dataclasses.replace(one, beside=(), others=bare(one.others)) for one in windows)
+
+            loop = Loop(bare(loop.before), bare(loop.body), loop.turns, bare(loop.after))
         alone: dict = {}
         for window in loop.before:
             self.pair(window, env, alone, {})
@@ -354,77 +311,71 @@ class Forward(Direction):
         self.save_residuals = save_residuals
 
     def run(self, x: tuple):
-        """Return ((x, stats [L, ...], passes [L]), `Saved`), a tuple by half of each of the three."""
+        """Return ((x, stats [L, ...], passes [L]), saved), a tuple by half of each of the three.
+
+        Saved is what the backward takes, (alone, stacked, last). Alone, {(name, layer, half): value}, is of windows
+        outside the loop: the `Residuals` of each stage under its name; a [b, Sq, M] in their place where stages run
+        again; held_replicas and late {name: [m, ...]} where those are not fetched again. Stacked is the same of the
+        loop's windows, layers relative to the turn, values [turns, ...]. Last are the last layer's replicas
+        {name: [m, ...]}, which the backward needs at once; None where it fetches none.
+        """
         how = self.how
-        env = {("x", 0, half): part for half, part in zip(how.halves, x, strict=True)}
+        env = {("x", 0, half): part for half, part in zip(self.halves, x, strict=True)}
         last = how.transfer is not None and self.save_residuals and how.schedule.refetch_replicas
         if last:  # the last layer's replicas are needed again at once
             bank = self.constants.bank
             like = self.grad_sinks()[1][0]
             env["last", None, None] = {name: leaf.astype(bank[name].dtype) for name, leaf in like.items()}
-        loop = how.loop(how.schedule.forward)
-        env, alone, stacked = self.run_loop(loop, env)
+        env, alone, stacked = self.run_loop(how.schedule.forward, env)
         found = []
-        for wanted in itertools.product(("stats", "passes"), how.halves):
+        for wanted in itertools.product(("stats", "passes"), self.halves):
             pieces = {}  # by layer, [1 or turns, ...]
             for (name, at, half), value in alone.items():
                 if (name, half) == wanted:
                     pieces[at] = jax.tree.map(lambda v: v[None], value)
             for (name, offset, half), value in stacked.items():
                 if (name, half) == wanted:
-                    pieces[loop.turns[0] + offset] = value
+                    pieces[how.schedule.forward.turns[0] + offset] = value
             ordered = [pieces[layer] for layer in sorted(pieces)]
             found.append(jax.tree.map(lambda *parts: jnp.concatenate(parts), *ordered))
-        halves = len(how.halves)
-        saved = [{k: v for k, v in part.items() if k[0] not in ("stats", "passes")} for part in (alone, stacked)]
-        out = tuple(env["x", self.layers, half] for half in how.halves)
-        return (out, tuple(found[:halves]), tuple(found[halves:])), Saved(*saved, env.get(("last", None, None)))
+        halves = len(self.halves)
+        kept = ({k: v for k, v in part.items() if k[0] not in ("stats", "passes")} for part in (alone, stacked))
+        out = tuple(env["x", self.layers, half] for half in self.halves)
+        return (out, tuple(found[:halves]), tuple(found[halves:])), (*kept, env.get(("last", None, None)))
 
-    def step(self, stage: str, window: Window, env: dict, emit: dict, _):
-        at, stages = (window.layer, window.half), self.how.stages
-        save = self.save_residuals and (stage == "attention" or not self.how.recompute)
-        inputs = self.inputs(*at, self.replicas(*at, env) if stage in ("experts", "unpack") else ())
+    def step(self, stage: str, window: Window, env: dict, emit: dict, residuals: dict):
+        at, how = (window.layer, window.half), self.how
+        save = self.save_residuals and (stage == "attention" or not how.recompute)
+        inputs = self.inputs(stage, at, env, residuals)
         value = env[("a", *at)] if stage == "route" else env.pop((READ["forward"][stage][0], *at))
         if stage == "attention":
-            env["a", *at], residuals = self.beside(window, env, value, lambda x: stages.attention(x, inputs, save))
+            env["a", *at], kept = self.beside(window, env, value, lambda x: how.attention(x, inputs, save))
         elif stage == "route":
-            (found, (env["metadata", *at], whole, passes, env["late", *at])), residuals = stages.route(
-                value, inputs, save
-            )
+            (found, (env["metadata", *at], whole, passes, env["late", *at])), kept = how.route(value, inputs, save)
             rows, context, stats, _ = found
             env["packed", *at], env["context", *at] = self.after(rows, stats), (context, whole[0])
             emit["stats", *at], emit["passes", *at] = join_floats(stats, whole[1]), passes
         elif stage == "unpack":
-            residuals = self._unpack(window, env, emit, value, inputs, save)
+            late, metadata = env.pop(("late", *at)), env.pop(("metadata", *at))
+            (context, whole), a = env.pop(("context", *at)), env.pop(("a", *at))
+            y, kept = how.unpack(value, metadata, context, whole, inputs, save)
+            env["x", window.layer + 1, window.half] = a + y.reshape(a.shape)
+            if save and late:
+                emit["late", *at] = late
+            elif self.save_residuals and not save:
+                emit["a", *at] = a
+            if window.half in (None, 1):  # the last to read this layer's replicas
+                replicas = env.pop(("held_replicas", window.layer, None), None)
+                if ("last", None, None) in env:
+                    env["last", None, None] = replicas
+                elif self.save_residuals and replicas is not None:
+                    emit["held_replicas", window.layer, None] = replicas
         else:
-            metadata, run = env["metadata", *at], getattr(stages, stage)
+            metadata, run = env["metadata", *at], getattr(how, stage)
             key = READ["forward"][AFTER[stage]][0], *at
-            env[key], residuals = self.beside(window, env, value, lambda rows: run(rows, metadata, inputs, save))
+            env[key], kept = self.beside(window, env, value, lambda rows: run(rows, metadata, inputs, save))
         if save:
-            emit[stage, *at] = residuals
-
-    def _unpack(self, window: Window, env: dict, emit: dict, returned, inputs: LayerInputs, save: bool):
-        at = window.layer, window.half
-        late, metadata = env.pop(("late", *at)), env.pop(("metadata", *at))
-        (context, whole), a = env.pop(("context", *at)), env.pop(("a", *at))
-        y, residuals = self.how.stages.unpack(returned, metadata, context, whole, inputs, save)
-        env["x", window.layer + 1, window.half] = a + y.reshape(a.shape)
-        if save and late:
-            emit["late", *at] = late
-        elif self.save_residuals and not save:
-            emit["a", *at] = a
-        if window.half in (None, 1):  # the last to read this layer's replicas
-            replicas = env.pop(("held_replicas", window.layer, None), None)
-            if ("last", None, None) in env:
-                env["last", None, None] = replicas
-            elif self.save_residuals and replicas is not None:
-                emit["held_replicas", window.layer, None] = replicas
-        return residuals
-
-    def replicas(self, layer: int, half: int | None, env: dict) -> tuple:
-        """Return the layer's replicas, those planned ahead before those that came after the gate."""
-        ahead = () if self.how.transfer is None else (env["held_replicas", layer, None],)
-        return (*ahead, *env["late", layer, half])
+            emit[stage, *at] = kept
 
 
 MATRIX = 1 << 16  # values from which a gradient takes time worth hiding
@@ -435,14 +386,14 @@ class Backward(Direction):
 
     direction = "backward"
 
-    def run(self, cotangents, saved: Saved):
+    def run(self, cotangents, saved: tuple):
         """Return (halves of dx, dparams, d_grad_sink)."""
         dx, self.dstats, _ = cotangents
-        self.alone = saved.alone
-        self.held: list[tuple] = []  # gradients that are not written yet, as `write` takes them
-        env = {("dx", self.layers, half): part for half, part in zip(self.how.halves, dx, strict=True)}
-        if saved.last is not None:
-            env["held_replicas", self.layers - 1, None] = saved.last
+        self.alone, stacked, last = saved
+        self.held: list[tuple] = []  # gradients that are not written yet: (name, layer, value)
+        env = {("dx", self.layers, half): part for half, part in zip(self.halves, dx, strict=True)}
+        if last is not None:
+            env["held_replicas", self.layers - 1, None] = last
         zeros = lambda leaf: cast_varying(jnp.zeros(leaf.shape, leaf.dtype), varying_axes(leaf))  # noqa: E731
         mix, gate = self.params
         home, _ = self.grad_sinks()
@@ -453,9 +404,10 @@ class Backward(Direction):
             "sums": cast_varying(full, self.grad_sink_axes),
         }
         env.update({(name, None, None): value if self.how.scan else {} for name, value in full.items()})
-        env, _, _ = self.run_loop(self.how.loop(self.how.schedule.backward), env, saved.stacked)
-        self._write_held(env)
-        dx = tuple(env["dx", 0, half] for half in self.how.halves)
+        env, _, _ = self.run_loop(self.how.schedule.backward, env, stacked)
+        for one in self.held:
+            self.write(*one, env)
+        dx = tuple(env["dx", 0, half] for half in self.halves)
         dx = tuple(self.after(part, *dx) for part in dx)
         grads = {name: env[name, None, None] for name in full}
         if not self.how.scan:  # layers that are written out are put together once
@@ -463,21 +415,6 @@ class Backward(Direction):
                 values = (grads[name][layer] for layer in range(self.layers))
                 grads[name] = jax.tree.map(lambda leaf, *own: jnp.stack(own).astype(leaf.dtype), like, *values)
         return dx, (grads["mix"], grads["gate"]), grads["sums"]
-
-    def saved(self, name: str, layer: int, half: int | None, residuals: dict):
-        key = name, layer, half
-        return residuals[key] if key in residuals else self.alone.get(key)
-
-    def replicas(self, layer: int, half: int | None, env: dict, residuals: dict):
-        """Return the layer's replicas, each fetched again or saved: those planned ahead before those that came late."""
-        found = []
-        if self.how.transfer is not None:
-            key = "held_replicas", layer, None
-            found.append(env[key] if key in env else self.saved(*key, residuals))
-        if self.how.late is not None:
-            key = "late", layer, half
-            found += env[key] if key in env else self.saved(*key, residuals)
-        return tuple(found)
 
     def start(self, env: dict, chains: tuple) -> tuple:
         """Fence what the windows read; where layers are written out, with all gradients of parameters so far.
@@ -493,18 +430,14 @@ class Backward(Direction):
         chains, fenced = fence((chains, [leaves[place] for place in large]))
         for place, leaf in zip(large, fenced, strict=True):
             leaves[place] = leaf
-        held, sums = jax.tree.unflatten(tree, leaves)
+        values, sums = jax.tree.unflatten(tree, leaves)
         env.update(zip(keys, sums, strict=True))
-        self.held = [(name, layer, value) for (name, layer, _), value in zip(self.held, held, strict=True)]
-        return self.after(chains, self._write_held(env))
-
-    def _write_held(self, env: dict) -> list:
-        """Write what is held, and return it as it was written."""
         held, self.held = self.held, []
-        return [self._write(*one, env) for one in held]
+        written = [self.write(name, layer, value, env) for (name, layer, _), value in zip(held, values, strict=True)]
+        return self.after(chains, written)
 
-    def write(self, name: str, layer: int, value, env: dict):
-        """Put a layer's gradient at its place among those of all layers; written out, when the next pair starts.
+    def finish(self, name: str, layer: int, value, env: dict):
+        """Put a layer's gradient at its place; written out with halves, when the next pair starts.
 
         Returns:
           what was written, or () where it is held.
@@ -512,9 +445,9 @@ class Backward(Direction):
         if self.how.schedule.halves and not self.how.scan:
             self.held.append((name, layer, value))
             return ()
-        return self._write(name, layer, value, env)
+        return self.write(name, layer, value, env)
 
-    def _write(self, name: str, layer: int, value, env: dict):
+    def write(self, name: str, layer: int, value, env: dict):
         """Write a gradient: of `mix` and `gate`, cotangents of what `prepare` returned, the layer's own."""
         mix, gate = self.of_layer(self.params, layer) if name != "sums" else (None, None)
         if name == "mix":
@@ -528,131 +461,100 @@ class Backward(Direction):
             total[index] = value
         return value
 
-    def steps(self, window: Window):
-        steps = super().steps(window)
-        return steps if window.stage == "recompute" else tuple(reversed(steps))
-
-    def read_by(self, window: Window, env: dict, residuals: dict) -> tuple:
-        key = super().read_by(window, env, residuals)
-        if key[0] == "a":  # what is computed again starts from what was saved
-            env[key] = self.saved(*key, residuals)
-        return key
-
     def step(self, stage: str, window: Window, env: dict, emit: dict, residuals: dict):
-        at = window.layer, window.half
+        at, layer, how = (window.layer, window.half), window.layer, self.how
         if stage.endswith("_again"):
             self._again(stage.removesuffix("_again"), at, env, residuals)
             return
-        inputs = self.inputs(*at, self.replicas(*at, env, residuals) if stage in ("experts", "unpack") else ())
-        residuals_of_stage = env.pop((stage, *at), None) or self.saved(stage, *at, residuals)
-        pull_back = self._in_turn(stage, at, residuals_of_stage, env).restore(known_arrays(inputs))
+        moves = how.transfer is not None
+        last = window.half in (None, 0)  # no other half of this layer follows in the backward
+        inputs = self.inputs(stage, at, env, residuals)
+        kept = env.pop((stage, *at), None) or self.saved((stage, *at), residuals)
+        name, ahead = READ["backward"][stage]
+        d = env.pop((name, layer + ahead, window.half))
+        # On XLA:CPU what a stage's backward makes again of what was saved waits for the cotangent: the branch of later
+        # passes, whose number is a scalar, and the tokens that an MP group gathers again.
+        if stage == "unpack":
+            kept = jax.tree.map(lambda leaf: self.after(leaf, d) if leaf.ndim == 0 else leaf, kept)
+        elif stage == "attention":
+            floats = jnp.floating
+            kept = jax.tree.map(lambda v: self.after(v, d) if jnp.issubdtype(v.dtype, floats) else v, kept)
+        pull_back = kept.restore(inputs)
+
         if stage in ("send", "send_back"):
-            result = {"send": "dpacked", "send_back": "ddone"}[stage]
-            (env[result, *at],) = pull_back(env.pop((READ["backward"][stage][0], *at)))
+            (env[{"send": "dpacked", "send_back": "ddone"}[stage], *at],) = pull_back(d)
+        elif stage == "attention":
+            (dx, dmix) = self.beside(window, env, d, pull_back)
+            if window.beside:  # else the sum of dmix over devices, and so all of attention, would run before the moves
+                dx, dmix = fence((dx, dmix))
+            add(env, ("dmix", layer, None), dmix)
+            if last:
+                dx = self.after(dx, self.finish("mix", layer, env.pop(("dmix", layer, None)), env))
+            env["dx", *at] = dx
+        elif stage == "unpack":
+            env["dreturned", *at], dcontext, (dhome, env["dreplicas", *at]) = pull_back(d.reshape(-1, d.shape[-1]))
+            add(env, ("home", layer, None), dhome)
+            env["da", *at], env["dcontext", *at] = d, dcontext
+        elif stage == "experts":
+            dreceived, (dhome, dreplicas) = self.beside(window, env, d, pull_back)
+            add(env, ("home", layer, None), dhome)
+            dreplicas = jax.tree.map(jnp.add, env.pop(("dreplicas", *at)), dreplicas)
+            env["dreceived", *at] = dreceived
+            env.pop(("late", *at), None)
+            if moves:
+                add(env, ("dheld_replicas", layer, None), dreplicas[0])
+            if how.late is not None:
+                env["dlate", *at] = dreplicas[-1:]
+            if last:
+                env.pop(("held_replicas", layer, None), None)
+                if not moves and how.late is None:
+                    self.finish("sums", layer, env.pop(("home", layer, None)), env)
         else:
-            getattr(self, "_" + stage)(window, env, pull_back)
-        for move in window.beside if self.how.transfer is not None and stage in ("attention", "experts") else ():
+            # cotangents of integers have no dtype
+            own = lambda leaf: None if leaf.dtype == jax.dtypes.float0 else self.of_layer(leaf, layer)  # noqa: E731
+            dstats = jax.tree.map(own, self.dstats[window.half or 0])
+            da, dgate, dhome = pull_back((d, env.pop(("dcontext", *at)), dstats, env.pop(("dlate", *at), ())))
+            if how.late is not None:  # what the replicas that came late add
+                add(env, ("home", layer, None), dhome)
+                if not moves and last:
+                    self.finish("sums", layer, env.pop(("home", layer, None)), env)
+            da = env["da", *at] + da
+            add(env, ("dgate", layer, None), dgate)
+            if last:
+                da = self.after(da, self.finish("gate", layer, env.pop(("dgate", layer, None)), env))
+            env["da", *at] = da
+
+        for move in window.beside if moves and stage in ("attention", "experts") else ():
             if move.kind == "agg" and move.stop == 1.0:
                 del env["dheld_replicas", move.layer, None]
-                self.write("sums", move.layer, env.pop(("home", move.layer, None)), env)
-
-    def _in_turn(self, stage: str, at: tuple, residuals: Residuals, env: dict) -> Residuals:
-        """Return what a stage saved; on XLA:CPU what its backward makes again of it waits for the stage's cotangent.
-
-        That is the branch of later passes, whose number is a scalar, and the tokens that an MP group gathers again.
-        """
-        waits = {
-            "unpack": lambda leaf: leaf.ndim == 0,
-            "attention": lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating),
-        }
-        if stage not in waits:
-            return residuals
-        name, ahead = READ["backward"][stage]
-        d = env[name, at[0] + ahead, at[1]]
-        return jax.tree.map(lambda leaf: self.after(leaf, d) if waits[stage](leaf) else leaf, residuals)
+                self.finish("sums", move.layer, env.pop(("home", move.layer, None)), env)
 
     def _again(self, stage: str, at: tuple, env: dict, residuals: dict):
         """Run a stage of the forward again, and keep what its backward needs."""
-        stages, cotangent = self.how.stages, ("dx", at[0] + 1, at[1])
+        how, cotangent = self.how, ("dx", at[0] + 1, at[1])
         if stage == "route":
             a = env.pop(("a", *at), None)
-            a = self.after(self.saved("a", *at, residuals) if a is None else a, env[cotangent])
+            a = self.after(self.saved(("a", *at), residuals) if a is None else a, env[cotangent])
             if at[1] is not None:
                 a, env[cotangent] = fence((a, env[cotangent]))
-            (found, (env["metadata", *at], whole, _, late)), env["route", *at] = stages.route(
-                a, self.inputs(*at, ()), True
+            (found, (env["metadata", *at], whole, _, late)), env["route", *at] = how.route(
+                a, self.inputs(stage, at, env, residuals), True
             )
             env["packed", *at], env["context", *at] = found[0], (found[1], whole[0])
             if late:
                 env["late", *at] = late
             return
-        inputs = self.inputs(*at, self.replicas(*at, env, residuals) if stage in ("experts", "unpack") else ())
+        inputs = self.inputs(stage, at, env, residuals)
         value = env.pop((READ["forward"][stage][0], *at))
         if stage == "unpack":
             (context, whole), metadata = env.pop(("context", *at)), env.pop(("metadata", *at))
-            again, env["unpack", *at] = stages.unpack(value, metadata, context, whole, inputs, True)
+            again, env["unpack", *at] = how.unpack(value, metadata, context, whole, inputs, True)
             env[cotangent] = self.after(env[cotangent], again)
             return
         key = READ["forward"][AFTER[stage]][0], *at
-        env[key], env[stage, *at] = getattr(stages, stage)(value, env["metadata", *at], inputs, True)
+        env[key], env[stage, *at] = getattr(how, stage)(value, env["metadata", *at], inputs, True)
 
-    def _attention(self, window, env, pull_back):
-        at = window.layer, window.half
-        (dx, dmix) = self.beside(window, env, env.pop(("da", *at)), pull_back)
-        if window.beside:  # else the sum of dmix over devices, and so all of attention, would run before the moves
-            dx, dmix = fence((dx, dmix))
-        self._add(env, ("dmix", window.layer, None), dmix)
-        if self._is_last(window):
-            dx = self.after(dx, self.write("mix", window.layer, env.pop(("dmix", window.layer, None)), env))
-        env["dx", *at] = dx
 
-    def _unpack(self, window, env, pull_back):
-        at = window.layer, window.half
-        dx = env.pop(("dx", window.layer + 1, window.half))
-        env["dreturned", *at], dcontext, (dhome, env["dreplicas", *at]) = pull_back(dx.reshape(-1, dx.shape[-1]))
-        self._add(env, ("home", window.layer, None), dhome)
-        env["da", *at], env["dcontext", *at] = dx, dcontext
-
-    def _experts(self, window, env, pull_back):
-        at, how = (window.layer, window.half), self.how
-        dreceived, (dhome, after) = self.beside(window, env, env.pop(("ddone", *at)), pull_back)
-        self._add(env, ("home", window.layer, None), dhome)
-        dreplicas = jax.tree.map(jnp.add, env.pop(("dreplicas", *at)), after)
-        env["dreceived", *at] = dreceived
-        env.pop(("late", *at), None)
-        if how.transfer is not None:
-            self._add(env, ("dheld_replicas", window.layer, None), dreplicas[0])
-        if how.late is not None:
-            env["dlate", *at] = dreplicas[-1:]
-        if self._is_last(window):
-            env.pop(("held_replicas", window.layer, None), None)
-            if how.transfer is None and how.late is None:
-                self.write("sums", window.layer, env.pop(("home", window.layer, None)), env)
-
-    def _route(self, window, env, pull_back):
-        at, layer = (window.layer, window.half), window.layer
-        dstats = self.dstats[window.half or 0]
-        # cotangents of integers have no dtype
-        own = lambda leaf: None if leaf.dtype == jax.dtypes.float0 else self.of_layer(leaf, layer)  # noqa: E731
-        dstats = jax.tree.map(own, dstats)
-        cotangents = env.pop(("dpacked", *at)), env.pop(("dcontext", *at)), dstats, env.pop(("dlate", *at), ())
-        da, dgate, dhome = pull_back(cotangents)
-        if self.how.late is not None:  # what the replicas that came late add
-            self._add(env, ("home", layer, None), dhome)
-            if self.how.transfer is None and self._is_last(window):
-                self.write("sums", layer, env.pop(("home", layer, None)), env)
-        da = env["da", *at] + da
-        self._add(env, ("dgate", layer, None), dgate)
-        if self._is_last(window):
-            da = self.after(da, self.write("gate", layer, env.pop(("dgate", layer, None)), env))
-        env["da", *at] = da
-
-    @staticmethod
-    def _add(env: dict, key: tuple, value):
-        """Add a value to a sum that may not have begun."""
-        env[key] = jax.tree.map(jnp.add, env[key], value) if key in env else value
-
-    @staticmethod
-    def _is_last(window: Window) -> bool:
-        """Whether no other half of this layer follows in the backward."""
-        return window.half in (None, 0)
+def add(env: dict, key: tuple, value):
+    """Add a value to a sum that may not have begun."""
+    env[key] = jax.tree.map(jnp.add, env[key], value) if key in env else value

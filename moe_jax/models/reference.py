@@ -41,11 +41,20 @@ def rotary(x, config: ModelConfig):
 
 def attention(x, p, config: ModelConfig, documents=None):
     h = normalize(x, p["norm"], config)
-    q, k, v = queries_keys_values(h, p, config)
-    if config.qk_norm == "head":
-        q, k = (root_mean_square_norm(a, p[n]["scale"][None, None, None], (-1,), config) for a, n in of_norms(q, k))
-    elif config.qk_norm == "width":
-        q, k = (root_mean_square_norm(a, p[n]["scale"][None, None], (-2, -1), config) for a, n in of_norms(q, k))
+    if config.key_value_heads == config.heads:
+        weights = [p["qkv"][:, i] for i in range(3)]
+        biases = p["qkv_bias"] if config.attention_bias else None
+    else:
+        weights = [p["q"], p["kv"][:, 0], p["kv"][:, 1]]
+        biases = [p["q_bias"], *p["kv_bias"]] if config.attention_bias else None
+    q, k, v = (jnp.einsum("bsm,mhd->bshd", h, w) for w in weights)  # of k and v [B, Sq, Hkv, Dh]
+    if biases is not None:
+        q, k, v = (a + b[None, None] for a, b in zip((q, k, v), biases, strict=True))
+    if config.qk_norm != "none":
+        over = (-1,) if config.qk_norm == "head" else (-2, -1)  # scale [Dh] or [H, Dh]
+        scales = (p[name]["scale"] for name in ("q_norm", "k_norm"))
+        scales = [jnp.expand_dims(scale, tuple(range(4 - scale.ndim))) for scale in scales]
+        q, k = (root_mean_square_norm(a, scale, over, config) for a, scale in zip((q, k), scales, strict=True))
     if config.positions == "rotary":
         q, k = rotary(q, config), rotary(k, config)
     queries_of_one = config.heads // config.key_value_heads  # query head i reads keys and values of i // queries_of_one
@@ -66,39 +75,6 @@ def alike(documents):
     return documents[:, :, None] == documents[:, None]
 
 
-def queries_keys_values(h, p, config: ModelConfig):
-    """Return q [B, Sq, H, Dh], k and v [B, Sq, Hkv, Dh] of normed tokens."""
-    if config.key_value_heads == config.heads:
-        weights = [p["qkv"][:, i] for i in range(3)]
-        biases = p["qkv_bias"] if config.attention_bias else None
-    else:
-        weights = [p["q"], p["kv"][:, 0], p["kv"][:, 1]]
-        biases = [p["q_bias"], *p["kv_bias"]] if config.attention_bias else None
-    found = [jnp.einsum("bsm,mhd->bshd", h, w) for w in weights]
-    return found if biases is None else [a + b[None, None] for a, b in zip(found, biases, strict=True)]
-
-
-def of_norms(q, k):
-    return (q, "q_norm"), (k, "k_norm")
-
-
-def feed_forward(x, p, config: ModelConfig):
-    h = normalize(x, p["norm"], config)
-    up = h @ p["w_in"] + (p["in_bias"][None, None] if config.ffn_bias else 0)
-    hidden = jax.nn.silu(h @ p["w_gate"]) * up if "w_gate" in p else jax.nn.gelu(up)
-    return hidden @ p["w_out"] + (p["out_bias"][None, None] if config.ffn_bias else 0)
-
-
-def reference_log_probs(
-    params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None, documents=None
-):
-    """Return (log probabilities [B, Sq, V], weighted gate losses [], loads int32 [L, E]); arguments as below."""
-    logits, gate_loss, loads = reference_logits(
-        params, inputs, config, moe, noise=noise, drop_groups=drop_groups, route=route, documents=documents
-    )
-    return jax.nn.log_softmax(logits, -1), gate_loss, loads
-
-
 def reference_logits(
     params, inputs, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None, documents=None
 ):
@@ -107,15 +83,21 @@ def reference_logits(
     most = max(segment.moe.num_experts for segment in with_experts(segments))
     x = dense["embedding"]["tokens"][inputs]
     if config.positions == "learned":
-        x = x + dense["embedding"]["positions"][positions(inputs, documents)]
+        before = jnp.tril(jnp.ones((inputs.shape[1], inputs.shape[1]), jnp.int32), -1)[None]  # in the same document
+        at = jnp.sum(before if documents is None else before * alike(documents), axis=2)
+        x = x + dense["embedding"]["positions"][at]
     gate_loss, loads = 0.0, []
     for segment in segments:
         units = dense["units"][segment.name]
-        for index in range(segment.units):
+        for index in range(segment.config.units):
             p = jax.tree.map(lambda leaf: leaf[index], units)  # noqa: B023
             if segment.config.moe_every != 1:
                 x = x + attention(x, p["dense_attention"], config, documents)
-                x = x + feed_forward(x, p["dense"], config)
+                ffn = p["dense"]
+                h = normalize(x, ffn["norm"], config)
+                up = h @ ffn["w_in"] + (ffn["in_bias"][None, None] if config.ffn_bias else 0)
+                hidden = jax.nn.silu(h @ ffn["w_gate"]) * up if "w_gate" in ffn else jax.nn.gelu(up)
+                x = x + hidden @ ffn["w_out"] + (ffn["out_bias"][None, None] if config.ffn_bias else 0)
             if not segment.has_experts:
                 continue
             x = x + attention(x, p["attention"], config, documents)
@@ -140,12 +122,6 @@ def reference_logits(
     return x @ table.T, gate_loss, jnp.stack(loads)
 
 
-def positions(inputs, documents):
-    """Return the place of each token of inputs [B, Sq]: how many tokens of its document precede it."""
-    before = jnp.tril(jnp.ones((inputs.shape[1], inputs.shape[1]), jnp.int32), -1)[None]
-    return jnp.sum(before if documents is None else before * alike(documents), axis=2)
-
-
 def reference_loss(
     params, inputs, targets, weights, config: ModelConfig, moe: MoEConfig, *, noise=None, drop_groups=1, route=None,
     documents=None,
@@ -166,9 +142,9 @@ def reference_loss(
       loss [], with (cross-entropy [], loads int32 [L, E]) beside it; E is the largest of all layers, and experts that a
       layer does not have count 0.
     """
-    log_probs, gate_loss, loads = reference_log_probs(
+    logits, gate_loss, loads = reference_logits(
         params, inputs, config, moe, noise=noise, drop_groups=drop_groups, route=route, documents=documents
     )
-    picked = jnp.take_along_axis(log_probs, targets[..., None], -1)[..., 0]
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), targets[..., None], -1)[..., 0]
     cross_entropy = -jnp.sum(picked * weights) / jnp.sum(weights)
     return cross_entropy + gate_loss, (cross_entropy, loads)

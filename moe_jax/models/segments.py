@@ -73,11 +73,6 @@ class Segment:
     def has_experts(self) -> bool:
         return self.config.moe_every > 0
 
-    @property
-    def units(self) -> int:
-        """U, the turns of its loop."""
-        return self.config.units
-
     def roles(self, roles: Roles) -> Roles:
         """Return the roles of this segment on the model's mesh.
 

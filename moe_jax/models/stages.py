@@ -1,4 +1,4 @@
-"""One layer as six functions, and the `Residuals` that each of them saves for its backward; `prefetch.py` runs them.
+"""One layer as six functions, and the `Residuals` that each saves for its backward; `prefetch.py` runs a stack of them.
 
 Letters: docs/notation.md.
 """
@@ -20,7 +20,9 @@ from moe_jax.moe.bank import ExpertWeights
 from moe_jax.moe.layer import MoE
 from moe_jax.moe.routers import RouterInputs
 from moe_jax.moe.routing import record
-from moe_jax.parallel.varying import cast_varying
+from moe_jax.parallel.slices import Transfer
+from moe_jax.parallel.transfer_shape import TransferShape
+from moe_jax.planning.block_schedule import BlockSchedule
 
 
 @record
@@ -43,7 +45,7 @@ class Constants:
     choices: jax.Array | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@record
 class LayerInputs:
     """All inputs of a layer but activations; the backward has the same arrays again.
 
@@ -68,22 +70,37 @@ class LayerInputs:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The functions of one layer. Each stage returns its result and, with `save_residuals`, `Residuals`, else None.
+    """A stack of layers, and each one's stages: they return a result, with `save_residuals` `Residuals`, else None.
 
-    The exchanges stand alone (`send`, `send_back`), with all computation in the stages around them.
+    The exchanges stand alone (`send`, `send_back`), with all computation in the stages around them. Where the schedule
+    has halves, the stages are those of half as many tokens.
 
     Attributes:
       attend: (mix, gate, x [b, Sq, M], documents) -> [b, Sq, M], everything before the MoE layer.
       enter_moe: (mix, gate, x) -> ([t, M], what shared experts add), what `Unit.enter_moe` returns.
       moe: the layer, whose schedule is a `StagedSchedule`.
-      checkpoint, moe_checkpoint: wrap attention, and the other stages, in an activation checkpointing policy.
+      checkpoint: wraps a stage in an activation checkpointing policy.
+      recompute: save the inputs of the two halves of a layer only; the schedule runs the stages of the second again, so
+        no checkpoint does.
+      schedule: the windows.
+      transfer: how parameters move; with None the windows have no moves.
+      late: of replicas that come after the gate, inside the stage `route`; None for none.
+      prepare: (mix, gate) of one layer -> the same, gathered; differentiated by the stack.
+      scan: loop over turns, else write all layers out.
+      first_layer: MoE layers before this stack, by which the gates' noise is keyed.
     """
 
     attend: Callable
     enter_moe: Callable
     moe: MoE
     checkpoint: Callable
-    moe_checkpoint: Callable
+    recompute: bool
+    schedule: BlockSchedule
+    transfer: Transfer | None
+    late: TransferShape | None
+    prepare: Callable
+    scan: bool
+    first_layer: int
 
     def attention(self, x, inputs: LayerInputs, save_residuals: bool):
         """Run everything before the gate: [b, Sq, M] -> [b, Sq, M]."""
@@ -126,7 +143,9 @@ class Stages:
             return (rows, context, stats, late_grad_sinks), (metadata, whole, passes, values)
 
         arguments = (a, inputs.gate, inputs.grad_sinks[0] if self.moe.late else {})
-        return self._run(self.moe_checkpoint(run), arguments, inputs, save_residuals, has_aux=True)
+        return self._run(
+            run if self.recompute else self.checkpoint(run), arguments, inputs, save_residuals, has_aux=True
+        )
 
     def send(self, rows, metadata, inputs: LayerInputs, save_residuals: bool):
         """Exchange the packed rows."""
@@ -141,7 +160,9 @@ class Stages:
             rows, group_sizes = schedule.arrive(received, metadata)
             return schedule.depart(self.moe.experts(rows, group_sizes, self._weights(inputs, grad_sinks)), metadata)
 
-        return self._run(self.moe_checkpoint(run), (received, inputs.grad_sinks), inputs, save_residuals)
+        return self._run(
+            run if self.recompute else self.checkpoint(run), (received, inputs.grad_sinks), inputs, save_residuals
+        )
 
     def send_back(self, rows, metadata, inputs: LayerInputs, save_residuals: bool):
         """Exchange the computed rows the other way."""
@@ -158,7 +179,12 @@ class Stages:
             y = self.moe.finish(y, routed, stats, experts)
             return add_shared(y, *beside)
 
-        return self._run(self.moe_checkpoint(run), (returned, context, inputs.grad_sinks), inputs, save_residuals)
+        return self._run(
+            run if self.recompute else self.checkpoint(run),
+            (returned, context, inputs.grad_sinks),
+            inputs,
+            save_residuals,
+        )
 
     def _weights(self, inputs: LayerInputs, grad_sinks) -> ExpertWeights:
         home, of_replicas = grad_sinks
@@ -169,17 +195,7 @@ class Stages:
         if not save_residuals:
             return run(*arguments), None
         out, pull_back, *aux = jax.vjp(run, *arguments, has_aux=has_aux)
-        return ((out, *aux) if has_aux else out), residuals_of(pull_back, known_arrays(inputs))
-
-
-def known_arrays(inputs: LayerInputs):
-    """Return the arrays that the `Residuals` of this layer do not hold."""
-    return [getattr(inputs, field.name) for field in dataclasses.fields(inputs)]
-
-
-def zero_grad_sink(like: dict, slots: int, dtype, axes) -> dict:
-    """Return {name: [slots, ...]}, a `grad_sink`: zeros that nothing reads, varying over `axes`."""
-    return {n: cast_varying(jnp.zeros((slots, *v.shape[1:]), dtype), axes) for n, v in like.items()}
+        return ((out, *aux) if has_aux else out), residuals_of(pull_back, inputs)
 
 
 def join_floats(floats, rest):

@@ -22,7 +22,7 @@ from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup, add_bias, in_dtype
 from moe_jax.models.residuals import named
-from moe_jax.models.segments import Segment, segments_of
+from moe_jax.models.segments import segments_of
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.routers import build_router
@@ -324,16 +324,16 @@ class Transformer(nnx.Module):
     """All parameters of a model but the experts: embedding, stacked units [U, ...] by segment, final norm."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, vocab_size: int, rngs: nnx.Rngs):
-        def make_units(segment: Segment):
-            @nnx.split_rngs(splits=segment.units)
-            @nnx.vmap(in_axes=0, out_axes=0)
-            def make(rngs):
-                return Unit(segment.config, segment.moe, rngs, segment.depth)
-
-            return make(rngs)
-
         self.embedding = Embedding(config, vocab_size, rngs)
-        units = {segment.name: make_units(segment) for segment in segments_of(config, moe)}
+        units = {}
+        for segment in segments_of(config, moe):
+
+            @nnx.split_rngs(splits=segment.config.units)
+            @nnx.vmap(in_axes=0, out_axes=0)
+            def make(rngs):  # called at once
+                return Unit(segment.config, segment.moe, rngs, segment.depth)  # noqa: B023
+
+            units[segment.name] = make(rngs)
         self.units = nnx.Dict(units)
         self.norm = Norm(config)
 

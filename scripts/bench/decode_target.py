@@ -53,7 +53,7 @@ def lower(config, devices):
     rows = _BATCH.value * model.roles.size(model.roles.dense)
 
     def entry(segment):
-        sizes = (segment.units, rows, segment.config.key_value_heads, _HELD.value, segment.config.head_size)
+        sizes = (segment.config.units, rows, segment.config.key_value_heads, _HELD.value, segment.config.head_size)
         array = jax.ShapeDtypeStruct(sizes, segment.config.dtype)
         return {name: (array, array) for name in attentions_of(segment)}
 

@@ -53,7 +53,7 @@ _QUANTIZE = flags.DEFINE_string("quantize", "none", "Experts' weights: 'none' or
 
 
 def fresh_generator(gin_files, bindings):
-    """Return (generator with fresh parameters of a config, `ParameterCounts`)."""
+    """Return (generator with fresh parameters of a config, what `parameter_counts` says)."""
     import jax
 
     from moe_jax.config import parse_run_config
@@ -214,7 +214,7 @@ def print_measured():
             sides = {}
             for name, bindings in expert_models().items():
                 generator, counts = fresh_generator((), bindings)
-                print(f"{name}: {counts.total:,} parameters, {counts.active:,} activated")
+                print(f"{name}: {counts[0]:,} parameters, {counts[1]:,} activated")
                 sides[name] = decoder(generator)
         elif _WORKDIR.value:
             sides = {"": decoder(load(_WORKDIR.value, bindings=_GIN_BINDINGS.value, quantize=_QUANTIZE.value))}

@@ -47,19 +47,19 @@ def test_parameter_counts_by_hand():
     experts 4 * 2*2*3 = 48, of which a token meets 12.
     """
     config = ModelConfig(layers=1, model_dim=2, heads=1, hidden_dim=3, max_length=7)
-    counts = parameter_counts(config, MoEConfig(num_experts=4, top_k=1), 5)
-    assert counts.by_group == {
+    total, active, as_papers, by_group = parameter_counts(config, MoEConfig(num_experts=4, top_k=1), 5)
+    assert by_group == {
         "embedding": 24, "attention": 16, "feed_forward": 0, "shared_experts": 0, "gate": 8, "norm": 12, "bias": 8,
         "experts": 48,
     }  # fmt: skip
-    assert (counts.total, counts.active, counts.as_papers) == (116, 80, 64)
+    assert (total, active, as_papers) == (116, 80, 64)
 
 
 def test_a_token_counts_k_experts(top_k=3):
     """K of the four experts of 12 parameters above, two FLOPs for each of them, whatever a capacity may drop."""
     config = ModelConfig(layers=1, model_dim=2, heads=1, hidden_dim=3, max_length=7)
     one, moe = MoEConfig(num_experts=4, top_k=1), MoEConfig(num_experts=4, top_k=top_k, capacity_factor=2.0)
-    assert parameter_counts(config, moe, 5).active == 80 + 12 * (top_k - 1)
+    assert parameter_counts(config, moe, 5)[1] == 80 + 12 * (top_k - 1)
     more = forward_flops_per_token(config, moe, 5, 7) - forward_flops_per_token(config, one, 5, 7)
     assert more == 2 * 12 * (top_k - 1)
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import UserError
-from moe_jax.models.loss import check_token_numbers
+from moe_jax.models import LanguageModel, ModelConfig, make_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.after_gate_shares import ShareRule
 from moe_jax.moe.bank import fetch_replicas
@@ -100,6 +100,7 @@ def test_more_choices_than_int32_counts_are_refused():
 
 
 def test_more_tokens_of_a_step_than_int32_counts_are_refused():
-    check_token_numbers(1 << 10, 4, 1 << 17, 3)
+    moe, roles = MoEConfig(num_experts=2, top_k=2), build_mesh(MeshConfig(), jax.devices()[:1])
+    model = LanguageModel(config=ModelConfig(positions="rotary"), moe=moe, vocab_size=8, roles=roles)
     with pytest.raises(UserError, match="2147483648 choices of experts in a step must be at most 2147483647, so that"):
-        check_token_numbers(1 << 10, 8, 1 << 17, 2)
+        make_loss(model, model.layout(), 1 << 10, 1 << 17, microbatches=8)

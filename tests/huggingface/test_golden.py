@@ -76,7 +76,7 @@ def test_an_export_has_the_same_bits(name, tmp_path):
     second = import_folder(tmp_path / "back", tmp_path / "again")
     assert (first.model, first.moe) == (second.model, second.moe)
     assert parse_run_config([str(tmp_path / "run" / "config.gin")])[0] == first
-    assert parameter_counts(first.model, first.moe, 40).total == sum(before.read(t).size for t in before.names)
+    assert parameter_counts(first.model, first.moe, 40)[0] == sum(before.read(t).size for t in before.names)
 
 
 def test_files_that_hold_all_experts_in_one_tensor(tmp_path):

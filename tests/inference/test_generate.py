@@ -16,7 +16,7 @@ from moe_jax.inference.generator import DECODE
 from moe_jax.inference.load import inference_configs
 from moe_jax.inference.programs import choose_tokens, prompt_keys
 from moe_jax.models import ModelConfig
-from moe_jax.models.model_group import ModelGroup, Weight
+from moe_jax.models.model_group import ModelGroup
 from moe_jax.moe import MoEConfig
 
 GREEDY = Sampling(temperature=0)
@@ -206,5 +206,5 @@ def test_one_row_is_multiplied_as_a_matmul_does(float64):
     cases = (("bsm,mhd->bshd", (1, 1, 6), (6, 2, 3)), ("bsm,mchd->cbshd", (1, 1, 8), (8, 2, 2, 3)),
              ("bshd,hdm->bsm", (1, 1, 4, 3), (4, 3, 5)), ("bsf,fm->bsm", (1, 1, 5), (5, 16384)))  # fmt: skip
     for spec, x, w in cases:
-        x, weight = jnp.asarray(rng.normal(size=x)), Weight(jnp.asarray(rng.normal(size=w)), None)
+        x, weight = jnp.asarray(rng.normal(size=x)), (jnp.asarray(rng.normal(size=w)), None)
         np.testing.assert_allclose(few.times(spec, x, weight), plain.times(spec, x, weight), rtol=0, atol=1e-12)

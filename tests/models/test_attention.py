@@ -83,7 +83,8 @@ def test_cudnn_on_the_cpu_is_refused_when_the_step_is_built():
 def empty_residual(monkeypatch):
     """In the place of cuDNN: attention whose backward keeps an empty array, as that of JAX's call of cuDNN does."""
 
-    def build(causal):
+    def build(causal, bias):
+        assert bias is None
         plain = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")  # noqa: E731
 
         @jax.custom_vjp

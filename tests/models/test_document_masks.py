@@ -116,7 +116,7 @@ def test_bfloat16_attention_of_documents(implementation, causal, monkeypatch):
     In the place of cuDNN stands JAX's own attention, with the bias that cuDNN gets.
     """
     plain = jax.nn.dot_product_attention
-    stand_in = lambda causal: lambda q, k, v, *bias: plain(q, k, v, *bias, is_causal=causal, implementation="xla")  # noqa: E731
+    stand_in = lambda causal, bias: lambda q, k, v: plain(q, k, v, bias, is_causal=causal, implementation="xla")  # noqa: E731
     monkeypatch.setattr(attention, "_cudnn", stand_in)
     rng = np.random.default_rng(0)
     values = [rng.normal(size=(2, 6, heads, 8)) for heads in (4, 2, 2, 4)]

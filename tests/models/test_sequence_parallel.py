@@ -31,13 +31,10 @@ CASES = {
 }
 # with buckets so small that a second pass is taken
 SLOW = {
-    "s1_mp2": ("s1", {"data": 2, "expert": 2, "model": 2}, 1, {}),
-    "s2_mp4": ("s2", {"expert": 8, "model": 4}, 1, {"stack": "unrolled"}),
     "deepspeed_mp2_esp4": ("deepspeed", {"expert": 2, "expert_shard": 4, "model": 2}, 1, {}),
     "pairwise_mp2": ("pairwise", {"expert": 4, "expert_shard": 2, "model": 2}, 1, {}),
     "ring_mp4": ("ring", {"expert": 4, "expert_shard": 2, "model": 4}, 1, {}),
     "parm_mp2": ("parm", {"expert": 4, "expert_shard": 2, "model": 2}, 1, {"kind": "bert"}),
-    "prefetch_mp2": ("s1", {"expert": 4, "expert_shard": 2, "model": 2}, 1, {"prefetch": "hecate"}),
     "prefetch_mp4": ("deepspeed", {"expert": 8, "model": 4}, 1, {"prefetch": "pro_prophet", "remat": "block"}),
 }
 

@@ -9,7 +9,7 @@ from support.placements import to_bank
 from moe_jax.inference import Generator
 from moe_jax.inference.load import inference_configs
 from moe_jax.models import LanguageModel
-from moe_jax.models.reference import reference_log_probs
+from moe_jax.models.reference import reference_logits
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
 
@@ -43,8 +43,8 @@ def reference_of(params, config, moe, prompt, new):
     last = len(prompt) + len(new) - 1
     ids = np.zeros((1, LENGTH), np.int32)  # one length for all, so that one program serves: what follows is not seen
     ids[0, :last] = [*prompt, *new][:last]
-    log_probs = _reference(params, jnp.asarray(ids), config, moe)[0]
-    return np.asarray(log_probs)[0, len(prompt) - 1 : last]
+    logits = _reference(params, jnp.asarray(ids), config, moe)[0]
+    return np.asarray(jax.nn.log_softmax(logits, -1))[0, len(prompt) - 1 : last]
 
 
-_reference = jax.jit(reference_log_probs, static_argnums=(2, 3))
+_reference = jax.jit(reference_logits, static_argnums=(2, 3))
