@@ -249,7 +249,6 @@ def test_parm_leaves_a_layer_to_the_baseline_when_whole_layers_say_so():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ([], "--out is missing"),
         (["--out=x.json", "--smallest=10", "--largest=5"], "--smallest (10) must be above 0 and below --largest (5)"),
         (
             ["--out=x.json", "--host_devices=8", "--devices_per_node=3"],

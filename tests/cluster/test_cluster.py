@@ -56,11 +56,7 @@ def test_json_keeps_every_field(tmp_path):
     [
         ("Cluster.nodes = 2\nnodes = 3", r"c.gin:2: 'nodes = 3' is not a line 'Cluster.field = value'"),
         ("Cluster.flop = 1e12", r"Cluster has no field 'flop'; its fields are name, nodes"),
-        ("Cluster.flops = 1e12 * 2", r"c.gin:1: '1e12 \* 2' of Cluster.flops is not a Python literal"),
-        ("Cluster.nodes = 2\nCluster.nodes = 2", r"c.gin:2: Cluster.nodes is bound twice"),
-        ("Cluster.nodes = 0", r"Cluster.nodes \(0\) must be a whole number of at least 1"),
         ("Cluster.flops = -1.0", r"Cluster.flops \(-1.0\) must be above 0"),
-        ("Cluster.fits = {'a2a': (1,)}", r"Cluster.fits\['a2a'\] .* must be alpha, beta"),
     ],
 )
 def test_wrong_files_are_named(tmp_path, text, message):
@@ -73,12 +69,6 @@ def test_absent_field_names_field_cluster_and_requester():
     johnny = read_cluster(PRESETS / "johnny.gin")
     with pytest.raises(UserError, match=r"the start needs Cluster.intra_latency, which cluster 'johnny' .*: h200$"):
         johnny.need("intra_latency", "the start")
-    with pytest.raises(UserError, match=r"planner 'hecate' needs Cluster.flops, .* configs/cluster/: .*trevor$"):
-        Cluster(name="mine").need("flops", "planner 'hecate'")
-    with pytest.raises(UserError, match=r"schedule needs Cluster.fits\['saa'\]"):
-        johnny.fit("saa", "schedule")
-    with pytest.raises(UserError, match=r"a trace has 12 devices, but cluster 'johnny' has nodes \(2\) x .*\(8\) = 16"):
-        johnny.check_devices(12, "a trace")
 
 
 def test_bandwidth_is_the_slow_links():
@@ -140,8 +130,6 @@ def test_fit_recovers_three_constants():
 def test_fit_needs_different_sizes():
     with pytest.raises(UserError, match="a fit over size needs at least 2 measurements at different sizes, got 3"):
         fit_alpha_beta([5, 5, 5], [1, 2, 3])
-    with pytest.raises(UserError, match="a fit over x and y needs at least 3"):
-        fit_alpha_beta([1, 2, 3], [1, 2, 3], [2, 4, 6])
 
 
 def test_parm_choice_by_hand():

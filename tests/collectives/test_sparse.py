@@ -15,7 +15,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.placements import random_placement
 
-from moe_jax.errors import UserError
 from moe_jax.moe.tables import local
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.parallel.slices import PARTS, Transfer, fetch
@@ -104,13 +103,20 @@ def by_bank_row(sums, home_row, rows):
     return out
 
 
-@pytest.mark.parametrize("per_node,by_node", FORMS)
-@pytest.mark.parametrize("seed", range(2))
-def test_random_plans_equal_the_oracle(per_node, by_node, seed):
+@pytest.mark.parametrize(
+    "per_node,by_node,kind",
+    [(8, False, "exact"), (8, False, "room"), (2, True, "room"), (4, True, "exact"), (4, True, "no crossing")],
+)
+def test_random_plans_equal_the_oracle(per_node, by_node, kind):
+    """In the shape of the plan or with more offers than it needs; and all replicas on the nodes of their homes."""
     placement = random_placement(
-        seed, layers=LAYERS, experts=EXPERTS, devices=DEVICES, replica_slots=SLOTS, per_node=per_node
+        len(kind), layers=LAYERS, experts=EXPERTS, devices=DEVICES, replica_slots=SLOTS, per_node=per_node, fewest=1
     )
-    shape, bank, grad_sink, cotangent = case_of(placement, by_node, **({"offers": 5} if seed else {}))
+    if kind == "no crossing":
+        layer, expert, device = placement.replicas.T
+        placement = placement.replace(replicas=placement.replicas[placement.home[layer, expert] // 4 == device // 4])
+    shape, bank, grad_sink, cotangent = case_of(placement, by_node, **({"offers": 5} if kind == "room" else {}))
+    assert kind != "no crossing" or shape.ahead.crossing == 0
     tables = fill_tables(shape, placement)
     with jax.enable_x64(True):
         gather, gradient, in_parts = make_functions(shape)
@@ -126,28 +132,6 @@ def test_random_plans_equal_the_oracle(per_node, by_node, seed):
             got = by_bank_row(np.asarray(got[name]), tables.home_row, shape.bank_rows)
             np.testing.assert_allclose(got, want_sums[name], rtol=1e-12, atol=1e-12)
         assert not np.any(d_bank[name])
-
-
-def test_by_node_without_a_crossing_equals_the_oracle():
-    """All replicas are on the nodes of their homes: nothing is exchanged between nodes."""
-    placement = random_placement(
-        1, layers=LAYERS, experts=EXPERTS, devices=DEVICES, replica_slots=SLOTS, per_node=4, fewest=2
-    )
-    layer, expert, device = placement.replicas.T
-    placement = placement.replace(replicas=placement.replicas[placement.home[layer, expert] // 4 == device // 4])
-    shape, bank, grad_sink, cotangent = case_of(placement, True)
-    assert shape.ahead.crossing == 0
-    tables = fill_tables(shape, placement)
-    with jax.enable_x64(True):
-        gather, gradient, *_ = make_functions(shape)
-        stacked = {n: a.reshape(DEVICES, shape.bank_rows, *a.shape[1:]) for n, a in bank.items()}
-        replicas = gather(stacked, tables, grad_sink)
-        sums = gradient(stacked, tables, grad_sink, cotangent)[1]
-    want, want_sums = oracle(placement, shape, bank, cotangent)
-    for name in SHAPES:
-        np.testing.assert_array_equal(replicas[name], want[name])
-        got = by_bank_row(np.asarray(sums[name]), tables.home_row, shape.bank_rows)
-        np.testing.assert_allclose(got, want_sums[name], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("per_node,by_node", FORMS)
@@ -185,13 +169,3 @@ def test_sent_by_hand():
     placement = Placement(np.zeros((1, 8), int), [(0, 5, d) for d in range(1, 8)], devices=8, devices_per_node=2)
     assert build_shape(placement, by_node=True).ahead == by_node
     assert build_shape(placement).ahead == flat
-
-
-def test_by_node_needs_nodes_of_several_devices():
-    sizes = {"devices": 8, "offers": 1, "slots": 1, "by_node": True, "crossing": 1}
-    with pytest.raises(UserError, match="there is one device on a node"):
-        TransferShape(**sizes, devices_per_node=1)
-    with pytest.raises(UserError, match="there is one node"):
-        TransferShape(**sizes, devices_per_node=8)
-    with pytest.raises(UserError, match="nodes of unequal size"):
-        TransferShape(**sizes, devices_per_node=3)

@@ -23,7 +23,7 @@ nbformat.write(notebook, sys.argv[2])
 
 
 def execute(path, folder):
-    """Return the notebook at `path` as it is after running all its cells."""
+    """Return (outputs, standard output) of all cells of a notebook."""
     kernel = folder / "kernels" / "running"
     kernel.mkdir(parents=True)
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -44,7 +44,10 @@ def execute(path, folder):
         timeout=180,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return nbformat.read(result, as_version=4)
+    cells = nbformat.read(result, as_version=4).cells
+    outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
+    text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    return outputs, text
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -60,9 +63,7 @@ def test_notebook_is_stripped(path):
 
 def test_moe_layer(tmp_path):
     """The loss falls, the load evens out, and one picture is drawn."""
-    notebook = execute(ROOT / "scripts" / "notebooks" / "moe_layer.ipynb", tmp_path)
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    outputs, text = execute(ROOT / "scripts" / "notebooks" / "moe_layer.ipynb", tmp_path)
     assert not [output for output in outputs if output.output_type == "stream" and output.name == "stderr"]
     assert "{'data': 1, 'expert': 8, 'expert_shard': 1}" in text
     for line in ("loss ", "fullest device over the mean: "):
@@ -74,9 +75,7 @@ def test_moe_layer(tmp_path):
 
 def test_generate(tmp_path):
     """The loss falls, every token has its experts, and equal prompts are continued as drawn."""
-    notebook = execute(ROOT / "scripts" / "notebooks" / "generate.ipynb", tmp_path)
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    outputs, text = execute(ROOT / "scripts" / "notebooks" / "generate.ipynb", tmp_path)
     losses = next(row for row in text.splitlines() if row.startswith("held-out loss")).split()
     assert float(losses[4]) < 0.75 * float(losses[2]), text
     assert "experts of each token, [tokens, layers, K]: (51, 2, 2)" in text and "greedy: '" in text

@@ -69,12 +69,6 @@ def test_halves_by_hand():
         "U'b1 B'b1 U'a1 B'a1+E'b1 S'b1+E'a1 S'a1+G'b1,A'b1|T0,U'b0 B'b0+G'a1,A'a1|G1,U'a0 B'a0+E'b0 S'b0+E'a0 "
         "S'a0+G'b0,A'b0 G'a0 A'a0|G0"
     )
-    split = Prefetch(halves=True, schedule="pro_prophet").build(2, trans_share=0.25, agg_share=0.5)
-    assert written(split) == (
-        "Aa0|T0 Ga0 Sa0+Ab0,Gb0 Sb0+Ea0 Ba0+Eb0|T1[0,0.75] Bb0+Ua0,Aa1|T1[0.75,1],Ga1 Sa1+Ub0,Ab1,Gb1 Sb1+Ea1 Ba1+Eb1 "
-        "Bb1+Ua1 Ub1 U'b1 B'b1 U'a1 B'a1+E'b1 S'b1+E'a1 S'a1+G'b1,A'b1,U'b0 B'b0+G'a1,A'a1|G1[0,0.5],U'a0 "
-        "B'a0+E'b0|G1[0.5,1] S'b0+E'a0 S'a0+G'b0,A'b0 G'a0 A'a0|G0"
-    )
     again = Prefetch(halves=True, schedule="hecate", refetch_replicas=True).build(2, recompute=True)
     assert written(again) == (
         "Aa0|T0 Ga0 Sa0+Ab0,Gb0 Sb0+Ea0 Ba0+Eb0 Bb0+Ua0 Ub0 Aa1|T1 Ga1 Sa1+Ab1,Gb1 Sb1+Ea1 Ba1+Eb1 Bb1+Ua1 Ub1 "
