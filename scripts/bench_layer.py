@@ -81,67 +81,46 @@ def dense_case(dtype):
     return jax.jit(jax.grad(loss, (0, 1))), (x, weights, jnp.ones_like(x))
 
 
-def seconds_of(function, arguments) -> float:
-    """Return the seconds of one call, finished."""
-    import jax
-
-    started = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    return time.perf_counter() - started
-
-
-def temp_bytes(function, arguments) -> int | None:
-    """Return what the compiled function needs beside its arguments and outputs."""
-    analysis = function.lower(*arguments).compile().memory_analysis()
-    return None if analysis is None else int(analysis.temp_size_in_bytes)
-
-
-def executed_rows(counts, name: str) -> float | None:
-    """Return rows that the grouped matmul computed over rows that there are, where the implementation tells."""
-    import numpy as np
-
-    from moe_jax.kernels.row_blocks import choose_heights, rows_computed
-
-    if name not in ("fused", "blocked"):
-        return None
-    rows = _TOP_K.value * _TOKENS.value
-    heights = choose_heights(rows, _EXPERTS.value, _MODEL_DIM.value * _HIDDEN_DIM.value)
-    return float(rows_computed(np.asarray(counts), heights) / rows)
-
-
 def measure() -> dict:
     """Return what was measured at the sizes of the flags."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     from moe_jax.kernels.matmul import choose_implementation
+    from moe_jax.kernels.row_blocks import choose_heights, rows_computed
 
     dtype = jnp.dtype(_DTYPE.value)
     moe, moe_arguments, counts = moe_case(dtype)
     dense, dense_arguments = dense_case(dtype)
     cases = {"moe": (moe, moe_arguments), "dense": (dense, dense_arguments)}
-    times = {name: [] for name in cases}
-    for case in cases.values():
-        seconds_of(*case)
+    times, temporaries = {name: [] for name in cases}, {}
+    for name, (function, arguments) in cases.items():
+        analysis = function.lower(*arguments).compile().memory_analysis()
+        temporaries[name] = None if analysis is None else int(analysis.temp_size_in_bytes)
+        jax.block_until_ready(function(*arguments))
     for _ in range(_ROUNDS.value):
-        for name, case in cases.items():
-            times[name].append(seconds_of(*case))
+        for name, (function, arguments) in cases.items():
+            started = time.perf_counter()
+            jax.block_until_ready(function(*arguments))
+            times[name].append(time.perf_counter() - started)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    device = jax.devices()[0]
-    name = _IMPLEMENTATION.value
-    name = choose_implementation(name, device, dtype, (_MODEL_DIM.value, _HIDDEN_DIM.value))
-    flops = 3 * 2 * 2 * _TOP_K.value * _TOKENS.value * _MODEL_DIM.value * _HIDDEN_DIM.value
+    device, rows, sizes = jax.devices()[0], _TOP_K.value * _TOKENS.value, (_MODEL_DIM.value, _HIDDEN_DIM.value)
+    name, executed = choose_implementation(_IMPLEMENTATION.value, device, dtype, sizes), None
+    if name in ("fused", "blocked"):  # these tell what they compute beside the rows that there are
+        heights = choose_heights(rows, _EXPERTS.value, sizes[0] * sizes[1])
+        executed = float(rows_computed(np.asarray(counts), heights) / rows)
     return {
         "ratio_over_dense": medians["moe"] / medians["dense"],
         "moe_seconds": medians["moe"],
         "dense_seconds": medians["dense"],
         "moe_quartiles": statistics.quantiles(times["moe"], n=4),
         "dense_quartiles": statistics.quantiles(times["dense"], n=4),
-        "useful_flops": flops,
-        "flops_over_useful": executed_rows(counts, name),
+        "useful_flops": 3 * 2 * 2 * rows * sizes[0] * sizes[1],
+        "flops_over_useful": executed,
         "dense_flops_over_useful": 1.0,
-        "moe_temp_bytes": temp_bytes(moe, moe_arguments),
-        "dense_temp_bytes": temp_bytes(dense, dense_arguments),
+        "moe_temp_bytes": temporaries["moe"],
+        "dense_temp_bytes": temporaries["dense"],
         "most_choices_of_one_expert": int(counts.max()),
         "implementation": name,
         "experts": _EXPERTS.value,

@@ -82,37 +82,10 @@ def read_rows(path: pathlib.Path) -> dict[LayerCase, dict[str, list[float]]]:
     return found
 
 
-def append_row(path: pathlib.Path, layer: LayerCase, seconds: dict[str, list[float]]) -> None:
-    """Write one layer's times in milliseconds, all rounds."""
-    fresh = not path.exists()
-    with path.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        if fresh:
-            writer.writerow([*LayerCase._fields, *(f"{name}_ms" for name in SCHEDULES)])
-        writer.writerow([*layer, *(" ".join(f"{1e3 * s:.2f}" for s in seconds[name]) for name in SCHEDULES)])
-
-
-def time_layer(layer: LayerCase, devices, rounds: int) -> dict[str, list[float]]:
-    """Compile and time the three schedules of one layer; with N_MP = 1 s1 and s2 are one program."""
-    from moe_jax.analysis.timed_layers import build_layer
-    from moe_jax.analysis.timed_parts import interleaved_seconds
-
-    names = schedules_of(layer)
-
-    def build(name):
-        return build_layer(name, layer, devices)
-
-    if len({device.process_index for device in devices}) == 1:
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            calls = dict(zip(names, pool.map(build, names), strict=True))
-    else:  # on several processes programs are compiled in one order everywhere
-        calls = {name: build(name) for name in names}
-    seconds = interleaved_seconds(calls, rounds)
-    return {name: seconds.get(name, seconds["s1"]) for name in SCHEDULES}
-
-
 def measure(path: pathlib.Path) -> None:
     """Measure what the CSV file lacks, until the time is up."""
+    from moe_jax.analysis.timed_layers import build_layer
+    from moe_jax.analysis.timed_parts import interleaved_seconds
     from moe_jax.parallel.host_devices import set_up_devices
     from moe_jax.training.hosts import HostsConfig, start_hosts
 
@@ -130,9 +103,21 @@ def measure(path: pathlib.Path) -> None:
             late = hosts.gather_text(f"layer {index}", str(time.monotonic() - began > _SECONDS.value))
             if late[0] == "True":
                 break
-            seconds = time_layer(layer, jax.devices(), _ROUNDS.value)
+            names, devices = schedules_of(layer), jax.devices()  # with N_MP = 1 s1 and s2 are one program
+            # on several processes programs are compiled in one order everywhere
+            with concurrent.futures.ThreadPoolExecutor(2 if jax.process_count() == 1 else 1) as pool:
+                built = [pool.submit(build_layer, name, layer, devices) for name in names]
+                calls = {name: future.result() for name, future in zip(names, built, strict=True)}
+            seconds = interleaved_seconds(calls, _ROUNDS.value)
+            seconds = {name: seconds.get(name, seconds["s1"]) for name in SCHEDULES}
             if hosts.is_main:
-                append_row(path, layer, seconds)
+                fresh = not path.exists()
+                with path.open("a", encoding="utf-8", newline="") as file:
+                    writer = csv.writer(file)
+                    if fresh:
+                        writer.writerow([*LayerCase._fields, *(f"{name}_ms" for name in SCHEDULES)])
+                    times = (" ".join(f"{1e3 * second:.2f}" for second in seconds[name]) for name in SCHEDULES)
+                    writer.writerow([*layer, *times])
                 shown = "  ".join(f"{name} {1e3 * statistics.median(seconds[name]):8.2f} ms" for name in SCHEDULES)
                 print(f"{index + 1}/{len(todo)} {tuple(layer)}  {shown}", flush=True)
         else:

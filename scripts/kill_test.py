@@ -177,23 +177,6 @@ def differences(peaceful: Run, killed: Run, steps: int) -> list[str]:
     return found
 
 
-def kill_until_done(run: Run, kinds: list[str], rng: random.Random, startup_seconds: float) -> tuple[list, list]:
-    """Kill the run as `kinds` say, until they are used up or it finishes; return (kills, faults)."""
-    kills, faults = [], []
-    for kind in kinds:
-        newest_before = run.newest()
-        kill = kill_once(run, kind, rng, startup_seconds)
-        if kill is None:
-            return kills, faults
-        kills.append(kill)
-        faults += faults_of(run, kill, newest_before)
-    newest_before = run.newest()
-    run.finish()
-    if newest_before is not None and run.resumed_at() != newest_before:
-        faults.append(f"the last start resumed at {run.resumed_at()}, not at {newest_before}")
-    return kills, faults
-
-
 def test(options: argparse.Namespace, base: pathlib.Path) -> dict:
     """Run everything in `base`; return the result as plain data."""
     rng = random.Random(options.seed)
@@ -208,13 +191,23 @@ def test(options: argparse.Namespace, base: pathlib.Path) -> dict:
     kills, faults, runs = [], [], 0
     while len(kills) < len(kinds) and runs <= options.times:
         run, runs = Run(base, f"killed_{runs}", options, steps), runs + 1
-        more_kills, more_faults = kill_until_done(run, kinds[len(kills) :], rng, startup_seconds)
-        kills += more_kills
-        faults += more_faults + differences(peaceful, run, steps)
+        earlier = len(kills)
+        for kind in kinds[earlier:]:
+            newest_before, kill = run.newest(), kill_once(run, kind, rng, startup_seconds)
+            if kill is None:
+                break
+            kills.append(kill)
+            faults += faults_of(run, kill, newest_before)
+        else:
+            newest_before = run.newest()
+            run.finish()
+            if newest_before is not None and run.resumed_at() != newest_before:
+                faults.append(f"the last start resumed at {run.resumed_at()}, not at {newest_before}")
+        faults += differences(peaceful, run, steps)
         run.finish()
         if "finished already" not in run.log.read_text():
             faults.append("the same command on a finished run did not say so")
-        print(f"run {runs} finished after {len(more_kills)} kills", flush=True)
+        print(f"run {runs} finished after {len(kills) - earlier} kills", flush=True)
     for line in faults:
         print(f"FAULT: {line}")
     return {

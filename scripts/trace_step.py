@@ -53,17 +53,6 @@ class Frames:
         self.files.add(frame.f_code.co_filename)
         self.depth = max(self.depth, self._now)
 
-    def figures(self) -> dict:
-        return {"files": len(self.files), "depth": self.depth}
-
-
-def import_all():
-    """Import every module of the package but its commands, whose flags would be defined twice."""
-    for module in pkgutil.walk_packages([PACKAGE], "moe_jax."):
-        is_command = module.name.count(".") == 1 and not module.ispkg
-        if not is_command and not module.name.endswith(("__main__", "train_tokenizer")):
-            importlib.import_module(module.name)
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -73,7 +62,10 @@ def main() -> int:
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.host_devices)
-    import_all()
+    for module in pkgutil.walk_packages([PACKAGE], "moe_jax."):  # but commands, whose flags would be defined twice
+        is_command = module.name.count(".") == 1 and not module.ispkg
+        if not is_command and not module.name.endswith(("__main__", "train_tokenizer")):
+            importlib.import_module(module.name)
     from moe_jax.analysis.compile_ahead import planned_shapes
     from moe_jax.config import parse_run_config
     from moe_jax.training.program import build_program
@@ -89,7 +81,8 @@ def main() -> int:
         built.lower_train_step(shape)
         frames.off()
         jax.clear_caches()
-    print(json.dumps({"program": program.figures(), "lowering": lowering.figures()}))
+    sides = {"program": program, "lowering": lowering}
+    print(json.dumps({name: {"files": len(side.files), "depth": side.depth} for name, side in sides.items()}))
     return 0
 
 

@@ -112,15 +112,6 @@ def compile_case(name: str, schedule: str):
         )
 
 
-def flexmoe_bytes() -> int:
-    """Return the bytes of standing replicas: parameters, two moments and gradients of each, in the master dtype."""
-    from moe_jax.config import parse_run_config
-
-    model = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0].model
-    matrices, itemsize = (3 if model.activation == "swiglu" else 2), (8 if model.dtype == "float64" else 4)
-    return 4 * itemsize * matrices * model.model_dim * model.hidden_dim * _REPLICAS.value * model.moe_layers
-
-
 def row(record: dict) -> str:
     """Return a case as one line of the table."""
 
@@ -152,13 +143,19 @@ def row(record: dict) -> str:
 
 
 def main(_):
+    from moe_jax.config import parse_run_config
+
     print(ROW.format("target", "schedule", "guided", "kernel", "matmul", "ms", "exposed", "loops", "a2a ms", "exposed",
                      "step ms", "args", "temp", "over EP", "s"))  # fmt: skip
     records, plain = [], {}
     for target, schedule in itertools.product(_TARGETS.value, _SCHEDULES.value):
         if schedule == "flexmoe":
             if target in plain:
-                ratio = 1 + flexmoe_bytes() / plain[target]["arguments"]
+                # standing replicas: parameters, two moments and gradients of each, in the master dtype
+                model = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)[0].model
+                matrices, itemsize = (3 if model.activation == "swiglu" else 2), (8 if model.dtype == "float64" else 4)
+                expert = 4 * itemsize * matrices * model.model_dim * model.hidden_dim
+                ratio = 1 + expert * _REPLICAS.value * model.moe_layers / plain[target]["arguments"]
                 print(f"{target:10} {schedule:16} computed: memory over EP {ratio:.3f}")
                 records.append({"target": target, "schedule": schedule, "memory_over_ep": ratio})
             continue

@@ -119,75 +119,14 @@ def run_config(planner: str):
     return parse_run_config(["configs/run/deepspeed_moe.gin"], bindings)[0]
 
 
-def rate_bytes(rate: str) -> float:
-    """Return bytes/s of a rate such as 400mbit."""
-    units = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
-    return float(rate[:-4]) * units[rate[-4:]] / 8
-
-
-def change():
-    """Return (state, step) -> state whose gate hands out the trace's experts of that step."""
-    from moe_jax.parallel.global_arrays import to_devices
-
-    devices = _HOSTS.value * _DEVICES.value
-    counts = read_counts(_TRACE.value, devices, 2 * _TOKENS.value, _FIRST.value)
-
-    def with_counts(state, step):
-        gate = state["params"]["dense"]["units"]["segment_0"]["gate"]
-        weight = np.zeros(gate["w_gate"].shape, np.float32)
-        weight[:, :devices] = counts[step % len(counts)]
-        gate["w_gate"] = to_devices(weight, gate["w_gate"].sharding)
-        return state
-
-    return with_counts
-
-
-def time_sides(sides: dict, rounds: int, steps: int, say, keep=lambda found: None) -> dict:
-    """Run all sides in turn; return per side the seconds of each round's step and what its records say.
-
-    Args:
-      keep: called with what was found so far after each round.
-    """
-    found = {name: {"seconds": [], "passes": [], "replicas": [], "skew": [], "planner": []} for name in sides}
-    for at in range(rounds):
-        for name, side in sides.items():
-            began = time.perf_counter()
-            records = side.run(steps)
-            found[name]["seconds"].append((time.perf_counter() - began) / steps)
-            for record in records:
-                found[name]["passes"].append(float(record["passes"].mean()))
-                found[name]["replicas"].append(record.get("replicas", 0) / LAYERS)
-                found[name]["planner"].append(record.get("planner_seconds", 0.0))
-                homes = record["loads"].sum(axis=1).reshape(LAYERS, _HOSTS.value * _DEVICES.value, -1).sum(axis=2)
-                even = (homes.max(1) / homes.mean(1)).mean()
-                found[name]["skew"].append(float(np.mean(record.get("device_load_max_over_mean", even))))
-        say(f"round {at}: " + ", ".join(f"{name} {found[name]['seconds'][-1]:.3f}" for name in sides))
-        keep(found)
-    return found
-
-
-def summary(found: dict) -> dict:
-    """Return medians, per side."""
-    return {
-        name: {
-            "step_seconds": statistics.median(values["seconds"]),
-            "rounds": [round(seconds, 4) for seconds in values["seconds"]],
-            "passes": statistics.mean(values["passes"]),
-            "replicas_per_layer": statistics.mean(values["replicas"]),
-            "device_load_max_over_mean": statistics.mean(values["skew"]),
-            "planner_ms": 1e3 * statistics.median(values["planner"]),
-        }
-        for name, values in found.items()
-    }
-
-
 def worker() -> None:
-    """Run all sides on this host; process 0 writes OUT/sides-PLANNERS-SPLIT.json."""
+    """Run all sides on this host, in turn; process 0 writes OUT/sides-PLANNERS-SPLIT.json after each round."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", _DEVICES.value)
     jax.config.update("jax_enable_compilation_cache", False)
+    from moe_jax.parallel.global_arrays import to_devices
     from moe_jax.parallel.mesh import build_mesh
     from moe_jax.training.hosts import HostsConfig, start_hosts
     from moe_jax.training.stepper import build_stepper
@@ -199,6 +138,17 @@ def worker() -> None:
             "num_processes": int(os.environ["JAX_NUM_PROCESSES"]),
             "process_id": int(os.environ["JAX_PROCESS_ID"]),
         }
+    devices = _HOSTS.value * _DEVICES.value
+    counts = read_counts(_TRACE.value, devices, 2 * _TOKENS.value, _FIRST.value)
+
+    def with_counts(state, step):
+        """Return the state, its gate handing out the trace's experts of a step."""
+        gate = state["params"]["dense"]["units"]["segment_0"]["gate"]
+        weight = np.zeros(gate["w_gate"].shape, np.float32)
+        weight[:, :devices] = counts[step % len(counts)]
+        gate["w_gate"] = to_devices(weight, gate["w_gate"].sharding)
+        return state
+
     with start_hosts(HostsConfig(**place, lost_after_seconds=150.0)) as hosts:
 
         def say(text):
@@ -207,7 +157,7 @@ def worker() -> None:
 
         def build(planner, past=()):
             began = time.perf_counter()
-            side = build_stepper(run_config(planner), jax.devices(), change(), past)
+            side = build_stepper(run_config(planner), jax.devices(), with_counts, past)
             compiled = time.perf_counter() - began
             past = [record["loads"] for record in side.run(_SETTLE.value)]
             say(f"{planner}: compiled in {compiled:.0f} s, settled after {side.step} steps")
@@ -218,8 +168,31 @@ def worker() -> None:
         sides = {"ep": plain, **{planner: build(planner, past)[0] for planner in _PLANNERS.value}}
         say("ready for the rounds")
 
-        def keep(found):
-            result = summary(found)
+        found = {name: {"seconds": [], "passes": [], "replicas": [], "skew": [], "planner": []} for name in sides}
+        for at in range(_ROUNDS.value):
+            for name, side in sides.items():
+                values, began = found[name], time.perf_counter()
+                records = side.run(_STEPS.value)
+                values["seconds"].append((time.perf_counter() - began) / _STEPS.value)
+                for record in records:
+                    values["passes"].append(float(record["passes"].mean()))
+                    values["replicas"].append(record.get("replicas", 0) / LAYERS)
+                    values["planner"].append(record.get("planner_seconds", 0.0))
+                    homes = record["loads"].sum(axis=1).reshape(LAYERS, devices, -1).sum(axis=2)
+                    even = (homes.max(1) / homes.mean(1)).mean()
+                    values["skew"].append(float(np.mean(record.get("device_load_max_over_mean", even))))
+            say(f"round {at}: " + ", ".join(f"{name} {found[name]['seconds'][-1]:.3f}" for name in sides))
+            result = {
+                name: {
+                    "step_seconds": statistics.median(values["seconds"]),
+                    "rounds": [round(seconds, 4) for seconds in values["seconds"]],
+                    "passes": statistics.mean(values["passes"]),
+                    "replicas_per_layer": statistics.mean(values["replicas"]),
+                    "device_load_max_over_mean": statistics.mean(values["skew"]),
+                    "planner_ms": 1e3 * statistics.median(values["planner"]),
+                }
+                for name, values in found.items()
+            }
             for values in result.values():
                 values["speedup"] = result["ep"]["step_seconds"] / values["step_seconds"]
             if hosts.is_main:
@@ -227,27 +200,33 @@ def worker() -> None:
                 path = pathlib.Path(_OUT.value) / f"sides-{'-'.join(_PLANNERS.value)}-{_SPLIT.value}.json"
                 path.write_text(json.dumps(whole, indent=1) + "\n")
 
-        time_sides(sides, _ROUNDS.value, _STEPS.value, say, keep)
 
-
-def run_lab() -> None:
+def main(_):
+    if _WORKER.value:
+        return worker()
+    folder = pathlib.Path(_OUT.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    units = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
+    # what scripts/bench/predicted.py fits here: a start-up, and about 1.5 GB/s between the devices of one process
+    cluster = {
+        "name": "lab", "nodes": _HOSTS.value, "devices_per_node": _DEVICES.value, "flops": 4e9,
+        "inter_bandwidth": float(_RATE.value[:-4]) * units[_RATE.value[-4:]] / 8, "inter_latency": 1.2e-3,
+        "intra_bandwidth": 1.5e9, "intra_latency": 1.2e-3,
+    }  # fmt: skip
+    (folder / "lab_cluster.gin").write_text("".join(f"Cluster.{name} = {value!r}\n" for name, value in cluster.items()))
     command = [
         sys.executable, str(ROOT / "scripts/lab/cluster.py"), f"--hosts={_HOSTS.value}",
         f"--devices_per_host={_DEVICES.value}", f"--rate={_RATE.value}", f"--timeout={_TIMEOUT.value}", "--",
         sys.executable, str(ROOT / "scripts/bench/placement.py"), *sys.argv[1:], "--worker",
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT)
-
-
-def write_results(folder: pathlib.Path) -> dict:
-    """Gather all runs in the folder into results.json and results.md; return speed-ups of their sides."""
+    sides: dict = {}  # of all runs in the folder
+    for path in sorted(folder.glob("sides-*.json"), key=lambda path: path.stat().st_mtime):
+        sides.update(json.loads(path.read_text())["sides"])
     lines = [
         "| side | s a step | speed-up over EP | max/mean | replicas a layer | passes |",
         "|---|---|---|---|---|---|",
     ]
-    sides: dict = {}
-    for path in sorted(folder.glob("sides-*.json"), key=lambda path: path.stat().st_mtime):
-        sides.update(json.loads(path.read_text())["sides"])
     for name, side in sides.items():
         lines.append(
             f"| {name} | {side['step_seconds']:.3f} | {side['speedup']:.2f} | "
@@ -260,23 +239,7 @@ def write_results(folder: pathlib.Path) -> dict:
     }  # fmt: skip
     (folder / "results.md").write_text("\n".join([json.dumps(machine), "", *lines]) + "\n")
     print("\n".join(lines))
-    return {name: round(side["speedup"], 3) for name, side in sides.items()}
-
-
-def main(_):
-    if _WORKER.value:
-        return worker()
-    folder = pathlib.Path(_OUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    # what scripts/bench/predicted.py fits here: a start-up, and about 1.5 GB/s between the devices of one process
-    cluster = {
-        "name": "lab", "nodes": _HOSTS.value, "devices_per_node": _DEVICES.value, "flops": 4e9,
-        "inter_bandwidth": rate_bytes(_RATE.value), "inter_latency": 1.2e-3,
-        "intra_bandwidth": 1.5e9, "intra_latency": 1.2e-3,
-    }  # fmt: skip
-    (folder / "lab_cluster.gin").write_text("".join(f"Cluster.{name} = {value!r}\n" for name, value in cluster.items()))
-    run_lab()
-    print(json.dumps(write_results(folder)))
+    print(json.dumps({name: round(side["speedup"], 3) for name, side in sides.items()}))
     return 0
 
 

@@ -63,23 +63,6 @@ def overhead(off: Stepper, on: Stepper) -> dict:
     }
 
 
-def stalls(training: Stepper) -> dict:
-    """Return what 200 steps waited for compilations, while plans change."""
-    first = training.run(_SETTLE_STEPS.value)
-    records = training.run(_STALL_STEPS.value)
-    assert training.engine is not None
-    return {
-        "stall_seconds": sum(record["rejit_stall_seconds"] for record in records),
-        "stall_seconds_before": sum(record["rejit_stall_seconds"] for record in first),
-        "plans": records[-1]["plan_id"] - first[-1]["plan_id"],
-        "steps": len(records),
-        "swaps": sum("compile_seconds" in record for record in records),
-        "swaps_before": sum("compile_seconds" in record for record in first),
-        "executables": len(training.engine.executables),
-        "planner_seconds_median": statistics.median(record["planner_seconds"] for record in records),
-    }
-
-
 def main(_):
     import dataclasses
 
@@ -91,8 +74,7 @@ def main(_):
     jax.config.update("jax_num_cpu_devices", _HOST_DEVICES.value)
     config, _, _ = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value)
     cluster = config.planner.cluster or "configs/cluster/host_devices.gin"
-    changes = {"name": _PLANNER.value, "interval": 1, "cluster": cluster}
-    planner = dataclasses.replace(config.planner, **changes)
+    planner = dataclasses.replace(config.planner, name=_PLANNER.value, interval=1, cluster=cluster)
     result: dict = {"planner": _PLANNER.value, "gin_files": _GIN_FILES.value, "bindings": _GIN_BINDINGS.value}
     if _PAIRS.value:
         none = dataclasses.replace(config, planner=dataclasses.replace(planner, name="none"))
@@ -101,7 +83,19 @@ def main(_):
         result["overhead"] = overhead(off, on)
         del off, on
     if _STALL_STEPS.value:
-        result["stalls"] = stalls(build_stepper(dataclasses.replace(config, planner=planner), jax.devices()))
+        training = build_stepper(dataclasses.replace(config, planner=planner), jax.devices())
+        first, records = training.run(_SETTLE_STEPS.value), training.run(_STALL_STEPS.value)
+        assert training.engine is not None
+        result["stalls"] = {
+            "stall_seconds": sum(record["rejit_stall_seconds"] for record in records),
+            "stall_seconds_before": sum(record["rejit_stall_seconds"] for record in first),
+            "plans": records[-1]["plan_id"] - first[-1]["plan_id"],
+            "steps": len(records),
+            "swaps": sum("compile_seconds" in record for record in records),
+            "swaps_before": sum("compile_seconds" in record for record in first),
+            "executables": len(training.engine.executables),
+            "planner_seconds_median": statistics.median(record["planner_seconds"] for record in records),
+        }
     folder = pathlib.Path(_OUT.value)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench_planning.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -39,27 +39,11 @@ def main(argv):
         jax.distributed.initialize(
             num_processes=int(os.environ["JAX_NUM_PROCESSES"]), process_id=int(os.environ["JAX_PROCESS_ID"])
         )
-    from moe_jax.analysis.timed_parts import Timed, collective_cases, interleaved_seconds
+    from moe_jax.analysis.timed_parts import Timed, collective_cases, expert_timings, interleaved_seconds
 
     devices = jax.devices()
-    calls, points = fitted_calls(devices)
-    cases = transfer_cases(devices)
-    calls |= {f"{kind} {at}": call for at, case in enumerate(cases) for kind, call in case["calls"].items()}
-    calls["empty"] = collective_cases(Timed("none", len(devices)), devices, 0)[0].call
-    times = interleaved_seconds(calls, _ROUNDS.value)
-    seconds = {name: statistics.median(values) for name, values in times.items()}
-    empty = seconds.pop("empty")
-    seconds = {name: max(value - empty, 0.0) for name, value in seconds.items()}
-    if jax.process_index() == 0:
-        report(devices, points, cases, seconds)
-
-
-def fitted_calls(devices) -> tuple[dict, dict]:
-    """Return ({name: call}, {name of a fit: [(call's name, collectives in it, size, second size)]})."""
-    from moe_jax.analysis.timed_parts import Timed, collective_cases, expert_timings
-
     group = _PER_NODE.value
-    calls, points = {}, {}
+    calls, points = {}, {}  # points of the fits: (call's name, collectives in it, size)
     sizes = [2**power for power in range(14, _LARGEST.value.bit_length())]
     for timed in (
         Timed("all_to_all", len(devices)),
@@ -70,13 +54,21 @@ def fitted_calls(devices) -> tuple[dict, dict]:
         for size in sizes:
             (case,) = collective_cases(timed, devices, size)
             calls[f"{timed.name} {size}"] = case.call
-            points[timed.name].append((f"{timed.name} {size}", case.count, case.x, 0.0))
+            points[timed.name].append((f"{timed.name} {size}", case.count, case.x))
     points["experts"] = []
     for rows in (256, 384, 512, 768, 1024, 1536):
         _, step = expert_timings(devices, rows, 4, 64, 128)
         calls[f"experts {rows}"] = step.call
-        points["experts"].append((f"experts {rows}", 1, step.x, step.y))
-    return calls, points
+        points["experts"].append((f"experts {rows}", 1, step.x))
+    cases = transfer_cases(devices)
+    calls |= {f"{kind} {at}": call for at, case in enumerate(cases) for kind, call in case["calls"].items()}
+    calls["empty"] = collective_cases(Timed("none", len(devices)), devices, 0)[0].call
+    times = interleaved_seconds(calls, _ROUNDS.value)
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    empty = seconds.pop("empty")
+    seconds = {name: max(value - empty, 0.0) for name, value in seconds.items()}
+    if jax.process_index() == 0:
+        report(devices, points, cases, seconds)
 
 
 def transfer_cases(devices) -> list[dict]:
@@ -149,8 +141,7 @@ def report(devices, points, cases, seconds) -> None:
     from moe_jax.planning.cost import Cost
 
     lines = {
-        name: ([x for _, _, x, _ in of], [seconds[call] / count for call, count, _, _ in of])
-        for name, of in points.items()
+        name: ([x for _, _, x in of], [seconds[call] / count for call, count, _ in of]) for name, of in points.items()
     }
     fits = {name: fit_alpha_beta(*line) for name, line in lines.items()}
     group = _PER_NODE.value

@@ -58,11 +58,16 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
         if layer.mp_size > 1:
             over_worse.append(max(times["s1"], times["s2"]) / times["parm"] - 1)
         pairs.setdefault(f"{layer.mp_size},{layer.esp_size}", []).append(times)
-    table = {pair: _speedups(times) for pair, times in sorted(pairs.items())}
-    for pair, cells in table.items():
+    table = {}  # Parm's table IV: mean speed-ups over deepspeed, and the 95% bootstrap interval of parm's mean
+    for pair, found in sorted(pairs.items()):
+        ratios = {name: np.array([t["deepspeed"] / t[name] for t in found]) for name in ("s1", "s2", "parm")}
+        draws = np.random.default_rng(1).integers(0, len(found), (1000, len(found)))
+        interval = [_r(q) for q in np.quantile(ratios["parm"][draws].mean(axis=1), (0.025, 0.975))]
+        means = {name: _r(ratio.mean()) for name, ratio in ratios.items()}
+        table[pair] = cells = {"layers": len(found), **means, "parm_95": interval}
         shown = "  ".join(f"{name} {cells[name]:.2f}" for name in ("s1", "s2", "parm"))
         print(f"{pair:10s} {cells['layers']:3d} layers  {shown}  95% of parm's mean {cells['parm_95']}")
-    rates = {name: hit_rates(judged) for name, judged in rules.items()}
+    rates = {name: _hit_rates(judged) for name, judged in rules.items()}
     for name, hits in rates.items():
         print(f"rule {name:10s} {'  '.join(f'{what} {value}' for what, value in hits.items())}")
     answer = {
@@ -89,15 +94,7 @@ def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
     print(line)
 
 
-def _speedups(times: list[dict]) -> dict:
-    """Return a row of Parm's table IV: mean speed-ups over deepspeed, and the 95% bootstrap interval of parm's mean."""
-    ratios = {name: np.array([t["deepspeed"] / t[name] for t in times]) for name in ("s1", "s2", "parm")}
-    draws = np.random.default_rng(1).integers(0, len(times), (1000, len(times)))
-    interval = [_r(q) for q in np.quantile(ratios["parm"][draws].mean(axis=1), (0.025, 0.975))]
-    return {"layers": len(times), **{name: _r(ratio.mean()) for name, ratio in ratios.items()}, "parm_95": interval}
-
-
-def hit_rates(judged) -> dict:
+def _hit_rates(judged) -> dict:
     """How often one rule's choice is the shortest that was measured, and how far behind it is, mean.
 
     `of_three` asks all layers for the shortest of deepspeed, s1 and s2, whatever the rule compares. `of_s1_and_s2` asks

@@ -18,20 +18,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "architecture.svg"
 WIDTH, ROW, BOX_WIDTH, BOX_HEIGHT, TOP = 860, 76, 190, 42, 20
 
-TOKEN_PATH = ("data", "models", "moe", "moe.routers", "moe parts", "moe.schedules", "kernels", "parallel")
-PLANNING_PATH = ("training", "planning", "cluster")
-PATHS = (  # colour, packages, what it says below the boxes
-    (
-        "#cfe3f7",
-        TOKEN_PATH,
+PATHS = {  # colour: packages, what it says below the boxes
+    "#cfe3f7": (
+        ("data", "models", "moe", "moe.routers", "moe parts", "moe.schedules", "kernels", "parallel"),
         "token path (devices, every step): tokens -> gate -> route -> dispatch -> experts -> combine -> tokens",
     ),
-    (
-        "#f9dfc0",
-        PLANNING_PATH,
+    "#f9dfc0": (
+        ("training", "planning", "cluster"),
         "planning path (host, between steps): loads -> predictor -> planner -> placement -> tables -> next step",
     ),
-)
+}
 NOTES = {
     "commands": "train, generate, inspect, ...",
     "analysis": "inspect, replay, calibrate",
@@ -62,27 +58,20 @@ def read_below() -> dict[str, tuple[str, ...]]:
     raise SystemExit("tests/test_architecture.py has no BELOW")
 
 
-def rows_of(below: dict[str, tuple[str, ...]]) -> list[list[str]]:
-    """Return the packages row by row: each stands below all that import it."""
-    depth = dict.fromkeys(below, 0)
+def draw(below: dict[str, tuple[str, ...]]) -> str:
+    """Return the SVG."""
+    missing = [name for path, _ in PATHS.values() for name in path if name not in below]
+    if missing:
+        raise SystemExit(f"BELOW has no {', '.join(missing)}, which a path goes through")
+    depth = dict.fromkeys(below, 0)  # each package stands below all that import it
     for _ in below:  # as many rounds as packages settle every path
         for package, lower in below.items():
             for name in lower:
                 depth[name] = max(depth[name], depth[package] + 1)
-    last = max(depth.values())
-    alone = [name for name in below if name not in sum(below.values(), ()) and not below[name]]
-    for name in alone:  # imported by everything, so nothing names it
-        depth[name] = last + 1
-    return [[name for name in below if depth[name] == row] for row in range(max(depth.values()) + 1)]
-
-
-def draw(below: dict[str, tuple[str, ...]]) -> str:
-    """Return the SVG."""
-    missing = [name for _, path, _ in PATHS for name in path if name not in below]
-    if missing:
-        raise SystemExit(f"BELOW has no {', '.join(missing)}, which a path goes through")
-    rows = rows_of(below)
-    colours = {name: colour for colour, path, _ in PATHS for name in path}
+    last, named = max(depth.values()), set().union(*below.values())
+    depth |= {name: last + 1 for name in below if name not in named and not below[name]}  # everything imports these
+    rows = [[name for name in below if depth[name] == row] for row in range(max(depth.values()) + 1)]
+    colours = {name: colour for colour, (path, _) in PATHS.items() for name in path}
     places = {
         name: (WIDTH * (i + 1) / (len(names) + 1), TOP + row * ROW)
         for row, names in enumerate(rows)
@@ -110,7 +99,7 @@ def draw(below: dict[str, tuple[str, ...]]) -> str:
     legend = [
         f'<rect x="60" y="{bottom + 26 * i}" width="16" height="16" fill="{colour}" stroke="#555"/>'
         f'<text x="86" y="{bottom + 26 * i + 13}" style="text-anchor: start">{html.escape(text)}</text>'
-        for i, (colour, _, text) in enumerate(PATHS)
+        for i, (colour, (_, text)) in enumerate(PATHS.items())
     ]
     height = bottom + 26 * len(PATHS) + 10
     return "\n".join(
