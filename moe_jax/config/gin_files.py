@@ -181,33 +181,25 @@ def _read_text(text: str, source: str, folders: list[str], open_files: tuple[str
                     "one; take the line out"
                 )
             case "BindingStatement":
-                found.append(_checked(statement, place))
+                name, field = statement.selector, statement.arg_name
+                target = f"{name}.{field}" if field else name
+                if statement.scope:
+                    raise UserError(
+                        f"'{statement.scope}/{target}' has a scope ({statement.scope!r}), and no part of a run enters "
+                        f"a scope; write {target} = {statement.value!r} ({place})"
+                    )
+                if field and name not in CONFIG_CLASSES:
+                    near = _near(name.split(".")[-1], (*CONFIG_CLASSES, "TrainConfig"))
+                    near = [f"{'train' if found == 'TrainConfig' else found}.{field}" for found in near]
+                    hint = _did_you_mean(near, "known names", CONFIG_CLASSES)
+                    raise UserError(f"unknown name {name!r} in {target} ({place}); {hint}")
+                if field and field not in _types(name):
+                    near = [f"{other}.{field}" for other in CONFIG_CLASSES if field in _types(other)]
+                    near = near or [f"{name}.{found}" for found in _near(field, _types(name))]
+                    hint = _did_you_mean(near, "its fields are", sorted(_types(name)))
+                    raise UserError(f"{name} has no field {field!r} ({place}); {hint}")
+                found.append(Binding(target, statement.value, place))
     return found
-
-
-# What gin lets pass.
-
-
-def _checked(statement, place: str) -> Binding:
-    """Return a binding of a known field, or of a macro; refuse scopes."""
-    name, field = statement.selector, statement.arg_name
-    target = f"{name}.{field}" if field else name
-    if statement.scope:
-        raise UserError(
-            f"'{statement.scope}/{target}' has a scope ({statement.scope!r}), and no part of a run enters a scope; "
-            f"write {target} = {statement.value!r} ({place})"
-        )
-    if field and name not in CONFIG_CLASSES:
-        near = _near(name.split(".")[-1], (*CONFIG_CLASSES, "TrainConfig"))
-        near = [f"{'train' if found == 'TrainConfig' else found}.{field}" for found in near]
-        hint = _did_you_mean(near, "known names", CONFIG_CLASSES)
-        raise UserError(f"unknown name {name!r} in {target} ({place}); {hint}")
-    if field and field not in _types(name):
-        near = [f"{other}.{field}" for other in CONFIG_CLASSES if field in _types(other)]
-        near = near or [f"{name}.{found}" for found in _near(field, _types(name))]
-        hint = _did_you_mean(near, "its fields are", sorted(_types(name)))
-        raise UserError(f"{name} has no field {field!r} ({place}); {hint}")
-    return Binding(target, statement.value, place)
 
 
 def _macro_names(value) -> set[str]:

@@ -69,12 +69,18 @@ def settle_unproven(session: Session, hosts: Hosts) -> tuple[Session, dict]:
     options = compiler_options(device.platform, deterministic=session.config.train.deterministic)
     key, wanted, used = verdict_key(device, options, doubted), session.config.moe.grouped_matmul, doubted[0][0]
     # A check may be collective, so this process' kept verdict counts only if every process has one.
-    verdict = read_verdict(key)
+    path = _verdict_path(key)
+    verdict = read_verdict(path, key)
     if "no" in hosts.gather_text("kept verdict of grouped_matmul", "yes" if verdict else "no", WAIT_SECONDS):
         verdict = check_experts(doubted, device, options)
-        keep_verdict(key, verdict)
+        if path is not None and verdict[0] != NO_MEMORY:  # more memory may be free next time
+            today = datetime.datetime.now(datetime.UTC).date().isoformat()
+            kept = {"key": key, "outcome": verdict[0], "detail": verdict[1], "date": today}
+            try:
+                write_cached(path, json.dumps(kept, indent=1) + "\n")
+            except UserError as error:
+                _say_uncached(str(error))
     elif verdict[0] != PASSES:
-        path = _verdict_path(key)
         verdict = verdict[0], f"{verdict[1]} (so it was at an earlier start; delete {path} to compare again)"
     found = [
         json.loads(text) for text in hosts.gather_text("check of grouped_matmul", json.dumps(verdict), WAIT_SECONDS)
@@ -215,9 +221,8 @@ def _say_uncached(why: str) -> None:
     _LOG.warning("kernels are compared again at every start: %s", why)
 
 
-def read_verdict(key: dict) -> Verdict | None:
-    """Return the verdict kept under a key, None where there is none."""
-    path = _verdict_path(key)
+def read_verdict(path: Path | None, key: dict) -> Verdict | None:
+    """Return the verdict that a file keeps under a key, None where there is none."""
     text = None if path is None else read_cached(path)
     try:
         held = json.loads(text or b"null")
@@ -225,16 +230,3 @@ def read_verdict(key: dict) -> Verdict | None:
         return (outcome, detail) if held["key"] == key and outcome in OUTCOMES and isinstance(detail, str) else None
     except (ValueError, TypeError, KeyError):
         return None
-
-
-def keep_verdict(key: dict, verdict: Verdict) -> None:
-    """Keep a verdict under a key; where that cannot be done, log it once and go on."""
-    path = _verdict_path(key)
-    if path is None or verdict[0] == NO_MEMORY:  # more memory may be free next time
-        return
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    record = {"key": key, "outcome": verdict[0], "detail": verdict[1], "date": today}
-    try:
-        write_cached(path, json.dumps(record, indent=1) + "\n")
-    except UserError as error:
-        _say_uncached(str(error))

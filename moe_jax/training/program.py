@@ -24,7 +24,7 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.data import Tokenizer, build_cache, build_tokenizer
 from moe_jax.kernels.float8_blocks import E4M3
 from moe_jax.kernels.matmul import choose_implementation
-from moe_jax.models import Batch, LanguageModel, Layout
+from moe_jax.models import Batch, LanguageModel, Layout, make_loss
 from moe_jax.models.attention import resolve_attention
 from moe_jax.models.language_model import Teacher, has_later_passes
 from moe_jax.moe.build import check_router
@@ -43,7 +43,6 @@ from moe_jax.training.step import (
     build_state_shardings,
     first_state,
     make_common_step,
-    make_evaluation_step,
     make_train_step,
     of_each_table,
 )
@@ -275,9 +274,25 @@ class Session(Program):
         return jax.jit(init, out_shardings=self.state_shardings.state)(start)
 
     def evaluation_step(self, shape: Shapes = None):
-        """Return the evaluation step; it compiles when first called."""
+        """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, B / Nm, Sq], jitted.
+
+        The first is the sum of the losses of the targets that count, the second how many count: a process that holds
+        only some of the rows cannot count them. Weights are 0 or 1.
+        """
         length = self.config.data.sequence_length
-        step = make_evaluation_step(self.model, self.config.train, self.state_shardings, length, shape)
+        rows = self.config.train.batch_size // self.config.train.grad_accum_steps
+        loss = make_loss(self.model, self.model.layout(), rows, length, plan=shape)
+
+        def evaluate(params, batch, tables):
+            _, stats = loss(params, jax.tree.map(lambda a: a[0], batch), tables, None, jnp.int32(0), jnp.float32(1))
+            return stats.cross_entropy, jnp.sum(batch.weights.astype(jnp.int32))
+
+        given = self.state_shardings
+        step = jax.jit(
+            evaluate,
+            in_shardings=(given.state["params"], given.batch, given.tables),
+            out_shardings=given.replicated,
+        )
         return self.shared(step)
 
     def shared(self, function: Callable) -> Callable:

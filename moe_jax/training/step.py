@@ -265,25 +265,3 @@ def make_update(
         return new_state, metrics
 
     return train_step
-
-
-def make_evaluation_step(
-    model: LanguageModel, config: TrainConfig, state_shardings: StateShardings, length: int,
-    plan: PlanShape | None = None,
-) -> Callable:  # fmt: skip
-    """Return evaluate(params, batch, tables) -> (float [], int32 []) for a batch [1, B / Nm, Sq].
-
-    The first is the sum of the losses of the targets that count, the second how many count: a process that holds only
-    some of the rows cannot count them. Weights are 0 or 1.
-    """
-    loss = make_loss(model, model.layout(), config.batch_size // config.grad_accum_steps, length, plan=plan)
-
-    def evaluate(params, batch, tables):
-        _, stats = loss(params, jax.tree.map(lambda a: a[0], batch), tables, None, jnp.int32(0), jnp.float32(1))
-        return stats.cross_entropy, jnp.sum(batch.weights.astype(jnp.int32))
-
-    return jax.jit(
-        evaluate,
-        in_shardings=(state_shardings.state["params"], state_shardings.batch, state_shardings.tables),
-        out_shardings=state_shardings.replicated,
-    )

@@ -84,6 +84,7 @@ class Hosts:
         stall_seconds: float = 0.0,
     ):
         self.process_index, self.process_count = process_index, process_count
+        self.is_main = process_index == 0  # whether it writes what only one may write
         self._peers, self.host_ids = tuple(peers), tuple(host_ids)
         self._lost_seconds, self._stall_seconds = lost_seconds, stall_seconds
         self._self = f"process {process_index} ({socket.gethostname()})"
@@ -103,11 +104,6 @@ class Hosts:
             self._abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)  # kept: C holds no reference
             _set_abort_handler(self._abort_handler)
             threading.Thread(target=self._watch, name="moe_jax watchdog", daemon=True).start()
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes what only one may write."""
-        return self.process_index == 0
 
     def node_size(self, devices: Sequence) -> int:
         """Return how many devices a node has: those of all processes on one machine.
