@@ -123,11 +123,6 @@ def test_config_header_states_its_command(path):
     assert re.search(rf"^  {devices} devices = data 1 x expert \d+", dry_run(run, devices), re.MULTILINE)
 
 
-def test_macros_of_the_named_sizes():
-    run, _, _ = parse_run_config(["configs/model/pro_prophet_moe_gpt_s.gin"], ["NUM_EXPERTS = 32", "TOP_K = 2"])
-    assert (run.moe.num_experts, run.moe.top_k) == (32, 2)
-
-
 @pytest.mark.parametrize(
     ("devices", "bindings", "why"),
     [

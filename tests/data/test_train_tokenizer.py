@@ -33,17 +33,10 @@ def test_command_writes_a_tokenizer_that_a_cache_can_use(tmp_path):
     assert tokenizer.decode(built.tokens[:-1]) == TEXT and built.tokens[-1] == tokenizer.end_id
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--data=/no/such/file", "--out=x.json"], "DataConfig.path ('/no/such/file'): '/no/such/file' is no file"),
-        (["--outs=x.json"], "Unknown command line flag 'outs'"),
-    ],
-)
-def test_command_ends_a_mistake_with_one_line_and_two(arguments, text):
-    done = run(*arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(text) and done.stderr.count("\n") == 1
+def test_command_ends_a_mistake_with_one_line_and_two():
+    done = run("--data=/no/such/file", "--out=x.json")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("DataConfig.path ('/no/such/file'): '/no/such/file' is no file")
 
 
 def test_train_tokenizer_is_repeatable_and_says_when_the_text_gives_fewer_ids(tmp_path):

@@ -75,12 +75,6 @@ def test_loss_curve_with_decisions_after_the_gate(base, name):
     assert all(record["dropped_fraction"] == 0 for record in records)
 
 
-def test_parm_gives_the_same_loss_curve(base):
-    folder, want = base
-    records = train("parm", folder / "parm", folder / "cache")
-    np.testing.assert_allclose(losses(records), want, rtol=1e-4)
-
-
 def test_a_checkpoint_goes_on_under_other_placements(base):
     """20 steps with hecate, 10 with eplb, 10 without a planner: still the same curve."""
     folder, want = base

@@ -24,17 +24,9 @@ def wait_for_steps(work, steps, process, seconds=120):
     raise AssertionError("the run did not get going")
 
 
-@pytest.mark.parametrize(
-    ("flags", "change", "text"),
-    [
-        ((), "train.steps = 'many'", "train.steps"),
-        (("--no_such_flag",), "train.steps = 3", "no_such_flag"),
-        (("--gin_file=/no/such.gin",), "train.steps = 3", "/no/such.gin"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_code_2(tmp_path, flags, change, text):
-    code, _, err = finish(start(command(tmp_path, tmp_path / "work", change, flags=flags)))
-    assert code == 2 and text in err and "Traceback" not in err
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):
+    code, _, err = finish(start(command(tmp_path, tmp_path / "work", "train.steps = 'many'")))
+    assert code == 2 and "train.steps" in err and "Traceback" not in err
     assert len(err.strip().splitlines()) == 1, err
 
 

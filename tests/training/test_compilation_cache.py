@@ -24,20 +24,15 @@ def as_before(monkeypatch, tmp_path):
     jax.config.update("jax_enable_compilation_cache", enabled)
 
 
-def test_gpus_keep_programs_in_the_users_cache_folder_and_cpus_keep_none(tmp_path):
+def test_which_folder_keeps_programs(tmp_path):
+    """On GPUs the user's, on CPUs none, a named one or the environment's before both; '' switches it off."""
     assert set_up_compilation_cache(None) is None and jax.config.jax_compilation_cache_dir is None
     assert set_up_compilation_cache(None, "gpu") == str(tmp_path / "moe_jax" / "compilation")
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "moe_jax" / "compilation")
-
-
-def test_named_folder_and_the_environment_s_win(tmp_path):
     jax.config.update("jax_compilation_cache_dir", "/from/JAX_COMPILATION_CACHE_DIR")
     assert set_up_compilation_cache(None, "gpu") == "/from/JAX_COMPILATION_CACHE_DIR"
     assert set_up_compilation_cache(str(tmp_path / "mine")) == jax.config.jax_compilation_cache_dir
     assert (tmp_path / "mine").is_dir()
-
-
-def test_empty_name_switches_it_off():
     assert set_up_compilation_cache("", "gpu") is None
     assert not jax.config.jax_enable_compilation_cache
 
