@@ -1,11 +1,12 @@
 """From the corpus to the devices: batches as global arrays, the same on any number of hosts.
 
-Inputs: a token cache and a step. Outputs: a `Batch` [Nm, B / Nm, Sq] of global arrays, for training or evaluation. Rows
-keep the stream's order: microbatch m holds rows [m B / Nm, (m + 1) B / Nm). A process reads the rows that its own
-devices hold, which need not follow one another (the mesh may lay devices in any order, and an MP group may span
-processes).
+Inputs: a token cache and a step. Outputs: a `Batch` [Nm, B / Nm, Sq] of global arrays, for training or evaluation.
 Letters: docs/notation.md.
 """
+
+# Rows keep the stream's order: microbatch m holds rows [m B / Nm, (m + 1) B / Nm). A process reads the rows that its
+# own devices hold, which need not follow one another (the mesh may lay devices in any order, and an MP group may span
+# processes).
 
 from __future__ import annotations
 

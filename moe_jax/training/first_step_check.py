@@ -1,17 +1,19 @@
 """Compare an unproven grouped matmul with a proven one before training on it.
 
 Inputs: a `Session`, before it has a state, and the job's processes. Outputs: the session, with a proven grouped matmul
-where 'auto' had chosen one that does not hold, and a record for environment.json. Some are not proven by the tests of
-this project: `hopper` and `mosaic`, never run here on the GPUs that they are for; and `lax.ragged_dot` on GPUs, which
-newer compilers lower to cuDNN. A run that uses one compares it first (`expert_check`).
-
-    outcome                  field says 'auto'                      field names it
-    equal but for rounding   goes on                                goes on
-    differs, or fails        goes on with the proven one, says so   UserError
-    no memory for the check  goes on with the proven one, says so   goes on unchecked, says so
-
-All processes of a job decide alike: by the worst of their outcomes.
+where 'auto' had chosen one that does not hold, and a record for environment.json.
 """
+
+# Some are not proven by the tests of this project: `hopper` and `mosaic`, never run here on the GPUs that they are for;
+# and `lax.ragged_dot` on GPUs, which newer compilers lower to cuDNN. A run that uses one compares it first
+# (`expert_check`).
+#
+#     outcome                  field says 'auto'                      field names it
+#     equal but for rounding   goes on                                goes on
+#     differs, or fails        goes on with the proven one, says so   UserError
+#     no memory for the check  goes on with the proven one, says so   goes on unchecked, says so
+#
+# All processes of a job decide alike: by the worst of their outcomes.
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 Inputs: a HostsConfig (from flags) and the environment (Slurm, Open MPI, Kubernetes). Outputs: `Hosts` (watchdog.py),
 with jax.distributed started where there are several processes, after a rendezvous of them all (rendezvous.py).
-
-    with start_hosts(HostsConfig(coordinator=..., num_processes=..., process_id=...)) as hosts:
-        ...                                            # jax.devices() now spans all processes
 """
 
 from __future__ import annotations

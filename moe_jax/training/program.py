@@ -262,10 +262,7 @@ class Session(Program):
 
     def fresh_state(self, params=None) -> dict:
         """Return the state of step 0, from given parameters or from new ones."""
-        if params is not None:
-            start = params
-        else:
-            start = jax.random.key(self.config.train.seed)
+        start = jax.random.key(self.config.train.seed) if params is None else params
 
         def init(start):  # traced: each device makes its own part
             made = self.model.init(start) if params is None else start

@@ -1,15 +1,17 @@
 """Connects the processes of a job in a star around process 0, and checks their flags. No arrays, no jax.
 
 Inputs: this process' place, the coordinator's host and port, and the job's token. Outputs: the connections, which
-processes share a machine, and a text that process 0 offers to the others. It comes before anything of jax, whose
-coordination service reacts to every mistake made here by aborting the process or waiting for long.
-
-    process 0                              process i
-    challenge                       ->
-                                    <-     hello: index, count, versions, machine; sealed for that challenge
-    go or refused, sealed for the hello's challenge  ->
+processes share a machine, and a text that process 0 offers to the others.
 """
 
+# It comes before anything of jax, whose coordination service reacts to every mistake made here by aborting the process
+# or waiting for long.
+#
+#     process 0                              process i
+#     challenge                       ->
+#                                     <-     hello: index, count, versions, machine; sealed for that challenge
+#     go or refused, sealed for the hello's challenge  ->
+#
 # A connection that does not send a sealed hello is a stranger: it is dropped, its address logged once, and the job goes
 # on. One deadline holds for all of it: process 0 waits for all connections at once, so a stranger cannot delay it. A
 # sealed hello comes from the job itself, so a contradiction in it ends the job with its reason.
