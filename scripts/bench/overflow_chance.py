@@ -21,28 +21,25 @@ from absl import app, flags
 
 from moe_jax.analysis.compile_ahead import skewed_loads
 from moe_jax.config import parse_run_config
+from moe_jax.config.run_config import RunConfig
 from moe_jax.moe.build import layer_sizes
 from moe_jax.parallel.bucket_rows import bucket_layout
-from moe_jax.parallel.mesh import build_mesh
+from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import routing
 from moe_jax.planning.buckets import pairs_by_kind
 from moe_jax.training.plan_cost import initial_placement
 from moe_jax.training.replanner import Replanner
 
 FLAGS = flags.FLAGS
-flags.DEFINE_multi_string("gin_file", [], "Config file of the run; may repeat.")
-flags.DEFINE_multi_string("gin_bindings", [], "Binding; may repeat.")
-flags.DEFINE_integer("devices", 32, "Devices of the mesh.")
-flags.DEFINE_integer("per_node", 8, "Of one node.")
-flags.DEFINE_float("skew", 1.0, "With a planner: loads fall as rank to the power -skew.")
-flags.DEFINE_integer("draws", 1000, "Steps drawn.")
-flags.DEFINE_integer("seed", 0, "Of the draws.")
 
 
-def main(_):
-    config, *_ = parse_run_config(FLAGS.gin_file, FLAGS.gin_bindings)
-    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=FLAGS.per_node))
-    roles, train = build_mesh(config.mesh, FLAGS.devices), config.train
+def overflow_rate(config: RunConfig, roles: Roles, skew: float, draws: int, seed: int):
+    """Return (share of steps that overflow, mean of the fullest pair over the mean one, rows of buckets, mean rows).
+
+    Raises:
+      SystemExit: a mesh with model-parallel or sharded experts, which this script does not draw.
+    """
+    train = config.train
     if roles.size(roles.model) > 1 or roles.size(roles.expert_shard) > 1:
         raise SystemExit("MeshConfig.model and MeshConfig.expert_shard must be 1 here")
     members, near = roles.size(roles.expert), roles.members_per_node
@@ -56,7 +53,7 @@ def main(_):
         shares, shape, placement = np.full((layers, experts), 1 / experts), None, initial_placement(config, roles)
     else:
         replanner = Replanner(config, roles, "segment_0")
-        loads = skewed_loads(replanner, step_tokens, FLAGS.skew)
+        loads = skewed_loads(replanner, step_tokens, skew)
         shape, placement = replanner.planned(loads)
         shares = loads.sum(axis=1) / loads.sum(axis=(1, 2))[:, None]  # [L, E]
     sizes = layer_sizes(config.moe, roles, tokens, shape)
@@ -64,9 +61,9 @@ def main(_):
         sizes = dataclasses.replace(sizes, planned_rows=sizes.planned_rows.each(lambda rows: -(-rows // parts)))
     rows = bucket_layout(sizes.bucket_rows(members), members, near).rows
 
-    random = np.random.default_rng(FLAGS.seed)
-    overflows, fullest = np.zeros(FLAGS.draws, bool), np.zeros(FLAGS.draws)
-    for step in range(FLAGS.draws):
+    random = np.random.default_rng(seed)
+    overflows, fullest = np.zeros(draws, bool), np.zeros(draws)
+    for step in range(draws):
         for _ in range(exchanges):
             loads = np.stack([random.multinomial(choices, share, size=members) for share in shares])
             placed = placement
@@ -76,11 +73,25 @@ def main(_):
                 most = int(pairs.max(initial=0))
                 overflows[step] |= most > getattr(rows, kind)
                 fullest[step] = max(fullest[step], most)
-    ratio = (fullest * members / choices).mean()
+    return overflows.mean(), (fullest * members / choices).mean(), rows, choices / members
+
+
+def main(_):
+    config, *_ = parse_run_config(FLAGS.gin_file, FLAGS.gin_bindings)
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=FLAGS.per_node))
+    roles = build_mesh(config.mesh, FLAGS.devices)
+    rate, ratio, rows, mean = overflow_rate(config, roles, FLAGS.skew, FLAGS.draws, FLAGS.seed)
     print(f"rows of a bucket  {rows.own} (own), {rows.node} (same node), {rows.far} (other nodes)")
-    print(f"mean rows         {choices / members:.0f}, the fullest pair of a step {ratio:.3f} times that")
-    print(f"overflow          in {overflows.mean():.2%} of {FLAGS.draws} steps")
+    print(f"mean rows         {mean:.0f}, the fullest pair of a step {ratio:.3f} times that")
+    print(f"overflow          in {rate:.2%} of {FLAGS.draws} steps")
 
 
 if __name__ == "__main__":
+    flags.DEFINE_multi_string("gin_file", [], "Config file of the run; may repeat.")
+    flags.DEFINE_multi_string("gin_bindings", [], "Binding; may repeat.")
+    flags.DEFINE_integer("devices", 32, "Devices of the mesh.")
+    flags.DEFINE_integer("per_node", 8, "Of one node.")
+    flags.DEFINE_float("skew", 1.0, "With a planner: loads fall as rank to the power -skew.")
+    flags.DEFINE_integer("draws", 1000, "Steps drawn.")
+    flags.DEFINE_integer("seed", 0, "Of the draws.")
     app.run(main)
