@@ -54,7 +54,7 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
     for flight in flights:
         record = {SAID.get(name, name): value for name, value in dataclasses.asdict(flight).items() if name != "alone"}
         beside = sorted(flight.beside.items(), key=lambda item: -item[1])[:MOST_NAMES]
-        collectives.append({**record, "beside": dict(beside)})
+        collectives.append({**record, "beside_seconds": sum(flight.beside.values()), "beside": dict(beside)})
     return {
         **facts,
         "target": described,

@@ -63,9 +63,8 @@ class Flight:
       asynchronous: False where the program waits at once.
       loops: turns of the loops around it, outermost first.
       executions, seconds, exposed, waited_for_links: how often, modelled time, waits at its end, waits for its links.
-      beside_seconds: compute that ran between start and done; beside_kernels, beside_matmuls: executions with at least
-        one kernel there, and with at least one matmul.
-      beside: what computed there, name -> seconds.
+      beside: what computed between start and done, name -> seconds; beside_kernels, beside_matmuls: executions with at
+        least one kernel there, and with at least one matmul.
     """
 
     name: str
@@ -87,7 +86,6 @@ class Flight:
     seconds: float = 0.0
     exposed: float = 0.0
     waited_for_links: float = 0.0
-    beside_seconds: float = 0.0
     beside_kernels: int = 0
     beside_matmuls: int = 0
     beside: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -360,7 +358,6 @@ class _Player:
             line.unknown_calls[cost.unknown] = line.unknown_calls.get(cost.unknown, 0) + 1
         for transfer in self.open:
             flight = transfer["flight"]
-            flight.beside_seconds += seconds
             flight.beside[label] = flight.beside.get(label, 0.0) + seconds
             transfer["kernel"] = True
             transfer["matmul"] |= bool(cost.flops)
