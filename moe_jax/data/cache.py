@@ -80,7 +80,7 @@ def shuffled(index: np.ndarray, count: int, *key) -> np.ndarray:
     return value.astype(np.int64)
 
 
-_PURPOSE = 3  # keeps these numbers apart from those of stream.py and masking.py
+_PURPOSE = 3  # keeps these numbers apart from the other purposes in stream.py
 
 
 def split_documents(ends: np.ndarray, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:

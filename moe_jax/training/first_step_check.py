@@ -36,8 +36,8 @@ from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig
 from moe_jax.training.compiling import compiler_options
 from moe_jax.training.expert_check import compare_expert
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import Session
+from moe_jax.training.watchdog import Hosts
 
 _LOG = logging.getLogger(__name__)
 DRIVER = Path("/proc/driver/nvidia/version")

@@ -31,11 +31,12 @@ from moe_jax.observe import (
 )
 from moe_jax.observe.progress import with_prefix
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.hosts import Hosts, StopSignal
+from moe_jax.training.hosts import StopSignal
 from moe_jax.training.plan_cost import sizes_of
 from moe_jax.training.program import Programs, Session
 from moe_jax.training.step_metrics import check_finite, step_record
 from moe_jax.training.stepper import Stepper
+from moe_jax.training.watchdog import Hosts
 
 
 def evaluate(

@@ -21,13 +21,13 @@ from moe_jax.errors import UserError
 from moe_jax.observe import RunFolder, draw_all, environment_record, summarize_run, write_atomically, write_report
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.first_step_check import settle_unproven
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import Loop, evaluate
 from moe_jax.training.optimizer import line_on_gates
 from moe_jax.training.program import Session, build_session
 from moe_jax.training.rejit import RejitEngine, build_engine
 from moe_jax.training.stepper import Stepper, lag_of
 from moe_jax.training.teacher import load_teacher, settle_teacher
+from moe_jax.training.watchdog import Hosts
 
 
 def say(hosts: Hosts, text: str):

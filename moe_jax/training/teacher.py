@@ -29,7 +29,7 @@ from moe_jax.observe import RunFolder
 from moe_jax.parallel.mesh import Roles, mesh_axes
 from moe_jax.training.checkpoint import Checkpointer
 from moe_jax.training.feed import padded_vocabulary
-from moe_jax.training.hosts import Hosts
+from moe_jax.training.watchdog import Hosts
 
 
 @contextlib.contextmanager

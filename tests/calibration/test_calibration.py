@@ -18,7 +18,7 @@ from moe_jax.moe.schedules import LayerSizes, ScheduleOptions
 from moe_jax.moe.schedules.automatic import by_equations, choose
 from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
-from moe_jax.training.hosts import Hosts
+from moe_jax.training.watchdog import Hosts
 
 ROOT = Path(__file__).parents[2]
 

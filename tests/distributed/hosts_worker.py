@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import NonFiniteError, UserError
-from moe_jax.training.hosts import HostsConfig, StopSignal, exit_code_of, start_hosts
+from moe_jax.training.hosts import HostsConfig, StopSignal, start_hosts
+from moe_jax.training.watchdog import exit_code_of
 
 
 def main() -> None:

@@ -19,16 +19,9 @@ import pytest
 from support.ports import free_port
 
 from moe_jax.errors import HostLostError, NonFiniteError, UserError
-from moe_jax.training.hosts import (
-    Hosts,
-    HostsConfig,
-    StopSignal,
-    exit_code_of,
-    find_launcher,
-    resolve_hosts,
-    start_hosts,
-)
+from moe_jax.training.hosts import HostsConfig, StopSignal, find_launcher, resolve_hosts, start_hosts
 from moe_jax.training.rendezvous import held_port, machine_id
+from moe_jax.training.watchdog import Hosts, exit_code_of
 
 _ROOT = Path(__file__).parents[2]
 _WORKER = Path(__file__).with_name("hosts_worker.py")

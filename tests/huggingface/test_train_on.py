@@ -18,8 +18,8 @@ from moe_jax.data import build_cache  # noqa: E402
 from moe_jax.errors import UserError  # noqa: E402
 from moe_jax.inference.conversion import export_folder, import_folder  # noqa: E402
 from moe_jax.inference.tensors import TensorFolder  # noqa: E402
-from moe_jax.training.hosts import Hosts  # noqa: E402
 from moe_jax.training.run import evaluate_run, run  # noqa: E402
+from moe_jax.training.watchdog import Hosts  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "golden" / "olmoe"  # 40 ids, of which 2 ends a text
 BINDINGS = (

@@ -7,8 +7,8 @@ import sys
 from support.quick_compiles import QUICK
 
 from moe_jax.config import parse_run_config
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.run import evaluate_run, run
+from moe_jax.training.watchdog import Hosts
 
 BINDINGS = (
     "ModelConfig.layers = 2",

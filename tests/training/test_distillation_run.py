@@ -14,10 +14,10 @@ from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.observe import read_metrics
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import build_session
 from moe_jax.training.stepper import build_stepper
 from moe_jax.training.teacher import load_teacher, settle_teacher
+from moe_jax.training.watchdog import Hosts
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 

@@ -12,9 +12,9 @@ from moe_jax.errors import UserError
 from moe_jax.observe import read_metrics, summarize_run
 from moe_jax.parallel.global_arrays import to_devices
 from moe_jax.training.checkpoint import Checkpointer
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import build_session
 from moe_jax.training.run import starting_state
+from moe_jax.training.watchdog import Hosts
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")
 

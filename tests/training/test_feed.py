@@ -13,10 +13,10 @@ from support.tiny_run import bindings_of, finish, start, write_corpus
 
 from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.loop import evaluate
 from moe_jax.training.program import build_session
 from moe_jax.training.run import check_same_corpus, run
+from moe_jax.training.watchdog import Hosts
 
 HELPER = Path(feed_rows.__file__)
 

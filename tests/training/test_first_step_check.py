@@ -20,8 +20,8 @@ from moe_jax.training import first_step_check
 from moe_jax.training import run as run_module
 from moe_jax.training.expert_check import compare_expert
 from moe_jax.training.first_step_check import DIFFERS, FAILS, NO_MEMORY, PASSES, settle_unproven
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.program import build_session
+from moe_jax.training.watchdog import Hosts
 
 RIGHT, WRONG = (0.01, 0.06, "output, row 3, is right"), (1.0, 0.06, "output, row 3, is off")
 NO_ROOM = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.\nmore")

@@ -6,8 +6,8 @@ import pytest
 
 from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
-from moe_jax.training.hosts import Hosts
 from moe_jax.training.run import with_node_size
+from moe_jax.training.watchdog import Hosts
 
 DEVICES = [types.SimpleNamespace(id=i, process_index=i // 2) for i in range(8)]
 FOUR_PROCESSES = Hosts(process_count=4, host_ids=["a", "a", "b", "b"])
