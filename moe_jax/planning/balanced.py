@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, home_loads, knob
+from moe_jax.planning.balancer import Planner, home_loads, knob, register
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.shares import level_quotas, share_rows, with_quotas
 
@@ -19,7 +19,8 @@ TOLERANCE = 0.1  # the largest effect of one expert's error on a device's load, 
 MEAN_TO_STANDARD = 1.25  # standard over mean absolute error of a normal variable, sqrt(pi / 2)
 
 
-class BalancedPlanner(Planner, name="balanced", after_gate=True):
+@register("balanced", after_gate=True)
+class BalancedPlanner(Planner):
     """Move the surplus of heavy devices into the gaps of light ones, own node first.
 
     A move takes all that the heavy device has above the mean or all that the light one lacks, so it brings one of the

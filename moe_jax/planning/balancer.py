@@ -1,7 +1,7 @@
 """The contract of every planner, the registry of their files, and the few array steps that several share.
 
-A planner's file has a subclass of `Planner`; nothing else names it. The package imports every file in its folder, so a
-new file is a new balancer, and `PlannerConfig` takes its knobs from here (config.py).
+A planner's file registers a class; nothing else names it. The package imports every file in its folder, so a new file
+is a new balancer, and `PlannerConfig` takes its knobs from here (config.py).
 Letters: docs/notation.md; S = D here.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -30,11 +30,11 @@ class Planner:
     It keeps no state but `counters`, counts of what happened while planning (for example `shadow_cut`), until cleared;
     `config` is a `PlannerConfig` with every default filled in (`settled`).
 
-    Arguments of a subclass: its name as in `PlannerConfig.name`; `defaults`, values of its own for fields of
-    `PlannerConfig` that were left at None; and whether `when = 'after_gate'` works. What its body annotates with
-    `knob(...)` becomes fields of `PlannerConfig`.
+    What the body of a subclass annotates with `knob(...)` becomes fields of `PlannerConfig` (`register`).
 
     Attributes:
+      name: as in `PlannerConfig.name`; defaults: its own values for fields of `PlannerConfig` that were left at None;
+        after_gate: whether `when = 'after_gate'` works.
       knobs: {field: (type, dataclass field)} of the fields of `PlannerConfig` that this planner brings (`knob`).
       reference: whether the balance of all is also given as a ratio to this planner's (Pro-Prophet, figure 16).
       any_holder: whether a token may go to any holder after the gate, so that a step's lists have room for all devices.
@@ -58,23 +58,6 @@ class Planner:
     standing: typing.ClassVar[bool] = False
     late_replicas: typing.ClassVar[bool] = False
     reshard_every: int = 0
-
-    def __init_subclass__(
-        cls, name: str, defaults: Mapping[str, typing.Any] | None = None, after_gate: bool = False
-    ) -> None:
-        hints = typing.get_type_hints(cls)
-        own = {field: value for field, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
-        assert name not in BALANCERS, f"two planners are called {name}"
-        for other in BALANCERS.values():
-            both = own.keys() & other.knobs.keys()
-            assert not both, (
-                f"planners {other.name!r} and {name!r} both have a knob {', '.join(sorted(both))}; rename one"
-            )
-        for field in own:
-            delattr(cls, field)  # its value is in `config`
-        cls.name, cls.defaults, cls.after_gate = name, defaults or {}, after_gate
-        cls.knobs = {field: (hints[field], value) for field, value in own.items()}
-        BALANCERS[name] = cls
 
     def __init__(self, config: typing.Any):
         self.config = config
@@ -119,6 +102,30 @@ class Planner:
         return None
 
 
+def register(
+    name: str, defaults: Mapping[str, typing.Any] | None = None, after_gate: bool = False
+) -> Callable[[type[Planner]], type[Planner]]:
+    """Declare the decorated class as the planner `name` of `PlannerConfig.name`; arguments as `Planner` has them."""
+
+    def declare(cls):
+        hints = typing.get_type_hints(cls)
+        own = {field: value for field, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
+        assert name not in BALANCERS, f"planner {name!r} is registered twice"
+        for other in BALANCERS.values():
+            both = own.keys() & other.knobs.keys()
+            assert not both, (
+                f"planners {other.name!r} and {name!r} both have a knob {', '.join(sorted(both))}; rename one"
+            )
+        for field in own:
+            delattr(cls, field)  # its value is in `config`
+        cls.name, cls.defaults, cls.after_gate = name, defaults or {}, after_gate
+        cls.knobs = {field: (hints[field], value) for field, value in own.items()}
+        BALANCERS[name] = cls
+        return cls
+
+    return declare
+
+
 def knob(default: typing.Any, doc: str, least: float | None = None, above: float | None = None) -> typing.Any:
     """Return a field of `PlannerConfig` with its meaning; None: see `defaults` of `Planner`.
 
@@ -139,7 +146,8 @@ def build_planner(config) -> Planner:
     return BALANCERS[config.name](config.settled())
 
 
-class NonePlanner(Planner, name="none"):
+@register("none")
+class NonePlanner(Planner):
     """Plain expert parallelism."""
 
     original = "plain expert parallelism: nothing moves"

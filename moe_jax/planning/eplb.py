@@ -12,11 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from moe_jax.errors import UserError
-from moe_jax.planning.balancer import Planner, falling, knob
+from moe_jax.planning.balancer import Planner, falling, knob, register
 from moe_jax.planning.placement import SHARE_ONE
 
 
-class EplbPlanner(Planner, name="eplb", defaults={"interval": 10}):
+@register("eplb", defaults={"interval": 10})
+class EplbPlanner(Planner):
     """Pack replicas anew from the loads; homes move with them, so plan at an interval."""
 
     groups: int = knob(1, "expert groups; more than one packs them node by node when nodes divide them", least=1)

@@ -15,12 +15,14 @@ from moe_jax.planning.balancer import (
     falling,
     home_loads,
     knob,
+    register,
 )
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.transfer_sizes import RunningSizes, TransferSizes, late_room
 
 
-class FasterMoePlanner(Planner, name="fastermoe", after_gate=True):
+@register("fastermoe", after_gate=True)
+class FasterMoePlanner(Planner):
     """Shadow experts while T(r) falls.
 
     B counts the tokens *of a device's experts*, from every source. By default both sides of the comparison count the

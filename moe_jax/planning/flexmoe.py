@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner
+from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.placement import within_group
 
 
-class FlexMoePlanner(Planner, name="flexmoe"):
+@register("flexmoe")
+class FlexMoePlanner(Planner):
     """Expand the expert with most load per holder where time falls most, then migrate.
 
     Where a device has no free slot, its replica with least load is dropped (shrink).

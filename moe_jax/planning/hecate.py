@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_jax.cluster import AbsentFigureError
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import Planner, falling, home_loads, knob
+from moe_jax.planning.balancer import Planner, falling, home_loads, knob, register
 from moe_jax.planning.cost import slots_in
 from moe_jax.planning.fastermoe import shadow_rates
 from moe_jax.planning.placement import Placement
@@ -22,7 +22,8 @@ from moe_jax.planning.transfer_sizes import TransferSizes, fit_replicas, transfe
 _PAPER = {"predictor": "window", "shard_every": 100, "calibrate": True}
 
 
-class HecatePlanner(Planner, name="hecate", defaults=_PAPER, after_gate=True):
+@register("hecate", defaults=_PAPER, after_gate=True)
+class HecatePlanner(Planner):
     """Materialize replicas each step, reshard homes now and then, calibrate after the gate; each part can be off.
 
     Source: Hecate, algorithms 1 and 2, sections 4.2 to 4.4.

@@ -13,7 +13,7 @@ import types
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, falling, knob
+from moe_jax.planning.balancer import Planner, falling, knob, register
 from moe_jax.planning.shares import with_quotas
 from moe_jax.planning.transfer_sizes import fit_replicas
 
@@ -90,7 +90,8 @@ def spill_quotas(xp, totals, home, slots: tuple[int, int], knobs: tuple[float, f
     return xp.repeat(step, start, lambda carry: (next_expert(carry)[0] > 0).any(), devices + 2 * experts)[0]
 
 
-class LlepPlanner(Planner, name="llep", after_gate=True):
+@register("llep", after_gate=True)
+class LlepPlanner(Planner):
     """Spill by predicted loads ahead, or by those of the step after the gate, when every replica comes late."""
 
     capacity: float = knob(

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, home_loads, knob
+from moe_jax.planning.balancer import Planner, home_loads, knob, register
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
@@ -21,7 +21,8 @@ MOST_TRIES = 16  # numbers of skipped devices that a search compares, from none 
 CROSSING = 3
 
 
-class ProProphetPlanner(Planner, name="pro_prophet"):
+@register("pro_prophet")
+class ProProphetPlanner(Planner):
     """Search placements greedily and keep the prefix with the least predicted time.
 
     Source: Pro-Prophet, algorithm 1, equations 6 to 8. Its n is `skipped_devices`, its alpha `balance_threshold`.

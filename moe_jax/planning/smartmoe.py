@@ -10,12 +10,13 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.planning import routing
-from moe_jax.planning.balancer import Planner
+from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.eplb import pack
 from moe_jax.planning.transfer_sizes import TransferSizes
 
 
-class SmartMoePlanner(Planner, name="smartmoe", defaults={"interval": 25}):
+@register("smartmoe", defaults={"interval": 25})
+class SmartMoePlanner(Planner):
     """Pack experts by falling load onto the least-loaded device with a free place. Source: SmartMoE (ATC 2023)."""
 
     original = "parameters and optimizer state move when homes change"

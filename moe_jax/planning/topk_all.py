@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_jax.planning.balancer import Planner, falling, knob
+from moe_jax.planning.balancer import Planner, falling, knob, register
 
 
-class TopkAllPlanner(Planner, name="topk_all"):
+@register("topk_all")
+class TopkAllPlanner(Planner):
     """Replicate the `top_k` heaviest experts of every layer on every device."""
 
     top_k: int = knob(2, "experts replicated on all devices", least=1)
