@@ -18,7 +18,7 @@ from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning.cost import Cost, forms_of
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fits, grow
-from moe_jax.planning.transfer_sizes import SIZES, TransferSizes, late_size, placement_sizes, transfer_sizes
+from moe_jax.planning.sizes import SIZES, TransferSizes, late_size, placement_sizes, transfer_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

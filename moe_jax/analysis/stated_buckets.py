@@ -16,8 +16,8 @@ from moe_jax.moe.schedules import schedule_record
 from moe_jax.moe.schedules.contract import layout_of
 from moe_jax.parallel.bucket_rows import round_up
 from moe_jax.parallel.mesh import Roles
-from moe_jax.planning.buckets import overflow_chance
 from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.sizes import overflow_chance
 from moe_jax.training.plan_cost import segment_runs
 
 

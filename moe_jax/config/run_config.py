@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from moe_jax.config.train_config import DistillationConfig, TrainConfig
-from moe_jax.data.config import DataConfig
+from moe_jax.data.corpus import DataConfig
 from moe_jax.errors import UserError
 from moe_jax.models.config import ModelConfig
 from moe_jax.moe.config import MoEConfig

@@ -25,8 +25,7 @@ import numpy as np
 from absl import logging
 
 from moe_jax.data import user_cache
-from moe_jax.data.config import DataConfig
-from moe_jax.data.corpus import Source, find_documents
+from moe_jax.data.corpus import DataConfig, Source, find_documents
 from moe_jax.data.tokenizer import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
 

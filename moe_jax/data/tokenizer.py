@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_jax.data.config import DataConfig
+from moe_jax.data.corpus import DataConfig
 from moe_jax.errors import UserError
 
 END_FILES = ("generation_config.json", "config.json")  # the first that names an id decides

@@ -12,8 +12,7 @@ import uuid
 
 from absl import app, flags
 
-from moe_jax.data.config import DataConfig
-from moe_jax.data.corpus import find_documents
+from moe_jax.data.corpus import DataConfig, find_documents
 from moe_jax.data.tokenizer import END_NAMES, MASK_NAMES
 from moe_jax.errors import UserError
 

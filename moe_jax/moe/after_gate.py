@@ -26,7 +26,7 @@ from moe_jax.parallel.sparse_all_gather import open_replicas
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.transfer_sizes import SIZES
+from moe_jax.planning.sizes import SIZES
 
 
 def slots_of(holders, experts: int):
@@ -46,7 +46,7 @@ def by_falling(values):
 def late_size(used, shape: TransferShape):
     """Return int32 [], the size that holds what is used: 0 for none, i for the i-th (from 1) of `TransferShape.halves`.
 
-    Twin of `moe_jax.planning.transfer_sizes.late_size`; what no size holds gets the last.
+    Twin of `moe_jax.planning.sizes.late_size`; what no size holds gets the last.
     """
     there = jnp.array([[getattr(size, name) for name in SIZES] for size in shape.halves()], jnp.int32)
     misses = jnp.sum(jnp.any(used[None] > there, axis=1), dtype=jnp.int32)

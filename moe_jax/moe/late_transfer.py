@@ -1,7 +1,7 @@
 """The tables of a transfer that is decided after the gate.
 
 An expert that does not fit its home's offers, its node's crossings or a device's slots, in the sizes that the step was
-compiled for, is left out as a whole. Twin of `moe_jax.planning.transfer_sizes.fit_replicas`, for one layer.
+compiled for, is left out as a whole. Twin of `moe_jax.planning.sizes.fit_replicas`, for one layer.
 Letters: docs/notation.md; Et experts in the rule's order; X, m, Cp as in parallel/transfer_shape.py.
 """
 

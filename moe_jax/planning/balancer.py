@@ -17,7 +17,7 @@ import numpy as np
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.transfer_sizes import TransferSizes
+from moe_jax.planning.sizes import TransferSizes
 
 BALANCERS: dict[str, type[Planner]] = {}
 

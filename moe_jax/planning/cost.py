@@ -23,11 +23,10 @@ from moe_jax.cluster.fits import fit_name
 from moe_jax.errors import UserError
 from moe_jax.parallel.transfer_shape import TransferShape, sent_by_collective
 from moe_jax.planning import routing
-from moe_jax.planning.block_schedule import Prefetch
-from moe_jax.planning.block_times import Times, exposed, stage_seconds
+from moe_jax.planning.block_schedule import Prefetch, Times, exposed, stage_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
-from moe_jax.planning.transfer_sizes import TransferSizes, late_size, placement_sizes, transfer_sizes
+from moe_jax.planning.sizes import TransferSizes, late_size, placement_sizes, transfer_sizes
 
 PRICES = ("executor", "paper")
 FORMS = ("auto", "flat", "by_node")

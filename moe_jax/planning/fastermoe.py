@@ -18,7 +18,7 @@ from moe_jax.planning.balancer import (
     register,
 )
 from moe_jax.planning.cost import Cost
-from moe_jax.planning.transfer_sizes import RunningSizes, TransferSizes, late_room
+from moe_jax.planning.sizes import RunningSizes, TransferSizes, late_room
 
 
 @register("fastermoe", after_gate=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_jax.planning.balancer import Planner, falling, knob, register
 from moe_jax.planning.shares import with_quotas
-from moe_jax.planning.transfer_sizes import fit_replicas
+from moe_jax.planning.sizes import fit_replicas
 
 
 def _put(array, index, value):

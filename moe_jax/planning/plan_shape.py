@@ -20,7 +20,7 @@ from moe_jax.parallel.bucket_rows import BucketRows
 from moe_jax.parallel.transfer_shape import TransferShape, TransferTables
 from moe_jax.planning.placement import Placement, bank_rows, most_homes, numbered
 from moe_jax.planning.routing import candidate_rows
-from moe_jax.planning.transfer_sizes import SIZES, TransferSizes, placement_sizes
+from moe_jax.planning.sizes import SIZES, TransferSizes, placement_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

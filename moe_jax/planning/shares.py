@@ -13,9 +13,9 @@ import numpy as np
 from moe_jax.cluster import AbsentFigureError, uniform_seconds
 from moe_jax.parallel.bucket_rows import carried
 from moe_jax.planning import routing
-from moe_jax.planning.buckets import fullest_pairs
 from moe_jax.planning.cost import Cost
 from moe_jax.planning.placement import SHARE_ONE, Placement
+from moe_jax.planning.sizes import fullest_pairs
 
 SPLITS = ("plan", "even")
 STAY = 1.25  # how much dearer the split in use may get before the other one takes over

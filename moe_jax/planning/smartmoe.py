@@ -12,7 +12,7 @@ from moe_jax.errors import UserError
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import Planner, register
 from moe_jax.planning.eplb import pack
-from moe_jax.planning.transfer_sizes import TransferSizes
+from moe_jax.planning.sizes import TransferSizes
 
 
 @register("smartmoe", defaults={"interval": 25})

@@ -19,8 +19,7 @@ from moe_jax.config.run_config import RunConfig
 from moe_jax.moe.routers import build_router
 from moe_jax.moe.schedules import schedule_record
 from moe_jax.parallel.mesh import Roles
-from moe_jax.planning.block_schedule import Prefetch
-from moe_jax.planning.block_times import Times, stage_seconds
+from moe_jax.planning.block_schedule import Prefetch, Times, stage_seconds
 from moe_jax.training.plan_cost import attention_seconds, plan_cost, segment_runs
 
 MORE_KERNELS = 75  # of one layer in two halves, both ways: (2,061 - 1,164) / 12 on GPT-MoE-S (docs/results.md)

@@ -24,13 +24,12 @@ from moe_jax.parallel.slices import PARTS
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning import routing
 from moe_jax.planning.balancer import with_late
-from moe_jax.planning.block_times import Times, shares
-from moe_jax.planning.buckets import bucket_rows, expected_rows, fullest_pairs, pairs_by_kind
+from moe_jax.planning.block_schedule import Times, shares
 from moe_jax.planning.cost import Cost, with_late_prices
 from moe_jax.planning.placement import Placement, most_homes
 from moe_jax.planning.plan_session import PlanSession
 from moe_jax.planning.plan_shape import PlanShape, build_shape, fits, grow
-from moe_jax.planning.transfer_sizes import TransferSizes
+from moe_jax.planning.sizes import TransferSizes, expected_rows, fullest_pairs, pairs_by_kind
 from moe_jax.training.plan_cost import initial_placement, plan_cost, segment_runs, with_replica_slots
 
 _LOG = logging.getLogger(__name__)
@@ -143,8 +142,8 @@ class Replanner:
             rows = BucketRows(**rows)
         else:
             fullest = fullest_pairs(pairs, placement.devices_per_node)
-            rows = fullest.each(lambda pair: bucket_rows(pair / groups, error, step))
-        fewest = bucket_rows(FEWEST * sizes.top_k * sizes.tokens / self.devices, 0.0, step)
+            rows = fullest.each(lambda pair: round_up(pair / groups * (1 + error), math.lcm(8, step)))
+        fewest = round_up(FEWEST * sizes.top_k * sizes.tokens / self.devices, math.lcm(8, step))
         return rows.each(lambda size: max(size, fewest)).at_most(self._most_rows(shape))
 
     def _most_rows(self, shape: PlanShape) -> BucketRows:

@@ -26,7 +26,7 @@ from moe_jax.moe.build import layer_sizes
 from moe_jax.parallel.bucket_rows import bucket_layout
 from moe_jax.parallel.mesh import Roles, build_mesh
 from moe_jax.planning import routing
-from moe_jax.planning.buckets import pairs_by_kind
+from moe_jax.planning.sizes import pairs_by_kind
 from moe_jax.training.plan_cost import initial_placement
 from moe_jax.training.replanner import Replanner
 

@@ -17,7 +17,7 @@ def gpt_moe_s(context, *, batch: int, layers: int = 12, model: dict | None = Non
     """
     from moe_jax.config import RunConfig
     from moe_jax.config.train_config import TrainConfig
-    from moe_jax.data.config import DataConfig
+    from moe_jax.data.corpus import DataConfig
     from moe_jax.models.config import ModelConfig
     from moe_jax.moe.config import MoEConfig
 

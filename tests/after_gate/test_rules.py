@@ -27,7 +27,7 @@ from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, with_late_prices
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape, fill_tables
-from moe_jax.planning.transfer_sizes import fit_replicas, late_size, transfer_sizes
+from moe_jax.planning.sizes import fit_replicas, late_size, transfer_sizes
 
 DEVICES, EXPERTS, SLOTS, NODE, HOMES = 8, 16, 3, 4, 4
 KINDS = ["skewed", "mild", "one_hot", "unused"]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.errors import UserError
-from moe_jax.planning.block_schedule import CASES, Prefetch
-from moe_jax.planning.block_times import Times, exposed, shares, stage_seconds
+from moe_jax.planning.block_schedule import CASES, Prefetch, Times, exposed, shares, stage_seconds
 
 EVERY = [
     Prefetch(schedule=name, case=case, refetch_replicas=again, halves=halves)

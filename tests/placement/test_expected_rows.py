@@ -9,7 +9,7 @@ from moe_jax.config import parse_run_config
 from moe_jax.errors import UserError
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import build_mesh
-from moe_jax.planning.buckets import expected_rows, overflow_chance
+from moe_jax.planning.sizes import expected_rows, overflow_chance
 
 BINDINGS = (
     "ModelConfig.layers = 2", "ModelConfig.moe_every = 1", "MoEConfig.num_experts = 8", "MoEConfig.top_k = 2",

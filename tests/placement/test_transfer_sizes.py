@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.placements import random_placement
 
-from moe_jax.planning.transfer_sizes import RunningSizes, placement_sizes, transfer_sizes
+from moe_jax.planning.sizes import RunningSizes, placement_sizes, transfer_sizes
 
 
 def counted(placement, layer):

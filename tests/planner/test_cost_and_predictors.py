@@ -14,7 +14,7 @@ from moe_jax.planning.cost import Cost, predicted_layer_seconds
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_session import PlanSession, Predictor
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.planning.transfer_sizes import TransferSizes
+from moe_jax.planning.sizes import TransferSizes
 
 
 def make_cost(**fields):

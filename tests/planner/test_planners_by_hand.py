@@ -13,12 +13,11 @@ from moe_jax.planning.balancer import build_planner
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost, with_late_prices
 from moe_jax.planning.eplb import rebalance
-from moe_jax.planning.hecate import slots_by_load
+from moe_jax.planning.hecate import shard_homes, slots_by_load
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import build_shape
-from moe_jax.planning.sharding import shard_homes
 from moe_jax.planning.shares import share_rows
-from moe_jax.planning.transfer_sizes import transfer_sizes
+from moe_jax.planning.sizes import transfer_sizes
 
 
 def make_cost(bandwidth, flops, **fields):

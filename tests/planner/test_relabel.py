@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
+from moe_jax.planning.hecate import best_assignment, relabelled, shard_homes
 from moe_jax.planning.placement import Placement
-from moe_jax.planning.sharding import best_assignment, relabelled, shard_homes
 
 LAYERS, EXPERTS, DEVICES, PER_NODE = 3, 16, 8, 4
 

@@ -24,8 +24,7 @@ from moe_jax.moe.schedules.contract import (
 from moe_jax.moe.schedules.gather_choice import choose_gather, fits_of, read_cluster_of
 from moe_jax.moe.schedules.pause_after_gate import PauseAfterGate
 from moe_jax.parallel.mesh import Roles
-from moe_jax.planning.block_schedule import Prefetch
-from moe_jax.planning.block_times import Times, stage_seconds
+from moe_jax.planning.block_schedule import Prefetch, Times, stage_seconds
 
 _REQUESTED_BY = "MoEConfig.schedule 'parm'"
 _DEFAULTS = ScheduleOptions()
