@@ -131,8 +131,8 @@ def inspect_devices(config, devices, target, model, options: dict[str, str]) -> 
       config: see `compile_ahead.on_target`; options: of the compiler.
     """
     from moe_jax.analysis.compile_ahead import compile_step
-    from moe_jax.analysis.instructions import compare_instructions, read_spans, record_steps
-    from moe_jax.analysis.program_report import add_measured, report_text
+    from moe_jax.analysis.measured import add_measured, read_spans, record_steps
+    from moe_jax.analysis.program_report import report_text
 
     asked = {"skew": _SKEW.value, "real": not _TARGET.value, "bare": _BARE.value}
     with tempfile.TemporaryDirectory(prefix="moe_jax_dump_") as folder:
@@ -150,9 +150,7 @@ def inspect_devices(config, devices, target, model, options: dict[str, str]) -> 
         out = Path(_OUT.value)
         seconds = record_steps(config, devices, compiled, out / "profile", PROFILED_STEPS, PLAIN_STEPS)
         spans = read_spans(out / "profile", module.name)
-        measured = compare_instructions(module, target, model, spans, PROFILED_STEPS, seconds)
-        report = add_measured(report, spans, PROFILED_STEPS)
-        report = {**report, "instructions": measured, "constants": measured["constants"]}
+        report = add_measured(report, module, target, model, spans, PROFILED_STEPS, seconds)
         (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(report_text(report), end="")
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 import jax
 
 from moe_jax.analysis.compile_ahead import on_target
-from moe_jax.cluster import read_named_cluster
+from moe_jax.cluster import read_cluster
 from moe_jax.cluster.layer_seconds import pairwise_seconds
 from moe_jax.cluster.targets import Target, parse_target
 from moe_jax.config.run_config import RunConfig, config_text
@@ -277,7 +277,7 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
     flops, _, step_bytes = expert_work(even, shape.esp_size * shape.sent_rows, model.model_dim, hidden, item)
     try:
         load = 3 * flops, step_bytes
-        moving, experts, by = pairwise_seconds(shape, load, read_named_cluster(path))
+        moving, experts, by = pairwise_seconds(shape, load, read_cluster(path))
     except UserError as error:
         return [*lines, f"bound (comm + comp) / max(comm, comp) unknown: {error}"]
     return [

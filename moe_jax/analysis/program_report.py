@@ -1,24 +1,21 @@
 """The report of a scheduled program: a record for JSON, and the same as a table for people.
 
 Besides the modelled timeline: the same program under other assumptions (buckets without empty rows, fewer cores beside
-a transfer, overflows), measured times of a trace, and what the compiler puts into command buffers. Seconds are modelled
-unless a name says measured. `python -m moe_jax.analysis.program_report --target=h200:4x8 FILE.hlo.gz ...` prints one
-line a file: how much of the experts' time, and of s2's gathers, has an exchange of rows in flight.
+a transfer, overflows), and what the compiler puts into command buffers; `measured.py` adds the times of a trace.
+Seconds are modelled unless a name says measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import gzip
 import pathlib
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from moe_jax.cluster.costs import Buckets, overflow_chance
-from moe_jax.cluster.hlo import EXCHANGE, Module, parse_module
-from moe_jax.cluster.targets import Target, parse_target
+from moe_jax.cluster.hlo import EXCHANGE, Module
+from moe_jax.cluster.targets import Target
 from moe_jax.cluster.timeline import Flight, Model, Timeline, play
 from moe_jax.errors import UserError
 
@@ -314,80 +311,6 @@ def _thunk_tree(text: str) -> dict[str, list]:
     return root
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """One execution in a trace: on which device, of which instruction, from when to when (seconds)."""
-
-    device: str
-    instruction: str
-    begin: float
-    end: float
-
-
-def add_measured(report: dict, spans: Sequence[Span], steps: int) -> dict:
-    """Return the report with measured times.
-
-    Args:
-      report: from `build_report`.
-      spans: of `steps` steps (at least 1), on any number of devices.
-
-    Returns:
-      A new report: `measured` at its top (seconds of a step by the longest device, of compute, of collectives,
-      exposed), and in each collective (None where the trace has no execution of it).
-    """
-    names = {stem(record["name"]) for record in report["collectives"]}
-    devices: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        devices[span.device].append(span)
-    share = 1.0 / (max(len(devices), 1) * steps)
-    sums: dict[str, dict] = {}  # of each collective, over all devices and steps
-    compute = step = 0.0
-    for of_device in devices.values():
-        working = merge_spans([(s.begin, s.end) for s in of_device if stem(s.instruction) not in names])
-        compute += sum(end - begin for begin, end in working)
-        step = max(step, max(s.end for s in of_device) - min(s.begin for s in of_device))
-        for span in of_device:
-            name = stem(span.instruction)
-            if name in names:
-                length = span.end - span.begin
-                covered = (max(0.0, min(span.end, stop) - max(span.begin, start)) for start, stop in working)
-                own = sums.setdefault(name, {"executions": 0, "seconds": 0.0, "exposed_seconds": 0.0})
-                own["executions"] += 1
-                own["seconds"] += length
-                own["exposed_seconds"] += length - sum(covered)
-    collectives = []
-    for record in report["collectives"]:
-        own = sums.get(stem(record["name"]))
-        measured = None if own is None else {name: value * share for name, value in own.items()}
-        collectives.append({**record, "measured": measured})
-    total = {
-        "steps": steps,
-        "devices": len(devices),
-        "step_seconds": step / steps,
-        "compute_seconds": compute * share,
-        "collective_seconds": sum(own["seconds"] for own in sums.values()) * share,
-        "exposed_seconds": sum(own["exposed_seconds"] for own in sums.values()) * share,
-    }
-    return {**report, "measured": total, "collectives": collectives}
-
-
-def stem(name: str) -> str:
-    """Return the name that start, done and the kernel of one collective share."""
-    head, dot, number = name.partition(".")
-    return head.removesuffix("-start").removesuffix("-done") + dot + number
-
-
-def merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return (begin, end) pairs as the fewest that cover the same time, in order."""
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
 def report_text(report: dict) -> str:
     """Return a report as text: memory, step, other assumptions, totals, every collective, and what was measured."""
     lines = [*_step_lines(report), *_what_if_lines(report)]
@@ -591,35 +514,3 @@ def _measured_lines(report: dict) -> list[str]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
-
-
-def beside_text(line: Timeline) -> str:
-    """Return the line of one simulated program, as the docstring of this file says."""
-    moving = [event for event in line.events if event.row in ("inside nodes", "across nodes")]
-    rows = [(e.begin, e.end) for e in moving if e.label.startswith("all-to-all")]
-    # s2's, forward and backward
-    gathers = [(e.begin, e.end) for e in moving if e.label in ("all-gather moe/combine", "all-gather moe/dispatch")]
-    experts = [(e.begin, e.end) for e in line.events if e.row == "compute" and "experts" in e.label]
-    sets = (experts, gathers, rows, experts + rows, gathers + rows)
-    took = [1e3 * sum(end - begin for begin, end in merge_spans(spans)) for spans in sets]
-    # of two sets the time that lies in both: each alone, less the time that lies in any
-    return (
-        f"experts {took[0]:.2f} ms, {took[0] + took[2] - took[3]:.2f} beside rows; gathers {took[1]:.2f} ms, "
-        f"{took[1] + took[2] - took[4]:.2f} beside rows; rows {took[2]:.2f} ms; step {1e3 * line.seconds:.2f} ms"
-    )
-
-
-def main() -> None:
-    """Print one line for each file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--target", default="h200:4x8", help="DEVICE:NODESxDEVICES that the programs are compiled for")
-    parser.add_argument("files", nargs="*", type=pathlib.Path, help="scheduled programs, .hlo or .hlo.gz")
-    options = parser.parse_args()
-    target = parse_target(options.target)
-    for path in options.files:
-        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
-        print(f"{path.name}: {beside_text(play(parse_module(text), target))}")
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_jax.cluster import Cluster, read_cluster, read_named_cluster
+from moe_jax.cluster import Cluster, read_cluster
 from moe_jax.cluster.layer_seconds import matrices_of, preceding_flops
 from moe_jax.errors import UserError
 from moe_jax.observe.loads import LoadsOrigin, LoadsTrace, read_loads
@@ -250,7 +250,7 @@ def find_cluster(
         cluster = DEFAULT_CLUSTER
         if origin is not None and origin.cluster:
             try:
-                cluster = read_named_cluster(origin.cluster)
+                cluster = read_cluster(origin.cluster)
             except UserError as error:
                 raise UserError(f"{path}: the run's cluster cannot be read ({error}); give --cluster") from error
             messages.append(f"cluster: {cluster.name}, which the run named")

@@ -12,7 +12,6 @@ import pathlib
 import numpy as np
 
 from moe_jax.analysis.simulate import Records, split_name
-from moe_jax.cluster import all_reduce_bytes
 from moe_jax.planning.balancer import BALANCERS
 from moe_jax.planning.block_schedule import Prefetch
 from moe_jax.planning.cost import Cost
@@ -96,8 +95,9 @@ def _original(records: Records, cost: Cost) -> dict:
     planner, replicas = BALANCERS[split_name(records.name)[0]], records.expert_replicas.astype(np.int64)
     if planner.standing:
         # Replicas with optimizer state of their own, which moves to every new one. Gradients are summed by a ring over
-        # n = replicas + 1 members, with 2 (n - 1) / n Z on each of its n links.
-        each_step = (all_reduce_bytes(cost.expert_bytes, replicas + 1) * (replicas + 1)).sum(axis=2)
+        # n members, with 2 (n - 1) / n Z on each of its n links.
+        members = replicas + 1
+        each_step = (2.0 * (members - 1) / members * cost.expert_bytes * members).sum(axis=2)
         memory = records.device_replicas.sum(axis=1).max() * float(cost.state_bytes - cost.expert_bytes)
         total = each_step + records.arrived * float(cost.state_bytes)
     else:  # replicas of one step: parameters come, gradients go back, homes alone move

@@ -1,7 +1,7 @@
 """The machines: sizes, links, speeds, fitted collectives, and the presets of the papers' clusters."""
 
-from moe_jax.cluster.cluster import AbsentFigureError, Cluster, read_cluster, read_named_cluster, write_cluster
-from moe_jax.cluster.collectives import all_reduce_bytes, exchange_seconds, received_seconds, uniform_seconds
+from moe_jax.cluster.cluster import AbsentFigureError, Cluster, read_cluster, write_cluster
+from moe_jax.cluster.collectives import exchange_seconds, received_seconds, uniform_seconds
 from moe_jax.cluster.fits import Fit, ParmChoice, fit_alpha_beta, fit_layers, parm_choice
 
 __all__ = [
@@ -9,13 +9,11 @@ __all__ = [
     "Cluster",
     "Fit",
     "ParmChoice",
-    "all_reduce_bytes",
     "exchange_seconds",
     "fit_alpha_beta",
     "fit_layers",
     "parm_choice",
     "read_cluster",
-    "read_named_cluster",
     "received_seconds",
     "uniform_seconds",
     "write_cluster",

@@ -11,7 +11,6 @@ import ast
 import dataclasses
 import json
 import math
-import os
 import pathlib
 import re
 
@@ -67,13 +66,11 @@ class Cluster:
 
     def __post_init__(self):
         for field in ("nodes", "devices_per_node", "cards_per_node", "switches_per_node"):
-            value, or_none = (
-                getattr(self, field),
-                ", or None when not known" if field in ("nodes", "devices_per_node") else "",
-            )
-            if value is None and or_none:
+            value, may_be_absent = getattr(self, field), field in ("nodes", "devices_per_node")
+            if value is None and may_be_absent:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                or_none = ", or None when not known" if may_be_absent else ""
                 raise UserError(f"Cluster.{field} ({value!r}) must be a whole number of at least 1{or_none}")
         rates = ("intra_bandwidth", "inter_bandwidth", "switch_bandwidth", "flops", "memory_bytes")
         for field in (*rates, "intra_latency", "inter_latency", "intra_step", "inter_step"):
@@ -176,10 +173,13 @@ class Cluster:
 def read_cluster(path: str | pathlib.Path) -> Cluster:
     """Return the cluster of a `.gin` preset or a `.json` calibration file.
 
+    A file that is not here is looked for beside the package.
+
     Raises:
       UserError: no such file, a line that is no binding of Cluster, or a field that Cluster does not have.
     """
-    path = pathlib.Path(path)
+    path, beside = pathlib.Path(path), FOLDER.parents[1] / path
+    path = beside if not path.exists() and beside.exists() else path
     if not path.is_file():
         raise UserError(
             f"cluster file {str(path)!r} does not exist; give a configs/cluster/NAME.gin or calibrate's file"
@@ -216,12 +216,6 @@ def read_cluster(path: str | pathlib.Path) -> Cluster:
     if unknown:
         raise UserError(f"{path.name}: Cluster has no field {unknown[0]!r}; its fields are {', '.join(known)}")
     return Cluster(**{"name": path.stem, **fields})
-
-
-def read_named_cluster(path: str) -> Cluster:
-    """Read a cluster file, named from here or from beside the package."""
-    beside = pathlib.Path(__file__).parents[2] / path
-    return read_cluster(beside if not os.path.exists(path) and beside.exists() else path)
 
 
 def write_cluster(cluster: Cluster, path: str | pathlib.Path) -> None:

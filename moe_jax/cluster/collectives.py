@@ -1,11 +1,15 @@
 """How long a collective takes by its bytes, its groups and the links: the one place where bytes become seconds.
 
-The first three take a `Cluster`: the slowest link, max_e V_e / W_e (FasterMoE section 3.2), of a tree in which a device
-has an up and a down link to its switch (a PCIe switch or a CPU socket, where the cluster names them), switches are
-joined in a node, and nodes through network cards that neighbours share; in a flat cluster devices are connected to the
-network themselves. They differ in what is known of an exchange: its pairs (no start-up is counted), what each device
-receives, or that all send the same. `all_to_all_seconds` adds steps of messages, which decide at inference; `traffic`
-takes a `Target`, for a collective of a compiled program. Letters: docs/notation.md; `...` stands for any leading dims.
+    exchange_seconds      bytes of every pair of devices are known   no start-up          a replayed sample
+    received_seconds      what every device receives is known        one start-up         a planner's search
+    uniform_seconds       all devices send the same                  one start-up         transfers of replicas, `parm`
+    all_to_all_seconds    likewise, in one to three collectives      and one a message    tokens at inference
+    traffic               groups of a compiled program               by the `Target`      `inspect`, XLA's scheduler
+
+All but `traffic` take a `Cluster`: the slowest link, max_e V_e / W_e (FasterMoE section 3.2), of a tree in which a
+device has an up and a down link to its switch (a PCIe switch or a CPU socket, where the cluster names them), switches
+are joined in a node, and nodes through network cards that neighbours share; in a flat cluster devices are connected to
+the network themselves. Letters: docs/notation.md; `...` stands for any leading dims.
 """
 
 from __future__ import annotations
@@ -38,11 +42,12 @@ def exchange_seconds(cluster: Cluster, pair_bytes: np.ndarray, requested_by: str
         return np.maximum(*sums)
 
     by_switch = by_card = None
-    if (below := _below_a_switch(cluster, per_node)) < per_node:
+    below, sharers = _sharers(cluster.switches_per_node, per_node), _sharers(cluster.cards_per_node, per_node)
+    if below < per_node:
         switch = np.arange(devices) // below
         by_switch = busiest(away * (same_node & (switch[:, None] != switch)), below)
     if not cluster.flat and devices > per_node:
-        by_card = busiest(away * ~same_node, per_node // _divisor(cluster.cards_per_node, per_node))
+        by_card = busiest(away * ~same_node, sharers)
     return _slowest_link(cluster, busiest(away, 1), by_switch, by_card, requested_by)
 
 
@@ -57,9 +62,9 @@ def received_seconds(cluster: Cluster, received: np.ndarray, requested_by: str) 
     others, most = max(1, devices - 1), received.max(axis=-1)
     by_switch = by_card = None
     if not cluster.flat and devices > per_node:
-        sharers = per_node // _divisor(cluster.cards_per_node, per_node)
+        sharers = _sharers(cluster.cards_per_node, per_node)
         by_card = _grouped(received, sharers).max(axis=-1) * (devices - per_node) / others
-    if (below := _below_a_switch(cluster, per_node)) < per_node:
+    if (below := _sharers(cluster.switches_per_node, per_node)) < per_node:
         by_switch = _grouped(received, below).max(axis=-1) * (per_node - below) / others
     seconds = _slowest_link(cluster, most, by_switch, by_card, requested_by)
     latency = (cluster.inter_latency if devices > per_node else cluster.intra_latency) or 0.0
@@ -77,9 +82,9 @@ def uniform_seconds(cluster: Cluster, inside, across, requested_by: str):
     by_switch = by_card = None
     if not cluster.flat and np.any(across > 0):
         per_node = cluster.need("devices_per_node", requested_by)
-        by_card = across * (per_node // _divisor(cluster.cards_per_node, per_node))
+        by_card = across * _sharers(cluster.cards_per_node, per_node)
     per_node = cluster.devices_per_node or 1
-    if np.any(inside > 0) and (below := _below_a_switch(cluster, per_node)) < per_node:
+    if np.any(inside > 0) and (below := _sharers(cluster.switches_per_node, per_node)) < per_node:
         by_switch = inside * below * (per_node - below) / (per_node - 1)
     seconds = _slowest_link(cluster, inside + across, by_switch, by_card, requested_by)
     latency = np.where(across > 0, cluster.inter_latency or 0.0, cluster.intra_latency or 0.0)
@@ -95,8 +100,8 @@ def _slowest_link(cluster: Cluster, by_device, by_switch, by_card, requested_by:
     if by_card is not None:
         per_node, cards = cluster.need("devices_per_node", requested_by), cluster.cards_per_node
         # where its devices cannot be shared out evenly among its cards, a node's count as one
-        one = min(cards, per_node) > 1 and _divisor(cards, per_node) == 1
-        times.append(by_card / (cluster.need("inter_bandwidth", requested_by) / (1 if one else cards)))
+        as_one = cards > 1 and _sharers(cards, per_node) == per_node > 1
+        times.append(by_card / (cluster.need("inter_bandwidth", requested_by) / (1 if as_one else cards)))
     if by_switch is not None:
         times.append(by_switch / cluster.need("switch_bandwidth", requested_by))
     if by_card is None or cluster.intra_bandwidth is not None:
@@ -104,22 +109,14 @@ def _slowest_link(cluster: Cluster, by_device, by_switch, by_card, requested_by:
     return functools.reduce(np.maximum, times)
 
 
-def _divisor(parts: int, whole: int) -> int:
-    """Return into how many equal parts neighbours fall: `parts`, or the whole where it is smaller; else 1."""
-    return min(parts, whole) if whole % min(parts, whole) == 0 else 1
-
-
-def _below_a_switch(cluster: Cluster, per_node: int) -> int:
-    return per_node // _divisor(cluster.switches_per_node, per_node)
+def _sharers(links: int, per_node: int) -> int:
+    """Return how many neighbours share one of a node's links: an equal part of them, or all where there is none."""
+    links = min(links, per_node)
+    return per_node // links if per_node % links == 0 else per_node
 
 
 def _grouped(values: np.ndarray, size: int) -> np.ndarray:
     return values.reshape(*values.shape[:-1], -1, size).sum(axis=-1)
-
-
-def all_reduce_bytes(size: float, members):
-    """Return what a ring all-reduce of Z bytes over n members (or an array n) sends over each link, 2 (n - 1) / n Z."""
-    return 2.0 * (members - 1) / members * size
 
 
 ALL_TO_ALLS = ("all_to_all", "two_level", "coordinated")  # as `MoEConfig.transport` names them

@@ -32,6 +32,7 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _OP_NAME = re.compile(r'metadata=\{[^{}]*?op_name="((?:[^"\\]|\\.)*)"')
+_SCHEDULING_NAME = re.compile(r'scheduling_name="([^"]*)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +113,12 @@ class Instruction:
         """The path of jax names that this instruction came from, '' where the compiler left none."""
         found = _OP_NAME.search(self.attributes)
         return found.group(1) if found else ""
+
+    @property
+    def scheduling_name(self) -> str:
+        """The name that this instruction had while it was scheduled."""
+        found = _SCHEDULING_NAME.search(self.attributes)
+        return found.group(1) if found else self.name
 
     def attribute(self, name: str) -> str:
         """Return the word that stands after `name=`, without '%'; '' where there is none."""

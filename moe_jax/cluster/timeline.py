@@ -14,7 +14,6 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from moe_jax.cluster.collectives import KINDS, traffic
@@ -167,28 +166,30 @@ def play(
     return player.timeline
 
 
-def instruction_seconds(module: Module, target: Target, model: Model) -> dict[str, tuple[float, str]]:
-    """Return {name: (modelled seconds, name of its start, for a done)} of every instruction that takes time.
+def instruction_seconds(
+    module: Module, target: Target, model: Model
+) -> dict[Instruction, tuple[float, Instruction | None]]:
+    """Return {instruction: (modelled seconds, its start, for a done)} of every instruction that takes time.
 
     A collective has its seconds at its start and again, as the time between the two, at its done. Loops and branches
     have the sum of what they run, without overlap.
     """
     player, found = _Player(module, target, model), {}
-    for computation in launched_computations(module):
+    for computation in launched_computations(module, module.entry):
         for instruction in computation.instructions:
-            name, opcode = instruction.name, instruction.opcode
+            opcode = instruction.opcode
             if opcode.endswith("-done"):
-                start = instruction.operands[0] if instruction.operands else ""
+                start = next(iter(computation.operands(instruction)), None)
                 if start in found:
-                    found[name] = found[start][0], start
-            elif collective_kind(instruction, module) or opcode not in (*FREE, "async-start", "async-update"):
-                found[name] = player.seconds_alone(instruction, computation), ""
+                    found[instruction] = found[start][0], start
+            elif collective_of(instruction, module) or opcode not in (*FREE, "async-start", "async-update"):
+                found[instruction] = player.seconds_alone(instruction, computation), None
     return found
 
 
-def launched_computations(module: Module) -> list[Computation]:
-    """Return the computations whose instructions are launched: the entry, loops' bodies, branches and calls."""
-    found, left = {}, [module.entry]
+def launched_computations(module: Module, start: Computation) -> list[Computation]:
+    """Return the computations whose instructions `start` launches: its own, loops' bodies, branches and calls."""
+    found, left = {}, [start]
     while left:
         computation = left.pop()
         found[computation.name] = computation
@@ -198,15 +199,14 @@ def launched_computations(module: Module) -> list[Computation]:
     return list(found.values())
 
 
-def collective_kind(instruction: Instruction, module: Module) -> str:
-    """Return the kind of a collective or of the start of one, '' for everything else."""
-    opcode = instruction.opcode.removesuffix("-start")
-    if opcode in KINDS:
-        return opcode
-    if opcode == "async" and instruction.opcode == "async-start":
+def collective_of(instruction: Instruction, module: Module) -> Instruction | None:
+    """Return the collective that an instruction is, starts, or wraps in a computation; None for everything else."""
+    if instruction.opcode.removesuffix("-start") in KINDS:
+        return instruction
+    if instruction.opcode == "async-start":
         body = module.computations[instruction.called()[0]]
-        return next((i.opcode for i in body.instructions if i.opcode in KINDS), "")
-    return ""
+        return next((inner for inner in body.instructions if inner.opcode in KINDS), None)
+    return None
 
 
 class _Player:
@@ -250,7 +250,12 @@ class _Player:
                     "executions": 0,
                     "seconds_taken": times[taken],
                     "seconds_not_taken": [times[place] for place in others],
-                    "collectives_not_taken": sum(self.collectives(branches[place]) for place in others),
+                    "collectives_not_taken": sum(
+                        collective_of(inner, self.module) is not None
+                        for place in others
+                        for launched in launched_computations(self.module, branches[place])
+                        for inner in launched.instructions
+                    ),
                 }
                 line.skipped.setdefault(name, first)["executions"] += 1
                 self.now += self.model.conditional
@@ -260,7 +265,7 @@ class _Player:
             elif opcode.endswith("-done"):
                 if instruction.operands and instruction.operands[0] in started:
                     self.finish(started.pop(instruction.operands[0]))
-            elif collective_kind(instruction, self.module):
+            elif collective_of(instruction, self.module):
                 transfer = self.start(instruction, computation, loops)
                 if opcode.endswith("-start"):
                     started[name] = transfer
@@ -286,26 +291,17 @@ class _Player:
         """Return seconds of an instruction if nothing overlapped; a collective's are counted at its start."""
         inner = [self.module.computations[name] for name in instruction.called()]
         if instruction.opcode == "while":
-            return (instruction.trip_count or 1) * self.estimate(
-                self.module.computations[instruction.attribute("body")]
-            )
+            body = self.module.computations[instruction.attribute("body")]
+            return (instruction.trip_count or 1) * self.estimate(body)
         if instruction.opcode == "conditional":
             return self.model.conditional + min(map(self.estimate, inner))
         if instruction.opcode == "call":
             return self.estimate(inner[0])
-        if collective_kind(instruction, self.module):
+        if collective_of(instruction, self.module):
             return self.flight(instruction, computation, ()).alone
         if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
             return 0.0
         return self.cost(instruction, computation)[1]
-
-    def collectives(self, computation: Computation) -> int:
-        count = 0
-        for instruction in computation.instructions:
-            count += bool(collective_kind(instruction, self.module))
-            if instruction.opcode in ("while", "conditional", "call"):
-                count += sum(self.collectives(self.module.computations[name]) for name in instruction.called())
-        return count
 
     def cost(self, instruction: Instruction, computation: Computation) -> tuple[Cost, float, str]:
         """Return a kernel's cost, its seconds with all cores, and its scope: of its root where it has none itself."""
@@ -365,36 +361,21 @@ class _Player:
     def count_rows(self, name: str, key: tuple[str, str], seconds: float, flops: float = 0.0, moved: float = 0.0):
         if rows := self.rows.get(name, 0):
             expected = rows * used_share(self.buckets, rows)
-            added = {
-                "executions": 1,
-                "rows": rows,
-                "expected": expected,
-                "seconds": seconds,
-                "flops": flops,
-                "bytes": moved,
-            }
-            self.timeline.rows.setdefault(key, Counter()).update(added)
+            self.timeline.rows.setdefault(key, Counter()).update(
+                executions=1, rows=rows, expected=expected, seconds=seconds, flops=flops, bytes=moved
+            )
 
     def flight(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> Flight:
         flights = self.timeline.flights
         if instruction.name in flights:
             return flights[instruction.name]
-        kind, inner = collective_kind(instruction, self.module), instruction
-        starts = instruction.opcode.endswith("-start")
-        if instruction.opcode == "async-start":
-            body = self.module.computations[instruction.called()[0]]
-            inner = next(i for i in body.instructions if i.opcode == kind)
+        inner = collective_of(instruction, self.module)
+        kind, starts = inner.opcode.removesuffix("-start"), instruction.opcode.endswith("-start")
         given = [array for operand in computation.operands(instruction) for array in operand.arrays]
-        entering = sum(array.bytes for array in given)
-        # what it returns: a start's shape holds its operands too, that of old all-reduces not
-        if inner is not instruction:
-            result = arrays_of(inner.shape)
-        elif instruction.started:
-            result = arrays_of(instruction.started)
-        else:
-            result = instruction.arrays
-        leaving = sum(array.bytes for array in result)
-        if inner is instruction and not instruction.started and starts and kind != "all-reduce":
+        result = arrays_of(inner.started or inner.shape)
+        entering, leaving = (sum(array.bytes for array in arrays) for arrays in (given, result))
+        # where a start's own shape does not part them it holds the operands too, but that of old all-reduces
+        if inner.opcode.endswith("-start") and not inner.started and kind != "all-reduce":
             leaving -= entering
         size = max(entering, leaving)
         groups = replica_groups(inner.attributes, self.target.devices)
@@ -462,66 +443,6 @@ class _Player:
             self.now = end
 
 
-LEAST_SAMPLES = 3
-
-
-def fit_constants(
-    samples: Sequence[tuple[float, float, float, int]], model: Model, pauses: Sequence[float] = ()
-) -> tuple[dict, dict]:
-    """Fit each constant of the model to the samples, by weighted medians: a few kernels, slow for another reason, move
-    them little.
-
-    matmul_efficiency: over kernels that the model counts as bound by their FLOPs, weighted by measured seconds.
-    memory_efficiency: over kernels without matmuls that move bytes for at least four launches.
-    launch: over kernels with less than a quarter of a launch of work, weighted by executions.
-    conditional: the median of `pauses`, less one launch, which the model charges the next kernel anyway.
-
-    Args:
-      samples: (matmul_seconds, memory_seconds, seconds, executions) of the kernels of one program: of its FLOPs at the
-        device's peak, of its bytes at the full bandwidth, measured of one execution, and executions of a step.
-      model: whose constants sort the samples.
-      pauses: seconds that the device was idle around each conditional.
-
-    Returns:
-      ({name: value}, for a file that `read_constants` takes, without those that have no samples;
-      {name: {value, before, samples, quartiles}}).
-    """
-    points: dict[str, list[tuple[float, float]]] = {field.name: [] for field in dataclasses.fields(Model)}
-    for matmul, memory, took, executions in samples:
-        if took <= 0:
-            continue
-        weight = took * executions
-        if max(matmul, memory) < model.launch / 4:
-            points["launch"].append((took, executions))
-        elif matmul / model.matmul_efficiency >= memory / model.memory_efficiency:
-            if matmul >= model.launch:
-                points["matmul_efficiency"].append((min(matmul / took, 1.0), weight))
-        elif not matmul and memory >= 4 * model.launch:
-            points["memory_efficiency"].append((min(memory / took, 1.0), weight))
-    points["conditional"] = [(max(pause - model.launch, 0.0), 1.0) for pause in pauses]
-    fit = {}
-    for name, known in points.items():
-        enough = len(known) >= LEAST_SAMPLES
-        fit[name] = {
-            "value": weighted_quantile(known, 0.5) if enough else None,
-            "before": getattr(model, name),
-            "samples": len(known),
-            "quartiles": [weighted_quantile(known, q) for q in (0.25, 0.75)] if enough else None,
-        }
-    return {name: record["value"] for name, record in fit.items() if record["value"] is not None}, fit
-
-
-def weighted_quantile(points: Sequence[tuple[float, float]], share: float) -> float:
-    """Return the least value so that points (value, weight) of at most it have `share` of the weight."""
-    ordered = sorted(points)
-    goal, sum_of_weights = share * sum(weight for _, weight in ordered), 0.0
-    for value, weight in ordered:
-        sum_of_weights += weight
-        if sum_of_weights >= goal * (1 - 1e-12):
-            return value
-    return ordered[-1][0]
-
-
 def read_constants(path: str) -> Model:
     """Return the model with the constants of a file; those that it leaves out keep their defaults.
 
@@ -553,35 +474,19 @@ def read_constants(path: str) -> Model:
     return Model(**{name: float(value) for name, value in record.items()})
 
 
-_NAME = re.compile(r'scheduling_name="([^"]*)"')
-
-
 def scheduler_profile(module: Module, target: Target, model: Model | None = None) -> str:
     """Return the profile: microseconds of each instruction, and between the start and the done of each transfer."""
     lines = []
-    seconds = instruction_seconds(module, target, model or Model())
-    for computation in launched_computations(module):
-        for instruction in computation.instructions:
-            if instruction.name not in seconds:
-                continue
-            took, start = seconds[instruction.name]
-            name = scheduling_name(instruction)
-            if start:
-                source = computation.by_name[start]
-                lines.append(
-                    f'latencies {{ source: "{scheduling_name(source)}" target: "{name}" latency_us: {1e6 * took:.3f} }}'
-                )
-                if not collective_kind(source, module):  # the scheduler looks up a kernel's done among the costs too
-                    lines.append(f'costs {{ name: "{name}" cost_us: 0.000 }}')
-            else:
-                lines.append(f'costs {{ name: "{name}" cost_us: {1e6 * took:.3f} }}')
+    for instruction, (took, start) in instruction_seconds(module, target, model or Model()).items():
+        name = instruction.scheduling_name
+        if start is not None:
+            lines.append(
+                f'latencies {{ source: "{start.scheduling_name}" target: "{name}" latency_us: {1e6 * took:.3f} }}'
+            )
+        # the scheduler looks up a kernel's done among the costs too
+        if start is None or not collective_of(start, module):
+            lines.append(f'costs {{ name: "{name}" cost_us: {1e6 * took if start is None else 0.0:.3f} }}')
     return "\n".join(lines) + "\n"
-
-
-def scheduling_name(instruction: Instruction) -> str:
-    """Return the name of an instruction during scheduling."""
-    found = _NAME.search(instruction.attributes)
-    return found.group(1) if found else instruction.name
 
 
 def unguided_share(module: Module, target: Target, profile: str, model: Model | None = None) -> float:
@@ -596,11 +501,8 @@ def unguided_share(module: Module, target: Target, profile: str, model: Model | 
     """
     named = set(re.findall(r'(?:name|target): "([^"]*)"', profile))
     total = missed = 0.0
-    seconds = instruction_seconds(module, target, model or Model())
-    for computation in launched_computations(module):
-        for instruction in computation.instructions:
-            took, start = seconds.get(instruction.name, (0.0, ""))
-            if not start:
-                total += took
-                missed += took if scheduling_name(instruction) not in named else 0.0
+    for instruction, (took, start) in instruction_seconds(module, target, model or Model()).items():
+        if start is None:
+            total += took
+            missed += took if instruction.scheduling_name not in named else 0.0
     return missed / total if total else 0.0

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from moe_jax.cluster import read_named_cluster
+from moe_jax.cluster import read_cluster
 from moe_jax.cluster.collectives import ALL_TO_ALLS as KINDS
 from moe_jax.cluster.collectives import all_to_all_seconds
 from moe_jax.errors import UserError
@@ -284,7 +284,7 @@ def settle_transport(config: MoEConfig, roles: Roles, tokens: int, row_bytes: in
     near = min(roles.config.devices_per_node, devices)
     if devices % near or near % slicing:
         return dataclasses.replace(config, transport="all_to_all")
-    cluster = read_named_cluster(config.cluster).sized(None, near)
+    cluster = read_cluster(config.cluster).sized(None, near)
     sent = -(-tokens // roles.size(roles.model)) * config.top_k * row_bytes * shards
     seconds = all_to_all_seconds(cluster, devices, slicing, shards, sent)
     if config.schedule not in ("s1", "s2"):  # which have it

@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from moe_jax.cluster import Cluster, read_named_cluster
+from moe_jax.cluster import Cluster, read_cluster
 from moe_jax.cluster.layer_seconds import matrices_of
 from moe_jax.config.run_config import RunConfig
 from moe_jax.models.counts import Sizes, device_bytes, flops_before_moe, itemsize
@@ -47,7 +47,7 @@ USUAL_VOCABULARY = 50304  # where neither the config nor a tokenizer says one ye
 def run_cluster(config: RunConfig) -> Cluster:
     """Return the cluster that the run names, else one that knows nothing."""
     if config.planner.cluster:
-        return read_named_cluster(config.planner.cluster)
+        return read_cluster(config.planner.cluster)
     return Cluster(name="of this run; name one in PlannerConfig.cluster")
 
 

@@ -21,7 +21,7 @@ from absl import app, flags
 from moe_jax.analysis import replay_inputs as inputs
 from moe_jax.analysis import replay_report as report
 from moe_jax.analysis import simulate
-from moe_jax.cluster import read_named_cluster
+from moe_jax.cluster import read_cluster
 from moe_jax.observe.loads import LoadsTrace, read_loads
 from moe_jax.planning.config import PlannerConfig
 from moe_jax.planning.cost import Cost
@@ -137,7 +137,7 @@ def setting(trace, system: str, tau: int | None = None) -> tuple[LoadsTrace, Pla
     sizes = SYSTEMS[system]
     tokens = sizes["tokens"]
     _, layers, sources, experts = trace.loads.shape
-    cluster = read_named_cluster(sizes["cluster"]).sized(sources // _PER_NODE.value, _PER_NODE.value)
+    cluster = read_cluster(sizes["cluster"]).sized(sources // _PER_NODE.value, _PER_NODE.value)
     share = tokens * TOP_K * sources / trace.loads.sum(axis=(2, 3)).mean()
     trace = trace._replace(loads=np.rint(trace.loads * share).astype(np.int64))
     model_dim = sizes["model_dim"]

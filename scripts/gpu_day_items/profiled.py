@@ -14,8 +14,8 @@ def measure(context):
     import jax
 
     from moe_jax.analysis import compile_ahead
-    from moe_jax.analysis.instructions import compare_instructions, read_spans, record_steps
-    from moe_jax.analysis.program_report import add_measured, build_report
+    from moe_jax.analysis.measured import add_measured, read_spans, record_steps
+    from moe_jax.analysis.program_report import build_report
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.timeline import Model, play
 
@@ -32,13 +32,12 @@ def measure(context):
     folder, steps = context.scratch / "profile", context.of_size(3, 2)
     seconds = record_steps(config, devices, compiled, folder, steps, 2 * steps)
     spans = read_spans(folder, module.name)
-    measured = compare_instructions(module, target, model, spans, steps, seconds)
-    report = {**add_measured(report, spans, steps), "instructions": measured}
+    report = add_measured(report, module, target, model, spans, steps, seconds)
+    measured = report["instructions"]
     # for the day's folder: a machine without a GPU can read report, schedule and trace again
     keep = context.scratch / "keep"
     keep.mkdir(exist_ok=True)
-    kept = {**report, "constants": measured["constants"]}
-    (keep / "profile_report.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (keep / "profile_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (keep / "profile_schedule.hlo.gz").write_bytes(
         gzip.compress(compile_ahead.without_places(compiled.text).encode(), mtime=0)
     )

@@ -12,7 +12,7 @@ from moe_jax.analysis.program_report import build_report
 from moe_jax.cluster.costs import cost_of
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.targets import parse_target
-from moe_jax.cluster.timeline import Model, collective_kind, play
+from moe_jax.cluster.timeline import Model, collective_of, play
 from moe_jax.errors import UserError
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
@@ -44,7 +44,7 @@ def test_every_start_of_the_text_is_read(text):
     dones = re.findall(r" (?:all-to-all|all-reduce|all-gather|reduce-scatter|collective-permute)-done\(", text)
     assert len(starts) == len(dones) > 0
     module = parse_module(text)
-    found = [i for c in module.computations.values() for i in c.instructions if collective_kind(i, module)]
+    found = [i for c in module.computations.values() for i in c.instructions if collective_of(i, module)]
     assert sum(i.opcode.endswith("-start") for i in found) == len(starts)
     lines = sum(" = " in line for line in text.splitlines())
     assert sum(len(c.instructions) for c in module.computations.values()) == lines

@@ -8,8 +8,8 @@ import pytest
 from support.gpu_trace import write_gpu_trace
 from support.toy import BRANCH, LOOP, MODEL, TARGET
 
-from moe_jax.analysis.instructions import compare_instructions, read_spans
-from moe_jax.analysis.program_report import Span, add_measured, build_report, report_text
+from moe_jax.analysis.measured import Span, add_measured, compare_instructions, read_spans
+from moe_jax.analysis.program_report import build_report, report_text
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import Model, play
@@ -54,8 +54,9 @@ def test_constants_of_the_device_are_found(tmp_path, program):
     )
     assert after < 0.05 * before
     report = build_report(play(program, H200, Model()), H200, Model())
-    report = add_measured(report, read_spans(tmp_path, program.name), 2)
-    text = report_text({**report, "instructions": record})
+    report = add_measured(report, program, H200, Model(), read_spans(tmp_path, program.name), 2, 1.0)
+    assert report["instructions"] == record and report["constants"] == record["constants"]
+    text = report_text(report)
     assert "instructions that differ most" in text and "launch 2e-06 -> 4e-06" in text
     json.dumps(record)
 
@@ -101,7 +102,8 @@ def test_collectives_measured_by_hand():
     """Two devices, two steps. On d0 a transfer runs 0-4 and 10-14; kernels 1-2 and 1.5-3, then 12-20: hidden are
     2 s and 2 s, exposed 4 s. On d1 nothing computes beside 2 s of transfer. Per device and step: 10 / 4 s, exposed
     6 / 4 s."""
-    report = build_report(play(parse_module(LOOP), TARGET, MODEL), TARGET, MODEL)
+    module = parse_module(LOOP)
+    report = build_report(play(module, TARGET, MODEL), TARGET, MODEL)
     spans = [
         Span("d0", "all-to-all-start", 0, 4),
         Span("d0", "dot.1", 1, 2),
@@ -111,11 +113,11 @@ def test_collectives_measured_by_hand():
         Span("d1", "all-to-all", 5, 7),
         Span("d1", "dot.1", 7, 8),
     ]
-    found = add_measured(report, spans, steps=2)
+    found = add_measured(report, module, TARGET, MODEL, spans, steps=2)
     times = {"step_seconds": 10.0, "compute_seconds": 11 / 4, "collective_seconds": 10 / 4, "exposed_seconds": 6 / 4}
     assert found["measured"] == {"steps": 2, "devices": 2, **times}
     (record,) = found["collectives"]
     assert record["measured"] == {"executions": 3 / 4, "seconds": 10 / 4, "exposed_seconds": 6 / 4}
     assert "2500.000" in report_text(found)
-    lacking = add_measured(report, [Span("d0", "dot.1", 0, 1)], steps=1)
+    lacking = add_measured(report, module, TARGET, MODEL, [Span("d0", "dot.1", 0, 1)], steps=1)
     assert lacking["collectives"][0]["measured"] is None and "not in the trace" in report_text(lacking)

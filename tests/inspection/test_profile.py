@@ -8,7 +8,7 @@ from support.toy import HEAD, LOOP, MODEL, TARGET
 from moe_jax.analysis.compile_ahead import read_text
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.targets import parse_target
-from moe_jax.cluster.timeline import Model, scheduler_profile, scheduling_name, unguided_share
+from moe_jax.cluster.timeline import Model, scheduler_profile, unguided_share
 
 
 def entries(text, model, target):
@@ -43,7 +43,7 @@ def test_every_transfer_of_a_real_schedule_has_a_latency(name):
     costs, latencies = entries(text, Model(), parse_target("h200:2x2"))
     starts = re.findall(r"%(\S+) = \S.* (?:all-to-all|all-reduce|all-gather|collective-permute|fusion)-start\(", text)
     module = parse_module(text)
-    names = {scheduling_name(i) for c in module.computations.values() for i in c.instructions if i.name in set(starts)}
+    names = {i.scheduling_name for c in module.computations.values() for i in c.instructions if i.name in set(starts)}
     assert len(names) == len(starts) > 10
     assert {source for source, _ in latencies} == names <= set(costs)
     assert all(seconds > 0 for seconds in latencies.values())

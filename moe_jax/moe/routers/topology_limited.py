@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moe_jax.cluster import read_named_cluster
+from moe_jax.cluster import read_cluster
 from moe_jax.errors import UserError
 from moe_jax.moe.routers.capacity import keep_within_capacity
 from moe_jax.moe.routers.contract import RouterPlace, register
@@ -153,7 +153,7 @@ class Topology(TopK):
 
 def remote_fraction(path: str) -> float:
     """Return W_net / (M_w W_local) of a cluster file, at most 1; a UserError where it lacks a figure."""
-    cluster = read_named_cluster(path)
+    cluster = read_cluster(path)
     asks = "MoEConfig.router = 'topology'"
     net, own = cluster.need("inter_bandwidth", asks), cluster.need("intra_bandwidth", asks)
     return min(1.0, net / (cluster.need("devices_per_node", asks) * own))

@@ -7,7 +7,7 @@ no fits to compare, it is 'aas': in GPT-MoE-S cut to 4 layers, modelled on 4 x 8
 
 from __future__ import annotations
 
-from moe_jax.cluster import Cluster, Fit, read_named_cluster, uniform_seconds
+from moe_jax.cluster import Cluster, Fit, read_cluster, uniform_seconds
 from moe_jax.cluster.fits import fit_name
 from moe_jax.parallel.mesh import Roles
 
@@ -36,7 +36,7 @@ class LinkSeconds:
 
 def read_cluster_of(path: str, roles: Roles) -> Cluster:
     """Return a cluster file's record for this mesh, checked; one of links without a number of nodes fits any mesh."""
-    cluster = read_named_cluster(path)
+    cluster = read_cluster(path)
     if cluster.nodes is None and not cluster.fits:
         per_node = roles.config.devices_per_node
         cluster = cluster.sized(roles.num_devices // per_node, per_node)

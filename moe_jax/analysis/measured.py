@@ -1,4 +1,5 @@
-"""Measured times of a recorded trace beside the modelled ones, instruction by instruction, and constants fitted.
+"""What a recorded trace measured, in the report of its program: of the step, each collective and each instruction, and
+the constants of the cost model that fit.
 
 Trace and program share the instructions' names; how long a step takes comes from steps that were not profiled.
 """
@@ -15,26 +16,113 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from moe_jax.analysis.compile_ahead import Compiled
-from moe_jax.analysis.program_report import Span, merge_spans, stem
 from moe_jax.cluster.costs import FREE, cost_of
 from moe_jax.cluster.hlo import Module, scope_of
 from moe_jax.cluster.targets import Target
-from moe_jax.cluster.timeline import (
-    Model,
-    collective_kind,
-    fit_constants,
-    instruction_seconds,
-    launched_computations,
-    play,
-)
+from moe_jax.cluster.timeline import Model, collective_of, instruction_seconds, launched_computations, play
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
 
 MATMUL, FUSION, KERNEL, COPY, COLLECTIVE, LOOP = "matmul", "fusion", "kernel", "copy", "collective", "loop overhead"
+COPIES = ("copy", "copy-start", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad")
 WORST = 20
 WARM_UP = 2
-COPIES = ("copy", "copy-start", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad")
+LEAST_SAMPLES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """One execution in a trace: on which device, of which instruction, from when to when (seconds)."""
+
+    device: str
+    instruction: str
+    begin: float
+    end: float
+
+
+def add_measured(
+    report: dict,
+    module: Module,
+    target: Target,
+    model: Model,
+    spans: Sequence[Span],
+    steps: int,
+    step_seconds: float | None = None,
+) -> dict:
+    """Return the report with measured times.
+
+    Args:
+      report: from `build_report`, of the module.
+      spans: of `steps` profiled steps (at least 1), on any number of devices.
+      step_seconds: of a step that was not profiled, None where that was not measured.
+
+    Returns:
+      A new report; seconds are those of one step on the mean device. At its top measured: step_seconds (of the longest
+      device), and seconds of compute, of collectives, exposed; instructions: see `compare_instructions`; constants:
+      {name: value} for a file that `read_constants` takes, of those with samples enough. In each collective measured:
+      executions, seconds, exposed_seconds, None where the trace has no execution of it.
+    """
+    names = {stem(record["name"]) for record in report["collectives"]}
+    devices: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        devices[span.device].append(span)
+    share = 1.0 / (max(len(devices), 1) * steps)
+    sums: dict[str, dict] = {}  # of each collective, over all devices and steps
+    compute = step = 0.0
+    for of_device in devices.values():
+        working = merge_spans([(s.begin, s.end) for s in of_device if stem(s.instruction) not in names])
+        compute += sum(end - begin for begin, end in working)
+        step = max(step, max(s.end for s in of_device) - min(s.begin for s in of_device))
+        for span in of_device:
+            name = stem(span.instruction)
+            if name in names:
+                length = span.end - span.begin
+                covered = (max(0.0, min(span.end, stop) - max(span.begin, start)) for start, stop in working)
+                own = sums.setdefault(name, {"executions": 0, "seconds": 0.0, "exposed_seconds": 0.0})
+                own["executions"] += 1
+                own["seconds"] += length
+                own["exposed_seconds"] += length - sum(covered)
+    collectives = []
+    for record in report["collectives"]:
+        own = sums.get(stem(record["name"]))
+        measured = None if own is None else {name: value * share for name, value in own.items()}
+        collectives.append({**record, "measured": measured})
+    total = {
+        "steps": steps,
+        "devices": len(devices),
+        "step_seconds": step / steps,
+        "compute_seconds": compute * share,
+        "collective_seconds": sum(own["seconds"] for own in sums.values()) * share,
+        "exposed_seconds": sum(own["exposed_seconds"] for own in sums.values()) * share,
+    }
+    found = compare_instructions(module, target, model, spans, steps, step_seconds)
+    return {
+        **report,
+        "measured": total,
+        "collectives": collectives,
+        "instructions": found,
+        "constants": found["constants"],
+    }
+
+
+def stem(name: str) -> str:
+    """Return the name that start, done and the kernel of one collective share."""
+    head, dot, number = name.partition(".")
+    return head.removesuffix("-start").removesuffix("-done") + dot + number
+
+
+def merge_spans(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return (begin, end) pairs as the fewest that cover the same time, in order."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
 
 
 def modelled_instructions(module: Module, target: Target, model: Model) -> dict[str, dict]:
@@ -50,13 +138,13 @@ def modelled_instructions(module: Module, target: Target, model: Model) -> dict[
     executions.update({name: record["executions"] for name, record in timeline.skipped.items()})
     seconds = instruction_seconds(module, target, model)
     found = {}
-    for computation in launched_computations(module):
+    for computation in launched_computations(module, module.entry):
         for instruction in computation.instructions:
             name, opcode = instruction.name, instruction.opcode
             cost = cost_of(instruction, computation, module)
             if opcode in ("while", "conditional"):
                 group = LOOP
-            elif collective_kind(instruction, module):
+            elif collective_of(instruction, module):
                 group = COLLECTIVE
             elif opcode in FREE or opcode in ("call", "async-start") or opcode.endswith("-done"):
                 continue
@@ -68,7 +156,7 @@ def modelled_instructions(module: Module, target: Target, model: Model) -> dict[
                 group = FUSION if opcode.startswith("fusion") else KERNEL
             if group != LOOP and not executions[name]:
                 continue
-            own = seconds.get(name, (0.0, ""))[0]
+            own = seconds.get(instruction, (0.0, None))[0]
             if group == LOOP:
                 own = model.conditional if opcode == "conditional" else 0.0
             found[name] = {
@@ -96,10 +184,11 @@ def compare_instructions(
       profiled_step_seconds; busy_seconds (at least one kernel runs); launches of a step; groups: per group
       instructions, executions, modelled and measured seconds and their ratio, of the instructions that the trace
       holds; worst: the `WORST` instructions by difference; not_in_trace and not_in_program: instructions of one side
-      only; constants and fit: see `fit_constants`.
+      only; constants and fit: what `fit_constants` found, and all that it returns.
     """
     modelled = modelled_instructions(module, target, model)
-    launched = [own for computation in launched_computations(module) for own in computation.instructions]
+    computations = launched_computations(module, module.entry)
+    launched = [instruction for computation in computations for instruction in computation.instructions]
     conditionals = {own.name for own in launched if own.opcode == "conditional"}
     conditions: set[str] = set()  # instructions of the conditions of loops
     for own in launched:
@@ -148,7 +237,7 @@ def compare_instructions(
     missing = [record for n, record in modelled.items() if n not in seconds and record["group"] != LOOP]
     launches = sum(own["executions"] for own in modelled.values() if own["group"] not in (COLLECTIVE, LOOP))
     idle = None if step_seconds is None or not launches else max(step_seconds - busy, 0.0) / launches
-    constants, fit = fit_constants(samples, model, pauses)
+    fit = fit_constants(samples, model, pauses)
     return {
         "steps": steps,
         "devices": len(devices),
@@ -168,9 +257,55 @@ def compare_instructions(
             "measured_seconds": sum(unknown.values()),
             "names": sorted(unknown, key=lambda name: -unknown[name])[:8],
         },
-        "constants": constants,
+        "constants": {name: own["value"] for name, own in fit.items() if own["value"] is not None},
         "fit": fit,
     }
+
+
+def fit_constants(
+    samples: Sequence[tuple[float, float, float, int]], model: Model, pauses: Sequence[float] = ()
+) -> dict[str, dict]:
+    """Fit each constant of the model to the samples, by weighted medians: a few kernels, slow for another reason, move
+    them little.
+
+    matmul_efficiency: over kernels that the model counts as bound by their FLOPs, weighted by measured seconds.
+    memory_efficiency: over kernels without matmuls that move bytes for at least four launches.
+    launch: over kernels with less than a quarter of a launch of work, weighted by executions.
+    conditional: the median of `pauses`, less one launch, which the model charges the next kernel anyway.
+
+    Args:
+      samples: (matmul_seconds, memory_seconds, seconds, executions) of the kernels of one program: of its FLOPs at the
+        device's peak, of its bytes at the full bandwidth, measured of one execution, and executions of a step.
+      model: whose constants sort the samples.
+      pauses: seconds that the device was idle around each conditional.
+
+    Returns:
+      {name: {value, before, samples, quartiles}}; value and quartiles are None with less than `LEAST_SAMPLES`.
+    """
+    points: dict[str, list[tuple[float, float]]] = {field.name: [] for field in dataclasses.fields(Model)}
+    for matmul, memory, took, executions in samples:
+        if took <= 0:
+            continue
+        weight = took * executions
+        if max(matmul, memory) < model.launch / 4:
+            points["launch"].append((took, executions))
+        elif matmul / model.matmul_efficiency >= memory / model.memory_efficiency:
+            if matmul >= model.launch:
+                points["matmul_efficiency"].append((min(matmul / took, 1.0), weight))
+        elif not matmul and memory >= 4 * model.launch:
+            points["memory_efficiency"].append((min(memory / took, 1.0), weight))
+    points["conditional"] = [(max(pause - model.launch, 0.0), 1.0) for pause in pauses]
+    fit = {}
+    for name, known in points.items():
+        low = value = high = None
+        if len(known) >= LEAST_SAMPLES:  # the least values at which a quarter, half, three quarters are reached
+            values, weights = np.array(sorted(known)).T
+            reached = np.cumsum(weights)
+            goals = np.array([0.25, 0.5, 0.75]) * reached[-1] * (1 - 1e-12)
+            low, value, high = values[np.searchsorted(reached, goals)].tolist()
+        quartiles = None if value is None else [low, high]
+        fit[name] = {"value": value, "before": getattr(model, name), "samples": len(known), "quartiles": quartiles}
+    return fit
 
 
 def record_steps(
@@ -186,7 +321,6 @@ def record_steps(
       seconds of a step without the profiler, the median; None without such steps.
     """
     import jax
-    import numpy as np
 
     from moe_jax.parallel.global_arrays import to_devices
     from moe_jax.planning.plan_shape import table_shapes
