@@ -87,7 +87,7 @@ def compile_step(
       UserError: what training itself would refuse, or an option that the compiler does not have.
     """
     from moe_jax.analysis.stated_buckets import stated_buckets
-    from moe_jax.models.counts import training_flops_per_token
+    from moe_jax.models.counts import flops_per_token
     from moe_jax.training.compiling import compile_guided
     from moe_jax.training.program import build_program
 
@@ -111,7 +111,7 @@ def compile_step(
             ) from error
         raise
     compiled_at = time.monotonic()
-    flops = training_flops_per_token(config.model, config.moe, program.model.vocab_size, config.data.sequence_length)
+    _, flops = flops_per_token(config.model, config.moe, program.model.vocab_size, config.data.sequence_length)
     return Compiled(
         text=executable.as_text(),
         memory=memory_of(executable),

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection
 
 import jax
+import jax.numpy as jnp
 
 from moe_jax.analysis.compile_ahead import on_target
 from moe_jax.cluster import read_cluster
@@ -22,15 +23,7 @@ from moe_jax.kernels.blocked import expert_work
 from moe_jax.kernels.float8_blocks import E4M3
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import check_document_mask, missing_for_cudnn, resolve_attention
-from moe_jax.models.counts import (
-    device_bytes,
-    forward_flops_per_token,
-    half_work,
-    itemsize,
-    moment_layout,
-    parameter_counts,
-    training_flops_per_token,
-)
+from moe_jax.models.counts import device_bytes, flops_per_token, half_work, parameter_counts, shapes_and_layout
 from moe_jax.models.model_group import check_sequence_parallel, make_model_group
 from moe_jax.models.segments import segments_of, with_experts
 from moe_jax.moe.build import check_router, layer_sizes, make_schedule, schedule_options
@@ -232,7 +225,7 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
     lines, runs = [], segment_runs(settle_overlap(run, roles, target), roles)
     for name, (own, own_roles) in runs.items():
         moe, model, said = own.moe, own.model, []
-        item = itemsize(model.dtype)
+        item = jnp.dtype(model.dtype).itemsize
         if moe.dispatch_dtype == E4M3:
             said.append(
                 f"rows travel to experts in {E4M3}, {moe.sent_bytes(model.model_dim)} bytes each instead of "
@@ -266,7 +259,7 @@ def _pairwise_lines(run: RunConfig, roles: Roles, tokens: int) -> list[str]:
     moe, model = run.moe, run.model
     sizes = layer_sizes(moe, roles, tokens)
     groups = choose_groups(roles, moe.pairwise_groups)
-    item, hidden = itemsize(model.dtype), model.hidden_dim // roles.size(roles.expert_shard)
+    item, hidden = jnp.dtype(model.dtype).itemsize, model.hidden_dim // roles.size(roles.expert_shard)
     shape = layer_shape("pairwise", roles, sizes, model.model_dim * item, model.sequence_parallel, groups)
     lines = [f"pairwise: {shape.ep_size} expert-parallel devices in {groups} group(s), {3 * groups} tasks in a pass"]
     path = moe.cluster or run.planner.cluster
@@ -326,12 +319,10 @@ def _byte_lines(
     run: RunConfig, roles: Roles, vocab_size: int, target: Target | None, teacher: LanguageModel | None
 ) -> list[str]:
     train, dtype = run.train, run.model.param_dtype
-    sizes = sizes_of(dataclasses.replace(run, model=resolve_attention(run.model, target)), vocab_size)
-    shapes, specs = moment_layout(sizes, roles)
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda node: isinstance(node, tuple)
-    )
-    state = state_bytes(train, shapes, specs, dict(roles.mesh.shape))
+    resolved = resolve_attention(run.model, target)
+    sizes = sizes_of(dataclasses.replace(run, model=resolved), roles, vocab_size)
+    shapes, layout = shapes_and_layout(sizes.model)
+    state = state_bytes(train, shapes, layout.state, dict(roles.mesh.shape))
     plan, stages = None, f"ZeRO {train.zero_stage} of the dense parameters"
     if not schedule_record(run.moe.schedule).moves_tokens:
         stages += f", {train.expert_zero_stage} of the experts"
@@ -342,15 +333,9 @@ def _byte_lines(
         plan = {name: build_shape(initial_placement(*own)) for name, own in runs.items()}
     taught = None
     if teacher is not None:  # it reads the batches and chunks of its student
-        taught = dataclasses.replace(
-            sizes,
-            config=dataclasses.replace(teacher.config, loss_chunk=sizes.config.loss_chunk),
-            moe=teacher.moe,
-            zero_stage=teacher.zero_stage,
-            expert_zero_stage=teacher.expert_zero_stage,
-            ema=False,
-        )
-    held = device_bytes(sizes, roles, plan, state, taught)
+        config = dataclasses.replace(teacher.config, loss_chunk=run.model.loss_chunk)
+        taught = dataclasses.replace(sizes, model=dataclasses.replace(teacher, config=config), ema=False)
+    held = device_bytes(sizes, plan, state, taught)
     first_moment = f", first moment {train.first_moment_dtype}" if train.first_moment_dtype else ""
     rows = [
         ("parameters", held.parameters, dtype),
@@ -358,7 +343,7 @@ def _byte_lines(
         ("averaged parameters", held.ema, f"train.ema_decay {train.ema_decay}, {dtype}"),
         ("gradients", held.gradients, "sum and microbatch" if train.grad_accum_steps > 1 else dtype),
         ("cast and gathered", held.compute_weights, f"weights cast to {run.model.dtype} or gathered by ZeRO-3"),
-        ("activations", held.activations, f"estimate, remat {run.model.remat!r}, attention {sizes.config.attention!r}"),
+        ("activations", held.activations, f"estimate, remat {run.model.remat!r}, attention {resolved.attention!r}"),
         ("replicas", held.replicas, f"planner {run.planner.name!r}, parameters and gradients of the layers alive"),
         ("overflow passes", held.overflow, "what later passes hold where buckets may be too small"),
         ("float8", held.float8, "copies of experts' weights, the most of them"),
@@ -375,14 +360,13 @@ def _byte_lines(
 
 def _flop_lines(run: RunConfig, roles: Roles, vocab_size: int, teacher: LanguageModel | None) -> list[str]:
     length, sequences = run.data.sequence_length, run.train.batch_size
-    arguments = (run.model, run.moe, vocab_size, length)
-    forward, training = forward_flops_per_token(*arguments), training_flops_per_token(*arguments)
+    forward, training = flops_per_token(run.model, run.moe, vocab_size, length)
     rows = [
         ("forward per token", forward, f"2 per active matrix parameter; attention over all {length} positions"),
         ("training per token", training, "3 x forward; what remat repeats is not counted"),
     ]
     if teacher is not None:
-        taught = forward_flops_per_token(teacher.config, teacher.moe, vocab_size, length)
+        taught, _ = flops_per_token(teacher.config, teacher.moe, vocab_size, length)
         rows.append(("teacher per token", taught, "its forward, in the steps that learn from it"))
         training += taught
     tokens = sequences * length

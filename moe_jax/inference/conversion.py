@@ -33,7 +33,7 @@ from moe_jax.inference.tensors import (
     write_tensors,
 )
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.counts import leaf_sizes
+from moe_jax.models.counts import leaf_shapes
 from moe_jax.models.segments import is_bank, segment_of, segments_of
 from moe_jax.moe.config import MoEConfig
 from moe_jax.observe import RunFolder
@@ -256,13 +256,11 @@ def file_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]
     """Return {name: shape} of the parameters in a checkpoint; leaves of the bank are [L, E, ...]."""
     segments = {segment.name: segment for segment in segments_of(model, moe)}
     found = {}
-    for leaf in leaf_sizes(model, moe, model.vocab_size):
-        name = "/".join(("params", *leaf.path))
-        shape = leaf.shape
+    for name, shape in leaf_shapes(model, moe, model.vocab_size).items():
         if is_bank(name):
             own = segments[segment_of(name)]
             shape = (own.config.moe_layers, own.moe.num_experts, *shape[1:])
-        found[name] = shape
+        found[f"params/{name}"] = shape
     return found
 
 

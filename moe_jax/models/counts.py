@@ -1,4 +1,4 @@
-"""How large a model is and what it costs: every leaf's shape, parameter counts, FLOPs, bytes of a step. No arrays.
+"""How large a model is and what it costs: parameter counts, FLOPs, bytes of a step. No arrays.
 
 Letters: docs/notation.md.
 """
@@ -9,21 +9,18 @@ import dataclasses
 import functools
 import math
 
-import numpy as np
-from flax import nnx
-from jax.sharding import PartitionSpec
+import jax
+import jax.numpy as jnp
 
 from moe_jax.cluster.layer_seconds import HalfWork, matrices_of, preceding_flops
 from moe_jax.kernels.float8_blocks import E4M3
 from moe_jax.models.config import ModelConfig
-from moe_jax.models.segments import segments_of, with_experts
-from moe_jax.models.transformer import abstract_transformer
+from moe_jax.models.language_model import LanguageModel, Layout
+from moe_jax.models.segments import flatten, segments_of, with_experts
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.config import MoEConfig
-from moe_jax.moe.experts import weight_names
 from moe_jax.moe.schedules.contract import layout_of, schedule_record
-from moe_jax.parallel.mesh import Roles
-from moe_jax.parallel.sharding import dense_specs, expert_specs
+from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.plan_shape import PlanShape
 
 GROUPS = ("embedding", "attention", "feed_forward", "shared_experts", "gate", "norm", "bias", "experts")
@@ -34,60 +31,17 @@ GROUP_OF = {  # of what a unit consists of
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafSize:
-    """One leaf of the parameter tree.
-
-    Attributes:
-      path: keys, as in the tree: ('dense', 'units', 'segment_0', 'attention', 'qkv').
-      shape: global; leaves of units and bank are stacked over units or slots in their first dim.
-      group: one of `GROUPS`.
-      model_dim: the dim that a model-parallel group splits, not counting the stacked one; -1 for none.
-      operand: it is read in the compute dtype alone, so ZeRO-3 gathers it in that.
-    """
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    group: str
-    model_dim: int = -1
-    operand: bool = False
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def stacked(self) -> bool:
-        """True for a dense leaf with a leading layer dim."""
-        return self.path[:2] == ("dense", "units")
-
-
 @functools.lru_cache(maxsize=32)
-def leaf_sizes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> tuple[LeafSize, ...]:
-    """Return every leaf of the parameter tree {'dense': ..., 'bank': ...}."""
-    found = []
-    # no shape depends on the dtype, and of float64 jax would warn
-    module = abstract_transformer(dataclasses.replace(config, dtype="float32"), moe, vocab_size)
-    for path, leaf in nnx.to_flat_state(nnx.state(module)):
-        group = "embedding" if path[0] == "embedding" else GROUP_OF.get(path[2] if len(path) > 2 else "", "")
-        if any("norm" in key for key in path):
-            group = "norm"
-        elif path[-1].endswith("bias") or (group == "gate" and leaf.ndim < 3):
-            group = "bias"
-        elif path[-1] == "w_mix":
-            group = "gate"
-        said = leaf.get_metadata()
-        place = said.get("model_dim", -1), said.get("operand", False)
-        found.append(LeafSize(("dense", *path), tuple(leaf.shape), group, *place))
-    for segment in with_experts(segments_of(config, moe)):
-        slots, sizes = (
-            segment.config.moe_layers * segment.moe.num_experts,
-            (config.model_dim, segment.config.hidden_dim),
-        )
-        for name in weight_names(config.activation):
-            shape = (slots, *(reversed(sizes) if name == "w_out" else sizes))
-            found.append(LeafSize(("bank", segment.name, name), shape, "experts"))
-    return tuple(found)
+def shapes_and_layout(model: LanguageModel) -> tuple[dict, Layout]:
+    """Return `LanguageModel.shapes` and `layout`, of float64 too where jax does not know it."""
+    with jax.enable_x64(model.config.dtype == "float64"):
+        return model.shapes(), model.layout()
+
+
+def leaf_shapes(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Return {name: global shape} of the parameters, with names such as 'dense/norm/scale', whatever the mesh."""
+    model = LanguageModel(config=config, moe=moe, vocab_size=vocab_size, roles=build_mesh(MeshConfig(), 1))
+    return {name: leaf.shape for name, leaf in flatten(shapes_and_layout(model)[0]).items()}
 
 
 def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> tuple[int, int, int, dict[str, int]]:
@@ -98,8 +52,18 @@ def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> tu
       of its own), biases, gates and norms, which is how Hecate's table 1 counts; {group: parameters} over `GROUPS`).
     """
     by_group = dict.fromkeys(GROUPS, 0)
-    for leaf in leaf_sizes(config, moe, vocab_size):
-        by_group[leaf.group] += leaf.size
+    for name, shape in leaf_shapes(config, moe, vocab_size).items():
+        path = name.split("/")[1:]
+        group = "embedding" if path[0] == "embedding" else GROUP_OF.get(path[2] if len(path) > 2 else "", "")
+        if name.startswith("bank"):
+            group = "experts"
+        elif "norm" in name:
+            group = "norm"
+        elif name.endswith("bias") or (group == "gate" and len(shape) < 3):
+            group = "bias"
+        elif path[-1] == "w_mix":
+            group = "gate"
+        by_group[group] += math.prod(shape)
     total = sum(by_group.values())
     chosen = sum(
         segment.config.moe_layers * segment.moe.top_k * config.model_dim * segment.config.hidden_dim
@@ -109,8 +73,8 @@ def parameter_counts(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> tu
     return total, active, sum(by_group[group] for group in PAPER_GROUPS), by_group
 
 
-def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> int:
-    """Return the forward FLOPs of one token.
+def flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> tuple[int, int]:
+    """Return the FLOPs of one token, (forward, training): three times the forward, whatever is recomputed.
 
     Two per parameter of every matrix that the token is multiplied with (attention, dense FFN, gate, K experts and the
     shared ones, the output head V M), and 4 H Dh Sq per block for attention's scores and their sum of values, over all
@@ -119,12 +83,8 @@ def forward_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int
     _, active, _, by_group = parameter_counts(config, moe, vocab_size)
     outside = sum(by_group[name] for name in ("embedding", "norm", "bias"))
     matrices = active - outside + vocab_size * config.model_dim
-    return 2 * matrices + 4 * config.layers * config.heads * config.head_size * length
-
-
-def training_flops_per_token(config: ModelConfig, moe: MoEConfig, vocab_size: int, length: int) -> int:
-    """Return the model FLOPs of one token in training: three times the forward, whatever is recomputed."""
-    return 3 * forward_flops_per_token(config, moe, vocab_size, length)
+    forward = 2 * matrices + 4 * config.layers * config.heads * config.head_size * length
+    return forward, 3 * forward
 
 
 def flops_before_moe(config: ModelConfig, length: int) -> int:
@@ -204,81 +164,31 @@ class Sizes:
     """The inputs of `device_bytes`.
 
     Attributes:
-      config, moe: the model, with the attention that it will run (`resolve_attention`); 'auto' counts as 'xla'.
-      vocab_size: V.
+      model: on its mesh, an abstract one will do, with the attention that it will run (`resolve_attention`); 'auto'
+        counts as 'xla'.
       length: Sq.
       batch_size: global sequences of a step.
       grad_accum_steps: microbatches of a step.
-      zero_stage: of the dense parameters.
-      expert_zero_stage: of the experts under the `dp` schedule.
       ema: whether a moving average of the parameters is kept.
     """
 
-    config: ModelConfig
-    moe: MoEConfig
-    vocab_size: int
+    model: LanguageModel
     length: int
     batch_size: int
     grad_accum_steps: int
-    zero_stage: int
-    expert_zero_stage: int
     ema: bool = False
 
 
-def moment_layout(sizes: Sizes, roles: Roles) -> tuple[dict, dict]:
-    """Return two trees like the parameters: shapes (tuples), and PartitionSpecs of moments."""
-    trees: tuple[dict, dict] = ({}, {})
-    for leaf, _, (*_, moments) in _placed(sizes, roles):
-        for tree, value in zip(trees, (leaf.shape, moments), strict=True):
-            for key in leaf.path[:-1]:
-                tree = tree.setdefault(key, {})
-            tree[leaf.path[-1]] = value
-    return trees
-
-
-def _placed(sizes: Sizes, roles: Roles) -> list[tuple[LeafSize, Roles, tuple[PartitionSpec, ...]]]:
-    """Return each leaf, the roles of its segment, and the PartitionSpecs of it, of its gradient and of its moments."""
-    leaves = leaf_sizes(sizes.config, sizes.moe, sizes.vocab_size)
-    dense = {leaf.path: leaf for leaf in leaves if leaf.path[0] == "dense"}
-    params, moments, _ = dense_specs(
-        {path: leaf.shape for path, leaf in dense.items()},
-        {path: leaf.model_dim for path, leaf in dense.items()},
-        {path: leaf.stacked for path, leaf in dense.items()},
-        roles,
-        sizes.zero_stage,
-    )
-    found = [(leaf, roles, (params[path], params[path], moments[path])) for path, leaf in dense.items()]
-    for segment in with_experts(segments_of(sizes.config, sizes.moe)):
-        own = segment.roles(roles)
-        bank = {leaf.path[-1]: leaf for leaf in leaves if leaf.path[:-1] == ("bank", segment.name)}
-        shapes = {name: leaf.shape for name, leaf in bank.items()}
-        specs = expert_specs(shapes, own, sizes.zero_stage, _dp_stage(sizes))
-        found += [(leaf, own, tuple(tree[name] for tree in specs)) for name, leaf in bank.items()]
-    return found
-
-
-def _held(placed, which: int, kind: str) -> int:
-    """Return the values of all leaves of the 'dense' parameters, the 'bank' or a segment's bank that a device holds.
-
-    Args:
-      placed: from `_placed`; which: of its specs. Each split dim divides evenly.
-    """
-    return sum(
-        leaf.size // math.prod(own.size(axes if isinstance(axes, tuple) else (axes,)) for axes in specs[which] if axes)
-        for leaf, own, specs in placed
-        if kind in leaf.path[:2]
-    )
-
-
-def _dp_stage(sizes: Sizes) -> int | None:
-    return None if schedule_record(sizes.moe.schedule).moves_tokens else sizes.expert_zero_stage
+def _held(shapes, specs, model: LanguageModel) -> int:
+    """Return the values of all leaves that a device holds: pytrees of shapes and of their PartitionSpecs."""
+    parts = jax.tree.map(lambda leaf, spec: model.roles.sharding(*spec).shard_shape(leaf.shape), shapes, specs)
+    return sum(math.prod(shape) for shape in jax.tree.leaves(parts, is_leaf=lambda node: isinstance(node, tuple)))
 
 
 def device_bytes(
-    sizes: Sizes, roles: Roles, plan: dict[str, PlanShape] | None = None,
-    optimizer: int | None = None, teacher: Sizes | None = None,
-) -> DeviceBytes:  # fmt: skip
-    """Return what one device needs for a training step on this mesh; an abstract one will do.
+    sizes: Sizes, plan: dict[str, PlanShape] | None = None, optimizer: int | None = None, teacher: Sizes | None = None
+) -> DeviceBytes:
+    """Return what one device needs for a training step.
 
     Parameters, gradients and optimizer state are exact: they follow the same partition specs as the run. Activations
     are an estimate: what autodiff saves of each block, the same once more for the block whose backward runs, and the
@@ -293,76 +203,73 @@ def device_bytes(
     # Compared with CPU, float32, 1 and 8 devices, 4 to 16 layers, as long as the later passes of a layer save nothing
     # but their inputs. Left out: other temporaries, the buffers of collectives and fragmentation. Later passes are
     # those of the complete program, which optimistic steps run too.
-    param_itemsize, compute_itemsize = np.dtype(sizes.config.param_dtype).itemsize, itemsize(sizes.config.dtype)
-    placed = _placed(sizes, roles)
-    params, grads, moments = (_held(placed, which, "dense") + _held(placed, which, "bank") for which in range(3))
-    narrow = compute_itemsize != param_itemsize
-    replicas, overflow, float8 = _around_experts(sizes, roles, plan, placed)
+    model = sizes.model
+    (shapes, layout), (param_itemsize, compute_itemsize) = shapes_and_layout(model), _itemsizes(model.config)
+    moments = _held(shapes, layout.state, model)
+    grads = _held(shapes, {**layout.params, "bank": layout.grad_sink}, model)
+    cast = _held(shapes["bank"], layout.params["bank"], model) if compute_itemsize != param_itemsize else 0
+    replicas, overflow, float8 = _around_experts(sizes, plan)
     return DeviceBytes(
-        parameters=param_itemsize * params,
+        parameters=param_itemsize * _held(shapes, layout.params, model),
         optimizer=param_itemsize * MOMENTS * moments if optimizer is None else optimizer,
         gradients=param_itemsize * (1 if sizes.grad_accum_steps == 1 else 2) * grads,
-        compute_weights=(_held(placed, 0, "bank") * compute_itemsize if narrow else 0) + _gathered(sizes, roles),
-        activations=_activations(sizes, roles, plan),
+        compute_weights=compute_itemsize * cast + _gathered(model),
+        activations=_activations(sizes, plan),
         ema=param_itemsize * moments if sizes.ema else 0,
         replicas=replicas,
         overflow=overflow,
-        teacher=0 if teacher is None else teacher_bytes(teacher, roles),
+        teacher=0 if teacher is None else teacher_bytes(teacher),
         float8=float8,
     )
 
 
-def teacher_bytes(sizes: Sizes, roles: Roles) -> int:
+def teacher_bytes(sizes: Sizes) -> int:
     """Return what a student's teacher adds on one device: frozen parameters, and its forward.
 
     Its dense parameters are in their own dtype and its bank in the compute dtype, as `Teacher.held_params` has them. Of
     the forward, the estimate counts one unit, the final activations, and the logits of one chunk.
     """
-    placed, forward = _placed(sizes, roles), 0
-    held = np.dtype(sizes.config.param_dtype).itemsize * _held(placed, 0, "dense")
-    held += itemsize(sizes.config.dtype) * _held(placed, 0, "bank")
-    for segment in with_experts(segments_of(sizes.config, sizes.moe)):
+    model, forward = sizes.model, 0
+    shapes, layout = shapes_and_layout(model)
+    held = sum(
+        item * _held(shapes[name], layout.params[name], model)
+        for name, item in zip(("dense", "bank"), _itemsizes(model.config), strict=True)
+    )
+    for segment in model.expert_segments:
         unit = {"layers": segment.config.moe_every, "remat": "block", "prefetch": "none", "refetch_replicas": False}
-        config = dataclasses.replace(segment.config, **unit)
-        forward = max(forward, _activations(dataclasses.replace(sizes, config=config, moe=segment.moe), roles, None))
-    return held + _gathered(sizes, roles) + forward
+        own = dataclasses.replace(model, config=dataclasses.replace(segment.config, **unit), moe=segment.moe)
+        forward = max(forward, _activations(dataclasses.replace(sizes, model=own), None))
+    return held + _gathered(model) + forward
 
 
-def itemsize(dtype: str) -> int:
-    """Return the bytes of one value of a compute dtype."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+def _itemsizes(config: ModelConfig) -> tuple[int, int]:
+    """Return the bytes of one value of a parameter and of the compute dtype."""
+    return jnp.dtype(config.param_dtype).itemsize, jnp.dtype(config.dtype).itemsize
 
 
-def _gathered(sizes: Sizes, roles: Roles) -> int:
+def _gathered(model: LanguageModel) -> int:
     """Return the bytes of whole leaves that stage 3 holds at once: all outer ones, one unit, one layer's experts."""
-    count, config = 0, sizes.config
-    param_itemsize, compute_itemsize = np.dtype(config.param_dtype).itemsize, itemsize(config.dtype)
-    units, layers = {}, {}
-    for segment in segments_of(config, sizes.moe):
-        units[segment.name], layers[segment.name] = segment.config.units, segment.config.moe_layers
-    at_once = {"": 0, **dict.fromkeys(units, 0)}  # what lies outside the layers, and a unit of each segment
-    experts = dict.fromkeys(layers, 0)
-    for leaf in leaf_sizes(config, sizes.moe, sizes.vocab_size):
-        if leaf.path[0] == "bank":
-            experts[leaf.path[1]] += leaf.size
-        else:
-            name = leaf.path[2] if leaf.stacked else ""
-            size = leaf.size * (compute_itemsize if leaf.operand else param_itemsize)
-            at_once[name] += size // units.get(name, 1)
-    if sizes.zero_stage == 3 and roles.size(roles.dense) > 1:
-        count += (at_once.pop("") + max(at_once.values())) // roles.size(roles.model)
-    if _dp_stage(sizes) == 3 and roles.size(roles.data) > 1:
-        count += compute_itemsize * max(size // layers[name] for name, size in experts.items() if size)
+    roles, (shapes, layout), count = model.roles, shapes_and_layout(model), 0
+    if model.zero_stage == 3 and roles.size(roles.dense) > 1:
+        held = jax.tree.map(lambda leaf, wire: leaf.size * jnp.dtype(wire).itemsize, shapes["dense"], layout.wires)
+        units = held.pop("units")
+        most = max(sum(jax.tree.leaves(units[one.name])) // one.config.units for one in model.segments)
+        count += (sum(jax.tree.leaves(held)) + most) // roles.size(roles.model)
+    if layout.dp_stage == 3 and roles.size(roles.data) > 1:
+        layers = {segment.name: segment.config.moe_layers for segment in model.expert_segments}
+        experts = {name: sum(leaf.size for leaf in bank.values()) for name, bank in shapes["bank"].items()}
+        count += jnp.dtype(model.config.dtype).itemsize * max(size // layers[name] for name, size in experts.items())
     return count
 
 
-def _around_experts(sizes: Sizes, roles: Roles, plan: dict[str, PlanShape] | None, placed) -> tuple[int, int, int]:
+def _around_experts(sizes: Sizes, plan: dict[str, PlanShape] | None) -> tuple[int, int, int]:
     """Return the bytes of replicas, of what later passes hold, and of copies of experts' weights in float8."""
-    param_itemsize, compute_itemsize = itemsize(sizes.config.param_dtype), itemsize(sizes.config.dtype)
+    model, roles = sizes.model, sizes.model.roles
+    (shapes, layout), (param_itemsize, compute_itemsize) = shapes_and_layout(model), _itemsizes(model.config)
     replicas, overflow, brought_back, copies, largest = 0, 0, max(4, compute_itemsize), 0, 0
-    matrices = matrices_of(sizes.config.activation)
+    matrices = matrices_of(model.config.activation)
     group_tokens = sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense)
-    for segment in with_experts(segments_of(sizes.config, sizes.moe)):
+    for segment in model.expert_segments:
         config, moe, own = segment.config, segment.moe, segment.roles(roles)
         shape = None if plan is None else plan[segment.name]
         matrix = config.model_dim * config.hidden_dim // own.size(own.expert_shard)
@@ -390,25 +297,27 @@ def _around_experts(sizes: Sizes, roles: Roles, plan: dict[str, PlanShape] | Non
             largest = max(largest, groups * matrix)
         if schedule_record(moe.schedule).moves_tokens:
             layer = layer_sizes(moe, own, group_tokens * roles.size(roles.model), shape)
-            layout = layout_of(own, layer.bucket_rows(own.size(own.expert)))
-            if layer.capacity is None and layer.most_passes(layout.rows.far) > 1:
+            buckets = layout_of(own, layer.bucket_rows(own.size(own.expert)))
+            if layer.capacity is None and layer.most_passes(buckets.rows.far) > 1:
                 # copies in branches of the backward, of the bank and of the parameters and gradients of a layer's
                 # replicas, twice each, and one pass' rows
                 row = 3 * config.model_dim + (matrices - 1) * config.hidden_dim // own.size(own.expert_shard)
-                copied = _held(placed, 0, segment.name) + 2 * (shape.replica_slots if shape else 0) * matrices * matrix
-                overflow = max(overflow, 2 * compute_itemsize * (copied + layout.total * row))
+                copied = _held(shapes["bank"][segment.name], layout.params["bank"][segment.name], model)
+                copied += 2 * (shape.replica_slots if shape else 0) * matrices * matrix
+                overflow = max(overflow, 2 * compute_itemsize * (copied + buckets.total * row))
     return replicas, overflow, copies + 3 * brought_back * largest
 
 
-def _activations(sizes: Sizes, roles: Roles, plan: dict[str, PlanShape] | None) -> int:
+def _activations(sizes: Sizes, plan: dict[str, PlanShape] | None) -> int:
     """Return the estimated bytes of activations of one microbatch on one device.
 
     They are what each unit saves, once more all of the unit whose backward runs, and the logits of one chunk.
     """
-    item, model, dim = itemsize(sizes.config.dtype), roles.size(roles.model), sizes.config.model_dim
+    whole, roles = sizes.model.config, sizes.model.roles
+    item, model, dim = jnp.dtype(whole.dtype).itemsize, roles.size(roles.model), whole.model_dim
     tokens = sizes.batch_size // sizes.grad_accum_steps * sizes.length // roles.size(roles.dense)
     saved, running = 0.0, 0.0
-    for segment in segments_of(sizes.config, sizes.moe):
+    for segment in sizes.model.segments:
         config, moe, own_roles = segment.config, segment.moe, segment.roles(roles)
         shape = plan[segment.name] if plan is not None and segment.has_experts else None
         matrices = matrices_of(config.activation) - 1
@@ -445,5 +354,5 @@ def _activations(sizes: Sizes, roles: Roles, plan: dict[str, PlanShape] | None) 
             + (item * (dim + shared) if shared and has_experts else 0),
         }[LIKE.get(config.remat, config.remat)]
         saved, running = saved + segment.config.units * residual, max(running, unit + masks)
-    logits = 2 * max(4, item) * min(sizes.config.loss_chunk, tokens) * sizes.vocab_size
+    logits = 2 * max(4, item) * min(whole.loss_chunk, tokens) * sizes.model.vocab_size
     return int(tokens * (saved + running)) + logits

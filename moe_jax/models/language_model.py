@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import UserError
@@ -219,35 +220,31 @@ class LanguageModel:
 
     def layout(self) -> Layout:
         """Return where every leaf lies."""
-        config, shapes = self.config, self.shapes()
-        abstract = abstract_transformer(self.config, self.moe, self.vocab_size)
-        flat = {path: leaf for path, leaf in nnx.to_flat_state(nnx.state(abstract))}
-
-        dense = shapes["dense"]
-        keys = jax.tree_util.tree_map_with_path(lambda path, _: tuple(entry.key for entry in path), dense)
-
-        def metadata(name, default):
-            return jax.tree.map(lambda _, at: flat[at].get_metadata().get(name, default), dense, keys)
-
-        model_dims, is_operand = metadata("model_dim", -1), metadata("operand", False)
-        stacked = jax.tree.map(lambda _, at: at[0] == "units", dense, keys)
-        params, state, gather = dense_specs(
-            jax.tree.map(lambda leaf: tuple(leaf.shape), dense), model_dims, stacked, self.roles, self.zero_stage
+        config, banks = self.config, self.shapes()["bank"]
+        flat = dict(nnx.to_flat_state(nnx.state(abstract_transformer(config, self.moe, self.vocab_size))))
+        said = {path: leaf.get_metadata() for path, leaf in flat.items()}
+        wires = {path: config.dtype if own.get("operand") else config.param_dtype for path, own in said.items()}
+        specs = dense_specs(
+            {path: leaf.shape for path, leaf in flat.items()},
+            {path: own.get("model_dim", -1) for path, own in said.items()},
+            {path: path[0] == "units" for path in flat},
+            self.roles,
+            self.zero_stage,
         )
+        params, state, gather, wires = map(unflatten_dict, (*specs, wires))
         dp_stage = None if schedule_record(self.moe.schedule).moves_tokens else self.expert_zero_stage
-        banks = {}
+        bank_params, grad_sink, bank_state = {}, {}, {}
         for segment in self.expert_segments:
-            bank = {name: tuple(leaf.shape) for name, leaf in shapes["bank"][segment.name].items()}
-            banks[segment.name] = expert_specs(bank, self.roles_of(segment), self.zero_stage, dp_stage)
-        bank_params, grad_sink, bank_state = (
-            {name: specs[index] for name, specs in banks.items()} for index in range(3)
-        )
+            name, roles = segment.name, self.roles_of(segment)
+            bank = {key: leaf.shape for key, leaf in banks[name].items()}
+            own = expert_specs(bank, roles, self.zero_stage, dp_stage)
+            bank_params[name], grad_sink[name], bank_state[name] = own
         return Layout(
             params={"dense": params, "bank": bank_params},
             state={"dense": state, "bank": bank_state},
             grad_sink=grad_sink,
             gather=gather,
-            wires=jax.tree.map(lambda narrow: config.dtype if narrow else config.param_dtype, is_operand),
+            wires=wires,
             dp_stage=dp_stage,
         )
 
@@ -314,9 +311,7 @@ class Teacher:
 
     def shardings(self) -> dict:
         """Return where every leaf of the parameters lies, as NamedShardings."""
-        mesh = self.model.roles.mesh
-        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.layout.params, is_leaf=is_spec)
+        return jax.tree.map(lambda spec: NamedSharding(self.model.roles.mesh, spec), self.layout.params)
 
     def stored_params(self) -> dict:
         """Return the parameters as they stand in a checkpoint, as ShapeDtypeStructs with shardings."""

@@ -18,7 +18,7 @@ import numpy as np
 from moe_jax.data import held_out_entropy
 from moe_jax.data.stream import prefetch
 from moe_jax.errors import UserError
-from moe_jax.models.counts import device_bytes, forward_flops_per_token, training_flops_per_token
+from moe_jax.models.counts import device_bytes, flops_per_token
 from moe_jax.models.segments import flatten
 from moe_jax.observe import (
     EVALUATIONS,
@@ -152,8 +152,8 @@ class Loop:
         self.compiled_peak = compiled_peak(stepper.executable)
         if self.is_main and stepper.programs[0] is not None and self.compiled_peak is not None:
             shape = None if self.engine is None else self.engine.shape
-            sizes = sizes_of(self.session.config, self.session.model.vocab_size)
-            complete = self.compiled_peak + device_bytes(sizes, self.session.roles, shape).overflow
+            sizes = sizes_of(self.session.config, self.session.roles, self.session.model.vocab_size)
+            complete = self.compiled_peak + device_bytes(sizes, shape).overflow
             limits = memory_counts(self.session.roles.mesh.local_devices, "bytes_limit")
             self.progress.note(
                 f"step {stepper.step}: optimistic steps take {with_prefix(self.compiled_peak)}B of a device's memory"
@@ -247,10 +247,10 @@ class Loop:
         peak = max(memory_counts(session.roles.mesh.local_devices, "peak_bytes_in_use"), default=self.compiled_peak)
         length = config.data.sequence_length
         tokens = config.train.batch_size * length
-        flops = training_flops_per_token(config.model, config.moe, session.model.vocab_size, length)
+        _, flops = flops_per_token(config.model, config.moe, session.model.vocab_size, length)
         if "kl" in metrics:  # the teacher's forward
             teacher = session.teacher.model
-            flops += forward_flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length)
+            flops += flops_per_token(teacher.config, teacher.moe, teacher.vocab_size, length)[0]
         choices = sum(part.moe.top_k * part.config.moe_layers for part in session.model.expert_segments)
         record = step_record(metrics, tokens * choices, session.homes.values())
         record["tokens_per_second"] = tokens / seconds

@@ -13,7 +13,8 @@ import numpy as np
 from moe_jax.cluster import Cluster, read_cluster
 from moe_jax.cluster.layer_seconds import matrices_of
 from moe_jax.config.run_config import RunConfig
-from moe_jax.models.counts import Sizes, device_bytes, flops_before_moe, itemsize
+from moe_jax.models import LanguageModel
+from moe_jax.models.counts import Sizes, device_bytes, flops_before_moe
 from moe_jax.models.segments import segments_of, with_experts
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.transfer_shape import TransferShape
@@ -57,7 +58,7 @@ def plan_cost(config: RunConfig, roles: Roles, segment: str) -> Cost:
     memory = cost.cluster.memory_bytes
     if memory is None or not planner.config.decides_late:
         return cost
-    shapes, sizes, room = largest_shapes(config, roles, within_memory=False), sizes_of(config), 0
+    shapes, sizes, room = largest_shapes(config, roles, within_memory=False), sizes_of(config, roles), 0
     if all(shape.late is None for shape in shapes.values()):
         return cost
     # how many late slots of each segment fit in memory, the step's other needs included
@@ -70,7 +71,7 @@ def plan_cost(config: RunConfig, roles: Roles, segment: str) -> Cost:
                 late = dataclasses.replace(shape.late, slots=slots, offers=offers, crossing=crossing)
                 shape = dataclasses.replace(shape, late=late)
             cut[name] = shape
-        if device_bytes(sizes, roles, cut).at_most > memory:
+        if device_bytes(sizes, cut).at_most > memory:
             break
         room = slots
     return dataclasses.replace(cost, late_room=room)
@@ -87,7 +88,7 @@ def _cost(config: RunConfig, roles: Roles) -> Cost:
         hidden_dim=model.hidden_dim,
         matrices=matrices_of(model.activation),
         shards=shards,
-        dtype_bytes=itemsize(model.dtype),
+        dtype_bytes=np.dtype(model.dtype).itemsize,
         sent_bytes=config.moe.sent_bytes(model.model_dim) or None,
         param_bytes=np.dtype(model.param_dtype).itemsize,
         replica_slots=planner.replica_slots,
@@ -120,7 +121,7 @@ def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
     if config.planner.replica_slots != "memory":
         return config
     memory = run_cluster(config).need("memory_bytes", "PlannerConfig.replica_slots = 'memory'")
-    sizes, most = sizes_of(config), 0
+    sizes, most = sizes_of(config, roles), 0
 
     def holding(slots: int) -> RunConfig:
         return dataclasses.replace(config, planner=dataclasses.replace(config.planner, replica_slots=slots))
@@ -133,25 +134,29 @@ def with_replica_slots(config: RunConfig, roles: Roles) -> RunConfig:
     while fewest < most:  # bisection, with all late slots that the planner wants
         middle = (fewest + most + 1) // 2
         shapes = largest_shapes(holding(middle), roles, within_memory=False)
-        if device_bytes(sizes, roles, shapes).at_most <= memory:
+        if device_bytes(sizes, shapes).at_most <= memory:
             fewest = middle
         else:
             most = middle - 1
     return holding(fewest)
 
 
-def sizes_of(config: RunConfig, vocab_size: int = 0) -> Sizes:
+def sizes_of(config: RunConfig, roles: Roles, vocab_size: int = 0) -> Sizes:
     """Return what `device_bytes` takes; vocab_size: V, 0 where only the config may say it."""
     train = config.train
-    return Sizes(
+    model = LanguageModel(
         config=config.model,
         moe=config.moe,
         vocab_size=vocab_size or config.model.vocab_size or USUAL_VOCABULARY,
+        roles=roles,
+        zero_stage=train.zero_stage,
+        expert_zero_stage=train.expert_zero_stage,
+    )
+    return Sizes(
+        model=model,
         length=config.data.sequence_length,
         batch_size=train.batch_size,
         grad_accum_steps=train.grad_accum_steps,
-        zero_stage=train.zero_stage,
-        expert_zero_stage=train.expert_zero_stage,
         ema=train.ema_decay > 0,
     )
 

@@ -1,5 +1,6 @@
 """Closed formulas against the real model: every leaf, count and spec, and the FLOPs of every matrix product."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -9,14 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from moe_jax.models import Batch, LanguageModel, ModelConfig
-from moe_jax.models.counts import (
-    Sizes,
-    device_bytes,
-    forward_flops_per_token,
-    half_work,
-    parameter_counts,
-    training_flops_per_token,
-)
+from moe_jax.models.counts import Sizes, device_bytes, flops_per_token, half_work, parameter_counts
 from moe_jax.models.reference import reference_loss
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
@@ -60,8 +54,8 @@ def test_a_token_counts_k_experts(top_k=3):
     config = ModelConfig(layers=1, model_dim=2, heads=1, hidden_dim=3, max_length=7)
     one, moe = MoEConfig(num_experts=4, top_k=1), MoEConfig(num_experts=4, top_k=top_k, capacity_factor=2.0)
     assert parameter_counts(config, moe, 5)[1] == 80 + 12 * (top_k - 1)
-    more = forward_flops_per_token(config, moe, 5, 7) - forward_flops_per_token(config, one, 5, 7)
-    assert more == 2 * 12 * (top_k - 1)
+    (more, _), (less, _) = (flops_per_token(config, layer, 5, 7) for layer in (moe, one))
+    assert more - less == 2 * 12 * (top_k - 1)
 
 
 def dot_flops(jaxpr) -> int:
@@ -91,8 +85,8 @@ def test_forward_flops_are_the_matrix_products_of_the_reference(changes, layer):
         lambda params, batch: reference_loss(params, batch.inputs, batch.targets, batch.weights, config, moe)
     )({"dense": shapes["dense"], "experts": experts}, batch)
     want = dot_flops(jaxpr.jaxpr)
-    assert forward_flops_per_token(config, moe, VOCAB, 8) * 3 * 8 == want
-    assert training_flops_per_token(config, moe, VOCAB, 8) * 3 * 8 == 3 * want
+    forward, training = flops_per_token(config, moe, VOCAB, 8)
+    assert (forward * 3 * 8, training * 3 * 8) == (want, 3 * want)
 
 
 MESHES = [
@@ -111,13 +105,6 @@ def test_abstract_roles_are_those_of_the_mesh(mesh, devices):
     for name in ("config", "data", "expert", "expert_shard", "model", "dense", "all", "num_devices"):
         assert getattr(real, name) == getattr(abstract, name), name
     assert dict(real.mesh.shape) == dict(abstract.mesh.shape)
-
-
-def sizes(config, moe, zero, expert_zero, grad_accum_steps=1, batch=8):
-    return Sizes(
-        config=config, moe=moe, vocab_size=VOCAB, length=8, batch_size=batch,
-        grad_accum_steps=grad_accum_steps, zero_stage=zero, expert_zero_stage=expert_zero,
-    )  # fmt: skip
 
 
 def bytes_of(shapes, specs, roles) -> int:
@@ -141,13 +128,13 @@ def test_device_bytes_are_those_of_the_layout(mesh, devices):
             config=config, moe=moe, vocab_size=VOCAB, roles=roles, zero_stage=zero, expert_zero_stage=expert_zero
         )
         layout, shapes = model.layout(), model.shapes()
-        abstract = build_mesh(MeshConfig(**mesh), devices)
-        got = device_bytes(sizes(config, moe, zero, expert_zero), abstract)
+        abstract = dataclasses.replace(model, roles=build_mesh(MeshConfig(**mesh), devices))
+        got = device_bytes(Sizes(model=abstract, length=8, batch_size=8, grad_accum_steps=1))
         assert got.parameters == bytes_of(shapes, layout.params, roles)
         assert got.optimizer == 2 * bytes_of(shapes, layout.state, roles)
         gradients = {"dense": layout.params["dense"], "bank": layout.grad_sink}
         assert got.gradients == bytes_of(shapes, gradients, roles)
-        twice = device_bytes(sizes(config, moe, zero, expert_zero, grad_accum_steps=2, batch=16), abstract)
+        twice = device_bytes(Sizes(model=abstract, length=8, batch_size=16, grad_accum_steps=2))
         assert twice.gradients == 2 * got.gradients and twice.activations == got.activations
 
 

@@ -8,13 +8,14 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.equality_cases import BATCH, EXPERTS, LENGTH, VOCAB, data, model_config, moe_config, reference_params
 from support.placements import to_bank
 
 from moe_jax.models import LanguageModel, make_loss
-from moe_jax.models.counts import leaf_sizes
+from moe_jax.models.segments import flatten
 from moe_jax.moe.tables import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 from moe_jax.planning.placement import Placement
@@ -63,17 +64,13 @@ def gathered_bytes(text: str) -> int:
 
 def expected_bytes(model) -> int:
     """Return the same of the leaves' sizes: what lies outside the layers, and one unit; without MP."""
-    layout, parts, total = model.layout(), model.roles.size(model.roles.dense), 0
-    dims = {leaf_path(path): dim for path, dim in jax.tree.leaves_with_path(layout.gather)}
-    for leaf in leaf_sizes(model.config, model.moe, VOCAB):
-        if leaf.path[0] == "dense" and dims[leaf.path[1:]] >= 0:
-            values = leaf.size // (model.config.units if leaf.stacked else 1)
-            total += values // parts * (2 if leaf.operand else 4)
+    layout, shapes = model.layout(), flatten(model.shapes()["dense"])
+    dims, wires, total = flatten(layout.gather), flatten(layout.wires), 0
+    for name, leaf in shapes.items():
+        if dims[name] >= 0:
+            values = leaf.size // (model.config.units if name.startswith("units") else 1)
+            total += values // model.roles.size(model.roles.dense) * jnp.dtype(wires[name]).itemsize
     return total
-
-
-def leaf_path(path) -> tuple[str, ...]:
-    return tuple(entry.key for entry in path)
 
 
 @pytest.mark.parametrize("name", ["learned", "published", pytest.param("rotary_halves", marks=pytest.mark.slow)])

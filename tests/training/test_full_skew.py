@@ -42,10 +42,10 @@ def tilt(state):
 
 def predicted(config, session, shape):
     sizes = Sizes(
-        config=config.model, moe=config.moe, vocab_size=session.model.vocab_size, length=config.data.sequence_length,
-        batch_size=config.train.batch_size, grad_accum_steps=1, zero_stage=0, expert_zero_stage=1,
+        model=dataclasses.replace(session.model, zero_stage=0), length=config.data.sequence_length,
+        batch_size=config.train.batch_size, grad_accum_steps=1,
     )  # fmt: skip
-    return device_bytes(sizes, session.roles, {"segment_0": shape})
+    return device_bytes(sizes, {"segment_0": shape})
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax")

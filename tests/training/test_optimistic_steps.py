@@ -274,7 +274,7 @@ def test_memory_of_the_complete_program_is_counted_and_shown(tmp_path, capsys):
     config, _, _ = parse_run_config((), bindings_of(tmp_path, *changes, "train.steps = 1"))
     session = build_session(config, jax.devices())
     common, complete = (compiled_peak(session.compile_step(common=common)[0]) for common in (True, False))
-    more = device_bytes(sizes_of(config), session.roles).overflow
+    more = device_bytes(sizes_of(config, session.roles)).overflow
     assert (complete - common) / 2 < more < 2 * (complete - common)
     assert run_here(tmp_path, tmp_path / "run", *changes, "train.steps = 1")
     line = r"step 0: optimistic steps take (\S+)B of a device's memory, and where a bucket overflows about (\S+)B, .*"

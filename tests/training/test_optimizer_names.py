@@ -11,7 +11,6 @@ import pytest
 from moe_jax.config.train_config import OPTIMIZERS, TrainConfig
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, ModelConfig
-from moe_jax.models.counts import Sizes, moment_layout
 from moe_jax.models.segments import flatten, is_bank
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import RouterInputs, build_router
@@ -272,16 +271,9 @@ def test_state_bytes_are_those_of_the_state(name):
     run = Run(config, 2, 4)
     leaves = jax.tree.leaves(run.abstract["opt_state"])
     held = sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
-    sizes = Sizes(
-        config=run.model.config, moe=run.model.moe, vocab_size=VOCAB, length=8, batch_size=8, grad_accum_steps=1,
-        zero_stage=1, expert_zero_stage=1,
-    )  # fmt: skip
-    shapes, specs = moment_layout(sizes, run.model.roles)
-    shapes = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, np.float32), shapes, is_leaf=lambda node: isinstance(node, tuple)
-    )
+    shapes, specs = run.model.shapes(), run.model.layout().state
     assert state_bytes(config, shapes, specs, dict(run.model.roles.mesh.shape)) == held
-    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(run.model.shapes()))
+    whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes))
     if name in ("adafactor", "lion"):
         assert held < whole / 4
 
