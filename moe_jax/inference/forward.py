@@ -11,6 +11,7 @@ cache; U units of a segment.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -200,24 +201,22 @@ def _make_loop(segment: Segment, layer: Callable | None, group: ModelGroup, in_p
     tokens on a GPU, where small kernels count.
     """
     config = segment.config
-    graph = nnx.split(nnx.eval_shape(lambda: Unit(config, segment.moe, nnx.Rngs(0))))[0]
+    graph = nnx.split(nnx.eval_shape(lambda: Unit(segment, nnx.Rngs(0))))[0]
 
     def loop(x, units, bank, tables, cache, positions, real):
         def body(x, inputs):
             params, here, held = inputs
             unit, new = nnx.merge(graph, params), {}
 
-            def run(name, x):
-                def mix(q, k, v):
-                    new[name] = k, v
-                    if held is None:
-                        return attend(q, k, v, True, config.attention)
-                    at = positions[:, 0]
-                    return attend_cached(held[name], q, k, v, at, in_place and at.shape[0] == 1)
+            def mix(name, q, k, v):
+                new[name] = k, v
+                if held is None:
+                    return attend(q, k, v, True, config.attention)
+                at = positions[:, 0]
+                return attend_cached(held[name], q, k, v, at, in_place and at.shape[0] == 1)
 
-                return getattr(unit, name)(x, group, positions, mix)
-
-            x = unit.attend(x, group, run)
+            mixes = {name: functools.partial(mix, name) for name in attentions_of(segment)}
+            x = unit.attend(x, group, None, positions, mixes)
             if layer is None:
                 return x, (new, None)
             with jax.named_scope("moe"):

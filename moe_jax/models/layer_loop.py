@@ -97,7 +97,7 @@ def _layers_of(segment: Segment) -> slice:
 
 def _graph_of(segment: Segment):
     """Return the modules of a unit without their parameters."""
-    return nnx.split(nnx.eval_shape(lambda: Unit(segment.config, segment.moe, nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: Unit(segment, nnx.Rngs(0))))[0]
 
 
 def _run(body: Callable, x, inputs, config: ModelConfig):
@@ -121,7 +121,7 @@ def _make_dense_loop(segment: Segment, roles: Roles, layout: Layout, group: Mode
             unit = nnx.merge(graph, gather_tree(unit_params, gather, roles.dense, parts, wires))
             of_parts = [None] * group.parts if documents is None else jnp.split(documents, group.parts)
             both = zip(x, of_parts, strict=True)
-            return tuple(unit.attend(part, group.part(), documents=own) for part, own in both), None
+            return tuple(unit.attend(part, group.part(), own) for part, own in both), None
 
         return _run(body_of(body, segment.config, roles), x, units, segment.config)[0]
 
@@ -151,7 +151,7 @@ def _make_moe_loop(
                 x, unit_params, whole_unit, fetch, layer_grad_sink, layer_tables, plan
             )
             unit = nnx.merge(graph, params)
-            x = named(unit.attend(x, group, documents=constants.documents), "attended")
+            x = named(unit.attend(x, group, constants.documents), "attended")
             with jax.named_scope("moe"):
                 normed, beside = unit.enter_moe(x, group)
                 weights, gathered_grad_sink, here = _stored(layout, roles, bank, layer_grad_sink, layer_tables)
@@ -240,7 +240,7 @@ def _make_block_wise_loop(segment, roles, layout, tokens, plan, group):
     schedule = config.block_wise.build(config.moe_layers, recompute=recompute, **shares)
 
     def attend(mix, gate, x, documents):
-        return nnx.merge(graph, {**mix, **gate}).attend(x, group, documents=documents)
+        return nnx.merge(graph, {**mix, **gate}).attend(x, group, documents)
 
     def enter_moe(mix, gate, x):
         return nnx.merge(graph, {**mix, **gate}).enter_moe(x, group)

@@ -83,9 +83,10 @@ def add_bias(x, bias):
     """Return x + bias in the dtype of x; the bias's gradient is summed in the bias's dtype.
 
     Args:
-      x: float [...].
-      bias: float of as many dims; those of size 1 are broadcast.
+      x: float [...]; bias: float, of the last dims of x, or of as many of which those of size 1 are broadcast.
     """
+    if bias.ndim < x.ndim:
+        bias = bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
     if bias.dtype == x.dtype:
         return x + bias
     axes = tuple(axis for axis, size in enumerate(bias.shape) if size == 1)

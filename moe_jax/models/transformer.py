@@ -11,7 +11,6 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from moe_jax.models.attention import attend
 from moe_jax.models.config import ModelConfig
 from moe_jax.models.model_group import ModelGroup, add_bias, in_dtype
 from moe_jax.models.residuals import named
-from moe_jax.models.segments import segments_of
+from moe_jax.models.segments import Segment, segments_of
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.routers import build_router
@@ -48,9 +47,7 @@ class Norm(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((dim,), dtype))
 
     def __call__(self, x):
-        if self.has_mean:
-            return _normalize(x, self.scale[...], self.bias[...], self.epsilon)
-        return _divide_by_root(x, self.scale[...], self.epsilon)
+        return _normalize(x, self.scale[...], self.bias[...] if self.has_mean else None, self.epsilon)
 
 
 class HeadNorm(nnx.Module):
@@ -70,7 +67,7 @@ class HeadNorm(nnx.Module):
     def __call__(self, x, group: ModelGroup):
         """Return x normalised; over all heads the squares are summed over the MP group, which holds them together."""
         if not self.whole:
-            return _divide_by_root(x, self.scale[...], self.epsilon)
+            return _normalize(x, self.scale[...], None, self.epsilon)
 
         @recomputed
         def sum_of_squares(x):  # [b, Sq, 1, 1]
@@ -81,25 +78,17 @@ class HeadNorm(nnx.Module):
         return recomputed(_scaled, static_argnums=3)(x, squares / self.features, self.scale[...], self.epsilon)
 
 
-def as_last(vector, like):
-    """Return a vector [n] with as many dims as `like` [..., n], ready to add or multiply."""
-    return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)
-
-
 @functools.partial(recomputed, static_argnums=3)
 def _normalize(x, scale, bias, epsilon):
+    """Return LayerNorm, or without a bias RMSNorm, over the last dim."""
     upcast = _upcast(x)
+    if bias is None:
+        return _scaled(x, jnp.mean(jnp.square(upcast), axis=-1, keepdims=True), scale, epsilon)
     mean = jnp.mean(upcast, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(upcast - mean), axis=-1, keepdims=True)
     normed = (upcast - mean) * lax.rsqrt(variance + epsilon)
-    scale, bias = (spread(vector.astype(upcast.dtype), upcast) for vector in (scale, bias))
+    scale, bias = spread(scale.astype(upcast.dtype), upcast), spread(bias.astype(upcast.dtype), upcast)
     return (normed * scale + bias).astype(x.dtype)
-
-
-@functools.partial(recomputed, static_argnums=2)
-def _divide_by_root(x, scale, epsilon):
-    mean_square = jnp.mean(jnp.square(_upcast(x)), axis=-1, keepdims=True)
-    return _scaled(x, mean_square, scale, epsilon)
 
 
 def _scaled(x, mean_square, scale, epsilon):
@@ -111,8 +100,10 @@ def _upcast(x):
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def normal(key, shape, scale, dtype):
-    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+def _weight(config: ModelConfig, rngs: nnx.Rngs, shape, scale: float, model_dim=-1, operand=True) -> nnx.Param:
+    """Return a parameter of normal values; `model_dim` and `operand` as the head of this file says."""
+    values = (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(config.param_dtype)
+    return nnx.Param(values, model_dim=model_dim, operand=operand)
 
 
 def rotate(x, positions, base: float = 10000.0, factor: float = 1.0):
@@ -139,32 +130,30 @@ class Attention(nnx.Module):
     One matrix `qkv` makes queries, keys and values; where keys and values have fewer heads, `q` and `kv` do.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int | None = None):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int):
         dim, heads, head_size, dtype = config.model_dim, config.heads, config.head_size, config.param_dtype
         self.config = config
         self.norm = Norm(config)
         for name, shape in config.qkv_matrices.items():
             shape = (*shape, head_size)
             split = len(shape) - 2  # the heads
-            matrix = normal(rngs.params(), (dim, *shape), dim**-0.5, dtype)
-            setattr(self, name, nnx.Param(matrix, model_dim=split + 1, operand=True))
+            setattr(self, name, _weight(config, rngs, (dim, *shape), dim**-0.5, split + 1))
             if config.attention_bias:
                 setattr(self, f"{name}_bias", nnx.Param(jnp.zeros(shape, dtype), model_dim=split))
         if config.qk_norm != "none":
             self.q_norm = HeadNorm(config, heads)
             self.k_norm = HeadNorm(config, config.key_value_heads)
-        scale = (2 * (depth or config.layers) * heads * head_size) ** -0.5
-        self.out = nnx.Param(normal(rngs.params(), (heads, head_size, dim), scale, dtype), model_dim=0, operand=True)
+        self.out = _weight(config, rngs, (heads, head_size, dim), (2 * depth * heads * head_size) ** -0.5, 0)
         if config.attention_bias:
             self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
 
-    def __call__(self, x, group: ModelGroup, positions=None, mix=None, documents=None):
+    def __call__(self, x, group: ModelGroup, documents=None, positions=None, mix=None):
         """Return the residual branch, of the shape of x; `group` gathers and sums over the MP group.
 
         Args:
+          documents: int32 [b, Sq], as in `Batch`; None is one document.
           positions: int32 [Sq] or [b, Sq], of the tokens in their sequences; None counts from 0.
           mix: (q, k, v) -> mixed values [b, Sq, H, Dh], attention to more than these tokens; None attends among them.
-          documents: int32 [b, Sq], as in `Batch`; None is one document.
         """
         config, names = self.config, self.config.qkv_matrices
         with jax.named_scope("attention"):
@@ -187,42 +176,90 @@ class Attention(nnx.Module):
             else:
                 mixed = mix(q, k, v)
             out = group.reduce(group.times("bshd,hdm->bsm", mixed, in_dtype(self.out[...], mixed.dtype)))
-            return add_bias(out, as_last(self.out_bias[...], out)) if config.attention_bias else out
+            return add_bias(out, self.out_bias[...]) if config.attention_bias else out
 
 
 class FeedForward(nnx.Module):
-    """Pre-norm dense FFN. Under MP each device holds a part of the hidden dim."""
+    """Dense FFN. Under MP each device holds a part of the hidden dim.
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int | None = None):
-        dim, hidden, dtype = config.model_dim, config.ffn_dim, config.param_dtype
-        self.norm = Norm(config)
-        self.w_in = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1, operand=True)
-        if config.ffn_bias:
+    As a block's it has a norm before it and perhaps biases; `like_expert` it has neither, and its activation is in at
+    least float32.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, depth: int, hidden: int, like_expert: bool = False):
+        dim, dtype = config.model_dim, config.param_dtype
+        self.activation, self.like_expert = config.activation, like_expert
+        self.has_bias = config.ffn_bias and not like_expert
+        for name in weight_names(config.activation)[:-1]:
+            setattr(self, name, _weight(config, rngs, (dim, hidden), dim**-0.5, 1))
+        self.w_out = _weight(config, rngs, (hidden, dim), (2 * depth * hidden) ** -0.5, 0)
+        if not like_expert:
+            self.norm = Norm(config)
+        if self.has_bias:
             self.in_bias = nnx.Param(jnp.zeros((hidden,), dtype), model_dim=0)
-        if config.activation == "swiglu":
-            self.w_gate = nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1, operand=True)
-        scale = (2 * (depth or config.layers) * hidden) ** -0.5
-        self.w_out = nnx.Param(normal(rngs.params(), (hidden, dim), scale, dtype), model_dim=0, operand=True)
-        if config.ffn_bias:
             self.out_bias = nnx.Param(jnp.zeros((dim,), dtype))
-        self.swiglu, self.has_bias = config.activation == "swiglu", config.ffn_bias
 
     def __call__(self, x, group: ModelGroup):
         """Return the residual branch, of the shape of x; `group` gathers and sums over the MP group."""
-        dtype = x.dtype
+        names, dtype = weight_names(self.activation)[:-1], x.dtype
         with jax.named_scope("feed_forward"):
-            weights = [self.w_in, self.w_gate] if self.swiglu else [self.w_in]
-            h = self.norm(x)
-            held = [in_dtype(w[...], dtype) for w in weights]
-            up, *gate = group.project(h, ["bsm,mf->bsf"] * len(held), held)
-            up = add_bias(up, as_last(self.in_bias[...], up)) if self.has_bias else up
-            up = jax.checkpoint(_swiglu if self.swiglu else jax.nn.gelu, prevent_cse=False)(up, *gate)
-            out = group.reduce(group.times("bsf,fm->bsm", up, in_dtype(self.w_out[...], dtype)))
-            return add_bias(out, as_last(self.out_bias[...], out)) if self.has_bias else out
+            h = x if self.like_expert else self.norm(x)
+            weights = [in_dtype(getattr(self, name)[...], dtype) for name in names]
+            up, *gate = group.project(h, ["bsm,mf->bsf"] * len(names), weights)
+            up = add_bias(up, self.in_bias[...]) if self.has_bias else up
+            activate = jax.checkpoint(_activate, prevent_cse=False, static_argnums=(0, 1))
+            hidden = activate(self.activation, self.like_expert, up, *gate)
+            out = group.reduce(group.times("bsf,fm->bsm", hidden, in_dtype(self.w_out[...], dtype)))
+            return add_bias(out, self.out_bias[...]) if self.has_bias else out
 
 
-def _swiglu(up, gate):
-    return jax.nn.silu(gate) * up
+def _activate(activation, upcast, *pre):
+    operands = map(_upcast, pre) if upcast else pre
+    return apply_activation(activation, *operands).astype(pre[0].dtype)
+
+
+class SharedExperts(FeedForward):
+    """A dense FFN on every token of an MoE layer, beside its routed experts, and w_mix where the mix is learned.
+
+        residual = 'sum'       y = FFN(x) + routed(x)
+        residual = 'learned'   y = c_0 FFN(x) + c_1 routed(x), c = softmax(x w_mix), w_mix [M, 2]
+
+    n shared experts of hidden dim Fs are one FFN of hidden dim n Fs, without norm and biases, as the routed ones are.
+    With one shared expert and top-1 routing the layer is DeepSpeed-MoE's residual MoE; the paper's formula is the sum,
+    its release learns the mix.
+    """
+
+    # The hidden dim is split over the MP group as that of dense FFNs is, so the schedules that gate all tokens on each
+    # device of the group do not compute the FFN N_MP times; the price is its all-reduce (or, with split tokens, an
+    # all-gather and a reduce-scatter) over the group. The FFN needs nothing of the exchange, so it can run next to it.
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs, depth: int):
+        super().__init__(config, rngs, depth, moe.shared_ffn_dim(config.hidden_dim), like_expert=True)
+        self.learned = moe.residual == "learned"
+        if self.learned:
+            self.w_mix = _weight(config, rngs, (config.model_dim, 2), config.model_dim**-0.5, operand=False)
+
+    def __call__(self, x, group: ModelGroup):
+        """Return (addend of the shape of x, factor of the routed experts' result: float [..., 1], or None for 1)."""
+        with jax.named_scope("shared_experts"):
+            out = super().__call__(x, group)
+            if not self.learned:
+                return out, None
+            upcast = _upcast(x)
+            logits = jnp.dot(upcast, self.w_mix[...].astype(upcast.dtype), precision=lax.Precision.HIGHEST)
+            mix = jax.nn.softmax(logits, axis=-1)
+            return _weighted(mix[..., :1], out), mix[..., 1:]
+
+
+def add_shared(y, addend, factor):
+    """Return what the layer computes, from the routed experts' y and what `SharedExperts` returned, or (None, None)."""
+    routed = y if factor is None else _weighted(factor, y)
+    return routed if addend is None else routed + addend
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers saves float32 rows of each
+def _weighted(weight, rows):
+    return (weight * rows.astype(weight.dtype)).astype(rows.dtype)
 
 
 class Gate(nnx.Module):
@@ -230,8 +267,7 @@ class Gate(nnx.Module):
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
         self.norm = Norm(config)
-        shape = (config.model_dim, moe.num_experts)
-        self.w_gate = nnx.Param(normal(rngs.params(), shape, config.model_dim**-0.5, config.param_dtype))
+        self.w_gate = _weight(config, rngs, (config.model_dim, moe.num_experts), config.model_dim**-0.5, operand=False)
         leaves = build_router(moe).leaves(config.model_dim)
         for name, shape in leaves.items():
             setattr(self, name, nnx.Param(jnp.zeros(shape, config.param_dtype)))
@@ -245,35 +281,35 @@ class Gate(nnx.Module):
 class Unit(nnx.Module):
     """One turn of the layer loop: an MoE block, a dense block and an MoE block, or a dense block (moe_every 1, 2, 0).
 
-    The loop runs `attend`, `enter_moe`, the layer (`moe/layer.py`), and adds what comes back. `depth` is the number of
-    Transformer blocks of the whole model, by which initial values are scaled; None takes those of the config.
+    The loop runs `attend`, `enter_moe`, the layer (`moe/layer.py`), and adds what comes back.
     """
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs, depth: int | None = None):
-        self.has_dense, self.has_experts = config.moe_every != 1, config.moe_every != 0
+    def __init__(self, segment: Segment, rngs: nnx.Rngs):
+        config, moe, depth = segment.config, segment.moe, segment.depth
+        self.has_dense, self.has_experts = config.moe_every != 1, segment.has_experts
         self.has_shared = self.has_experts and moe.shared_experts > 0
         if self.has_dense:
             self.dense_attention = Attention(config, rngs, depth)
-            self.dense = FeedForward(config, rngs, depth)
+            self.dense = FeedForward(config, rngs, depth, config.ffn_dim)
         if self.has_experts:
             self.attention = Attention(config, rngs, depth)
             self.gate = Gate(config, moe, rngs)
         if self.has_shared:
             self.shared = SharedExperts(config, moe, rngs, depth)
 
-    def attend(self, x, group: ModelGroup, run: Callable | None = None, documents=None):
+    def attend(self, x, group: ModelGroup, documents=None, positions=None, mixes: dict | None = None):
         """Run what precedes the MoE layer, or the whole unit where it has none; x keeps its shape.
 
         Args:
-          run: (name of an attention of this unit, x) -> its residual branch, for a caller that keeps keys and values;
-            None calls it.
-          documents: int32 [b, Sq], as in `Batch`, where `run` is None; None is one document.
+          documents, positions: as `Attention` takes them; mixes: {name of an attention of this unit: its `mix`}.
         """
-        run = run or (lambda name, x: getattr(self, name)(x, group, documents=documents))
+        mixes = mixes or {}
         if self.has_dense:
-            x = x + run("dense_attention", x)
+            x = x + self.dense_attention(x, group, documents, positions, mixes.get("dense_attention"))
             x = x + self.dense(x, group)
-        return x + run("attention", x) if self.has_experts else x
+        if self.has_experts:
+            x = x + self.attention(x, group, documents, positions, mixes.get("attention"))
+        return x
 
     def enter_moe(self, x, group: ModelGroup):
         """Return (normed tokens [t, M] or [t / N_MP, M], what `add_shared` takes beside the routed experts' result)."""
@@ -286,13 +322,13 @@ class Embedding(nnx.Module):
     """Token and, if learned, position embeddings, and the output head: the token table, or one of its own."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, rngs: nnx.Rngs):
-        dtype = config.param_dtype
-        learned = config.positions == "learned"  # then rows are added to positions before they are cast
-        self.tokens = nnx.Param(normal(rngs.params(), (vocab_size, config.model_dim), 0.02, dtype), operand=not learned)
+        table, learned = (vocab_size, config.model_dim), config.positions == "learned"
+        # learned positions are added to rows before they are cast
+        self.tokens = _weight(config, rngs, table, 0.02, operand=not learned)
         if learned:
-            self.positions = nnx.Param(normal(rngs.params(), (config.max_length, config.model_dim), 0.02, dtype))
+            self.positions = _weight(config, rngs, (config.max_length, config.model_dim), 0.02, operand=False)
         if not config.tied_head:
-            self.head = nnx.Param(normal(rngs.params(), (vocab_size, config.model_dim), 0.02, dtype), operand=True)
+            self.head = _weight(config, rngs, table, 0.02)
         self.learned, self.tied_head = learned, config.tied_head
 
     def head_table(self):
@@ -327,13 +363,8 @@ class Transformer(nnx.Module):
         self.embedding = Embedding(config, vocab_size, rngs)
         units = {}
         for segment in segments_of(config, moe):
-
-            @nnx.split_rngs(splits=segment.config.units)
-            @nnx.vmap(in_axes=0, out_axes=0)
-            def make(rngs):  # called at once
-                return Unit(segment.config, segment.moe, rngs, segment.depth)  # noqa: B023
-
-            units[segment.name] = make(rngs)
+            make = nnx.vmap(functools.partial(Unit, segment), in_axes=0, out_axes=0)
+            units[segment.name] = nnx.split_rngs(splits=segment.config.units)(make)(rngs)
         self.units = nnx.Dict(units)
         self.norm = Norm(config)
 
@@ -341,63 +372,3 @@ class Transformer(nnx.Module):
 def abstract_transformer(config: ModelConfig, moe: MoEConfig, vocab_size: int) -> Transformer:
     """Return the modules with the shapes of their parameters; nothing is computed."""
     return nnx.eval_shape(lambda: Transformer(config, moe, vocab_size, nnx.Rngs(0)))
-
-
-class SharedExperts(nnx.Module):
-    """A dense FFN on every token of an MoE layer, beside its routed experts, and w_mix where the mix is learned.
-
-        residual = 'sum'       y = FFN(x) + routed(x)
-        residual = 'learned'   y = c_0 FFN(x) + c_1 routed(x), c = softmax(x w_mix), w_mix [M, 2]
-
-    n shared experts of hidden dim Fs are one FFN of hidden dim n Fs, without norm and biases, as the routed ones are.
-    With one shared expert and top-1 routing the layer is DeepSpeed-MoE's residual MoE; the paper's formula is the sum,
-    its release learns the mix.
-    """
-
-    # The hidden dim is split over the MP group as that of dense FFNs is, so the schedules that gate all tokens on each
-    # device of the group do not compute the FFN N_MP times; the price is its all-reduce (or, with split tokens, an
-    # all-gather and a reduce-scatter) over the group. The FFN needs nothing of the exchange, so it can run next to it.
-
-    def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs, depth: int | None = None):
-        dim, hidden, dtype = config.model_dim, moe.shared_ffn_dim(config.hidden_dim), config.param_dtype
-
-        self.activation, self.learned = config.activation, moe.residual == "learned"
-        for name in weight_names(config.activation)[:-1]:
-            setattr(
-                self, name, nnx.Param(normal(rngs.params(), (dim, hidden), dim**-0.5, dtype), model_dim=1, operand=True)
-            )
-        scale = (2 * (depth or config.layers) * hidden) ** -0.5
-        self.w_out = nnx.Param(normal(rngs.params(), (hidden, dim), scale, dtype), model_dim=0, operand=True)
-        if self.learned:
-            self.w_mix = nnx.Param(normal(rngs.params(), (dim, 2), dim**-0.5, dtype))
-
-    def __call__(self, x, group: ModelGroup):
-        """Return (addend of the shape of x, factor of the routed experts' result: float [..., 1], or None for 1)."""
-        names = weight_names(self.activation)[:-1]
-        with jax.named_scope("shared_experts"):
-            weights = [in_dtype(getattr(self, name)[...], x.dtype) for name in names]
-            pre = group.project(x, ["bsm,mf->bsf"] * len(names), weights)
-            hidden = jax.checkpoint(_activate, prevent_cse=False, static_argnums=0)(self.activation, *pre)
-            out = group.reduce(group.times("bsf,fm->bsm", hidden, in_dtype(self.w_out[...], x.dtype)))
-            if not self.learned:
-                return out, None
-            acc_dtype = jnp.promote_types(x.dtype, jnp.float32)
-            logits = jnp.dot(x.astype(acc_dtype), self.w_mix[...].astype(acc_dtype), precision=lax.Precision.HIGHEST)
-            mix = jax.nn.softmax(logits, axis=-1)
-            return _weighted(mix[..., :1], out), mix[..., 1:]
-
-
-def add_shared(y, addend, factor):
-    """Return what the layer computes, from the routed experts' y and what `SharedExperts` returned, or (None, None)."""
-    routed = y if factor is None else _weighted(factor, y)
-    return routed if addend is None else routed + addend
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False)  # else a loop over layers saves float32 rows of each
-def _weighted(weight, rows):
-    return (weight * rows.astype(weight.dtype)).astype(rows.dtype)
-
-
-def _activate(activation, *pre):
-    acc_dtype = jnp.promote_types(pre[0].dtype, jnp.float32)
-    return apply_activation(activation, *(array.astype(acc_dtype) for array in pre)).astype(pre[0].dtype)
