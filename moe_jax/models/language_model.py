@@ -215,8 +215,8 @@ class LanguageModel:
         return {"dense": nnx.to_pure_dict(nnx.state(model)), "bank": banks}
 
     def shapes(self) -> dict:
-        """Return the parameters as a pytree of ShapeDtypeStruct; nothing is computed."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        """Return the parameters as a pytree of ShapeDtypeStruct; nothing is computed, and no device is asked for."""
+        return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
     def layout(self) -> Layout:
         """Return where every leaf lies."""
