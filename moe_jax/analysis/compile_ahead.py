@@ -148,7 +148,7 @@ def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
 def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[Buckets, ...]:
     """Return the buckets of a run on described devices, of which nothing but their number and rates is needed."""
     from moe_jax.analysis.stated_buckets import stated_buckets
-    from moe_jax.models.segments import expert_counts
+    from moe_jax.models.config import expert_counts
     from moe_jax.parallel.mesh import build_mesh
     from moe_jax.training.overlap_choice import settle_overlap
 

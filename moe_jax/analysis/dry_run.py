@@ -23,9 +23,9 @@ from moe_jax.kernels.blocked import expert_work
 from moe_jax.kernels.float8_blocks import E4M3
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import check_document_mask, missing_for_cudnn, resolve_attention
+from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import device_bytes, flops_per_token, half_work, parameter_counts, shapes_and_layout
-from moe_jax.models.model_group import check_sequence_parallel, make_model_group
-from moe_jax.models.segments import segments_of, with_experts
+from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.build import check_router, layer_sizes, make_schedule, schedule_options
 from moe_jax.moe.schedules import schedule_record, schedules
 from moe_jax.moe.schedules.automatic import layer_shape
@@ -129,8 +129,7 @@ def check_sizes(run: RunConfig, roles: Roles, vocab_size: int) -> None:
             f"DataConfig.sequence_length ({length}) must not exceed ModelConfig.max_length ({run.model.max_length}); "
             "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
-    check_sequence_parallel(run.model.sequence_parallel, length, roles)
-    make_model_group(roles, rows // shards, run.model.sequence_parallel, run.model.block_wise.halves)
+    make_model_group(run.model, roles, rows // shards, length)
     check_transfer(run, roles)
     if run.planner.name != "none" and roles.size(roles.expert) > 1:  # one, where no devices were counted
         check_planner(run, roles)
@@ -241,7 +240,7 @@ def _schedule_lines(run: RunConfig, roles: Roles, target: Target | None) -> list
         if moe.schedule == "pairwise":
             said += _pairwise_lines(own, own_roles, tokens)
         else:
-            halves, beside = model.block_wise.halves, None
+            halves, beside = model.overlap == "halves", None
             tokens //= 2 if halves else 1
             if halves and target is not None:
                 beside = half_work(model, moe, tokens // own_roles.size(own_roles.model), own.data.sequence_length)

@@ -11,8 +11,7 @@ import dataclasses
 from typing import Any
 
 from moe_jax.errors import UserError
-from moe_jax.models.config import ModelConfig
-from moe_jax.models.segments import segments_of, with_experts
+from moe_jax.models.config import ModelConfig, segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
 
 MODEL_KEYS = {

@@ -32,9 +32,9 @@ from moe_jax.inference.tensors import (
     tensor_places,
     write_tensors,
 )
-from moe_jax.models.config import ModelConfig
+from moe_jax.models.config import ModelConfig, segments_of
 from moe_jax.models.counts import leaf_shapes
-from moe_jax.models.segments import is_bank, segment_of, segments_of
+from moe_jax.models.language_model import is_bank, segment_of
 from moe_jax.moe.config import MoEConfig
 from moe_jax.observe import RunFolder
 from moe_jax.observe.run_folder import disk_errors_named, write_atomically

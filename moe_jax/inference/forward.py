@@ -30,8 +30,8 @@ from moe_jax.inference import few_tokens
 from moe_jax.inference.few_tokens import FewTokensGroup, Int8MoE, alike
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import attend
+from moe_jax.models.config import Segment
 from moe_jax.models.model_group import ModelGroup
-from moe_jax.models.segments import Segment
 from moe_jax.models.transformer import Unit, abstract_transformer, add_shared
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.build import make_moe

@@ -19,7 +19,7 @@ from moe_jax.inference.generator import Generator, even_placement
 from moe_jax.kernels.float8_blocks import COMPUTE
 from moe_jax.models import LanguageModel, ModelConfig
 from moe_jax.models.attention import resolve_attention
-from moe_jax.models.segments import expert_counts
+from moe_jax.models.config import expert_counts
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import find
 from moe_jax.observe import RunFolder

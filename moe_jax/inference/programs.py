@@ -140,11 +140,6 @@ def state_specs(model: LanguageModel) -> State:
     return State(cache, rows, rows, rows, rows, rows)
 
 
-def tables_specs(model: LanguageModel):
-    """Return {segment: PartitionSpec} of the tables."""
-    return {segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments}
-
-
 def make_step(serving: Serving, rows: int, length: int, held: int, compiled: tuple) -> Callable:
     """Return step(params, tables, State, knobs) -> (State, chosen), compiled lazily; a cache is donated.
 
@@ -193,7 +188,7 @@ def make_step(serving: Serving, rows: int, length: int, held: int, compiled: tup
     after = state_specs(model)
     before = dataclasses.replace(after, cache=None) if held else after
     choices = {segment.name: P(None, roles.dense + roles.model) for segment in model.expert_segments}
-    in_specs = serving.specs, tables_specs(model), before, (P(), P(), P())
+    in_specs = serving.specs, model.tables_specs, before, (P(), P(), P())
     out_specs = after, (P(), P(roles.dense), choices)
     sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=out_specs)
     return jax.jit(sharded, donate_argnums=() if held else (2,))
@@ -220,5 +215,5 @@ def make_score(serving: Serving, rows: int, length: int) -> Callable:
         return lax.psum(total, roles.all)
 
     specs = P(roles.dense)
-    in_specs = serving.specs, tables_specs(model), specs, specs, specs
+    in_specs = serving.specs, model.tables_specs, specs, specs, specs
     return jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=P()))

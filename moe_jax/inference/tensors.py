@@ -18,8 +18,7 @@ import numpy as np
 
 from moe_jax.errors import UserError
 from moe_jax.inference.config_keys import Family
-from moe_jax.models.config import ModelConfig
-from moe_jax.models.segments import Segment, segments_of
+from moe_jax.models.config import ModelConfig, Segment, segments_of
 from moe_jax.moe.config import MoEConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

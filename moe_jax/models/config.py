@@ -1,11 +1,21 @@
-"""What a model is: its sizes and choices. Host side; no arrays."""
+"""What a model is: its sizes and choices, and its segments. Host side; no arrays.
+
+Segments are runs of equal units, each with experts, placement and expert-parallel degree of its own. What stands once
+for each is a dictionary {name: part}: units of all; bank, tables, homes, plans of those with experts.
+Source: DeepSpeed-MoE (Rajbhandari et al. 2022), section 4.2, "flexible multi-expert and multi-data parallelism".
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from moe_jax.errors import UserError
+from moe_jax.moe.config import MoEConfig
+from moe_jax.moe.routers import check_knobs
+from moe_jax.parallel.mesh import MeshConfig, Roles, ep_degree
 from moe_jax.planning.block_schedule import CASES, SCHEDULES, Prefetch
 
 MODEL_FIELDS = ("layers", "moe_every", "hidden_dim", "dense_hidden_dim")
@@ -44,7 +54,7 @@ class ModelConfig:
       segments: where layers differ, one text for each run of equal units, first layers first, such as ('layers=20
         moe_every=2 num_experts=32', 'layers=4 moe_every=2 num_experts=64'). A text may say layers, moe_every,
         hidden_dim, dense_hidden_dim, num_experts, top_k and router; what it does not say is as bound here and in
-        MoEConfig. () is one segment. See `segments.py`.
+        MoEConfig. () is one segment. See `Segment`.
       experts_per_layer: the same in short, the number of experts of each MoE layer; () is MoEConfig.num_experts.
       first_dense: the same in short, this many dense blocks before all others.
       model_dim: M; heads: H, attention heads.
@@ -253,14 +263,15 @@ class ModelConfig:
         return self.layers // max(self.moe_every, 1)
 
     @property
+    def is_block_wise(self) -> bool:
+        """Whether layers run in the order of `block_wise`."""
+        return self.prefetch != "none" or self.overlap == "halves"
+
+    @property
     def block_wise(self) -> Prefetch:
         """What runs beside what, as `planning/block_schedule.py` takes it."""
-        return Prefetch(
-            schedule=self.prefetch,
-            case=self.prefetch_case,
-            refetch_replicas=self.refetch_replicas,
-            halves=self.overlap == "halves",
-        )
+        again, halves = self.refetch_replicas, self.overlap == "halves"
+        return Prefetch(schedule=self.prefetch, case=self.prefetch_case, refetch_replicas=again, halves=halves)
 
     @property
     def recomputes(self) -> bool:
@@ -270,7 +281,7 @@ class ModelConfig:
     @property
     def replica_layers(self) -> int:
         """Layers whose replicas are in memory at a time."""
-        if self.block_wise.is_block_wise:
+        if self.is_block_wise:
             return self.block_wise.build(self.moe_layers).layers_alive()
         return 1 if self.recomputes else self.moe_layers
 
@@ -305,3 +316,99 @@ class ModelConfig:
     @property
     def param_dtype(self) -> str:
         return "float64" if self.dtype == "float64" else "float32"
+
+
+# A segment reads like a model of its own between the embedding and the head: its `config` and `moe` are those of a
+# model whose layers are all alike. On a mesh its roles are those of a mesh on which the innermost min(E, D) devices of
+# the expert axis are its expert-parallel group, and the others hold replicas, as `data` does. So an expert's tokens
+# come from the whole batch, shared evenly among its replicas, and its gradient is summed over them.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of equal units.
+
+    Attributes:
+      name: 'segment_0', 'segment_1', ..., in the order of the layers.
+      config: as of a model of these layers alone.
+      moe: its experts, K and the rest of the layer; means nothing where `has_experts` is False.
+      first_layer: MoE layers before this segment.
+      depth: Transformer blocks of the whole model, by which initial values are scaled.
+    """
+
+    name: str
+    config: ModelConfig
+    moe: MoEConfig
+    first_layer: int
+    depth: int
+
+    @property
+    def has_experts(self) -> bool:
+        return self.config.moe_every > 0
+
+    def roles(self, roles: Roles) -> Roles:
+        """Return the roles of this segment on the model's mesh.
+
+        Raises:
+          UserError: experts that do not spread evenly over the expert axis.
+        """
+        return roles.for_experts(self.moe.num_experts) if self.has_experts else roles
+
+
+def segments_of(config: ModelConfig, moe: MoEConfig) -> tuple[Segment, ...]:
+    """Return the segments of a model, first layers first.
+
+    Raises:
+      UserError: a segment whose sizes do not fit together, or a model without experts.
+    """
+    runs = config.runs
+    whole = dict.fromkeys(("segments", "experts_per_layer"), ()) | {"first_dense": 0}
+    found: list[Segment] = []
+    for index, run in enumerate(runs):
+        with _named(index, run):
+            part = dataclasses.replace(config, **whole, **{name: run[name] for name in MODEL_FIELDS if name in run})
+            layer = dataclasses.replace(moe, **{name: run[name] for name in MOE_FIELDS if name in run})
+        first = sum(segment.config.moe_layers for segment in found)
+        name = f"segment_{index}"
+        found.append(Segment(name=name, config=part, moe=layer, first_layer=first, depth=config.layers))
+    if not any(segment.has_experts for segment in found):
+        raise UserError(
+            f"ModelConfig.moe_every ({config.moe_every}) leaves no layer with experts; set it to 1 or 2, or let a "
+            "segment of ModelConfig.segments say moe_every=1"
+        )
+    numbers = sorted({segment.moe.top_k for segment in with_experts(found)})
+    if moe.record_choices and len(numbers) > 1:  # those of all layers are one array [L, N, K]
+        raise UserError(
+            f"MoEConfig.record_choices (True) needs one top_k for all layers, but the segments of the model have "
+            f"{', '.join(map(str, numbers))}; set MoEConfig.record_choices = False, or top_k alike in all segments"
+        )
+    check_knobs(moe, {segment.moe.router for segment in with_experts(found)})
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _named(index: int, run: dict[str, Any]) -> Iterator[None]:
+    """Say in a UserError which segment it is of; run: what `ModelConfig.runs` has of it."""
+    try:
+        yield
+    except UserError as error:
+        words = " ".join(f"{name}={value}" for name, value in run.items())
+        raise UserError(f"segment {index} of the model ({words}): {error}") from error
+
+
+def with_experts(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Return the segments that have MoE layers."""
+    return tuple(segment for segment in segments if segment.has_experts)
+
+
+def expert_counts(config: ModelConfig, moe: MoEConfig, mesh: MeshConfig, devices: int) -> tuple[int, ...]:
+    """Return E of each segment with experts, for the mesh of so many devices that is to hold them.
+
+    Raises:
+      UserError: E that does not spread evenly over the expert axis, or a mesh of another size.
+    """
+    axis, counts = mesh.resolve(devices).expert, []
+    for index, (segment, run) in enumerate(zip(segments_of(config, moe), config.runs, strict=True)):
+        if segment.has_experts:
+            counts.append(segment.moe.num_experts)
+            with _named(index, run) if len(config.runs) > 1 else contextlib.nullcontext():
+                ep_degree(segment.moe.num_experts, axis)
+    return tuple(counts)

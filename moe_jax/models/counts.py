@@ -14,9 +14,8 @@ import jax.numpy as jnp
 
 from moe_jax.cluster.layer_seconds import HalfWork, matrices_of, preceding_flops
 from moe_jax.kernels.float8_blocks import E4M3
-from moe_jax.models.config import ModelConfig
-from moe_jax.models.language_model import LanguageModel, Layout
-from moe_jax.models.segments import flatten, segments_of, with_experts
+from moe_jax.models.config import ModelConfig, segments_of, with_experts
+from moe_jax.models.language_model import LanguageModel, Layout, flatten
 from moe_jax.moe.build import layer_sizes
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.schedules.contract import layout_of, schedule_record
@@ -348,7 +347,7 @@ def _activations(sizes: Sizes, plan: dict[str, PlanShape] | None) -> int:
         unit = (attention + experts + beside if has_experts else 0) + (attention + hidden if dense else 0)
         residual = {
             "none": unit,
-            "block": item * own * (2 if config.block_wise.is_block_wise else 1),
+            "block": item * own * (2 if config.is_block_wise else 1),
             "dots": item * (dense + has_experts) * (dim + own + qkv)
             + (item * (dim + config.ffn_dim / model) if dense else 0)
             + (item * (dim + shared) if shared and has_experts else 0),

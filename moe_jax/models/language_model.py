@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +17,45 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.errors import UserError
-from moe_jax.models.config import ModelConfig
-from moe_jax.models.segments import Segment, segments_of, with_experts
+from moe_jax.models.config import ModelConfig, Segment, segments_of, with_experts
 from moe_jax.models.transformer import Transformer, abstract_transformer
 from moe_jax.moe.bank import init_bank
 from moe_jax.moe.build import check_float8, check_hidden_dim, layer_sizes, make_schedule
 from moe_jax.moe.config import FirstPassConfig, MoEConfig
+from moe_jax.moe.routers import build_router
 from moe_jax.moe.routing import record
 from moe_jax.moe.schedules import schedule_record
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.sharding import dense_specs, expert_specs
 from moe_jax.planning.placement import Placement
 from moe_jax.planning.plan_shape import PlanShape
+
+BANK = "bank"
+
+
+def flatten(tree, prefix: str = "") -> dict[str, Any]:
+    """Return {name: leaf} of a tree, names such as 'params/dense/norm/scale' or 'params/bank/segment_0/w_in'."""
+    flat = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        # a dictionary's key, a named tuple's field, or an index
+        steps = (getattr(step, next(a for a in ("key", "name", "idx") if hasattr(step, a))) for step in path)
+        name = "/".join(map(str, ([prefix] if prefix else []) + list(steps)))
+        assert name not in flat, f"two leaves are called {name}"
+        flat[name] = leaf
+    return flat
+
+
+def is_bank(name: str) -> bool:
+    """Say whether a leaf is part of the expert bank (or of a moment of it)."""
+    return BANK in name.split("/")
+
+
+def segment_of(name: str) -> str:
+    """Return the segment that a leaf of the bank is of."""
+    return name.split("/")[name.split("/").index(BANK) + 1]
 
 
 @record
@@ -108,9 +132,8 @@ class Layout:
       wires: matching pytree of the names of the dtypes in which they are gathered: the compute dtype where a leaf is
         read in it alone, else the leaf's own.
       dp_stage: ZeRO stage of the experts under the `dp` schedule, else None.
-      apart: which dense parameters have a copy on each data-parallel device, whose gradients are that device's own:
-        'none', 'outer' (what lies outside the layers and has moments that are split: embedding, head, last norm) or
-        'all'. See `with_own_leaves`.
+      own: matching pytree of bool: each data-parallel device has a copy, whose gradient is that device's own
+        (`with_own_leaves`).
     """
 
     params: dict
@@ -118,8 +141,8 @@ class Layout:
     grad_sink: dict
     gather: dict
     wires: dict
+    own: dict
     dp_stage: int | None
-    apart: str = "none"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,6 +209,11 @@ class LanguageModel:
         """The segments with MoE layers: those that the bank, tables, homes and plans have parts for."""
         return with_experts(self.segments)
 
+    @property
+    def tables_specs(self) -> dict[str, P]:
+        """{segment: PartitionSpec} of the plan's tables."""
+        return {segment.name: P(self.roles_of(segment).expert) for segment in self.expert_segments}
+
     def roles_of(self, segment: Segment) -> Roles:
         """Return the roles of a segment on this model's mesh."""
         return segment.roles(self.roles)
@@ -218,8 +246,13 @@ class LanguageModel:
         """Return the parameters as a pytree of ShapeDtypeStruct; nothing is computed, and no device is asked for."""
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
-    def layout(self) -> Layout:
-        """Return where every leaf lies."""
+    def layout(self, apart: str = "none") -> Layout:
+        """Return where every leaf lies.
+
+        Args:
+          apart: which dense parameters that are not split are `Layout.own`: 'none', 'outer' (what lies outside the
+            layers and has moments that are split: embedding, head, last norm) or 'all'.
+        """
         config, banks = self.config, self.shapes()["bank"]
         flat = dict(nnx.to_flat_state(nnx.state(abstract_transformer(config, self.moe, self.vocab_size))))
         said = {path: leaf.get_metadata() for path, leaf in flat.items()}
@@ -231,20 +264,25 @@ class LanguageModel:
             self.roles,
             self.zero_stage,
         )
-        params, state, gather, wires = map(unflatten_dict, (*specs, wires))
+        of_device = {}
+        for path, spec in specs[1].items():
+            outer = path[0] != "units" and _split_dim(spec, self.roles) is not None
+            of_device[path] = specs[2][path] < 0 and (apart == "all" or (apart == "outer" and outer))
+        params, state, gather, wires, own = map(unflatten_dict, (*specs, wires, of_device))
         dp_stage = None if schedule_record(self.moe.schedule).moves_tokens else self.expert_zero_stage
         bank_params, grad_sink, bank_state = {}, {}, {}
         for segment in self.expert_segments:
             name, roles = segment.name, self.roles_of(segment)
             bank = {key: leaf.shape for key, leaf in banks[name].items()}
-            own = expert_specs(bank, roles, self.zero_stage, dp_stage)
-            bank_params[name], grad_sink[name], bank_state[name] = own
+            specs = expert_specs(bank, roles, self.zero_stage, dp_stage)
+            bank_params[name], grad_sink[name], bank_state[name] = specs
         return Layout(
             params={"dense": params, "bank": bank_params},
             state={"dense": state, "bank": bank_state},
             grad_sink=grad_sink,
             gather=gather,
             wires=wires,
+            own=own,
             dp_stage=dp_stage,
         )
 
@@ -266,8 +304,7 @@ class LanguageModel:
 
 def first_pass_model(model: LanguageModel) -> LanguageModel:
     """Return the model whose MoE layers run pass 0 alone: `StepStats.passes` says whether that was enough."""
-    fields = {field.name: getattr(model.moe, field.name) for field in dataclasses.fields(model.moe)}
-    return dataclasses.replace(model, moe=FirstPassConfig(**fields))
+    return dataclasses.replace(model, moe=FirstPassConfig(**vars(model.moe)))
 
 
 def has_later_passes(model: LanguageModel, tokens: int, plan: dict[str, PlanShape] | None = None) -> bool:
@@ -278,12 +315,11 @@ def has_later_passes(model: LanguageModel, tokens: int, plan: dict[str, PlanShap
       plan: as `make_loss` takes it.
     """
     x = jax.ShapeDtypeStruct((tokens, model.config.model_dim), model.config.dtype)
-
-    for segment in model.expert_segments:
-        own = None if plan is None else plan[segment.name]
-        if make_schedule(segment.moe, model.roles_of(segment), x, own).most_passes > 1:
-            return True
-    return False
+    schedules = (
+        make_schedule(segment.moe, model.roles_of(segment), x, None if plan is None else plan[segment.name])
+        for segment in model.expert_segments
+    )
+    return any(schedule.most_passes > 1 for schedule in schedules)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,7 +347,7 @@ class Teacher:
 
     def shardings(self) -> dict:
         """Return where every leaf of the parameters lies, as NamedShardings."""
-        return jax.tree.map(lambda spec: NamedSharding(self.model.roles.mesh, spec), self.layout.params)
+        return jax.tree.map(lambda spec: self.model.roles.sharding(*spec), self.layout.params)
 
     def stored_params(self) -> dict:
         """Return the parameters as they stand in a checkpoint, as ShapeDtypeStructs with shardings."""
@@ -332,17 +368,6 @@ class Teacher:
 # device already, so it moves nothing; its gradient is that device's own, and `summed` adds them up where the optimizer
 # wants them: under ZeRO-1 by a reduce-scatter, half the bytes of an all-reduce. Leaves that are split (ZeRO-3) and the
 # experts stay as they are, and the model sums their gradients. Traced, outside the model's `shard_map`.
-def is_own(layout: Layout, roles: Roles):
-    """Return bool for every dense leaf: whether each device has a copy of its own."""
-
-    def one(path, dim, place):
-        if layout.apart == "none" or dim >= 0:
-            return False
-        return layout.apart == "all" or (path[0].key != "units" and _split_dim(place, roles) is not None)
-
-    return jax.tree_util.tree_map_with_path(one, layout.gather, layout.state["dense"])
-
-
 def _split_dim(place: P, roles: Roles) -> int | None:
     """Return the dim that is split over the data-parallel devices; None where none is."""
     dims = [at for at, axes in enumerate(place) if (axes if isinstance(axes, tuple) else (axes,)) == roles.dense]
@@ -351,40 +376,65 @@ def _split_dim(place: P, roles: Roles) -> int | None:
 
 def own_specs(layout: Layout, roles: Roles):
     """Return the PartitionSpecs of what `with_own_leaves` makes of the dense parameters."""
-    own, specs = is_own(layout, roles), layout.params["dense"]
-    return jax.tree.map(lambda own, spec: P(roles.dense, *spec) if own else spec, own, specs)
+    return jax.tree.map(lambda own, spec: P(roles.dense, *spec) if own else spec, layout.own, layout.params["dense"])
 
 
 def with_own_leaves(params, layout: Layout, roles: Roles):
     """Return the parameters with the dense leaves of which devices have copies as [devices, ...]."""
-    parts, mesh = roles.size(roles.dense), roles.mesh
 
     def copied(leaf, own, spec):
         if not own:
             return leaf
-        every = jnp.broadcast_to(leaf[None], (parts, *leaf.shape))
-        return lax.with_sharding_constraint(every, NamedSharding(mesh, spec))
+        every = jnp.broadcast_to(leaf[None], (roles.size(roles.dense), *leaf.shape))
+        return lax.with_sharding_constraint(every, roles.sharding(*spec))
 
-    return {**params, "dense": jax.tree.map(copied, params["dense"], is_own(layout, roles), own_specs(layout, roles))}
+    return {**params, "dense": jax.tree.map(copied, params["dense"], layout.own, own_specs(layout, roles))}
 
 
 def summed(grads, layout: Layout, roles: Roles):
     """Return the parameters' gradient from that of `with_own_leaves`; what is summed here lies as the moments do."""
-    own = is_own(layout, roles)
+    own = layout.own
     places = jax.tree.map(
         lambda own, param, state: state if own else param, own, layout.params["dense"], layout.state["dense"]
     )
 
-    def over_devices(dense):
-        leaves, tree = jax.tree.flatten(dense)
-        for at, (is_apart, place) in enumerate(zip(tree.flatten_up_to(own), tree.flatten_up_to(places), strict=True)):
-            if is_apart:
-                dim = _split_dim(place, roles)
-                if dim is None:
-                    leaves[at] = lax.psum(leaves[at][0], roles.dense)
-                else:
-                    leaves[at] = lax.psum_scatter(leaves[at][0], roles.dense, scatter_dimension=dim, tiled=True)
-        return jax.tree.unflatten(tree, leaves)
+    def over_devices(leaf, own, place):
+        if not own:
+            return leaf
+        dim = _split_dim(place, roles)
+        if dim is None:
+            return lax.psum(leaf[0], roles.dense)
+        return lax.psum_scatter(leaf[0], roles.dense, scatter_dimension=dim, tiled=True)
 
-    add = jax.shard_map(over_devices, mesh=roles.mesh, in_specs=(own_specs(layout, roles),), out_specs=places)
+    def add(dense):
+        return jax.tree.map(over_devices, dense, own, places)
+
+    add = jax.shard_map(add, mesh=roles.mesh, in_specs=(own_specs(layout, roles),), out_specs=places)
     return {**grads, "dense": add(grads["dense"])}
+
+
+def own_layers(counts, segment: Segment):
+    """Return a segment's counts [L, E] of those of all MoE layers, without the zeros of the experts that it lacks."""
+    layers = slice(segment.first_layer, segment.first_layer + segment.config.moe_layers)
+    return counts[layers, : segment.moe.num_experts]
+
+
+# What routers keep beside parameters: leaves in the gate of their layer, so that checkpoints, --init_from and
+# evaluation have them, which no optimizer moves but the router itself.
+def with_router_state(segments: tuple[Segment, ...], before, after, loads):
+    """Return a tree like the parameters, `after`, with the routers' state of the parameters `before`.
+
+    Args:
+      segments: of the model.
+      loads: int32 [L, sources, E] of the whole step, all its microbatches together, as in `StepStats`, by which the
+        state moves on; None leaves it as it is.
+    """
+    units = dict(after["dense"]["units"])
+    for segment in with_experts(segments):
+        router, old = build_router(segment.moe), before["dense"]["units"][segment.name]["gate"]
+        state = {name: old[name] for name in router.state}
+        if state and loads is not None:
+            state = router.next_state(state, own_layers(jnp.sum(loads, axis=1), segment))
+        unit = units[segment.name]
+        units[segment.name] = {**unit, "gate": {**unit["gate"], **state}}
+    return {**after, "dense": {**after["dense"], "units": units}}

@@ -18,13 +18,12 @@ from flax import nnx
 from jax import lax
 
 from moe_jax.errors import UserError
-from moe_jax.models.config import ModelConfig
+from moe_jax.models.config import ModelConfig, Segment
 from moe_jax.models.counts import half_work
 from moe_jax.models.language_model import LanguageModel, Layout
 from moe_jax.models.model_group import ModelGroup
 from moe_jax.models.prefetch import run_stack
 from moe_jax.models.residuals import named, save_expensive_residuals
-from moe_jax.models.segments import Segment
 from moe_jax.models.stages import Stages
 from moe_jax.models.transformer import Unit, add_shared
 from moe_jax.moe.bank import fetch_in_turn, fetch_replicas
@@ -61,7 +60,7 @@ def make_layers(model: LanguageModel, layout: Layout, tokens: int, plan, group: 
             loops[segment] = _make_dense_loop(segment, roles, own, group)
             continue
         own_plan = None if plan is None else plan[segment.name]
-        make = _make_block_wise_loop if segment.config.block_wise.is_block_wise else _make_moe_loop
+        make = _make_block_wise_loop if segment.config.is_block_wise else _make_moe_loop
         loops[segment] = make(segment, roles, own, tokens, own_plan, group)
 
     def layers(x, units, grad_sink, constants):
@@ -205,7 +204,7 @@ def body_of(function, config: ModelConfig, roles: Roles):
 
 def _make_block_wise_loop(segment, roles, layout, tokens, plan, group):
     config, graph = segment.config, _graph_of(segment)
-    name, value = ("overlap", config.overlap) if config.block_wise.halves else ("prefetch", config.prefetch)
+    name, value = ("overlap", config.overlap) if config.overlap == "halves" else ("prefetch", config.prefetch)
     if layout.dp_stage is not None:
         raise UserError(
             f"ModelConfig.{name} ({value!r}) has nothing to move under MoEConfig.schedule = "
@@ -219,22 +218,22 @@ def _make_block_wise_loop(segment, roles, layout, tokens, plan, group):
             f"{segment.moe.schedule!r}; set MoEConfig.schedule to one of {', '.join(possible)}, or "
             f"ModelConfig.{name} = 'none'"
         )
-    if segment.moe.record_choices and config.block_wise.halves and roles.model:
+    if segment.moe.record_choices and config.overlap == "halves" and roles.model:
         raise UserError(
             "MoEConfig.record_choices (True) cannot say whose choices they are with ModelConfig.overlap = 'halves' and "
             f"MeshConfig.model = {roles.size(roles.model)}; set ModelConfig.overlap = 'none'"
         )
     group = group.part()
-    tokens //= 2 if config.block_wise.halves else 1
+    tokens //= 2 if config.overlap == "halves" else 1
     length = tokens // group.rows
     own = tokens // roles.size(roles.model)
-    hides = config.block_wise.halves and roles.mesh.devices.flat[0].platform != "cpu"  # there windows run in turn
+    hides = config.overlap == "halves" and roles.mesh.devices.flat[0].platform != "cpu"  # there windows run in turn
     beside = half_work(config, segment.moe, own, length) if hides else None
     parts = roles.size(roles.dense)
     dims, wires = (of_moe(tree["units"]) for tree in (layout.gather, layout.wires))
     recompute = config.recomputes
     own_plan = plan
-    if config.block_wise.halves and plan is not None and plan.bucket_rows is not None:  # buckets half as long
+    if config.overlap == "halves" and plan is not None and plan.bucket_rows is not None:  # buckets half as long
         own_plan = dataclasses.replace(plan, bucket_rows=plan.bucket_rows.each(lambda rows: round_up(rows / 2, 8)))
     shares = {} if plan is None else {"trans_share": plan.trans_share, "agg_share": plan.agg_share}
     schedule = config.block_wise.build(config.moe_layers, recompute=recompute, **shares)

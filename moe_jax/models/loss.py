@@ -26,12 +26,11 @@ from moe_jax.models.language_model import (
     Layout,
     StepStats,
     Teacher,
-    is_own,
+    own_layers,
     own_specs,
 )  # fmt: skip
 from moe_jax.models.layer_loop import make_layers
-from moe_jax.models.model_group import ModelGroup, check_sequence_parallel, make_model_group
-from moe_jax.models.segments import own_layers
+from moe_jax.models.model_group import make_model_group
 from moe_jax.models.stages import Constants
 from moe_jax.models.transformer import abstract_transformer
 from moe_jax.moe.bank import open_grad_sink, with_grad_sink
@@ -53,8 +52,7 @@ def make_loss(
     """Return the loss of one global microbatch as a function to be jitted and differentiated.
 
     Args:
-      layout: where the parameters lie, from `model.layout()`. Of leaves that `layout.apart` keeps apart the gradients
-        are not summed over devices.
+      layout: where the parameters lie, from `model.layout()`. Gradients of `layout.own` are not summed over devices.
       batch_size: B, global sequences of a microbatch; length: Sq.
       microbatches: number of them in one step; each one's gate losses are divided by it.
       plan: {segment: slots and buckets of the placements whose tables will come}; None is an even one without replicas.
@@ -89,7 +87,6 @@ def make_loss(
             "raise ModelConfig.max_length or set ModelConfig.positions = 'rotary'"
         )
     check_document_mask(config, length)
-    check_sequence_parallel(config.sequence_parallel, length, roles)
     top_k = max(segment.moe.top_k for segment in model.expert_segments)
     choices = batch_size * microbatches * length * top_k
     if choices > MOST_ROWS:
@@ -103,7 +100,7 @@ def make_loss(
     if teacher is not None:
         frozen = teacher.layout
         frozen_specs = (
-            (frozen.params["dense"], frozen.params["bank"], frozen.grad_sink), _tables_specs(teacher.model)
+            (frozen.params["dense"], frozen.params["bank"], frozen.grad_sink), teacher.model.tables_specs
         )  # fmt: skip
     stats_specs = StepStats(
         cross_entropy=P(), aux_loss=P(), z_loss=P(), gate_entropy=P(), dropped=P(), passes=P(), kl=P(), completed=P(),
@@ -115,7 +112,7 @@ def make_loss(
         mesh=roles.mesh,
         in_specs=(
             (own_specs(layout, roles), layout.params["bank"], layout.grad_sink),
-            Batch(rows, rows, rows, rows, P(), rows), _tables_specs(model), P(), P(), P(), frozen_specs,
+            Batch(rows, rows, rows, rows, P(), rows), model.tables_specs, P(), P(), P(), frozen_specs,
         ),
         out_specs=(P(), stats_specs),
     )  # fmt: skip
@@ -145,18 +142,13 @@ def make_loss(
     return loss
 
 
-def _tables_specs(model: LanguageModel):
-    """Return {segment: PartitionSpec} of a model's tables."""
-    return {segment.name: P(model.roles_of(segment).expert) for segment in model.expert_segments}
-
-
 def _make_stack(
     model: LanguageModel, layout: Layout, rows: int, length: int, microbatches: int, plan, teacher: Teacher | None
 ):
     """Return the body of the shard_map: all that one device computes on its `rows` sequences."""
     config, roles = model.config, model.roles
     global_tokens = rows * length * roles.size(roles.dense)
-    group = _group_of(model, rows)
+    group = make_model_group(config, roles, rows, length)
     trunk = _make_trunk(model, layout, rows, length, plan)
     if teacher is not None:
         if group.split and group.parts > 1:
@@ -171,7 +163,7 @@ def _make_stack(
 
     def stack(weights, batch, tables, key, first_row, normalizer, frozen):
         dense, bank, grad_sink = weights
-        dense = jax.tree.map(lambda leaf, own: leaf[0] if own else leaf, dense, is_own(layout, roles))
+        dense = jax.tree.map(lambda leaf, own: leaf[0] if own else leaf, dense, layout.own)
         weights = dense, bank, grad_sink
         x, table, found = trunk(weights, batch, tables, key, first_row)
         targets, counts = group.own_flat(batch.targets), group.own_flat(batch.weights)
@@ -244,12 +236,6 @@ def _all_layers(parts) -> jax.Array | None:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _group_of(model: LanguageModel, rows: int) -> ModelGroup:
-    """Return how a model's MP groups keep their tokens."""
-    config = model.config
-    return make_model_group(model.roles, rows, config.sequence_parallel, config.block_wise.halves)
-
-
 def _in_turn(x: tuple, *rows, chunk: int) -> Iterator[tuple]:
     """Yield the parts of x, then of each of `rows` [t], in the order in which the loss takes them.
 
@@ -277,7 +263,7 @@ def _make_trunk(model: LanguageModel, layout: Layout, rows: int, length: int, pl
     dtype = jnp.dtype(config.dtype)
     tokens = rows * length
     transformer = nnx.split(abstract_transformer(config, model.moe, model.vocab_size))[0]
-    group = _group_of(model, rows)
+    group = make_model_group(config, roles, rows, length)
     layers = make_layers(model, layout, tokens, plan, group)
 
     def trunk(weights, batch, tables, key, first_row):

@@ -15,13 +15,13 @@ Letters: docs/notation.md.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from moe_jax.errors import UserError
+from moe_jax.models.config import ModelConfig
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.ordering import wait_for
 from moe_jax.parallel.replicated import own_part
@@ -54,29 +54,23 @@ def project(spec: str, x, weight: tuple, out=None):
     held, grad_sink = weight
     if grad_sink is None:
         return jnp.einsum(spec, x, held, preferred_element_type=out)
-    return _project(spec, out, grad_sink.dtype, *match_varying(x, held, grad_sink))
+    wide = grad_sink.dtype
 
+    @jax.custom_vjp
+    def product(x, held, grad_sink):
+        del grad_sink
+        return jnp.einsum(spec, x, held, preferred_element_type=out)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _project(spec, out, grad_sink_dtype, x, held, grad_sink):
-    del grad_sink_dtype, grad_sink
-    return jnp.einsum(spec, x, held, preferred_element_type=out)
+    def backward(residuals, d):
+        x, held = residuals
+        operands, result = spec.split("->")
+        of_x, of_weight = operands.split(",")
+        dx = jax.vjp(lambda x: jnp.einsum(spec, x, held, preferred_element_type=out), x)[1](d)[0]
+        dweight = jnp.einsum(f"{of_x},{result}->{of_weight}", x, d, preferred_element_type=wide)
+        return dx, None, dweight
 
-
-def _project_fwd(spec, out, grad_sink_dtype, x, held, grad_sink):
-    return _project(spec, out, grad_sink_dtype, x, held, grad_sink), (x, held)
-
-
-def _project_bwd(spec, out, grad_sink_dtype, residuals, d):
-    x, held = residuals
-    operands, result = spec.split("->")
-    of_x, of_weight = operands.split(",")
-    dx = jax.vjp(lambda x: jnp.einsum(spec, x, held, preferred_element_type=out), x)[1](d)[0]
-    dweight = jnp.einsum(f"{of_x},{result}->{of_weight}", x, d, preferred_element_type=grad_sink_dtype)
-    return dx, None, dweight
-
-
-_project.defvjp(_project_fwd, _project_bwd)
+    product.defvjp(lambda x, held, grad_sink: (product(x, held, grad_sink), (x, held)), backward)
+    return product(*match_varying(x, held, grad_sink))
 
 
 def add_bias(x, bias):
@@ -89,24 +83,20 @@ def add_bias(x, bias):
         bias = bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
     if bias.dtype == x.dtype:
         return x + bias
-    axes = tuple(axis for axis, size in enumerate(bias.shape) if size == 1)
-    return _add_bias(axes, bias.dtype, *match_varying(x, bias))
+    axes, wide = tuple(axis for axis, size in enumerate(bias.shape) if size == 1), bias.dtype
 
+    @jax.custom_vjp
+    def add(x, bias):
+        return x + bias.astype(x.dtype)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _add_bias(axes, bias_dtype, x, bias):
-    del axes, bias_dtype
-    return x + bias.astype(x.dtype)
+    def backward(_, d):
+        if axes != tuple(range(len(axes))):
+            return d, jnp.sum(d, axis=axes, keepdims=True, dtype=wide)
+        shape = d.shape[len(axes) :]
+        return d, sum_rows(d.reshape(-1, *shape), wide).reshape((1,) * len(axes) + shape)
 
-
-def _add_bias_bwd(axes, bias_dtype, _, d):
-    if axes != tuple(range(len(axes))):
-        return d, jnp.sum(d, axis=axes, keepdims=True, dtype=bias_dtype)
-    shape = d.shape[len(axes) :]
-    return d, sum_rows(d.reshape(-1, *shape), bias_dtype).reshape((1,) * len(axes) + shape)
-
-
-_add_bias.defvjp(lambda axes, bias_dtype, x, bias: (_add_bias(axes, bias_dtype, x, bias), None), _add_bias_bwd)
+    add.defvjp(lambda x, bias: (add(x, bias), None), backward)
+    return add(*match_varying(x, bias))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +114,8 @@ class ModelGroup:
     rows: int = 1
     split: bool = False
     parts: int = 1
+
+    times = staticmethod(project)  # the matmuls of attention and FFN, which `inference/few_tokens.py` overrides
 
     def part(self) -> ModelGroup:
         """Return the group as it holds one of the parts."""
@@ -155,10 +147,6 @@ class ModelGroup:
         gathered.defvjp(lambda part, weights: (whole(part, weights), (part, weights)), backward)
         return gathered(h, weights)
 
-    def times(self, spec: str, x, weight: tuple):
-        """Return einsum(spec, x, weight) as `project` does: the matmuls of attention and FFN, by their own parts."""
-        return project(spec, x, weight)
-
     def reduce(self, partial):
         """Sum partial results [b, Sq, M] over the group, and return them as the residual stream is kept."""
         if not self.axes:
@@ -175,31 +163,25 @@ class ModelGroup:
         return own.reshape(-1, *own.shape[2:])
 
 
-def make_model_group(roles: Roles, rows: int, sequence_parallel: bool, halves: bool = False) -> ModelGroup:
+def make_model_group(config: ModelConfig, roles: Roles, rows: int, length: int) -> ModelGroup:
     """Return the MP group of a mesh whose groups hold `rows` sequences each; a group of one has nothing to split.
 
     Raises:
-      UserError: halves of an odd number of sequences.
+      UserError: sequences of `length` tokens that do not split evenly over the MP group where `sequence_parallel` is
+        set, or halves of an odd number of sequences.
     """
+    parts, halves = roles.size(roles.model), config.overlap == "halves"
+    # tokens of a whole batch could split evenly even so; but then it would depend on its size whether a config runs
+    if config.sequence_parallel and length % parts:
+        raise UserError(
+            f"ModelConfig.sequence_parallel splits the tokens over MeshConfig.model ({parts}) devices, which must "
+            f"divide DataConfig.sequence_length ({length}); make it a multiple of {parts}, or set "
+            "ModelConfig.sequence_parallel = False"
+        )
     if halves and rows % 2:
         raise UserError(
             f"ModelConfig.overlap ('halves') cuts the {rows} sequences of a device into two halves; make "
             "train.batch_size an even multiple of the data-parallel devices times train.grad_accum_steps, or set "
             "ModelConfig.overlap = 'none'"
         )
-    return ModelGroup(roles.model, rows, sequence_parallel and bool(roles.model), 2 if halves else 1)
-
-
-def check_sequence_parallel(sequence_parallel: bool, length: int, roles: Roles) -> None:
-    """Raise a UserError where `sequence_parallel` is set and `length` tokens do not split evenly over the MP group.
-
-    The tokens of a whole batch could split evenly even so; but then it would depend on the batch size whether a config
-    runs.
-    """
-    parts = roles.size(roles.model)
-    if sequence_parallel and length % parts:
-        raise UserError(
-            f"ModelConfig.sequence_parallel splits the tokens over MeshConfig.model ({parts}) devices, which must "
-            f"divide DataConfig.sequence_length ({length}); make it a multiple of {parts}, or set "
-            "ModelConfig.sequence_parallel = False"
-        )
+    return ModelGroup(roles.model, rows, config.sequence_parallel and bool(roles.model), 2 if halves else 1)

@@ -12,8 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from moe_jax.models.config import ModelConfig
-from moe_jax.models.segments import segments_of, with_experts
+from moe_jax.models.config import ModelConfig, segments_of, with_experts
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.reference import reference_moe
 

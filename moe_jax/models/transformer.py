@@ -18,10 +18,9 @@ from flax import nnx
 from jax import lax
 
 from moe_jax.models.attention import attend
-from moe_jax.models.config import ModelConfig
+from moe_jax.models.config import ModelConfig, Segment, segments_of
 from moe_jax.models.model_group import ModelGroup, add_bias, in_dtype
 from moe_jax.models.residuals import named
-from moe_jax.models.segments import Segment, segments_of
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import apply_activation, weight_names
 from moe_jax.moe.routers import build_router

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.models.segments import flatten, is_bank, segment_of
+from moe_jax.models.language_model import flatten, is_bank, segment_of
 from moe_jax.parallel.varying import cast_varying, varying_axes
 from moe_jax.planning.placement import Placement, bank_rows, reshard_permutation
 

@@ -44,7 +44,7 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from moe_jax.errors import HostLostError, UserError
-from moe_jax.models.segments import flatten
+from moe_jax.models.language_model import flatten
 from moe_jax.training.bank_order import Homes, from_file, home_of, stored_as, to_file
 
 FORMAT = "moe_jax checkpoint 1"

@@ -19,7 +19,7 @@ from moe_jax.data import held_out_entropy
 from moe_jax.data.stream import prefetch
 from moe_jax.errors import UserError
 from moe_jax.models.counts import device_bytes, flops_per_token
-from moe_jax.models.segments import flatten
+from moe_jax.models.language_model import flatten
 from moe_jax.observe import (
     EVALUATIONS,
     LoadsOrigin,

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.errors import UserError
-from moe_jax.models.segments import flatten
+from moe_jax.models.language_model import flatten
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import build_router
 

@@ -14,8 +14,8 @@ from moe_jax.cluster import Cluster, read_cluster
 from moe_jax.cluster.layer_seconds import matrices_of
 from moe_jax.config.run_config import RunConfig
 from moe_jax.models import LanguageModel
+from moe_jax.models.config import segments_of, with_experts
 from moe_jax.models.counts import Sizes, device_bytes, flops_before_moe
-from moe_jax.models.segments import segments_of, with_experts
 from moe_jax.parallel.mesh import Roles
 from moe_jax.parallel.transfer_shape import TransferShape
 from moe_jax.planning.balancer import build_planner, with_late

@@ -134,7 +134,7 @@ class Replanner:
             # Each kind of bucket has a third of the chance; data-parallel groups draw for themselves. Where a
             # microbatch travels in two halves, buckets are twice as long as those of a half.
             chance = more_often * self.config.moe.overflow_chance * len(pairs) / 3 / self.roles.size(self.roles.data)
-            parts, choices = 2 if self.config.model.block_wise.halves else 1, sizes.top_k * sizes.tokens
+            parts, choices = 2 if self.config.model.overlap == "halves" else 1, sizes.top_k * sizes.tokens
             rows = {}
             for kind, own in pairs_by_kind(pairs * ((1 + error) / groups), self.start.devices_per_node).items():
                 needed = expected_rows(own / parts, choices // parts, chance, math.lcm(8, step)) if own.size else 0

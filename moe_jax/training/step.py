@@ -22,8 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.config.train_config import TrainConfig
 from moe_jax.models import Batch, LanguageModel, Layout, make_loss
-from moe_jax.models.language_model import Teacher, first_pass_model, summed, with_own_leaves
-from moe_jax.models.segments import with_router_state
+from moe_jax.models.language_model import Teacher, first_pass_model, summed, with_own_leaves, with_router_state
 from moe_jax.planning.plan_shape import PlanShape
 from moe_jax.training.optimizer import build_learning_rate, build_optimizer, state_specs
 
@@ -48,7 +47,7 @@ def make_gradients(
     apart = "all" if microbatches > 1 else "outer" if model.zero_stage == 1 else "none"
     if roles.size(roles.dense) == 1:
         apart = "none"
-    layout = dataclasses.replace(model.layout(), apart=apart)
+    layout = model.layout(apart)
     loss = make_loss(model, layout, rows, length, microbatches=microbatches, plan=plan, teacher=teacher)
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
@@ -114,7 +113,7 @@ def build_state_shardings(
     return StateShardings(
         state={**state, "ema": named(layout.state)} if ema else state,
         batch=Batch(rows, rows, rows, documents=rows if model.config.document_mask else None),
-        tables={s.name: NamedSharding(mesh, P(model.roles_of(s).expert)) for s in model.expert_segments},
+        tables=named(model.tables_specs),
         host_signals=NamedSharding(mesh, P(roles.all)),
         replicated=replicated,
     )

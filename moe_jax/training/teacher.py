@@ -21,9 +21,9 @@ from moe_jax.data import Tokenizer, build_tokenizer
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel
 from moe_jax.models.attention import resolve_attention
+from moe_jax.models.config import expert_counts
 from moe_jax.models.language_model import Teacher
-from moe_jax.models.model_group import check_sequence_parallel
-from moe_jax.models.segments import expert_counts
+from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.build import make_schedule, schedule_options
 from moe_jax.observe import RunFolder
 from moe_jax.parallel.mesh import Roles, mesh_axes
@@ -121,7 +121,7 @@ def teacher_model(
             expert_zero_stage=run.train.expert_zero_stage,
         )
         rows, length = config.train.batch_size // config.train.grad_accum_steps, config.data.sequence_length
-        check_sequence_parallel(model.sequence_parallel, length, roles)
+        make_model_group(model, roles, rows // roles.size(roles.dense), length)
         tokens = rows // roles.size(roles.dense) * length
         for segment in built.expert_segments:
             x = jax.ShapeDtypeStruct((tokens, model.model_dim), model.dtype)

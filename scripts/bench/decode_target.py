@@ -42,7 +42,7 @@ def lower(config, devices):
     from moe_jax.inference.forward import Serving, attentions_of
     from moe_jax.inference.generator import even_placement, reside
     from moe_jax.inference.load import build_model, is_matrix
-    from moe_jax.inference.programs import State, make_step, state_specs, tables_specs
+    from moe_jax.inference.programs import State, make_step, state_specs
 
     model = build_model(config, devices, None)
     mesh, specs, segments = model.roles.mesh, model.layout().params, model.expert_segments
@@ -71,7 +71,7 @@ def lower(config, devices):
         model.shapes(),
     )
     placed = {
-        name: abstract(tables, jax.tree.map(lambda _, at=name: tables_specs(model)[at], tables), mesh)
+        name: abstract(tables, jax.tree.map(lambda _, at=name: model.tables_specs[at], tables), mesh)
         for name, (_, tables, _) in residence.items()
     }
     arguments = abstract(params, specs, mesh), placed, abstract(state, state_specs(model), mesh)

@@ -43,7 +43,7 @@ def overflow_rate(config: RunConfig, roles: Roles, skew: float, draws: int, seed
     if roles.size(roles.model) > 1 or roles.size(roles.expert_shard) > 1:
         raise SystemExit("MeshConfig.model and MeshConfig.expert_shard must be 1 here")
     members, near = roles.size(roles.expert), roles.members_per_node
-    parts = 2 if config.model.block_wise.halves else 1
+    parts = 2 if config.model.overlap == "halves" else 1
     exchanges = train.grad_accum_steps * roles.size(roles.data) * parts  # independent ones in a step, per layer
     step_tokens = train.batch_size * config.data.sequence_length
     tokens = step_tokens // train.grad_accum_steps // roles.num_devices // parts

@@ -26,7 +26,7 @@ def gradient(context):
     import numpy as np
 
     from moe_jax.models import make_loss
-    from moe_jax.models.segments import flatten
+    from moe_jax.models.language_model import flatten
     from moe_jax.parallel.global_arrays import to_devices
     from moe_jax.training.program import build_session
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.inference.conversion import file_shapes
 from moe_jax.models import Batch, LanguageModel, make_loss
-from moe_jax.models.loss import _make_trunk, _tables_specs
+from moe_jax.models.loss import _make_trunk
 from moe_jax.moe.bank import with_grad_sink
 from moe_jax.moe.tables import even_tables
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
@@ -51,7 +51,7 @@ class RealModel:
             return jnp.concatenate(x) @ table.T
 
         specs = (
-            layout.params["dense"], layout.params["bank"], layout.grad_sink, P(), _tables_specs(self.model), P(),
+            layout.params["dense"], layout.params["bank"], layout.grad_sink, P(), self.model.tables_specs, P(),
         )  # fmt: skip
         mesh = self.model.roles.mesh
         sharded = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))

@@ -13,8 +13,8 @@ from support.segment_cases import banks, tables_of
 
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, make_loss
+from moe_jax.models.config import expert_counts
 from moe_jax.models.language_model import Teacher
-from moe_jax.models.segments import expert_counts
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 
 ALPHA = 0.7

@@ -8,7 +8,7 @@ from support.segment_cases import PYRAMID, assert_equal, build, model_config, mo
 
 from moe_jax.errors import UserError
 from moe_jax.models import Batch, ModelConfig, make_loss
-from moe_jax.models.segments import segments_of
+from moe_jax.models.config import segments_of
 from moe_jax.moe import MoEConfig
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
 

@@ -12,7 +12,8 @@ from support.segment_cases import banks, tables_of
 
 from moe_jax.data.stream import document_numbers, inside_documents
 from moe_jax.models import Batch
-from moe_jax.models.loss import _group_of, _make_trunk, _tables_specs
+from moe_jax.models.loss import _make_trunk
+from moe_jax.models.model_group import make_model_group
 from moe_jax.moe.bank import with_grad_sink
 
 END = VOCAB - 1
@@ -59,7 +60,8 @@ def make_mesh_logits(model, layout):
     """Return logits(params, batch) -> NumPy array [B, Sq, V] of the whole model, in the order of the batch."""
     roles = model.roles
     rows = BATCH // roles.size(roles.dense)
-    group, trunk = _group_of(model, rows), _make_trunk(model, layout, rows, LENGTH, None)
+    group = make_model_group(model.config, roles, rows, LENGTH)
+    trunk = _make_trunk(model, layout, rows, LENGTH, None)
     number = np.arange(BATCH * LENGTH, dtype=np.int32).reshape(BATCH, LENGTH)
 
     def body(dense, bank, grad_sink, inputs, documents, number, tables):
@@ -69,7 +71,7 @@ def make_mesh_logits(model, layout):
         return x @ table.T.astype(x.dtype), group.own_flat(number)
 
     dense_rows, own = P(roles.dense), P(roles.dense + roles.model)
-    specs = (layout.params["dense"], layout.params["bank"], layout.grad_sink, *[dense_rows] * 3, _tables_specs(model))
+    specs = (layout.params["dense"], layout.params["bank"], layout.grad_sink, *[dense_rows] * 3, model.tables_specs)
     run = jax.jit(jax.shard_map(body, mesh=roles.mesh, in_specs=specs, out_specs=(own, own)))
 
     def logits(params, batch):

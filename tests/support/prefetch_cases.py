@@ -109,7 +109,7 @@ def run(config, schedule, mesh, shape, placements, zero=1, shares=None, routing=
     """Return [(loss, gradients, stats)] of each placement, from one executable."""
     step, arguments = gradient_step(config, schedule, mesh, shape, zero, shares, routing)
     compiled, out = step.lower(*arguments(placements[0])).compile(), []
-    if config.block_wise.is_block_wise:  # else remat may take a branch again at any time
+    if config.is_block_wise:  # else remat may take a branch again at any time
         assert not overtaking(compiled.as_text())
     for placement in placements:
         (value, stats), grads = compiled(*arguments(placement))

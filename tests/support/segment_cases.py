@@ -8,8 +8,8 @@ from support.equality_cases import BATCH, LENGTH, NOISE, VOCAB, data
 from support.placements import to_bank
 
 from moe_jax.models import LanguageModel, ModelConfig, make_loss
+from moe_jax.models.config import expert_counts
 from moe_jax.models.reference import reference_loss
-from moe_jax.models.segments import expert_counts
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers.scores import gate_noise
 from moe_jax.moe.tables import even_tables

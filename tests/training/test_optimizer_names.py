@@ -11,7 +11,7 @@ import pytest
 from moe_jax.config.train_config import OPTIMIZERS, TrainConfig
 from moe_jax.errors import UserError
 from moe_jax.models import LanguageModel, ModelConfig
-from moe_jax.models.segments import flatten, is_bank
+from moe_jax.models.language_model import flatten, is_bank
 from moe_jax.moe import MoEConfig
 from moe_jax.moe.routers import RouterInputs, build_router
 from moe_jax.parallel.mesh import MeshConfig, build_mesh
