@@ -11,6 +11,7 @@ is one line, exit code 2.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import pathlib
@@ -24,14 +25,14 @@ _OUT = flags.DEFINE_string("out", None, "File to write, such as cluster.json.")
 _GIN_FILES = flags.DEFINE_multi_string("gin_file", [], "Config file whose mesh is wanted; may repeat.")
 _GIN_BINDINGS = flags.DEFINE_multi_string("gin_bindings", [], "Binding such as 'MeshConfig.model = 2'; may repeat.")
 _HOST_DEVICES = flags.DEFINE_integer("host_devices", None, "Run on the CPU, split into this many devices.")
-_SMALLEST = flags.DEFINE_integer("smallest", 2**14, "Bytes of the smallest message.")
-_LARGEST = flags.DEFINE_integer("largest", 2**22, "Bytes of the largest message.")
-_POINTS = flags.DEFINE_integer("points", 6, "Sizes between them.")
-_ROUNDS = flags.DEFINE_integer("rounds", 9, "Interleaved calls of each size.")
-_PER_NODE = flags.DEFINE_integer("devices_per_node", 0, "Devices of a node; 0 takes those of a host.")
-_COMPUTE = flags.DEFINE_bool("compute", True, "Time matmuls, gating and moving rows too.")
-_LAYERS = flags.DEFINE_integer("layers", 14, "Whole layers to time under each schedule; 0 for none.")
-_SCALE = flags.DEFINE_float("scale", 1.0, "Tokens of the timed compute over the default ones.")
+flags.DEFINE_integer("smallest", 2**14, "Bytes of the smallest message.")
+flags.DEFINE_integer("largest", 2**22, "Bytes of the largest message.")
+flags.DEFINE_integer("points", 6, "Sizes between them.")
+flags.DEFINE_integer("rounds", 9, "Interleaved calls of each size.")
+flags.DEFINE_integer("devices_per_node", 0, "Devices of a node; 0 takes those of a host.")
+flags.DEFINE_bool("compute", True, "Time matmuls, gating and moving rows too.")
+flags.DEFINE_integer("layers", 14, "Whole layers to time under each schedule; 0 for none.")
+flags.DEFINE_float("scale", 1.0, "Tokens of the timed compute over the default ones.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, for several processes.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.")
@@ -56,16 +57,8 @@ def command(argv: list[str]) -> None:
     from moe_jax.cluster import write_cluster
     from moe_jax.training.hosts import HostsConfig, start_hosts
 
-    options = CalibrationOptions(
-        smallest=_SMALLEST.value,
-        largest=_LARGEST.value,
-        points=_POINTS.value,
-        rounds=_ROUNDS.value,
-        devices_per_node=_PER_NODE.value,
-        compute=_COMPUTE.value,
-        layers=_LAYERS.value,
-        scale=_SCALE.value,
-    )
+    names = (field.name for field in dataclasses.fields(CalibrationOptions))
+    options = CalibrationOptions(**{name: flags.FLAGS[name].value for name in names})
     place = HostsConfig(
         coordinator=_COORDINATOR.value, num_processes=_NUM_PROCESSES.value, process_id=_PROCESS_ID.value
     )

@@ -83,10 +83,6 @@ def command(argv: list[str]) -> int:
     from moe_jax.cluster.timeline import Model, read_constants
     from moe_jax.config import parse_run_config
 
-    def run_config():
-        config = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)[0]
-        return compile_ahead.on_target(config, target)
-
     if _TARGET.value:
         target = parse_target(_TARGET.value)
     else:
@@ -106,16 +102,16 @@ def command(argv: list[str]) -> int:
         target = parse_target(f"{name}:{len(devices) // per_node}x{per_node}")
     text = compile_ahead.read_text(_HLO.value) if _HLO.value else None
     model = read_constants(_CONSTANTS.value) if _CONSTANTS.value else Model()
+    config = None
+    if text is None or _GIN_FILES.value or _GIN_BINDINGS.value:  # of a saved schedule the run that it is of
+        config = parse_run_config(_GIN_FILES.value, _GIN_BINDINGS.value, _GIN_PATHS.value)[0]
+        config = compile_ahead.on_target(config, target)
     if text is not None:
-        buckets = ()
-        if _GIN_FILES.value or _GIN_BINDINGS.value:  # of the run that the schedule is of
-            buckets = compile_ahead.buckets_on_target(run_config(), target, _SKEW.value)
+        buckets = () if config is None else compile_ahead.buckets_on_target(config, target, _SKEW.value)
         write_report(text, target, model, buckets)
         return 0
     if _TARGET.value:
         target.check_compilable(cuda_wheels.installed_cuda() or 13)
-    config = run_config()
-    if _TARGET.value:
         code = cuda_wheels.run_with_wheels(argv[1:], _INSTALL.value)
         if code is not None:
             return code
@@ -139,13 +135,11 @@ def inspect_devices(config, devices, target, model, options: dict[str, str]) -> 
         # The compiler then writes all that it makes there, and JAX's compilation cache does not find the program again.
         dump = {"xla_dump_to": folder} if devices[0].platform in ("gpu", "cuda") else {}
         complete = _PROGRAM.value == "complete"
-        compiled = compile_step(config, devices, options={**options, **dump}, complete=complete, **asked)
-        rest = None
+        compiled, rest = compile_step(config, devices, options={**options, **dump}, complete=complete, **asked), None
         if _COMPLETE.value and compiled.common:
             rest = compile_step(config, devices, options=options, complete=True, **asked)
-        report, module = write_report(
-            compiled.text, target, model, compiled.buckets, compiled, rest, Path(folder) if dump else None
-        )
+        dumped = Path(folder) if dump else None
+        report, module = write_report(compiled.text, target, model, compiled.buckets, compiled, rest, dumped)
     if _PROFILE.value:
         out = Path(_OUT.value)
         seconds = record_steps(config, devices, compiled, out / "profile", PROFILED_STEPS, PLAIN_STEPS)
@@ -164,9 +158,8 @@ def write_report(text: str, target, model, buckets=(), compiled=None, complete=N
       complete: the complete program beside a common one, None where it was not compiled.
       dump: the folder of the compiler's dump, None without one.
     """
+    from moe_jax.analysis import program_report
     from moe_jax.analysis.compile_ahead import without_places
-    from moe_jax.analysis.draw import draw_timeline, write_chrome_trace
-    from moe_jax.analysis.program_report import build_report, count_thunks, overflow_record, report_text, what_if
     from moe_jax.cluster.hlo import parse_module
     from moe_jax.cluster.timeline import play
     from moe_jax.observe import environment_record
@@ -184,28 +177,28 @@ def write_report(text: str, target, model, buckets=(), compiled=None, complete=N
             "program": "common" if compiled.common else "complete",
             **{name: getattr(compiled, name) for name in ("resolved", "memory", "model_flops")},
         }
-    facts |= what_if(module, target, model, buckets)
+    facts |= program_report.what_if(module, target, model, buckets)
     if compiled is not None and compiled.common:
         rest = None if complete is None else play(parse_module(complete.text), target, model)
-        facts["overflow"] = overflow_record(timeline, buckets, rest)
+        facts["overflow"] = program_report.overflow_record(timeline, buckets, rest)
         if complete is not None:
             facts["overflow"]["complete_compile_seconds"] = complete.compile_seconds
-    thunks = None if dump is None else count_thunks(dump, module)
-    if thunks is not None:
+    if dump is not None and (thunks := program_report.count_thunks(dump, module)) is not None:
         facts["thunks"] = thunks
-    report = build_report(timeline, target, model, **facts)
+    report = program_report.build_report(timeline, target, model, **facts)
     out = Path(_OUT.value)
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         (out / "schedule.hlo.gz").write_bytes(gzip.compress(without_places(text).encode(), mtime=0))
-        write_chrome_trace(timeline, out / "trace.json")
+        program_report.write_chrome_trace(timeline, out / "trace.json")
     except OSError as error:
         raise UserError(f"--out ({_OUT.value!r}) cannot be written: {error}") from error
     if not _PROFILE.value:  # else it is printed with what was measured
-        print(report_text(report), end="")
+        print(program_report.report_text(report), end="")
     try:
-        draw_timeline(timeline, out / "timeline.png", f"{target.nodes} x {target.per_node} {target.device}")
+        title = f"{target.nodes} x {target.per_node} {target.device}"
+        program_report.draw_timeline(timeline, out / "timeline.png", title)
     except ModuleNotFoundError:
         print("timeline.png needs matplotlib, which is not installed; pip install matplotlib")
     print(f"wrote {out}/report.json, timeline.png, trace.json, schedule.hlo.gz")

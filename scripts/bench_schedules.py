@@ -28,7 +28,7 @@ import time
 import numpy as np
 from absl import app, flags
 
-from moe_jax.analysis.timed_layers import SCHEDULES, LayerCase, schedules_of
+from moe_jax.analysis.timed import SCHEDULES, LayerCase, schedules_of
 
 _OUT = flags.DEFINE_string("out", None, "Folder for CSV files, tables and plots.", required=True)
 _PLACE = flags.DEFINE_enum("place", "host", ["host", "lab"], "Which sweep: one process, or two hosts of four devices.")
@@ -84,8 +84,7 @@ def read_rows(path: pathlib.Path) -> dict[LayerCase, dict[str, list[float]]]:
 
 def measure(path: pathlib.Path) -> None:
     """Measure what the CSV file lacks, until the time is up."""
-    from moe_jax.analysis.timed_layers import build_layer
-    from moe_jax.analysis.timed_parts import interleaved_seconds
+    from moe_jax.analysis.timed import build_layer, interleaved_seconds
     from moe_jax.parallel.host_devices import set_up_devices
     from moe_jax.training.hosts import HostsConfig, start_hosts
 

@@ -15,15 +15,17 @@ import statistics
 import typing
 from collections.abc import Callable, Mapping
 
-from moe_jax.analysis.timed_layers import build_layer, layer_cases, predict, schedules_of
-from moe_jax.analysis.timed_parts import (
-    Case,
+from moe_jax.analysis.timed import (
     Timed,
+    build_layer,
     collective_cases,
     compute_cases,
     interleaved_seconds,
+    layer_cases,
     machine_groups,
     mesh_groups,
+    predict,
+    schedules_of,
 )
 from moe_jax.cluster import Cluster, Fit, fit_alpha_beta, fit_layers
 from moe_jax.cluster.fits import fit_name
@@ -39,26 +41,16 @@ Clock = Callable[[list[Callable], int], list[float]]  # calls and rounds -> the 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CalibrationOptions:
-    """What is timed.
+    """What is timed."""
 
-    Attributes:
-      smallest, largest: bytes of the smallest and largest message; points: sizes between them, evenly in the logarithm.
-        Where the largest takes less than `LEAST_SECONDS`, larger ones are timed, up to 4 times; otherwise the cost of a
-        call would hide the slope.
-      rounds: interleaved calls of each size; the median counts.
-      devices_per_node: devices joined by fast links; 0 takes those of a host, which may run several processes.
-      compute: time matmuls, gating and rows as well; layers: and so many whole layers under each schedule, 0 for none.
-      scale: sizes of the timed compute over the default ones, in tokens.
-    """
-
-    smallest: int = 2**14
-    largest: int = 2**22
-    points: int = 6
-    rounds: int = 9
-    devices_per_node: int = 0
-    compute: bool = True
-    layers: int = 14
-    scale: float = 1.0
+    smallest: int = 2**14  # bytes of the smallest message
+    largest: int = 2**22  # of the largest; up to 4 times more where that takes less than `LEAST_SECONDS`
+    points: int = 6  # sizes between them, evenly in the logarithm
+    rounds: int = 9  # interleaved calls of each size; the median counts
+    devices_per_node: int = 0  # devices joined by fast links; 0 takes those of a host, which may run several processes
+    compute: bool = True  # time matmuls, gating and rows as well
+    layers: int = 14  # and so many whole layers under each schedule, 0 for none
+    scale: float = 1.0  # sizes of the timed compute over the default ones, in tokens
 
     def __post_init__(self):
         if not 0 < self.smallest < self.largest:
@@ -111,12 +103,23 @@ def calibrate(
         gamma = f" gamma {fit.gamma:.3e}" if fit.gamma else ""
         say(f"{name:24s} alpha {fit.alpha:.3e} s  beta {fit.beta:.3e}{gamma}  R^2 {fit.r2:.4f}")
 
+    def time_cases(name, cases):
+        """Time the cases in turn and fit them; what a call of an empty program takes is not counted."""
+        seconds = clock([case.call for case in cases], options.rounds)
+        each = [max(took - empty, 0.0) / case.count for took, case in zip(seconds, cases, strict=True)]
+        found = Points([case.x for case in cases], [case.y for case in cases], each)
+        of_saa = name.startswith("saa")
+        note(
+            name, found, _fit_saa(found) if of_saa else fit_alpha_beta(found.x, each, found.y if any(found.y) else None)
+        )
+
     (nothing,) = collective_cases(Timed("none", len(devices)), devices, 0)
     (empty,) = clock([nothing.call], 3 * options.rounds)
     fits: dict[str, Fit] = {"call": Fit(empty, 0.0)}
     points: dict[str, Points] = {}
     for timed in groups:
         largest = options.largest
+        # otherwise the cost of a call would hide the slope
         while largest < 4 * options.largest:
             case = collective_cases(timed, devices, largest)[0]
             if (clock([case.call], 2)[0] - empty) / case.count >= LEAST_SECONDS:
@@ -124,25 +127,15 @@ def calibrate(
             largest *= 4
         step = (largest / options.smallest) ** (1 / (options.points - 1))
         sizes = [round(options.smallest * step**i) for i in range(options.points)]
-        cases = [case for size in sizes for case in collective_cases(timed, devices, size)]
-        found = _time_cases(cases, options.rounds, empty, clock)
-        note(timed.name, found, _fit_saa(found) if timed.collective == "saa" else _fit(found))
+        time_cases(timed.name, [case for size in sizes for case in collective_cases(timed, devices, size)])
     if options.compute:
         for name, cases in compute_cases(devices, options.scale).items():
-            found = _time_cases(cases, options.rounds, empty, clock)
-            note(name, found, _fit(found))
+            time_cases(name, cases)
     if options.compute and options.layers:
         layers, layer_fits = time_layers(devices, options, mesh, _cluster(fits, devices, per_node), clock)
         for name, fit in layer_fits.items():
             note(name, layers[name], fit)
     return _cluster(fits, devices, per_node), points
-
-
-def _time_cases(cases: list[Case], rounds: int, empty: float, clock: Clock) -> Points:
-    """Time the cases in turn; what a call of an empty program takes is not counted."""
-    seconds = clock([case.call for case in cases], rounds)
-    each = [max(took - empty, 0.0) / case.count for took, case in zip(seconds, cases, strict=True)]
-    return Points([case.x for case in cases], [case.y for case in cases], each)
 
 
 def time_layers(
@@ -157,16 +150,11 @@ def time_layers(
     rows, found = [], {}
     for (case, schedule), seconds in zip(wanted, clock(calls, options.rounds), strict=True):
         predicted = predict(schedule, case, len(devices), alone)
-        computation = predicted.experts + predicted.gate + predicted.rows
-        rows.append((f"layer:{schedule}", predicted.communication, computation, seconds))
-    for name, *row in rows:
-        for values, value in zip(found.setdefault(name, Points([], [], [])), row, strict=True):
+        row = predicted.communication, predicted.experts + predicted.gate + predicted.rows, seconds
+        rows.append((f"layer:{schedule}", *row))
+        for values, value in zip(found.setdefault(f"layer:{schedule}", Points([], [], [])), row, strict=True):
             values.append(value)
     return found, fit_layers(*zip(*rows, strict=True)) if rows else {}
-
-
-def _fit(points: Points) -> Fit:
-    return fit_alpha_beta(points.x, points.seconds, points.y if any(points.y) else None)
 
 
 def _fit_saa(points: Points) -> Fit:

@@ -21,6 +21,20 @@ from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.targets import Target, check_run
 from moe_jax.config.run_config import RunConfig
 from moe_jax.errors import UserError
+from moe_jax.models.config import expert_counts
+from moe_jax.models.counts import flops_per_token
+from moe_jax.moe.build import layer_sizes
+from moe_jax.moe.schedules import schedule_record
+from moe_jax.moe.schedules.contract import layout_of
+from moe_jax.parallel.bucket_rows import round_up
+from moe_jax.parallel.mesh import Roles, build_mesh
+from moe_jax.planning.plan_shape import PlanShape
+from moe_jax.planning.sizes import overflow_chance
+from moe_jax.training.compiling import compile_guided
+from moe_jax.training.overlap_choice import settle_overlap
+from moe_jax.training.plan_cost import segment_runs
+from moe_jax.training.program import build_program
+from moe_jax.training.replanner import Replanner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +100,6 @@ def compile_step(
     Raises:
       UserError: what training itself would refuse, or an option that the compiler does not have.
     """
-    from moe_jax.analysis.stated_buckets import stated_buckets
-    from moe_jax.models.counts import flops_per_token
-    from moe_jax.training.compiling import compile_guided
-    from moe_jax.training.program import build_program
-
     program = build_program(config, devices)
     config = program.config
     shape = planned_shapes(config, program.roles, skew)
@@ -132,9 +141,6 @@ def compile_step(
 
 def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
     """Return {segment: `PlanShape`} of the plans for loads of this skew, see `skewed_loads`; None without a planner."""
-    from moe_jax.training.plan_cost import segment_runs
-    from moe_jax.training.replanner import Replanner
-
     if config.planner.name == "none":
         return None
     found = {}
@@ -147,15 +153,55 @@ def planned_shapes(config: RunConfig, roles, skew: float) -> dict | None:
 
 def buckets_on_target(config: RunConfig, target: Target, skew: float) -> tuple[Buckets, ...]:
     """Return the buckets of a run on described devices, of which nothing but their number and rates is needed."""
-    from moe_jax.analysis.stated_buckets import stated_buckets
-    from moe_jax.models.config import expert_counts
-    from moe_jax.parallel.mesh import build_mesh
-    from moe_jax.training.overlap_choice import settle_overlap
-
     counts = expert_counts(config.model, config.moe, config.mesh, target.devices)
     roles = build_mesh(config.mesh, target.devices, counts)
     config = settle_overlap(config, roles, target)
     return stated_buckets(config, roles, planned_shapes(config, roles, skew))
+
+
+def stated_buckets(config: RunConfig, roles: Roles, plans: dict[str, PlanShape] | None) -> tuple[Buckets, ...]:
+    """Return the buckets of each segment whose rows travel, and what the stated loads fill of them.
+
+    The loads are those that buckets are made for: even ones without a planner, else what the planner predicted. A
+    device fills its buckets from its own part of its MP group's tokens, or from all where its schedule gates the group;
+    `parm` counts as s1. Sizes only: no array is made and no device is needed.
+
+    Args:
+      config: with `ModelConfig.overlap` settled.
+      plans: {segment: shape of its plans}, None without a planner.
+    """
+    train, found = config.train, []
+    parts = 2 if config.model.overlap == "halves" else 1
+    tokens = train.batch_size // train.grad_accum_steps // roles.size(roles.dense) * config.data.sequence_length
+    for name, (own, own_roles) in segment_runs(config, roles).items():
+        members, mp_size = own_roles.size(own_roles.expert), own_roles.size(own_roles.model)
+        record = schedule_record(own.moe.schedule).on_mesh(mp_size, own_roles.size(own_roles.expert_shard))
+        if members == 1 or not record.moves_tokens:
+            continue
+        plan = None if plans is None else plans[name]
+        if plan is not None and plan.bucket_rows is not None and parts > 1:
+            rows = plan.bucket_rows.each(lambda size: round_up(size / parts, 8))
+            plan = dataclasses.replace(plan, bucket_rows=rows)
+        sizes = layer_sizes(own.moe, own_roles, tokens // parts, plan)
+        by_shape = layout_of(own_roles, record.bucket_rows(sizes, own_roles)).total
+        sizes = sizes if record.gates_group else sizes.split(mp_size)
+        overflow = 0.0  # the most that the chance of an exchange is to overflow
+        if sizes.capacity is None and sizes.planned_rows is not None:  # planned: known where it was stated
+            overflow = own.moe.overflow_chance or None
+        elif sizes.capacity is None:
+            choices, pairs = sizes.top_k * sizes.tokens, sizes.sources * members
+            chance = overflow_chance([choices / members], choices, sizes.even_rows(members))
+            overflow = min(1.0, pairs * chance)
+        found.append(
+            Buckets(
+                segment=name,
+                by_shape=by_shape,
+                expected=min(sizes.top_k * sizes.tokens, by_shape),
+                exchanges=own.model.moe_layers * parts * train.grad_accum_steps,
+                overflow=overflow,
+            )
+        )
+    return tuple(found)
 
 
 def memory_of(executable) -> dict[str, int]:
@@ -191,25 +237,25 @@ def skewed_loads(replanner, tokens: int, skew: float) -> np.ndarray:
     return np.repeat(np.stack(rows)[:, None], sources, axis=1)
 
 
-def describe_shape(shapes: dict) -> str:
+def describe_shape(shapes: dict[str, PlanShape]) -> str:
     """Return in words what a plan's program is compiled for, of several segments one after the other."""
-    said = {name: _describe_one(shape) for name, shape in shapes.items()}
-    return "; ".join(f"{name}: {words}" if len(said) > 1 else words for name, words in said.items())
-
-
-def _describe_one(shape) -> str:
-    parts = [f"{shape.home_slots} home and {shape.replica_slots} replica slots a device and layer"]
-    for name, transfer in (("ahead", shape.ahead), ("late", shape.late)):
-        if transfer is not None:
-            sent = transfer.sent()
-            form = f"by node, {transfer.crossing} crossing" if transfer.by_node else "flat"
-            parts.append(
-                f"transfer {name} {form} of {transfer.offers} offers into {transfer.slots} slots, {sum(sent):.3g} "
-                f"experts sent by a device, {sent[1]:.3g} of them to other nodes"
-            )
-    rows = shape.bucket_rows
-    sizes = "the default" if rows is None else f"{rows.own} (own), {rows.node} (same node) and {rows.far} (other nodes)"
-    return ", ".join([*parts, f"buckets of {sizes} rows"])
+    said = []
+    for segment, shape in shapes.items():
+        parts = [f"{shape.home_slots} home and {shape.replica_slots} replica slots a device and layer"]
+        for name, transfer in (("ahead", shape.ahead), ("late", shape.late)):
+            if transfer is not None:
+                sent = transfer.sent()
+                form = f"by node, {transfer.crossing} crossing" if transfer.by_node else "flat"
+                parts.append(
+                    f"transfer {name} {form} of {transfer.offers} offers into {transfer.slots} slots, {sum(sent):.3g} "
+                    f"experts sent by a device, {sent[1]:.3g} of them to other nodes"
+                )
+        rows, sizes = shape.bucket_rows, "the default"
+        if rows is not None:
+            sizes = f"{rows.own} (own), {rows.node} (same node) and {rows.far} (other nodes)"
+        words = ", ".join([*parts, f"buckets of {sizes} rows"])
+        said.append(f"{segment}: {words}" if len(shapes) > 1 else words)
+    return "; ".join(said)
 
 
 def read_text(path: str) -> str:

@@ -1,4 +1,4 @@
-"""The report of a scheduled program: a record for JSON, and the same as a table for people.
+"""The report of a scheduled program: a record for JSON, the same as a table for people, and pictures of its timeline.
 
 Besides the modelled timeline: the same program under other assumptions (buckets without empty rows, fewer cores beside
 a transfer, overflows), and what the compiler puts into command buffers; `measured.py` adds the times of a trace.
@@ -8,12 +8,13 @@ Seconds are modelled unless a name says measured.
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from moe_jax.cluster.costs import Buckets, overflow_chance
+from moe_jax.cluster.costs import Buckets
 from moe_jax.cluster.hlo import EXCHANGE, Module
 from moe_jax.cluster.targets import Target
 from moe_jax.cluster.timeline import Flight, Model, Timeline, play
@@ -21,15 +22,6 @@ from moe_jax.errors import UserError
 
 MOST_NAMES = 8  # of what computes beside a transfer
 TAKEN_CORES = (0, 16, 32)
-SAID = {
-    "nodes": "nodes_of_a_group",
-    "intra_bytes": "bytes_inside_nodes",
-    "inter_bytes": "bytes_leaving_a_node",
-    "exposed": "exposed_seconds",
-    "waited_for_links": "waited_for_links_seconds",
-    "beside_kernels": "executions_beside_kernels",
-    "beside_matmuls": "executions_beside_matmuls",
-}  # field of a flight -> name in its record
 
 
 def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> dict:
@@ -41,17 +33,17 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
     """
     described = dataclasses.asdict(target)
     described.pop("config")
-    flights = sorted(timeline.flights.values(), key=lambda flight: -flight.exposed)
+    flights = sorted(timeline.flights.values(), key=lambda flight: -flight.exposed_seconds)
     model_flops = facts.get("model_flops")
     mfu = {"mfu": model_flops / (timeline.seconds * target.flops_bf16)} if model_flops and timeline.seconds else {}
     exchange = [flight for flight in flights if flight.role == EXCHANGE]
-    moving, exposed = sum(flight.seconds for flight in exchange), sum(flight.exposed for flight in exchange)
+    moving, exposed = sum(flight.seconds for flight in exchange), sum(flight.exposed_seconds for flight in exchange)
     experts = sum(seconds for (_, scope), seconds in timeline.by_scope.items() if "experts" in scope.split("/"))
     collectives = []
     for flight in flights:
-        record = {SAID.get(name, name): value for name, value in dataclasses.asdict(flight).items() if name != "alone"}
-        beside = sorted(flight.beside.items(), key=lambda item: -item[1])[:MOST_NAMES]
-        collectives.append({**record, "beside_seconds": sum(flight.beside.values()), "beside": dict(beside)})
+        record = {name: value for name, value in vars(flight).items() if name != "alone"}
+        beside = dict(flight.beside.most_common(MOST_NAMES))
+        collectives.append({**record, "beside_seconds": flight.beside.total(), "beside": beside})
     return {
         **facts,
         "target": described,
@@ -65,7 +57,7 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
             "modelled_seconds": timeline.seconds,
             "compute_seconds": timeline.compute_seconds,
             "matmul_seconds": timeline.matmul_seconds,
-            "exposed_seconds": sum(flight.exposed for flight in flights),
+            "exposed_seconds": sum(flight.exposed_seconds for flight in flights),
             "flops": dict(sorted(timeline.flops.items())),
             "kernels": timeline.kernels,
             "shortest_kernels": timeline.shortest,
@@ -96,23 +88,21 @@ def build_report(timeline: Timeline, target: Target, model: Model, **facts) -> d
 
 def _totals(flights: Iterable[Flight], name: str) -> list[dict]:
     """Return one record of sums per role, kind or (part and) scope; largest modelled time first."""
-    sums: dict[str, dict] = {}
+    sums: dict[str, Counter] = defaultdict(Counter)
     for flight in flights:
         key = getattr(flight, name)
         if name == "scope":
             key = f"{flight.part} {key}".strip() or "(unnamed)"
-        total = sums.setdefault(key, {name: key})
-        for field, value in (
-            ("collectives", 1),
-            ("executions", flight.executions),
-            ("bytes", flight.bytes * flight.executions),
-            ("bytes_beside_kernels", flight.bytes * flight.beside_kernels),
-            ("bytes_beside_matmuls", flight.bytes * flight.beside_matmuls),
-            ("seconds", flight.seconds),
-            ("exposed_seconds", flight.exposed),
-        ):
-            total[field] = total.get(field, 0) + value
-    return sorted(sums.values(), key=lambda total: -total["seconds"])
+        sums[key].update(
+            collectives=1,
+            executions=flight.executions,
+            bytes=flight.bytes * flight.executions,
+            bytes_beside_kernels=flight.bytes * flight.executions_beside_kernels,
+            bytes_beside_matmuls=flight.bytes * flight.executions_beside_matmuls,
+            seconds=flight.seconds,
+            exposed_seconds=flight.exposed_seconds,
+        )
+    return sorted(({name: key, **total} for key, total in sums.items()), key=lambda total: -total["seconds"])
 
 
 def what_if(module: Module, target: Target, model: Model, buckets: Sequence[Buckets] = ()) -> dict:
@@ -133,7 +123,7 @@ def what_if(module: Module, target: Target, model: Model, buckets: Sequence[Buck
     for taken in TAKEN_CORES if target.cores else ():
         share = taken / target.cores
         line = play(module, target, model, taken=share)
-        exposed = sum(flight.exposed for flight in line.flights.values())
+        exposed = sum(flight.exposed_seconds for flight in line.flights.values())
         cores.append({"taken": taken, "cores": target.cores, "step_seconds": line.seconds, "exposed_seconds": exposed})
         if buckets:
             both = play(module, target, model, buckets, expected_rows=True, taken=share)
@@ -164,7 +154,7 @@ def what_if(module: Module, target: Target, model: Model, buckets: Sequence[Buck
                 for own in buckets
             ],
             "step_seconds": expected.seconds,
-            "exposed_seconds": sum(flight.exposed for flight in expected.flights.values()),
+            "exposed_seconds": sum(flight.exposed_seconds for flight in expected.flights.values()),
             "flops": sum(expected.flops.values()),
             "instructions": instructions,
         },
@@ -184,7 +174,7 @@ def overflow_record(timeline: Timeline, buckets: Sequence[Buckets], complete: Ti
     """
     chance = alone = with_passes = step = None
     if buckets and all(own.overflow is not None for own in buckets):
-        chance = overflow_chance(buckets)
+        chance = min(1.0, sum(own.exchanges * own.overflow for own in buckets))
     if complete is not None:
         # every conditional takes its longer side: later passes in every layer, not hidden
         more = (
@@ -319,8 +309,8 @@ def report_text(report: dict) -> str:
         ("role, inside loops", "role", report["in_loops"]["by_role"]),
         ("scope", "scope", report["totals"]["by_scope"]),
     ):
-        lines.append("")
-        lines.append(f"{title:44} {'runs':>7} {'MB':>12} {'beside mm':>10} {'modelled':>12} {'exposed':>12} {'':>6}")
+        head = f"{title:44} {'runs':>7} {'MB':>12} {'beside mm':>10} {'modelled':>12} {'exposed':>12} {'':>6}"
+        lines += ["", head]
         for total in totals:
             hidden = total["bytes_beside_matmuls"] / max(total["bytes"], 1)
             share = total["exposed_seconds"] / max(total["seconds"], 1e-30)
@@ -328,11 +318,8 @@ def report_text(report: dict) -> str:
                 f"{total[name][:44]:44} {total['executions']:>7} {total['bytes'] / 1e6:>12.2f} {hidden:>10.0%} "
                 f"{_ms(total['seconds']):>12} {_ms(total['exposed_seconds']):>12} {share:>6.0%}"
             )
-    lines.append("")
-    lines.append(
-        f"{'collective':26} {'role':18} {'part scope':30} {'MB':>10} {'group':>6} {'runs':>5} {'modelled':>11} "
-        f"{'exposed':>11}  beside"
-    )
+    head = f"{'collective':26} {'role':18} {'part scope':30} {'MB':>10} {'group':>6} {'runs':>5} {'modelled':>11} "
+    lines += ["", head + f"{'exposed':>11}  beside"]
     for own in report["collectives"]:
         group, scope = f"{own['group_size']}/{own['nodes_of_a_group']}", f"{own['part']} {own['scope']}"
         lines.append(
@@ -514,3 +501,65 @@ def _measured_lines(report: dict) -> list[str]:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
+
+
+ROWS = ("compute", "inside nodes", "across nodes", "wait")
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+FIXED_COLOURS = {"wait": "tab:red", "other compute": "tab:gray"}
+
+
+def write_chrome_trace(timeline: Timeline, path: pathlib.Path) -> None:
+    """Write a trace for Perfetto (ui.perfetto.dev): complete events ('X'), in microseconds, one thread for each row."""
+    events: list[dict] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
+        for row, name in enumerate(ROWS)
+    ]
+    for event in timeline.events:
+        where = {"ph": "X", "pid": 0, "tid": ROWS.index(event.row), "name": event.label or event.name}
+        when = {"ts": event.begin * 1e6, "dur": (event.end - event.begin) * 1e6}
+        events.append({**where, **when, "args": {"instruction": event.name}})
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def draw_timeline(timeline: Timeline, path: pathlib.Path, title: str) -> None:
+    """Draw the step, and a middle turn of each of the two longest loops: in training the blocks, both ways."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for loop, _, begin, end in timeline.turns:
+        turns[loop].append((begin, end))
+    longest = sorted(turns, key=lambda loop: -(turns[loop][-1][1] - turns[loop][0][0]))[:2]
+    middle = [(f"one turn of {loop}", *turns[loop][len(turns[loop]) // 2]) for loop in longest]
+    windows = [("whole step", 0.0, max(timeline.seconds, 1e-9)), *sorted(middle, key=lambda turn: turn[1])]
+    # What decides an event's colour: the innermost named scope of a kernel, the role of a transfer. Waits are red,
+    # unnamed compute grey, the longest groups have one colour each, the others are light grey.
+    groups, totals = [], defaultdict(float)
+    for event in timeline.events:
+        name = event.label.split("/")[-1] if event.row == "compute" else event.label.split(" ")[0]
+        groups.append("wait" if event.row == "wait" else name)
+        totals[groups[-1]] += event.end - event.begin
+    named = sorted((group for group in totals if group not in FIXED_COLOURS), key=lambda group: -totals[group])
+    colours = {group: COLOURS[place] if place < len(COLOURS) else "lightgray" for place, group in enumerate(named)}
+    colours |= {group: colour for group, colour in FIXED_COLOURS.items() if group in totals}
+    figure = Figure(figsize=(14, 2.6 * len(windows) + 0.8), layout="constrained")
+    figure.suptitle(title)
+    for axes, (name, begin, end) in zip(figure.subplots(len(windows), squeeze=False)[:, 0], windows, strict=True):
+        bars = defaultdict(list)  # (row, group) -> bars
+        for event, group in zip(timeline.events, groups, strict=True):
+            if event.end > begin and event.begin < end:
+                first, last = max(event.begin, begin), min(event.end, end)
+                bars[ROWS.index(event.row), group].append((1e3 * first, 1e3 * (last - first)))
+        for row, group in sorted(bars):
+            place = (len(ROWS) - 1 - row - 0.4, 0.8)
+            axes.broken_barh(bars[row, group], place, color=colours[group], linewidth=0)
+        axes.set_yticks(range(len(ROWS)), ROWS[::-1])
+        axes.set_ylim(-0.6, len(ROWS) - 0.4)
+        axes.set_xlim(1e3 * begin, 1e3 * end)
+        axes.set_xlabel("modelled ms")
+        axes.set_title(name, loc="left", fontsize=10)
+    handles = [matplotlib.patches.Patch(color=colour, label=group) for group, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=8)
+    figure.savefig(path, dpi=110)

@@ -3,8 +3,7 @@
 Matmuls are counted wherever they stand, inside fusions too; of all else only the bytes. An operand that a fusion only
 slices counts the slice, and an array updated in place the update. Kernels written by hand are counted by their
 operands' shapes, as if every row were in use; a custom call of another form counts its bytes alone and is reported by
-name. A shape counts every row of every bucket; the expected rows are the choices that tokens make, which all have a row
-somewhere while nothing overflows.
+name.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from moe_jax.cluster.hlo import Array, Computation, Instruction, Module
@@ -19,21 +19,13 @@ from moe_jax.cluster.hlo import Array, Computation, Instruction, Module
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """The buckets of one device in one exchange of one layer, of a segment of layers that are alike.
+    """The buckets of one device in one exchange of one layer, of a segment of layers that are alike."""
 
-    Attributes:
-      segment: name of the segment.
-      by_shape: rows of all of its buckets together.
-      expected: of them, those that hold a row under the stated loads, in the mean over devices.
-      exchanges: of tokens in one step, there and back counted once: layers x parts of a batch x microbatches.
-      overflow: the most that the chance of one of them is to overflow, None where that is not known.
-    """
-
-    segment: str
-    by_shape: int
-    expected: float
-    exchanges: int
-    overflow: float | None
+    segment: str  # its name
+    by_shape: int  # rows of all of its buckets together
+    expected: float  # of them, those that hold a token under the stated loads, in the mean over devices
+    exchanges: int  # of tokens in one step, there and back counted once: layers x parts of a batch x microbatches
+    overflow: float | None  # the most that the chance of one of them is to overflow, None where that is not known
 
     @property
     def used(self) -> float:
@@ -69,11 +61,6 @@ def multiplied_rows(arrays: Iterable[Array]) -> tuple[int, int]:
     return rows, sum(array.bytes for array in matrices if array.dims[0] == rows)
 
 
-def overflow_chance(buckets: Sequence[Buckets]) -> float:
-    """Return the most that the chance of a step is to overflow somewhere; that of every bucket is known."""
-    return min(1.0, sum(own.exchanges * (own.overflow or 0.0) for own in buckets))
-
-
 def _floats(arrays: Iterable[Array]) -> list[Array]:
     return [array for array in arrays if array.dims and not array.dtype.startswith(("s", "u", "pred"))]
 
@@ -93,13 +80,11 @@ class Cost:
     Attributes:
       flops: of matmuls, by the kind of arithmetic: 'bf16' (any 16-bit or 8-bit float), 'tf32', 'f32' (float32 at
         highest precision) or 'f64'.
-      bytes: read and written in device memory.
-      unknown: the custom call whose FLOPs are not counted, else ''.
     """
 
     flops: tuple[tuple[str, float], ...] = ()
-    bytes: float = 0.0
-    unknown: str = ""
+    bytes: float = 0.0  # read and written in device memory
+    unknown: str = ""  # the custom call whose FLOPs are not counted
 
 
 def cost_of(instruction: Instruction, computation: Computation, module: Module) -> Cost:
@@ -135,8 +120,6 @@ def cost_of(instruction: Instruction, computation: Computation, module: Module) 
 
 def _fusion(instruction: Instruction, computation: Computation, module: Module) -> Cost:
     body = module.computations[instruction.called()[0]]
-    flops: dict[str, float] = {}
-    _add_flops(body, module, flops)
     root, updated, written = body.root, set(), 0.0
     for name in root.operands if root.opcode == "tuple" else [root.name]:
         result = body.by_name[name]
@@ -156,7 +139,7 @@ def _fusion(instruction: Instruction, computation: Computation, module: Module) 
         parameter = parameters.get(number)
         if parameter is not None and parameter.name not in updated:
             read += min(operand.bytes, _bytes_read(body, parameter, module))
-    return Cost(tuple(sorted(flops.items())), read + written)
+    return Cost(tuple(sorted(_matmul_flops(body, module).items())), read + written)
 
 
 def _bytes_read(body: Computation, value: Instruction, module: Module) -> float:
@@ -189,14 +172,15 @@ def _uses(body: Computation, name: str) -> list[tuple[Instruction, str]]:
     return found
 
 
-def _add_flops(body: Computation, module: Module, flops: dict[str, float]) -> None:
+def _matmul_flops(body: Computation, module: Module) -> Counter[str]:
+    flops: Counter[str] = Counter()
     for instruction in body.instructions:
         if instruction.opcode == "dot":
-            for kind, count in _dot_flops(instruction, body):
-                flops[kind] = flops.get(kind, 0.0) + count
+            flops.update(dict(_dot_flops(instruction, body)))
         elif instruction.opcode in ("fusion", "call"):
             for name in instruction.called():
-                _add_flops(module.computations[name], module, flops)
+                flops.update(_matmul_flops(module.computations[name], module))
+    return flops
 
 
 def _dot_flops(dot: Instruction, computation: Computation) -> tuple[tuple[str, float], ...]:

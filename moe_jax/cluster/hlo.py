@@ -1,4 +1,4 @@
-"""Read the text of a scheduled HLO module: instructions in launch order, groups of collectives, scopes. No jax.
+"""Read the text of a scheduled HLO module: instructions in launch order, groups of collectives, scopes.
 
 %all-to-all-start.1 = ((bf16[4,8]{1,0}), bf16[4,8]{1,0}) all-to-all-start(%x), replica_groups={{0,1}}, ...
  name                  shape                             opcode           operands  attributes
@@ -48,10 +48,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        bits = DTYPE_BITS.get(self.dtype, 8 if self.dtype.startswith("f8") else None)
-        if bits is None:
-            raise UserError(f"the compiled program has an array of dtype {self.dtype!r}, whose size is not known here")
-        return -(-self.size * bits // 8)
+        return -(-self.size * DTYPE_BITS.get(self.dtype, 8) // 8)  # else one of the float8 types
 
 
 @functools.lru_cache(maxsize=4096)
@@ -59,34 +56,23 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
     """Return the arrays of a shape, a tuple's in order, nested ones flattened."""
     found = []
     for dtype, dims in _ARRAY.findall(shape):
-        if dtype in DTYPE_BITS or dtype.startswith("f8"):
-            found.append(Array(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)))
-        else:
+        if dtype not in DTYPE_BITS and not dtype.startswith("f8"):
             raise UserError(f"the compiled program has an array of dtype {dtype!r}, whose size is not known here")
+        found.append(Array(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d)))
     return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One instruction of a computation.
+    """One instruction of a computation."""
 
-    Attributes:
-      name: without '%'.
-      shape: of the result, as written.
-      opcode: such as 'fusion' or 'all-gather-start'.
-      operands: names, in order.
-      attributes: everything after the operands, as written.
-      root: True for the computation's result.
-      parameter: n of 'parameter(n)', else -1.
-    """
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-    root: bool
-    parameter: int = -1
+    name: str  # without '%'
+    shape: str  # of the result, as written
+    opcode: str  # such as 'fusion' or 'all-gather-start'
+    operands: tuple[str, ...]  # names, in order
+    attributes: str  # everything after the operands, as written
+    root: bool  # whether it is the computation's result
+    parameter: int = -1  # n of 'parameter(n)'
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -95,7 +81,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the result, all arrays together."""
+        """Of the result, all arrays together."""
         return sum(array.bytes for array in self.arrays)
 
     @functools.cached_property
@@ -163,13 +149,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:
-    """A whole program.
-
-    Attributes:
-      name: of the module.
-      computations: by name.
-      entry: the one that the program starts with.
-    """
+    """A whole program: its computations by name, and the one that it starts with."""
 
     name: str
     computations: dict[str, Computation]

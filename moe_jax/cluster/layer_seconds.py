@@ -1,8 +1,8 @@
 """What one MoE layer moves and computes under each schedule, and its seconds by a cluster's fits.
 
-Sizes count elements as a collective's formula does: what a device hands in, for an all-gather what it gets. Integers
-(counts, routes, the flag of an overflow) are apart, `index_transfers`; sums of gradients over data-parallel devices are
-not in here. Seconds are of a synchronous layer, forward and backward: nothing overlaps, as on a CPU.
+Sizes count elements as a collective's formula does: what a device hands in, for an all-gather what it gets. Sums of
+gradients over data-parallel devices are not in here. Seconds are of a synchronous layer, forward and backward: nothing
+overlaps, as on a CPU.
 
 Letters: docs/notation.md; Sq tokens of a sequence; C counts the rows of one device's N / N_MP tokens under s1, pairwise
 and dp, and of all N under deepspeed and s2. With a capacity, D C is the papers' E C.
@@ -24,17 +24,11 @@ FORMULAS = ("deepspeed", "s1", "s2", "pairwise", "ring", "dp")  # the schedules 
 
 
 class HalfWork(typing.NamedTuple):
-    """What a device computes of a layer for one half of its tokens.
+    """What a device computes of a layer for one half of its tokens: FLOPs of a forward; a backward takes twice that."""
 
-    Attributes:
-      attention: FLOPs of a forward of what precedes the MoE layer; its backward takes twice that.
-      experts: FLOPs of a forward of the experts, even loads; shared experts are not counted.
-      recompute: whether the backward computes the MoE layer again.
-    """
-
-    attention: float
-    experts: float
-    recompute: bool = False
+    attention: float  # of what precedes the MoE layer
+    experts: float  # evenly loaded; shared experts are not counted
+    recompute: bool = False  # whether the backward computes the MoE layer again
 
 
 def matrices_of(activation: str) -> int:
@@ -54,14 +48,13 @@ def preceding_flops(*, model_dim: int, length: int, moe_every: int, matrices: in
 
 
 class Transfer(typing.NamedTuple):
-    """One collective: its kind, the group it spans, elements per call, calls, and bytes of an element that is no number
-    of the compute dtype (0: it is one)."""
+    """One collective, as often as a layer calls it."""
 
     collective: str
-    group: str
-    elements: int
+    group: str  # a name in `LayerShape.span`
+    elements: int  # of one call
     calls: int = 1
-    item: int = 0
+    item: int = 0  # bytes of an element that is no number of the compute dtype, 0: it is one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +189,7 @@ def layer_transfers(
 
     Args:
       schedule: a name in `FORMULAS`; 'parm' is what it chooses.
-      shape: sizes; gather: how s2 returns, 'saa' or 'aas'.
+      gather: how s2 returns, 'saa' or 'aas'.
       transport: how an all-to-all is carried out, unless the schedule has transfers of its own.
       local: for 'two_level', members of its group that share a node. The levels of a group are called GROUP:near,
         `local` neighbours in it, and GROUP:far, those of equal place.
@@ -207,11 +200,10 @@ def layer_transfers(
         for move in shape.present(way):
             if transport == "coordinated" and schedule != "pairwise":
                 carried += shape.present(_by_place(move, shape))
-            elif transport == "two_level" and schedule != "pairwise" and move.collective == "all_to_all":
-                inside = move.group in ("node", "expert_node", "expert_shard")
+            elif transport == "two_level" and move.collective == "all_to_all" and move.group in (_BOTH, "expert"):
+                # those of other groups stay in a node
                 levels = (("near", local), ("far", shape.span(move.group)[0] // local))
-                split = [move._replace(group=f"{move.group}:{name}") for name, level in levels if level > 1]
-                carried += [move] if inside else split
+                carried += [move._replace(group=f"{move.group}:{name}") for name, level in levels if level > 1]
             else:
                 carried.append(move)
         ways.append(carried)
@@ -232,11 +224,8 @@ def layer_transfers(
 def index_transfers(
     schedule: str, shape: LayerShape, most_passes: int = 1, transport: str = "all_to_all"
 ) -> list[Transfer]:
-    """Return the transfers of int32 in one layer and pass; they have no backward.
-
-    These are what the schedule itself sends ahead of its rows and, once per layer where there may be several passes,
-    the flag by which all devices agree on their number ('all').
-    """
+    """Return the transfers of int32 in one layer and pass, which have no backward: counts and routes ahead of the rows
+    and, where there may be several passes, the flag by which all devices agree on their number ('all')."""
     schedule = shape.alike(schedule)
     held = shape.experts // shape.ep_size
     counts = Transfer("all_to_all", _BOTH, shape.ep_size * shape.esp_size * held, item=4)  # of rows per expert
@@ -296,9 +285,8 @@ def layer_seconds(
     """Predict one layer; where whole layers were timed (fit `layer:SCHEDULE`), its parts cost what they cost in those.
 
     Args:
-      schedule: a name in `FORMULAS`.
-      shape: its sizes, with bytes of a row; load: (FLOPs, bytes touched) of one device's experts, forward and backward,
-        None leaves them out.
+      schedule: a name in `FORMULAS`; shape: its sizes, with bytes of a row.
+      load: (FLOPs, bytes touched) of one device's experts, forward and backward, None leaves them out.
       gather, transport: as in `MoEConfig`; a transport is looked up under its name.
       waits: seconds of the exchanges of one direction, there and back -> those that the layer waits for: all, unless
         something hides them. There and back count as equally long; what an MP group gathers before or after is none.
@@ -306,15 +294,14 @@ def layer_seconds(
     Raises:
       UserError: the cluster lacks a fit; it names the fit.
     """
-    asked_by = "MoEConfig.schedule 'parm'"
+    asked_by, moving = "MoEConfig.schedule 'parm'", 0.0
     # 'coordinated' is made of other collectives; any other transport is looked up in place of its all-to-alls
-    coordinated = transport == "coordinated"
-    moving = 0.0
-    for way in layer_transfers(schedule, shape, gather, transport if coordinated else "all_to_all"):
+    made_of = transport if transport == "coordinated" else "all_to_all"
+    for way in layer_transfers(schedule, shape, gather, made_of):
         outside = [move for move in shape.whole_gather(schedule) if move in way]
         for move in outside:
             way.remove(move)
-        if not coordinated:
+        if transport != made_of:
             way = [move._replace(collective=transport) if move.collective == "all_to_all" else move for move in way]
         seconds = _transfer_seconds(way, shape, cluster, asked_by)
         moving += _transfer_seconds(outside, shape, cluster, asked_by) + waits((seconds / 2, seconds / 2))
@@ -335,13 +322,8 @@ def layer_seconds(
     whole = dict(cluster.fits).get(f"layer:{'s1' if shape.mp_size == 1 and schedule == 's2' else schedule}")
     if whole is None:
         return alone
-    return LayerSeconds(
-        communication=whole.beta * alone.communication,
-        experts=whole.gamma * alone.experts,
-        gate=whole.gamma * alone.gate,
-        rows=whole.gamma * alone.rows,
-        call=whole.alpha,
-    )
+    computation = (whole.gamma * seconds for seconds in (alone.experts, alone.gate, alone.rows))
+    return LayerSeconds(whole.beta * alone.communication, *computation, whole.alpha)
 
 
 def _transfer_seconds(transfers: list[Transfer], shape: LayerShape, cluster: Cluster, requested_by: str) -> float:

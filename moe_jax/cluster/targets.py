@@ -63,19 +63,15 @@ class Target:
         """Return the peak FLOP/s of one kind of arithmetic."""
         return getattr(self, f"flops_{arithmetic}")
 
-    @property
-    def platform(self) -> str:
-        """What `jax.Device.platform` says of such a device."""
-        return "cuda"
+    platform = "cuda"  # like the next two what a `jax.Device` says of itself
 
     @property
     def device_kind(self) -> str:
-        """What `jax.Device.device_kind` says of such a device."""
         return self.device
 
     @property
     def compute_capability(self) -> str:
-        """What `jax.Device.compute_capability` says of such a device, as '9.0'; '' where the description lacks it."""
+        """Such as '9.0'; '' where the description lacks it."""
         found = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", self.config)
         return f"{found.group(1)}.{found.group(2) or 0}" if found else ""
 
@@ -120,8 +116,7 @@ def read_device(name: str) -> Target:
     """Return one device of a node of one."""
     fields, rest = {}, []
     for line in (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines():
-        found = re.match(r"Target\.(\w+) = (.*)$", line)
-        if found:
+        if found := re.match(r"Target\.(\w+) = (.*)$", line):
             fields[found.group(1)] = ast.literal_eval(found.group(2))
         elif not line.startswith("#"):
             rest.append(line)
@@ -131,10 +126,7 @@ def read_device(name: str) -> Target:
 def device_named(kind: str) -> str | None:
     """Return the name of the target for a real device of this kind, None where there is none."""
     plain = kind.lower().replace(" ", "")
-    for name in target_names():
-        if name in plain:
-            return name
-    return None
+    return next((name for name in target_names() if name in plain), None)
 
 
 def check_run(target: Target, mesh, dtype: str) -> None:
@@ -146,16 +138,14 @@ def check_run(target: Target, mesh, dtype: str) -> None:
     Raises:
       UserError: other device counts, nodes of another size, or no matmul of this dtype; the message names them.
     """
-    fixed = mesh.data * mesh.expert_shard
-    wanted = fixed * max(mesh.expert, 1)
-    fits = target.devices == wanted if mesh.expert != -1 else target.devices % fixed == 0
+    wanted = mesh.data * mesh.expert_shard * max(mesh.expert, 1)
     named = f"--target={target.name}:{target.nodes}x{target.per_node}"
-    if not fits:
-        expert = "what is left" if mesh.expert == -1 else mesh.expert
+    if target.devices % wanted if mesh.expert == -1 else target.devices != wanted:
+        expert, multiple = ("what is left", "a multiple of ") if mesh.expert == -1 else (mesh.expert, "")
         raise UserError(
             f"{named} has {target.devices} devices, but "
             f"MeshConfig.data ({mesh.data}) x expert ({expert}) x expert_shard ({mesh.expert_shard}) needs "
-            f"{'a multiple of ' if mesh.expert == -1 else ''}{wanted}; change one of them"
+            f"{multiple}{wanted}; change one of them"
         )
     if mesh.devices_per_node not in (0, target.per_node):
         raise UserError(

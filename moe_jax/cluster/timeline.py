@@ -35,19 +35,12 @@ from moe_jax.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """What the cost model assumes beside a target's figures.
+    """What the cost model assumes beside a target's figures."""
 
-    Attributes:
-      matmul_efficiency: of the peak FLOP/s, reached by large matmuls.
-      memory_efficiency: of the memory bandwidth, reached by kernels without matmuls.
-      launch: the least seconds of any kernel.
-      conditional: seconds that the device is idle at each conditional, beside the branch that it takes.
-    """
-
-    matmul_efficiency: float = 0.7
-    memory_efficiency: float = 0.8
-    launch: float = 2e-6
-    conditional: float = 0.0
+    matmul_efficiency: float = 0.7  # of the peak FLOP/s, reached by large matmuls
+    memory_efficiency: float = 0.8  # of the memory bandwidth, reached by kernels without matmuls
+    launch: float = 2e-6  # the least seconds of any kernel
+    conditional: float = 0.0  # seconds that the device is idle at each conditional, beside the branch that it takes
 
 
 @dataclasses.dataclass
@@ -55,15 +48,15 @@ class Flight:
     """One collective of the program text, summed over its executions.
 
     Attributes:
-      name, computation: where it stands; kind: without -start; scope, part, role: see `scopes`.
+      name, computation: where it stands; kind: without -start; scope, part, role: see `scope_of`, `pass_of`, `role_of`.
       bytes: of one device's operand or result, whichever is larger, of one execution.
-      groups, group_size, nodes: how many groups, devices of one, nodes that the widest group touches.
-      intra_bytes, inter_bytes, alone: see `traffic`, of one execution, which takes `alone` seconds.
+      groups, group_size, nodes_of_a_group: how many groups, devices of one, nodes that the widest group touches.
+      bytes_inside_nodes, bytes_leaving_a_node, alone: see `traffic`, of one execution, which takes `alone` seconds.
       asynchronous: False where the program waits at once.
       loops: turns of the loops around it, outermost first.
-      executions, seconds, exposed, waited_for_links: how often, modelled time, waits at its end, waits for its links.
-      beside: what computed between start and done, name -> seconds; beside_kernels, beside_matmuls: executions with at
-        least one kernel there, and with at least one matmul.
+      seconds, exposed_seconds, waited_for_links_seconds: modelled time, waits at its end, waits for its links.
+      executions_beside_kernels, executions_beside_matmuls: with at least one of them between start and done.
+      beside: what computed between start and done, name -> seconds.
     """
 
     name: str
@@ -75,34 +68,28 @@ class Flight:
     bytes: int
     groups: int
     group_size: int
-    nodes: int
-    intra_bytes: float
-    inter_bytes: float
+    nodes_of_a_group: int
+    bytes_inside_nodes: float
+    bytes_leaving_a_node: float
     alone: float
     asynchronous: bool
     loops: tuple[int, ...]
     executions: int = 0
     seconds: float = 0.0
-    exposed: float = 0.0
-    waited_for_links: float = 0.0
-    beside_kernels: int = 0
-    beside_matmuls: int = 0
-    beside: dict[str, float] = dataclasses.field(default_factory=dict)
+    exposed_seconds: float = 0.0
+    waited_for_links_seconds: float = 0.0
+    executions_beside_kernels: int = 0
+    executions_beside_matmuls: int = 0
+    beside: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One execution of a kernel, a transfer or a wait.
+    """One execution of a kernel, a transfer or a wait; times in seconds."""
 
-    Attributes:
-      row: 'compute', 'inside nodes', 'across nodes' (transfers) or 'wait'.
-      name: of the instruction; label: its scope or role.
-      begin, end: seconds.
-    """
-
-    row: str
-    name: str
-    label: str
+    row: str  # 'compute', 'inside nodes', 'across nodes' (transfers) or 'wait'
+    name: str  # of the instruction
+    label: str  # its scope or role
     begin: float
     end: float
 
@@ -134,12 +121,12 @@ class Timeline:
     matmul_seconds: float = 0.0
     kernels: int = 0
     shortest: int = 0
-    flops: dict[str, float] = dataclasses.field(default_factory=dict)
-    by_scope: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    flops: Counter[str] = dataclasses.field(default_factory=Counter)
+    by_scope: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     skipped: dict[str, dict] = dataclasses.field(default_factory=dict)
     rows: dict[tuple[str, str], Counter] = dataclasses.field(default_factory=dict)
     unknown_loops: set[str] = dataclasses.field(default_factory=set)
-    unknown_calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    unknown_calls: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
 def play(
@@ -159,8 +146,7 @@ def play(
       taken: share of the device's cores that a transfer under way takes from the kernels beside it, all of which then
         run at the rate of the rest.
     """
-    player = _Player(module, target, model or Model())
-    player.buckets, player.expected_rows, player.taken = buckets, expected_rows, taken
+    player = _Player(module, target, model or Model(), buckets, expected_rows, taken)
     player.run(module.entry, ())
     player.timeline.seconds = player.now
     return player.timeline
@@ -212,12 +198,12 @@ def collective_of(instruction: Instruction, module: Module) -> Instruction | Non
 class _Player:
     """The state of a simulation: one device's compute stream, its links and the transfers in flight."""
 
-    def __init__(self, module: Module, target: Target, model: Model):
+    def __init__(self, module: Module, target: Target, model: Model, buckets=(), expected_rows=False, taken=0.0):
         self.module, self.target, self.model = module, target, model
-        self.buckets, self.expected_rows, self.taken = (), False, 0.0
+        self.buckets, self.expected_rows, self.taken = buckets, expected_rows, taken
         self.timeline = Timeline()
         self.now = 0.0  # the compute stream's clock
-        self.link_free = {"intra": 0.0, "inter": 0.0}
+        self.link_free = {"inside nodes": 0.0, "across nodes": 0.0}
         self.open: list[dict] = []  # transfers in flight
         self.kernels: dict[str, tuple[Cost, float, str]] = {}
         self.rows: dict[str, int] = {}  # of instructions that work on buckets, by shape
@@ -344,17 +330,15 @@ class _Player:
         line.compute_seconds += seconds
         line.kernels += 1
         key = (pass_of(instruction.op_name), scope)
-        line.by_scope[key] = line.by_scope.get(key, 0.0) + seconds
-        for kind, count in cost.flops:
-            line.flops[kind] = line.flops.get(kind, 0.0) + count
-        if cost.flops:
-            line.matmul_seconds += seconds
+        line.by_scope[key] += seconds
+        line.flops.update(dict(cost.flops))
+        line.matmul_seconds += seconds if cost.flops else 0.0
         self.count_rows(instruction.name, key, seconds, flops=sum(count for _, count in cost.flops))
         if cost.unknown:
-            line.unknown_calls[cost.unknown] = line.unknown_calls.get(cost.unknown, 0) + 1
+            line.unknown_calls[cost.unknown] += 1
         for transfer in self.open:
             flight = transfer["flight"]
-            flight.beside[label] = flight.beside.get(label, 0.0) + seconds
+            flight.beside[label] += seconds
             transfer["kernel"] = True
             transfer["matmul"] |= bool(cost.flops)
 
@@ -404,9 +388,9 @@ class _Player:
             bytes=size,
             groups=len(groups),
             group_size=max(map(len, groups), default=2),
-            nodes=max((len({d // self.target.per_node for d in group}) for group in groups), default=1),
-            intra_bytes=intra_bytes,
-            inter_bytes=inter_bytes,
+            nodes_of_a_group=max((len({d // self.target.per_node for d in group}) for group in groups), default=1),
+            bytes_inside_nodes=intra_bytes,
+            bytes_leaving_a_node=inter_bytes,
             alone=alone,
             asynchronous=starts and '"is_sync":true' not in instruction.attributes,
             loops=loops,
@@ -415,16 +399,17 @@ class _Player:
     def start(self, instruction: Instruction, computation: Computation, loops: tuple[int, ...]) -> dict:
         flight = self.flight(instruction, computation, loops)
         self.timeline.flights[flight.name] = flight
-        links = [name for name, used in (("intra", flight.intra_bytes), ("inter", flight.inter_bytes)) if used]
+        used = zip(self.link_free, (flight.bytes_inside_nodes, flight.bytes_leaving_a_node), strict=True)
+        links = [row for row, moved in used if moved]
         begin = max([self.now, *(self.link_free[name] for name in links)])
         end = begin + flight.alone
         for name in links:
             self.link_free[name] = end
         flight.executions += 1
         flight.seconds += flight.alone
-        flight.waited_for_links += begin - self.now
+        flight.waited_for_links_seconds += begin - self.now
         self.count_rows(flight.name, (flight.part, flight.scope), flight.alone, moved=flight.bytes)
-        row = "across nodes" if flight.inter_bytes > 0 else "inside nodes"
+        row = links[-1] if links else "inside nodes"
         self.timeline.events.append(Event(row, flight.name, f"{flight.role} {flight.scope}".strip(), begin, end))
         transfer = {"flight": flight, "begin": begin, "end": end, "kernel": False, "matmul": False}
         if flight.asynchronous:
@@ -435,11 +420,11 @@ class _Player:
         flight, end = transfer["flight"], transfer["end"]
         if transfer in self.open:
             self.open.remove(transfer)
-        flight.beside_kernels += transfer["kernel"]
-        flight.beside_matmuls += transfer["matmul"]
+        flight.executions_beside_kernels += transfer["kernel"]
+        flight.executions_beside_matmuls += transfer["matmul"]
         if end > self.now:
             self.timeline.events.append(Event("wait", flight.name, flight.role, self.now, end))
-            flight.exposed += end - self.now
+            flight.exposed_seconds += end - self.now
             self.now = end
 
 

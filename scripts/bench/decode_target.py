@@ -128,7 +128,7 @@ def main(_):
         "target": _TARGET.value, "decode": _DECODE.value, "batch": _BATCH.value,
         "modelled_seconds": timeline.seconds, "floor_seconds": floor,
         "floor_bytes": read, "ratio": timeline.seconds / floor, "compile_seconds": time.monotonic() - started,
-        "exposed_seconds": sum(flight.exposed for flight in timeline.flights.values()),
+        "exposed_seconds": sum(flight.exposed_seconds for flight in timeline.flights.values()),
         "matmul_seconds": timeline.matmul_seconds, "compute_seconds": timeline.compute_seconds,
         "unknown_loops": sorted(timeline.unknown_loops), "unknown_calls": timeline.unknown_calls,
     }  # fmt: skip

@@ -39,7 +39,7 @@ def main(argv):
         jax.distributed.initialize(
             num_processes=int(os.environ["JAX_NUM_PROCESSES"]), process_id=int(os.environ["JAX_PROCESS_ID"])
         )
-    from moe_jax.analysis.timed_parts import Timed, collective_cases, expert_timings, interleaved_seconds
+    from moe_jax.analysis.timed import Timed, collective_cases, expert_timings, interleaved_seconds
 
     devices = jax.devices()
     group = _PER_NODE.value

@@ -14,14 +14,14 @@ import statistics
 
 import numpy as np
 
-from moe_jax.analysis.timed_layers import SCHEDULES
+from moe_jax.analysis.timed import SCHEDULES
 
 DEVICES, NEAR = 8, 1.03
 
 
 def report(path: pathlib.Path, rows: dict, cluster_path: str | None) -> None:
     """Print tables and the JSON line; draw beside the CSV file."""
-    from moe_jax.analysis.timed_layers import GATHER, predict
+    from moe_jax.analysis.timed import GATHER, predict
     from moe_jax.cluster import read_cluster
     from moe_jax.errors import UserError
     from moe_jax.moe.schedules import ScheduleOptions

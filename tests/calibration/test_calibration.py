@@ -9,8 +9,7 @@ import pytest
 
 from moe_jax.analysis import calibrate as measure
 from moe_jax.analysis.calibrate import CalibrationOptions, _cluster, calibrate
-from moe_jax.analysis.timed_layers import LayerCase, build_layer, layer_cases, predict, schedules_of
-from moe_jax.analysis.timed_parts import Case, mesh_groups
+from moe_jax.analysis.timed import Case, LayerCase, build_layer, layer_cases, mesh_groups, predict, schedules_of
 from moe_jax.cluster import Cluster, Fit, fit_layers, read_cluster, write_cluster
 from moe_jax.cluster.layer_seconds import HalfWork, LayerShape, layer_seconds
 from moe_jax.errors import UserError

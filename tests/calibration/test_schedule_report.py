@@ -4,7 +4,7 @@ import json
 
 from bench.schedule_report import report
 
-from moe_jax.analysis.timed_layers import LayerCase
+from moe_jax.analysis.timed import LayerCase
 
 
 def test_a_report_of_two_layers(tmp_path, capsys):

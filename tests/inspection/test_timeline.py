@@ -10,8 +10,7 @@ import json
 import pytest
 from support.toy import HEAD, LOOP, MODEL, TARGET
 
-from moe_jax.analysis.draw import draw_timeline, write_chrome_trace
-from moe_jax.analysis.program_report import build_report, report_text
+from moe_jax.analysis.program_report import build_report, draw_timeline, report_text, write_chrome_trace
 from moe_jax.cluster.hlo import parse_module
 from moe_jax.cluster.timeline import Model, play
 
@@ -27,16 +26,16 @@ def test_a_transfer_as_long_as_its_compute_is_hidden():
     assert timeline.seconds == pytest.approx(48.0) and timeline.compute_seconds == pytest.approx(48.0)
     assert timeline.flops == {"bf16": 3 * 1024.0}
     assert (flight.kind, flight.role, flight.scope, flight.bytes) == ("all-to-all", "all-to-all", "moe/dispatch", 160)
-    assert (flight.executions, flight.loops, flight.group_size, flight.nodes) == (3, (3,), 4, 2)
-    assert flight.seconds == pytest.approx(48.0) and flight.exposed == 0.0
-    assert flight.beside_matmuls == flight.beside_kernels == 3
+    assert (flight.executions, flight.loops, flight.group_size, flight.nodes_of_a_group) == (3, (3,), 4, 2)
+    assert flight.seconds == pytest.approx(48.0) and flight.exposed_seconds == 0.0
+    assert flight.executions_beside_matmuls == flight.executions_beside_kernels == 3
     assert flight.beside == {"moe/experts": pytest.approx(48.0)}
 
 
 def test_a_slow_link_is_waited_for():
     slow = dataclasses.replace(TARGET, node_bandwidth=8.0)  # 20 s a turn, of which 4 are exposed
     timeline = play(parse_module(LOOP), slow, MODEL)
-    assert timeline.seconds == pytest.approx(60.0) and only(timeline).exposed == pytest.approx(12.0)
+    assert timeline.seconds == pytest.approx(60.0) and only(timeline).exposed_seconds == pytest.approx(12.0)
     waits = [(event.begin, event.end) for event in timeline.events if event.row == "wait"]
     assert waits == [pytest.approx((16.0, 20.0)), pytest.approx((36.0, 40.0)), pytest.approx((56.0, 60.0))]
 
@@ -48,8 +47,8 @@ def test_a_transfer_that_ends_before_the_matmul_begins_is_exposed_whole():
     lines.remove(dot)
     lines.insert(lines.index(done) + 1, dot)
     flight = only(play(parse_module("\n".join(lines)), TARGET, MODEL))
-    assert flight.exposed == flight.seconds == pytest.approx(48.0)
-    assert flight.beside_matmuls == flight.beside_kernels == 0 and flight.beside == {}
+    assert flight.exposed_seconds == flight.seconds == pytest.approx(48.0)
+    assert flight.executions_beside_matmuls == flight.executions_beside_kernels == 0 and flight.beside == {}
 
 
 def test_synchronous_collectives_are_exposed_whole():
@@ -59,7 +58,7 @@ def test_synchronous_collectives_are_exposed_whole():
     text = text.replace("  %all-to-all-done = f32[4,10]{1,0} all-to-all-done(%all-to-all-start)\n", "")
     text = text.replace("tuple(%i, %all-to-all-done)", "tuple(%i, %all-to-all-start)")
     flight = only(play(parse_module(text), TARGET, MODEL))
-    assert not flight.asynchronous and flight.exposed == pytest.approx(48.0) and flight.bytes == 160
+    assert not flight.asynchronous and flight.exposed_seconds == pytest.approx(48.0) and flight.bytes == 160
 
 
 def test_unknown_trip_counts_run_once_and_are_named():
@@ -92,10 +91,10 @@ def test_transfers_share_links_one_after_the_other():
     link inside. The matmul runs from 3.2 to 19.2."""
     flights = play(parse_module(TWO), TARGET, MODEL).flights
     gather, permute, reduce = flights["ags"], flights["cps"], flights["ars"]
-    assert gather.bytes == 320 and gather.exposed == pytest.approx(1.6)
-    assert permute.waited_for_links == pytest.approx(1.6) and permute.exposed == pytest.approx(1.6)
-    assert reduce.bytes == 160 and reduce.inter_bytes == 320
-    assert reduce.exposed == pytest.approx(33.6 - 19.2) and reduce.beside_matmuls == 1
+    assert gather.bytes == 320 and gather.exposed_seconds == pytest.approx(1.6)
+    assert permute.waited_for_links_seconds == pytest.approx(1.6) and permute.exposed_seconds == pytest.approx(1.6)
+    assert reduce.bytes == 160 and reduce.bytes_leaving_a_node == 320
+    assert reduce.exposed_seconds == pytest.approx(33.6 - 19.2) and reduce.executions_beside_matmuls == 1
 
 
 WRAPPED = (
@@ -134,7 +133,9 @@ def test_wrapped_collectives_calls_and_branches():
     timeline = play(parse_module(WRAPPED), TARGET, MODEL)
     flight = only(timeline)
     assert (flight.kind, flight.role, flight.bytes) == ("all-to-all", "all-to-all", 160)
-    assert flight.seconds == pytest.approx(0.8) and flight.exposed == 0 and flight.beside_matmuls == 1
+    assert (
+        flight.seconds == pytest.approx(0.8) and flight.exposed_seconds == 0 and flight.executions_beside_matmuls == 1
+    )
     assert timeline.seconds == pytest.approx(16.0)
     branch = timeline.skipped["conditional.1"]
     assert branch["seconds_not_taken"] == [pytest.approx(16.0)] and branch["executions"] == 1

@@ -6,14 +6,9 @@ import pathlib
 import pytest
 from support.toy import BRANCH, LOOP, MODEL, TARGET
 
+from moe_jax.analysis.compile_ahead import stated_buckets
 from moe_jax.analysis.program_report import build_report, overflow_record, report_text, what_if
-from moe_jax.analysis.stated_buckets import stated_buckets
-from moe_jax.cluster.costs import (
-    Buckets,
-    exchanged_rows,
-    multiplied_rows,
-    overflow_chance,
-)
+from moe_jax.cluster.costs import Buckets, exchanged_rows, multiplied_rows
 from moe_jax.cluster.hlo import arrays_of, parse_module
 from moe_jax.cluster.targets import parse_target
 from moe_jax.cluster.timeline import play
@@ -51,7 +46,7 @@ def test_fewer_cores_slow_what_runs_beside_a_transfer():
     module = parse_module(LOOP)
     half = play(module, TARGET, MODEL, taken=0.5)
     assert half.seconds == half.compute_seconds == pytest.approx(3 * 24.0)
-    assert sum(flight.exposed for flight in half.flights.values()) == 0
+    assert sum(flight.exposed_seconds for flight in half.flights.values()) == 0
     slow = dataclasses.replace(TARGET, node_bandwidth=4.0)  # 40 s of transfer, beside which the matmul takes 32
     assert play(module, slow, MODEL, taken=0.5).seconds == pytest.approx(3 * 40.0)
     assert what_if(module, TARGET, MODEL) == {"cores": []}  # the toy's cores are not known
@@ -99,7 +94,7 @@ def test_buckets_of_the_committed_run():
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices_per_node=8))
     (found,) = stated_buckets(config, build_mesh(config.mesh, 32), None)
     assert (found.by_shape, found.expected, found.exchanges) == (32 * 632, 16384, 24)
-    assert 0 < found.overflow <= 0.0004 and overflow_chance((found,)) < 0.01
+    assert 0 < found.overflow <= 0.0004
     # 16 MP groups of 2: under s1 each device fills buckets from its own half of the group's tokens
     in_pairs = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, model=2, expert=32))
     roles = build_mesh(in_pairs.mesh, 32)

@@ -1,4 +1,5 @@
-"""What calibration times on all devices at once: collectives in all groups of a kind, and what a layer computes.
+"""What calibration times, on all devices at once: collectives in all groups of a kind, what a layer computes, and whole
+MoE layers, whose parts in one program do not cost what they cost alone.
 
 Sizes of collectives count as in `cluster/layer_seconds.py`: what a device hands in, for an all-gather what it gets; a
 permute is an exchange's mean round. A group is n devices a stride apart (`fits.fit_name`); on every mesh MP, ESP
@@ -8,6 +9,7 @@ and EP&ESP are neighbours and EP stands N_ESP apart. Letters: docs/notation.md.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 import typing
 from collections.abc import Callable, Mapping
@@ -19,19 +21,30 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.cluster import Cluster
 from moe_jax.cluster.fits import fit_name
+from moe_jax.cluster.layer_seconds import LayerSeconds, layer_seconds
 from moe_jax.kernels.blocked import expert_work
 from moe_jax.kernels.grouped import GroupedWeights
 from moe_jax.kernels.matmul import choose_implementation
+from moe_jax.moe.bank import open_grad_sink, with_grad_sink
+from moe_jax.moe.build import layer_sizes, make_moe
 from moe_jax.moe.config import MoEConfig
 from moe_jax.moe.experts import expert_ffn
 from moe_jax.moe.permute import permute_rows, permute_tokens, unpermute_rows, unpermute_tokens
-from moe_jax.moe.routers import choose_experts
+from moe_jax.moe.routers import RouterInputs, choose_experts
 from moe_jax.moe.routing import pack, regroup, route
+from moe_jax.moe.schedules import schedule_record
+from moe_jax.moe.schedules.automatic import layer_shape
+from moe_jax.moe.schedules.contract import LayerSizes
 from moe_jax.moe.schedules.expert_group import ExpertGroup
 from moe_jax.moe.schedules.pause_after_gate import collect_parts, receive_part, rows_ahead
+from moe_jax.moe.tables import even_tables, local
 from moe_jax.parallel.bucket_rows import bucket_layout
-from moe_jax.parallel.mesh import MeshConfig, build_mesh
+from moe_jax.parallel.global_arrays import to_devices
+from moe_jax.parallel.mesh import MeshConfig, Roles, build_mesh
+from moe_jax.parallel.replicated import varying_to_replicated
+from moe_jax.parallel.sharding import expert_specs
 
 
 def interleaved_seconds(calls: Mapping[typing.Any, Callable], rounds: int) -> dict[typing.Any, list[float]]:
@@ -57,12 +70,6 @@ def spread(shape: tuple[int, ...], sharding: NamedSharding, seed: int = 0, scale
         return scale * rng.standard_normal(sizes, dtype=np.float32)
 
     return jax.make_array_from_callback(shape, sharding, part)
-
-
-def placed(array, sharding: NamedSharding):
-    """Return a host array, the same on all processes, with this sharding."""
-    array = np.asarray(array)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 EXCHANGES = ("all_to_all", "permute")  # an exchange by one collective, and a round of one by messages
@@ -92,10 +99,7 @@ def mesh_groups(ep_size: int, esp_size: int, mp_size: int, per_node: int = 0) ->
     found += [Timed(kind, ep_size, esp_size) for kind in EXCHANGES]
     found += [Timed("all_gather", both), Timed("reduce_scatter", both)]
     inside = per_node if 0 < per_node < both and both % per_node == 0 and per_node % esp_size == 0 else esp_size
-    found += [
-        Timed("all_to_all", inside),
-        Timed("permute", both // inside, inside),
-    ]  # `pairwise`: in and between groups
+    found += [Timed("all_to_all", inside), Timed("permute", both // inside, inside)]  # of `pairwise`
     for size in (mp_size, esp_size):
         found += [Timed(kind, size) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
     found.append(Timed("all_gather", mp_size // esp_size))  # of integers, where an MP group of s2 spans EP members
@@ -104,12 +108,12 @@ def mesh_groups(ep_size: int, esp_size: int, mp_size: int, per_node: int = 0) ->
     return sorted({timed for timed in found if timed.size > 1})
 
 
-def machine_groups(devices: int, per_node: int, largest: int = 4) -> list[Timed]:
-    """Return what every mesh of the machine needs whose N_MP and N_ESP are powers of two up to `largest`.
+def machine_groups(devices: int, per_node: int) -> list[Timed]:
+    """Return what every mesh of the machine needs whose N_MP and N_ESP are 1, 2 or 4.
 
     Groups within one data-parallel group are there for all numbers of such groups; SAA for a single one only.
     """
-    powers = [2**p for p in range((devices).bit_length()) if devices % 2**p == 0 and 2**p <= largest]
+    powers = [size for size in (1, 2, 4) if devices % size == 0]
     found: set[Timed] = set()
     for esp_size in powers:
         for mp_size in powers:
@@ -187,10 +191,8 @@ def collective_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
 
 def _saa_cases(timed: Timed, devices, size_bytes: int) -> list[Case]:
     ep_size = timed.size // timed.esp_size
-    config = MeshConfig(
-        data=len(devices) // timed.size, expert=ep_size, expert_shard=timed.esp_size, model=timed.mp_size
-    )
-    roles = build_mesh(config, devices)
+    sizes = {"expert": ep_size, "expert_shard": timed.esp_size, "model": timed.mp_size}
+    roles = build_mesh(MeshConfig(data=len(devices) // timed.size, **sizes), devices)
     group = ExpertGroup(roles)
     rows = max(1, size_bytes // (_ITEM * _SAA_DIM * timed.size))
     total = roles.num_devices * timed.size * rows
@@ -246,14 +248,8 @@ def compute_cases(devices, scale: float) -> dict[str, list[Case]]:
         moved = _ITEM * dim * (experts * capacity + top_k * tokens)
         call = _on_every_device(devices, _with_gradients(gate), [(tokens, dim), (dim, experts)])
         cases["gate"].append(Case(call, 1, tokens, 2 * moved))
-    for count, dim, groups in (
-        (128, 64, 1),
-        (512, 64, 4),
-        (512, 256, 1),
-        (2048, 64, 2),
-        (2048, 256, 1),
-        (4096, 128, 4),
-    ):
+    shapes = ((128, 64, 1), (512, 64, 4), (512, 256, 1), (2048, 64, 2), (2048, 256, 1), (4096, 128, 4))
+    for count, dim, groups in shapes:
         rows = scaled(count)
         each = rows // sources
         counts = np.full((sources, groups), each // groups // 2, np.int32)
@@ -324,4 +320,135 @@ def _on_every_device(devices, function, shapes) -> Callable:
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("device"), out_specs=P("device"))
     compiled = jax.jit(mapped).lower(*arrays).compile()
+    return lambda: compiled(*arrays)
+
+
+SCHEDULES = schedule_record("parm").chooses_from  # whole layers are timed so that `parm` can compare them
+GATHER = "saa"  # how s2 returns in timed layers: Parm's form
+_SIZES = (  # (N, M, F, capacity factor, K): small and large, with few and with many rows
+    (384, 192, 96, 1.0, 2),
+    (96, 192, 192, 2.0, 2),
+    (192, 96, 96, 0.4, 1),
+    (768, 96, 192, 1.5, 2),
+    (384, 192, 192, 0.3, 1),
+    (96, 96, 96, 1.0, 2),
+    (768, 192, 96, 0.7, 1),
+)
+
+
+class LayerCase(typing.NamedTuple):
+    """One layer: N_MP, N_ESP, N, M, F, capacity factor, K; one data-parallel group, and as many experts as devices."""
+
+    mp_size: int
+    esp_size: int
+    tokens: int
+    model_dim: int
+    hidden_dim: int
+    factor: float
+    top_k: int
+
+    def mesh(self, devices: int) -> MeshConfig:
+        """Return the mesh of `devices` devices."""
+        return MeshConfig(expert=devices // self.esp_size, expert_shard=self.esp_size, model=self.mp_size)
+
+    def config(self, schedule: str, devices: int) -> MoEConfig:
+        """Return the layer under a schedule."""
+        return MoEConfig(
+            num_experts=devices,
+            top_k=self.top_k,
+            capacity_factor=self.factor,
+            min_capacity=1,
+            schedule=schedule,
+            gather=GATHER,
+        )
+
+    def sizes(self, devices: int) -> tuple[Roles, LayerSizes]:
+        """Return roles without devices, and static sizes."""
+        roles = build_mesh(self.mesh(devices), devices)
+        return roles, layer_sizes(self.config("s1", devices), roles, self.tokens)
+
+
+def schedules_of(case: LayerCase) -> tuple[str, ...]:
+    """Return the schedules that are different programs: without MP s2 is s1, and without ESP too deepspeed is s1."""
+    return tuple(name for name in SCHEDULES if schedule_record(name).on_mesh(case.mp_size, case.esp_size).name == name)
+
+
+def predict(schedule: str, case: LayerCase, devices: int, cluster: Cluster) -> LayerSeconds:
+    """Return the predicted time of a layer whose experts are loaded evenly.
+
+    Raises:
+      UserError: the cluster lacks a fit.
+    """
+    roles, sizes = case.sizes(devices)
+    shape = layer_shape(schedule, roles, sizes, 4 * case.model_dim)  # bytes of float32
+    record = schedule_record(schedule).on_mesh(case.mp_size, case.esp_size)
+    own = sizes if record.gates_group else sizes.split(case.mp_size)
+    sources = shape.ep_size * shape.esp_size
+    kept = min(own.capacity, case.top_k * own.tokens / devices)  # rows of an expert from one source
+    sharing = case.mp_size if record.cuts_buckets else 1  # devices that have a part of each bucket
+    kept /= sharing
+    group = np.full(sizes.groups, round(kept * sources))
+    buffer = shape.esp_size * shape.sent_rows // sharing
+    flops, _, step_bytes = expert_work(group, max(buffer, 8), case.model_dim, case.hidden_dim // case.esp_size)
+    return layer_seconds(schedule, shape, (3 * flops, step_bytes), cluster, gather=GATHER)
+
+
+def layer_cases(devices: int, scale: float, mesh: MeshConfig | None, count: int = 14) -> list[LayerCase]:
+    """Return the layers to time: over all (N_MP, N_ESP) of 1, 2, 4 that divide the devices, or on one mesh."""
+    if mesh is not None:
+        pairs = [(mesh.model, mesh.expert_shard)] if mesh.expert * mesh.expert_shard == devices else []
+    else:
+        pairs = [(n, s) for n in (4, 2, 1) for s in (4, 2, 1) if devices % n == 0 and devices % s == 0]
+    if not pairs:
+        return []
+    found = []
+    for index, (pair, sizes) in enumerate(zip(itertools.cycle(pairs), itertools.cycle(_SIZES), strict=False)):
+        if index == count:
+            return found
+        tokens, *others = sizes
+        unit = pair[0] * 16
+        found.append(LayerCase(*pair, max(unit, round(tokens * scale / unit) * unit), *others))
+    return found
+
+
+def build_layer(schedule: str, case: LayerCase, devices) -> Callable:
+    """Compile the layer on one data-parallel group, forward and backward, and return a call of it."""
+    roles, config = build_mesh(case.mesh(len(devices)), devices), case.config(schedule, len(devices))
+    model_dim, hidden_dim = case.model_dim, case.hidden_dim
+    tables = jax.tree.map(np.asarray, even_tables(1, config.num_experts, roles.size(roles.expert)))
+    whole = schedule_record(config.schedule).gates_group
+
+    def body(x, w_gate, bank, grad_sink, tables):
+        tables = local(tables)
+        grad_sink = {name: open_grad_sink(value, tables.home_row)[0] for name, value in grad_sink.items()}
+        layer = jax.tree.map(lambda array: array[0], tables)
+        # one copy of the gate's weight per device, so that its gradient stays there
+        weight = varying_to_replicated(w_gate[0], roles.model) if whole else w_gate[0]
+        ids = jnp.arange(x.shape[0], dtype=jnp.int32)
+        return make_moe(config, roles, x, "gelu")(x, weight, RouterInputs(None, ids, layer), bank, grad_sink)[0]
+
+    specs = expert_specs({"w_in": (1, 1, 1), "w_out": (1, 1, 1)}, roles, 0, None)[0]
+    rows = P(roles.dense)
+    in_specs = (rows, P(roles.all), specs, specs, P(roles.expert))
+    sharded = jax.shard_map(body, mesh=roles.mesh, in_specs=in_specs, out_specs=rows)
+
+    def step(x, w_gate, experts, cotangent, tables):
+        def forward(x, w_gate, experts):
+            return sharded(x, w_gate, *with_grad_sink(experts), tables)
+
+        y, pull = jax.vjp(forward, x, w_gate, experts)
+        return y, pull(cotangent)
+
+    experts, total = config.num_experts, case.tokens * roles.size(roles.dense)
+    normal = functools.partial(spread, scale=model_dim**-0.5)
+    bank = {
+        "w_in": normal((experts, model_dim, hidden_dim), roles.sharding(*specs["w_in"]), 1),
+        "w_out": normal((experts, hidden_dim, model_dim), roles.sharding(*specs["w_out"]), 2),
+    }
+    weight = np.random.default_rng(3).standard_normal((1, model_dim, experts), np.float32) * model_dim**-0.5
+    weights = to_devices(np.broadcast_to(weight, (roles.num_devices, model_dim, experts)), roles.sharding(roles.all))
+    x, cotangent = (spread((total, model_dim), roles.sharding(roles.dense), seed) for seed in (4, 5))
+    tables = to_devices(tables, roles.sharding(roles.expert))
+    arrays = (x, weights, bank, cotangent, tables)
+    compiled = jax.jit(step).lower(*arrays).compile()
     return lambda: compiled(*arrays)
