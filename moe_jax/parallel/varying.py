@@ -22,15 +22,14 @@ def varying_axes(*trees) -> frozenset[str]:
 
 def cast_varying(tree, axes):
     """Cast every leaf of `tree` to vary over `axes` as well; a leaf that does already is returned as it is."""
-
-    def cast(leaf):
-        missing = tuple(sorted(frozenset(axes) - varying_axes(leaf)))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-    return jax.tree.map(cast, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    for place, leaf in enumerate(leaves):
+        missing = frozenset(axes) - jax.typeof(leaf).manual_axis_type.varying
+        if missing:
+            leaves[place] = lax.pcast(leaf, tuple(sorted(missing)), to="varying")
+    return structure.unflatten(leaves)
 
 
 def match_varying(*trees):
     """Cast all `trees` to the union of the axes that any of them varies over; returns a tuple in the same order."""
-    axes = varying_axes(*trees)
-    return tuple(cast_varying(tree, axes) for tree in trees)
+    return cast_varying(trees, varying_axes(trees))
